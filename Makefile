@@ -1,0 +1,62 @@
+# `make test` and `make demo` do all of their set-up: they make .venv when there is none, and install again
+# only when pyproject.toml or TORCH has changed. To begin again from nothing: rm -rf .venv
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+DEMO_ARGS ?=
+
+VENV_PYTHON := .venv/bin/python
+PIP := $(VENV_PYTHON) -m pip -qq --disable-pip-version-check --no-input
+INSTALLED := .venv/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup test lint format coverage bench demo clean FORCE
+
+help:  ## show this text
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@echo
+	@echo 'Variables: PYTHON (now: $(PYTHON)), TORCH (now: $(TORCH)), PYTEST_ARGS, BENCH_ARGS, DEMO_ARGS'
+
+setup: $(INSTALLED)  ## make .venv and install what all other commands need
+
+test: lint  ## lint, then run the tests; PYTEST_ARGS='-k name' picks some
+	$(VENV_PYTHON) -m pytest $(PYTEST_ARGS)
+
+lint: $(INSTALLED)  ## ruff and mypy; changes nothing
+	$(VENV_PYTHON) -m ruff check .
+	$(VENV_PYTHON) -m ruff format --check .
+	$(VENV_PYTHON) -m mypy torch_remat
+
+format: $(INSTALLED)  ## let ruff repair and format the code
+	$(VENV_PYTHON) -m ruff check --fix .
+	$(VENV_PYTHON) -m ruff format .
+
+coverage: $(INSTALLED)  ## run the tests and show the branches that they miss
+	$(VENV_PYTHON) -m coverage run -m pytest $(PYTEST_ARGS)
+	$(VENV_PYTHON) -m coverage report
+
+bench: $(INSTALLED)  ## run the benchmarks; BENCH_ARGS=--help lists their options
+	$(VENV_PYTHON) -m benchmarks $(BENCH_ARGS)
+
+demo: $(INSTALLED)  ## run docs/examples/demo.py
+	$(VENV_PYTHON) docs/examples/demo.py $(DEMO_ARGS)
+
+clean:  ## remove caches and build output; .venv stays
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov
+	find benchmarks docs tests torch_remat -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# pip is the last thing that venv installs, so a half-made .venv is completed on the next call.
+.venv/bin/pip:
+	$(PYTHON) -m venv .venv
+
+# Written anew only when TORCH differs from the one before, so `make test TORCH=...` installs that torch.
+.venv/.torch: FORCE | .venv/bin/pip
+	@echo '$(TORCH)' | cmp -s - $@ || echo '$(TORCH)' > $@
+
+# The pinned torch goes first: the package asks only for a range, and pip would take the newest build in it.
+$(INSTALLED): pyproject.toml .venv/.torch | .venv/bin/pip
+	$(PIP) install '$(TORCH)'
+	$(PIP) install --editable '.[test,dev,plot,demo]'
+	@touch $@

@@ -1,0 +1,58 @@
+"""The ways to checkpoint a function that are measured against each other, each with its default options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import torch_remat as remat
+
+from . import peers
+
+Function = Callable[..., torch.Tensor]
+Wrap = Callable[[Function], Function]
+
+NONE = "none"
+FLOOR = "floor"
+TORCH = "torch non-reentrant"
+REENTRANT = "torch reentrant"
+REMAT_0_1 = "torch_remat 0.1.0"
+REMAT_0_2 = "torch_remat 0.2.2"
+OURS = "ours"
+
+
+def full_recompute() -> dict[str, Wrap]:
+    """Return, by name, how each contender turns a function into one that is recomputed in backward.
+
+    Two are references. ``none`` does not checkpoint: it gives the gradients that all must equal. ``floor`` does
+    not checkpoint either but runs one more forward, which is what recomputing costs if the bookkeeping is free.
+    """
+    return {
+        NONE: lambda function: function,
+        FLOOR: _one_more_forward,
+        TORCH: lambda function: _torch(function, use_reentrant=False),
+        REENTRANT: lambda function: _torch(function, use_reentrant=True),
+        REMAT_0_1: lambda function: _decorated(peers.load("0.1.0").checkpoint, function),
+        REMAT_0_2: lambda function: _decorated(peers.load("0.2.2").checkpoint, function),
+        OURS: lambda function: _decorated(remat.checkpoint, function),
+    }
+
+
+def _one_more_forward(function: Function) -> Function:
+    def run(*args: Any) -> torch.Tensor:
+        function(*args)
+        return function(*args)
+
+    return run
+
+
+def _torch(function: Function, *, use_reentrant: bool) -> Function:
+    return lambda *args: torch_checkpoint(function, *args, use_reentrant=use_reentrant)
+
+
+def _decorated(checkpoint: Callable[[], Wrap], function: Function) -> Function:
+    # Decorated anew in each call, as a model's forward does it.
+    return lambda *args: checkpoint()(function)(*args)

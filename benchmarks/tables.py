@@ -1,0 +1,108 @@
+"""Formats results as aligned markdown tables and as plain data for JSON. Prints nothing."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .bars import Verdict, us_per_saved_tensor
+from .contenders import FLOOR, NONE, OURS
+from .measure import Result, quartiles
+
+
+def contenders_table(result: Result) -> str:
+    """Return one workload's table: a row for each contender."""
+    header = ["contender", "us/step", "quartiles", "ours / it", "quartiles", "over floor, us", "retained B", "peak B"]
+    rows = []
+    for name, measurement in result.measurements.items():
+        low, high = quartiles(list(measurement.samples_us))
+        ratio_low, ratio_high = result.ratio_quartiles(OURS, name)
+        rows.append(
+            [
+                name,
+                f"{measurement.median_us:,.1f}",
+                f"{low:,.1f} - {high:,.1f}",
+                f"{result.ratio(OURS, name):.3f}",
+                f"{ratio_low:.3f} - {ratio_high:.3f}",
+                f"{result.over_floor_us(name):,.1f}",
+                f"{measurement.retained_bytes:,}",
+                f"{measurement.peak_bytes:,}",
+            ]
+        )
+    workload = result.workload
+    ideal = f"ideal retained: {workload.ideal_retained_bytes:,} B"
+    return f"### {workload.name}\n\n{workload.about}; {ideal}\n\n{_markdown(header, rows)}"
+
+
+def saved_tensors_table(results: Mapping[str, Result]) -> str | None:
+    """Return the cost of a saved tensor by their number, or None if fewer than two sizes were measured.
+
+    The last two columns split the cost into a region's and a tensor's share, from the smallest and largest size.
+    """
+    counts = list(us_per_saved_tensor(results, OURS))
+    if len(counts) < 2:
+        return None
+    header = ["us over floor / tensor", *(f"{count:,}" for count in counts), "us/region", "us/tensor"]
+    few, many = counts[0], counts[-1]
+    rows = []
+    contenders = next(result.measurements for result in results.values() if result.workload.saved_tensors)
+    for name in contenders:
+        if name in (NONE, FLOOR):
+            continue
+        costs = us_per_saved_tensor(results, name)
+        each = (costs[many] * many - costs[few] * few) / (many - few)
+        fixed = (costs[few] - each) * few
+        rows.append([name, *(f"{cost:.2f}" for cost in costs.values()), f"{fixed:.1f}", f"{each:.2f}"])
+    return f"### saved tensors in one region\n\n{_markdown(header, rows)}"
+
+
+def verdicts_table(verdicts: Sequence[Verdict]) -> str:
+    """Return the bars, each with what was measured."""
+    rows = [["pass" if verdict.passed else "FAIL", verdict.bar, verdict.measured] for verdict in verdicts]
+    return f"### bars\n\n{_markdown(['', 'bar', 'measured'], rows, left=3)}"
+
+
+def plain_data(results: Mapping[str, Result], verdicts: Sequence[Verdict]) -> dict[str, Any]:
+    """Return everything that was measured, every sample included, in types that JSON knows."""
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "workloads": {
+            name: {
+                "about": result.workload.about,
+                "steps_per_sample": result.workload.steps,
+                "ideal_retained_bytes": result.workload.ideal_retained_bytes,
+                "contenders": {
+                    contender: {
+                        "median_us": measurement.median_us,
+                        "quartiles_us": quartiles(list(measurement.samples_us)),
+                        "ours_to_it": result.ratio(OURS, contender),
+                        "retained_bytes": measurement.retained_bytes,
+                        "peak_bytes": measurement.peak_bytes,
+                        "samples_us": [round(sample, 3) for sample in measurement.samples_us],
+                    }
+                    for contender, measurement in result.measurements.items()
+                },
+            }
+            for name, result in results.items()
+        },
+        "bars": [{"bar": each.bar, "measured": each.measured, "passed": each.passed} for each in verdicts],
+    }
+
+
+def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """Return a table, aligned in plain text too: the first ``left`` columns to the left, others to the right."""
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = [
+            cell.ljust(width) if column < left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ]
+        return f"| {' | '.join(padded)} |"
+
+    rule = ["-" * width if column < left else "-" * (width - 1) + ":" for column, width in enumerate(widths) if width]
+    return "\n".join([line(header), f"| {' | '.join(rule)} |", *map(line, rows)])

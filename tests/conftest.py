@@ -1,0 +1,51 @@
+"""Settings of every test: one seed, one thread, a clean state afterwards, `gpu` tests only where there is a GPU."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import torch_remat as remat
+
+sys.path.insert(0, str(Path(__file__).parent))  # importlib mode adds nothing by itself; tests import `helpers`
+
+MARKERS = {"gpu": "needs a CUDA device", "slow": "takes more than five seconds"}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the markers known, so that strict markers hold with and without the project's settings."""
+    for name, meaning in MARKERS.items():
+        config.addinivalue_line("markers", f"{name}: {meaning}")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none."""
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="no CUDA device")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread():
+    """Run kernels on one thread, so that threads in tests are the tests' own."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _clean_state():
+    """Seed before each test; afterwards no test may have left hooks, modes, autocast or grad mode behind."""
+    from helpers import assert_clean_state
+
+    torch.manual_seed(0)
+    yield
+    assert_clean_state()
+    assert not remat.is_recomputing()

@@ -1,0 +1,185 @@
+"""The form of `checkpoint`: three calls, names kept, misuse that shows the right form."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+
+import pytest
+import torch
+from helpers import Calls, CountOps, assert_same, chain, checkpointed, leaf
+from torch import nn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+import torch_remat as remat
+
+FORM = r"checkpoint\([^)]*\)\([a-z]+\)\("
+
+
+def test_function_given_to_the_first_call_is_a_type_error_that_shows_the_right_form():
+    with pytest.raises(TypeError, match=FORM) as caught:
+        remat.checkpoint(chain)
+    assert isinstance(caught.value, remat.UsageError)
+
+
+@pytest.mark.parametrize("argument", [nn.Linear(2, 2), 3, None, lambda x: x])
+def test_any_positional_argument_is_a_type_error_that_shows_the_right_form(argument):
+    with pytest.raises(remat.UsageError, match=FORM):
+        remat.checkpoint(argument)
+
+
+@pytest.mark.parametrize("option", ["use_reentrant", "fn", "name", "early_stopp"])
+def test_unknown_option_is_a_type_error_that_names_it_and_shows_the_right_form(option):
+    with pytest.raises(TypeError, match=option) as caught:
+        remat.checkpoint(**{option: False})
+    assert isinstance(caught.value, remat.UsageError)
+    assert re.search(FORM, str(caught.value))
+
+
+@pytest.mark.parametrize("value", ["defualt", 3, None, True])
+def test_determinism_check_that_is_none_of_the_kinds_raises(value):
+    with pytest.raises((TypeError, ValueError)):
+        remat.checkpoint(determinism_check=value)(chain)(leaf(3))
+
+
+def test_second_call_with_something_that_cannot_be_called_raises():
+    with pytest.raises(TypeError):
+        remat.checkpoint()(leaf(3))(leaf(3))
+
+
+def test_public_signature_is_the_documented_one():
+    parameters = inspect.signature(remat.checkpoint).parameters
+    named = {name: p.default for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
+    assert named == {
+        "region_name": None,
+        "preserve_rng_state": True,
+        "determinism_check": "default",
+        "early_stop": True,
+        "debug": False,
+        "context_fn": None,
+    }
+
+
+def test_decorated_function_keeps_its_name_and_docstring():
+    @remat.checkpoint()
+    def block(x: torch.Tensor) -> torch.Tensor:
+        """Do it."""
+        return x.sin()
+
+    assert block.__name__ == "block"
+    assert block.__qualname__.endswith("block")
+    assert block.__doc__ == "Do it."
+    assert block.__module__ == __name__
+
+
+def test_decorated_method_gets_its_object():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(3))
+
+        @remat.checkpoint(region_name="method")
+        def forward(self, x, *, scale=1.0):
+            """Scale, then bend."""
+            return (x * self.w * scale).sin().exp()
+
+    model, x = Model(), leaf(3)
+    model(x, scale=2.0).sum().backward()
+    expected = torch.autograd.grad((x * model.w * 2.0).sin().exp().sum(), [x, model.w])
+    assert_same(expected, [x.grad, model.w.grad])
+    assert Model.forward.__name__ == "forward"
+
+
+def test_bound_options_serve_many_functions_and_calls():
+    region = remat.checkpoint(region_name="block")
+    one, two = Calls(chain), Calls(torch.tanh)
+    wrapped = region(one), region(two)
+    x = leaf(3)
+    (wrapped[0](x) + wrapped[1](x) + wrapped[0](x)).sum().backward()
+    assert (one.replays, two.replays) == (2, 1)
+
+
+@pytest.mark.parametrize("module", [nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.Tanh())])
+def test_module_is_called_with_its_hooks_in_both_phases(module):
+    calls = []
+    handle = module.register_forward_pre_hook(lambda m, args: calls.append(remat.is_recomputing()))
+    checkpointed(module, early_stop=False)(leaf(2, 3)).sin().sum().backward()
+    handle.remove()
+    assert calls == [False, True]
+
+
+def test_partial_of_a_function_without_name_can_be_a_region():
+    partial = functools.partial(torch.mul, other=3.0)
+    x = leaf(3)
+    checkpointed(partial)(x).sum().backward()
+    assert_same(x.grad, torch.full((3,), 3.0))
+
+
+def recording_contexts(log):
+    class Recorded:
+        def __init__(self, name):
+            self.name = name
+
+        def __enter__(self):
+            log.append(f"enter {self.name}")
+
+        def __exit__(self, *exc):
+            log.append(f"exit {self.name}")
+
+    def context_fn():
+        log.append("made")
+        return Recorded("forward"), Recorded("replay")
+
+    return context_fn
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_context_fn_gives_a_context_to_each_phase(early_stop):
+    log = []
+
+    def block(x):
+        log.append("run")
+        return x.sin().exp()
+
+    y = checkpointed(block, context_fn=recording_contexts(log), early_stop=early_stop)(leaf(3))
+    assert log == ["made", "enter forward", "run", "exit forward"]
+    y.sum().backward()
+    assert log[4:] == ["enter replay", "run", "exit replay"]
+
+
+def test_context_fn_of_a_region_that_raises_is_left():
+    log = []
+
+    def block(x):
+        raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        checkpointed(block, context_fn=recording_contexts(log))(leaf(3))
+    assert log == ["made", "enter forward", "exit forward"]
+
+
+def test_selective_checkpoint_contexts_keep_matmuls():
+    context_fn = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    x, w = leaf(3, 3), leaf(3, 3)
+
+    def block(x):
+        return ((x @ w).sin() @ w).exp()
+
+    expected = torch.autograd.grad(block(x).sum(), [x, w])
+    y = checkpointed(block, context_fn=context_fn)(x)
+    with CountOps() as ops:
+        actual = torch.autograd.grad(y.sum(), [x, w])
+    assert ops.counts["mm"] == 4
+    assert_same(expected, actual)
+
+
+def test_errors_form_one_tree_with_fields():
+    kinds = [remat.UsageError, remat.OutputError, remat.MismatchError, remat.MutationError, remat.ReleasedError]
+    assert all(issubclass(kind, remat.RematError) for kind in kinds)
+    assert issubclass(remat.RematError, RuntimeError)
+    assert issubclass(remat.UsageError, TypeError)
+    error = remat.RematError("it broke", region="block", op="mm", tensor="x", remedy="Mend it.")
+    assert (error.region, error.op, error.tensor) == ("block", "mm", "x")
+    assert str(error).startswith("block::mm.x: it broke")
+    assert "Mend it." in str(error)

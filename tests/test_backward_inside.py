@@ -1,0 +1,246 @@
+"""Backward inside forward, saved tensors looked at from outside, hooks on tensors and nodes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import Calls, Mlp, assert_same, assert_same_program, chain, checkpointed, leaf, parameter_gradients
+from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import torch_remat as remat
+
+
+def forces(energy, positions, create_graph):
+    (grad,) = torch.autograd.grad(energy.sum(), positions, create_graph=create_graph)
+    return -grad
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_gradient_taken_inside_a_region_with_create_graph_is_equal(early_stop):
+    def program(wrap):
+        model = Mlp(4)
+
+        def block(x):
+            h = x.sin()
+            return h + forces(model(h), h, create_graph=True)
+
+        x = leaf(2, 4)
+        y = wrap(block)(x)
+        y.square().sum().backward()
+        return y, x.grad, *parameter_gradients(model)
+
+    assert_same_program(program, early_stop=early_stop)
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_gradient_taken_inside_a_region_without_create_graph_is_equal(early_stop):
+    def program(wrap):
+        w = leaf(4, 4)
+
+        def block(x):
+            inner = x.detach().requires_grad_()
+            step = forces((inner @ w).sin().exp(), inner, create_graph=False)
+            return (x + step) @ w
+
+        x = leaf(2, 4)
+        y = wrap(block)(x).sin()
+        y.sum().backward()
+        return y, x.grad, w.grad
+
+    assert_same_program(program, early_stop=early_stop)
+
+
+def test_gradient_taken_inside_a_region_again_and_again_is_equal():
+    def program(wrap):
+        def descend(x):
+            point = x.detach()
+            for _ in range(4):
+                point = point.requires_grad_()
+                point = (point + 0.1 * forces(chain(point), point, create_graph=False)).detach()
+            return (x * point).sin().exp()
+
+        x = leaf(5)
+        y = wrap(descend)(x)
+        y.sum().backward()
+        return y, x.grad
+
+    assert_same_program(program)
+
+
+def test_backward_of_an_inner_region_inside_an_outer_forward_is_equal():
+    def program(wrap):
+        def outer(x):
+            h = wrap(chain)(x)
+            return h.tanh() + forces(h, x, create_graph=True)
+
+        x = leaf(5)
+        y = wrap(outer)(x)
+        y.sum().backward()
+        return y, x.grad
+
+    assert_same_program(program)
+
+
+def test_backward_of_an_earlier_region_inside_a_later_forward_is_equal():
+    def program(wrap):
+        x = leaf(5)
+        earlier = wrap(chain)(x)
+
+        def later(h):
+            return h.sin() * torch.autograd.grad(earlier.sum(), x, retain_graph=True)[0].detach()
+
+        y = wrap(later)(earlier)
+        y.sum().backward()
+        return y, x.grad
+
+    assert_same_program(program)
+
+
+class ReadTwice(torch.autograd.Function):
+    """Reads its saved tensors twice in backward, and checks that both reads agree."""
+
+    @staticmethod
+    def forward(ctx, x, y):
+        ctx.save_for_backward(x, y)
+        return x * y
+
+    @staticmethod
+    def backward(ctx, grad):
+        first, second = ctx.saved_tensors, ctx.saved_tensors
+        assert len(first) == len(second) == 2
+        assert all(torch.equal(one, two) for one, two in zip(first, second, strict=True))
+        return grad * second[1], grad * first[0]
+
+
+@pytest.mark.parametrize("retain_graph", [False, True])
+def test_saved_tensors_may_be_read_twice(retain_graph):
+    def program(wrap):
+        x = leaf(4)
+        y = wrap(lambda x: ReadTwice.apply(x.sin(), x.cos()).tanh())(x)
+        for _ in range(1 + retain_graph):
+            y.sum().backward(retain_graph=retain_graph)
+        return x.grad
+
+    assert_same_program(program)
+
+
+def test_saved_tensors_may_be_read_twice_with_create_graph():
+    def program(wrap):
+        x = leaf(4)
+        y = wrap(lambda x: ReadTwice.apply(x.sin(), x.cos()))(x)
+        (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        grad.square().sum().backward()
+        return grad, x.grad
+
+    assert_same_program(program)
+
+
+def test_saved_tensor_looked_at_before_backward_is_right_and_harms_nothing():
+    x = leaf(4)
+    y = checkpointed(lambda x: x.sin().exp())(x)
+    assert_same(y.grad_fn._saved_result, x.sin().exp())
+    assert_same(y.grad_fn._saved_result, x.sin().exp())
+    assert_same(torch.autograd.grad(y.sum(), x), torch.autograd.grad(x.sin().exp().sum(), x))
+
+
+def test_saved_tensor_looked_at_between_two_backwards_is_right():
+    x = leaf(4)
+    y = checkpointed(lambda x: x.sin().exp())(x)
+    (first,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+    assert_same(y.grad_fn._saved_result, x.sin().exp())
+    (second,) = torch.autograd.grad(y.sum(), x)
+    assert_same(first, second)
+
+
+def test_hooks_on_outputs_inputs_and_inner_tensors_see_equal_gradients():
+    def program(wrap):
+        seen = []
+
+        def block(x):
+            h = x.sin()
+            if not seen_inner:
+                h.register_hook(lambda grad: seen.append(grad.clone()) or grad * 2)
+                seen_inner.append(True)
+            return h.exp()
+
+        seen_inner = []
+        x = leaf(4)
+        x.register_hook(lambda grad: grad + 1)
+        y = wrap(block)(x)
+        y.retain_grad()
+        y.register_hook(lambda grad: grad * 3)
+        y.sum().backward()
+        return x.grad, y.grad, *seen
+
+    assert_same_program(program)
+
+
+def test_module_hooks_inside_a_region_run_as_without_checkpointing():
+    def program(wrap):
+        seen = []
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        model[0].register_full_backward_hook(lambda m, gi, go: seen.append(go[0].clone()))
+        x = leaf(2, 4)
+        wrap(model)(x).sum().backward()
+        assert len(seen) == 1
+        return x.grad, *seen, *parameter_gradients(model)
+
+    assert_same_program(program)
+
+
+def test_post_accumulate_hooks_may_drop_each_gradient_at_once():
+    def program(wrap):
+        model = nn.Sequential(Mlp(4), Mlp(4))
+        seen = []
+
+        def take(parameter):
+            seen.append(parameter.grad)
+            parameter.grad = None
+
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(take)
+        x = leaf(2, 4)
+        for block in model:
+            x = wrap(block)(x)
+        x.sum().backward()
+        return seen
+
+    assert_same_program(program, replays=2)
+
+
+def test_region_used_as_a_step_of_a_recurrence_is_equal():
+    def program(wrap):
+        cell = nn.GRUCell(3, 4)
+        h = torch.zeros(2, 4)
+        x = leaf(6, 2, 3)
+        states = [h := wrap(cell)(step, h) for step in x]
+        torch.stack(states).square().sum().backward()
+        return x.grad, *parameter_gradients(cell)
+
+    assert_same_program(program, replays=6)
+
+
+def test_replay_inside_reentrant_backward_is_equal():
+    def program(wrap):
+        x = leaf(4)
+        y = wrap(lambda x: torch_checkpoint(chain, x.sin(), use_reentrant=True).tanh())(x)
+        y.sum().backward()
+        return y, x.grad
+
+    assert_same_program(program)
+
+
+def test_function_that_runs_other_code_in_replay_only_may_ask_is_recomputing():
+    metrics = []
+
+    def block(x):
+
+        if not remat.is_recomputing():
+            metrics.append(x.detach().mean())
+        return x.sin().exp()
+
+    function = Calls(block)
+    checkpointed(function)(leaf(3)).sum().backward()
+    assert function.total == 2
+    assert len(metrics) == 1

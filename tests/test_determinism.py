@@ -1,0 +1,280 @@
+"""The four kinds of `determinism_check`."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from helpers import (
+    Calls,
+    LiveStorages,
+    Stack,
+    assert_same,
+    assert_same_program,
+    chain,
+    checkpointed,
+    collector_off,
+    leaf,
+    parameter_gradients,
+)
+from torch import nn
+
+import torch_remat as remat
+
+KINDS = ["default", "none", "bitwise", lambda tensor: (tensor.shape, tensor.sum().item())]
+
+
+def nudged(at, count=4, amount=1.0):
+    """Return a function of sines whose replay adds something before sine number `at`."""
+
+    def block(x):
+        for index in range(count):
+            if remat.is_recomputing() and index == at:
+                x = x + amount
+            x = x.sin()
+        return x
+
+    return block
+
+
+def backward(block, *args, **options):
+    y = checkpointed(block, region_name="block", **options)(*args)
+    y.sum().backward()
+
+
+def mismatch(block, *args, **options):
+    with pytest.raises(remat.MismatchError) as caught:
+        backward(block, *args, **options)
+    assert caught.value.region == "block"
+    return caught.value
+
+
+def position(error):
+    found = re.search(r"\d+", error.tensor or "")
+    assert found, f"no position in {error.tensor!r}"
+    return int(found.group())
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_program_that_repeats_itself_passes_every_check(kind, early_stop):
+    def program(wrap):
+        model = Stack(wrap, depth=2)
+        x = leaf(2, 4, 8)
+        y = wrap(model)(x)
+        first = torch.autograd.grad(y.square().sum(), x, retain_graph=True)
+        y.square().sum().backward()
+        return y, first, x.grad, *parameter_gradients(model)
+
+    assert_same_program(program, determinism_check=kind, early_stop=early_stop)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_second_order_passes_every_check(kind):
+    def program(wrap):
+        x = leaf(4)
+        (first,) = torch.autograd.grad(wrap(chain)(x).sum(), x, create_graph=True)
+        first.square().sum().backward()
+        return first, x.grad
+
+    assert_same_program(program, determinism_check=kind)
+
+
+def test_default_sees_shape_and_dtype_and_not_values():
+    backward(nudged(1), leaf(3))
+    scale = torch.ones(1)
+    shape = mismatch(lambda x: (x * (scale.expand(3) if remat.is_recomputing() else scale)).sin(), leaf(3))
+    dtype = mismatch(lambda x: (x * (scale.double() if remat.is_recomputing() else scale)).sin(), leaf(3))
+    assert position(shape) == position(dtype)
+
+
+def test_none_sees_nothing():
+    scale = torch.full((1,), 2.0)
+
+    def block(x):
+        return x * (scale.expand(3) * 1 if remat.is_recomputing() else scale * 1)
+
+    x = leaf(3)
+    mismatch(block, x)
+    backward(block, x, determinism_check="none")
+    assert_same(x.grad, torch.full((3,), 2.0))
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_none_still_sees_that_tensors_are_missing(early_stop):
+    def block(x):
+        return x if remat.is_recomputing() else x.sin().exp()
+
+    with pytest.raises(remat.RematError):
+        backward(block, leaf(3), determinism_check="none", early_stop=early_stop)
+
+
+def test_bitwise_reports_the_first_difference():
+    positions = [position(mismatch(nudged(at), leaf(3), determinism_check="bitwise")) for at in range(4)]
+    assert [p - positions[0] for p in positions] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64])
+def test_bitwise_sees_the_smallest_difference(dtype):
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+    def block(x):
+        numbers = x.detach().view(integer[x.element_size()])
+        last = torch.arange(5) == 4
+        if remat.is_recomputing():
+            numbers = numbers + last  # the next floating-point number in the last place
+        return (x * numbers.to(integer[x.element_size()]).view(dtype)).abs()
+
+    x = torch.linspace(0.1, 0.9, 5).to(dtype).requires_grad_()
+    mismatch(block, x, determinism_check="bitwise")
+
+
+def test_bitwise_sees_swapped_elements_and_swapped_tensors():
+    def elements(x):
+        h = x.flip(0) if remat.is_recomputing() else x * 1
+        return h.sin()
+
+    def tensors(x):
+        one, two = (x.cos(), x.tanh()) if not remat.is_recomputing() else (x.tanh(), x.cos())
+        return one.sin() * two.sin()
+
+    mismatch(elements, torch.tensor([1.0, 2.0, 3.0], requires_grad=True), determinism_check="bitwise")
+    mismatch(tensors, leaf(3), determinism_check="bitwise")
+
+
+def test_bitwise_sees_random_numbers_that_were_not_preserved():
+    def block(x):
+        return (x * torch.rand(5)).sin()
+
+    mismatch(block, leaf(5), determinism_check="bitwise", preserve_rng_state=False)
+    backward(block, leaf(5), determinism_check="bitwise")
+
+
+def test_bitwise_sees_a_bias_changed_between_forward_and_backward():
+    layer = nn.Linear(3, 3)
+    y = checkpointed(lambda x: layer(x).relu(), region_name="block", determinism_check="bitwise")(leaf(2, 3))
+    with torch.no_grad():
+        layer.bias.add_(1)
+    with pytest.raises(remat.RematError) as caught:
+        y.sum().backward()
+    assert caught.value.region == "block"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.tensor([float("nan"), float("inf"), -0.0]),
+        torch.zeros(0),
+        torch.zeros(0, 4),
+        torch.tensor(2.0),
+        torch.randn(4, 6)[:, ::2].t(),
+        torch.randn(1, 3).expand(5, 3),
+        torch.randn(3, dtype=torch.complex64).conj(),
+        torch.randn(4, dtype=torch.bfloat16),
+    ],
+    ids=["nan", "empty", "empty2", "scalar", "strided", "expanded", "conjugate", "bfloat16"],
+)
+def test_bitwise_takes_every_kind_of_value(value):
+    w = torch.randn((), requires_grad=True)
+    y = checkpointed(lambda x: ((x * w).sin() * x).exp(), determinism_check="bitwise")(value)
+    y.abs().sum().backward()
+    assert w.grad is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.int64])
+def test_bitwise_sees_other_masks_and_indices(dtype):
+    def block(x):
+        mask = torch.tensor([1, 0, 1] if remat.is_recomputing() else [1, 1, 0])
+        if dtype is torch.bool:
+            return x.masked_fill(mask.bool(), 0.0)
+        if dtype is torch.int64:
+            return x.gather(0, mask)
+        return Masked.apply(x, mask.to(dtype))
+
+    mismatch(block, leaf(3), determinism_check="bitwise")
+
+
+class Masked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, mask):
+        ctx.save_for_backward(mask)
+        return x * mask
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0], None
+
+
+def test_bitwise_keeps_no_tensor_alive():
+    with collector_off():
+        live = LiveStorages()
+        with live:
+            x = leaf(1000)
+            y = checkpointed(chain, determinism_check="bitwise")(x)
+        assert live.bytes() < x.untyped_storage().nbytes() + y.untyped_storage().nbytes() + 200
+
+
+def test_callable_is_compared_by_equality_and_called_for_each_saved_tensor():
+    check = Calls(lambda tensor: tensor.sum().item())
+    function = Calls(lambda x: x.sin().sin().sin())
+    backward(function, leaf(3), determinism_check=check)
+    assert function.total == 2
+    assert check.total == 6
+    error = mismatch(nudged(2), leaf(3), determinism_check=check)
+    first = mismatch(nudged(0), leaf(3), determinism_check=check)
+    assert position(error) - position(first) == 2
+
+
+def test_callable_may_be_blind_to_what_the_default_sees():
+    scale = torch.full((1,), 2.0)
+
+    def block(x):
+        return x * (scale.expand(3) * 1 if remat.is_recomputing() else scale * 1)
+
+    backward(block, leaf(3), determinism_check=lambda tensor: tensor.dtype)
+    mismatch(block, leaf(3), determinism_check=lambda tensor: tensor.numel())
+
+
+def test_both_values_of_a_callable_stand_in_the_error():
+    values = iter(["forward value", "replay value"])
+    error = mismatch(lambda x: x.sin(), leaf(3), determinism_check=lambda tensor: next(values))
+    assert "forward value" in str(error)
+    assert "replay value" in str(error)
+
+
+def test_callable_may_compute_what_autograd_would_save():
+    def program(wrap):
+        x = leaf(3)
+        wrap(lambda x: chain(x.sin() * x).tanh())(x).sum().backward()
+        return x.grad
+
+    assert_same_program(program, replays=1, determinism_check=lambda tensor: (tensor.exp() * tensor.sin()).sum().item())
+
+
+def test_exception_in_the_callable_passes_and_leaves_nothing_behind():
+    armed = []
+
+    def check(tensor):
+        if armed:
+            raise KeyError("in check")
+        return 0
+
+    y = checkpointed(chain, determinism_check=check)(leaf(3))
+    armed.append(True)
+    with pytest.raises(KeyError, match="in check"):
+        y.sum().backward()
+    assert not remat.is_recomputing()
+    backward(chain, leaf(3))
+
+
+def test_callable_runs_no_ops_that_autograd_records():
+    recorded = []
+
+    def check(tensor):
+        recorded.append((tensor * 1).requires_grad)
+        return 0
+
+    backward(lambda x: x.sin().sin(), leaf(3), determinism_check=check)
+    assert len(recorded) == 4
+    assert not any(recorded)

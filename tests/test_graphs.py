@@ -1,0 +1,409 @@
+"""Whole programs: shapes of graphs, and the ways in which backward walks them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import (
+    Calls,
+    CountOps,
+    Mlp,
+    Stack,
+    assert_equal_gradients,
+    assert_same,
+    assert_same_program,
+    chain,
+    checkpointed,
+    leaf,
+    leaf_copies,
+    parameter_gradients,
+    plain,
+)
+from torch import nn
+from torch.utils.checkpoint import GraphExecGroup
+
+import torch_remat as remat
+
+
+class Logged(torch.autograd.Function):
+    """Identity that saves its input and logs its name when its backward runs."""
+
+    @staticmethod
+    def forward(ctx, x, log, name):
+        ctx.save_for_backward(x)
+        ctx.log, ctx.name = log, name
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (saved,) = ctx.saved_tensors
+        ctx.log.append(ctx.name)
+        return grad * saved / saved, None, None
+
+
+def two_branches(x):
+    """Two outputs whose backwards share no saved tensor."""
+    return x.sin().exp(), x.cos().tanh()
+
+
+def test_one_region_has_equal_outputs_and_gradients():
+    assert_equal_gradients(chain, checkpointed(chain), [leaf(4, 3)])
+
+
+def test_regions_in_a_row_have_equal_gradients_and_replay_once_each():
+    def program(wrap):
+        model = Stack(wrap, depth=3)
+        x = leaf(2, 5, 8)
+        y = model(x)
+        y.square().mean().backward()
+        return [y, x.grad, *parameter_gradients(model)]
+
+    assert_same_program(program, replays=6)
+
+
+def test_regions_replay_in_the_order_of_backward_each_just_before_it_is_needed():
+    log = []
+
+    def block(x, name):
+        log.append(f"run {name}")
+        return Logged.apply(x.sin(), log, f"backward {name}")
+
+    x = leaf(3)
+    for name in "abc":
+        x = checkpointed(block)(x, name)
+    log.clear()
+    x.sum().backward()
+    assert log == ["run c", "backward c", "run b", "backward b", "run a", "backward a"]
+
+
+def test_replay_starts_at_the_boundary_before_any_inner_backward_body():
+    log = []
+
+    def block(x):
+        log.append("run")
+        h = Logged.apply(x.sin(), log, "first")
+        return NoSave.apply(h, log)
+
+    class NoSave(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, log):
+            ctx.log = log
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            ctx.log.append("saves nothing")
+            return grad, None
+
+    y = checkpointed(block)(leaf(3))
+    log.clear()
+    y.sum().backward()
+    assert log == ["run", "saves nothing", "first"]
+
+
+def test_is_recomputing_is_true_in_replay_only():
+    phases = []
+
+    class Probe(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            phases.append(("forward of op", remat.is_recomputing()))
+            ctx.save_for_backward(x)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            phases.append(("backward of op", remat.is_recomputing()))
+            return grad * ctx.saved_tensors[0]
+
+    y = checkpointed(lambda x: Probe.apply(x.sin()))(leaf(3))
+    assert not remat.is_recomputing()
+    y.sum().backward()
+    assert phases == [("forward of op", False), ("forward of op", True), ("backward of op", False)]
+    assert not remat.is_recomputing()
+
+
+def test_early_stop_skips_what_comes_after_the_last_saved_tensor():
+    def block(x, w):
+        return (x @ w).sin() @ w
+
+    for early_stop, matmuls in ((True, 1), (False, 2)):
+        function = Calls(block)
+        y = checkpointed(function, early_stop=early_stop)(leaf(3, 3), leaf(3, 3))
+        with CountOps() as ops:
+            torch.autograd.backward(y, torch.ones_like(y))
+        assert function.total == 2
+        assert ops.counts["mm"] == 4 + matmuls  # two for each matmul's backward, the rest is replay
+
+
+def test_without_early_stop_the_function_runs_to_its_end():
+    ends = []
+
+    def block(x):
+        y = x.sin() + 1
+        ends.append(remat.is_recomputing())
+        return y
+
+    checkpointed(block, early_stop=False)(leaf(3)).sum().backward()
+    assert ends == [False, True]
+    ends.clear()
+    checkpointed(block)(leaf(3)).sum().backward()
+    assert ends == [False]
+
+
+def test_region_that_saves_nothing_is_never_replayed():
+    function = Calls(lambda x: x + 1)
+    x = leaf(3)
+    checkpointed(function)(x).sum().backward()
+    assert function.total == 1
+    assert_same(x.grad, torch.ones(3))
+
+
+def test_backward_with_retain_graph_works_any_number_of_times():
+    def program(wrap):
+        x, w = leaf(4, 3), leaf(3, 3)
+        y = wrap(lambda x: chain(x @ w).sin())(x)
+        grads = []
+        for retain in (True, True, True, False):
+            y.square().sum().backward(retain_graph=retain)
+            grads += [x.grad.clone(), w.grad.clone()]
+        return grads
+
+    assert_same_program(program)
+
+
+def test_backward_with_retain_graph_works_after_other_regions_ran():
+    def program(wrap):
+        x = leaf(4)
+        y = wrap(chain)(x)
+        first = torch.autograd.grad(y.sum(), x, retain_graph=True)
+        other = torch.autograd.grad(wrap(chain)(x).sum(), x)
+        return first, other, torch.autograd.grad(y.sum(), x)
+
+    assert_same_program(program, replays=3)
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_second_backward_without_retain_graph_raises_and_says_how_to_keep_the_graph(early_stop):
+    x = leaf(3)
+    y = checkpointed(chain, early_stop=early_stop)(x)
+    y.sum().backward()
+    grad = x.grad.clone()
+    with pytest.raises(RuntimeError, match="retain_graph"):
+        y.sum().backward()
+    assert_same(x.grad, grad)
+
+
+def test_second_backward_raises_after_some_backwards_that_kept_the_graph():
+    x = leaf(3)
+    y = checkpointed(chain)(x)
+    y.sum().backward(retain_graph=True)
+    y.sum().backward()
+    with pytest.raises(RuntimeError, match="retain_graph"):
+        y.sum().backward()
+
+
+def test_second_order_gradients_are_equal():
+    def program(wrap):
+        x, w = leaf(4, 3), leaf(3, 3)
+        y = wrap(lambda x: chain(x @ w))(x)
+        (gx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        gx.square().sum().backward()
+        return y, gx, x.grad, w.grad
+
+    assert_same_program(program)
+
+
+def test_third_order_gradients_are_equal():
+    def program(wrap):
+        x = leaf(4)
+        results = [wrap(chain)(x)]
+        for _ in range(3):
+            results += torch.autograd.grad(results[-1].sum(), x, create_graph=True)
+        return results
+
+    assert_same_program(program)
+
+
+def test_second_order_gradients_through_several_regions_are_equal():
+    def program(wrap):
+        model = nn.Sequential(Mlp(4), nn.Tanh(), Mlp(4))
+        x = leaf(2, 4)
+        y = wrap(model[2])(wrap(lambda h: model[1](model[0](h)))(x))
+        (gx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        (gx.square().sum() + y.sum()).backward()
+        return gx, x.grad, *parameter_gradients(model)
+
+    assert_same_program(program)
+
+
+def test_numerical_first_and_second_derivatives_agree():
+    x = torch.randn(3, dtype=torch.double, requires_grad=True)
+    w = torch.randn(3, 3, dtype=torch.double, requires_grad=True)
+    function = checkpointed(lambda x, w: (chain(x @ w).tanh(), x.sigmoid()))
+    assert torch.autograd.gradcheck(function, (x, w))
+    assert torch.autograd.gradgradcheck(function, (x, w))
+
+
+def test_hessian_and_jacobian_are_equal():
+    x = torch.randn(4)
+    scalar = lambda x: chain(x).prod()  # noqa: E731
+    hessian, jacobian = torch.autograd.functional.hessian, torch.autograd.functional.jacobian
+    assert_same(hessian(scalar, x), hessian(checkpointed(scalar), x))
+    assert_same(jacobian(chain, x, create_graph=True), jacobian(checkpointed(chain), x, create_graph=True))
+
+
+@pytest.mark.parametrize("chosen", [[0], [1], [2], [0, 2], [3], [1, 3]])
+def test_gradients_for_a_subset_of_inputs_and_parameters_are_equal(chosen):
+    def program(wrap):
+        leaves = [leaf(3, 3) for _ in range(4)]
+        y = wrap(lambda x, w: ((x @ w).sin() @ leaves[2]).exp() @ leaves[3])(*leaves[:2])
+        return torch.autograd.grad(y.sum(), [leaves[i] for i in chosen])
+
+    assert_same_program(program, replays=1)
+
+
+def test_backward_with_inputs_reaches_only_those():
+    def program(wrap):
+        x, w = leaf(3, 3), leaf(3, 3)
+        wrap(lambda x: (x @ w).sin())(x).sum().backward(inputs=[w])
+        assert x.grad is None
+        return w.grad
+
+    assert_same_program(program, replays=1)
+
+
+def test_gradient_for_a_tensor_made_inside_the_region_is_equal():
+    def program(wrap):
+        inner = []
+
+        def block(x):
+            h = x.sin()
+            if not inner:
+                inner.append(h)
+            return h.exp().cos()
+
+        x = leaf(3)
+        y = wrap(block)(x)
+        return torch.autograd.grad(y.sum(), [inner[0], x])
+
+    assert_same_program(program)
+
+
+def test_several_losses_over_one_region_are_equal():
+    def program(wrap):
+        x = leaf(3, 3)
+        y = wrap(chain)(x)
+        y.sum().backward(retain_graph=True)
+        first = x.grad.clone()
+        y.square().sum().backward(retain_graph=True)
+        (y.exp().sum() + y.mean()).backward()
+        return first, x.grad
+
+    assert_same_program(program)
+
+
+def test_two_outputs_backpropagated_one_by_one_share_one_replay_without_retain_graph():
+    def program(wrap):
+        x = leaf(3)
+        one, two = wrap(two_branches)(x)
+        one.sum().backward()
+        first = x.grad.clone()
+        two.sum().backward()
+        return first, x.grad
+
+    assert_same_program(program, replays=1)
+
+
+def test_two_outputs_backpropagated_in_reverse_order_share_one_replay():
+    def program(wrap):
+        x = leaf(3)
+        one, two = wrap(two_branches)(x)
+        two.sum().backward()
+        one.sum().backward()
+        return x.grad
+
+    assert_same_program(program, replays=1)
+
+
+def test_two_outputs_backpropagated_together_are_equal():
+    def program(wrap):
+        x = leaf(3)
+        torch.autograd.backward(wrap(two_branches)(x), [torch.ones(3), torch.full((3,), 2.0)])
+        return x.grad
+
+    assert_same_program(program, replays=1)
+
+
+def test_two_outputs_with_a_common_trunk_raise_on_the_second_backward_as_in_plain_autograd():
+    def block(x):
+        trunk = x.sin().exp()
+        return trunk.cos(), trunk.tanh()
+
+    for wrap in (plain, checkpointed):
+        one, two = wrap(block)(leaf(3))
+        one.sum().backward()
+        with pytest.raises(RuntimeError, match="retain_graph"):
+            two.sum().backward()
+
+
+def test_one_of_two_outputs_dropped_leaves_the_other_right():
+    def program(wrap):
+        x = leaf(3)
+        outputs = list(wrap(two_branches)(x))
+        del outputs[0]
+        outputs[0].sum().backward()
+        return x.grad
+
+    assert_same_program(program, replays=1)
+
+
+def test_backwards_in_one_graph_exec_group_share_one_replay():
+    def program(wrap):
+        x = leaf(3)
+        one, two = wrap(two_branches)(x)
+        with GraphExecGroup():
+            one.sum().backward(retain_graph=True)
+            two.sum().backward(retain_graph=True)
+        return x.grad
+
+    assert_same_program(program, replays=1)
+
+
+def test_input_gradient_and_weight_gradient_in_one_graph_exec_group_share_one_replay():
+    def program(wrap):
+        x, w = leaf(3, 3), leaf(3, 3)
+        y = wrap(lambda x: x.sin() @ w)(x)
+        with GraphExecGroup():
+            (gx,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+            (gw,) = torch.autograd.grad(y.sum(), w)
+        return gx, gw
+
+    assert_same_program(program, replays=1)
+
+
+def test_several_graph_exec_groups_over_one_region_replay_at_most_once_each():
+    function = Calls(two_branches)
+    x = leaf(3)
+    one, two = checkpointed(function)(x)
+    for group in range(3):
+        with GraphExecGroup():
+            one.sum().backward(retain_graph=True)
+            two.sum().backward(retain_graph=True)
+        assert 1 <= function.replays <= group + 1
+    expected = leaf_copies([x])[0]
+    for _ in range(3):
+        for y in two_branches(expected):
+            y.sum().backward()
+    assert_same(expected.grad, x.grad)
+
+
+def test_micro_batches_through_one_model_accumulate_equal_gradients():
+    def program(wrap):
+        model = Stack(wrap, depth=1)
+        losses = [model(torch.randn(2, 4, 8)).square().mean() for _ in range(3)]
+        for loss in reversed(losses):
+            loss.backward()
+        return parameter_gradients(model)
+
+    assert_same_program(program, replays=6)

@@ -1,0 +1,325 @@
+"""What may go into a region: where tensors may stand, which values, which keywords."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict, namedtuple
+from typing import Any
+
+import optree
+import pytest
+import torch
+import torch.utils._pytree as torch_pytree
+from helpers import Calls, Mlp, assert_same, assert_same_program, chain, checkpointed, leaf, parameter_gradients
+from torch import Tensor, nn
+
+Pair = namedtuple("Pair", ["one", "two"])
+
+OPTREE_GLOBAL = getattr(optree.registry, "__GLOBAL_NAMESPACE")
+
+
+@optree.register_pytree_node_class(namespace=OPTREE_GLOBAL)
+@dataclasses.dataclass
+class OptreeBatch:
+    features: Tensor
+    mask: Tensor
+    name: str = "batch"
+
+    def tree_flatten(self):
+        return [self.features, self.mask], self.name, ["features", "mask"]
+
+    @classmethod
+    def tree_unflatten(cls, metadata, children):
+        return cls(*children, name=metadata)
+
+
+@dataclasses.dataclass
+class TorchBatch:
+    features: Tensor
+    mask: Tensor
+
+
+torch_pytree.register_dataclass(TorchBatch)
+
+
+@dataclasses.dataclass
+class OpaqueBatch:
+    features: Tensor
+    mask: Tensor
+
+
+BATCHES = [OptreeBatch, TorchBatch, OpaqueBatch]
+
+
+def test_parameters_get_gradients_where_no_input_needs_one():
+    def program(wrap):
+        mlp = Mlp(4)
+        wrap(mlp)(torch.randn(2, 4)).sum().backward()
+        return parameter_gradients(mlp)
+
+    assert_same_program(program, replays=1)
+
+
+def test_parameters_get_gradients_where_there_is_no_input_at_all():
+    def program(wrap):
+        w = nn.Parameter(torch.randn(3, 3))
+        wrap(lambda: (w @ w).sin().exp())().sum().backward()
+        return w.grad
+
+    assert_same_program(program, replays=1)
+
+
+def test_inputs_that_are_no_tensors_reach_the_function_in_both_phases():
+    seen = []
+    marker = object()
+
+    def block(*args, **kwargs):
+        seen.append((args, kwargs))
+        return w.sin().exp()
+
+    w = leaf(3)
+    checkpointed(block)(1, None, "text", marker, flag=True, items=[1, {"a": marker}]).sum().backward()
+    assert len(seen) == 2
+    for args, kwargs in seen:
+        assert args == (1, None, "text", marker)
+        assert kwargs == {"flag": True, "items": [1, {"a": marker}]}
+
+
+def test_integer_input_selects_rows_of_an_embedding():
+    def program(wrap):
+        table = nn.Embedding(10, 4)
+        index = torch.randint(10, (5,))
+        y = wrap(lambda i: table(i).sin().exp())(index)
+        y.sum().backward()
+        return y, table.weight.grad
+
+    assert_same_program(program, replays=1)
+
+
+def test_tensors_in_keywords_get_equal_gradients():
+    def program(wrap):
+        x, scale, shift = leaf(3), leaf(3), leaf(3)
+        y = wrap(lambda x, *, scale, shift=None: (x * scale + shift).sin().exp())(x, scale=scale, shift=shift)
+        y.sum().backward()
+        return x.grad, scale.grad, shift.grad
+
+    assert_same_program(program, replays=1)
+
+
+def test_tensors_in_nested_containers_get_equal_gradients():
+    def program(wrap):
+        leaves = [leaf(3) for _ in range(7)]
+        a, b, c, d, e, f, g = leaves
+
+        def block(items, *, options):
+            (a, [b]), pair = items
+            mapped = options["deep"][0]["x"] * options["ordered"]["y"] * pair.one * pair.two
+            return (a * b).sin() * mapped.exp() * options["deep"][1]
+
+        y = wrap(block)([(a, [b]), Pair(c, d)], options={"deep": ({"x": e}, f), "ordered": OrderedDict(y=g)})
+        y.sum().backward()
+        return [x.grad for x in leaves]
+
+    assert_same_program(program, replays=1)
+
+
+@pytest.mark.parametrize("batch_class", BATCHES)
+def test_tensors_in_dataclasses_get_equal_gradients(batch_class):
+    types = []
+
+    def program(wrap):
+        features, mask = leaf(3), torch.tensor([1.0, 0.0, 1.0])
+
+        def block(batch):
+            types.append(type(batch))
+            return (batch.features.sin() * batch.mask).exp()
+
+        wrap(block)(batch_class(features, mask)).sum().backward()
+        return features.grad
+
+    assert_same_program(program, replays=1)
+    assert types == [batch_class] * 3
+
+
+def test_dataclass_metadata_survives_replay():
+    names = []
+
+    def block(batch):
+        names.append(batch.name)
+        return batch.features.sin().exp()
+
+    checkpointed(block)(OptreeBatch(leaf(3), torch.ones(3), name="mine")).sum().backward()
+    assert names == ["mine", "mine"]
+
+
+OPTION_NAMES = [
+    *("region_name", "preserve_rng_state", "determinism_check", "early_stop", "debug", "context_fn"),
+    *("fn", "function", "func", "f", "self", "args", "kwargs", "region", "inputs", "use_reentrant", "name", "options"),
+]
+
+
+@pytest.mark.parametrize("name", OPTION_NAMES)
+def test_keyword_named_like_an_option_reaches_the_function(name):
+    seen = []
+
+    def block(*args, **kwargs):
+        seen.append((len(args), list(kwargs)))
+        return (args[0] * kwargs[name]).sin().exp()
+
+    x, value = leaf(3), leaf(3)
+    checkpointed(block)(x, **{name: value}).sum().backward()
+    assert seen == [(1, [name]), (1, [name])]
+    expected = torch.autograd.grad((x * value).sin().exp().sum(), [x, value])
+    assert_same(expected, [x.grad, value.grad])
+
+
+def test_all_option_names_together_reach_the_function():
+    values: dict[str, Any] = {name: index for index, name in enumerate(OPTION_NAMES)}
+    seen = []
+
+    def block(x, /, **kwargs):
+        seen.append(kwargs)
+        return x.sin().exp()
+
+    checkpointed(block)(leaf(3), **values).sum().backward()
+    assert seen == [values, values]
+
+
+def test_same_tensor_twice_gets_the_sum_of_both_gradients():
+    def program(wrap):
+        x = leaf(3)
+        wrap(lambda x, y, *, z: (x.sin() * y.exp()) * z[0])(x, x, z=[x]).sum().backward()
+        return x.grad
+
+    assert_same_program(program, replays=1)
+
+
+def test_tensor_and_views_of_it_get_equal_gradients():
+    def program(wrap):
+        base = leaf(3, 4)
+        x = base * 1
+        y = wrap(lambda x, row, turned: ((x * row).t() * turned).sin())(x, x[1], x.t())
+        y.sum().backward()
+        return base.grad
+
+    assert_same_program(program, replays=1)
+
+
+def test_views_among_inputs_are_still_views_of_each_other_in_replay():
+    shared = []
+
+    def block(x, row):
+        shared.append(x.untyped_storage().data_ptr() == row.untyped_storage().data_ptr())
+        return (x * row).sin()
+
+    base = leaf(3, 4) * 1
+    checkpointed(block)(base, base[0]).sum().backward()
+    assert shared == [True, True]
+
+
+def test_input_keeps_its_strides_and_grad_flag_in_replay():
+    seen = []
+
+    def block(x, flat, index):
+        seen.append([(t.shape, t.stride(), t.storage_offset(), t.requires_grad, t.dtype) for t in (x, flat, index)])
+        return (x * flat).sin().sum() * index.sum()
+
+    base = leaf(6, 4) * 1
+    checkpointed(block)(base.t()[:, ::2], torch.ones(3).expand(4, 3), torch.arange(3)).backward()
+    assert len(seen) == 2
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.complex64])
+def test_inputs_of_other_dtypes_have_equal_gradients(dtype):
+    def program(wrap):
+        x = leaf(4, dtype=dtype)
+        y = wrap(chain)(x)
+        y.abs().sum().backward()
+        return y, x.grad
+
+    assert_same_program(program, replays=1)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (0, 3), (1,)])
+def test_scalars_and_empty_tensors_have_equal_gradients(shape):
+    def program(wrap):
+        x = leaf(*shape)
+        y = wrap(chain)(x)
+        y.sum().backward()
+        return y, x.grad
+
+    assert_same_program(program, replays=1)
+
+
+def test_tensors_from_a_closure_get_equal_gradients():
+    def program(wrap):
+        x, w = leaf(3), leaf(3)
+        not_a_leaf = w.exp()
+        wrap(lambda x: (x * not_a_leaf).sin() * w)(x).sum().backward()
+        return x.grad, w.grad
+
+    assert_same_program(program, replays=1)
+
+
+def test_parameters_given_as_inputs_get_equal_gradients():
+    def program(wrap):
+        x, w = leaf(2, 3), nn.Parameter(torch.randn(3, 3))
+        wrap(lambda x, w: (x @ w).sin() @ w)(x, w).sum().backward()
+        return x.grad, w.grad
+
+    assert_same_program(program, replays=1)
+
+
+def test_subclass_of_tensor_arrives_as_that_subclass():
+    class Marked(Tensor):
+        pass
+
+    types = []
+
+    def block(x):
+        types.append(type(x))
+        return x.sin().exp().as_subclass(Tensor)
+
+    x = leaf(3)
+    marked = (x * 1).as_subclass(Marked)
+    checkpointed(block)(marked).sum().backward()
+    assert types == [Marked, Marked]
+    assert_same(x.grad, torch.autograd.grad(x.sin().exp().sum(), x)[0])
+
+
+def test_module_method_and_partial_can_be_regions():
+    import functools
+
+    def program(wrap):
+        mlp = Mlp(4)
+        x = leaf(2, 4)
+        y = wrap(mlp.forward)(wrap(functools.partial(torch.mul, other=2.0))(wrap(mlp)(x)))
+        y.sum().backward()
+        return x.grad, *parameter_gradients(mlp)
+
+    assert_same_program(program)
+
+
+def test_caller_may_change_its_containers_after_the_call():
+    function = Calls(lambda items, *, options: (items[0] * options["scale"]).sin())
+    x, scale = leaf(3), leaf(3)
+    items, options = [x], {"scale": scale}
+    y = checkpointed(function)(items, options=options)
+    items[0] = torch.zeros(3)
+    options.clear()
+    y.sum().backward()
+    assert function.total == 2
+    assert_same([x.grad, scale.grad], torch.autograd.grad((x * scale).sin().sum(), [x, scale]))
+
+
+def test_function_may_change_its_containers_in_both_phases():
+    def block(items, *, options):
+        x = items.pop()
+        scale = options.pop("scale")
+        items.append("seen")
+        return (x * scale).sin()
+
+    x, scale = leaf(3), leaf(3)
+    checkpointed(block)([x], options={"scale": scale}).sum().backward()
+    assert_same([x.grad, scale.grad], torch.autograd.grad((x * scale).sin().sum(), [x, scale]))

@@ -1,0 +1,43 @@
+"""Every Python block in the README and in `docs/` runs, unless `<!-- not run -->` stands right above it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+FILES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(r"^```python[^\n`]*\n(.*?)^```\s*$", re.MULTILINE | re.DOTALL)
+NOT_RUN = "<!-- not run -->"
+
+
+def blocks(text: str) -> list[tuple[int, str]]:
+    """Return line number and code of each Python block that is to be run."""
+    return [
+        (text.count("\n", 0, match.start(1)) + 1, match.group(1))
+        for match in FENCE.finditer(text)
+        if not text[: match.start()].rstrip().endswith(NOT_RUN)
+    ]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_python_blocks_of_a_text_run_in_their_order(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    namespace = {"__name__": "readme"}
+    for line, code in blocks(path.read_text(encoding="utf-8")):
+        torch.manual_seed(0)
+        padded = "\n" * (line - 1) + code
+        exec(compile(padded, str(path), "exec"), namespace)
+
+
+def test_readme_has_blocks_that_run():
+    assert blocks((ROOT / "README.md").read_text(encoding="utf-8"))
+
+
+def test_blocks_are_found_and_marked_ones_left_out():
+    fence = "`" * 3
+    text = f"a\n{fence}python\nx = 1\n{fence}\n{NOT_RUN}\n{fence}python\ny = 2\n{fence}\n{fence}sh\nls\n{fence}\n"
+    assert blocks(text) == [(3, "x = 1\n")]

@@ -1,0 +1,225 @@
+"""Random numbers: replay draws what forward drew, and leaves no trace in any generator."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from helpers import Stack, assert_same, assert_same_program, checkpointed, collector_off, leaf, parameter_gradients
+from torch import nn
+
+
+def noisy(x):
+    return nn.functional.dropout(x.sin(), 0.5) * torch.randn(x.shape) + torch.rand_like(x).mul(x).exp()
+
+
+def test_dropout_is_equal():
+    def program(wrap):
+        x = leaf(40)
+        y = wrap(noisy)(x)
+        y.sum().backward()
+        return y, x.grad
+
+    assert_same_program(program, replays=1)
+
+
+def test_model_with_dropout_in_several_regions_is_equal():
+    def program(wrap):
+        model = Stack(wrap, depth=3)
+        x = leaf(2, 6, 8)
+        y = model(x)
+        y.square().sum().backward()
+        return y, x.grad, *parameter_gradients(model), torch.rand(3)
+
+    assert_same_program(program, replays=6)
+
+
+def test_replay_leaves_the_generator_of_the_caller_where_it_was():
+    y = checkpointed(noisy)(leaf(40))
+    torch.rand(7)
+    before = torch.get_rng_state()
+    y.sum().backward()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_draws_after_the_last_saved_tensor_do_not_matter_to_the_caller(early_stop):
+    def block(x):
+        y = x.sin().exp()
+        torch.rand(5)
+        return y + torch.rand(3)
+
+    y = checkpointed(block, early_stop=early_stop)(leaf(3))
+    before = torch.get_rng_state()
+    y.sum().backward()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_draws_between_forward_and_backward_and_retained_graphs_are_equal():
+    def program(wrap):
+        x = leaf(40)
+        y = wrap(noisy)(x)
+        results = []
+        for _ in range(3):
+            torch.rand(11)
+            results += torch.autograd.grad(y.sum(), x, retain_graph=True)
+        return results, torch.rand(3)
+
+    assert_same_program(program)
+
+
+def test_nested_regions_that_draw_are_equal():
+    def program(wrap):
+        def outer(x):
+            h = noisy(x)
+            h = wrap(noisy)(h)
+            return noisy(h) * wrap(lambda h: wrap(noisy)(h).tanh())(h)
+
+        x = leaf(20)
+        y = wrap(outer)(x)
+        y.sum().backward()
+        return y, x.grad, torch.rand(3)
+
+    assert_same_program(program)
+
+
+def test_seeding_inside_a_region_is_equal():
+    def program(wrap):
+        def block(x):
+            torch.manual_seed(5)
+            return noisy(x)
+
+        x = leaf(20)
+        y = wrap(block)(x)
+        y.sum().backward()
+        return y, x.grad
+
+    assert_same_program(program)
+
+
+def with_generator(x, generator):
+    keep = torch.empty_like(x).bernoulli_(0.5, generator=generator)
+    return (x * keep).sin() * torch.rand(x.shape, generator=generator) + x.exp()
+
+
+PLACES = {
+    "args": lambda wrap, x, g: wrap(with_generator)(x, g),
+    "kwargs": lambda wrap, x, g: wrap(with_generator)(x, generator=g),
+    "list": lambda wrap, x, g: wrap(lambda x, items: with_generator(x, items[0][1]))(x, [(None, g)]),
+    "dict": lambda wrap, x, g: wrap(lambda x, *, options: with_generator(x, options["g"]))(x, options={"g": g}),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_generator_among_the_inputs_is_equal(place):
+    def program(wrap):
+        generator = torch.Generator().manual_seed(3)
+        x = leaf(20)
+        first = PLACES[place](wrap, x, generator)
+        second = PLACES[place](wrap, first, generator)
+        after_forward = generator.get_state()
+        torch.rand(3, generator=generator)
+        before = generator.get_state()
+        second.sum().backward()
+        assert torch.equal(generator.get_state(), before)
+        return first, second, x.grad, after_forward
+
+    assert_same_program(program, replays=2)
+
+
+def test_several_generators_among_the_inputs_are_equal():
+    def program(wrap):
+        one, two = torch.Generator().manual_seed(3), torch.Generator().manual_seed(4)
+        x = leaf(20)
+        y = wrap(lambda x, g, h: with_generator(x, g) * with_generator(x, h) * noisy(x))(x, one, two)
+        y = wrap(with_generator)(y, one)
+        results = [torch.autograd.grad(y.sum(), x, retain_graph=True) for _ in range(2)]
+        return y, results, torch.rand(2, generator=one), torch.rand(2, generator=two), torch.rand(2)
+
+    assert_same_program(program)
+
+
+def test_default_generator_given_as_an_input_is_equal():
+    def program(wrap):
+        x = leaf(20)
+        y = wrap(with_generator)(x, torch.default_generator)
+        y.sum().backward()
+        return y, x.grad, torch.rand(2)
+
+    assert_same_program(program, replays=1)
+
+
+def test_generators_are_restored_even_if_the_replay_raises():
+    generator = torch.Generator().manual_seed(3)
+    fail = []
+
+    def block(x, generator):
+        y = with_generator(x, generator) * noisy(x)
+        if fail:
+            raise ValueError("replay fails")
+        return y.sin()
+
+    y = checkpointed(block)(leaf(5), generator)
+    fail.append(True)
+    torch.rand(3, generator=generator)
+    before = generator.get_state(), torch.get_rng_state()
+    with pytest.raises(ValueError, match="replay fails"):
+        y.sum().backward()
+    assert_same(before, (generator.get_state(), torch.get_rng_state()))
+
+
+def test_without_preserve_rng_state_replay_draws_anew_from_the_callers_generator():
+    drawn = []
+
+    def block(x):
+        noise = torch.rand(8)
+        drawn.append(noise)
+        return (x * noise).sin()
+
+    y = checkpointed(block, preserve_rng_state=False)(leaf(8))
+    before = torch.get_rng_state()
+    y.sum().backward()
+    assert len(drawn) == 2
+    assert not torch.equal(*drawn)
+    assert not torch.equal(torch.get_rng_state(), before)
+
+
+def rng_states():
+    """Return how many tensors that could be a CPU generator's state are alive."""
+    size = torch.get_rng_state().numel()
+    return sum(type(x) is torch.Tensor and x.dtype == torch.uint8 and x.numel() == size for x in gc.get_objects())
+
+
+def test_region_that_draws_nothing_keeps_no_generator_state():
+    with collector_off():
+        before = rng_states()
+        outputs = [checkpointed(lambda x: x.sin().exp())(leaf(3)) for _ in range(5)]
+        assert rng_states() == before
+        del outputs
+
+
+@pytest.mark.parametrize("function", [noisy, torch.sin])
+def test_without_preserve_rng_state_generators_are_not_touched(monkeypatch, function):
+    def refuse(*args, **kwargs):
+        raise AssertionError("a generator's state was read or set")
+
+    y = checkpointed(function, preserve_rng_state=False)
+    x = leaf(3)
+    for name in ("get_rng_state", "set_rng_state", "fork_rng"):
+        monkeypatch.setattr(torch.random, name, refuse)
+        if hasattr(torch, name):
+            monkeypatch.setattr(torch, name, refuse)
+    calls = []
+    generator = torch.default_generator
+
+    class Watched:
+        def __getattr__(self, name):
+            calls.append(name)
+            return getattr(generator, name)
+
+    monkeypatch.setattr(torch, "default_generator", Watched())
+    monkeypatch.setattr(torch.random, "default_generator", Watched())
+    y(x).sum().backward()
+    assert calls == []
+    assert x.grad.shape == (3,)

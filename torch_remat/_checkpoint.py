@@ -1,0 +1,228 @@
+"""`checkpoint`, `checkpoint_sequential` and `is_recomputing`: the public face of regions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from torch_remat.dispatch.forward import run_region
+from torch_remat.dispatch.mode import current_mode
+from torch_remat.dispatch.options import ContextFn, DeterminismCheck, Options
+from torch_remat.errors import UsageError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_FORM = "The form is checkpoint(**options)(function)(*args, **kwargs), with empty parentheses if there are no options."
+_OPTIONS = tuple(Options._fields)
+
+
+def checkpoint(
+    *misplaced: object,
+    region_name: str | None = None,
+    preserve_rng_state: bool = True,
+    determinism_check: DeterminismCheck = "default",
+    early_stop: bool = True,
+    debug: bool = False,
+    context_fn: ContextFn | None = None,
+    **unknown: object,
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Run a function as a checkpointed region: its activations are recomputed in backward instead of kept.
+
+    What is kept from forward to backward is the tensors among the arguments (anywhere in them), and nothing else.
+    Backward runs the function once more when it reaches the region's outputs, before it enters the region. The
+    gradients equal those of the same code without checkpointing, bit for bit where the ops are deterministic.
+
+    The three calls keep the options, the function and its arguments apart, so that no name can collide.
+
+    Args:
+        *misplaced: Not allowed; catches ``checkpoint(function)``.
+        region_name: The region's name in errors and reports; by default the function's or module's.
+        preserve_rng_state: Whether replay draws the same random numbers as forward, from the default generators of all
+            devices in use and from each ``torch.Generator`` among the arguments. State is kept only if the region
+            drew from it.
+        determinism_check: What is compared between forward and replay for each saved tensor. ``"default"``: shape,
+            dtype, device and the kind of op that made it; ``"bitwise"``: these and a checksum of the values; a callable
+            ``(tensor) -> value``: that value, by equality, and nothing else; ``"none"``: nothing.
+        early_stop: Whether replay ends as soon as backward has all that it needs.
+        debug: Whether an error about differing phases shows the ops of both, with source lines. Every op then
+            passes a dispatch mode, which costs microseconds an op.
+        context_fn: A callable that returns two context managers, one for forward and one for replay.
+        **unknown: Not allowed; catches misspelt options.
+
+    Returns:
+        A decorator. The decorated function takes and returns what the function does, but its output must be a Tensor
+        or an exact builtin tuple, list or dict of such, recursively.
+
+    Raises:
+        UsageError: At once, if an option is unknown or has a value that it cannot have, or if the function was given
+            in the first call.
+        OutputError: From the call of the decorated function, if the output breaks the rule above.
+        MutationError: From backward, if a tensor that is needed was changed in place.
+        MismatchError: From backward, if replay did something else than forward.
+        ReleasedError: From backward, if an earlier backward without ``retain_graph=True`` freed what replay needs.
+
+    Example:
+        >>> import torch
+        >>> import torch_remat as remat
+        >>> block = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8))
+        >>> x = torch.randn(4, 8, requires_grad=True)
+        >>> y = remat.checkpoint(region_name="block")(block)(x)
+        >>> y.sum().backward()
+    """
+    if misplaced:
+        raise UsageError("checkpoint() takes no function and no positional arguments", remedy=_FORM)
+    if unknown:
+        raise UsageError(
+            f"checkpoint() has no option {next(iter(unknown))!r}",
+            remedy=f"The options are {', '.join(_OPTIONS)}. {_FORM}",
+        )
+    options = Options(region_name, preserve_rng_state, determinism_check, early_stop, debug, context_fn)
+    if options == _DEFAULTS:
+        return _bind_defaults
+    _validate(options)
+    return _binder(options)
+
+
+def _binder(options: Options) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    def bind(function: Callable[P, R]) -> Callable[P, R]:
+        if not callable(function):
+            raise UsageError(f"checkpoint() cannot run a {type(function).__name__}", remedy=_FORM)
+
+        def checkpointed(*args: P.args, **kwargs: P.kwargs) -> R:
+            if torch.compiler.is_compiling():
+                return _compiled(options, function, args, kwargs)
+            if not torch.is_grad_enabled():
+                return function(*args, **kwargs)
+            return run_region(function, args, kwargs, options)
+
+        return _named_after(function, checkpointed)
+
+    return bind
+
+
+_DEFAULTS = Options()
+_bind_defaults: Callable[[Callable[..., Any]], Callable[..., Any]] = _binder(_DEFAULTS)
+
+
+def checkpoint_sequential(
+    functions: torch.nn.Sequential | Iterable[Callable[..., Any]], segments: int, input: Any, **options: Any
+) -> Any:
+    """Run functions one after another, in segments of which all but the last are checkpointed regions.
+
+    The last segment is not a region: backward needs its activations first, so that recomputing them would save nothing.
+
+    Args:
+        functions: A ``torch.nn.Sequential`` or an iterable of functions or modules, each of which takes what the one
+            before it returns.
+        segments: How many segments; at least 1, at most the number of functions.
+        input: What the first function takes.
+        **options: Those of `checkpoint`. ``region_name`` is followed by the numbers of the segment's functions.
+
+    Returns:
+        What the last function returns.
+
+    Raises:
+        UsageError: ``segments`` is out of range, or an option is unknown.
+
+    Example:
+        >>> import torch
+        >>> import torch_remat as remat
+        >>> model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(6)))
+        >>> y = remat.checkpoint_sequential(model, 3, torch.randn(2, 8))
+    """
+    chain = list(functions)
+    if not isinstance(segments, int) or not 1 <= segments <= max(len(chain), 1):
+        raise UsageError(
+            f"checkpoint_sequential() cannot make {segments!r} segments of {len(chain)} functions",
+            remedy="Choose a whole number from 1 to the number of functions.",
+        )
+    checkpoint(**options)  # unknown options are an error even where no segment is a region
+    name = options.pop("region_name", None) or "sequential"
+    size = len(chain) // segments
+    start = 0
+    for _ in range(segments - 1):
+        part = chain[start : start + size]
+        input = checkpoint(region_name=f"{name}[{start}:{start + size}]", **options)(_chained(part))(input)
+        start += size
+    return _chained(chain[start:])(input)
+
+
+def is_recomputing() -> bool:
+    """Whether the code that calls this runs in the replay of a region (of any region around it).
+
+    Returns:
+        True in replay; False in forward and outside of regions.
+
+    Example:
+        >>> import torch_remat as remat
+        >>> remat.is_recomputing()
+        False
+    """
+    mode = current_mode()
+    return mode is not None and mode.recomputing
+
+
+def _validate(options: Options) -> None:
+    check = options.determinism_check
+    rules = (
+        (options.region_name is None or (isinstance(options.region_name, str) and options.region_name != ""),
+         "region_name", "a non-empty string or None"),
+        (isinstance(options.preserve_rng_state, bool), "preserve_rng_state", "True or False"),
+        (callable(check) or check in ("default", "none", "bitwise"), "determinism_check",
+         "'default', 'none', 'bitwise' or a callable (tensor) -> value"),
+        (isinstance(options.early_stop, bool), "early_stop", "True or False"),
+        (isinstance(options.debug, bool), "debug", "True or False"),
+        (options.context_fn is None or callable(options.context_fn), "context_fn",
+         "a callable that returns two context managers, or None"),
+    )  # fmt: skip
+    for holds, option, wanted in rules:
+        if not holds:
+            raise UsageError(
+                f"checkpoint({option}={getattr(options, option)!r}) is not possible",
+                remedy=f"{option} is {wanted}. {_FORM}",
+            )
+
+
+def _named_after(function: Callable[P, R], wrapper: Callable[P, R]) -> Callable[P, R]:
+    # What functools.wraps does, for the third of its time; and a module's attributes are not the wrapper's.
+    name = getattr(function, "__name__", None)
+    if name is not None:
+        wrapper.__name__ = name
+        wrapper.__qualname__ = getattr(function, "__qualname__", name)
+        wrapper.__module__ = getattr(function, "__module__", wrapper.__module__)
+    wrapper.__doc__ = function.__doc__
+    wrapper.__wrapped__ = function  # type: ignore[attr-defined]
+    return wrapper
+
+
+def _chained(functions: list[Callable[..., Any]]) -> Callable[[Any], Any]:
+    def chain(value: Any) -> Any:
+        for function in functions:
+            value = function(value)
+        return value
+
+    return chain
+
+
+def _compiled(options: Options, function: Callable[..., R], args: Any, kwargs: Any) -> R:
+    """Hand over to torch's own checkpoint, which the compiler knows; our engine is not needed in a compiled graph."""
+    more: dict[str, Any] = {}
+    if options.context_fn is not None:
+        more["context_fn"] = options.context_fn
+
+    def call(*args: Any) -> R:
+        return function(*args, **kwargs)
+
+    output: R = torch_checkpoint(
+        call,
+        *args,
+        use_reentrant=False,
+        preserve_rng_state=options.preserve_rng_state,
+        determinism_check="none" if options.determinism_check == "none" else "default",
+        **more,
+    )
+    return output

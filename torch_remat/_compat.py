@@ -1,0 +1,76 @@
+"""The only file that names private torch symbols; each has its reason here.
+
+Everything else of this package uses torch's public API, plus ``torch.utils._python_dispatch.TorchDispatchMode``,
+which torch documents for use outside although its module has an underscore.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from operator import methodcaller
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = [
+    "PYTREE_NAMESPACE",
+    "TorchDispatchMode",
+    "function_mode_depth",
+    "graph_is_kept",
+    "in_graph_exec_group",
+    "node_number",
+    "sequence_number",
+    "top_saved_tensors_hooks",
+]
+
+# Whether the backward that runs now was called with retain_graph (True outside any backward). The contract of the
+# README is that retain_graph is detected without an opt-in, and this is the one place where torch tells.
+graph_is_kept: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+
+# The number that the next autograd node of this thread will get. It tells nodes made inside a region from older
+# ones, and one op's saved tensors from the next op's, without walking the graph.
+sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+
+# The depth of the torch-function mode stack: zero means that no device context can be active, which spares the
+# slow public torch.get_default_device().
+function_mode_depth: Callable[[], int] = torch._C._len_torch_function_stack
+
+
+def top_saved_tensors_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
+    """Return the innermost pair of saved-tensor hooks, or None.
+
+    A region hands its inputs to the hooks around it without adding a node to the graph, and torch has no public way
+    to ask for them.
+    """
+    hooks: tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks
+
+
+_current_group: Callable[[], object] = getattr(
+    getattr(torch.utils.checkpoint, "GraphExecGroup", None), "_get_current_group", lambda: None
+)
+
+
+def in_graph_exec_group() -> bool:
+    """Whether a ``torch.utils.checkpoint.GraphExecGroup`` is active, whose backwards share one replay."""
+    return _current_group() is not None
+
+
+def _pytree_namespace() -> str:
+    # Importing this module makes torch's own pytree registrations (torch.export.register_dataclass, DynamicCache, ...)
+    # known to optree, past and future ones, in the namespace "torch".
+    if importlib.util.find_spec("torch.utils._cxx_pytree") is None:
+        return ""
+    importlib.import_module("torch.utils._cxx_pytree")
+    return "torch"
+
+
+PYTREE_NAMESPACE: str = _pytree_namespace()
+
+
+# The sequence number of an autograd node; see `sequence_number`. Called for each saved tensor.
+node_number: Callable[[torch.autograd.graph.Node], int] = methodcaller("_sequence_nr")

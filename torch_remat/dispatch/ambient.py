@@ -1,0 +1,124 @@
+"""Ambient state: what replay must see as forward did, though no argument carries it.
+
+In: the state at a region's call. Kept: autocast and the default device as small values; the state of a random
+generator only if the region drew from it. Out: the contexts in which replay runs, entered only where they differ.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
+
+import torch
+
+from torch_remat._compat import function_mode_depth
+
+
+class Ambient:
+    """Autocast, default device and current device at the time of a region's call."""
+
+    __slots__ = ("_autocast", "_device", "_index")
+
+    def __init__(self) -> None:
+        self._autocast = _autocast_state()
+        self._device = _default_device()
+        self._index = _current_index()
+
+    def contexts(self) -> list[AbstractContextManager[object]]:
+        """Return the contexts that turn the present state into the kept one; usually there are none."""
+        needed: list[AbstractContextManager[object]] = []
+        present = _autocast_state()
+        if present != self._autocast:
+            needed += [torch.autocast(device, enabled=False) for device, *_ in present]
+            needed += [
+                torch.autocast(device, dtype=dtype, enabled=True, cache_enabled=cached)
+                for device, dtype, cached in self._autocast
+            ]
+        if _default_device() != self._device:
+            needed.append(self._device or torch.device("cpu"))
+        if _current_index() != self._index:
+            needed.append(torch.accelerator.device_index(self._index))
+        return needed
+
+
+@cache
+def _device_types() -> tuple[str, ...]:
+    accelerator = torch.accelerator.current_accelerator()
+    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+
+
+def _autocast_state() -> tuple[tuple[str, torch.dtype, bool], ...]:
+    enabled = [device for device in _device_types() if torch.is_autocast_enabled(device)]
+    if not enabled:
+        return ()
+    cached = torch.is_autocast_cache_enabled()
+    return tuple((device, torch.get_autocast_dtype(device), cached) for device in enabled)
+
+
+def _default_device() -> torch.device | None:
+    return torch.get_default_device() if function_mode_depth() else None
+
+
+def _current_index() -> int | None:
+    # Only CUDA tells without side effects whether it is in use; elsewhere autograd's threads set the device.
+    if len(_device_types()) == 1 or not torch.cuda.is_initialized():
+        return None
+    return torch.cuda.current_device()
+
+
+class RngState:
+    """The random generators that a region drew from, as they were at its start.
+
+    Args:
+        extra: Generators that the region got as arguments, besides the default ones.
+    """
+
+    __slots__ = ("_states",)
+
+    def __init__(self, extra: Sequence[torch.Generator]) -> None:
+        self._states = [(generator, generator.get_state()) for generator in (*_default_generators(), *extra)]
+
+    def keep_drawn(self) -> bool:
+        """At the region's end: forget the generators that it did not draw from; return whether any is left."""
+        self._states = [
+            (generator, start) for generator, start in self._states if not _equal(start, generator.get_state())
+        ]
+        return bool(self._states)
+
+    @contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Let the region draw the same numbers again, and leave the generators as they are now."""
+        present = [(generator, generator.get_state()) for generator, _ in self._states]
+        _set(self._states)
+        try:
+            yield
+        finally:
+            _set(present)
+
+
+def _set(states: Sequence[tuple[torch.Generator, torch.Tensor]]) -> None:
+    for generator, state in states:
+        generator.set_state(state)
+
+
+def _default_generators() -> Sequence[torch.Generator]:
+    if len(_device_types()) == 1:
+        return (torch.default_generator,)
+    if torch.cuda.is_initialized():
+        return (torch.default_generator, *torch.cuda.default_generators)
+    if torch.xpu.is_initialized():
+        return (torch.default_generator, *torch.xpu.default_generators)
+    return (torch.default_generator,)
+
+
+_memcmp = ctypes.CDLL(None).memcmp if os.name == "posix" else ctypes.cdll.msvcrt.memcmp
+_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    # A generator's state is a byte tensor on the CPU. torch.equal would be an op, which dispatch modes would see.
+    size = one.numel()
+    return size == other.numel() and not _memcmp(one.data_ptr(), other.data_ptr(), size)

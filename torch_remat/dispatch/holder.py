@@ -1,0 +1,138 @@
+"""What autograd keeps in a node instead of a saved tensor.
+
+In: a tensor that autograd wants to save while a region runs. Kept: for most tensors nothing but a description; for
+parameters, which exist anyway, the tensor itself. Out: the value, when backward unpacks it.
+
+NOTE [ Life of a holder ]
+1. Autograd's node owns the holder, the holder owns its region; the region's tape knows the holder weakly.
+2. A holder is *empty* until the replay fills it. Unpacking an empty holder starts the replay.
+3. A filled holder keeps its value until its node lets go of it, so that a node may unpack twice. Where the graph is
+   kept (``retain_graph=True``) it gives the value away at the first read, so that the memory between two backwards is
+   that of after forward; a later read replays again. Inside a ``GraphExecGroup`` it keeps the value, since
+   the group's backwards share one replay.
+4. An *anchored* holder has its value from the start: a parameter or a view of one, zero bytes of its own. Replay
+   does not fill it; it only makes sure that the same parameter stands at the same place.
+5. Every read compares version counters, as autograd does for tensors that it saves itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import torch
+from torch.nn import Parameter
+
+from torch_remat._compat import graph_is_kept, in_graph_exec_group
+from torch_remat.errors import MutationError
+
+if TYPE_CHECKING:
+    from torch_remat.dispatch.region import Region
+
+
+# The version of a tensor that was changed in place after it was saved: no read accepts it.
+CHANGED = -1
+
+AUTOCAST_DTYPES = frozenset((torch.bfloat16, torch.float16))
+
+
+class Holder:
+    """The stand-in for one saved tensor of a region; see NOTE [ Life of a holder ].
+
+    It has no ``__init__``: `Recording.pack` makes one for each saved tensor and sets the fields itself, because a call
+    here would be a tenth of what a saved tensor costs.
+
+    Attributes:
+        region: The region that refills it.
+        value: The saved tensor, without a graph, or None while the holder is empty.
+        anchored: Whether ``value`` was there from the start and stays.
+        origin: What replay must find again here: the parameter that the tensor is, is a view of or is autocast's copy
+            of; a weak reference to another tensor that is older than the region and no input; else None.
+        metadata: What `metadata_of` said of the tensor when it was saved.
+        producer: The type of the autograd node that made the tensor; `NoneType` for inputs and leaves.
+        fingerprint: The value that the determinism check compares; set only where it compares values.
+    """
+
+    __slots__ = ("__weakref__", "anchored", "fingerprint", "metadata", "origin", "producer", "region", "value")
+
+    region: Region
+    value: torch.Tensor | None
+    anchored: bool
+    origin: torch.Tensor | ref[torch.Tensor] | None
+    metadata: tuple[int, torch.Size, torch.dtype, torch.device]
+    producer: type
+    fingerprint: Any
+
+    @property
+    def name(self) -> str:
+        """The holder's place in the region, as error messages name it."""
+        return f"saved tensor {self.region.tape.position_of(self)}"
+
+
+# (version, shape, dtype, device) of a tensor, in one call. The version counter counts its changes in place.
+metadata_of: Callable[[torch.Tensor], tuple[int, torch.Size, torch.dtype, torch.device]]
+metadata_of = attrgetter("_version", "shape", "dtype", "device")
+
+
+def mark_changed(holder: Holder) -> None:
+    """Note that the tensor was changed in place after it was saved: no version of it is right any more."""
+    holder.metadata = (CHANGED, *holder.metadata[1:])
+
+
+def owner_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor itself, or the tensor of which it is a view."""
+    base = tensor._base
+    return tensor if base is None else base
+
+
+def is_parameter(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is an ``nn.Parameter``; the two usual types are told apart without a slow ``isinstance``."""
+    kind = type(tensor)
+    return kind is not torch.Tensor and (kind is Parameter or isinstance(tensor, Parameter))
+
+
+def parameter_behind(owner: torch.Tensor) -> torch.Tensor | None:
+    """Return the parameter that a tensor is, or of which it is autocast's copy in a smaller dtype; else None.
+
+    Both phases must find the same parameter, and only its identity tells: its values may change in between.
+    """
+    if is_parameter(owner):
+        return owner
+    if owner.dtype in AUTOCAST_DTYPES:
+        node = owner.grad_fn
+        if node is not None and type(node).__name__ == "ToCopyBackward0":
+            variable = getattr(node.next_functions[0][0], "variable", None)
+            if variable is not None and is_parameter(variable):
+                return variable
+    return None
+
+
+def read(holder: Holder) -> torch.Tensor:
+    """Unpack hook: return a holder's value, replaying its region if it has none.
+
+    Raises:
+        MutationError: The tensor was changed in place after autograd saved it.
+        ReleasedError: The region's inputs were freed by an earlier backward.
+    """
+    value = holder.value
+    if value is None:
+        value = holder.region.refill(holder)
+    if value._version != holder.metadata[0]:
+        raise changed_in_place(holder)
+    if not holder.anchored and graph_is_kept() and not in_graph_exec_group():
+        holder.value = None
+    return value
+
+
+def changed_in_place(holder: Holder) -> MutationError:
+    """Return the error about a saved tensor that was changed in place."""
+    kind = "parameter" if holder.anchored else "tensor"
+    shape = tuple(holder.metadata[1])
+    return MutationError(
+        f"a {kind} of shape {shape} that backward needs was changed in place after it was saved",
+        region=holder.region.name,
+        tensor=holder.name,
+        remedy="Use the out-of-place form of the op that changes it, or change it after backward.",
+    )

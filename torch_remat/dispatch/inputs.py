@@ -1,0 +1,142 @@
+"""A region's inputs: what replay starts from.
+
+In: the arguments of the call. Kept, until replay has run: every tensor found anywhere in the arguments, detached, so
+that the region never pins the graph before it; parameters and other values as they are. Out: fresh arguments.
+
+Inputs go through the saved-tensor hooks around the region, as anything does that is kept for backward: an
+enclosing ``save_on_cpu`` moves them, an enclosing region recomputes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import optree
+import torch
+
+from torch_remat._compat import PYTREE_NAMESPACE, top_saved_tensors_hooks
+from torch_remat.dispatch.holder import is_parameter, owner_of
+from torch_remat.errors import MutationError
+
+if TYPE_CHECKING:
+    from torch_remat.dispatch.region import Region
+
+
+class RegionInputs:
+    """The arguments of one region's call, as replay needs them.
+
+    Args:
+        args: The positional arguments of the region's function.
+        kwargs: Its keyword arguments.
+    """
+
+    __slots__ = ("_leaves", "_originals", "_parameters", "_spec", "_tensors", "_unpack")
+
+    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self._leaves: list[Any]
+        self._spec: optree.PyTreeSpec | None
+        if kwargs or not all([isinstance(arg, torch.Tensor) for arg in args]):  # noqa: C419 (a list is faster)
+            self._leaves, self._spec = optree.tree_flatten((tuple(args), dict(kwargs)), namespace=PYTREE_NAMESPACE)
+        else:
+            self._leaves, self._spec = list(args), None
+        # (index of the leaf, requires_grad, version), one for each tensor that is detached.
+        self._tensors: list[tuple[int, bool, int]] = []
+        # (index of the leaf, version), one for each parameter; a parameter is passed on as it is.
+        self._parameters: list[tuple[int, int]] = []
+        self._unpack: Callable[[Any], torch.Tensor] | None = None
+        # The ids of the tensors among the arguments, and of those that they are views of; valid during forward.
+        self._originals: set[int] = set()
+        self._keep()
+
+    def _keep(self) -> None:
+        hooks = top_saved_tensors_hooks()
+        leaves = self._leaves
+        first: dict[int, int] = {}
+        for index, leaf in enumerate(leaves):
+            if not isinstance(leaf, torch.Tensor):
+                continue
+            if is_parameter(leaf):
+                self._parameters.append((index, leaf._version))
+                continue
+            same = first.setdefault(id(leaf), index)
+            if same != index:
+                leaves[index] = _SameAs(same)
+                continue
+            self._tensors.append((index, leaf.requires_grad, -1 if leaf.is_inference() else leaf._version))
+            self._originals.add(id(owner_of(leaf)))
+            if hooks is None:
+                leaves[index] = leaf.detach()
+            else:
+                pack, self._unpack = hooks
+                with torch.no_grad():
+                    leaves[index] = pack(leaf)
+        self._originals.update(first)
+
+    @property
+    def packed(self) -> bool:
+        """Whether saved-tensor hooks around the region hold the tensors."""
+        return self._unpack is not None
+
+    def contains(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is an argument, or one that an argument is a view of; only while forward runs."""
+        return id(tensor) in self._originals
+
+    def forget_originals(self) -> None:
+        """Forget what only forward asks for."""
+        self._originals.clear()
+
+    def generators(self) -> list[torch.Generator]:
+        """Return the random generators among the arguments."""
+        return [leaf for leaf in self._leaves if isinstance(leaf, torch.Generator)]
+
+    def restore(self, region: Region) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """Return ``(args, kwargs)`` for one replay, with tensors that no earlier replay has touched.
+
+        Raises:
+            MutationError: A tensor was changed in place since the region was called.
+        """
+        leaves = list(self._leaves)
+        for index, requires_grad, version in self._tensors:
+            kept = leaves[index]
+            if self._unpack is not None:
+                with torch.no_grad():
+                    kept = self._unpack(kept)
+            elif version >= 0 and kept._version != version:
+                raise self._changed(region.name, index)
+            leaves[index] = kept.detach().requires_grad_(requires_grad)
+        for index, version in self._parameters:
+            if leaves[index]._version != version:
+                raise self._changed(region.name, index)
+        for index, leaf in enumerate(leaves):
+            if type(leaf) is _SameAs:
+                leaves[index] = leaves[leaf.index]
+        if self._spec is None:
+            return leaves, {}
+        args, kwargs = optree.tree_unflatten(self._spec, leaves)
+        return args, kwargs
+
+    def _changed(self, region_name: str, index: int) -> MutationError:
+        return MutationError(
+            "this input of the region was changed in place after the region was called, so replay cannot start from it",
+            region=region_name,
+            tensor=self._place(index),
+            remedy="Change a clone of it, or change it after backward. If the region's own function changes it in "
+            "place, use the out-of-place form there.",
+        )
+
+    def _place(self, index: int) -> str:
+        """Return where a leaf stands in the call: ``args[0]``, ``kwargs['mask'][1]``."""
+        if self._spec is None:
+            return f"args[{index}]"
+        root, *path = optree.treespec_accessors(self._spec)[index]
+        return optree.PyTreeAccessor(path).codify(("args", "kwargs")[root.entry])
+
+
+class _SameAs:
+    """Stands for an argument that is the same tensor as an earlier one."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index

@@ -1,0 +1,117 @@
+"""What a region says when its replay did something else than its forward.
+
+In: the region and the holder where they part. Kept: nothing. Out: a `MismatchError`, or a `MutationError` where an
+in-place change explains it; with ``debug=True`` it shows the ops of both phases side by side.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torch_remat.dispatch.holder import Holder
+from torch_remat.errors import MismatchError, MutationError
+
+if TYPE_CHECKING:
+    from torch_remat.dispatch.region import Region
+
+_SAME_OPS = (
+    "The function must do the same in both phases: look for state that changed in between (a counter, a cache, a "
+    "module attribute, train/eval, a global), for random numbers from a source that torch does not know, and for "
+    "branches on data."
+)
+
+
+def mismatched(region: Region, what: str, remedy: str, holder: Holder | None = None) -> MismatchError:
+    """Return the error, with both phases' ops if the region recorded them."""
+    if region.op_log is None:
+        remedy += " checkpoint(debug=True) shows the ops of both phases side by side."
+    else:
+        remedy += "\n" + region.op_log.side_by_side()
+    return MismatchError(what, region=region.name, tensor=holder.name if holder else None, remedy=remedy)
+
+
+def other_metadata(region: Region, holder: Holder, tensor: torch.Tensor) -> MismatchError:
+    """Forward and replay saved tensors of different shape, dtype or device at one position."""
+    return mismatched(
+        region, f"forward saved {_forward(holder)} here, replay {_describe(tensor.shape, tensor.dtype, tensor.device)}",
+        _SAME_OPS, holder,
+    )  # fmt: skip
+
+
+def other_producer(region: Region, holder: Holder, owner: torch.Tensor) -> MismatchError:
+    """Forward and replay saved results of different ops at one position."""
+    return mismatched(
+        region,
+        f"forward saved {_forward(holder)} made by {_node_name(holder.producer)} here, "
+        f"replay one made by {_node_name(type(owner.grad_fn))}",
+        _SAME_OPS,
+        holder,
+    )
+
+
+def _node_name(kind: type) -> str:
+    return "no recorded op" if kind is type(None) else kind.__name__.removesuffix("0")
+
+
+def other_value(region: Region, holder: Holder, value: Any) -> MismatchError:
+    """The determinism check found different values at one position."""
+    shown = "" if isinstance(value, bytes) else f" ({holder.fingerprint!r} in forward, {value!r} in replay)"
+    return mismatched(
+        region,
+        f"the saved {_forward(holder)} has other values in replay than in "
+        f"forward{shown}; this is the first difference",
+        _SAME_OPS + " Ops that are not deterministic on this device differ too "
+        "(torch.use_deterministic_algorithms(True) reports them).",
+        holder,
+    )
+
+
+def fewer_saved(region: Region, first: Holder, replayed: int, total: int) -> MismatchError:
+    """Replay ended before it saved what forward saved."""
+    return mismatched(
+        region,
+        f"replay saved {replayed} tensors where forward saved {total}; the first one missing is "
+        f"{_forward(first)}",
+        _SAME_OPS,
+        first,
+    )
+
+
+def more_saved(region: Region, replayed: int, total: int) -> MismatchError:
+    """Replay saved another number of tensors than forward (found only without early stop)."""
+    return mismatched(region, f"replay saved {replayed} tensors where forward saved {total}", _SAME_OPS)
+
+
+def another_parameter(region: Region, holder: Holder, tensor: torch.Tensor) -> MismatchError:
+    """A parameter, or another tensor from outside the region, is not the one that forward used."""
+    return mismatched(
+        region,
+        f"forward used {_forward(holder)} from outside the region here, "
+        f"replay another tensor, {_describe(tensor.shape, tensor.dtype, tensor.device)}",
+        "Was a parameter replaced between forward and backward (torch.func.functional_call around the region, a "
+        "module attribute that was set anew)? Run backward while it is still in place, or pass the tensor to the "
+        "region as an argument.",
+        holder,
+    )
+
+
+def outside_changed(region: Region, holder: Holder) -> MutationError:
+    """A tensor from outside the region was changed in place between the phases."""
+    return MutationError(
+        f"this {_forward(holder)}, which the region saves for backward, was "
+        "changed in place between forward and replay (or another number of times in replay)",
+        region=region.name,
+        tensor=holder.name,
+        remedy="Buffers and other tensors that the region reads must stay as they are until backward: change a clone, "
+        "or pass a clone to the region as an argument.",
+    )
+
+
+def _describe(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
+    return f"{str(dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}] on {device}"
+
+
+def _forward(holder: Holder) -> str:
+    return _describe(*holder.metadata[1:])

@@ -1,0 +1,67 @@
+"""A region's outputs: their contract, and the hook on each that starts the replay.
+
+In: what the region's function returned. Kept: nothing. Out: the tensors in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+
+from torch_remat._compat import node_number
+from torch_remat.errors import OutputError
+
+if TYPE_CHECKING:
+    from torch_remat.dispatch.region import Region
+
+
+def tensors_of(output: Any, region: Region) -> list[torch.Tensor]:
+    """Return the tensors of a region's output.
+
+    Raises:
+        OutputError: The output is not a tensor or an exact builtin tuple, list or dict of such, recursively.
+    """
+    if isinstance(output, torch.Tensor):
+        return [output]
+    return list(_walk(output, "output", region.name))
+
+
+def _walk(value: Any, place: str, region_name: str) -> Iterator[torch.Tensor]:
+    kind = type(value)
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif kind is tuple or kind is list:
+        for index, item in enumerate(value):
+            yield from _walk(item, f"{place}[{index}]", region_name)
+    elif kind is dict:
+        for key, item in value.items():
+            yield from _walk(item, f"{place}[{key!r}]", region_name)
+    else:
+        raise OutputError(
+            f"the region's function returned {_type_name(kind)} at {place}",
+            region=region_name,
+            tensor=place,
+            remedy="Return a Tensor, or builtin tuples, lists and dicts (not subclasses of them) of Tensors. Other "
+            "values can leave the function through an object that it was given.",
+        )
+
+
+def _type_name(kind: type) -> str:
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def boundary_nodes(tensors: list[torch.Tensor], first_sequence_number: int) -> Iterator[torch.autograd.graph.Node]:
+    """Yield the autograd node of each output that the region itself made.
+
+    An output that is an input, or a tensor from outside, has an older node: a hook there would tie the region to a
+    graph that it may own through its function.
+    """
+    seen = []
+    for tensor in tensors:
+        node = tensor.grad_fn
+        if node is not None and node not in seen and node_number(node) >= first_sequence_number:
+            seen.append(node)
+            yield node

@@ -1,0 +1,113 @@
+"""A checkpointed region between its forward and its replay.
+
+In: a function and the arguments of one call. Kept: the arguments' tensors, the ambient state, and weak references
+to the holders. Out: filled holders, by a replay when one is needed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from torch_remat._compat import graph_is_kept, sequence_number
+from torch_remat.dispatch.ambient import Ambient, RngState
+from torch_remat.dispatch.holder import Holder
+from torch_remat.dispatch.inputs import RegionInputs
+from torch_remat.dispatch.naming import default_name
+from torch_remat.dispatch.oplog import OpLog
+from torch_remat.dispatch.options import Options
+from torch_remat.dispatch.replay import replay
+from torch_remat.dispatch.tape import Tape
+from torch_remat.errors import ReleasedError
+
+
+class Region:
+    """One call of a checkpointed function.
+
+    Args:
+        function: What runs in both phases.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        options: What the user chose.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_default_name",
+        "_lock",
+        "ambient",
+        "finished",
+        "first_number",
+        "function",
+        "inputs",
+        "op_log",
+        "options",
+        "replay_context",
+        "rng",
+        "tape",
+    )
+
+    def __init__(
+        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options
+    ) -> None:
+        self.function: Callable[..., Any] | None = function
+        self.options = options
+        self._default_name: str | None = None  # found when the function is let go
+        self.inputs: RegionInputs | None = RegionInputs(args, kwargs)
+        self.ambient = Ambient()
+        self.rng = RngState(self.inputs.generators()) if options.preserve_rng_state else None
+        self.tape = Tape()
+        self.finished = False
+        self.first_number = sequence_number()
+        self.replay_context: AbstractContextManager[Any] | None = None
+        self.op_log = OpLog() if options.debug else None
+        self._lock = threading.RLock()
+
+    @property
+    def name(self) -> str:
+        """The name that messages and reports use."""
+        return self.options.region_name or self._default_name or default_name(self.function)
+
+    def reach(self, _grad_outputs: Sequence[torch.Tensor | None]) -> None:
+        """Prehook of the region's boundary: replay if a holder needs it, before any inner backward runs."""
+        if self.inputs is not None:
+            with self._lock:
+                self._fill()
+
+    def refill(self, holder: Holder) -> torch.Tensor:
+        """Return the value of a holder that was found empty, by a replay.
+
+        Raises:
+            ReleasedError: An earlier backward freed the region's inputs.
+        """
+        with self._lock:
+            if holder.value is None:
+                if self.inputs is None:
+                    raise ReleasedError(
+                        "backward needs this tensor again, but an earlier backward freed what replay starts from",
+                        region=self.name,
+                        tensor=holder.name,
+                        remedy="Pass retain_graph=True to each backward but the last.",
+                    )
+                self._fill()
+            value = holder.value
+        assert value is not None  # replay fills every live holder or raises
+        return value
+
+    def _fill(self) -> None:
+        # Another thread may have replayed, and released, while this one waited for the lock.
+        if self.inputs is None:
+            return
+        if self.tape.has_empty():
+            replay(self)
+        if self.finished and not graph_is_kept():
+            self._release()
+
+    def _release(self) -> None:
+        """Drop what only a further replay would need."""
+        self._default_name = self.name
+        self.inputs = self.function = self.rng = self.replay_context = self.op_log = None

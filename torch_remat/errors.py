@@ -1,0 +1,76 @@
+"""The errors of torch_remat.
+
+    RematError(RuntimeError)            everything that this library raises
+    ├── UsageError(TypeError)           the API was called in a form that it does not have
+    ├── OutputError(TypeError)          a region's function returned something else than tensors in builtin containers
+    ├── MismatchError                   replay did not do what forward did
+    ├── MutationError                   a tensor that backward or replay needs was changed in place
+    └── ReleasedError                   backward asked for values that an earlier backward freed
+
+Each error carries ``region``, ``op`` and ``tensor`` as fields beside its message, so that a program can act on
+them without parsing text. The message is built here and nowhere else.
+"""
+
+from __future__ import annotations
+
+
+class RematError(RuntimeError):
+    """Base of all errors of this library.
+
+    Args:
+        what: What happened, as a sentence without the final stop.
+        region: Name of the checkpointed region, if there is one.
+        op: Name of the remat-aware op, if there is one.
+        tensor: Name of the tensor, or its place (``"args[0]"``, ``"saved tensor 3"``), if there is one.
+        remedy: What the user can do about it, as one or more sentences.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        region: str | None = None,
+        op: str | None = None,
+        tensor: str | None = None,
+        remedy: str | None = None,
+    ) -> None:
+        self.what = what
+        self.region = region
+        self.op = op
+        self.tensor = tensor
+        self.remedy = remedy
+        super().__init__(what)
+
+    def __str__(self) -> str:
+        """Return ``region::op.tensor: what. remedy``, without the parts that are not known."""
+        place = qualified_name(self.region, self.op, self.tensor)
+        text = f"{place}: {self.what}" if place else self.what
+        if self.remedy is None:
+            return text
+        return f"{text.rstrip('.')}.\n{self.remedy}"
+
+
+class UsageError(RematError, TypeError):
+    """The API was called in a form that it does not have."""
+
+
+class OutputError(RematError, TypeError):
+    """A region's function returned something else than tensors in builtin tuples, lists and dicts."""
+
+
+class MismatchError(RematError):
+    """Replay did not do what forward did, so its values cannot be trusted."""
+
+
+class MutationError(RematError):
+    """A tensor that backward or replay needs was changed in place."""
+
+
+class ReleasedError(RematError):
+    """Backward asked for values that an earlier backward freed."""
+
+
+def qualified_name(region: str | None, op: str | None = None, tensor: str | None = None) -> str:
+    """Return ``region::op.tensor``, the form in which every message and report names a tensor."""
+    inner = ".".join(part for part in (op, tensor) if part)
+    return "::".join(part for part in (region, inner) if part)
