@@ -176,6 +176,29 @@ def test_region_inside_torch_checkpoint_has_equal_gradients(theirs, early_stop):
     assert_same_program(program, early_stop=early_stop)
 
 
+@pytest.mark.parametrize("outermost", ["ours", "torch", "none"])
+def test_region_given_one_tensor_twice_inside_torch_checkpoint_is_equal(outermost):
+    """Torch's replay gives the region two tensor objects where forward gave it one."""
+
+    def program(wrap):
+        w = leaf(3, 3)
+
+        def middle(a, b):
+            return (wrap(lambda p, q: p.sin() * q)(a, b) @ w).tanh()
+
+        def outer(x):
+            h = x * 1.5
+            return TORCH(middle, h, h) * 1
+
+        x = leaf(3, 3)
+        run = {"ours": wrap(outer), "torch": functools.partial(TORCH, outer), "none": outer}[outermost]
+        y = run(x)
+        y.sum().backward()
+        return y, x.grad, w.grad
+
+    assert_same_program(program)
+
+
 @pytest.mark.parametrize("pattern", ["ot", "to", "oto", "tot", "ooto", "ttoo", "totot"])
 def test_regions_and_torch_checkpoints_in_each_other_have_equal_gradients(pattern):
     def program(wrap):

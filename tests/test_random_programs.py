@@ -20,8 +20,9 @@ import torch_remat as remat
 SIZE = 4
 UNARY = [torch.sin, torch.exp, torch.tanh, torch.sigmoid, torch.cos, F.relu, F.gelu, torch.neg, torch.t]
 UNARY += [lambda t: t.softmax(-1), lambda t: t * 2, lambda t: t + 1, lambda t: F.layer_norm(t, (SIZE,)), torch.square]
-UNARY += [lambda t: F.dropout(t, 0.3), lambda t: t * torch.rand(SIZE, SIZE), lambda t: F.rrelu(t, training=True)]
+UNARY += [lambda t: F.dropout(t, 0.3), lambda t: t * torch.rand(SIZE, SIZE)]
 UNARY += [lambda t: t.detach(), lambda t: t[1:].sum(0).expand(SIZE, SIZE), lambda t: t.clamp(-1, 1)]
+RRELU = [lambda t: F.rrelu(t, training=True)] * 3  # only where there is no region of torch's, which gets it wrong
 BINARY = [torch.add, torch.mul, torch.sub, torch.matmul, torch.maximum, lambda s, t: torch.where(s > 0, s, t)]
 IN_PLACE = [lambda t: t.add_(1), lambda t: t.mul_(0.5), torch.sin_, torch.relu_, lambda t: t[0].mul_(2)]
 IN_PLACE += [lambda t: t.view(-1)[::3].zero_(), lambda t: t.t().sub_(1)]
@@ -37,7 +38,12 @@ def draw_body(rng, weights, depth, in_place):
             use = "ours" if in_place else rng.choices(["ours", "torch"], [4, 1])[0]  # torch's misses changed tensors
             steps.append((kind, use, pick, other, draw_body(rng, weights, depth - 1, in_place)))
         else:
-            table = {"unary": UNARY, "binary": BINARY, "weight": weights, "in_place": IN_PLACE}[kind]
+            table = {
+                "unary": UNARY + RRELU * bool(in_place),
+                "binary": BINARY,
+                "weight": weights,
+                "in_place": IN_PLACE,
+            }[kind]
             steps.append((kind, rng.choice(table), pick, other, None))
     return steps, [rng.random() for _ in range(rng.randint(1, 3))]
 
@@ -114,7 +120,7 @@ def outcome(seed, wrap, in_place, given=None):
     return [*values, *(torch.zeros(()) if g is None else g for g in flat)]
 
 
-SEEDS = range(1500)
+SEEDS = range(150)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -45,7 +45,7 @@ def checkpoint(
             devices in use and from each ``torch.Generator`` among the arguments. State is kept only if the region
             drew from it.
         determinism_check: What is compared between forward and replay for each saved tensor. ``"default"``: shape,
-            dtype, device and the kind of op that made it; ``"bitwise"``: these and a checksum of the values; a callable
+            dtype, device, and which op of torch made it; ``"bitwise"``: these and a checksum of the values; a callable
             ``(tensor) -> value``: that value, by equality, and nothing else; ``"none"``: nothing.
         early_stop: Whether replay ends as soon as backward has all that it needs.
         debug: Whether an error about differing phases shows the ops of both, with source lines. Every op then
@@ -97,7 +97,8 @@ def _binder(options: Options) -> Callable[[Callable[P, R]], Callable[P, R]]:
                 return _compiled(options, function, args, kwargs)
             if not torch.is_grad_enabled():
                 return function(*args, **kwargs)
-            return run_region(function, args, kwargs, options)
+            output: R = run_region(function, args, kwargs, options)
+            return output
 
         return _named_after(function, checkpointed)
 

@@ -6,21 +6,24 @@ which torch documents for use outside although its module has an underscore.
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterable
 from operator import methodcaller
 from typing import Any
 
+import optree
 import torch
 import torch.utils.checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import SUPPORTED_NODES
 
 __all__ = [
     "PYTREE_NAMESPACE",
     "TorchDispatchMode",
+    "adopt_pytree_node",
     "function_mode_depth",
+    "graph_exec_group",
     "graph_is_kept",
-    "in_graph_exec_group",
     "node_number",
     "sequence_number",
     "top_saved_tensors_hooks",
@@ -50,27 +53,30 @@ def top_saved_tensors_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[
     return hooks
 
 
-_current_group: Callable[[], object] = getattr(
+# The active torch.utils.checkpoint.GraphExecGroup, whose backwards share one replay; torch has no public way to ask.
+graph_exec_group: Callable[[], object | None] = getattr(
     getattr(torch.utils.checkpoint, "GraphExecGroup", None), "_get_current_group", lambda: None
 )
 
 
-def in_graph_exec_group() -> bool:
-    """Whether a ``torch.utils.checkpoint.GraphExecGroup`` is active, whose backwards share one replay."""
-    return _current_group() is not None
+def adopt_pytree_node(kind: type) -> bool:
+    """Make a container type that is registered with torch's own pytrees known to optree; return whether it was unknown.
+
+    Users register their dataclasses where torch.export and FSDP look for them, and optree has another registry.
+    """
+    node = SUPPORTED_NODES.get(kind)
+    if node is None:
+        return False
+
+    def unflatten(context: Any, children: Iterable[Any]) -> Any:
+        return node.unflatten_fn(list(children), context)
+
+    with contextlib.suppress(ValueError):  # another thread was faster
+        optree.register_pytree_node(kind, node.flatten_fn, unflatten, namespace=PYTREE_NAMESPACE)
+    return True
 
 
-def _pytree_namespace() -> str:
-    # Importing this module makes torch's own pytree registrations (torch.export.register_dataclass, DynamicCache, ...)
-    # known to optree, past and future ones, in the namespace "torch".
-    if importlib.util.find_spec("torch.utils._cxx_pytree") is None:
-        return ""
-    importlib.import_module("torch.utils._cxx_pytree")
-    return "torch"
-
-
-PYTREE_NAMESPACE: str = _pytree_namespace()
-
+PYTREE_NAMESPACE = "torch_remat"
 
 # The sequence number of an autograd node; see `sequence_number`. Called for each saved tensor.
 node_number: Callable[[torch.autograd.graph.Node], int] = methodcaller("_sequence_nr")

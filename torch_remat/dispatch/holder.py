@@ -8,8 +8,8 @@ NOTE [ Life of a holder ]
 2. A holder is *empty* until the replay fills it. Unpacking an empty holder starts the replay.
 3. A filled holder keeps its value until its node lets go of it, so that a node may unpack twice. Where the graph is
    kept (``retain_graph=True``) it gives the value away at the first read, so that the memory between two backwards is
-   that of after forward; a later read replays again. Inside a ``GraphExecGroup`` it keeps the value, since
-   the group's backwards share one replay.
+   that of after forward; a later read replays again. Inside a ``GraphExecGroup`` it keeps the value until the group
+   is gone, since the group's backwards share one replay.
 4. An *anchored* holder has its value from the start: a parameter or a view of one, zero bytes of its own. Replay
    does not fill it; it only makes sure that the same parameter stands at the same place.
 5. Every read compares version counters, as autograd does for tensors that it saves itself.
@@ -25,7 +25,7 @@ from weakref import ref
 import torch
 from torch.nn import Parameter
 
-from torch_remat._compat import graph_is_kept, in_graph_exec_group
+from torch_remat._compat import graph_exec_group, graph_is_kept
 from torch_remat.errors import MutationError
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def parameter_behind(owner: torch.Tensor) -> torch.Tensor | None:
     if owner.dtype in AUTOCAST_DTYPES:
         node = owner.grad_fn
         if node is not None and type(node).__name__ == "ToCopyBackward0":
-            variable = getattr(node.next_functions[0][0], "variable", None)
+            variable: torch.Tensor | None = getattr(node.next_functions[0][0], "variable", None)
             if variable is not None and is_parameter(variable):
                 return variable
     return None
@@ -121,7 +121,7 @@ def read(holder: Holder) -> torch.Tensor:
         value = holder.region.refill(holder)
     if value._version != holder.metadata[0]:
         raise changed_in_place(holder)
-    if not holder.anchored and graph_is_kept() and not in_graph_exec_group():
+    if not holder.anchored and graph_is_kept() and graph_exec_group() is None:
         holder.value = None
     return value
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import optree
 import torch
 
-from torch_remat._compat import PYTREE_NAMESPACE, top_saved_tensors_hooks
+from torch_remat._compat import PYTREE_NAMESPACE, adopt_pytree_node, top_saved_tensors_hooks
 from torch_remat.dispatch.holder import is_parameter, owner_of
 from torch_remat.errors import MutationError
 
@@ -37,7 +37,7 @@ class RegionInputs:
         self._leaves: list[Any]
         self._spec: optree.PyTreeSpec | None
         if kwargs or not all([isinstance(arg, torch.Tensor) for arg in args]):  # noqa: C419 (a list is faster)
-            self._leaves, self._spec = optree.tree_flatten((tuple(args), dict(kwargs)), namespace=PYTREE_NAMESPACE)
+            self._leaves, self._spec = _flatten((tuple(args), dict(kwargs)))
         else:
             self._leaves, self._spec = list(args), None
         # (index of the leaf, requires_grad, version), one for each tensor that is detached.
@@ -60,17 +60,18 @@ class RegionInputs:
                 self._parameters.append((index, leaf._version))
                 continue
             same = first.setdefault(id(leaf), index)
-            if same != index:
-                leaves[index] = _SameAs(same)
-                continue
-            self._tensors.append((index, leaf.requires_grad, -1 if leaf.is_inference() else leaf._version))
-            self._originals.add(id(owner_of(leaf)))
+            if same == index:
+                self._tensors.append((index, leaf.requires_grad, -1 if leaf.is_inference() else leaf._version))
+                self._originals.add(id(owner_of(leaf)))
             if hooks is None:
                 leaves[index] = leaf.detach()
             else:
+                # Once for each argument, also for one that comes twice: the hooks may be counting.
                 pack, self._unpack = hooks
                 with torch.no_grad():
                     leaves[index] = pack(leaf)
+            if same != index:
+                leaves[index] = _SameAs(same)
         self._originals.update(first)
 
     @property
@@ -113,7 +114,8 @@ class RegionInputs:
                 leaves[index] = leaves[leaf.index]
         if self._spec is None:
             return leaves, {}
-        args, kwargs = optree.tree_unflatten(self._spec, leaves)
+        arguments: Any = optree.tree_unflatten(self._spec, leaves)
+        args, kwargs = arguments
         return args, kwargs
 
     def _changed(self, region_name: str, index: int) -> MutationError:
@@ -140,3 +142,11 @@ class _SameAs:
 
     def __init__(self, index: int) -> None:
         self.index = index
+
+
+def _flatten(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
+    leaves, spec = optree.tree_flatten(tree, namespace=PYTREE_NAMESPACE)
+    for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor) and adopt_pytree_node(type(leaf)):
+            return _flatten(tree)
+    return leaves, spec

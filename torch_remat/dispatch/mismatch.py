@@ -60,8 +60,7 @@ def other_value(region: Region, holder: Holder, value: Any) -> MismatchError:
     shown = "" if isinstance(value, bytes) else f" ({holder.fingerprint!r} in forward, {value!r} in replay)"
     return mismatched(
         region,
-        f"the saved {_forward(holder)} has other values in replay than in "
-        f"forward{shown}; this is the first difference",
+        f"the saved {_forward(holder)} has other values in replay than in forward{shown}; this is the first difference",
         _SAME_OPS + " Ops that are not deterministic on this device differ too "
         "(torch.use_deterministic_algorithms(True) reports them).",
         holder,
@@ -72,8 +71,7 @@ def fewer_saved(region: Region, first: Holder, replayed: int, total: int) -> Mis
     """Replay ended before it saved what forward saved."""
     return mismatched(
         region,
-        f"replay saved {replayed} tensors where forward saved {total}; the first one missing is "
-        f"{_forward(first)}",
+        f"replay saved {replayed} tensors where forward saved {total}; the first one missing is {_forward(first)}",
         _SAME_OPS,
         first,
     )

@@ -1,7 +1,8 @@
 """The ops of both phases, for ``debug=True``.
 
 In: each aten op that the dispatch mode sees. Kept: a short text and the user's source line for each, at most
-`MAX_OPS` a phase; replay's list starts anew with each replay. Out: both phases side by side, around the first difference.
+`MAX_OPS` a phase; replay's list starts anew with each replay. Out: both phases side by side, around the first
+difference.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class OpLog:
 
     def begin_replay(self) -> Any:
         """Forget the previous replay's ops; return the watcher of the next."""
-        self._replay = log = []
+        log: list[LoggedOp] = []
+        self._replay = log
 
         def watch(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             return _run_and_log(log, op, args, kwargs)

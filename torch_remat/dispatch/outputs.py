@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-
 from torch_remat._compat import node_number
 from torch_remat.errors import OutputError
 

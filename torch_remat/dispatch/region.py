@@ -10,10 +10,11 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
+from weakref import finalize
 
 import torch
 
-from torch_remat._compat import graph_is_kept, sequence_number
+from torch_remat._compat import graph_exec_group, graph_is_kept, sequence_number
 from torch_remat.dispatch.ambient import Ambient, RngState
 from torch_remat.dispatch.holder import Holder
 from torch_remat.dispatch.inputs import RegionInputs
@@ -104,10 +105,20 @@ class Region:
             return
         if self.tape.has_empty():
             replay(self)
-        if self.finished and not graph_is_kept():
+        if not self.finished:
+            return
+        if not graph_is_kept():
             self._release()
+        elif (group := graph_exec_group()) is not None:
+            finalize(group, _empty, self.tape).atexit = False
 
     def _release(self) -> None:
         """Drop what only a further replay would need."""
         self._default_name = self.name
         self.inputs = self.function = self.rng = self.replay_context = self.op_log = None
+
+
+def _empty(tape: Tape) -> None:
+    for holder in tape.alive():
+        if not holder.anchored:
+            holder.value = None

@@ -8,8 +8,8 @@ NOTE [ How a replay ends ]
    BaseException, so that ``except Exception`` in user code does not swallow it. It is raised once: code that catches
    it all the same (``except:``, ``finally:``) runs on undisturbed, and its result is thrown away.
 2. The pack hook runs before its op does, and an op may save a buffer that it is about to fill (``F.rrelu`` its noise).
-   Such a buffer is a tensor of floats that needs no gradient. Where the last op to save anything saves one, the function
-   runs to its end. Elsewhere the op itself is spared, which for a last matrix product is much.
+   Such a buffer is a tensor of floats that needs no gradient. Where the last op to save anything saves one, the
+   function runs to its end. Elsewhere the op itself is spared, which for a last matrix product is much.
 3. An error found in the pack hook is kept and raised after the function was left, so that user code cannot swallow
    it either.
 4. A replay that has something to fill goes on until each live anchored holder has met its parameter again: where
@@ -24,11 +24,19 @@ from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
 
 from torch_remat._compat import node_number, sequence_number
 from torch_remat.dispatch.determinism import Values, value_function
-from torch_remat.dispatch.holder import AUTOCAST_DTYPES, CHANGED, Holder, changed_in_place, metadata_of, parameter_behind
+from torch_remat.dispatch.holder import (
+    AUTOCAST_DTYPES,
+    CHANGED,
+    Holder,
+    changed_in_place,
+    metadata_of,
+    parameter_behind,
+)
 from torch_remat.dispatch.mismatch import (
     another_parameter,
     fewer_saved,
@@ -156,9 +164,7 @@ class Filling(RematMode):
         self._limit = 0
         raise StopReplay(self)
 
-    def _explain(
-        self, holder: Holder, tensor: torch.Tensor, owner: torch.Tensor, origin: torch.Tensor | None
-    ) -> None:
+    def _explain(self, holder: Holder, tensor: torch.Tensor, owner: torch.Tensor, origin: torch.Tensor | None) -> None:
         """Tell apart what differs from forward, and fail unless it is harmless."""
         region = self.region
         version, *metadata = holder.metadata
@@ -169,7 +175,7 @@ class Filling(RematMode):
         if region.options.determinism_check in ("default", "bitwise"):
             if metadata != [tensor.shape, tensor.dtype, tensor.device]:
                 self._fail(other_metadata(region, holder, tensor))
-            if type(owner.grad_fn) is not holder.producer:
+            if self._is_by_another_op(holder, owner):
                 self._fail(other_producer(region, holder, owner))
         if version != tensor._version:
             # Inputs that hooks around the region restored may count their versions anew.
@@ -190,6 +196,17 @@ class Filling(RematMode):
             return node_number(node) < self._first_number
         # A leaf: from outside, or made in the region. If forward's is still there, the values tell.
         return before is not None and (before.grad_fn is not None or not torch.equal(before, owner))
+
+    def _is_by_another_op(self, holder: Holder, owner: torch.Tensor) -> bool:
+        """Whether a tensor was made by another op than in forward; only ops of torch itself are compared.
+
+        Hooks of wrappers such as FSDP pass tensors through Functions of their own in one phase and not in the other.
+        """
+        node = owner.grad_fn
+        if node is not None and node_number(node) < self._first_number:
+            return False  # from outside: `_is_another` has judged it
+        kinds = {holder.producer, type(node)}
+        return len(kinds) > 1 and not any(issubclass(kind, BackwardCFunction) for kind in kinds)
 
     def _compare_value(self, holder: Holder, value: Any) -> None:
         if holder.fingerprint != value and self._error is None:

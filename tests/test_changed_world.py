@@ -1,0 +1,172 @@
+"""Things that programs change between forward and backward: gradients are right or an error says so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import assert_same, checkpointed, leaf
+from torch import nn
+
+import torch_remat as remat
+
+
+def assert_right_or_refused(build, change):
+    """Assert that backward after a change gives the gradients of the plain program, or raises an error of ours.
+
+    Args:
+        build: Returns a function, its input and the leaves whose gradients count.
+        change: Called with the function between forward and backward.
+    """
+    results = []
+    for wrap in (lambda f: f, lambda f: checkpointed(f, region_name="block")):
+        torch.manual_seed(3)
+        function, x, leaves = build()
+        y = wrap(function)(x)
+        change(function)
+        try:
+            results.append(torch.autograd.grad(y.sum(), leaves, allow_unused=True))
+        except remat.RematError:
+            return
+    for one, other in zip(*results, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert_same(one, other)
+
+
+class Layers(nn.Module):
+    """Square layers, so that all saved tensors have one shape and a shift among them is not seen by shape."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.one, self.two, self.three = (nn.Parameter(torch.randn(4, 4)) for _ in range(3))
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x):
+        return torch.sin(self.drop(torch.sin(self.drop(x) @ self.one)) @ self.two) @ self.three
+
+
+def layers(frozen=(), dropout=0.0, train=True):
+    """Return a builder of layers, some of whose parameters are frozen in forward."""
+
+    def build():
+        model = Layers(dropout).train(train)
+        for name in frozen:
+            getattr(model, name).requires_grad_(False)
+        x = leaf(4, 4)
+        return model, x, [x, *(p for p in model.parameters() if p.requires_grad)]
+
+    return build
+
+
+NAMES = ["one", "two", "three"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parameter_that_is_unfrozen_before_backward(name):
+    assert_right_or_refused(layers(frozen=[name]), lambda model: getattr(model, name).requires_grad_(True))
+
+
+def test_all_parameters_unfrozen_before_backward():
+    assert_right_or_refused(layers(frozen=NAMES), lambda model: model.requires_grad_(True))
+
+
+def test_model_put_into_training_mode_before_backward():
+    assert_right_or_refused(layers(dropout=0.5, train=False), lambda model: model.train())
+
+
+def test_model_put_into_evaluation_mode_before_backward():
+    assert_right_or_refused(layers(dropout=0.5), lambda model: model.eval())
+
+
+def test_dropout_rate_changed_before_backward():
+    assert_right_or_refused(layers(dropout=0.5), lambda model: setattr(model.drop, "p", 0.0))
+    assert_right_or_refused(layers(dropout=0.0), lambda model: setattr(model.drop, "p", 0.5))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parameter_replaced_before_backward(name):
+    assert_right_or_refused(layers(), lambda model: setattr(model, name, nn.Parameter(torch.randn(4, 4))))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("input_needs_grad", [True, False])
+def test_parameter_replaced_before_backward_in_code_whose_input_needs_no_gradient(name, input_needs_grad):
+    def build():
+        model = Layers()
+        x = torch.randn(4, 4, requires_grad=input_needs_grad)
+        return model, x, list(model.parameters())
+
+    assert_right_or_refused(build, lambda model: setattr(model, name, nn.Parameter(torch.randn(4, 4))))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parameter_updated_in_place_before_backward(name):
+    with torch.no_grad():
+        assert_right_or_refused_under_grad(layers(), lambda model: getattr(model, name).add_(1))
+
+
+def assert_right_or_refused_under_grad(build, change):
+    def changed(model):
+        with torch.no_grad():
+            change(model)
+
+    with torch.enable_grad():
+        try:
+            assert_right_or_refused(build, changed)
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_buffer_that_forward_changes_before_it_uses_it(early_stop):
+    class Decays(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("scale", torch.ones(4))
+
+        def forward(self, x):
+            self.scale.mul_(0.5)
+            return (x * self.scale).sin()
+
+    x = leaf(4)
+    expected = torch.autograd.grad((x * 0.5).sin().sum(), x)
+    y = checkpointed(Decays(), early_stop=early_stop)(x)
+    try:
+        actual = torch.autograd.grad(y.sum(), x)
+    except remat.RematError:
+        return
+    assert_same(expected, actual)
+
+
+def test_input_that_no_longer_requires_grad_before_backward():
+    x, w = leaf(4, 4), leaf(4, 4)
+    y = checkpointed(lambda x: (x @ w).sin() @ w)(x)
+    expected = torch.autograd.grad(((x @ w).sin() @ w).sum(), w)
+    x.requires_grad_(False)
+    assert_same(expected, torch.autograd.grad(y.sum(), w))
+
+
+def test_input_that_requires_grad_only_after_forward():
+    x, w = torch.randn(4, 4), leaf(4, 4)
+    y = checkpointed(lambda x: (x @ w).sin() @ w)(x)
+    expected = torch.autograd.grad(((x @ w).sin() @ w).sum(), w)
+    x.requires_grad_(True)
+    assert_same(expected, torch.autograd.grad(y.sum(), w))
+    assert x.grad is None
+
+
+def test_buffer_swapped_before_backward():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("scale", torch.full((4,), 2.0))
+
+        def forward(self, x):
+            return (x * self.scale).sin()
+
+    def build():
+        x = leaf(4)
+        return Scaled(), x, [x]
+
+    assert_right_or_refused(build, lambda model: setattr(model, "scale", torch.full((4,), 3.0)))

@@ -1,0 +1,141 @@
+"""Regions beside other parts of torch: forward-mode derivatives, function transforms, anomaly mode, subclasses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import Calls, Mlp, assert_same, assert_same_program, chain, checkpointed, leaf, parameter_gradients
+from torch.autograd import forward_ad
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+import torch_remat as remat
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_forward_mode_derivatives_are_equal():
+    x, tangent = torch.randn(4), torch.randn(4)
+    results = []
+    for function in (chain, checkpointed(chain)):
+        with forward_ad.dual_level():
+            results.append(tuple(forward_ad.unpack_dual(function(forward_ad.make_dual(x, tangent)))))
+    assert_same(*map(list, results))
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, torch.func.vmap])
+def test_function_transforms_are_right_or_refused(transform):
+    x = torch.randn(4)
+    function = chain if transform is not torch.func.grad else lambda x: chain(x).sum()
+    try:
+        actual = transform(checkpointed(function))(x)
+    except RuntimeError:
+        return
+    assert_same(transform(function)(x), actual)
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection:UserWarning")
+def test_anomaly_mode_is_equal():
+    def program(wrap):
+        mlp, x = Mlp(4), leaf(2, 4)
+        with torch.autograd.detect_anomaly():
+            y = wrap(mlp)(x)
+            y.sum().backward()
+        return y, x.grad, *parameter_gradients(mlp)
+
+    assert_same_program(program, replays=1)
+
+
+def test_wrapper_subclass_as_input_is_equal():
+    def program(wrap):
+        x = TwoTensor(torch.randn(3), torch.randn(3)).requires_grad_()
+        y = wrap(lambda x: x.sin().exp() * x)(x)
+        assert type(y) is TwoTensor
+        y.sum().backward()
+        assert type(x.grad) is TwoTensor
+        return [y.a, y.b, x.grad.a, x.grad.b]
+
+    assert_same_program(program, replays=1)
+
+
+def test_region_inside_the_backward_of_a_custom_function_is_equal():
+    def program(wrap):
+        class Outer(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                ctx.save_for_backward(x)
+                return chain(x)
+
+            @staticmethod
+            def backward(ctx, grad):
+                (x,) = ctx.saved_tensors
+                with torch.enable_grad():
+                    inner = x.detach().requires_grad_()
+                    return torch.autograd.grad(wrap(chain)(inner), inner, grad)[0]
+
+        x = leaf(4)
+        wrap(lambda x: Outer.apply(x.cos()).tanh())(x).sum().backward()
+        return x.grad
+
+    assert_same_program(program)
+
+
+def test_backward_from_a_tensor_that_left_the_region_by_the_side_is_equal():
+    def program(wrap):
+        left = []
+
+        def block(x):
+            h = x.sin().exp()
+            left.append(h.cos())
+            return h.tanh()
+
+        x = leaf(4)
+        y = wrap(block)(x)
+        first = torch.autograd.grad(left[0].sum(), x, retain_graph=True)
+        y.sum().backward()
+        return first, x.grad
+
+    assert_same_program(program)
+
+
+def test_plain_region_runs_under_no_dispatch_mode_in_either_phase():
+    stacks = []
+
+    def block(x):
+        stacks.append(list(_get_current_dispatch_mode_stack()))
+        return chain(x)
+
+    checkpointed(block)(leaf(3)).sum().backward()
+    assert stacks == [[], []]
+
+
+def test_saved_parameter_is_read_without_a_replay():
+    w = torch.nn.Parameter(torch.randn(3))
+    function = Calls(lambda x: x * w)
+    y = checkpointed(function)(leaf(3))
+    assert y.grad_fn._saved_other.data_ptr() == w.data_ptr()
+    assert function.total == 1
+    y.sum().backward()
+    assert w.grad is not None
+
+
+def test_gradients_are_equal_when_the_same_region_is_part_of_two_losses_in_two_graphs():
+    def program(wrap):
+        x, w = leaf(4), leaf(4)
+        region = wrap(lambda x: (x * w).sin().exp())
+        shared = region(x)
+        one, two = region(shared), region(shared.detach())
+        two.sum().backward()
+        one.sum().backward()
+        return x.grad, w.grad
+
+    assert_same_program(program, replays=3)
+
+
+def test_is_recomputing_is_false_in_hooks_that_run_in_backward():
+    seen = []
+    x = leaf(3)
+    x.register_hook(lambda grad: seen.append(remat.is_recomputing()))
+    y = checkpointed(chain)(x)
+    y.register_hook(lambda grad: seen.append(remat.is_recomputing()))
+    y.sum().backward()
+    assert seen == [False, False]

@@ -1,0 +1,141 @@
+"""Saved-tensor hooks of the caller: around a region, inside it, around backward only."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import (
+    Mlp,
+    alive,
+    assert_same,
+    assert_same_program,
+    chain,
+    checkpointed,
+    collector_off,
+    leaf,
+    parameter_gradients,
+    watch,
+)
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+
+
+def test_save_on_cpu_outside_is_equal():
+    def program(wrap):
+        mlp = Mlp(4)
+        x = leaf(2, 4)
+        with save_on_cpu():
+            h = wrap(mlp)(x.sin())
+            y = wrap(mlp)(h)
+        y.sum().backward()
+        return y, x.grad, *parameter_gradients(mlp)
+
+    assert_same_program(program, replays=2)
+
+
+@pytest.mark.parametrize("place", ["args", "kwargs", "container"])
+def test_region_inputs_go_through_the_hooks_outside_and_nothing_from_inside_does(place):
+    packed, unpacked = [], []
+
+    def pack(tensor):
+        packed.append(tensor.detach().clone())
+        return packed[-1].numpy().copy()
+
+    def unpack(array):
+        unpacked.append(array)
+        return torch.from_numpy(array)
+
+    def block(x=None, items=()):
+        x = items[0] if items else x
+        return x.sin().exp().cos()
+
+    leaf_input = leaf(3)
+    with collector_off():
+        x = leaf_input * 1
+        value, reference = x.detach().clone(), watch(x)
+        with saved_tensors_hooks(pack, unpack):
+            if place == "args":
+                y = checkpointed(block)(x)
+            elif place == "kwargs":
+                y = checkpointed(block)(x=x)
+            else:
+                y = checkpointed(block)(items=[x])
+        del x
+        assert len(packed) >= 1
+        assert all(torch.equal(tensor, value) for tensor in packed)
+        assert alive(reference) == 0, "the region keeps the input beside what the hook made of it"
+        assert unpacked == []
+        y.sum().backward()
+    assert len(unpacked) >= 1
+    expected = torch.autograd.grad(leaf_input.sin().exp().cos().sum(), leaf_input)
+    assert_same(expected, [leaf_input.grad])
+
+
+def test_input_that_needs_no_gradient_goes_through_the_hooks_outside():
+    packed = []
+    w = leaf(3)
+    x = torch.randn(3)
+    with saved_tensors_hooks(lambda t: packed.append(t.detach().clone()) or t, lambda t: t):
+        y = checkpointed(lambda x: (x * w).sin())(x)
+    assert any(torch.equal(tensor, x) for tensor in packed)
+    y.sum().backward()
+
+
+def test_hooks_around_backward_only_do_not_reach_into_replay():
+    def refuse(tensor):
+        raise AssertionError("packed in backward")
+
+    x = leaf(3)
+    y = checkpointed(chain)(x).sum()
+    with saved_tensors_hooks(refuse, refuse):
+        y.backward()
+    assert_same(x.grad, torch.autograd.grad(chain(x).sum(), x)[0])
+
+
+@pytest.mark.parametrize("kind", ["save_on_cpu", "own"])
+def test_hooks_entered_inside_the_region_are_equal(kind):
+    packed = []
+
+    def pack(tensor):
+        packed.append(None)
+        return tensor.detach().clone().numpy()
+
+    def program(wrap):
+        def block(x, w):
+            h = (x @ w).sin()
+            with save_on_cpu() if kind == "save_on_cpu" else saved_tensors_hooks(pack, torch.from_numpy):
+                h = (h.exp() @ w).tanh()
+            return (h @ w).cos()
+
+        x, w = leaf(3, 3), leaf(3, 3)
+        y = wrap(block)(x, w)
+        first = torch.autograd.grad(y.sum(), [x, w], retain_graph=True)
+        y.sum().backward()
+        return y, first, x.grad, w.grad
+
+    assert_same_program(program)
+    assert bool(packed) == (kind == "own")
+
+
+def test_region_that_only_saves_under_hooks_of_its_own_is_equal():
+    def program(wrap):
+        def block(x):
+            with save_on_cpu():
+                return chain(x)
+
+        x = leaf(3)
+        wrap(block)(x).sum().backward()
+        return x.grad
+
+    assert_same_program(program)
+
+
+def test_hooks_outside_two_nested_regions_see_the_outermost_inputs_only():
+    packed = []
+    x = leaf(3)
+    h = x * 1
+    with saved_tensors_hooks(lambda t: packed.append(t.detach().clone()) or t, lambda t: t):
+        y = checkpointed(lambda x: checkpointed(chain)(x.exp()).cos())(h)
+    assert len(packed) >= 1
+    assert all(torch.equal(tensor, h) for tensor in packed)
+    y.sum().backward()
+    assert_same(x.grad, torch.autograd.grad(chain(x.exp()).cos().sum(), x)[0])
