@@ -2,51 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import OrderedDict, namedtuple
 from typing import Any
 
-import optree
 import pytest
 import torch
-import torch.utils._pytree as torch_pytree
+from batches import OpaqueBatch, OptreeBatch, TorchBatch
 from helpers import Calls, Mlp, assert_same, assert_same_program, chain, checkpointed, leaf, parameter_gradients
 from torch import Tensor, nn
 
 Pair = namedtuple("Pair", ["one", "two"])
-
-OPTREE_GLOBAL = getattr(optree.registry, "__GLOBAL_NAMESPACE")
-
-
-@optree.register_pytree_node_class(namespace=OPTREE_GLOBAL)
-@dataclasses.dataclass
-class OptreeBatch:
-    features: Tensor
-    mask: Tensor
-    name: str = "batch"
-
-    def tree_flatten(self):
-        return [self.features, self.mask], self.name, ["features", "mask"]
-
-    @classmethod
-    def tree_unflatten(cls, metadata, children):
-        return cls(*children, name=metadata)
-
-
-@dataclasses.dataclass
-class TorchBatch:
-    features: Tensor
-    mask: Tensor
-
-
-torch_pytree.register_dataclass(TorchBatch)
-
-
-@dataclasses.dataclass
-class OpaqueBatch:
-    features: Tensor
-    mask: Tensor
-
 
 BATCHES = [OptreeBatch, TorchBatch, OpaqueBatch]
 

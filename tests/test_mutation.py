@@ -7,8 +7,8 @@ from collections import namedtuple
 
 import pytest
 import torch
+from batches import OptreeBatch, TorchBatch
 from helpers import Mlp, assert_same, assert_same_program, chain, checkpointed, leaf, plain
-from test_inputs import OptreeBatch, TorchBatch
 from torch import nn
 
 import torch_remat as remat

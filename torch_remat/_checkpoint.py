@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from torch_remat.dispatch.forward import run_region
 from torch_remat.dispatch.mode import current_mode
-from torch_remat.dispatch.options import ContextFn, DeterminismCheck, Options
+from torch_remat.dispatch.options import DEFAULTS, ContextFn, DeterminismCheck, Options
 from torch_remat.errors import UsageError
 
 P = ParamSpec("P")
@@ -81,7 +81,7 @@ def checkpoint(
             remedy=f"The options are {', '.join(_OPTIONS)}. {_FORM}",
         )
     options = Options(region_name, preserve_rng_state, determinism_check, early_stop, debug, context_fn)
-    if options == _DEFAULTS:
+    if options == DEFAULTS:
         return _bind_defaults
     _validate(options)
     return _binder(options)
@@ -105,8 +105,7 @@ def _binder(options: Options) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return bind
 
 
-_DEFAULTS = Options()
-_bind_defaults: Callable[[Callable[..., Any]], Callable[..., Any]] = _binder(_DEFAULTS)
+_bind_defaults: Callable[[Callable[..., Any]], Callable[..., Any]] = _binder(DEFAULTS)
 
 
 def checkpoint_sequential(

@@ -19,6 +19,7 @@ from torch.utils._pytree import SUPPORTED_NODES
 
 __all__ = [
     "PYTREE_NAMESPACE",
+    "SavedTensorHooks",
     "TorchDispatchMode",
     "adopt_pytree_node",
     "function_mode_depth",
@@ -42,14 +43,16 @@ sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 function_mode_depth: Callable[[], int] = torch._C._len_torch_function_stack
 
 
-def top_saved_tensors_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
+SavedTensorHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+
+def top_saved_tensors_hooks() -> SavedTensorHooks | None:
     """Return the innermost pair of saved-tensor hooks, or None.
 
     A region hands its inputs to the hooks around it without adding a node to the graph, and torch has no public way
     to ask for them.
     """
-    hooks: tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    hooks: SavedTensorHooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks
 
 

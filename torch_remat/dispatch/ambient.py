@@ -11,37 +11,48 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
 from torch_remat._compat import function_mode_depth
 
 
-class Ambient:
+class Ambient(NamedTuple):
     """Autocast, default device and current device at the time of a region's call."""
 
-    __slots__ = ("_autocast", "_device", "_index")
-
-    def __init__(self) -> None:
-        self._autocast = _autocast_state()
-        self._device = _default_device()
-        self._index = _current_index()
+    autocast: tuple[tuple[str, torch.dtype, bool], ...]
+    device: torch.device | None
+    device_index: int | None
 
     def contexts(self) -> list[AbstractContextManager[object]]:
-        """Return the contexts that turn the present state into the kept one; usually there are none."""
+        """Return the contexts that turn the present state into this one; usually there are none."""
+        present = capture_ambient()
+        if present is self or present == self:
+            return []
         needed: list[AbstractContextManager[object]] = []
-        present = _autocast_state()
-        if present != self._autocast:
-            needed += [torch.autocast(device, enabled=False) for device, *_ in present]
+        if present.autocast != self.autocast:
+            needed += [torch.autocast(device, enabled=False) for device, *_ in present.autocast]
             needed += [
                 torch.autocast(device, dtype=dtype, enabled=True, cache_enabled=cached)
-                for device, dtype, cached in self._autocast
+                for device, dtype, cached in self.autocast
             ]
-        if _default_device() != self._device:
-            needed.append(self._device or torch.device("cpu"))
-        if _current_index() != self._index:
-            needed.append(torch.accelerator.device_index(self._index))
+        if present.device != self.device:
+            needed.append(self.device or torch.device("cpu"))
+        if present.device_index != self.device_index:
+            needed.append(torch.accelerator.device_index(self.device_index))
         return needed
+
+
+def capture_ambient() -> Ambient:
+    """Return the present ambient state."""
+    if len(_device_types()) == 1 and not function_mode_depth() and not torch.is_autocast_enabled("cpu"):
+        return _PLAIN
+    device = torch.get_default_device() if function_mode_depth() else None
+    return Ambient(_autocast_state(), device, _current_device_index())
+
+
+_PLAIN = Ambient((), None, None)
 
 
 @cache
@@ -58,15 +69,9 @@ def _autocast_state() -> tuple[tuple[str, torch.dtype, bool], ...]:
     return tuple((device, torch.get_autocast_dtype(device), cached) for device in enabled)
 
 
-def _default_device() -> torch.device | None:
-    return torch.get_default_device() if function_mode_depth() else None
-
-
-def _current_index() -> int | None:
+def _current_device_index() -> int | None:
     # Only CUDA tells without side effects whether it is in use; elsewhere autograd's threads set the device.
-    if len(_device_types()) == 1 or not torch.cuda.is_initialized():
-        return None
-    return torch.cuda.current_device()
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
 
 class RngState:

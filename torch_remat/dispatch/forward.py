@@ -8,17 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from operator import attrgetter
 from typing import Any
 from weakref import ref
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import Parameter
 
 from torch_remat._compat import node_number
 from torch_remat.dispatch.determinism import Values, value_function
-from torch_remat.dispatch.holder import AUTOCAST_DTYPES, Holder, mark_changed, metadata_of, parameter_behind, read
+from torch_remat.dispatch.holder import (
+    AUTOCAST_DTYPES,
+    Anchor,
+    Holder,
+    mark_changed,
+    metadata_of,
+    parameter_behind,
+    read,
+)
 from torch_remat.dispatch.mode import RematMode
-from torch_remat.dispatch.options import Options
+from torch_remat.dispatch.options import DEFAULTS, Options
 from torch_remat.dispatch.outputs import boundary_nodes, tensors_of
 from torch_remat.dispatch.region import Region
 
@@ -28,13 +38,17 @@ def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
     region = Region(function, args, kwargs, options)
     mode = Recording(region)
     try:
-        output = mode.run(function, args, kwargs, saved_tensors_hooks(mode.pack, read), mode.contexts())
-        outputs = tensors_of(output, region)
+        contexts = () if options is DEFAULTS else mode.contexts()
+        output = mode.run(function, args, kwargs, saved_tensors_hooks(mode.pack, read), contexts)
+        nodes = [output.grad_fn] if type(output) is torch.Tensor else boundary_nodes(tensors_of(output, region))
         mode.finish()
     finally:
         mode.forget()
-    for node in boundary_nodes(outputs, region.first_number):
-        node.register_prehook(region.reach)
+    for node in nodes:
+        # An output that is an input, or comes from outside, has an older node: a hook there would tie the region
+        # to a graph that it may own through its function.
+        if node is not None and node_number(node) >= region.first_number:
+            node.register_prehook(region.reach)
     return output
 
 
@@ -50,13 +64,17 @@ class Recording(RematMode):
 
     replaying = False
 
+    _values: Values | None = None
+
     def __init__(self, region: Region) -> None:
-        super().__init__(region)
+        self.region = region
         self._first_number = region.first_number
-        self._holders = region.tape.holders
+        self._saved = region.tape.saved
         self._counters: list[torch.Tensor] = []
-        value_of = value_function(region.options.determinism_check)
-        self._values = None if value_of is None else Values(value_of)
+        self._any_version = 0
+        if region.options is not DEFAULTS:
+            value_of = value_function(region.options.determinism_check)
+            self._values = None if value_of is None else Values(value_of)
 
     def contexts(self) -> list[AbstractContextManager[Any]]:
         """Return the contexts that forward runs in, besides the hooks."""
@@ -69,22 +87,28 @@ class Recording(RematMode):
             contexts.append(self.watch(region.op_log.forward))
         return contexts
 
-    def pack(self, tensor: torch.Tensor) -> Holder:
-        """Return the holder that autograd keeps instead of the tensor."""
-        holder = Holder()
-        self._holders.append(ref(holder))
-        holder.region = self.region
-        holder.metadata = metadata_of(tensor)
+    def pack(self, tensor: torch.Tensor) -> Holder | Anchor:
+        """Return what autograd keeps instead of the tensor."""
+        if type(tensor) is Parameter:
+            self._saved.append(tensor)
+            return (tensor, tensor._version, self.region)
         owner = tensor._base
         if owner is None:
             owner = tensor
-        if type(owner) is torch.Tensor and tensor.dtype not in AUTOCAST_DTYPES:
-            holder.value = holder.origin = None
-            holder.anchored = False
-        else:
-            holder.origin = origin = parameter_behind(owner)
-            holder.anchored = anchored = origin is owner
-            holder.value = None if not anchored else tensor if tensor is owner else tensor.detach()
+        origin = None
+        if type(owner) is not torch.Tensor or tensor.dtype in AUTOCAST_DTYPES:
+            origin = parameter_behind(owner)
+            if origin is owner:
+                self._saved.append(owner)
+                return (tensor if tensor is owner else tensor.detach(), tensor._version, self.region)
+        holder = Holder()
+        self._saved.append(ref(holder))
+        holder.region = self.region
+        holder.value = None
+        holder.origin = origin
+        holder.metadata = metadata = metadata_of(tensor)
+        if metadata[0]:
+            self._any_version = 1
         node = owner.grad_fn
         holder.producer = type(node)
         if owner.requires_grad if node is None else node_number(node) < self._first_number:
@@ -110,20 +134,27 @@ class Recording(RematMode):
             self._values.flush(_keep_value)
         if region.rng is not None and not region.rng.keep_drawn():
             region.rng = None
-        for reference, counter in zip(self._holders, self._counters, strict=True):
-            holder = reference()
-            if holder is not None and counter._version != holder.metadata[0]:
-                mark_changed(holder)
+        if self._any_version or any(map(_version_of, self._counters)):
+            self._find_changed()
+        if region.inputs is not None:
+            region.inputs.forget_originals()
         region.finished = True
+
+    def _find_changed(self) -> None:
+        counters = iter(self._counters)
+        for entry in self._saved:
+            if type(entry) is ref:
+                counter, holder = next(counters), entry()
+                if holder is not None and counter._version != holder.metadata[0]:
+                    mark_changed(holder)
 
     def forget(self) -> None:
         """Let go of what only forward needs; the graph may hold on to this mode, through its pack hook."""
         self._counters.clear()
         self._values = None
-        if self.region.inputs is not None:
-            self.region.inputs.forget_originals()
 
 
+_version_of = attrgetter("_version")
 _SMALL_BYTES = 4096
 _NOTHING = torch.empty(0)
 

@@ -1,7 +1,7 @@
 """What autograd keeps in a node instead of a saved tensor.
 
-In: a tensor that autograd wants to save while a region runs. Kept: for most tensors nothing but a description; for
-parameters, which exist anyway, the tensor itself. Out: the value, when backward unpacks it.
+In: a tensor that autograd wants to save while a region runs. Kept: nothing but a description of it. Out: the value,
+when backward unpacks it.
 
 NOTE [ Life of a holder ]
 1. Autograd's node owns the holder, the holder owns its region; the region's tape knows the holder weakly.
@@ -10,8 +10,8 @@ NOTE [ Life of a holder ]
    kept (``retain_graph=True``) it gives the value away at the first read, so that the memory between two backwards is
    that of after forward; a later read replays again. Inside a ``GraphExecGroup`` it keeps the value until the group
    is gone, since the group's backwards share one replay.
-4. An *anchored* holder has its value from the start: a parameter or a view of one, zero bytes of its own. Replay
-   does not fill it; it only makes sure that the same parameter stands at the same place.
+4. Parameters and views of them exist anyway. Autograd keeps them itself, in an `Anchor`, and replay does not fill
+   them; it only makes sure that the same parameter stands at the same place.
 5. Every read compares version counters, as autograd does for tensors that it saves itself.
 """
 
@@ -47,19 +47,17 @@ class Holder:
     Attributes:
         region: The region that refills it.
         value: The saved tensor, without a graph, or None while the holder is empty.
-        anchored: Whether ``value`` was there from the start and stays.
-        origin: What replay must find again here: the parameter that the tensor is, is a view of or is autocast's copy
-            of; a weak reference to another tensor that is older than the region and no input; else None.
+        origin: What replay must find again here: the parameter that the tensor is autocast's copy of; a weak reference
+            to another tensor that is older than the region and no input; else None.
         metadata: What `metadata_of` said of the tensor when it was saved.
         producer: The type of the autograd node that made the tensor; `NoneType` for inputs and leaves.
         fingerprint: The value that the determinism check compares; set only where it compares values.
     """
 
-    __slots__ = ("__weakref__", "anchored", "fingerprint", "metadata", "origin", "producer", "region", "value")
+    __slots__ = ("__weakref__", "fingerprint", "metadata", "origin", "producer", "region", "value")
 
     region: Region
     value: torch.Tensor | None
-    anchored: bool
     origin: torch.Tensor | ref[torch.Tensor] | None
     metadata: tuple[int, torch.Size, torch.dtype, torch.device]
     producer: type
@@ -71,6 +69,9 @@ class Holder:
         return f"saved tensor {self.region.tape.position_of(self)}"
 
 
+# What autograd keeps of a parameter or a view of one: (value, version, region).
+Anchor = tuple[torch.Tensor, int, "Region"]
+
 # (version, shape, dtype, device) of a tensor, in one call. The version counter counts its changes in place.
 metadata_of: Callable[[torch.Tensor], tuple[int, torch.Size, torch.dtype, torch.device]]
 metadata_of = attrgetter("_version", "shape", "dtype", "device")
@@ -79,12 +80,6 @@ metadata_of = attrgetter("_version", "shape", "dtype", "device")
 def mark_changed(holder: Holder) -> None:
     """Note that the tensor was changed in place after it was saved: no version of it is right any more."""
     holder.metadata = (CHANGED, *holder.metadata[1:])
-
-
-def owner_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor itself, or the tensor of which it is a view."""
-    base = tensor._base
-    return tensor if base is None else base
 
 
 def is_parameter(tensor: torch.Tensor) -> bool:
@@ -109,30 +104,33 @@ def parameter_behind(owner: torch.Tensor) -> torch.Tensor | None:
     return None
 
 
-def read(holder: Holder) -> torch.Tensor:
-    """Unpack hook: return a holder's value, replaying its region if it has none.
+def read(packed: Holder | Anchor) -> torch.Tensor:
+    """Unpack hook: return a saved tensor, replaying its region if it is not there.
 
     Raises:
         MutationError: The tensor was changed in place after autograd saved it.
         ReleasedError: The region's inputs were freed by an earlier backward.
     """
-    value = holder.value
-    if value is None:
-        value = holder.region.refill(holder)
-    if value._version != holder.metadata[0]:
-        raise changed_in_place(holder)
-    if not holder.anchored and graph_is_kept() and graph_exec_group() is None:
-        holder.value = None
-    return value
+    if not isinstance(packed, Holder):
+        value, version, region = packed
+        if value._version != version:
+            raise changed_in_place(region, "parameter", value.shape)
+        return value
+    kept = packed.value
+    if kept is None:
+        kept = packed.region.refill(packed)
+    if kept._version != packed.metadata[0]:
+        raise changed_in_place(packed.region, "tensor", packed.metadata[1], packed.name)
+    if graph_is_kept() and graph_exec_group() is None:
+        packed.value = None
+    return kept
 
 
-def changed_in_place(holder: Holder) -> MutationError:
+def changed_in_place(region: Region, kind: str, shape: torch.Size, name: str | None = None) -> MutationError:
     """Return the error about a saved tensor that was changed in place."""
-    kind = "parameter" if holder.anchored else "tensor"
-    shape = tuple(holder.metadata[1])
     return MutationError(
-        f"a {kind} of shape {shape} that backward needs was changed in place after it was saved",
-        region=holder.region.name,
-        tensor=holder.name,
+        f"a {kind} of shape {tuple(shape)} that backward needs was changed in place after it was saved",
+        region=region.name,
+        tensor=name or kind,
         remedy="Use the out-of-place form of the op that changes it, or change it after backward.",
     )

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import optree
 import torch
 
-from torch_remat._compat import PYTREE_NAMESPACE, adopt_pytree_node, top_saved_tensors_hooks
-from torch_remat.dispatch.holder import is_parameter, owner_of
+from torch_remat._compat import PYTREE_NAMESPACE, SavedTensorHooks, adopt_pytree_node, top_saved_tensors_hooks
+from torch_remat.dispatch.holder import is_parameter
 from torch_remat.errors import MutationError
 
 if TYPE_CHECKING:
@@ -31,48 +31,47 @@ class RegionInputs:
         kwargs: Its keyword arguments.
     """
 
-    __slots__ = ("_leaves", "_originals", "_parameters", "_spec", "_tensors", "_unpack")
+    __slots__ = ("_leaves", "_originals", "_spec", "_tensors", "_unpack")
 
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        self._leaves: list[Any]
-        self._spec: optree.PyTreeSpec | None
-        if kwargs or not all([isinstance(arg, torch.Tensor) for arg in args]):  # noqa: C419 (a list is faster)
-            self._leaves, self._spec = _flatten((tuple(args), dict(kwargs)))
-        else:
-            self._leaves, self._spec = list(args), None
-        # (index of the leaf, requires_grad, version), one for each tensor that is detached.
-        self._tensors: list[tuple[int, bool, int]] = []
-        # (index of the leaf, version), one for each parameter; a parameter is passed on as it is.
-        self._parameters: list[tuple[int, int]] = []
+        self._leaves: list[Any] = list(args)
+        self._spec: optree.PyTreeSpec | None = None
+        # (index of the leaf, requires_grad, version); None for requires_grad marks a parameter, passed on as it is.
+        self._tensors: list[tuple[int, bool | None, int]] = []
         self._unpack: Callable[[Any], torch.Tensor] | None = None
-        # The ids of the tensors among the arguments, and of those that they are views of; valid during forward.
-        self._originals: set[int] = set()
-        self._keep()
-
-    def _keep(self) -> None:
+        # id of each tensor argument to its first leaf, and of each tensor that one is a view of; valid during forward.
+        self._originals: dict[int, int | None] = {}
+        if kwargs:
+            self._leaves, self._spec = _flatten((args, kwargs))
+        else:
+            for arg in args:
+                if not isinstance(arg, torch.Tensor):
+                    self._leaves, self._spec = _flatten((args, kwargs))
+                    break
         hooks = top_saved_tensors_hooks()
-        leaves = self._leaves
-        first: dict[int, int] = {}
-        for index, leaf in enumerate(leaves):
-            if not isinstance(leaf, torch.Tensor):
-                continue
-            if is_parameter(leaf):
-                self._parameters.append((index, leaf._version))
-                continue
-            same = first.setdefault(id(leaf), index)
-            if same == index:
-                self._tensors.append((index, leaf.requires_grad, -1 if leaf.is_inference() else leaf._version))
-                self._originals.add(id(owner_of(leaf)))
-            if hooks is None:
-                leaves[index] = leaf.detach()
-            else:
-                # Once for each argument, also for one that comes twice: the hooks may be counting.
-                pack, self._unpack = hooks
-                with torch.no_grad():
-                    leaves[index] = pack(leaf)
-            if same != index:
-                leaves[index] = _SameAs(same)
-        self._originals.update(first)
+        for index, leaf in enumerate(self._leaves):
+            if isinstance(leaf, torch.Tensor):
+                self._keep(index, leaf, hooks)
+
+    def _keep(self, index: int, tensor: torch.Tensor, hooks: SavedTensorHooks | None) -> None:
+        if type(tensor) is not torch.Tensor and is_parameter(tensor):
+            self._tensors.append((index, None, tensor._version))
+            return
+        first = self._originals.get(id(tensor))
+        if first is None:
+            first = self._originals[id(tensor)] = index
+            if tensor._base is not None:
+                self._originals.setdefault(id(tensor._base), None)
+            self._tensors.append((index, tensor.requires_grad, -1 if tensor.is_inference() else tensor._version))
+        if hooks is None:
+            self._leaves[index] = tensor.detach()
+        else:
+            # Once for each argument, also for one that comes twice: the hooks may be counting.
+            pack, self._unpack = hooks
+            with torch.no_grad():
+                self._leaves[index] = pack(tensor)
+        if first != index:
+            self._leaves[index] = _SameAs(first)
 
     @property
     def packed(self) -> bool:
@@ -80,7 +79,7 @@ class RegionInputs:
         return self._unpack is not None
 
     def contains(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is an argument, or one that an argument is a view of; only while forward runs."""
+        """Whether a tensor is an argument, or one that an argument is a view of; asked only while forward runs."""
         return id(tensor) in self._originals
 
     def forget_originals(self) -> None:
@@ -100,18 +99,20 @@ class RegionInputs:
         leaves = list(self._leaves)
         for index, requires_grad, version in self._tensors:
             kept = leaves[index]
+            if requires_grad is None:
+                if kept._version != version:
+                    raise self._changed(region.name, index)
+                continue
             if self._unpack is not None:
                 with torch.no_grad():
                     kept = self._unpack(kept)
             elif version >= 0 and kept._version != version:
                 raise self._changed(region.name, index)
             leaves[index] = kept.detach().requires_grad_(requires_grad)
-        for index, version in self._parameters:
-            if leaves[index]._version != version:
-                raise self._changed(region.name, index)
-        for index, leaf in enumerate(leaves):
-            if type(leaf) is _SameAs:
-                leaves[index] = leaves[leaf.index]
+        if len(self._tensors) != len(leaves):
+            for index, leaf in enumerate(leaves):
+                if type(leaf) is _SameAs:
+                    leaves[index] = leaves[leaf.index]
         if self._spec is None:
             return leaves, {}
         arguments: Any = optree.tree_unflatten(self._spec, leaves)

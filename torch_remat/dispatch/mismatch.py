@@ -23,20 +23,20 @@ _SAME_OPS = (
 )
 
 
-def mismatched(region: Region, what: str, remedy: str, holder: Holder | None = None) -> MismatchError:
+def mismatched(region: Region, what: str, remedy: str, tensor: str | None = None) -> MismatchError:
     """Return the error, with both phases' ops if the region recorded them."""
     if region.op_log is None:
         remedy += " checkpoint(debug=True) shows the ops of both phases side by side."
     else:
         remedy += "\n" + region.op_log.side_by_side()
-    return MismatchError(what, region=region.name, tensor=holder.name if holder else None, remedy=remedy)
+    return MismatchError(what, region=region.name, tensor=tensor, remedy=remedy)
 
 
 def other_metadata(region: Region, holder: Holder, tensor: torch.Tensor) -> MismatchError:
     """Forward and replay saved tensors of different shape, dtype or device at one position."""
     return mismatched(
-        region, f"forward saved {_forward(holder)} here, replay {_describe(tensor.shape, tensor.dtype, tensor.device)}",
-        _SAME_OPS, holder,
+        region, f"forward saved {_forward(holder)} here, replay {_describe_tensor(tensor)}",
+        _SAME_OPS, holder.name,
     )  # fmt: skip
 
 
@@ -47,7 +47,7 @@ def other_producer(region: Region, holder: Holder, owner: torch.Tensor) -> Misma
         f"forward saved {_forward(holder)} made by {_node_name(holder.producer)} here, "
         f"replay one made by {_node_name(type(owner.grad_fn))}",
         _SAME_OPS,
-        holder,
+        holder.name,
     )
 
 
@@ -63,35 +63,39 @@ def other_value(region: Region, holder: Holder, value: Any) -> MismatchError:
         f"the saved {_forward(holder)} has other values in replay than in forward{shown}; this is the first difference",
         _SAME_OPS + " Ops that are not deterministic on this device differ too "
         "(torch.use_deterministic_algorithms(True) reports them).",
-        holder,
+        holder.name,
     )
 
 
-def fewer_saved(region: Region, first: Holder, replayed: int, total: int) -> MismatchError:
+def fewer_saved(region: Region, first: Holder, replayed: int) -> MismatchError:
     """Replay ended before it saved what forward saved."""
     return mismatched(
         region,
-        f"replay saved {replayed} tensors where forward saved {total}; the first one missing is {_forward(first)}",
+        f"replay saved {replayed} tensors where forward saved {len(region.tape.saved)}; "
+        f"the first one missing is {_forward(first)}",
         _SAME_OPS,
-        first,
+        first.name,
     )
 
 
-def more_saved(region: Region, replayed: int, total: int) -> MismatchError:
+def more_saved(region: Region, replayed: int) -> MismatchError:
     """Replay saved another number of tensors than forward (found only without early stop)."""
+    total = len(region.tape.saved)
     return mismatched(region, f"replay saved {replayed} tensors where forward saved {total}", _SAME_OPS)
 
 
-def another_parameter(region: Region, holder: Holder, tensor: torch.Tensor) -> MismatchError:
+def another_parameter(
+    region: Region, position: int, parameter: torch.Tensor | None, tensor: torch.Tensor
+) -> MismatchError:
     """A parameter, or another tensor from outside the region, is not the one that forward used."""
+    used = "another tensor" if parameter is None else f"a parameter {_describe_tensor(parameter)}, or a view of it,"
     return mismatched(
         region,
-        f"forward used {_forward(holder)} from outside the region here, "
-        f"replay another tensor, {_describe(tensor.shape, tensor.dtype, tensor.device)}",
+        f"forward used {used} from outside the region here, replay {_describe_tensor(tensor)} from elsewhere",
         "Was a parameter replaced between forward and backward (torch.func.functional_call around the region, a "
         "module attribute that was set anew)? Run backward while it is still in place, or pass the tensor to the "
         "region as an argument.",
-        holder,
+        f"saved tensor {position}",
     )
 
 
@@ -113,3 +117,7 @@ def _describe(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> st
 
 def _forward(holder: Holder) -> str:
     return _describe(*holder.metadata[1:])
+
+
+def _describe_tensor(tensor: torch.Tensor) -> str:
+    return _describe(tensor.shape, tensor.dtype, tensor.device)

@@ -32,12 +32,12 @@ class RematMode(TorchDispatchMode):
     """
 
     replaying: bool
+    parent: RematMode | None = None
+    _watcher: _Watcher | None = None
 
     def __init__(self, region: Region) -> None:
         # TorchDispatchMode sets up its own state when it is entered, which a plain region never does.
         self.region = region
-        self.parent: RematMode | None = None
-        self._watcher: _Watcher | None = None
 
     @property
     def recomputing(self) -> bool:

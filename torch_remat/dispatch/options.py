@@ -21,3 +21,7 @@ class Options(NamedTuple):
     early_stop: bool = True
     debug: bool = False
     context_fn: ContextFn | None = None
+
+
+# Regions with these, and only this object, skip what options may ask for.
+DEFAULTS = Options()

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torch_remat._compat import node_number
 from torch_remat.errors import OutputError
 
 if TYPE_CHECKING:
@@ -52,15 +51,11 @@ def _type_name(kind: type) -> str:
     return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
-def boundary_nodes(tensors: list[torch.Tensor], first_sequence_number: int) -> Iterator[torch.autograd.graph.Node]:
-    """Yield the autograd node of each output that the region itself made.
-
-    An output that is an input, or a tensor from outside, has an older node: a hook there would tie the region to a
-    graph that it may own through its function.
-    """
-    seen = []
+def boundary_nodes(tensors: list[torch.Tensor]) -> list[torch.autograd.graph.Node | None]:
+    """Return the autograd nodes of the outputs, each once."""
+    nodes: list[torch.autograd.graph.Node | None] = []
     for tensor in tensors:
         node = tensor.grad_fn
-        if node is not None and node not in seen and node_number(node) >= first_sequence_number:
-            seen.append(node)
-            yield node
+        if node is not None and node not in nodes:
+            nodes.append(node)
+    return nodes

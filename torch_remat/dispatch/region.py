@@ -6,16 +6,16 @@ to the holders. Out: filled holders, by a replay when one is needed.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from threading import RLock
 from typing import Any
 from weakref import finalize
 
 import torch
 
 from torch_remat._compat import graph_exec_group, graph_is_kept, sequence_number
-from torch_remat.dispatch.ambient import Ambient, RngState
+from torch_remat.dispatch.ambient import RngState, capture_ambient
 from torch_remat.dispatch.holder import Holder
 from torch_remat.dispatch.inputs import RegionInputs
 from torch_remat.dispatch.naming import default_name
@@ -38,8 +38,8 @@ class Region:
 
     __slots__ = (
         "__weakref__",
-        "_default_name",
         "_lock",
+        "_past_name",
         "ambient",
         "finished",
         "first_number",
@@ -57,21 +57,20 @@ class Region:
     ) -> None:
         self.function: Callable[..., Any] | None = function
         self.options = options
-        self._default_name: str | None = None  # found when the function is let go
         self.inputs: RegionInputs | None = RegionInputs(args, kwargs)
-        self.ambient = Ambient()
+        self.ambient = capture_ambient()
         self.rng = RngState(self.inputs.generators()) if options.preserve_rng_state else None
         self.tape = Tape()
         self.finished = False
         self.first_number = sequence_number()
         self.replay_context: AbstractContextManager[Any] | None = None
         self.op_log = OpLog() if options.debug else None
-        self._lock = threading.RLock()
+        self._lock = RLock()
 
     @property
     def name(self) -> str:
         """The name that messages and reports use."""
-        return self.options.region_name or self._default_name or default_name(self.function)
+        return self.options.region_name or (default_name(self.function) if self.function else self._past_name)
 
     def reach(self, _grad_outputs: Sequence[torch.Tensor | None]) -> None:
         """Prehook of the region's boundary: replay if a holder needs it, before any inner backward runs."""
@@ -103,22 +102,17 @@ class Region:
         # Another thread may have replayed, and released, while this one waited for the lock.
         if self.inputs is None:
             return
-        if self.tape.has_empty():
-            replay(self)
+        if empty := self.tape.empty():
+            replay(self, empty)
         if not self.finished:
             return
         if not graph_is_kept():
             self._release()
         elif (group := graph_exec_group()) is not None:
-            finalize(group, _empty, self.tape).atexit = False
+            finalize(group, self.tape.forget_values).atexit = False
 
     def _release(self) -> None:
         """Drop what only a further replay would need."""
-        self._default_name = self.name
+        # Of the function no more than a name: it may own tensors.
+        self._past_name = self.name
         self.inputs = self.function = self.rng = self.replay_context = self.op_log = None
-
-
-def _empty(tape: Tape) -> None:
-    for holder in tape.alive():
-        if not holder.anchored:
-            holder.value = None

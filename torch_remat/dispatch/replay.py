@@ -26,6 +26,7 @@ from weakref import ref
 import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import Parameter
 
 from torch_remat._compat import node_number, sequence_number
 from torch_remat.dispatch.determinism import Values, value_function
@@ -47,6 +48,7 @@ from torch_remat.dispatch.mismatch import (
     outside_changed,
 )
 from torch_remat.dispatch.mode import RematMode
+from torch_remat.dispatch.options import DEFAULTS
 from torch_remat.errors import RematError
 
 if TYPE_CHECKING:
@@ -60,18 +62,19 @@ class StopReplay(BaseException):
         self.replay = replay
 
 
-def replay(region: Region) -> None:
+def replay(region: Region, empty: list[Holder]) -> None:
     """Run a region's function again and fill its empty holders; the caller holds the region's lock.
 
     Raises:
         MutationError: A region input was changed in place.
         MismatchError: Replay did something else than forward.
     """
-    mode = Filling(region)
+    mode = Filling(region, empty)
     try:
         mode.replay()
     except BaseException:
-        mode.undo()
+        for holder in empty:
+            holder.value = None
         raise
 
 
@@ -79,19 +82,21 @@ class Filling(RematMode):
     """The replay of a region. Its pack hook gives each empty holder its value, in the order of forward."""
 
     replaying = True
+    _error: RematError | None = None
+    _values: Values | None = None
+    _unfilled_number = -1  # of the latest op that may yet fill what it saved
 
-    def __init__(self, region: Region) -> None:
-        super().__init__(region)
-        self._error: RematError | None = None
-        self._holders = region.tape.holders
-        self._total = self._limit = len(self._holders)  # no limit is left once the replay is over
-        self._empty = region.tape.empty()
-        self._last = region.tape.last_alive() if region.options.early_stop else -1
-        self._unfilled_number = -1  # of the latest op that may yet fill what it saved
+    def __init__(self, region: Region, empty: list[Holder]) -> None:
+        self.region = region
+        self._empty = empty
+        self._saved = region.tape.saved
+        self._limit = len(self._saved)  # 0 once the replay is over
+        self._last = region.tape.last_needed() if region.options.early_stop else -1
         self._position = 0
         self._first_number = sequence_number()
-        value_of = value_function(region.options.determinism_check)
-        self._values = None if value_of is None else Values(value_of)
+        if region.options is not DEFAULTS:
+            value_of = value_function(region.options.determinism_check)
+            self._values = None if value_of is None else Values(value_of)
 
     def replay(self) -> None:
         """Run the function as far as it is needed, and raise what was found wrong."""
@@ -116,6 +121,8 @@ class Filling(RematMode):
     def _contexts(self) -> list[AbstractContextManager[Any]]:
         region = self.region
         contexts = region.ambient.contexts()
+        if region.options is DEFAULTS and region.rng is None:
+            return contexts
         if region.rng is not None:
             contexts.append(region.rng.replayed())
         if region.replay_context is not None:
@@ -126,35 +133,42 @@ class Filling(RematMode):
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """Take the value for the next holder; return what the replay's own graph keeps."""
-        owner = tensor._base
-        if owner is None:
-            owner = tensor
-        if type(owner) is torch.Tensor and tensor.dtype not in AUTOCAST_DTYPES:
-            origin = None
-            value = tensor.detach()
-        else:
-            origin = parameter_behind(owner)
-            value = tensor if origin is tensor else tensor.detach()
         position = self._position
         self._position = position + 1
+        owner: torch.Tensor | None
+        origin: torch.Tensor | None
+        if type(tensor) is Parameter:
+            owner = origin = value = tensor
+        else:
+            owner = tensor._base
+            if owner is None:
+                owner = tensor
+            origin = None
+            if type(owner) is not torch.Tensor or tensor.dtype in AUTOCAST_DTYPES:
+                origin = parameter_behind(owner)
+            value = tensor if origin is tensor else tensor.detach()
         if position >= self._limit:
             return value
-        holder = self._holders[position]()
-        if holder is None:
-            return value
-        if (
-            origin is not holder.origin
-            or metadata_of(tensor) != holder.metadata
-            or type(owner.grad_fn) is not holder.producer
-        ):
-            self._explain(holder, tensor, owner, origin)
-        if holder.value is None:
-            holder.value = value
-            if self._values is not None:
-                self._values.add(holder, value, self._compare_value)
-            if not tensor.requires_grad and value.is_floating_point():
-                self._unfilled_number = sequence_number()
-        if position == self._last and self._unfilled_number != sequence_number():
+        entry = self._saved[position]
+        if type(entry) is ref:
+            holder = entry()
+            if holder is None:
+                return value
+            if (
+                origin is not holder.origin
+                or metadata_of(tensor) != holder.metadata
+                or type(owner.grad_fn) is not holder.producer
+            ):
+                self._explain(holder, tensor, owner, origin)
+            if holder.value is None:
+                holder.value = value
+                if self._values is not None:
+                    self._values.add(holder, value, self._compare_value)
+                if not tensor.requires_grad and value.is_floating_point():
+                    self._unfilled_number = sequence_number()
+        elif isinstance(entry, torch.Tensor) and origin is not entry:
+            self._fail(another_parameter(self.region, position, entry, tensor))
+        if position == self._last and (self._unfilled_number < 0 or self._unfilled_number != sequence_number()):
             self._limit = 0
             raise StopReplay(self)
         return value
@@ -169,9 +183,9 @@ class Filling(RematMode):
         region = self.region
         version, *metadata = holder.metadata
         if version == CHANGED:
-            self._fail(changed_in_place(holder))
+            self._fail(changed_in_place(region, "tensor", holder.metadata[1], holder.name))
         if self._is_another(holder, owner, origin):
-            self._fail(another_parameter(region, holder, tensor))
+            self._fail(another_parameter(region, region.tape.position_of(holder), None, tensor))
         if region.options.determinism_check in ("default", "bitwise"):
             if metadata != [tensor.shape, tensor.dtype, tensor.device]:
                 self._fail(other_metadata(region, holder, tensor))
@@ -221,14 +235,9 @@ class Filling(RematMode):
         region = self.region
         missing = next((holder for holder in self._empty if holder.value is None), None)
         if missing is not None:
-            raise fewer_saved(region, missing, self._position, self._total)
-        if region.finished and not region.options.early_stop and self._position != self._total:
-            raise more_saved(region, self._position, self._total)
-
-    def undo(self) -> None:
-        """Empty what this replay filled."""
-        for holder in self._empty:
-            holder.value = None
+            raise fewer_saved(region, missing, self._position)
+        if region.finished and not region.options.early_stop and self._position != len(self._saved):
+            raise more_saved(region, self._position)
 
 
 def _identity(value: torch.Tensor) -> torch.Tensor:

@@ -1,53 +1,55 @@
 """The tape: what forward noted, in order, for replay to follow.
 
-In: holders, as forward makes them. Kept: weak references only. Out: which of them are alive and empty.
+In: holders and parameters, as forward meets them. Kept: the holders weakly. Out: which of them are alive and empty, and
+how far a replay must go.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from weakref import ref
+
+import torch
 
 from torch_remat.dispatch.holder import Holder
 
 
 class Tape:
-    """The holders of one region in the order in which forward made them."""
+    """What one region saved, in the order of forward.
 
-    __slots__ = ("holders",)
+    Attributes:
+        saved: For each saved tensor a weak reference to its holder; for a parameter, or a view of one, the parameter.
+    """
+
+    __slots__ = ("saved",)
 
     def __init__(self) -> None:
-        self.holders: list[ref[Holder]] = []
-
-    def __len__(self) -> int:
-        return len(self.holders)
+        self.saved: list[ref[Holder] | torch.Tensor] = []
 
     def position_of(self, holder: Holder) -> int:
         """Return the place of a live holder."""
-        return next(place for place, reference in enumerate(self.holders) if reference() is holder)
-
-    def alive(self) -> Iterator[Holder]:
-        """Yield the holders whose nodes autograd has not released."""
-        for reference in self.holders:
-            holder = reference()
-            if holder is not None:
-                yield holder
+        return next(place for place, entry in enumerate(self.saved) if type(entry) is ref and entry() is holder)
 
     def empty(self) -> list[Holder]:
         """Return the live holders that a replay has to fill."""
-        return [holder for holder in self.alive() if holder.value is None]
+        return [
+            holder
+            for entry in self.saved
+            if type(entry) is ref and (holder := entry()) is not None and holder.value is None
+        ]
 
-    def last_alive(self) -> int:
-        """Return the place of the last live holder, or -1."""
-        for place in range(len(self.holders) - 1, -1, -1):
-            if self.holders[place]() is not None:
-                return place
-        return -1
+    def forget_values(self) -> None:
+        """Empty all holders."""
+        for entry in self.saved:
+            holder = entry() if type(entry) is ref else None
+            if holder is not None:
+                holder.value = None
 
-    def has_empty(self) -> bool:
-        """Whether any live holder is empty; looks from the end, where early stop leaves them."""
-        for reference in reversed(self.holders):
-            holder = reference()
-            if holder is not None and holder.value is None:
-                return True
-        return False
+    def last_needed(self) -> int:
+        """Return the place of the last live holder, or of the last of the parameters that follow it directly."""
+        saved = self.saved
+        place = len(saved) - 1
+        while place >= 0 and (type(entry := saved[place]) is not ref or entry() is None):
+            place -= 1
+        while place + 1 < len(saved) and type(saved[place + 1]) is not ref:
+            place += 1
+        return place
