@@ -22,6 +22,8 @@ __all__ = [
     "SavedTensorHooks",
     "TorchDispatchMode",
     "adopt_pytree_node",
+    "disabled_torch_function",
+    "forbid_data_access",
     "function_mode_depth",
     "graph_exec_group",
     "graph_is_kept",
@@ -83,3 +85,9 @@ PYTREE_NAMESPACE = "torch_remat"
 
 # The sequence number of an autograd node; see `sequence_number`. Called for each saved tensor.
 node_number: Callable[[torch.autograd.graph.Node], int] = methodcaller("_sequence_nr")
+
+# Placeholders take part in dispatch, not in the torch-function protocol, which would make real results placeholders.
+disabled_torch_function: Any = torch._C._disabled_torch_function_impl
+
+# Makes a write to the data pointer of a tensor without data an error in C++ code too, instead of a crash.
+forbid_data_access: Callable[[torch.Tensor], None] = torch._C._set_throw_on_mutable_data_ptr

@@ -5,7 +5,8 @@
     ├── OutputError(TypeError)          a region's function returned something else than tensors in builtin containers
     ├── MismatchError                   replay did not do what forward did
     ├── MutationError                   a tensor that backward or replay needs was changed in place
-    └── ReleasedError                   backward asked for values that an earlier backward freed
+    ├── ReleasedError                   backward asked for values that an earlier backward freed
+    └── PlaceholderError                something in replay needs the data of an output that was skipped
 
 Each error carries ``region``, ``op`` and ``tensor`` as fields beside its message, so that a program can act on
 them without parsing text. The message is built here and nowhere else.
@@ -68,6 +69,32 @@ class MutationError(RematError):
 
 class ReleasedError(RematError):
     """Backward asked for values that an earlier backward freed."""
+
+
+class PlaceholderError(RematError):
+    """Something in replay needs the data of a SAVE op's output, which replay skipped.
+
+    Args:
+        region: Name of the region.
+        op: Name of the SAVE op.
+        output: Name of the op's output that the placeholder stands for.
+        consumer: What needs the data: an aten op, or an access such as ``data_ptr``.
+        line: The line of user code that asked for it, ``file.py:12``.
+    """
+
+    def __init__(self, *, region: str, op: str, output: str, consumer: str, line: str) -> None:
+        self.consumer = consumer
+        self.line = line
+        super().__init__(
+            f"{consumer} at {line} needs the data of this output, but op {op!r} has policy SAVE, so replay skipped it "
+            "and passes a placeholder without data",
+            region=region,
+            op=op,
+            tensor=output,
+            remedy="Either (1) wrap the consumer in remat.native_save_region, so that it is saved too; or (2) move it "
+            "into a custom autograd Function with remat.auto_forward (or a RematHandle); or (3) change the policy of "
+            f"{op!r} to RECOMPUTE.",
+        )
 
 
 def qualified_name(region: str | None, op: str | None = None, tensor: str | None = None) -> str:

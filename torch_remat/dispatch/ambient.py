@@ -93,6 +93,28 @@ class RngState:
         ]
         return bool(self._states)
 
+    def drawn(self) -> RngState | None:
+        """Return the present state of the generators that were drawn from since, or None if none was."""
+        ends = [
+            (generator, end) for generator, start in self._states if not _equal(start, end := generator.get_state())
+        ]
+        return RngState.of(ends) if ends else None
+
+    @classmethod
+    def of(cls, states: list[tuple[torch.Generator, torch.Tensor]]) -> RngState:
+        """Return the given states as one."""
+        made = cls.__new__(cls)
+        made._states = states
+        return made
+
+    def present(self) -> RngState:
+        """Return the present state of the same generators."""
+        return RngState.of([(generator, generator.get_state()) for generator, _ in self._states])
+
+    def restore(self) -> None:
+        """Put the generators into these states."""
+        _set(self._states)
+
     @contextmanager
     def replayed(self) -> Iterator[None]:
         """Let the region draw the same numbers again, and leave the generators as they are now."""

@@ -18,6 +18,7 @@ from torch.nn import Parameter
 
 from torch_remat._compat import node_number
 from torch_remat.dispatch.determinism import Values, value_function
+from torch_remat.dispatch.forward_ops import ForwardOps
 from torch_remat.dispatch.holder import (
     AUTOCAST_DTYPES,
     Anchor,
@@ -27,14 +28,19 @@ from torch_remat.dispatch.holder import (
     parameter_behind,
     read,
 )
-from torch_remat.dispatch.mode import RematMode
+from torch_remat.dispatch.mode import RematMode, current_mode
+from torch_remat.dispatch.op import Op
 from torch_remat.dispatch.options import DEFAULTS, Options
 from torch_remat.dispatch.outputs import boundary_nodes, tensors_of
+from torch_remat.dispatch.policy import CheckpointPolicy
 from torch_remat.dispatch.region import Region
 
 
 def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options) -> Any:
     """Run a function as a checkpointed region and return its output."""
+    parent = current_mode()
+    if parent is not None and parent.ops is not None:
+        args, kwargs = parent.ops.enter_region(args, kwargs)
     region = Region(function, args, kwargs, options)
     mode = Recording(region)
     try:
@@ -63,7 +69,7 @@ class Recording(RematMode):
     """
 
     replaying = False
-
+    ops: ForwardOps | None = None
     _values: Values | None = None
 
     def __init__(self, region: Region) -> None:
@@ -89,6 +95,8 @@ class Recording(RematMode):
 
     def pack(self, tensor: torch.Tensor) -> Holder | Anchor:
         """Return what autograd keeps instead of the tensor."""
+        if self.ops is not None and (held := self.ops.pack(tensor)) is not None:
+            return held
         if type(tensor) is Parameter:
             self._saved.append(tensor)
             return (tensor, tensor._version, self.region)
@@ -127,9 +135,17 @@ class Recording(RematMode):
         elif holder.origin is None:
             holder.origin = ref(owner)
 
+    def begin_op(self, name: str, policy: CheckpointPolicy, ctx: Any) -> Op:
+        """Begin an op in forward."""
+        if self.ops is None:
+            self.ops = ForwardOps(self.region)
+        return self.ops.begin(name, policy, ctx)
+
     def finish(self) -> None:
         """Close forward: see NOTE [ Changes after the save ], and forget random state that was not drawn from."""
         region = self.region
+        if self.ops is not None:
+            self.ops.finish()
         if self._values is not None:
             self._values.flush(_keep_value)
         if region.rng is not None and not region.rng.keep_drawn():
@@ -151,7 +167,7 @@ class Recording(RematMode):
     def forget(self) -> None:
         """Let go of what only forward needs; the graph may hold on to this mode, through its pack hook."""
         self._counters.clear()
-        self._values = None
+        self._values = self.ops = None
 
 
 _version_of = attrgetter("_version")

@@ -82,6 +82,27 @@ def mark_changed(holder: Holder) -> None:
     holder.metadata = (CHANGED, *holder.metadata[1:])
 
 
+class OpHolder(Holder):
+    """The stand-in for one named saved tensor of a SAVE op.
+
+    It is *resident*, or *elided* and filled from another op's output.
+
+    Attributes:
+        op: The op's name.
+        tensor_name: The tensor's name.
+        resident: Whether the tensor is kept from the start.
+        unpack: The unpack hook around the region, if ``packed`` is what its pack hook returned for a resident.
+    """
+
+    __slots__ = ("op", "packed", "resident", "tensor_name", "unpack")
+
+    op: str
+    tensor_name: str
+    resident: bool
+    packed: Any
+    unpack: Callable[[Any], torch.Tensor] | None
+
+
 def is_parameter(tensor: torch.Tensor) -> bool:
     """Whether a tensor is an ``nn.Parameter``; the two usual types are told apart without a slow ``isinstance``."""
     kind = type(tensor)
@@ -116,6 +137,8 @@ def read(packed: Holder | Anchor) -> torch.Tensor:
         if value._version != version:
             raise changed_in_place(region, "parameter", value.shape)
         return value
+    if type(packed) is not Holder:
+        return _read_of_op(packed)
     kept = packed.value
     if kept is None:
         kept = packed.region.refill(packed)
@@ -126,11 +149,29 @@ def read(packed: Holder | Anchor) -> torch.Tensor:
     return kept
 
 
-def changed_in_place(region: Region, kind: str, shape: torch.Size, name: str | None = None) -> MutationError:
+def _read_of_op(holder: Any) -> torch.Tensor:
+    if holder.unpack is not None:
+        with torch.no_grad():
+            unpacked: torch.Tensor = holder.unpack(holder.packed)
+        return unpacked
+    kept: torch.Tensor | None = holder.value
+    if kept is None:
+        kept = holder.region.refill(holder)
+    if kept._version != holder.metadata[0]:
+        raise changed_in_place(holder.region, "tensor", holder.metadata[1], holder.tensor_name, holder.op)
+    if not holder.resident and graph_is_kept() and graph_exec_group() is None:
+        holder.value = None
+    return kept
+
+
+def changed_in_place(
+    region: Region, kind: str, shape: torch.Size, name: str | None = None, op: str | None = None
+) -> MutationError:
     """Return the error about a saved tensor that was changed in place."""
     return MutationError(
         f"a {kind} of shape {tuple(shape)} that backward needs was changed in place after it was saved",
         region=region.name,
+        op=op,
         tensor=name or kind,
         remedy="Use the out-of-place form of the op that changes it, or change it after backward.",
     )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import optree
 import torch
 
-from torch_remat._compat import PYTREE_NAMESPACE, SavedTensorHooks, adopt_pytree_node, top_saved_tensors_hooks
+from torch_remat._compat import PYTREE_NAMESPACE, SavedTensorHooks, adopt_pytree_node
 from torch_remat.dispatch.holder import is_parameter
 from torch_remat.errors import MutationError
 
@@ -29,11 +29,12 @@ class RegionInputs:
     Args:
         args: The positional arguments of the region's function.
         kwargs: Its keyword arguments.
+        hooks: The saved-tensor hooks around the region, if any.
     """
 
     __slots__ = ("_leaves", "_originals", "_spec", "_tensors", "_unpack")
 
-    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any], hooks: SavedTensorHooks | None = None) -> None:
         self._leaves: list[Any] = list(args)
         self._spec: optree.PyTreeSpec | None = None
         # (index of the leaf, requires_grad, version); None for requires_grad marks a parameter, passed on as it is.
@@ -42,13 +43,12 @@ class RegionInputs:
         # id of each tensor argument to its first leaf, and of each tensor that one is a view of; valid during forward.
         self._originals: dict[int, int | None] = {}
         if kwargs:
-            self._leaves, self._spec = _flatten((args, kwargs))
+            self._leaves, self._spec = _flatten((tuple(args), dict(kwargs)))
         else:
             for arg in args:
                 if not isinstance(arg, torch.Tensor):
-                    self._leaves, self._spec = _flatten((args, kwargs))
+                    self._leaves, self._spec = _flatten((tuple(args), dict(kwargs)))
                     break
-        hooks = top_saved_tensors_hooks()
         for index, leaf in enumerate(self._leaves):
             if isinstance(leaf, torch.Tensor):
                 self._keep(index, leaf, hooks)
@@ -143,6 +143,20 @@ class _SameAs:
 
     def __init__(self, index: int) -> None:
         self.index = index
+
+
+def leaves_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the leaves of a call's arguments."""
+    return _flatten((tuple(args), dict(kwargs)))[0]
+
+
+def with_leaves(
+    args: Sequence[Any], kwargs: Mapping[str, Any], leaves: list[Any]
+) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """Return a call's arguments with other leaves."""
+    rebuilt: Any = optree.tree_unflatten(_flatten((tuple(args), dict(kwargs)))[1], leaves)
+    new_args, new_kwargs = rebuilt
+    return new_args, new_kwargs
 
 
 def _flatten(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:

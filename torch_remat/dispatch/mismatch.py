@@ -22,14 +22,22 @@ _SAME_OPS = (
     "branches on data."
 )
 
+_REPLACED = (
+    "Was a parameter replaced between forward and backward (torch.func.functional_call around the region, a module "
+    "attribute that was set anew)? Run backward while it is still in place, or pass the tensor to the region as an "
+    "argument."
+)
 
-def mismatched(region: Region, what: str, remedy: str, tensor: str | None = None) -> MismatchError:
+
+def mismatched(
+    region: Region, what: str, remedy: str, tensor: str | None = None, op: str | None = None
+) -> MismatchError:
     """Return the error, with both phases' ops if the region recorded them."""
     if region.op_log is None:
         remedy += " checkpoint(debug=True) shows the ops of both phases side by side."
     else:
         remedy += "\n" + region.op_log.side_by_side()
-    return MismatchError(what, region=region.name, tensor=tensor, remedy=remedy)
+    return MismatchError(what, region=region.name, op=op, tensor=tensor, remedy=remedy)
 
 
 def other_metadata(region: Region, holder: Holder, tensor: torch.Tensor) -> MismatchError:
@@ -92,10 +100,21 @@ def another_parameter(
     return mismatched(
         region,
         f"forward used {used} from outside the region here, replay {_describe_tensor(tensor)} from elsewhere",
-        "Was a parameter replaced between forward and backward (torch.func.functional_call around the region, a "
-        "module attribute that was set anew)? Run backward while it is still in place, or pass the tensor to the "
-        "region as an argument.",
+        _REPLACED,
         f"saved tensor {position}",
+    )
+
+
+def replaced_parameter(
+    region: Region, place: int, one: torch.Tensor | None, other: torch.Tensor | None
+) -> MismatchError:
+    """The module that the region runs has another parameter than in forward."""
+    before, now = ("none" if it is None else _describe_tensor(it) for it in (one, other))
+    return mismatched(
+        region,
+        f"parameter {place} of the region's module was replaced between forward and replay ({before}, then {now})",
+        _REPLACED,
+        f"parameter {place}",
     )
 
 

@@ -17,7 +17,11 @@ from typing import TYPE_CHECKING, Any
 from torch_remat._compat import TorchDispatchMode
 
 if TYPE_CHECKING:
+    from torch_remat.dispatch.forward_ops import ForwardOps
+    from torch_remat.dispatch.op import Op
+    from torch_remat.dispatch.policy import CheckpointPolicy
     from torch_remat.dispatch.region import Region
+    from torch_remat.dispatch.replay_ops import ReplayOps
 
 _Watcher = Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]
 
@@ -33,6 +37,7 @@ class RematMode(TorchDispatchMode):
 
     replaying: bool
     parent: RematMode | None = None
+    ops: ForwardOps | ReplayOps | None = None
     _watcher: _Watcher | None = None
 
     def __init__(self, region: Region) -> None:
@@ -66,6 +71,10 @@ class RematMode(TorchDispatchMode):
         finally:
             _current.set(parent)
             self.parent = None
+
+    def begin_op(self, name: str, policy: CheckpointPolicy, ctx: Any) -> Op:
+        """Begin an op in this phase."""
+        raise NotImplementedError
 
     @contextmanager
     def watch(self, watcher: _Watcher) -> Iterator[None]:

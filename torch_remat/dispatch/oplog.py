@@ -8,7 +8,6 @@ difference.
 from __future__ import annotations
 
 import linecache
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,11 +15,11 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
+from torch_remat.dispatch.user_code import user_line
+
 MAX_OPS = 10_000
 _CONTEXT = 5
 _WIDTH = 56
-_OURS = str(Path(__file__).parent.parent)
-_TORCH = str(Path(torch.__file__).parent)
 
 
 class LoggedOp(NamedTuple):
@@ -79,7 +78,7 @@ def _run_and_log(log: list[LoggedOp], op: Any, args: Sequence[Any], kwargs: Mapp
     # The hooks of checkpointing detach tensors, not equally often in both phases.
     if len(log) < MAX_OPS and op is not torch.ops.aten.detach.default:
         text = f"{op}({_tensors((args, kwargs))}) -> {_tensors(result)}"
-        log.append(LoggedOp(text, *_user_line()))
+        log.append(LoggedOp(text, *user_line()))
     return result
 
 
@@ -90,13 +89,6 @@ def _tensors(tree: Any) -> str:
         if isinstance(leaf, torch.Tensor)
     ]
     return ", ".join(shown)
-
-
-def _user_line() -> tuple[str, int]:
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((_OURS, _TORCH)):
-        frame = frame.f_back
-    return frame.f_code.co_filename, frame.f_lineno
 
 
 def _at(log: list[LoggedOp], index: int) -> LoggedOp | None:

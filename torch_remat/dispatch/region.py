@@ -14,13 +14,14 @@ from weakref import finalize
 
 import torch
 
-from torch_remat._compat import graph_exec_group, graph_is_kept, sequence_number
+from torch_remat._compat import graph_exec_group, graph_is_kept, sequence_number, top_saved_tensors_hooks
 from torch_remat.dispatch.ambient import RngState, capture_ambient
 from torch_remat.dispatch.holder import Holder
 from torch_remat.dispatch.inputs import RegionInputs
 from torch_remat.dispatch.naming import default_name
 from torch_remat.dispatch.oplog import OpLog
 from torch_remat.dispatch.options import Options
+from torch_remat.dispatch.parameters import parameters_of
 from torch_remat.dispatch.replay import replay
 from torch_remat.dispatch.tape import Tape
 from torch_remat.errors import ReleasedError
@@ -44,9 +45,11 @@ class Region:
         "finished",
         "first_number",
         "function",
+        "hooks",
         "inputs",
         "op_log",
         "options",
+        "parameters",
         "replay_context",
         "rng",
         "tape",
@@ -57,7 +60,9 @@ class Region:
     ) -> None:
         self.function: Callable[..., Any] | None = function
         self.options = options
-        self.inputs: RegionInputs | None = RegionInputs(args, kwargs)
+        self.hooks = top_saved_tensors_hooks()
+        self.inputs: RegionInputs | None = RegionInputs(args, kwargs, self.hooks)
+        self.parameters = parameters_of(function)
         self.ambient = capture_ambient()
         self.rng = RngState(self.inputs.generators()) if options.preserve_rng_state else None
         self.tape = Tape()
@@ -115,4 +120,6 @@ class Region:
         """Drop what only a further replay would need."""
         # Of the function no more than a name: it may own tensors.
         self._past_name = self.name
-        self.inputs = self.function = self.rng = self.replay_context = self.op_log = None
+        self.parameters = ()
+        self.tape.forget_slots()
+        self.inputs = self.function = self.hooks = self.rng = self.replay_context = self.op_log = None

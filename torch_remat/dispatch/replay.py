@@ -20,7 +20,7 @@ NOTE [ How a replay ends ]
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import ref
 
 import torch
@@ -34,7 +34,7 @@ from torch_remat.dispatch.holder import (
     AUTOCAST_DTYPES,
     CHANGED,
     Holder,
-    changed_in_place,
+    OpHolder,
     metadata_of,
     parameter_behind,
 )
@@ -48,7 +48,12 @@ from torch_remat.dispatch.mismatch import (
     outside_changed,
 )
 from torch_remat.dispatch.mode import RematMode
+from torch_remat.dispatch.op import Op
 from torch_remat.dispatch.options import DEFAULTS
+from torch_remat.dispatch.parameters import check_parameters
+from torch_remat.dispatch.placeholder import Placeholder, last_refusal, refuse
+from torch_remat.dispatch.policy import CheckpointPolicy
+from torch_remat.dispatch.replay_ops import ReplayOps
 from torch_remat.errors import RematError
 
 if TYPE_CHECKING:
@@ -82,7 +87,9 @@ class Filling(RematMode):
     """The replay of a region. Its pack hook gives each empty holder its value, in the order of forward."""
 
     replaying = True
+    ops: ReplayOps | None = None
     _error: RematError | None = None
+    _over = False
     _values: Values | None = None
     _unfilled_number = -1  # of the latest op that may yet fill what it saved
 
@@ -90,8 +97,11 @@ class Filling(RematMode):
         self.region = region
         self._empty = empty
         self._saved = region.tape.saved
-        self._limit = len(self._saved)  # 0 once the replay is over
-        self._last = region.tape.last_needed() if region.options.early_stop else -1
+        self._limit = len(self._saved)  # 0 once the replay is over, so that the pack hook has one thing to look at
+        # Where early stop may end the replay; without it, past the end.
+        self._last = region.tape.last_needed() if region.options.early_stop else self._limit
+        self._waiting = sum(type(holder) is OpHolder for holder in empty)
+        self.ops = ReplayOps(self) if region.tape.records else None
         self._position = 0
         self._first_number = sequence_number()
         if region.options is not DEFAULTS:
@@ -103,8 +113,11 @@ class Filling(RematMode):
         region = self.region
         assert region.function is not None
         assert region.inputs is not None
+        if region.parameters:
+            check_parameters(region, region.parameters)
         args, kwargs = region.inputs.restore(region)
         hooks = saved_tensors_hooks(self.pack, _identity)
+        last_refusal.set(None)
         try:
             with torch.enable_grad():
                 self.run(region.function, args, kwargs, hooks, self._contexts())
@@ -113,7 +126,7 @@ class Filling(RematMode):
                 raise
         except Exception as error:
             # What user code made of a stop, or of an error of ours that passed through it, does not count.
-            if self._limit:
+            if not self._over:
                 _add_note(error, f"This was raised while region {region.name!r} was replayed in backward.")
                 raise
         self._check()
@@ -137,6 +150,7 @@ class Filling(RematMode):
         self._position = position + 1
         owner: torch.Tensor | None
         origin: torch.Tensor | None
+        value: torch.Tensor
         if type(tensor) is Parameter:
             owner = origin = value = tensor
         else:
@@ -146,7 +160,7 @@ class Filling(RematMode):
             origin = None
             if type(owner) is not torch.Tensor or tensor.dtype in AUTOCAST_DTYPES:
                 origin = parameter_behind(owner)
-            value = tensor if origin is tensor else tensor.detach()
+            value = tensor.detach() if origin is not tensor else tensor
         if position >= self._limit:
             return value
         entry = self._saved[position]
@@ -167,34 +181,57 @@ class Filling(RematMode):
                 if not tensor.requires_grad and value.is_floating_point():
                     self._unfilled_number = sequence_number()
         elif isinstance(entry, torch.Tensor) and origin is not entry:
-            self._fail(another_parameter(self.region, position, entry, tensor))
-        if position == self._last and (self._unfilled_number < 0 or self._unfilled_number != sequence_number()):
-            self._limit = 0
-            raise StopReplay(self)
+            self.fail(another_parameter(self.region, position, entry, tensor))
+        if position == self._last and not self._waiting and self._unfilled_number != sequence_number():
+            self._stop()
         return value
 
-    def _fail(self, error: RematError) -> None:
+    def begin_op(self, name: str, policy: CheckpointPolicy, ctx: Any) -> Op:
+        """Begin an op in replay."""
+        if self._over:
+            return Op()
+        if self.ops is None:
+            self.ops = ReplayOps(self)
+        return self.ops.begin(name, policy, ctx)
+
+    def fill_elided(self, holder: Holder, value: torch.Tensor) -> None:
+        """Give a holder that waits for an op's output its value."""
+        holder.value = value
+        self._waiting -= 1
+        if not self._waiting and self._position > self._last:
+            self._stop()
+
+    def _stop(self) -> None:
+        self._over = True
+        self._limit = 0
+        raise StopReplay(self)
+
+    def fail(self, error: RematError) -> NoReturn:
+        """Keep an error and end the replay with it; see NOTE [ How a replay ends ]."""
         self._error = error
+        self._over = True
         self._limit = 0
         raise StopReplay(self)
 
     def _explain(self, holder: Holder, tensor: torch.Tensor, owner: torch.Tensor, origin: torch.Tensor | None) -> None:
         """Tell apart what differs from forward, and fail unless it is harmless."""
+        if isinstance(owner, Placeholder):
+            refuse(owner.source, "saving it for backward")
         region = self.region
         version, *metadata = holder.metadata
         if version == CHANGED:
-            self._fail(changed_in_place(region, "tensor", holder.metadata[1], holder.name))
+            return  # an error if backward reads it, as in plain autograd
         if self._is_another(holder, owner, origin):
-            self._fail(another_parameter(region, region.tape.position_of(holder), None, tensor))
+            self.fail(another_parameter(region, region.tape.position_of(holder), None, tensor))
         if region.options.determinism_check in ("default", "bitwise"):
             if metadata != [tensor.shape, tensor.dtype, tensor.device]:
-                self._fail(other_metadata(region, holder, tensor))
+                self.fail(other_metadata(region, holder, tensor))
             if self._is_by_another_op(holder, owner):
-                self._fail(other_producer(region, holder, owner))
+                self.fail(other_producer(region, holder, owner))
         if version != tensor._version:
             # Inputs that hooks around the region restored may count their versions anew.
             if region.inputs is None or not region.inputs.packed:
-                self._fail(outside_changed(region, holder))
+                self.fail(outside_changed(region, holder))
             holder.metadata = (tensor._version, *holder.metadata[1:])
 
     def _is_another(self, holder: Holder, owner: torch.Tensor, origin: torch.Tensor | None) -> bool:
@@ -232,7 +269,12 @@ class Filling(RematMode):
             self._values.flush(self._compare_value)
         if self._error is not None:
             raise self._error
+        refusal = last_refusal.get()
+        if refusal is not None:
+            raise refusal
         region = self.region
+        if self.ops is not None and not self._over and region.finished:
+            self.ops.finish()
         missing = next((holder for holder in self._empty if holder.value is None), None)
         if missing is not None:
             raise fewer_saved(region, missing, self._position)

@@ -1,16 +1,18 @@
 """The tape: what forward noted, in order, for replay to follow.
 
-In: holders and parameters, as forward meets them. Kept: the holders weakly. Out: which of them are alive and empty, and
-how far a replay must go.
+In: holders, parameters and ops, as forward meets them. Kept: the holders weakly, the ops' slots strongly. Out: which
+holders are alive and empty, and how far a replay must go.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from weakref import ref
 
 import torch
 
-from torch_remat.dispatch.holder import Holder
+from torch_remat.dispatch.holder import Holder, OpHolder
+from torch_remat.dispatch.record import Record
 
 
 class Tape:
@@ -18,12 +20,18 @@ class Tape:
 
     Attributes:
         saved: For each saved tensor a weak reference to its holder; for a parameter, or a view of one, the parameter.
+        elided: Weak references to the holders of SAVE ops that are filled from other ops' outputs.
+        records: The ops by name, in order.
+        regions: The inner regions that were called after the first op, as records of what they get from SAVE ops.
     """
 
-    __slots__ = ("saved",)
+    __slots__ = ("elided", "records", "regions", "saved")
 
     def __init__(self) -> None:
         self.saved: list[ref[Holder] | torch.Tensor] = []
+        self.elided: list[ref[OpHolder]] = []
+        self.records: dict[str, Record] = {}
+        self.regions: list[Record] = []
 
     def position_of(self, holder: Holder) -> int:
         """Return the place of a live holder."""
@@ -31,25 +39,42 @@ class Tape:
 
     def empty(self) -> list[Holder]:
         """Return the live holders that a replay has to fill."""
-        return [
+        empty = [
             holder
             for entry in self.saved
             if type(entry) is ref and (holder := entry()) is not None and holder.value is None
         ]
+        if self.elided:
+            empty += [holder for entry in self.elided if (holder := entry()) is not None and holder.value is None]
+        return empty
 
     def forget_values(self) -> None:
-        """Empty all holders."""
-        for entry in self.saved:
-            holder = entry() if type(entry) is ref else None
-            if holder is not None:
-                holder.value = None
+        """Empty all holders that a replay can fill again."""
+        for holder in self._alive():
+            holder.value = None
+
+    def forget_slots(self) -> None:
+        """Drop what only a further replay would need."""
+        for record in (*self.records.values(), *self.regions):
+            record.forget_slots()
 
     def last_needed(self) -> int:
-        """Return the place of the last live holder, or of the last of the parameters that follow it directly."""
+        """Return the place of the last live empty holder (-1 if none), or of the parameters that directly follow it."""
         saved = self.saved
         place = len(saved) - 1
-        while place >= 0 and (type(entry := saved[place]) is not ref or entry() is None):
+        while place >= 0 and not _is_empty(saved[place]):
             place -= 1
-        while place + 1 < len(saved) and type(saved[place + 1]) is not ref:
+        while 0 <= place < len(saved) - 1 and type(saved[place + 1]) is not ref:
             place += 1
         return place
+
+    def _alive(self) -> Iterator[Holder]:
+        for entry in (*self.saved, *self.elided):
+            holder = entry() if type(entry) is ref else None
+            if holder is not None:
+                yield holder
+
+
+def _is_empty(entry: ref[Holder] | torch.Tensor) -> bool:
+    holder = entry() if type(entry) is ref else None
+    return holder is not None and holder.value is None

@@ -1,0 +1,55 @@
+"""`name_scope`: prefixes for op names, so that a repeated sub-block keeps its ops' names unique."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from torch_remat.errors import UsageError
+
+_prefix: ContextVar[str] = ContextVar("torch_remat_name_scope", default="")
+
+
+@contextmanager
+def name_scope(name: str) -> Iterator[None]:
+    """Prefix the names of all remat-aware ops inside with ``name/``; scopes nest.
+
+    Args:
+        name: A non-empty string without ``/``, such as ``"block.0"``.
+
+    Yields:
+        None.
+
+    Raises:
+        UsageError: The name is empty, no string, or contains ``/``.
+
+    Example:
+        >>> import torch_remat as remat
+        >>> with remat.name_scope("block.0"):
+        ...     pass  # an op named "attention" is "block.0/attention" here
+    """
+    if not isinstance(name, str) or not name or "/" in name:
+        raise UsageError(
+            f"name_scope({name!r}) is not possible",
+            remedy="The name of a scope is a non-empty string without '/'; nest scopes instead.",
+        )
+    token = _prefix.set(f"{_prefix.get()}{name}/")
+    try:
+        yield
+    finally:
+        _prefix.reset(token)
+
+
+def scoped(name: object) -> str:
+    """Return an op's name with the scopes around it.
+
+    Raises:
+        UsageError: The name is empty or no string.
+    """
+    if not isinstance(name, str) or not name:
+        raise UsageError(
+            f"{name!r} is no name for an op",
+            remedy="An op's name is a non-empty string, unique within its region.",
+        )
+    return _prefix.get() + name

@@ -1,0 +1,234 @@
+"""The ops of a region in forward: names, slots, residents.
+
+In: ops as they run, and the tensors that autograd saves for them. Kept: records on the tape; until forward ends, where
+tensors come from. Out: the holders of SAVE ops.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import torch
+
+from torch_remat.dispatch.ambient import RngState
+from torch_remat.dispatch.holder import Anchor, Holder, OpHolder, metadata_of, parameter_behind
+from torch_remat.dispatch.inputs import leaves_of
+from torch_remat.dispatch.op import Op
+from torch_remat.dispatch.placeholder import geometry_of
+from torch_remat.dispatch.policy import CheckpointPolicy
+from torch_remat.dispatch.provenance import Provenance
+from torch_remat.dispatch.record import Elided, Output, Record, Slot
+from torch_remat.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch_remat.dispatch.region import Region
+
+
+class ForwardOps:
+    """The ops of one region's forward.
+
+    Args:
+        region: The region.
+    """
+
+    def __init__(self, region: Region) -> None:
+        self.region = region
+        self._provenance = Provenance()
+        self._open: ForwardOp | None = None
+        # The record, names and tensors whose saving comes next, since its body has just ended.
+        self._expected: tuple[Record, list[tuple[str, torch.Tensor]]] | None = None
+
+    def begin(self, name: str, policy: CheckpointPolicy, ctx: Any) -> Op:
+        """Begin an op; see `torch_remat.dispatch.op.begin_op`."""
+        self._expected = None
+        caller = _caller()
+        opened = self._open
+        if opened is not None and opened.is_running():
+            if opened.record.policy is CheckpointPolicy.SAVE:
+                return Op()  # NOTE [ What is kept for an op ], 3
+        elif opened is not None:
+            opened.check_ended()
+        records = self.region.tape.records
+        if name in records:
+            raise UsageError(
+                "the region already has an op of this name",
+                region=self.region.name,
+                op=name,
+                remedy="Give each call a name of its own; remat.name_scope('block.0') prefixes the names inside it.",
+            )
+        record = records[name] = Record(name, policy)
+        self._open = op = ForwardOp(self, record, ctx, caller, opened)
+        return op
+
+    def end(self, op: ForwardOp) -> None:
+        """Note that an op's body has ended."""
+        self._open = op.outer
+
+    def finish(self) -> None:
+        """Check at the region's end that the last op was ended."""
+        if self._open is not None:
+            self._open.check_ended()
+
+    def keep_inputs(self, record: Record, args: Iterable[Any]) -> None:
+        """Keep those inputs of an op in slots that replay would not have."""
+        for place, arg in enumerate(args):
+            if isinstance(arg, torch.Tensor):
+                made = self._provenance.maker_of(arg)
+                if made is not None and made.record.policy is CheckpointPolicy.SAVE:
+                    record.slots[place] = Slot(arg, self.region.hooks)
+
+    def enter_region(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """Keep those inputs of an inner region in slots that replay would not have."""
+        record = Record("", CheckpointPolicy.RECOMPUTE)
+        self.keep_inputs(record, leaves_of(args, kwargs))
+        self.region.tape.regions.append(record)
+        return args, kwargs
+
+    def note_outputs(self, record: Record, outputs: tuple[torch.Tensor, ...]) -> None:
+        """Note what an op made."""
+        self._provenance.note(record, outputs)
+
+    def expect_saved(self, record: Record, named: Mapping[str, torch.Tensor | None]) -> None:
+        """Note what autograd saves next, if it records the op at all."""
+        tensors = [(name, tensor) for name, tensor in named.items() if tensor is not None]
+        self._expected = (record, tensors[::-1]) if tensors else None
+
+    def pack(self, tensor: torch.Tensor) -> Holder | Anchor | None:
+        """Return the holder for a tensor that a SAVE op saves, or None for a tensor that something else saves."""
+        if self._expected is None:
+            return None
+        record, tensors = self._expected
+        name, expected = tensors[-1]
+        if tensor is not expected:
+            self._expected = None  # autograd did not record the op
+            return None
+        tensors.pop()
+        if not tensors:
+            self._expected = None
+        return self._hold(record, name, tensor)
+
+    def _hold(self, record: Record, name: str, tensor: torch.Tensor) -> Holder | Anchor:
+        region = self.region
+        owner = tensor if tensor._base is None else tensor._base
+        if parameter_behind(owner) is owner:
+            return (tensor if tensor is owner else tensor.detach(), tensor._version, region)
+        holder = OpHolder()
+        holder.region = region
+        holder.op = record.name
+        holder.tensor_name = name
+        holder.metadata = metadata_of(tensor)
+        holder.origin = None
+        holder.producer = type(None)
+        holder.value = holder.packed = holder.unpack = None
+        made = self._provenance.maker_of(tensor)
+        holder.resident = made is None or made.record is record or not made.replayed_as(tensor)
+        if made is not None and not holder.resident:
+            made.record.elided.append(Elided(ref(holder), made.output, made.storage_offset, geometry_of(tensor)))
+            region.tape.elided.append(ref(holder))
+        elif region.hooks is None:
+            holder.value = tensor.detach()
+        else:
+            pack, holder.unpack = region.hooks
+            holder.packed = pack(tensor)
+        return holder
+
+
+class ForwardOp(Op):
+    """An op in forward.
+
+    Args:
+        ops: The ops of its region.
+        record: Its record.
+        ctx: Its autograd context.
+        caller: Where its body runs, as `_caller` says.
+        outer: The op in whose body it runs, if any.
+    """
+
+    def __init__(
+        self, ops: ForwardOps, record: Record, ctx: Any, caller: tuple[int, CodeType], outer: ForwardOp | None
+    ) -> None:
+        self.record = record
+        self.outer = outer
+        self._ops = ops
+        self._ctx = ref(ctx)
+        self._caller = caller
+        self._named: Mapping[str, torch.Tensor | None] = {}
+        rng = ops.region.rng if record.policy is CheckpointPolicy.SAVE else None
+        self._rng: RngState | None = None if rng is None else rng.present()
+
+    def is_running(self) -> bool:
+        """Whether the op's body is on this thread's stack."""
+        place, code = self._caller
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if id(frame) == place and frame.f_code is code:
+                return True
+            frame = frame.f_back
+        return False
+
+    def check_ended(self) -> None:
+        """Raise if the body returned without telling its outputs; one that raised may be forgotten."""
+        if self._ctx() is not None:
+            raise UsageError(
+                "the op's forward returned without handle.record_outputs",
+                region=self._ops.region.name,
+                op=self.record.name,
+                remedy="End the forward with `return handle.record_outputs(out)`.",
+            )
+        self._ops.end(self)
+
+    def inputs(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Keep the inputs that replay would not have."""
+        if self.record.policy is CheckpointPolicy.RECOMPUTE:
+            self._ops.keep_inputs(self.record, args)
+        return args
+
+    def save(self, named: Mapping[str, torch.Tensor | None]) -> None:
+        """Note the saved tensors by name."""
+        self._named = named
+
+    def outputs(self, ctx: Any, outputs: tuple[torch.Tensor, ...], as_tuple: bool) -> tuple[torch.Tensor, ...]:
+        """Note the outputs and, for a SAVE op, all that its placeholders must show."""
+        record, ops = self.record, self._ops
+        ops.end(self)
+        if record.policy is CheckpointPolicy.SAVE:
+            if ctx.dirty_tensors:
+                raise UsageError(
+                    "an op with policy SAVE cannot mark inputs as dirty: replay would not change them again",
+                    region=ops.region.name,
+                    op=record.name,
+                    remedy="Return a new tensor instead, or give the op the policy RECOMPUTE.",
+                )
+            # An input that is returned as it is would be known as the input; autograd makes a view of it, too.
+            outputs = tuple([out.view_as(out) if out.requires_grad else out for out in outputs])
+            record.as_tuple = as_tuple
+            plain = {id(tensor) for tensor in ctx.non_differentiable or ()}
+            record.outputs = [
+                Output(
+                    str(index) if as_tuple else "out",
+                    geometry_of(out),
+                    out.dtype,
+                    out.device,
+                    id(out) not in plain,
+                )
+                for index, out in enumerate(outputs)
+            ]
+            if self._rng is not None:
+                record.drawn = self._rng.drawn()
+            ops.expect_saved(record, self._named)
+        self._named = {}
+        ops.note_outputs(record, outputs)
+        return outputs
+
+
+def _caller() -> tuple[int, CodeType]:
+    """Return the frame of the forward that began an op, as id and code; a frame itself would keep tensors alive."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("torch_remat"):
+        frame = frame.f_back
+    assert frame is not None
+    return id(frame), frame.f_code

@@ -1,0 +1,203 @@
+"""The tensor without data that stands for a skipped op's output in replay.
+
+In: a tensor's metadata, and what the placeholder stands for. Kept: no data. Out: views of it, real tensors where only
+metadata is asked for, and a `PlaceholderError` for anything that would read or write data.
+
+NOTE [ What an op may do with a placeholder ]
+Decided by the op's schema, never by its name:
+1. A result that aliases the placeholder and writes nothing is a view: it is a placeholder too. Its metadata comes from
+   the op itself, run on the meta device.
+2. A factory takes one tensor, ``self``, and the tensor options (dtype, layout, device, pin_memory): it needs nothing
+   but metadata, and makes a real tensor. (A conversion takes ``non_blocking`` besides: it reads.)
+3. Every other op reads or writes data, and raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import optree
+import torch
+
+from torch_remat._compat import disabled_torch_function, forbid_data_access
+from torch_remat.dispatch.user_code import user_line
+from torch_remat.errors import PlaceholderError
+
+
+class Source(NamedTuple):
+    """What a placeholder stands for."""
+
+    region: str
+    op: str
+    output: str
+
+
+class Geometry(NamedTuple):
+    """Where a tensor lies in its storage."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    storage_offset: int
+
+
+def geometry_of(tensor: torch.Tensor) -> Geometry:
+    """Return where a tensor lies in its storage."""
+    return Geometry(tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+
+class Placeholder(torch.Tensor):
+    """A tensor with true metadata and no data; see NOTE [ What an op may do with a placeholder ]."""
+
+    source: Source
+
+    __torch_function__ = disabled_torch_function
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, op: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Pass on views, make real tensors from metadata, raise otherwise."""
+        kwargs = kwargs or {}
+        arguments: Any = [*args, *kwargs.values()]
+        leaves: list[Any] = optree.tree_leaves(arguments)
+        first = next(leaf for leaf in leaves if isinstance(leaf, Placeholder))
+        kind, place = _kind_of(op)
+        if kind == "view" and place < len(args) and isinstance(args[place], Placeholder):
+            source = args[place].source
+            return optree.tree_map(
+                lambda leaf: make_placeholder(leaf, source, first.device) if isinstance(leaf, torch.Tensor) else leaf,
+                _on_meta(op, args, kwargs, first),
+            )
+        if kind == "factory":
+            device = kwargs.get("device")
+            return _on_meta(op, args, {**kwargs, "device": first.device if device is None else device}, first)
+        return refuse(first.source, str(op))
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Say what the placeholder stands for."""
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        return (
+            f"Placeholder(output {self.source.output!r} of {self.source.region}::{self.source.op}, "
+            f"shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}{grad})"
+        )
+
+    def __format__(self, spec: str) -> str:
+        """Format the text of ``repr``."""
+        return format(repr(self), spec)
+
+
+# The latest refusal in this thread, so that a replay finds out about one that user code swallowed.
+last_refusal: ContextVar[PlaceholderError | None] = ContextVar("torch_remat_refusal", default=None)
+
+
+def make_placeholder(like: torch.Tensor, source: Source, device: torch.device | None = None) -> Placeholder:
+    """Return a placeholder with the metadata of a tensor (needs no gradient), on its device or another."""
+    return placeholder_at(geometry_of(like), like.dtype, device or like.device, source)
+
+
+def placeholder_at(geometry: Geometry, dtype: torch.dtype, device: torch.device, source: Source) -> Placeholder:
+    """Return a placeholder with the given metadata."""
+    shape, stride, offset = geometry
+    placeholder: Placeholder = torch.Tensor._make_wrapper_subclass(
+        Placeholder, shape, strides=stride, storage_offset=offset, dtype=dtype, device=device
+    )
+    placeholder.source = source
+    forbid_data_access(placeholder)
+    return placeholder
+
+
+def is_placeholder(tensor: object) -> bool:
+    """Whether a value is a placeholder: a tensor without data that stands for a skipped op's output in replay.
+
+    Args:
+        tensor: Any value.
+
+    Returns:
+        True for placeholders and views of them, which exist only in the replay of a region.
+
+    Example:
+        >>> import torch
+        >>> import torch_remat as remat
+        >>> remat.is_placeholder(torch.zeros(3))
+        False
+    """
+    return isinstance(tensor, Placeholder)
+
+
+def refuse(source: Source, consumer: str) -> NoReturn:
+    """Raise the error about a use of a placeholder's data.
+
+    Raises:
+        PlaceholderError: Always.
+    """
+    file, line = user_line()
+    error = PlaceholderError(
+        region=source.region,
+        op=source.op,
+        output=source.output,
+        consumer=consumer,
+        line=f"{Path(file).name}:{line}",
+    )
+    last_refusal.set(error)
+    raise error
+
+
+@cache
+def _kind_of(op: Any) -> tuple[str, int]:
+    """Return ``("view", place of the viewed argument)``, ``("factory", 0)`` or ``("data", 0)``."""
+    schema = op._schema
+    aliases = [value.alias_info for value in (*schema.arguments, *schema.returns) if value.alias_info is not None]
+    if any(alias.is_write for alias in aliases):
+        return "data", 0
+    returned = {
+        name for value in schema.returns if value.alias_info is not None for name in value.alias_info.before_set
+    }
+    if returned:
+        for place, argument in enumerate(schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.before_set & returned:
+                return "view", place
+    names = {argument.name for argument in schema.arguments}
+    tensors = [argument.name for argument in schema.arguments if "Tensor" in str(argument.type)]
+    if tensors == ["self"] and names >= _TENSOR_OPTIONS and "non_blocking" not in names:
+        return "factory", 0
+    return "data", 0
+
+
+_TENSOR_OPTIONS = {"dtype", "layout", "device", "pin_memory"}
+
+
+def _on_meta(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], first: Placeholder) -> Any:
+    arguments: Any = optree.tree_map(_meta_twin, (tuple(args), dict(kwargs)))  # type: ignore[arg-type]
+    try:
+        return op(*arguments[0], **arguments[1])
+    except NotImplementedError:
+        refuse(first.source, str(op))
+
+
+def _meta_twin(leaf: Any) -> Any:
+    """Return a tensor on the meta device with a placeholder's metadata; other values as they are."""
+    if not isinstance(leaf, Placeholder):
+        return leaf
+    extent = sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True) if size)
+    base = torch.empty(leaf.storage_offset() + extent + 1, dtype=leaf.dtype, device="meta")
+    return base.as_strided(leaf.shape, leaf.stride(), leaf.storage_offset())
+
+
+def _refusing(name: str) -> Callable[..., NoReturn]:
+    def access(self: Placeholder, *args: Any, **kwargs: Any) -> NoReturn:
+        refuse(self.source, name)
+
+    return access
+
+
+# What reaches data without an aten op.
+for _name in (
+    "data_ptr", "untyped_storage", "storage", "_typed_storage", "numpy", "tolist", "__array__", "__dlpack__",
+    "__reduce_ex__", "__deepcopy__", "share_memory_", "const_data_ptr", "mutable_data_ptr",
+):  # fmt: skip
+    setattr(Placeholder, _name, _refusing(_name))
+Placeholder.__cuda_array_interface__ = property(_refusing("__cuda_array_interface__"))  # type: ignore[assignment]
