@@ -57,7 +57,7 @@ class Call(NamedTuple):
     def run(self, tree: tuple[tuple, dict] | None = None) -> Any:
         """Run the function from a fixed seed, on these arguments or its own."""
         args, kwargs = self.tree if tree is None else tree
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # torch.manual_seed takes 0.5 ms where there is no GPU
         return self.function(*args, **kwargs)
 
 
@@ -155,7 +155,7 @@ def judge(call: Call, places: frozenset[int]) -> str | None:
     except remat.PlaceholderError as error:
         only = call.form == "function" and len(places) == 1 and "unsafe" not in call.op  # torch denies that those alias
         must_pass = only and not writes and only_views(expected, owners)
-        return "raises, though all that it returns is a view" if must_pass else wrong_with_error(error, given, leaves)
+        return "raises, though all that it returns is a view" if must_pass else wrong_with_error(error, call, leaves)
     except Exception as error:
         return f"raises {type(error).__name__}: {str(error)[:200]}"
     if writes:
@@ -163,13 +163,13 @@ def judge(call: Call, places: frozenset[int]) -> str | None:
     return wrong_with_result(actual, expected, owners) or wrong_with_values(actual, expected, call, places)
 
 
-def wrong_with_error(error: remat.PlaceholderError, given: list, left: list) -> str | None:
+def wrong_with_error(error: remat.PlaceholderError, call: Call, left: list) -> str | None:
     """Return what is wrong with an error, and with the real tensors that the failed call leaves behind."""
     if (error.region, error.op, error.tensor) != SOURCE or not error.consumer or not error.line:
         return f"the error does not say what was consumed: {error}"
-    for place, (old, new) in enumerate(zip(given, left, strict=True)):
-        if not is_strided(old) or remat.is_placeholder(new):
-            continue
+    for place, (old, new) in enumerate(zip(optree.tree_leaves(call.tree), left, strict=True)):
+        if not is_strided(old) or remat.is_placeholder(new) or call.form == "out":
+            continue  # what out= names holds anything after an error
         if metadata(old) != metadata(new) or not torch.equal(bytes_of(old), bytes_of(new)):
             return f"raises only after it changed argument {place}"
     return None
@@ -209,21 +209,31 @@ def wrong_with_values(actual: Any, expected: Any, call: Call, places: frozenset[
     real = [place for place, value in enumerate(found) if not remat.is_placeholder(value)]
     if not real or "empty" in call.op:
         return None
-    references = [wanted]
-    for other in ("zeros", "reversed"):
-        try:
-            references.append(optree.tree_leaves(call.run(copied(call.tree, other, places))))
-        except Exception:
-            continue  # not every op takes any data
-    if len(references) == 1:
+    references = [wanted] + [on_other_data(call, other, places) for other in ("zeros", "reversed")]
+    if references[1] is None and references[2] is None:
         return "returns a value, though the op refuses other data"
     for reference in references:
-        for place in real:
-            try:
-                torch.testing.assert_close(found[place], reference[place], rtol=0, atol=0, equal_nan=True)
-            except AssertionError:
+        for place in real if reference is not None else ():
+            if not same(found[place], reference[place]):
                 return f"returns {found[place]} where the data gives {reference[place]}"
     return None
+
+
+def on_other_data(call: Call, other: str, places: frozenset[int]) -> list | None:
+    """Return the leaves of what the true call gives on other data; None if the op does not take them."""
+    try:
+        return optree.tree_leaves(call.run(copied(call.tree, other, places)))
+    except Exception:
+        return None
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two values are equal, NaN to NaN."""
+    try:
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+    except AssertionError:
+        return False
+    return True
 
 
 def sweep(op: Any, dtypes: tuple[torch.dtype, ...], samples: int) -> list[str]:
@@ -232,7 +242,7 @@ def sweep(op: Any, dtypes: tuple[torch.dtype, ...], samples: int) -> list[str]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, about what the true call does
         for dtype in op.supported_dtypes("cpu").intersection(dtypes):
-            for number, sample in enumerate(itertools.islice(op.sample_inputs("cpu", dtype), samples)):
+            for number, sample in enumerate(itertools.islice(op.sample_inputs_func(op, "cpu", dtype, False), samples)):
                 for call, chosen in calls_of(op, sample):
                     for which, places in chosen.items():
                         what = judge(call, places)
@@ -243,10 +253,73 @@ def sweep(op: Any, dtypes: tuple[torch.dtype, ...], samples: int) -> list[str]:
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.formatted_name)
 def test_each_op_passes_on_a_view_or_needs_only_metadata_or_raises(op):
-    assert not sweep(op, DTYPES, samples=3)
+    assert not sweep(op, DTYPES, samples=5)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("op", OPS, ids=lambda op: op.formatted_name)
-def test_each_op_does_so_for_every_sample_and_dtype(op):
-    assert not sweep(op, ALL_DTYPES, samples=1000)
+def test_each_op_does_so_for_more_samples_and_dtypes():
+    wrong = {op.formatted_name: found for op in OPS if (found := sweep(op, ALL_DTYPES, samples=25))}
+    assert not wrong
+
+
+def has_call(op: Any) -> bool:
+    """Whether some sample of the op has a call with something to replace."""
+    dtypes = [dtype for dtype in ALL_DTYPES if dtype in op.supported_dtypes("cpu")]
+    samples = itertools.islice(op.sample_inputs_func(op, "cpu", dtypes[0], False), 3) if dtypes else []
+    return any(chosen for sample in samples for _, chosen in calls_of(op, sample))
+
+
+def test_most_ops_have_a_call_to_judge():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        missing = [op.formatted_name for op in OPS if not has_call(op)]
+    assert len(missing) < 0.05 * len(OPS), missing
+
+
+def fooled(true: Callable, false: Callable) -> Call:
+    """Return a call that does another thing on placeholders than on real tensors."""
+
+    def function(x, y):
+        return false(x, y) if remat.is_placeholder(x) else true(x, y)
+
+    return Call("op", "function", function, ((torch.arange(4.0).view(2, 2), torch.ones(2, 2)), {}))
+
+
+def fail(error: Exception) -> Any:
+    raise error
+
+
+def refuse(region: str = "block") -> Any:
+    fail(remat.PlaceholderError(region=region, op="op", output="out", consumer="aten.sin", line="a.py:1"))
+
+
+@pytest.mark.parametrize(
+    ("true", "false", "wrong"),
+    [
+        (lambda x, y: x.sin(), lambda x, y: torch.zeros(2, 2), "where the data gives"),
+        (lambda x, y: x * 0 + x[0, 0], lambda x, y: torch.zeros(2, 2), "where the data gives"),
+        (lambda x, y: x.sum().item(), lambda x, y: 6.0, "where the data gives"),
+        (lambda x, y: x.sin(), lambda x, y: x.view(2, 2), "a placeholder for a new tensor"),
+        (lambda x, y: x.t(), lambda x, y: torch.zeros(2, 2).t(), "data for a view"),
+        (lambda x, y: x.t(), lambda x, y: x, "returns metadata"),
+        (lambda x, y: torch.zeros_like(x), lambda x, y: torch.zeros(2, 2).t(), "returns metadata"),
+        (lambda x, y: (x.t(),), lambda x, y: x.t(), "returns PyTreeSpec"),
+        (lambda x, y: x.size(0), lambda x, y: 2.0, "returns <class 'float'>"),
+        (lambda x, y: x.t(), lambda x, y: refuse(), "all that it returns is a view"),
+        (lambda x, y: x.sin(), lambda x, y: fail(ValueError("no")), "raises ValueError: no"),
+        (lambda x, y: x.sin(), lambda x, y: fail(RuntimeError("null")), "raises RuntimeError: null"),
+        (lambda x, y: x.sin(), lambda x, y: refuse(region="other"), "does not say what was consumed"),
+        (lambda x, y: y.add_(x), lambda x, y: [y.add_(1), refuse()], "only after it changed argument 1"),
+        (lambda x, y: x.add_(1), lambda x, y: x, "writes to a placeholder without an error"),
+    ],
+)
+def test_sweep_sees(true, false, wrong):
+    found = judge(fooled(true, false), frozenset({0}))
+    assert found is not None
+    assert wrong in found
+
+
+@pytest.mark.parametrize("true", [lambda x, y: x.t(), lambda x, y: torch.ones_like(x), lambda x, y: (x[0], x.numel())])
+def test_sweep_accepts(true):
+    assert judge(fooled(true, true), frozenset({0})) is None
+    assert judge(fooled(torch.add, lambda x, y: refuse()), frozenset({0})) is None

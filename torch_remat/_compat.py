@@ -27,6 +27,7 @@ __all__ = [
     "function_mode_depth",
     "graph_exec_group",
     "graph_is_kept",
+    "make_wrapper_subclass",
     "node_number",
     "sequence_number",
     "top_saved_tensors_hooks",
@@ -91,3 +92,6 @@ disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 
 # Makes a write to the data pointer of a tensor without data an error in C++ code too, instead of a crash.
 forbid_data_access: Callable[[torch.Tensor], None] = torch._C._set_throw_on_mutable_data_ptr
+
+# The only way to make a tensor subclass without data; documented for subclass authors, though named as private.
+make_wrapper_subclass: Callable[..., Any] = torch.Tensor._make_wrapper_subclass

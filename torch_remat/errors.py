@@ -14,6 +14,11 @@ them without parsing text. The message is built here and nowhere else.
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+import torch
+
 
 class RematError(RuntimeError):
     """Base of all errors of this library.
@@ -101,3 +106,15 @@ def qualified_name(region: str | None, op: str | None = None, tensor: str | None
     """Return ``region::op.tensor``, the form in which every message and report names a tensor."""
     inner = ".".join(part for part in (op, tensor) if part)
     return "::".join(part for part in (region, inner) if part)
+
+
+_OURS = str(Path(__file__).parent)
+_TORCH = str(Path(torch.__file__).parent)
+
+
+def user_line() -> tuple[str, int]:
+    """Return file and line of the innermost frame that is neither torch's nor ours."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((_OURS, _TORCH)):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno

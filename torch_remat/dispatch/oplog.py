@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
-from torch_remat.dispatch.user_code import user_line
+from torch_remat.errors import user_line
 
 MAX_OPS = 10_000
 _CONTEXT = 5

@@ -23,9 +23,8 @@ from typing import Any, NamedTuple, NoReturn
 import optree
 import torch
 
-from torch_remat._compat import disabled_torch_function, forbid_data_access
-from torch_remat.dispatch.user_code import user_line
-from torch_remat.errors import PlaceholderError
+from torch_remat._compat import disabled_torch_function, forbid_data_access, make_wrapper_subclass
+from torch_remat.errors import PlaceholderError, user_line
 
 
 class Source(NamedTuple):
@@ -102,7 +101,7 @@ def make_placeholder(like: torch.Tensor, source: Source, device: torch.device | 
 def placeholder_at(geometry: Geometry, dtype: torch.dtype, device: torch.device, source: Source) -> Placeholder:
     """Return a placeholder with the given metadata."""
     shape, stride, offset = geometry
-    placeholder: Placeholder = torch.Tensor._make_wrapper_subclass(
+    placeholder: Placeholder = make_wrapper_subclass(
         Placeholder, shape, strides=stride, storage_offset=offset, dtype=dtype, device=device
     )
     placeholder.source = source

@@ -81,6 +81,8 @@ def replay(region: Region, empty: list[Holder]) -> None:
         for holder in empty:
             holder.value = None
         raise
+    finally:
+        mode.ops = None  # which knows the mode
 
 
 class Filling(RematMode):
@@ -256,6 +258,8 @@ class Filling(RematMode):
         node = owner.grad_fn
         if node is not None and node_number(node) < self._first_number:
             return False  # from outside: `_is_another` has judged it
+        if self.ops is not None and self.ops.has_loaded(owner):
+            return False
         kinds = {holder.producer, type(node)}
         return len(kinds) > 1 and not any(issubclass(kind, BackwardCFunction) for kind in kinds)
 

@@ -39,6 +39,7 @@ class ReplayOps:
         self._mode = mode
         self._records = list(mode.region.tape.records.values())
         self._next = 0
+        self._loaded: list[torch.Tensor] = []
         self._regions = 0
 
     def begin(self, name: str, policy: CheckpointPolicy, ctx: Any) -> Op:
@@ -77,9 +78,14 @@ class ReplayOps:
             slot = record.slots.get(place)
             if slot is not None:
                 loaded[place] = slot.load(self.region.name, record.name or consumer, f"input {place}")
+                self._loaded.append(loaded[place])
             elif isinstance(arg, Placeholder):
                 refuse(arg.source, consumer)
         return loaded
+
+    def has_loaded(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor came from a slot, so that it has no history in replay."""
+        return any(tensor is loaded for loaded in self._loaded)
 
     def enter_region(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """Return an inner region's arguments with the placeholders among them replaced."""
