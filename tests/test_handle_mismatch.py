@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from handle_ops import (
-    POLICIES,
     RECOMPUTE,
     SAVE,
     STYLES,
@@ -17,7 +16,6 @@ from handle_ops import (
     Trace,
     as_tuple,
     call,
-    policy_ids,
 )
 from helpers import assert_same, checkpointed, leaf, plain
 from torch.autograd import Function
@@ -144,7 +142,7 @@ def test_resident_that_was_changed_in_place_is_an_error_as_in_plain_autograd_and
         loss = y.sum()
         with torch.no_grad():
             leaked[name].mul_(2)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation" if wrap is plain else "") as caught:
+        with pytest.raises(RuntimeError, match=r"in[- ]?place") as caught:
             loss.backward()
         assert x.grad is None
     error = caught.value
@@ -224,16 +222,21 @@ def test_output_of_a_saved_op_changed_before_its_reader_is_an_error_or_equal():
     assert_same(expected, actual)
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=policy_ids)
-def test_region_output_changed_by_the_caller_is_an_error_if_the_last_op_saved_it(policy):
+def test_region_output_changed_by_the_caller_is_an_error_if_the_last_op_keeps_it():
     x = leaf(3)
-    y = checkpointed(lambda x: call("handle", Result, Trace(), "last", policy, x.sin()), region_name="block")(x)
+    y = checkpointed(lambda x: call("handle", Result, Trace(), "last", SAVE, x.sin()), region_name="block")(x)
     y.mul_(2)
     with pytest.raises(remat.MutationError) as caught:
         y.sum().backward()
-    assert caught.value.region == "block"
-    if policy is SAVE:
-        assert (caught.value.op, caught.value.tensor) == ("last", "y")
+    assert (caught.value.region, caught.value.op, caught.value.tensor) == ("block", "last", "y")
+
+
+def test_region_output_that_replay_makes_again_may_be_changed_by_the_caller():
+    x = leaf(3)
+    y = checkpointed(lambda x: call("handle", Result, Trace(), "last", RECOMPUTE, x.sin()))(x)
+    y.mul_(2)
+    expected = torch.autograd.grad((call("plain", Result, Trace(), "last", RECOMPUTE, x.sin()) * 2).sum(), x)
+    assert_same(expected, torch.autograd.grad(y.sum(), x))
 
 
 @pytest.mark.parametrize("kernel", [Inner, Affine], ids=str)

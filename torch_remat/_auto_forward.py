@@ -154,7 +154,7 @@ def _run(
     policy: CheckpointPolicy,
 ) -> Any:
     handle = get_handle(ctx, op_name, policy)
-    skipped = handle.maybe_load_saved()
+    skipped = handle.load(tuple(inputs))
     if skipped is not None:
         return skipped
     if inputs:

@@ -28,6 +28,7 @@ __all__ = [
     "graph_exec_group",
     "graph_is_kept",
     "make_wrapper_subclass",
+    "negative_view",
     "node_number",
     "sequence_number",
     "top_saved_tensors_hooks",
@@ -95,3 +96,6 @@ forbid_data_access: Callable[[torch.Tensor], None] = torch._C._set_throw_on_muta
 
 # The only way to make a tensor subclass without data; documented for subclass authors, though named as private.
 make_wrapper_subclass: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
+
+# A lazy negative of a tensor, as autograd makes it for the imaginary part of a conjugate; conj() has a public name.
+negative_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view

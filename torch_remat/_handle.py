@@ -46,8 +46,12 @@ class RematHandle:
         Raises:
             UsageError: It was called before.
         """
+        return self.load(())
+
+    def load(self, args: tuple[Any, ...]) -> torch.Tensor | tuple[torch.Tensor, ...] | None:
+        """Do what `maybe_load_saved` does, for a caller that knows the op's inputs: those are not kept again."""
         self._advance(0)
-        outputs = self._op.load(self._ctx)
+        outputs = self._op.load(self._ctx, args)
         if outputs is None:
             return None
         self._step = len(_STEPS)  # nothing may follow
@@ -135,9 +139,7 @@ class RematHandle:
         self._step = step
 
     def _misused(self, what: str, tensor: str | None = None) -> UsageError:
-        mode = current_mode()
-        region = None if mode is None else mode.region.name
-        return UsageError(what, region=region, op=self._name, tensor=tensor, remedy=_FORM)
+        return UsageError(what, region=_region_name(), op=self._name, tensor=tensor, remedy=_FORM)
 
 
 def get_handle(ctx: Any, op_name: str, remat_policy: CheckpointPolicy) -> RematHandle:
@@ -180,14 +182,21 @@ def get_handle(ctx: Any, op_name: str, remat_policy: CheckpointPolicy) -> RematH
     if not isinstance(remat_policy, CheckpointPolicy):
         raise UsageError(
             f"{remat_policy!r} is no policy",
+            region=_region_name(),
             op=name,
             remedy="Policies are remat.CheckpointPolicy.SAVE and remat.CheckpointPolicy.RECOMPUTE.",
         )
     if not hasattr(ctx, "save_for_backward"):
         raise UsageError(
             f"get_handle needs the context of an autograd Function, not a {type(ctx).__name__}",
+            region=_region_name(),
             op=name,
             remedy="Call it first thing in `forward(ctx, ...)`, with that ctx.",
         )
     op = Op() if torch.compiler.is_compiling() else begin_op(name, remat_policy, ctx)
     return RematHandle(ctx, name, op)
+
+
+def _region_name() -> str | None:
+    mode = current_mode()
+    return None if mode is None else mode.region.name

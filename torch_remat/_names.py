@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+from torch_remat.dispatch.mode import current_mode
 from torch_remat.errors import UsageError
 
 _prefix: ContextVar[str] = ContextVar("torch_remat_name_scope", default="")
@@ -48,8 +49,10 @@ def scoped(name: object) -> str:
         UsageError: The name is empty or no string.
     """
     if not isinstance(name, str) or not name:
+        mode = current_mode()
         raise UsageError(
             f"{name!r} is no name for an op",
+            region=None if mode is None else mode.region.name,
             remedy="An op's name is a non-empty string, unique within its region.",
         )
     return _prefix.get() + name

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import NamedTuple
@@ -86,10 +86,17 @@ class RngState:
     def __init__(self, extra: Sequence[torch.Generator]) -> None:
         self._states = [(generator, generator.get_state()) for generator in (*_default_generators(), *extra)]
 
-    def keep_drawn(self) -> bool:
-        """At the region's end: forget the generators that it did not draw from; return whether any is left."""
+    def keep_drawn(self, by_ops: Iterable[RngState] = ()) -> bool:
+        """At the region's end: forget the generators that it did not draw from; return whether any is left.
+
+        An op may draw and yet leave a generator as it stood at the region's start, by seeding it: ``by_ops`` are the
+        states in which ops left those that they drew from.
+        """
+        drawn = {id(generator) for state in by_ops for generator, _ in state._states}
         self._states = [
-            (generator, start) for generator, start in self._states if not _equal(start, generator.get_state())
+            (generator, start)
+            for generator, start in self._states
+            if id(generator) in drawn or not _equal(start, generator.get_state())
         ]
         return bool(self._states)
 

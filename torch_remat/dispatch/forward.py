@@ -148,7 +148,8 @@ class Recording(RematMode):
             self.ops.finish()
         if self._values is not None:
             self._values.flush(_keep_value)
-        if region.rng is not None and not region.rng.keep_drawn():
+        records = region.tape.records.values()
+        if region.rng is not None and not region.rng.keep_drawn([it.drawn for it in records if it.drawn is not None]):
             region.rng = None
         if self._any_version or any(map(_version_of, self._counters)):
             self._find_changed()

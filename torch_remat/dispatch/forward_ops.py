@@ -21,7 +21,7 @@ from torch_remat.dispatch.op import Op
 from torch_remat.dispatch.placeholder import geometry_of
 from torch_remat.dispatch.policy import CheckpointPolicy
 from torch_remat.dispatch.provenance import Provenance
-from torch_remat.dispatch.record import Elided, Output, Record, Slot
+from torch_remat.dispatch.record import Elided, Output, Record, Slot, offset_in_bytes
 from torch_remat.errors import UsageError
 
 if TYPE_CHECKING:
@@ -41,10 +41,11 @@ class ForwardOps:
         self._open: ForwardOp | None = None
         # The record, names and tensors whose saving comes next, since its body has just ended.
         self._expected: tuple[Record, list[tuple[str, torch.Tensor]]] | None = None
+        self._known_args: tuple[Any, ...] = ()
 
     def begin(self, name: str, policy: CheckpointPolicy, ctx: Any) -> Op:
         """Begin an op; see `torch_remat.dispatch.op.begin_op`."""
-        self._expected = None
+        self._forget_expected()
         caller = _caller()
         opened = self._open
         if opened is not None and opened.is_running():
@@ -92,8 +93,11 @@ class ForwardOps:
         """Note what an op made."""
         self._provenance.note(record, outputs)
 
-    def expect_saved(self, record: Record, named: Mapping[str, torch.Tensor | None]) -> None:
-        """Note what autograd saves next, if it records the op at all."""
+    def expect_saved(
+        self, record: Record, named: Mapping[str, torch.Tensor | None], known_args: tuple[Any, ...]
+    ) -> None:
+        """Note what autograd saves next, if it records the op at all, and the op's inputs, if they are known."""
+        self._known_args = known_args
         tensors = [(name, tensor) for name, tensor in named.items() if tensor is not None]
         self._expected = (record, tensors[::-1]) if tensors else None
 
@@ -104,12 +108,17 @@ class ForwardOps:
         record, tensors = self._expected
         name, expected = tensors[-1]
         if tensor is not expected:
-            self._expected = None  # autograd did not record the op
+            self._forget_expected()  # autograd did not record the op
             return None
         tensors.pop()
+        held = self._hold(record, name, tensor)
         if not tensors:
-            self._expected = None
-        return self._hold(record, name, tensor)
+            self._forget_expected()
+        return held
+
+    def _forget_expected(self) -> None:
+        self._expected = None
+        self._known_args = ()
 
     def _hold(self, record: Record, name: str, tensor: torch.Tensor) -> Holder | Anchor:
         region = self.region
@@ -124,10 +133,8 @@ class ForwardOps:
         holder.origin = None
         holder.producer = type(None)
         holder.value = holder.packed = holder.unpack = None
-        made = self._provenance.maker_of(tensor)
-        holder.resident = made is None or made.record is record or not made.replayed_as(tensor)
-        if made is not None and not holder.resident:
-            made.record.elided.append(Elided(ref(holder), made.output, made.storage_offset, geometry_of(tensor)))
+        holder.resident = not self._elide(record, tensor, owner, holder)
+        if not holder.resident:
             region.tape.elided.append(ref(holder))
         elif region.hooks is None:
             holder.value = tensor.detach()
@@ -135,6 +142,23 @@ class ForwardOps:
             pack, holder.unpack = region.hooks
             holder.packed = pack(tensor)
         return holder
+
+    def _elide(self, record: Record, tensor: torch.Tensor, owner: torch.Tensor, holder: OpHolder) -> bool:
+        """Let replay take a saved tensor from what it makes again, if it does; return whether it does."""
+        made = self._provenance.maker_of(tensor)
+        if made is not None:
+            if made.record is record or not made.replayed_as(tensor):
+                return False
+            made.record.elided_outputs.append(Elided.of(tensor, holder, made.output, made.offset_in_bytes))
+            return True
+        inputs = self.region.inputs
+        if inputs is None or inputs.contains(owner):
+            return False  # it shares the storage of a region input
+        for place, arg in enumerate(self._known_args):
+            if isinstance(arg, torch.Tensor) and (arg is tensor or arg is owner or arg._base is owner):
+                record.elided_inputs.append(Elided.of(tensor, holder, place, offset_in_bytes(arg)))
+                return True
+        return False
 
 
 class ForwardOp(Op):
@@ -157,6 +181,7 @@ class ForwardOp(Op):
         self._ctx = ref(ctx)
         self._caller = caller
         self._named: Mapping[str, torch.Tensor | None] = {}
+        self._args: tuple[Any, ...] = ()
         rng = ops.region.rng if record.policy is CheckpointPolicy.SAVE else None
         self._rng: RngState | None = None if rng is None else rng.present()
 
@@ -180,6 +205,10 @@ class ForwardOp(Op):
                 remedy="End the forward with `return handle.record_outputs(out)`.",
             )
         self._ops.end(self)
+
+    def load(self, ctx: Any, args: tuple[Any, ...]) -> None:
+        """Note the inputs, if they are known; forward skips nothing."""
+        self._args = args
 
     def inputs(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Keep the inputs that replay would not have."""
@@ -219,8 +248,9 @@ class ForwardOp(Op):
             ]
             if self._rng is not None:
                 record.drawn = self._rng.drawn()
-            ops.expect_saved(record, self._named)
+            ops.expect_saved(record, self._named, self._args)
         self._named = {}
+        self._args = ()
         ops.note_outputs(record, outputs)
         return outputs
 

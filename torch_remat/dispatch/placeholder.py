@@ -155,6 +155,10 @@ def _kind_of(op: Any) -> tuple[str, int]:
     returned = {
         name for value in schema.returns if value.alias_info is not None for name in value.alias_info.before_set
     }
+    for place, argument in enumerate(schema.arguments):
+        # `Tensor(a -> *) self`: the results, in a list, are views.
+        if argument.alias_info is not None and "*" in argument.alias_info.after_set:
+            return "view", place
     if returned:
         for place, argument in enumerate(schema.arguments):
             if argument.alias_info is not None and argument.alias_info.before_set & returned:

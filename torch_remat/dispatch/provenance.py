@@ -14,7 +14,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torch_remat.dispatch.policy import CheckpointPolicy
-from torch_remat.dispatch.record import Record
+from torch_remat.dispatch.record import Record, offset_in_bytes
 
 
 class Made(NamedTuple):
@@ -23,7 +23,7 @@ class Made(NamedTuple):
     record: Record
     output: int
     version: int
-    storage_offset: int
+    offset_in_bytes: int
     tensor: ref[torch.Tensor]
 
     def replayed_as(self, tensor: torch.Tensor) -> bool:
@@ -43,7 +43,7 @@ class Provenance:
     def note(self, record: Record, outputs: tuple[torch.Tensor, ...]) -> None:
         """Note the outputs of an op."""
         for index, tensor in enumerate(outputs):
-            made = Made(record, index, tensor._version, int(tensor.storage_offset()), ref(tensor))
+            made = Made(record, index, tensor._version, offset_in_bytes(tensor), ref(tensor))
             self._tensors[id(tensor)] = made
             if tensor._base is None:
                 storage = tensor.untyped_storage()

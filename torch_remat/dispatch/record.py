@@ -12,8 +12,8 @@ from weakref import ref
 
 import torch
 
-from torch_remat._compat import SavedTensorHooks
-from torch_remat.dispatch.placeholder import Geometry, Source, placeholder_at
+from torch_remat._compat import SavedTensorHooks, negative_view
+from torch_remat.dispatch.placeholder import Geometry, Source, geometry_of, placeholder_at
 from torch_remat.dispatch.policy import CheckpointPolicy
 from torch_remat.errors import MutationError
 
@@ -77,17 +77,53 @@ class Slot:
 
 
 class Elided(NamedTuple):
-    """A saved tensor that is not kept, since it is an output (or a view of one) that replay makes again."""
+    """A saved tensor that is not kept, since replay makes it, or what it is a view of, again.
+
+    Attributes:
+        holder: The holder that waits for it.
+        place: Which output of its producer, or which input of its op, it is or is a view of.
+        source_offset: That tensor's storage offset in forward, in bytes.
+        geometry: Where the saved tensor lies in the same storage.
+        dtype: Its dtype; a view may have another than what it is a view of.
+        conjugated: Whether it is a lazy conjugate.
+        negated: Whether it is a lazy negative.
+    """
 
     holder: ref[OpHolder]
-    output: int
-    output_offset: int
+    place: int
+    source_offset: int
     geometry: Geometry
+    dtype: torch.dtype
+    conjugated: bool
+    negated: bool
 
-    def value(self, output: torch.Tensor) -> torch.Tensor:
-        """Return the saved tensor, from replay's output."""
+    @classmethod
+    def of(cls, tensor: torch.Tensor, holder: OpHolder, place: int, source_offset: int) -> Elided:
+        """Describe a saved tensor."""
+        geometry = geometry_of(tensor)
+        return cls(ref(holder), place, source_offset, geometry, tensor.dtype, tensor.is_conj(), tensor.is_neg())
+
+    def value(self, source: torch.Tensor) -> torch.Tensor:
+        """Return the saved tensor, from replay's counterpart of what it is a view of."""
+        base = source.detach()
+        if base.is_conj():
+            base = base.conj()
+        if base.is_neg():
+            base = negative_view(base)
+        if base.dtype != self.dtype:
+            count = max(1, self.dtype.itemsize // base.dtype.itemsize)
+            base = base.as_strided((count,), (1,), 0).view(self.dtype)
         shape, stride, offset = self.geometry
-        return output.detach().as_strided(shape, stride, offset - self.output_offset + output.storage_offset())
+        moved = offset_in_bytes(source) - self.source_offset
+        value = base.as_strided(shape, stride, offset + moved // self.dtype.itemsize)
+        if self.conjugated:
+            value = value.conj()
+        return negative_view(value) if self.negated else value
+
+
+def offset_in_bytes(tensor: torch.Tensor) -> int:
+    """Return where a tensor's first element lies in its storage."""
+    return int(tensor.storage_offset()) * tensor.dtype.itemsize
 
 
 class Record:
@@ -99,11 +135,12 @@ class Record:
         outputs: Its outputs, in order.
         as_tuple: Whether it returned a tuple.
         slots: The inputs that replay would not have, by place.
-        elided: Saved tensors of later SAVE ops that replay takes from this op's outputs.
+        elided_outputs: Saved tensors of SAVE ops that replay takes from this op's outputs.
+        elided_inputs: Saved tensors of this SAVE op that replay takes from its inputs.
         drawn: Where the op left the random generators, if it was saved and drew numbers.
     """
 
-    __slots__ = ("as_tuple", "drawn", "elided", "name", "outputs", "policy", "slots")
+    __slots__ = ("as_tuple", "drawn", "elided_inputs", "elided_outputs", "name", "outputs", "policy", "slots")
 
     def __init__(self, name: str, policy: CheckpointPolicy) -> None:
         self.name = name
@@ -111,7 +148,8 @@ class Record:
         self.outputs: Sequence[Output] = ()
         self.as_tuple = False
         self.slots: dict[int, Slot] = {}
-        self.elided: list[Elided] = []
+        self.elided_outputs: list[Elided] = []
+        self.elided_inputs: list[Elided] = []
         self.drawn: RngState | None = None
 
     def forget_slots(self) -> None:

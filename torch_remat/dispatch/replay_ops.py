@@ -15,7 +15,7 @@ from torch_remat.dispatch.mismatch import mismatched
 from torch_remat.dispatch.op import Op
 from torch_remat.dispatch.placeholder import Placeholder, refuse
 from torch_remat.dispatch.policy import CheckpointPolicy
-from torch_remat.dispatch.record import Record
+from torch_remat.dispatch.record import Elided, Record
 from torch_remat.errors import MismatchError
 
 if TYPE_CHECKING:
@@ -99,12 +99,15 @@ class ReplayOps:
         leaves = self.load_inputs(regions[place], leaves_of(args, kwargs), "inner region")
         return with_leaves(args, kwargs, leaves)
 
-    def fill_elided(self, record: Record, outputs: tuple[torch.Tensor, ...]) -> None:
-        """Give the holders that wait for an op's outputs their values."""
-        for elided in record.elided:
+    def fill_elided(self, waiting: Iterable[Elided], sources: tuple[Any, ...]) -> None:
+        """Give the holders that wait for an op's inputs or outputs their values."""
+        for elided in waiting:
             holder = elided.holder()
             if holder is not None and holder.value is None:
-                self._mode.fill_elided(holder, elided.value(outputs[elided.output]))
+                source = sources[elided.place]
+                if isinstance(source, Placeholder):
+                    refuse(source.source, f"op {holder.op!r}")
+                self._mode.fill_elided(holder, elided.value(source))
 
     def _another_op(self, name: str, expected: Record | None) -> MismatchError:
         if expected is None or name not in self.region.tape.records:
@@ -124,11 +127,13 @@ class ReplayOp(Op):
         self._ops = ops
         self._record = record
 
-    def load(self, ctx: Any) -> torch.Tensor | tuple[torch.Tensor, ...] | None:
+    def load(self, ctx: Any, args: tuple[Any, ...]) -> torch.Tensor | tuple[torch.Tensor, ...] | None:
         """Return placeholders for the outputs of a SAVE op, and leave the generators where its body left them."""
         record = self._record
         if record.policy is not CheckpointPolicy.SAVE:
             return None
+        if record.elided_inputs:
+            self._ops.fill_elided(record.elided_inputs, args)
         if record.drawn is not None:
             record.drawn.restore()
         region = self._ops.region.name
@@ -144,6 +149,6 @@ class ReplayOp(Op):
 
     def outputs(self, ctx: Any, outputs: tuple[torch.Tensor, ...], as_tuple: bool) -> tuple[torch.Tensor, ...]:
         """Fill the holders that wait for these outputs."""
-        if self._record.elided:
-            self._ops.fill_elided(self._record, outputs)
+        if self._record.elided_outputs:
+            self._ops.fill_elided(self._record.elided_outputs, outputs)
         return outputs

@@ -1,0 +1,348 @@
+"""Handle ops in graphs of every shape: kept, second order, parts of it, nested; outputs of every kind."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+
+import pytest
+import torch
+from handle_ops import (
+    KERNELS,
+    POLICIES,
+    RECOMPUTE,
+    SAME_KIND,
+    SAVE,
+    STYLES,
+    Affine,
+    Both,
+    Gated,
+    Gather,
+    Half,
+    Identity,
+    Inner,
+    Power,
+    Result,
+    SinCos,
+    Sort,
+    Trace,
+    Transpose,
+    as_tuple,
+    call,
+    policy_ids,
+)
+from helpers import assert_same, assert_same_program, checkpointed, leaf, plain
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import torch_remat as remat
+
+PAIRS = list(itertools.product(POLICIES, repeat=2))
+TRIPLES = list(itertools.product(POLICIES, repeat=3))
+
+
+def three(style, policies, trace, x, w):
+    """Three ops in a row; all of their gradients are true ones."""
+    h = call(style, Affine, trace, "a", policies[0], x, w)
+    h = call(style, Power, trace, "b", policies[1], h)
+    return call(style, Affine, trace, "c", policies[2], h, x)
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("policies", TRIPLES, ids=policy_ids)
+def test_kept_graphs_are_equal_and_run_each_body_as_often_as_they_must(policies, style):
+    traces = []
+
+    def program(wrap):
+        trace, x, w = Trace(), leaf(3), leaf(3)
+        traces.append(trace)
+        y = wrap(lambda x: three(style, policies, trace, x.sin(), w))(x)
+        results = []
+        for keep in (True, True, False):
+            y.square().sum().backward(retain_graph=keep)
+            results += [x.grad.clone(), w.grad.clone()]
+        return results
+
+    assert_same_program(program)
+    for name, policy in zip("abc", policies, strict=True):
+        assert traces[1].runs[name] == (1 if policy is SAVE else 4)
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("policies", TRIPLES, ids=policy_ids)
+def test_second_order_gradients_are_equal_and_true(policies, style):
+    def program(wrap):
+        trace = Trace()
+        x, w = (torch.rand(3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+        y = wrap(lambda x: three(style, policies, trace, x, w))(x)
+        first = torch.autograd.grad(y.sum(), [x, w], create_graph=True)
+        scalar = sum(g.square().sum() for g in first)
+        second = torch.autograd.grad(scalar, [x, w], create_graph=True)
+        third = torch.autograd.grad(sum(g.sum() for g in second), x)
+        return y, first, second, third
+
+    assert_same_program(program)
+    x, w = (torch.rand(2, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    function = checkpointed(lambda x, w: three(style, policies, Trace(), x, w))
+    assert torch.autograd.gradgradcheck(function, (x, w))
+
+
+@pytest.mark.parametrize("kernel", [k for k in KERNELS if k is not Gather], ids=str)
+def test_second_order_through_each_saved_kernel_is_equal(kernel):
+    def program(wrap):
+        x, w = leaf(3, 3), leaf(3, 3)
+
+        def block(x, w):
+            outputs = call("handle", kernel, Trace(), "it", SAVE, x, *[w][: kernel.arity - 1])
+            return as_tuple(outputs)[0], call("handle", Both, Trace(), "r", RECOMPUTE, as_tuple(outputs)[0])
+
+        y, z = wrap(block)(x, w)
+        (gx,) = torch.autograd.grad((y * z).sum(), x, create_graph=True)
+        return y, z, gx, torch.autograd.grad(gx.square().sum(), [x, w], allow_unused=True)[0]
+
+    assert_same_program(program)
+
+
+@pytest.mark.parametrize("policies", TRIPLES, ids=policy_ids)
+@pytest.mark.parametrize("wanted", ["x", "w", "v", "inner"])
+def test_gradients_of_some_inputs_only_are_equal(wanted, policies):
+    def program(wrap):
+        x, w, v = leaf(3), leaf(3), leaf(3)
+        inner = {}
+
+        def block(x, w):
+            h = call("handle", Affine, Trace(), "a", policies[0], x, w)
+            inner.setdefault("h", h)
+            h = call("handle", Affine, Trace(), "b", policies[1], h, v)
+            return call("handle", Inner, Trace(), "c", policies[2], h)
+
+        y = wrap(block)(x.sin(), w)
+        target = {"x": x, "w": w, "v": v, "inner": inner["h"]}[wanted]
+        return torch.autograd.grad(y.sum(), target, retain_graph=True), torch.autograd.grad(y.sum(), [target, v])
+
+    assert_same_program(program)
+
+
+@pytest.mark.parametrize("policies", PAIRS, ids=policy_ids)
+@pytest.mark.parametrize("order", ["first", "second", "both", "one by one", "reversed", "first dropped"])
+def test_several_region_outputs_in_any_order_are_equal(order, policies):
+    def program(wrap):
+        x, w = leaf(3), leaf(3)
+
+        def block(x, w):
+            s, c = call("handle", SinCos, Trace(), "parts", policies[0], x)
+            one = call("handle", Both, Trace(), "one", policies[1], s)
+            return one, c, call("handle", Affine, Trace(), "two", RECOMPUTE, c, w)
+
+        outputs = list(wrap(block)(x, w))
+        if order == "first dropped":
+            del outputs[0]
+        picks = {"first": [0], "second": [2], "one by one": [0, 1, 2], "reversed": [2, 1, 0], "first dropped": [1, 0]}
+        results = []
+        if order == "both":
+            torch.autograd.backward(outputs, [torch.ones(3)] * 3)
+        for pick in picks.get(order, []):
+            gradients = torch.autograd.grad(outputs[pick].sum(), [x, w], retain_graph=True, allow_unused=True)
+            results += [g for g in gradients if g is not None]
+        return results, x.grad if order == "both" else x
+
+    assert_same_program(program)
+
+
+def metadata(tensor):
+    return tensor.shape, tensor.dtype, tensor.device, tensor.stride(), tensor.requires_grad, tensor.is_leaf
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+def test_replay_shows_of_the_outputs_of_a_skipped_op_what_forward_showed(kernel, style):
+    shown = []
+
+    def block(x, w):
+        second = [torch.tensor([[1, 0, 1]] * 3)] if kernel is Gather else [w]
+        outputs = call(style, kernel, Trace(), "it", SAVE, x.sin(), *second[: kernel.arity - 1])
+        shown.append((type(outputs) is tuple, [metadata(y) for y in as_tuple(outputs)]))
+        constants = [t.detach() for t in (x, *second)]
+        outputs = call(style, kernel, Trace(), "constant", SAVE, *constants[: kernel.arity])
+        shown.append((type(outputs) is tuple, [metadata(y)[:5] for y in as_tuple(outputs)]))
+        return as_tuple(outputs)[0], x.cos().exp()
+
+    y, z = checkpointed(block)(leaf(3, 3), leaf(3, 3))
+    assert not y.requires_grad
+    z.sum().backward()
+    assert len(shown) == 4
+    assert shown[:2] == shown[2:]
+
+
+@pytest.mark.parametrize("policies", TRIPLES, ids=policy_ids)
+def test_integer_and_undifferentiable_outputs_feed_other_ops(policies):
+    def program(wrap):
+        x = leaf(3, 3)
+
+        def block(x):
+            values, index = call("handle", Sort, Trace(), "sort", policies[0], x.sin())
+            y, mask = call("auto", Gated, Trace(), "gate", policies[1], values)
+            assert (index.requires_grad, mask.requires_grad) == (False, False)
+            h = call("op", Gather, Trace(), "gather", policies[2], y, index)
+            return call("handle", Affine, Trace(), "reader", RECOMPUTE, h, mask), index, mask
+
+        y, index, mask = wrap(block)(x)
+        y.sum().backward()
+        return y, index, mask, x.grad
+
+    assert_same_program(program, replays=1)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=policy_ids)
+@pytest.mark.parametrize("use", [(True, True), (True, False), (False, True)])
+def test_gradients_that_are_missing_are_none_where_the_op_asked_for_it(use, policy):
+    def program(wrap):
+        x = leaf(3)
+        outputs = wrap(lambda x: call("auto", Half, Trace(), "it", policy, x.sin()))(x)
+        sum(y.sum() for y, used in zip(outputs, use, strict=True) if used).backward()
+        return x.grad
+
+    assert_same_program(program)
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("policies", TRIPLES, ids=policy_ids)
+@pytest.mark.parametrize("kernel", [Identity, Transpose], ids=str)
+def test_outputs_that_are_inputs_or_views_of_them_are_equal(kernel, policies, style):
+    def program(wrap):
+        x, w = leaf(3, 3), leaf(3, 3)
+
+        def block(x, w):
+            one = call(style, kernel, Trace(), "of input", policies[0], x)
+            h = call(style, Inner, Trace(), "h", policies[1], x.sin())
+            two = call(style, kernel, Trace(), "of h", policies[2], h)
+            three = call(style, kernel, Trace(), "of two", policies[0], two)
+            four = call(style, kernel, Trace(), "of parameter", policies[1], w)
+            y = call(style, Affine, Trace(), "x", RECOMPUTE, one, two)
+            z = call(style, Affine, Trace(), "y", policies[1], three, four)
+            return call(style, Affine, Trace(), "z", RECOMPUTE, y, z), one, three
+
+        y, one, three = wrap(block)(x, w)
+        (y.sum() + (one * three).sum()).backward()
+        return y, one, three, x.grad, w.grad
+
+    assert_same_program(program, replays=1)
+
+
+def nested_program(policies, style, depth):
+    def program(wrap):
+        x, w = leaf(3, 3), leaf(3, 3)
+
+        def level(x, left):
+            h = call(style, Inner, Trace(), "before", policies[0], x)
+            if left:
+                h = wrap(level)(h, left - 1)
+            h = call(style, Affine, Trace(), "between", policies[1], h, w)
+            if left:
+                h = wrap(level)(h.t(), left - 1)
+            return call(style, Both, Trace(), "after", policies[2], h)
+
+        y = wrap(level)(x.sin(), depth)
+        results = [torch.autograd.grad(y.sum(), [x, w], retain_graph=True) for _ in range(2)]
+        y.sum().backward()
+        return y, results, x.grad, w.grad
+
+    return program
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("policies", TRIPLES, ids=policy_ids)
+def test_nested_regions_with_saved_ops_at_every_level_are_equal(policies, style):
+    assert_same_program(nested_program(policies, style, 1))
+    assert_same_program(nested_program(policies, style, 2), early_stop=False)
+
+
+@pytest.mark.parametrize("policies", PAIRS, ids=policy_ids)
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("inside", ["torch in ours", "ours in torch"])
+def test_ops_in_regions_nested_with_torch_checkpoint_are_equal(inside, reentrant, policies):
+    def program(wrap):
+        x, w = leaf(3, 3), leaf(3, 3)
+
+        def theirs(function):
+            return lambda *args: torch_checkpoint(function, *args, use_reentrant=reentrant)
+
+        def inner(h):
+            h = call("auto", Inner, Trace(), "c", policies[1], h.sin())
+            return call("auto", Affine, Trace(), "d", RECOMPUTE, h, w)
+
+        def outer(x):
+            h = call("handle", Both, Trace(), "a", policies[0], x.sin())
+            h = call("handle", Affine, Trace(), "b", RECOMPUTE, h, w)
+            return (theirs if inside == "torch in ours" else wrap)(inner)(h).exp()
+
+        y = (wrap if inside == "torch in ours" else theirs)(outer)(x)
+        y.sum().backward()
+        return y, x.grad, w.grad
+
+    assert_same_program(program)
+
+
+def test_backward_in_another_thread_is_equal():
+    def program(wrap):
+        x = leaf(3)
+
+        def block(x):
+            with remat.name_scope("block"):
+                return three("op", (SAVE, RECOMPUTE, SAVE), Trace(), x.sin(), x)
+
+        y = wrap(block)(x)
+        thread = threading.Thread(target=lambda: y.sum().backward())
+        thread.start()
+        thread.join()
+        return x.grad
+
+    assert_same_program(program, replays=1)
+
+
+@pytest.mark.parametrize("kernel", SAME_KIND, ids=str)
+def test_long_chains_of_one_kernel_with_alternating_policies_are_equal(kernel):
+    def program(wrap):
+        x = leaf(3, 3)
+
+        def block(x):
+            for index in range(20):
+                x = call(STYLES[index % 3], kernel, Trace(), f"op{index}", POLICIES[index % 2], x)
+            return x
+
+        y = wrap(block)(x)
+        y.sum().backward()
+        return y, x.grad
+
+    assert_same_program(program)
+
+
+def test_native_op_that_saves_nothing_after_saved_ops_needs_no_replay():
+    x, trace = leaf(3), Trace()
+    y = checkpointed(lambda x: call("handle", Result, trace, "it", SAVE, x * 1).sum() + 1)(x)
+    expected = torch.autograd.grad(call("plain", Result, Trace(), "it", SAVE, x).sum(), x)
+    assert_same(expected, torch.autograd.grad(y, x))
+    assert trace.runs == {"it": 1}
+
+
+def test_exception_between_ops_leaves_a_clean_state():
+    fail = [True]
+
+    def block(x):
+        h = call("handle", Both, Trace(), "a", SAVE, x.sin())
+        if fail and remat.is_recomputing() == (fail[0] == "replay"):
+            raise ValueError("between")
+        return call("handle", Both, Trace(), "b", RECOMPUTE, h)
+
+    x = leaf(3)
+    expected = torch.autograd.grad(plain(lambda x: block_without(x))(x).sum(), x)
+    for when in (True, "replay"):
+        fail[:] = [when]
+        with pytest.raises(ValueError, match="between"):
+            checkpointed(block)(x).sum().backward()
+        fail.clear()
+        assert_same(expected, torch.autograd.grad(checkpointed(block)(x).sum(), x))
+
+
+def block_without(x):
+    h = call("plain", Both, Trace(), "a", SAVE, x.sin())
+    return call("plain", Both, Trace(), "b", RECOMPUTE, h)
