@@ -66,7 +66,8 @@ class CountOps(TorchDispatchMode):
 class LiveStorages(TorchDispatchMode):
     """Watches the storage of every tensor that an op makes while the mode is entered; holds none of them.
 
-    What shares memory with an input of the op, such as a view of a parameter, is not made by it.
+    What shares memory with an input of the op, such as a view of a parameter, is not made by it. Placeholders are
+    passed over.
     """
 
     def __init__(self) -> None:
@@ -75,9 +76,9 @@ class LiveStorages(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        given = {tensor.untyped_storage()._cdata for tensor in tensors_in([args, kwargs])}
+        given = {tensor.untyped_storage()._cdata for tensor in tensors_in([args, kwargs]) if has_storage(tensor)}
         for tensor in tensors_in([out]):
-            if tensor.untyped_storage()._cdata not in given:
+            if has_storage(tensor) and tensor.untyped_storage()._cdata not in given:
                 self.watch(tensor)
         return out
 
@@ -94,6 +95,11 @@ class LiveStorages(TorchDispatchMode):
     def count(self) -> int:
         """Return how many of the watched storages are alive."""
         return sum(not reference.expired() for reference, _ in self.seen.values())
+
+
+def has_storage(tensor: Tensor) -> bool:
+    """Return whether the tensor has data: a placeholder has none."""
+    return not remat.is_placeholder(tensor)
 
 
 def watch(*tensors: Tensor) -> list[StorageWeakRef]:

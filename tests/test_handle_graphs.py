@@ -256,6 +256,23 @@ def test_nested_regions_with_saved_ops_at_every_level_are_equal(policies, style)
     assert_same_program(nested_program(policies, style, 2), early_stop=False)
 
 
+@pytest.mark.parametrize("policy", POLICIES, ids=policy_ids)
+def test_inner_region_before_the_first_op_and_after_the_last_is_equal(policy):
+    def program(wrap):
+        def outer(x):
+            h = wrap(lambda h: call("handle", Both, Trace(), "inner", policy, h.sin()))(x)
+            h = call("handle", Both, Trace(), "it", policy, h)
+            return wrap(lambda h: h.cos())(wrap(lambda h: call("auto", Both, Trace(), "inner", policy, h))(h))
+
+        x = leaf(3, 3)
+        y = wrap(outer)(x)
+        results = [torch.autograd.grad(y.sum(), x, retain_graph=True) for _ in range(2)]
+        y.sum().backward()
+        return y, results, x.grad
+
+    assert_same_program(program)
+
+
 @pytest.mark.parametrize("policies", PAIRS, ids=policy_ids)
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("inside", ["torch in ours", "ours in torch"])

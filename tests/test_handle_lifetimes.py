@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("_without_collector")
 TRIPLES = list(itertools.product(POLICIES, repeat=3))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def _without_collector():
     with LiveStorages():
         leaf(1).detach().sin()  # what torch loads when it first needs it leaves cycles

@@ -148,8 +148,7 @@ def test_another_scope_in_replay_is_an_error_that_names_the_op():
     with pytest.raises(remat.MismatchError) as caught:
         checkpointed(function)(leaf(3)).sum().backward()
     assert caught.value.op in ("forward/op", "replay/op")
-    assert "forward/op" in str(caught.value)
-    assert "replay/op" in str(caught.value)
+    assert caught.value.op in str(caught.value)
 
 
 @pytest.mark.parametrize("left", [True, False])
@@ -198,9 +197,7 @@ def test_scope_left_open_by_an_early_stop_does_not_leak():
 
     def function(x):
         with remat.name_scope("a"):
-            y = block("handle", Trace(), x.sin())
-            y = y + 1
-        return y
+            return block("handle", Trace(), x.sin()) + 1
 
     x = leaf(3)
     checkpointed(function)(x).sum().backward()

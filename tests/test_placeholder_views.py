@@ -100,6 +100,9 @@ ARGUMENTS: dict[str, Callable[[Tensor], Any]] = {
 BY_KIND: dict[tuple[str, str], Callable[[Tensor], Any]] = {
     ("start", "Tensor"): lambda x: torch.tensor(1),
     ("tensor_indices_or_sections", "Tensor"): lambda x: torch.tensor([1]),
+    ("size", "int"): lambda x: 1,
+    ("dim", "List[int]"): lambda x: [0, -1],
+    ("split_size", "List[int]"): lambda x: [1, x.shape[0] - 1],
     ("source", "List[int]"): lambda x: [0],
     ("destination", "List[int]"): lambda x: [1],
 }
@@ -169,7 +172,17 @@ def test_what_torch_calls_a_view_is_passed_on(schema):
 def test_most_views_of_torch_are_tried():
     tried = {name_of(schema) for schema in SCHEMAS if calls_of(schema)}
     assert len(tried) > 70
-    assert tried >= {"split.Tensor", "unbind.int", "_conj", "view.dtype", "as_strided", "expand", "slice.Tensor"}
+    assert tried >= {
+        "split.Tensor",
+        "split.sizes",
+        "unbind.int",
+        "unfold",
+        "_conj",
+        "view.dtype",
+        "as_strided",
+        "expand",
+        "slice.Tensor",
+    }
 
 
 # Views as users write them
@@ -255,7 +268,7 @@ STEPS = (
     lambda x: x.view(torch.int32),
     lambda x: x.view(torch.float32),
     lambda x: x.detach(),
-    lambda x: x.permute(*reversed(range(x.dim()))),
+    lambda x: x.permute(tuple(reversed(range(x.dim())))),
 )
 
 

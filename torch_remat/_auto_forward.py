@@ -160,25 +160,24 @@ def _run(
     if inputs:
         loaded = handle.save_or_load_inputs(*inputs)
         inputs = [loaded] if len(inputs) == 1 else loaded
-    out = forward(_NamingContext(ctx, handle, tensor_names, op_name), *inputs, *rest)
+    out = forward(_NamingContext(ctx, handle, tensor_names), *inputs, *rest)
     return handle.record(out, as_tuple=True) if isinstance(out, tuple) else handle.record((out,), as_tuple=False)
 
 
 class _NamingContext:
     """A Function's context whose ``save_for_backward`` gives the tensors their names; all else passes through."""
 
-    __slots__ = ("_ctx", "_handle", "_names", "_op_name")
+    __slots__ = ("_ctx", "_handle", "_names")
 
-    def __init__(self, ctx: Any, handle: RematHandle, names: tuple[str, ...], op_name: str) -> None:
-        for field, value in (("_ctx", ctx), ("_handle", handle), ("_names", names), ("_op_name", op_name)):
+    def __init__(self, ctx: Any, handle: RematHandle, names: tuple[str, ...]) -> None:
+        for field, value in (("_ctx", ctx), ("_handle", handle), ("_names", names)):
             object.__setattr__(self, field, value)
 
     def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
         if len(tensors) != len(self._names):
-            raise UsageError(
-                f"the body saves {len(tensors)} tensors and auto_forward names {len(self._names)}",
-                op=self._op_name,
-                remedy="Give auto_forward one name for each argument of ctx.save_for_backward.",
+            raise self._handle.misused(
+                f"the body saves {len(tensors)} tensors and auto_forward names {len(self._names)}: each argument of "
+                "ctx.save_for_backward needs one name"
             )
         self._handle.save_for_backward(dict(zip(self._names, tensors, strict=True)))
 

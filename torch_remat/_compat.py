@@ -27,6 +27,7 @@ __all__ = [
     "function_mode_depth",
     "graph_exec_group",
     "graph_is_kept",
+    "graph_task",
     "make_wrapper_subclass",
     "negative_view",
     "node_number",
@@ -37,6 +38,9 @@ __all__ = [
 # Whether the backward that runs now was called with retain_graph (True outside any backward). The contract of the
 # README is that retain_graph is detected without an opt-in, and this is the one place where torch tells.
 graph_is_kept: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+
+# Which backward this thread runs, -1 for none: a region with several outputs is replayed once for each.
+graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 # The number that the next autograd node of this thread will get. It tells nodes made inside a region from older
 # ones, and one op's saved tensors from the next op's, without walking the graph.

@@ -89,14 +89,14 @@ class RematHandle:
         """
         self._advance(2)
         if not isinstance(saved_tensors, Mapping):
-            raise self._misused(
+            raise self.misused(
                 f"save_for_backward takes a dict of names to tensors, not a {type(saved_tensors).__name__}"
             )
         for key, tensor in saved_tensors.items():
             if not isinstance(key, str) or not key or "." in key:
-                raise self._misused(f"{key!r} is no name for a saved tensor: a non-empty string without '.'")
+                raise self.misused(f"{key!r} is no name for a saved tensor: a non-empty string without '.'")
             if tensor is not None and not isinstance(tensor, torch.Tensor):
-                raise self._misused(f"the saved value is a {type(tensor).__name__}, neither a tensor nor None", key)
+                raise self.misused(f"the saved value is a {type(tensor).__name__}, neither a tensor nor None", key)
         self._ctx.save_for_backward(*saved_tensors.values())
         self._op.save(saved_tensors)
 
@@ -119,26 +119,27 @@ class RematHandle:
         """Do what `record_outputs` does, for a forward that returns a tuple or not, whatever its length."""
         self._advance(3)
         if not outs:
-            raise self._misused("record_outputs needs at least one output")
+            raise self.misused("record_outputs needs at least one output")
         for place, out in enumerate(outs):
             if not isinstance(out, torch.Tensor):
-                raise self._misused(f"output {place} is a {type(out).__name__}, not a tensor", str(place))
+                raise self.misused(f"output {place} is a {type(out).__name__}, not a tensor", str(place))
         outputs = self._op.outputs(self._ctx, outs, as_tuple)
         return outputs if as_tuple else outputs[0]
 
     def _advance(self, step: int) -> None:
         if self._step == len(_STEPS):
-            raise self._misused(
+            raise self.misused(
                 f"{_STEPS[step]} was called after maybe_load_saved had returned the outputs of a skipped op"
             )
         if step > 0 and self._step < 0:
-            raise self._misused(f"{_STEPS[step]} was called before maybe_load_saved")
+            raise self.misused(f"{_STEPS[step]} was called before maybe_load_saved")
         if step <= self._step:
             again = "a second time" if step == self._step else f"after {_STEPS[self._step]}"
-            raise self._misused(f"{_STEPS[step]} was called {again}")
+            raise self.misused(f"{_STEPS[step]} was called {again}")
         self._step = step
 
-    def _misused(self, what: str, tensor: str | None = None) -> UsageError:
+    def misused(self, what: str, tensor: str | None = None) -> UsageError:
+        """Return the error about a wrong use of this handle."""
         return UsageError(what, region=_region_name(), op=self._name, tensor=tensor, remedy=_FORM)
 
 

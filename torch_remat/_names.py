@@ -53,6 +53,7 @@ def scoped(name: object) -> str:
         raise UsageError(
             f"{name!r} is no name for an op",
             region=None if mode is None else mode.region.name,
+            op=repr(name),
             remedy="An op's name is a non-empty string, unique within its region.",
         )
     return _prefix.get() + name

@@ -168,6 +168,8 @@ class Recording(RematMode):
     def forget(self) -> None:
         """Let go of what only forward needs; the graph may hold on to this mode, through its pack hook."""
         self._counters.clear()
+        if self.ops is not None:
+            self.ops.forget()
         self._values = self.ops = None
 
 

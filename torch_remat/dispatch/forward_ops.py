@@ -74,6 +74,11 @@ class ForwardOps:
         if self._open is not None:
             self._open.check_ended()
 
+    def forget(self) -> None:
+        """Let go of the op that an exception has left open."""
+        self._open = None
+        self._forget_expected()
+
     def keep_inputs(self, record: Record, args: Iterable[Any]) -> None:
         """Keep those inputs of an op in slots that replay would not have."""
         for place, arg in enumerate(args):
@@ -224,16 +229,17 @@ class ForwardOp(Op):
         """Note the outputs and, for a SAVE op, all that its placeholders must show."""
         record, ops = self.record, self._ops
         ops.end(self)
+        # An input that is returned as it is would be known as the input; autograd makes a view of it, too.
+        dirty = {id(tensor) for tensor in ctx.dirty_tensors or ()}
+        outputs = tuple([out.view_as(out) if out.requires_grad and id(out) not in dirty else out for out in outputs])
         if record.policy is CheckpointPolicy.SAVE:
-            if ctx.dirty_tensors:
+            if dirty:
                 raise UsageError(
                     "an op with policy SAVE cannot mark inputs as dirty: replay would not change them again",
                     region=ops.region.name,
                     op=record.name,
                     remedy="Return a new tensor instead, or give the op the policy RECOMPUTE.",
                 )
-            # An input that is returned as it is would be known as the input; autograd makes a view of it, too.
-            outputs = tuple([out.view_as(out) if out.requires_grad else out for out in outputs])
             record.as_tuple = as_tuple
             plain = {id(tensor) for tensor in ctx.non_differentiable or ()}
             record.outputs = [

@@ -43,6 +43,9 @@ class Provenance:
     def note(self, record: Record, outputs: tuple[torch.Tensor, ...]) -> None:
         """Note the outputs of an op."""
         for index, tensor in enumerate(outputs):
+            known = self._tensors.get(id(tensor))
+            if known is not None and known.tensor() is tensor:
+                continue  # an input that is returned as it is
             made = Made(record, index, tensor._version, offset_in_bytes(tensor), ref(tensor))
             self._tensors[id(tensor)] = made
             if tensor._base is None:

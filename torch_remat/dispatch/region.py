@@ -14,7 +14,7 @@ from weakref import finalize
 
 import torch
 
-from torch_remat._compat import graph_exec_group, graph_is_kept, sequence_number, top_saved_tensors_hooks
+from torch_remat._compat import graph_exec_group, graph_is_kept, graph_task, sequence_number, top_saved_tensors_hooks
 from torch_remat.dispatch.ambient import RngState, capture_ambient
 from torch_remat.dispatch.holder import Holder
 from torch_remat.dispatch.inputs import RegionInputs
@@ -41,6 +41,7 @@ class Region:
         "__weakref__",
         "_lock",
         "_past_name",
+        "_replayed_in",
         "ambient",
         "finished",
         "first_number",
@@ -71,6 +72,7 @@ class Region:
         self.replay_context: AbstractContextManager[Any] | None = None
         self.op_log = OpLog() if options.debug else None
         self._lock = RLock()
+        self._replayed_in = -1  # the latest backward that came here
 
     @property
     def name(self) -> str:
@@ -81,7 +83,9 @@ class Region:
         """Prehook of the region's boundary: replay if a holder needs it, before any inner backward runs."""
         if self.inputs is not None:
             with self._lock:
-                self._fill()
+                # What this backward has filled and read already, it does not need again.
+                if self._replayed_in != graph_task():
+                    self._fill()
 
     def refill(self, holder: Holder) -> torch.Tensor:
         """Return the value of a holder that was found empty, by a replay.
@@ -109,6 +113,7 @@ class Region:
             return
         if empty := self.tape.empty():
             replay(self, empty)
+        self._replayed_in = graph_task()
         if not self.finished:
             return
         if not graph_is_kept():

@@ -83,6 +83,7 @@ def replay(region: Region, empty: list[Holder]) -> None:
         raise
     finally:
         mode.ops = None  # which knows the mode
+        last_refusal.set(None)  # whose traceback knows the region's frames
 
 
 class Filling(RematMode):
@@ -271,8 +272,9 @@ class Filling(RematMode):
         """Raise what the pack hook found, and check that replay saved as much as forward did."""
         if self._values is not None:
             self._values.flush(self._compare_value)
-        if self._error is not None:
-            raise self._error
+        error, self._error = self._error, None  # its traceback will know this frame, and this frame the mode
+        if error is not None:
+            raise error
         refusal = last_refusal.get()
         if refusal is not None:
             raise refusal
