@@ -191,7 +191,7 @@ def test_many_placeholders_leave_no_objects():
             given.view(3, 2).t()
             caught(torch.sin, given)
 
-    use(20)
+    use(400)
     gc.collect()
     before = python_objects()
     with collector_off():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from operator import methodcaller
 from typing import Any
 
@@ -22,7 +23,6 @@ __all__ = [
     "SavedTensorHooks",
     "TorchDispatchMode",
     "adopt_pytree_node",
-    "disabled_torch_function",
     "forbid_data_access",
     "function_mode_depth",
     "graph_exec_group",
@@ -32,7 +32,10 @@ __all__ = [
     "negative_view",
     "node_number",
     "sequence_number",
+    "set_conj",
+    "set_neg",
     "top_saved_tensors_hooks",
+    "without_torch_function",
 ]
 
 # Whether the backward that runs now was called with retain_graph (True outside any backward). The contract of the
@@ -92,8 +95,8 @@ PYTREE_NAMESPACE = "torch_remat"
 # The sequence number of an autograd node; see `sequence_number`. Called for each saved tensor.
 node_number: Callable[[torch.autograd.graph.Node], int] = methodcaller("_sequence_nr")
 
-# Placeholders take part in dispatch, not in the torch-function protocol, which would make real results placeholders.
-disabled_torch_function: Any = torch._C._disabled_torch_function_impl
+# Runs a function on placeholders as on plain tensors; torch's own protocol would make real results placeholders.
+without_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
 
 # Makes a write to the data pointer of a tensor without data an error in C++ code too, instead of a crash.
 forbid_data_access: Callable[[torch.Tensor], None] = torch._C._set_throw_on_mutable_data_ptr
@@ -103,3 +106,7 @@ make_wrapper_subclass: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
 
 # A lazy negative of a tensor, as autograd makes it for the imaginary part of a conjugate; conj() has a public name.
 negative_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
+
+# The lazy conjugate and negative bits of a tensor, which a placeholder shows as the tensor that it stands for.
+set_conj: Callable[[torch.Tensor, bool], None] = torch._C._set_conj
+set_neg: Callable[[torch.Tensor, bool], None] = torch._C._set_neg

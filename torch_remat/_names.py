@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 
 from torch_remat.dispatch.mode import current_mode
+from torch_remat.dispatch.naming import scope, scope_restored
 from torch_remat.errors import UsageError
-
-_prefix: ContextVar[str] = ContextVar("torch_remat_name_scope", default="")
 
 
 @contextmanager
@@ -35,11 +33,8 @@ def name_scope(name: str) -> Iterator[None]:
             f"name_scope({name!r}) is not possible",
             remedy="The name of a scope is a non-empty string without '/'; nest scopes instead.",
         )
-    token = _prefix.set(f"{_prefix.get()}{name}/")
-    try:
+    with scope_restored(f"{scope.get()}{name}/"):
         yield
-    finally:
-        _prefix.reset(token)
 
 
 def scoped(name: object) -> str:
@@ -56,4 +51,4 @@ def scoped(name: object) -> str:
             op=repr(name),
             remedy="An op's name is a non-empty string, unique within its region.",
         )
-    return _prefix.get() + name
+    return scope.get() + name

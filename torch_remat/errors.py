@@ -113,8 +113,11 @@ _TORCH = str(Path(torch.__file__).parent)
 
 
 def user_line() -> tuple[str, int]:
-    """Return file and line of the innermost frame that is neither torch's nor ours."""
+    """Return file and line of the innermost frame that is neither ours, nor torch's, nor the standard library's."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((_OURS, _TORCH)):
+    while frame.f_back is not None and (
+        frame.f_code.co_filename.startswith((_OURS, _TORCH))
+        or str(frame.f_globals.get("__name__")).partition(".")[0] in sys.stdlib_module_names
+    ):
         frame = frame.f_back
     return frame.f_code.co_filename, frame.f_lineno

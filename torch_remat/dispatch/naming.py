@@ -1,8 +1,10 @@
-"""Default names of regions."""
+"""Names: the scopes around ops, and default names of regions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -13,3 +15,17 @@ def default_name(function: Callable[..., Any] | None) -> str:
         function = function.func
     name: str = getattr(function, "__qualname__", None) or type(function).__name__
     return name.rpartition("<locals>.")[2]
+
+
+# What `name_scope` puts before the names of ops. A replay has the scopes that were around its region.
+scope: ContextVar[str] = ContextVar("torch_remat_name_scope", default="")
+
+
+@contextmanager
+def scope_restored(prefix: str) -> Iterator[None]:
+    """Run with the given scopes instead of the present ones."""
+    token = scope.set(prefix)
+    try:
+        yield
+    finally:
+        scope.reset(token)

@@ -15,6 +15,7 @@ Decided by the op's schema, never by its name:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
@@ -23,7 +24,14 @@ from typing import Any, NamedTuple, NoReturn
 import optree
 import torch
 
-from torch_remat._compat import disabled_torch_function, forbid_data_access, make_wrapper_subclass
+from torch_remat._compat import (
+    forbid_data_access,
+    make_wrapper_subclass,
+    negative_view,
+    set_conj,
+    set_neg,
+    without_torch_function,
+)
 from torch_remat.errors import PlaceholderError, user_line
 
 
@@ -53,7 +61,21 @@ class Placeholder(torch.Tensor):
 
     source: Source
 
-    __torch_function__ = disabled_torch_function
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Refuse what reaches data without an aten op; leave results as they are."""
+        name = getattr(func, "__name__", str(func))
+        try:
+            if name in _DATA_ACCESS:
+                refuse(_first_of([*args]).source, name)
+            with without_torch_function():
+                return func(*args, **(kwargs or {}))
+        except RuntimeError as error:
+            if isinstance(error, PlaceholderError) or not any(text in str(error) for text in _TORCH_SAYS):
+                raise
+        return refuse(_first_of([*args, *(kwargs or {}).values()]).source, name)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -61,9 +83,7 @@ class Placeholder(torch.Tensor):
     ) -> Any:
         """Pass on views, make real tensors from metadata, raise otherwise."""
         kwargs = kwargs or {}
-        arguments: Any = [*args, *kwargs.values()]
-        leaves: list[Any] = optree.tree_leaves(arguments)
-        first = next(leaf for leaf in leaves if isinstance(leaf, Placeholder))
+        first = _first_of([*args, *kwargs.values()])
         kind, place = _kind_of(op)
         if kind == "view" and place < len(args) and isinstance(args[place], Placeholder):
             source = args[place].source
@@ -74,7 +94,9 @@ class Placeholder(torch.Tensor):
         if kind == "factory":
             device = kwargs.get("device")
             return _on_meta(op, args, {**kwargs, "device": first.device if device is None else device}, first)
-        return refuse(first.source, str(op))
+        # Where autograd is left out (inference mode) an op that consists of others comes here whole.
+        result = op.decompose(*args, **kwargs)
+        return refuse(first.source, str(op)) if result is NotImplemented else result
 
     def __repr__(self) -> str:  # type: ignore[override]
         """Say what the placeholder stands for."""
@@ -85,25 +107,45 @@ class Placeholder(torch.Tensor):
         )
 
     def __format__(self, spec: str) -> str:
-        """Format the text of ``repr``."""
-        return format(repr(self), spec)
+        """Return the text of ``repr``; a format of its own needs the value."""
+        return refuse(self.source, f"format {spec!r}") if spec else repr(self)
 
 
-# The latest refusal in this thread, so that a replay finds out about one that user code swallowed.
-last_refusal: ContextVar[PlaceholderError | None] = ContextVar("torch_remat_refusal", default=None)
+class Refusal(NamedTuple):
+    """A use of a placeholder's data that was refused."""
+
+    source: Source
+    consumer: str
+    line: str
+
+    def error(self) -> PlaceholderError:
+        """Return the error about it."""
+        region, op, output = self.source
+        return PlaceholderError(region=region, op=op, output=output, consumer=self.consumer, line=self.line)
+
+
+# The latest refusal in this thread, so that a replay finds out about one that user code swallowed. Not the error
+# itself, whose traceback knows frames and their tensors.
+last_refusal: ContextVar[Refusal | None] = ContextVar("torch_remat_refusal", default=None)
 
 
 def make_placeholder(like: torch.Tensor, source: Source, device: torch.device | None = None) -> Placeholder:
     """Return a placeholder with the metadata of a tensor (needs no gradient), on its device or another."""
-    return placeholder_at(geometry_of(like), like.dtype, device or like.device, source)
+    placeholder = placeholder_at(geometry_of(like), like.dtype, device or like.device, source)
+    if like.is_conj():
+        set_conj(placeholder, True)
+    if like.is_neg():
+        set_neg(placeholder, True)
+    return placeholder
 
 
 def placeholder_at(geometry: Geometry, dtype: torch.dtype, device: torch.device, source: Source) -> Placeholder:
     """Return a placeholder with the given metadata."""
     shape, stride, offset = geometry
-    placeholder: Placeholder = make_wrapper_subclass(
-        Placeholder, shape, strides=stride, storage_offset=offset, dtype=dtype, device=device
-    )
+    with nullcontext() if not torch.is_inference_mode_enabled() else torch.inference_mode(False):
+        placeholder: Placeholder = make_wrapper_subclass(
+            Placeholder, shape, strides=stride, storage_offset=offset, dtype=dtype, device=device
+        )
     placeholder.source = source
     forbid_data_access(placeholder)
     return placeholder
@@ -134,15 +176,9 @@ def refuse(source: Source, consumer: str) -> NoReturn:
         PlaceholderError: Always.
     """
     file, line = user_line()
-    error = PlaceholderError(
-        region=source.region,
-        op=source.op,
-        output=source.output,
-        consumer=consumer,
-        line=f"{Path(file).name}:{line}",
-    )
-    last_refusal.set(error)
-    raise error
+    refusal = Refusal(source, consumer, f"{Path(file).name}:{line}")
+    last_refusal.set(refusal)
+    raise refusal.error()
 
 
 @cache
@@ -187,7 +223,24 @@ def _meta_twin(leaf: Any) -> Any:
         return leaf
     extent = sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True) if size)
     base = torch.empty(leaf.storage_offset() + extent + 1, dtype=leaf.dtype, device="meta")
-    return base.as_strided(leaf.shape, leaf.stride(), leaf.storage_offset())
+    twin = base.as_strided(leaf.shape, leaf.stride(), leaf.storage_offset())
+    if leaf.is_conj():
+        twin = twin.conj()
+    return negative_view(twin) if leaf.is_neg() else twin
+
+
+def _first_of(arguments: list[Any]) -> Placeholder:
+    tree: Any = arguments
+    return next(leaf for leaf in optree.tree_leaves(tree) if isinstance(leaf, Placeholder))
+
+
+# What reaches data without an aten op.
+_DATA_ACCESS = frozenset((
+    "data_ptr", "untyped_storage", "storage", "_typed_storage", "numpy", "tolist", "__array__", "__dlpack__",
+    "__reduce_ex__", "__deepcopy__", "share_memory_", "const_data_ptr", "mutable_data_ptr", "apply_", "map_", "map2_",
+))  # fmt: skip
+# How torch's C++ code refuses data that is not there.
+_TORCH_SAYS = ("Cannot access data pointer", "not supported for tensor subclasses", "its data is not allocated")
 
 
 def _refusing(name: str) -> Callable[..., NoReturn]:
@@ -197,10 +250,6 @@ def _refusing(name: str) -> Callable[..., NoReturn]:
     return access
 
 
-# What reaches data without an aten op.
-for _name in (
-    "data_ptr", "untyped_storage", "storage", "_typed_storage", "numpy", "tolist", "__array__", "__dlpack__",
-    "__reduce_ex__", "__deepcopy__", "share_memory_", "const_data_ptr", "mutable_data_ptr",
-):  # fmt: skip
+for _name in ("__reduce_ex__", "__deepcopy__", "__copy__", "_typed_storage"):  # not in the torch-function protocol
     setattr(Placeholder, _name, _refusing(_name))
 Placeholder.__cuda_array_interface__ = property(_refusing("__cuda_array_interface__"))  # type: ignore[assignment]

@@ -18,7 +18,7 @@ from torch_remat._compat import graph_exec_group, graph_is_kept, graph_task, seq
 from torch_remat.dispatch.ambient import RngState, capture_ambient
 from torch_remat.dispatch.holder import Holder
 from torch_remat.dispatch.inputs import RegionInputs
-from torch_remat.dispatch.naming import default_name
+from torch_remat.dispatch.naming import default_name, scope
 from torch_remat.dispatch.oplog import OpLog
 from torch_remat.dispatch.options import Options
 from torch_remat.dispatch.parameters import parameters_of
@@ -53,6 +53,7 @@ class Region:
         "parameters",
         "replay_context",
         "rng",
+        "scope",
         "tape",
     )
 
@@ -71,6 +72,7 @@ class Region:
         self.first_number = sequence_number()
         self.replay_context: AbstractContextManager[Any] | None = None
         self.op_log = OpLog() if options.debug else None
+        self.scope = scope.get()
         self._lock = RLock()
         self._replayed_in = -1  # the latest backward that came here
 

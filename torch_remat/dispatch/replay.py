@@ -48,6 +48,7 @@ from torch_remat.dispatch.mismatch import (
     outside_changed,
 )
 from torch_remat.dispatch.mode import RematMode
+from torch_remat.dispatch.naming import scope, scope_restored
 from torch_remat.dispatch.op import Op
 from torch_remat.dispatch.options import DEFAULTS
 from torch_remat.dispatch.parameters import check_parameters
@@ -137,6 +138,8 @@ class Filling(RematMode):
     def _contexts(self) -> list[AbstractContextManager[Any]]:
         region = self.region
         contexts = region.ambient.contexts()
+        if scope.get() != region.scope:
+            contexts.append(scope_restored(region.scope))
         if region.options is DEFAULTS and region.rng is None:
             return contexts
         if region.rng is not None:
@@ -268,16 +271,21 @@ class Filling(RematMode):
         if holder.fingerprint != value and self._error is None:
             self._error = other_value(self.region, holder, value)
 
+    def _take_error(self) -> RematError:
+        # Neither the mode nor a frame may know an error whose traceback knows them.
+        error, self._error = self._error, None
+        assert error is not None
+        return error
+
     def _check(self) -> None:
         """Raise what the pack hook found, and check that replay saved as much as forward did."""
         if self._values is not None:
             self._values.flush(self._compare_value)
-        error, self._error = self._error, None  # its traceback will know this frame, and this frame the mode
-        if error is not None:
-            raise error
+        if self._error is not None:
+            raise self._take_error()
         refusal = last_refusal.get()
         if refusal is not None:
-            raise refusal
+            raise refusal.error()
         region = self.region
         if self.ops is not None and not self._over and region.finished:
             self.ops.finish()

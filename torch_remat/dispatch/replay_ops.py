@@ -89,6 +89,8 @@ class ReplayOps:
 
     def enter_region(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """Return an inner region's arguments with the placeholders among them replaced."""
+        if self._next == 0:
+            return args, kwargs  # before the first op there is nothing that replay would not have
         place = self._regions
         self._regions = place + 1
         regions = self.region.tape.regions
