@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .contenders import Wrap, full_recompute
+from .contenders import FLOOR, NONE, OURS, REMAT_0_1, TORCH, Wrap, full_recompute, with_handles
 
+HANDLES = 512
 SAVED_TENSORS = (8, 32, 128, 512, 2000)
 
 
@@ -134,11 +136,41 @@ def regions_in_a_row() -> Workload:
     )
 
 
+def handles_recompute() -> Workload:
+    """Calls of a small autograd Function with a handle, all replayed: what a handle costs."""
+    x, chains = _sine_functions("RECOMPUTE", with_handle=(REMAT_0_1, OURS), without=(NONE, FLOOR, TORCH))
+    return Workload(
+        name="handles",
+        about=f"one region, {HANDLES} calls of an autograd Function (sin of 4 x 16 floats), handles with RECOMPUTE",
+        leaves={"x": x},
+        output_grad=torch.randn_like(x),
+        forwards=chains,
+        ideal_retained_bytes=x.nbytes,
+        steps=1,
+    )
+
+
+def handles_save() -> Workload:
+    """The same with all outputs kept, so that no body runs again. 0.1.0 is left out: its SAVE needs a CUDA build."""
+    x, chains = _sine_functions("SAVE", with_handle=(OURS,), without=(NONE, FLOOR, TORCH))
+    return Workload(
+        name="handles-save",
+        about=f"one region, {HANDLES} calls of an autograd Function (sin of 4 x 16 floats), handles with SAVE",
+        leaves={"x": x},
+        output_grad=torch.randn_like(x),
+        forwards=chains,
+        ideal_retained_bytes=HANDLES * x.nbytes,
+        steps=1,
+    )
+
+
 WORKLOADS: dict[str, Callable[[], list[Workload]]] = {
     "overhead": lambda: [overhead_bound()],
     "transformer": lambda: [transformer()],
     "saved-tensors": lambda: [saved_tensor_chain(count) for count in SAVED_TENSORS],
     "regions": lambda: [regions_in_a_row()],
+    "handles": lambda: [handles_recompute()],
+    "handles-save": lambda: [handles_save()],
 }
 """By the name on the command line: what builds the workloads that are measured in the same rounds."""
 
@@ -187,6 +219,38 @@ class TransformerBlock(nn.Module):
         return mixed.transpose(1, 2).reshape(batch, length, width)
 
 
+class Sine(torch.autograd.Function):
+    """The sine as a Function of a user's own; the one with a handle has to match its arithmetic."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * x.cos()
+
+
+class SineWithHandle(torch.autograd.Function):
+    """``Sine`` in the form that torch_remat asks for; ``remat`` is the release that the handle comes from."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, remat: Any, name: str, policy: Any) -> Tensor:
+        handle = remat.get_handle(ctx, name, policy)
+        if (skipped := handle.maybe_load_saved()) is not None:
+            return skipped
+        x = handle.save_or_load_inputs(x)
+        handle.save_for_backward({"x": x})
+        return handle.record_outputs(x.sin())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        return grad * x.cos(), None, None, None
+
+
 def clear_gradients(workload: Workload) -> None:
     """Forget the gradients of an earlier step."""
     for leaf in workload.leaves.values():
@@ -199,3 +263,36 @@ def _input(*shape: int) -> Tensor:
 
 def _for_each_contender(forward: Callable[[Wrap], Tensor]) -> dict[str, Callable[[], Tensor]]:
     return {name: partial(forward, wrap) for name, wrap in full_recompute().items()}
+
+
+def _sine_functions(
+    policy: str, *, with_handle: tuple[str, ...], without: tuple[str, ...]
+) -> tuple[Tensor, dict[str, Callable[[], Tensor]]]:
+    """Return the input and the forward of each contender named: a chain of ``HANDLES`` Functions in one region."""
+    torch.manual_seed(0)
+    x = _input(4, 16)
+    names = [f"sine_{index}" for index in range(HANDLES)]
+
+    def plain(x: Tensor) -> Tensor:
+        for _ in names:
+            x = Sine.apply(x)
+        return x
+
+    def aware(package: Any) -> Callable[[Tensor], Tensor]:
+        chosen = package.CheckpointPolicy[policy]
+
+        def chain(x: Tensor) -> Tensor:
+            for name in names:
+                x = SineWithHandle.apply(x, package, name, chosen)
+            return x
+
+        return chain
+
+    functions = {**{name: plain for name in without}, **{name: aware(with_handles(name)) for name in with_handle}}
+    return x, {
+        name: partial(_run, wrap, functions[name], x) for name, wrap in full_recompute().items() if name in functions
+    }
+
+
+def _run(wrap: Wrap, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return wrap(function)(x)

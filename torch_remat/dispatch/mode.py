@@ -9,6 +9,7 @@ while it has something to watch (``mode.watch``).
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
@@ -72,9 +73,9 @@ class RematMode(TorchDispatchMode):
             _current.set(parent)
             self.parent = None
 
+    @abstractmethod
     def begin_op(self, name: str, policy: CheckpointPolicy, ctx: Any) -> Op:
         """Begin an op in this phase."""
-        raise NotImplementedError
 
     @contextmanager
     def watch(self, watcher: _Watcher) -> Iterator[None]:
