@@ -288,7 +288,7 @@ def _sine_functions(
 
         return chain
 
-    functions = {**{name: plain for name in without}, **{name: aware(with_handles(name)) for name in with_handle}}
+    functions = {**dict.fromkeys(without, plain), **{name: aware(with_handles(name)) for name in with_handle}}
     return x, {
         name: partial(_run, wrap, functions[name], x) for name, wrap in full_recompute().items() if name in functions
     }

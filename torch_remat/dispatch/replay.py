@@ -84,7 +84,7 @@ def replay(region: Region, empty: list[Holder]) -> None:
         raise
     finally:
         mode.ops = None  # which knows the mode
-        last_refusal.set(None)  # whose traceback knows the region's frames
+        last_refusal.set(None)
 
 
 class Filling(RematMode):
