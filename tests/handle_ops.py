@@ -24,7 +24,7 @@ STYLES = ["handle", "auto", "op"]
 
 
 def policy_ids(policies: Any) -> str:
-    """Return a policy, or a sequence of them, as a test id: `"SRS"`."""
+    """Return a policy, or some, as a test id: `"SRS"`."""
     return "".join("S" if policy is SAVE else "R" for policy in as_tuple(policies))
 
 
@@ -64,7 +64,6 @@ class Kernel:
     """What an op computes, without its form.
 
     Attributes:
-        name: For test ids.
         names: Names of the saved tensors, in order.
         forward: `(ctx, *inputs)` to `(output or tuple of outputs, saved tensors by name)`.
         backward: `(ctx, saved tensors, *gradients)` to the gradient of the input, or a tuple of gradients.
@@ -82,12 +81,10 @@ class Kernel:
 
 
 def as_tuple(value: Any) -> tuple:
-    """Return a tuple as it is, anything else as a tuple of one."""
     return value if isinstance(value, tuple) else (value,)
 
 
 def kernel(*names: str, arity: int = 1) -> Callable[[type], Kernel]:
-    """Make a kernel of a class with a `forward` and a `backward`."""
     return lambda cls: Kernel(cls.__name__, names, cls.forward, cls.backward, arity)
 
 
@@ -111,8 +108,10 @@ def handle_forward(ctx, mark, *args, kernel):
     return handle.record_outputs(*as_tuple(outputs))
 
 
-def auto_forward(ctx, mark, *args, kernel):
+def auto_forward(ctx, mark, *args, kernel, copies=False):
     outputs, saved = run_body(kernel, ctx, mark, args[: kernel.arity])
+    if copies:
+        saved = {name: None if tensor is None else tensor.clone() for name, tensor in saved.items()}
     if saved:
         ctx.save_for_backward(*saved.values())
     return outputs
@@ -120,8 +119,10 @@ def auto_forward(ctx, mark, *args, kernel):
 
 @functools.cache
 def function_for(kernel: Kernel, style: str) -> type[Function]:
-    """Return the kernel as a Function: by `handle`, by `auto_forward`, for `remat.op`, or `plain`, without remat."""
-    body = functools.partial(handle_forward if style == "handle" else auto_forward, kernel=kernel)
+    """Return the kernel as a Function: by `handle`, by `auto_forward`, for `op`; without remat: `plain`, `copies`."""
+    body = functools.partial(auto_forward, kernel=kernel, copies=style == "copies")
+    if style == "handle":
+        body = functools.partial(handle_forward, kernel=kernel)
     extra = 2 if style in ("handle", "auto") else 0
 
     class Op(Function):
@@ -143,7 +144,7 @@ def call(style: str, kernel: Kernel, trace: Trace, name: str, policy: Any, *inpu
     apply = function_for(kernel, style).apply
     if style == "op":
         return remat.op(apply, name, policy=policy)((trace, name), *inputs)
-    if style == "plain":
+    if style in ("plain", "copies"):
         return apply((trace, name), *inputs)
     return apply((trace, name), *inputs, name, policy)
 

@@ -215,24 +215,29 @@ def test_output_changed_in_place_before_a_saved_op_saves_it_gives_equal_gradient
     assert_same_program(program, replays=1)
 
 
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("tail", [True, False])
+@pytest.mark.parametrize("producer", ["native", "op"])
 @pytest.mark.parametrize("style", STYLES)
-def test_output_changed_in_place_after_a_saved_op_saved_it_is_an_error_or_right(style):
+def test_output_changed_in_place_after_a_saved_op_saved_it_is_an_error_or_right(style, producer, tail, early_stop):
+    def run(function, style):
+        def block(x):
+            h = x * 1.5 if producer == "native" else call(style, Inner, Trace(), "producer", RECOMPUTE, x)
+            y = call(style, Affine, Trace(), "keeper", SAVE, h, x)
+            h.mul_(2)
+            return y, h.sin().exp() if tail else h
+
+        y, h = function(block)(x)
+        return torch.autograd.grad(y.sum() + h.sum(), x)
+
     x = leaf(3)
-
-    def block(x, clone=False):
-        h = call(style, Inner, Trace(), "producer", RECOMPUTE, x)
-        y = call(style, Affine, Trace(), "keeper", SAVE, h.clone() if clone else h, x)
-        h.mul_(2)
-        return y + h
-
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        block(x).sum().backward()
-    right = torch.autograd.grad(block(x, clone=True).sum(), x)
+        run(plain, "plain")
     try:
-        got = torch.autograd.grad(checkpointed(block)(x).sum(), x)
-    except remat.RematError:
+        actual = run(lambda block: checkpointed(block, early_stop=early_stop), style)
+    except remat.MutationError:
         return
-    assert_same(right, got)
+    assert_same(run(plain, "copies"), actual)
 
 
 @pytest.mark.parametrize("style", STYLES)

@@ -278,62 +278,6 @@ def test_order_of_saved_tensors_is_the_order_of_keys():
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_policy_holds_where_no_input_needs_a_gradient(style):
-    traces = []
-
-    def program(wrap):
-        trace = Trace()
-        traces.append(trace)
-        x, t = leaf(3), torch.randn(3)
-
-        def block(x):
-            s = call(style, Both, trace, "constant", SAVE, t)
-            r = call(style, Both, trace, "again", RECOMPUTE, s)
-            assert not s.requires_grad
-            s = call(style, Inner, trace, "tail", SAVE, s)
-            return call(style, Affine, trace, "reader", RECOMPUTE, call(style, Affine, trace, "sum", SAVE, x, s), r)
-
-        y = wrap(block)(x)
-        y.sum().backward()
-        return y, x.grad
-
-    assert_same_program(program, replays=1)
-    assert traces[1].runs == {"constant": 1, "again": 2, "tail": 1, "sum": 1, "reader": 2}
-
-
-@pytest.mark.parametrize("policy", POLICIES, ids=policy_ids)
-def test_region_without_gradients_runs_once_and_gives_equal_outputs(policy):
-    for context in (torch.no_grad, torch.inference_mode):
-        trace, x = Trace(), leaf(3, 3)
-        with context():
-            y = checkpointed(lambda x, t=trace: call("handle", Both, t, "it", policy, x.sin()))(x)
-            expected = call("plain", Both, Trace(), "it", policy, x.sin())
-        assert_same(expected, y)
-        assert trace.runs == {"it": 1}
-
-
-def test_op_under_no_grad_inside_a_region_is_equal_and_a_saved_one_runs_once():
-    traces = []
-
-    def program(wrap):
-        trace = Trace()
-        traces.append(trace)
-
-        def block(x):
-            with torch.no_grad():
-                s = call("handle", Both, trace, "s", SAVE, x)
-                r = call("handle", Both, trace, "r", RECOMPUTE, s)
-            return call("handle", Affine, trace, "reader", RECOMPUTE, x.sin(), r)
-
-        x = leaf(3)
-        wrap(block)(x).sum().backward()
-        return x.grad
-
-    assert_same_program(program, replays=1)
-    assert traces[1].runs == {"s": 1, "r": 2, "reader": 2}
-
-
-@pytest.mark.parametrize("style", STYLES)
 def test_chain_of_saved_ops_feeds_recomputed_ones_through_views(style):
     def program(wrap):
         trace = Trace()

@@ -1,0 +1,104 @@
+"""Ops that autograd does not record: the policy holds all the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from handle_ops import POLICIES, RECOMPUTE, SAVE, STYLES, Affine, Both, Inner, Trace, call, policy_ids
+from helpers import assert_same, assert_same_program, checkpointed, leaf
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_policy_holds_where_no_input_needs_a_gradient(style):
+    traces = []
+
+    def program(wrap):
+        trace = Trace()
+        traces.append(trace)
+        x, t = leaf(3), torch.randn(3)
+
+        def block(x):
+            s = call(style, Both, trace, "constant", SAVE, t)
+            r = call(style, Both, trace, "again", RECOMPUTE, s)
+            assert not s.requires_grad
+            s = call(style, Inner, trace, "tail", SAVE, s)
+            return call(style, Affine, trace, "reader", RECOMPUTE, call(style, Affine, trace, "sum", SAVE, x, s), r)
+
+        y = wrap(block)(x)
+        y.sum().backward()
+        return y, x.grad
+
+    assert_same_program(program, replays=1)
+    assert traces[1].runs == {"constant": 1, "again": 2, "tail": 1, "sum": 1, "reader": 2}
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=policy_ids)
+def test_region_without_gradients_runs_once_and_gives_equal_outputs(policy):
+    for context in (torch.no_grad, torch.inference_mode):
+        trace, x = Trace(), leaf(3, 3)
+        with context():
+            y = checkpointed(lambda x, t=trace: call("handle", Both, t, "it", policy, x.sin()))(x)
+            expected = call("plain", Both, Trace(), "it", policy, x.sin())
+        assert_same(expected, y)
+        assert trace.runs == {"it": 1}
+
+
+def test_op_under_no_grad_inside_a_region_is_equal_and_a_saved_one_runs_once():
+    traces = []
+
+    def program(wrap):
+        trace = Trace()
+        traces.append(trace)
+
+        def block(x):
+            with torch.no_grad():
+                s = call("handle", Both, trace, "s", SAVE, x)
+                r = call("handle", Both, trace, "r", RECOMPUTE, s)
+            return call("handle", Affine, trace, "reader", RECOMPUTE, x.sin(), r)
+
+        x = leaf(3)
+        wrap(block)(x).sum().backward()
+        return x.grad
+
+    assert_same_program(program, replays=1)
+    assert traces[1].runs == {"s": 1, "r": 2, "reader": 2}
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_saved_op_that_needs_no_gradient_keeps_only_what_a_recomputed_op_reads(style):
+    trace, x, t = Trace(), leaf(3), torch.randn(3)
+
+    def block(x):
+        one = call(style, Both, trace, "read", SAVE, t)
+        two = call(style, Inner, trace, "unread", SAVE, one)
+        return call(style, Affine, trace, "reader", RECOMPUTE, x, one), two
+
+    y, two = checkpointed(block)(x)
+    loss = y.sum()
+    del y, two
+    assert trace.alive() == {"read.out"}
+    loss.backward()
+    assert trace.alive() == set()
+    assert trace.runs == {"read": 1, "unread": 1, "reader": 2}
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("again", [RECOMPUTE, SAVE, None])
+def test_tensor_of_a_saved_op_without_gradients_may_be_saved_next_by_another_op(style, again):
+    """Autograd saves nothing for the first op; what it then saves is the second one's."""
+
+    def program(wrap):
+        x, t = leaf(3), torch.randn(3)
+
+        def block(x):
+            t2 = t * 2
+            s = call(style, Both, Trace(), "constant", SAVE, t2)
+            if again is None:
+                return t2 * x, s
+            return call(style, Affine, Trace(), "again", again, t2, x), s
+
+        y, s = wrap(block)(x)
+        y.sum().backward()
+        return y, s, x.grad
+
+    assert_same_program(program)
