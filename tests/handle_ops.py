@@ -205,7 +205,6 @@ class Shift:
         return x * 0.5 + 1, {}
 
     def backward(ctx, saved, grad):
-        assert saved == ()
         return grad * 0.5
 
 
@@ -314,8 +313,7 @@ class Holes:
 
     def backward(ctx, saved, grad):
         none, x, hole, y = saved
-        assert none is None
-        assert hole is None
+        assert (none, hole) == (None, None)
         return grad * (x + y)
 
 

@@ -83,15 +83,16 @@ def test_saved_op_that_needs_no_gradient_keeps_only_what_a_recomputed_op_reads(s
 
 
 @pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("producer", [RECOMPUTE, None])
 @pytest.mark.parametrize("again", [RECOMPUTE, SAVE, None])
-def test_tensor_of_a_saved_op_without_gradients_may_be_saved_next_by_another_op(style, again):
+def test_tensor_of_a_saved_op_without_gradients_may_be_saved_next_by_another_op(style, producer, again):
     """Autograd saves nothing for the first op; what it then saves is the second one's."""
 
     def program(wrap):
         x, t = leaf(3), torch.randn(3)
 
         def block(x):
-            t2 = t * 2
+            t2 = t * 2 if producer is None else call(style, Inner, Trace(), "producer", producer, t)
             s = call(style, Both, Trace(), "constant", SAVE, t2)
             if again is None:
                 return t2 * x, s

@@ -108,3 +108,33 @@ def test_outputs_that_are_inputs_or_views_of_them_are_equal(kernel, policies, st
         return y, one, three, x.grad, w.grad
 
     assert_same_program(program, replays=1)
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("policies", TRIPLES, ids=policy_ids)
+@pytest.mark.parametrize("kernel", [Identity, Transpose], ids=str)
+def test_native_views_of_outputs_that_are_views_of_inputs_are_equal(kernel, policies, style):
+    """Such a view may look just like what the op was given, but replay has data of only one of them."""
+
+    def program(wrap):
+        x, w = leaf(3, 3), leaf(3, 3)
+
+        def block(x, w):
+            results = []
+            for name, given in {
+                "input": x,
+                "native": x * 2,
+                "view": (x + 1).t(),
+                "op": call(style, Inner, Trace(), "h", policies[0], x),
+            }.items():
+                out = call(style, kernel, Trace(), f"alias of {name}", policies[1], given)
+                view = out if kernel is Identity else out.t()
+                results.append(call(style, Affine, Trace(), f"reader of {name}", RECOMPUTE, view.view_as(view), w))
+                results.append(call(style, Affine, Trace(), f"other reader of {name}", policies[2], given, view[:1]))
+            return tuple(results)
+
+        results = wrap(block)(x, w)
+        sum(y.sum() for y in results).backward()
+        return results, x.grad, w.grad
+
+    assert_same_program(program, replays=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 
 from torch_remat._names import scoped
 from torch_remat.dispatch.mode import current_mode
-from torch_remat.dispatch.op import Op, begin_op
+from torch_remat.dispatch.op import Op
 from torch_remat.dispatch.policy import CheckpointPolicy
 from torch_remat.errors import UsageError
 
@@ -50,7 +51,9 @@ class RematHandle:
 
     def load(self, args: tuple[Any, ...]) -> torch.Tensor | tuple[torch.Tensor, ...] | None:
         """Do what `maybe_load_saved` does, for a caller that knows the op's inputs: those are not kept again."""
-        self._advance(0)
+        if self._step != -1:
+            raise self._out_of_order(0)
+        self._step = 0
         outputs = self._op.load(self._ctx, args)
         if outputs is None:
             return None
@@ -73,7 +76,9 @@ class RematHandle:
             MutationError: A kept input was changed in place.
             PlaceholderError: Forward had another input here.
         """
-        self._advance(1)
+        if self._step != 0:
+            raise self._out_of_order(1)
+        self._step = 1
         loaded = self._op.inputs(args)
         return loaded[0] if len(loaded) == 1 else loaded
 
@@ -87,8 +92,10 @@ class RematHandle:
             UsageError: It was called out of order; a name is no string, empty, or contains ``.``; a value is neither
                 a tensor nor None.
         """
-        self._advance(2)
-        if not isinstance(saved_tensors, Mapping):
+        if not 0 <= self._step < 2:
+            raise self._out_of_order(2)
+        self._step = 2
+        if type(saved_tensors) is not dict and not isinstance(saved_tensors, Mapping):
             raise self.misused(
                 f"save_for_backward takes a dict of names to tensors, not a {type(saved_tensors).__name__}"
             )
@@ -117,7 +124,9 @@ class RematHandle:
 
     def record(self, outs: tuple[torch.Tensor, ...], *, as_tuple: bool) -> Any:
         """Do what `record_outputs` does, for a forward that returns a tuple or not, whatever its length."""
-        self._advance(3)
+        if not 0 <= self._step < 3:
+            raise self._out_of_order(3)
+        self._step = 3
         if not outs:
             raise self.misused("record_outputs needs at least one output")
         for place, out in enumerate(outs):
@@ -126,17 +135,15 @@ class RematHandle:
         outputs = self._op.outputs(self._ctx, outs, as_tuple)
         return outputs if as_tuple else outputs[0]
 
-    def _advance(self, step: int) -> None:
+    def _out_of_order(self, step: int) -> UsageError:
         if self._step == len(_STEPS):
-            raise self.misused(
-                f"{_STEPS[step]} was called after maybe_load_saved had returned the outputs of a skipped op"
-            )
-        if step > 0 and self._step < 0:
-            raise self.misused(f"{_STEPS[step]} was called before maybe_load_saved")
-        if step <= self._step:
+            what = f"{_STEPS[step]} was called after maybe_load_saved had returned the outputs of a skipped op"
+        elif self._step < 0:
+            what = f"{_STEPS[step]} was called before maybe_load_saved"
+        else:
             again = "a second time" if step == self._step else f"after {_STEPS[self._step]}"
-            raise self.misused(f"{_STEPS[step]} was called {again}")
-        self._step = step
+            what = f"{_STEPS[step]} was called {again}"
+        return self.misused(what)
 
     def misused(self, what: str, tensor: str | None = None) -> UsageError:
         """Return the error about a wrong use of this handle."""
@@ -194,8 +201,12 @@ def get_handle(ctx: Any, op_name: str, remat_policy: CheckpointPolicy) -> RematH
             op=name,
             remedy="Call it first thing in `forward(ctx, ...)`, with that ctx.",
         )
-    op = Op() if torch.compiler.is_compiling() else begin_op(name, remat_policy, ctx)
+    mode = None if torch.compiler.is_compiling() else current_mode()
+    op = _PLAIN if mode is None else mode.begin_op(name, remat_policy, ctx, sys._getframe(1))
     return RematHandle(ctx, name, op)
+
+
+_PLAIN = Op()
 
 
 def _region_name() -> str | None:

@@ -168,7 +168,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     model = GPTConfig()
     add = parser.add_argument
-    add("--steps", type=int, default=120, help="training steps of each way; live bytes are recorded over the last one")
+    add("--steps", type=int, default=90, help="training steps of each way; live bytes are recorded over the last one")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="where to train")
     add("--out", type=Path, default=Path("demo-output"), help="folder for the picture")
     add("--seed", type=int, default=0, help="of the weights, the batches and dropout")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter
+from types import FrameType
 from typing import Any
 from weakref import ref
 
@@ -135,11 +136,11 @@ class Recording(RematMode):
         elif holder.origin is None:
             holder.origin = ref(owner)
 
-    def begin_op(self, name: str, policy: CheckpointPolicy, ctx: Any) -> Op:
+    def begin_op(self, name: str, policy: CheckpointPolicy, ctx: Any, body: FrameType) -> Op:
         """Begin an op in forward."""
         if self.ops is None:
             self.ops = ForwardOps(self.region)
-        return self.ops.begin(name, policy, ctx)
+        return self.ops.begin(name, policy, ctx, body)
 
     def finish(self) -> None:
         """Close forward: see NOTE [ Changes after the save ], and forget random state that was not drawn from."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from types import CodeType, FrameType
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -43,10 +43,10 @@ class ForwardOps:
         self._expected: tuple[Record, list[tuple[str, torch.Tensor]]] | None = None
         self._known_args: tuple[Any, ...] = ()
 
-    def begin(self, name: str, policy: CheckpointPolicy, ctx: Any) -> Op:
-        """Begin an op; see `torch_remat.dispatch.op.begin_op`."""
-        self._forget_expected()
-        caller = _caller()
+    def begin(self, name: str, policy: CheckpointPolicy, ctx: Any, body: FrameType) -> Op:
+        """Begin an op; see `RematMode.begin_op`."""
+        if self._expected is not None:
+            self._forget_expected()
         opened = self._open
         if opened is not None and opened.is_running():
             if opened.record.policy is CheckpointPolicy.SAVE:
@@ -62,7 +62,7 @@ class ForwardOps:
                 remedy="Give each call a name of its own; remat.name_scope('block.0') prefixes the names inside it.",
             )
         record = records[name] = Record(name, policy)
-        self._open = op = ForwardOp(self, record, ctx, caller, opened)
+        self._open = op = ForwardOp(self, record, ctx, body, opened)
         return op
 
     def end(self, op: ForwardOp) -> None:
@@ -173,18 +173,16 @@ class ForwardOp(Op):
         ops: The ops of its region.
         record: Its record.
         ctx: Its autograd context.
-        caller: Where its body runs, as `_caller` says.
+        body: The frame in which its body runs.
         outer: The op in whose body it runs, if any.
     """
 
-    def __init__(
-        self, ops: ForwardOps, record: Record, ctx: Any, caller: tuple[int, CodeType], outer: ForwardOp | None
-    ) -> None:
+    def __init__(self, ops: ForwardOps, record: Record, ctx: Any, body: FrameType, outer: ForwardOp | None) -> None:
         self.record = record
         self.outer = outer
         self._ops = ops
         self._ctx = ref(ctx)
-        self._caller = caller
+        self._body = id(body), body.f_code  # the frame itself would keep the body's tensors alive
         self._named: Mapping[str, torch.Tensor | None] = {}
         self._args: tuple[Any, ...] = ()
         rng = ops.region.rng if record.policy is CheckpointPolicy.SAVE else None
@@ -192,7 +190,7 @@ class ForwardOp(Op):
 
     def is_running(self) -> bool:
         """Whether the op's body is on this thread's stack."""
-        place, code = self._caller
+        place, code = self._body
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             if id(frame) == place and frame.f_code is code:
@@ -259,12 +257,3 @@ class ForwardOp(Op):
         self._args = ()
         ops.note_outputs(record, outputs)
         return outputs
-
-
-def _caller() -> tuple[int, CodeType]:
-    """Return the frame of the forward that began an op, as id and code; a frame itself would keep tensors alive."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("torch_remat"):
-        frame = frame.f_back
-    assert frame is not None
-    return id(frame), frame.f_code

@@ -13,6 +13,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from torch_remat._compat import TorchDispatchMode
@@ -74,8 +75,19 @@ class RematMode(TorchDispatchMode):
             self.parent = None
 
     @abstractmethod
-    def begin_op(self, name: str, policy: CheckpointPolicy, ctx: Any) -> Op:
-        """Begin an op in this phase."""
+    def begin_op(self, name: str, policy: CheckpointPolicy, ctx: Any, body: FrameType) -> Op:
+        """Begin an op in this phase.
+
+        Args:
+            name: The op's name, with its scopes.
+            policy: Its policy.
+            ctx: Its autograd context.
+            body: The frame in which its body runs.
+
+        Raises:
+            UsageError: The region already has an op of that name, or the op before it was not ended.
+            MismatchError: In replay, this is not the op that forward had here.
+        """
 
     @contextmanager
     def watch(self, watcher: _Watcher) -> Iterator[None]:

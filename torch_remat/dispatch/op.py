@@ -21,9 +21,6 @@ from typing import Any
 
 import torch
 
-from torch_remat.dispatch.mode import current_mode
-from torch_remat.dispatch.policy import CheckpointPolicy
-
 
 class Op:
     """An op outside of regions, or inside the body of a SAVE op: plain autograd. The phases derive from it."""
@@ -45,14 +42,3 @@ class Op:
     def outputs(self, ctx: Any, outputs: tuple[torch.Tensor, ...], as_tuple: bool) -> tuple[torch.Tensor, ...]:
         """Note the op's outputs; return what the op shall return."""
         return outputs
-
-
-def begin_op(name: str, policy: CheckpointPolicy, ctx: Any) -> Op:
-    """Begin an op in whatever region and phase is current.
-
-    Raises:
-        UsageError: The region already has an op of that name, or the op before it was not ended.
-        MismatchError: In replay, this is not the op that forward had here.
-    """
-    mode = current_mode()
-    return Op() if mode is None else mode.begin_op(name, policy, ctx)

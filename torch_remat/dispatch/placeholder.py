@@ -15,7 +15,6 @@ Decided by the op's schema, never by its name:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
@@ -142,10 +141,12 @@ def make_placeholder(like: torch.Tensor, source: Source, device: torch.device | 
 def placeholder_at(geometry: Geometry, dtype: torch.dtype, device: torch.device, source: Source) -> Placeholder:
     """Return a placeholder with the given metadata."""
     shape, stride, offset = geometry
-    with nullcontext() if not torch.is_inference_mode_enabled() else torch.inference_mode(False):
-        placeholder: Placeholder = make_wrapper_subclass(
-            Placeholder, shape, strides=stride, storage_offset=offset, dtype=dtype, device=device
-        )
+    if torch.is_inference_mode_enabled():  # autograd refuses to take views made here for views of others
+        with torch.inference_mode(False):
+            return placeholder_at(geometry, dtype, device, source)
+    placeholder: Placeholder = make_wrapper_subclass(
+        Placeholder, shape, strides=stride, storage_offset=offset, dtype=dtype, device=device
+    )
     placeholder.source = source
     forbid_data_access(placeholder)
     return placeholder

@@ -2,7 +2,9 @@
 
 In: the outputs of ops, in forward. Kept, until forward ends: weak references. Out: whether replay will have a tensor.
 
-A tensor is known by itself, by the tensor that it is a view of, or (a detached alias has no such link) by its storage.
+A tensor is known by itself, by the tensor that it is a view of, or by its storage: a detached alias has no other link.
+What is taken for an output of a skipped op by mistake is kept, which costs memory; the other mistake is an error in
+replay.
 """
 
 from __future__ import annotations
@@ -34,36 +36,62 @@ class Made(NamedTuple):
 class Provenance:
     """The outputs of one region's ops, by tensor and by storage."""
 
-    __slots__ = ("_storages", "_tensors")
+    __slots__ = ("_shared", "_storages", "_tensors", "_unindexed")
 
     def __init__(self) -> None:
         self._tensors: dict[int, Made] = {}
+        # By the storage's address. A weak reference keeps the address from being used again.
         self._storages: dict[int, tuple[StorageWeakRef, Made]] = {}
+        # Outputs of skipped ops that are views of other tensors, by the storage that they share.
+        self._shared: dict[int, tuple[StorageWeakRef, Made]] = {}
+        # Outputs of recomputed ops that are not in `_storages` yet: few are ever looked for there.
+        self._unindexed: list[Made] = []
 
     def note(self, record: Record, outputs: tuple[torch.Tensor, ...]) -> None:
         """Note the outputs of an op."""
+        skipped = record.policy is CheckpointPolicy.SAVE
         for index, tensor in enumerate(outputs):
             known = self._tensors.get(id(tensor))
             if known is not None and known.tensor() is tensor:
                 continue  # an input that is returned as it is
             made = Made(record, index, tensor._version, offset_in_bytes(tensor), ref(tensor))
             self._tensors[id(tensor)] = made
-            if tensor._base is None:
-                storage = tensor.untyped_storage()
-                self._storages[storage._cdata] = (StorageWeakRef(storage), made)
+            if skipped:
+                _index(self._storages if tensor._base is None else self._shared, tensor, made)
+            elif tensor._base is None:
+                self._unindexed.append(made)
 
     def maker_of(self, tensor: torch.Tensor) -> Made | None:
-        """Return the op's output that a tensor is, or is a view or an alias of; None for all other tensors."""
+        """Return the op's output that a tensor is, or is a view or an alias of; None for all other tensors.
+
+        A view that shares a storage with a view that a skipped op returned may be a view of that: it counts as one, so
+        that it is kept.
+        """
         made = self._tensors.get(id(tensor))
         if made is not None and made.tensor() is tensor:
             return made
         base = tensor._base
         if base is not None:
+            if self._shared and (shared := _look_up(self._shared, tensor)) is not None:
+                return shared
             made = self._tensors.get(id(base))
             if made is not None and made.tensor() is base:
                 return made
-        if not self._storages:
+        if not self._storages and not self._unindexed:
             return None
-        reference, found = self._storages.get(tensor.untyped_storage()._cdata, (None, None))
-        # The weak reference keeps the address from being used again, so a live one is the same storage.
-        return found if reference is not None and not reference.expired() else None
+        for made in self._unindexed:
+            output = made.tensor()
+            if output is not None:
+                _index(self._storages, output, made)
+        self._unindexed.clear()
+        return _look_up(self._storages, tensor)
+
+
+def _index(storages: dict[int, tuple[StorageWeakRef, Made]], tensor: torch.Tensor, made: Made) -> None:
+    storage = tensor.untyped_storage()
+    storages[storage._cdata] = (StorageWeakRef(storage), made)
+
+
+def _look_up(storages: dict[int, tuple[StorageWeakRef, Made]], tensor: torch.Tensor) -> Made | None:
+    reference, made = storages.get(tensor.untyped_storage()._cdata, (None, None))
+    return made if reference is not None and not reference.expired() else None

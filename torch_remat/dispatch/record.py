@@ -20,6 +20,7 @@ from torch_remat.errors import MutationError
 if TYPE_CHECKING:
     from torch_remat.dispatch.ambient import RngState
     from torch_remat.dispatch.holder import OpHolder
+    from torch_remat.dispatch.region import Region
 
 
 class Output(NamedTuple):
@@ -55,7 +56,7 @@ class Slot:
             with torch.no_grad():
                 self._kept = pack(tensor)
 
-    def load(self, region: str, op: str, name: str) -> torch.Tensor:
+    def load(self, region: Region, op: str, place: int) -> torch.Tensor:
         """Return the tensor for one replay.
 
         Raises:
@@ -68,9 +69,9 @@ class Slot:
         elif kept._version != self._version:
             raise MutationError(
                 "this input was changed in place after it was kept for replay",
-                region=region,
+                region=region.name,
                 op=op,
-                tensor=name,
+                tensor=f"input {place}",
                 remedy="Use the out-of-place form of the op that changes it, or change it after backward.",
             )
         return kept.detach().requires_grad_(self._requires_grad)

@@ -20,6 +20,7 @@ NOTE [ How a replay ends ]
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import ref
 
@@ -177,7 +178,10 @@ class Filling(RematMode):
             if (
                 origin is not holder.origin
                 or metadata_of(tensor) != holder.metadata
-                or type(owner.grad_fn) is not holder.producer
+                or (
+                    type(owner.grad_fn) is not holder.producer
+                    and not (self.ops is not None and self.ops.has_loaded(owner))  # a slot has no history
+                )
             ):
                 self._explain(holder, tensor, owner, origin)
             if holder.value is None:
@@ -192,13 +196,13 @@ class Filling(RematMode):
             self._stop()
         return value
 
-    def begin_op(self, name: str, policy: CheckpointPolicy, ctx: Any) -> Op:
+    def begin_op(self, name: str, policy: CheckpointPolicy, ctx: Any, body: FrameType) -> Op:
         """Begin an op in replay."""
         if self._over:
             return Op()
         if self.ops is None:
             self.ops = ReplayOps(self)
-        return self.ops.begin(name, policy, ctx)
+        return self.ops.begin(name, policy)
 
     def fill_elided(self, holder: Holder, value: torch.Tensor) -> None:
         """Give a holder that waits for an op's output its value."""

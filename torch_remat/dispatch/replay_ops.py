@@ -39,11 +39,11 @@ class ReplayOps:
         self._mode = mode
         self._records = list(mode.region.tape.records.values())
         self._next = 0
-        self._loaded: list[torch.Tensor] = []
+        self._loaded: dict[int, torch.Tensor] = {}  # by id, kept so that no other tensor gets the id
         self._regions = 0
 
-    def begin(self, name: str, policy: CheckpointPolicy, ctx: Any) -> Op:
-        """Begin an op; see `torch_remat.dispatch.op.begin_op`."""
+    def begin(self, name: str, policy: CheckpointPolicy) -> Op:
+        """Begin an op; see `RematMode.begin_op`."""
         place = self._next
         expected = self._records[place] if place < len(self._records) else None
         if expected is None or expected.name != name:
@@ -74,18 +74,19 @@ class ReplayOps:
             MutationError: A kept input was changed in place.
         """
         loaded = list(args)
+        slots = record.slots
         for place, arg in enumerate(loaded):
-            slot = record.slots.get(place)
+            slot = slots.get(place) if slots else None
             if slot is not None:
-                loaded[place] = slot.load(self.region.name, record.name or consumer, f"input {place}")
-                self._loaded.append(loaded[place])
+                tensor = slot.load(self.region, record.name or consumer, place)
+                loaded[place] = self._loaded[id(tensor)] = tensor
             elif isinstance(arg, Placeholder):
                 refuse(arg.source, consumer)
         return loaded
 
     def has_loaded(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor came from a slot, so that it has no history in replay."""
-        return any(tensor is loaded for loaded in self._loaded)
+        return id(tensor) in self._loaded
 
     def enter_region(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """Return an inner region's arguments with the placeholders among them replaced."""
@@ -147,7 +148,7 @@ class ReplayOp(Op):
 
     def inputs(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Replace the inputs that are placeholders by the kept ones."""
-        return tuple(self._ops.load_inputs(self._record, args, f"op {self._record.name!r}"))
+        return tuple(self._ops.load_inputs(self._record, args, self._record.name))
 
     def outputs(self, ctx: Any, outputs: tuple[torch.Tensor, ...], as_tuple: bool) -> tuple[torch.Tensor, ...]:
         """Fill the holders that wait for these outputs."""
