@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from functools import partial
 from operator import methodcaller
 from typing import Any
 
@@ -57,15 +58,10 @@ function_mode_depth: Callable[[], int] = torch._C._len_torch_function_stack
 SavedTensorHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
-def top_saved_tensors_hooks() -> SavedTensorHooks | None:
-    """Return the innermost pair of saved-tensor hooks, or None.
-
-    A region hands its inputs to the hooks around it without adding a node to the graph, and torch has no public way
-    to ask for them.
-    """
-    hooks: SavedTensorHooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooks
-
+# The innermost pair of saved-tensor hooks, or None. A region hands its inputs to the hooks around it without adding a
+# node to the graph, and torch has no public way to ask for them.
+top_saved_tensors_hooks: Callable[[], SavedTensorHooks | None]
+top_saved_tensors_hooks = partial(torch._C._autograd._top_saved_tensors_default_hooks, False)
 
 # The active torch.utils.checkpoint.GraphExecGroup, whose backwards share one replay; torch has no public way to ask.
 graph_exec_group: Callable[[], object | None] = getattr(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import NamedTuple
@@ -86,12 +86,15 @@ class RngState:
     def __init__(self, extra: Sequence[torch.Generator]) -> None:
         self._states = [(generator, generator.get_state()) for generator in (*_default_generators(), *extra)]
 
-    def keep_drawn(self, by_ops: Iterable[RngState] = ()) -> bool:
+    def keep_drawn(self, by_ops: Sequence[RngState] = ()) -> bool:
         """At the region's end: forget the generators that it did not draw from; return whether any is left.
 
         An op may draw and yet leave a generator as it stood at the region's start, by seeding it: ``by_ops`` are the
         states in which ops left those that they drew from.
         """
+        if not by_ops and len(self._states) == 1:
+            ((generator, start),) = self._states
+            return not _equal(start, generator.get_state())
         drawn = {id(generator) for state in by_ops for generator, _ in state._states}
         self._states = [
             (generator, start)

@@ -149,8 +149,7 @@ class Recording(RematMode):
             self.ops.finish()
         if self._values is not None:
             self._values.flush(_keep_value)
-        records = region.tape.records.values()
-        if region.rng is not None and not region.rng.keep_drawn([it.drawn for it in records if it.drawn is not None]):
+        if region.rng is not None and not region.rng.keep_drawn(region.tape.drawn_by_ops()):
             region.rng = None
         if self._any_version or any(map(_version_of, self._counters)):
             self._find_changed()

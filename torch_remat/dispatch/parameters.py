@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import is_
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +28,8 @@ MAX_MODULES = 64
 
 def parameters_of(function: Callable[..., Any]) -> Sequence[torch.Tensor | None]:
     """Return the parameters of a module, or of the module whose method a function is; at most of `MAX_MODULES`."""
+    if type(function) is FunctionType:
+        return ()
     module = function if isinstance(function, Module) else getattr(function, "__self__", None)
     if not isinstance(module, Module):
         return ()

@@ -11,6 +11,7 @@ from weakref import ref
 
 import torch
 
+from torch_remat.dispatch.ambient import RngState
 from torch_remat.dispatch.holder import Holder, OpHolder
 from torch_remat.dispatch.record import Record
 
@@ -53,8 +54,14 @@ class Tape:
         for holder in self._alive():
             holder.value = None
 
+    def drawn_by_ops(self) -> list[RngState]:
+        """Return the states in which ops left the generators that they drew from."""
+        return [record.drawn for record in self.records.values() if record.drawn is not None] if self.records else []
+
     def forget_slots(self) -> None:
         """Drop what only a further replay would need."""
+        if not self.records:
+            return
         for record in (*self.records.values(), *self.regions):
             record.forget_slots()
 
