@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from handle_ops import POLICIES, RECOMPUTE, SAVE, STYLES, Affine, Both, Inner, Trace, call, policy_ids
+from handle_ops import POLICIES, RECOMPUTE, SAVE, STYLES, Affine, Both, Inner, Result, Trace, call, policy_ids
 from helpers import assert_same, assert_same_program, checkpointed, leaf
 
 
@@ -103,3 +103,24 @@ def test_tensor_of_a_saved_op_without_gradients_may_be_saved_next_by_another_op(
         return y, s, x.grad
 
     assert_same_program(program)
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("style", STYLES)
+def test_inner_region_may_take_the_saved_output_of_an_op_without_gradients_next(style, early_stop):
+    """Nothing was saved for the op, so what the inner region keeps of its inputs is its own."""
+
+    def program(wrap):
+        x, t = leaf(3), torch.randn(3)
+
+        def block(x):
+            h = call(style, Inner, Trace(), "h", RECOMPUTE, x)
+            s = call(style, Result, Trace(), "constant", SAVE, t * 2)
+            r = wrap(lambda s: call(style, Inner, Trace(), "inner", RECOMPUTE, s))(s)
+            return h, r
+
+        y, r = wrap(block)(x)
+        y.sum().backward()
+        return y, r, x.grad
+
+    assert_same_program(program, early_stop=early_stop)

@@ -14,6 +14,7 @@ from weakref import ref
 
 import torch
 
+from torch_remat._compat import sequence_number
 from torch_remat.dispatch.ambient import RngState
 from torch_remat.dispatch.holder import Anchor, Holder, OpHolder, metadata_of, parameter_behind
 from torch_remat.dispatch.inputs import leaves_of
@@ -39,8 +40,8 @@ class ForwardOps:
         self.region = region
         self._provenance = Provenance()
         self._open: ForwardOp | None = None
-        # The record, names and tensors whose saving comes next, since its body has just ended.
-        self._expected: tuple[Record, list[tuple[str, torch.Tensor]]] | None = None
+        # The record, names and tensors whose saving comes next, since its body has just ended, before any other node.
+        self._expected: tuple[Record, list[tuple[str, torch.Tensor]], int] | None = None
         self._known_args: tuple[Any, ...] = ()
 
     def begin(self, name: str, policy: CheckpointPolicy, ctx: Any, body: FrameType) -> Op:
@@ -89,6 +90,7 @@ class ForwardOps:
 
     def enter_region(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """Keep those inputs of an inner region in slots that replay would not have."""
+        self._forget_expected()
         record = Record("", CheckpointPolicy.RECOMPUTE)
         self.keep_inputs(record, leaves_of(args, kwargs))
         self.region.tape.regions.append(record)
@@ -104,15 +106,15 @@ class ForwardOps:
         """Note what autograd saves next, if it records the op at all, and the op's inputs, if they are known."""
         self._known_args = known_args
         tensors = [(name, tensor) for name, tensor in named.items() if tensor is not None]
-        self._expected = (record, tensors[::-1]) if tensors else None
+        self._expected = (record, tensors[::-1], sequence_number()) if tensors else None
 
     def pack(self, tensor: torch.Tensor) -> Holder | Anchor | None:
         """Return the holder for a tensor that a SAVE op saves, or None for a tensor that something else saves."""
         if self._expected is None:
             return None
-        record, tensors = self._expected
+        record, tensors, number = self._expected
         name, expected = tensors[-1]
-        if tensor is not expected:
+        if tensor is not expected or number != sequence_number():
             self._forget_expected()  # autograd did not record the op
             return None
         tensors.pop()

@@ -6,6 +6,7 @@ In: the tape's records. Kept: nothing past the replay. Out: the same ops in the 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,7 @@ import torch
 from torch_remat.dispatch.inputs import leaves_of, with_leaves
 from torch_remat.dispatch.mismatch import mismatched
 from torch_remat.dispatch.op import Op
-from torch_remat.dispatch.placeholder import Placeholder, refuse
+from torch_remat.dispatch.placeholder import Placeholder, Source, refuse
 from torch_remat.dispatch.policy import CheckpointPolicy
 from torch_remat.dispatch.record import Elided, Record
 from torch_remat.errors import MismatchError
@@ -144,6 +145,9 @@ class ReplayOp(Op):
         plain = [out for out, kept in zip(outputs, record.outputs, strict=True) if not kept.differentiable]
         if plain:
             ctx.mark_non_differentiable(*plain)
+        # The graph of the replay has nothing that this op's backward could work on.
+        source = Source(region, record.name, record.outputs[0].name)
+        ctx.register_prehook(partial(_refuse_backward, source))
         return outputs if record.as_tuple else outputs[0]
 
     def inputs(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -155,3 +159,7 @@ class ReplayOp(Op):
         if self._record.elided_outputs:
             self._ops.fill_elided(self._record.elided_outputs, outputs)
         return outputs
+
+
+def _refuse_backward(source: Source, _grad_outputs: Sequence[torch.Tensor | None]) -> None:
+    refuse(source, "a gradient taken inside the region")
