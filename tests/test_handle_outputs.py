@@ -123,6 +123,8 @@ def test_native_views_of_outputs_that_are_views_of_inputs_are_equal(kernel, poli
             results = []
             for name, given in {
                 "input": x,
+                "constant": x.detach() * 2,
+                "op without gradients": call(style, Inner, Trace(), "c", policies[0], x.detach()),
                 "native": x * 2,
                 "view": (x + 1).t(),
                 "op": call(style, Inner, Trace(), "h", policies[0], x),
@@ -136,5 +138,31 @@ def test_native_views_of_outputs_that_are_views_of_inputs_are_equal(kernel, poli
         results = wrap(block)(x, w)
         sum(y.sum() for y in results).backward()
         return results, x.grad, w.grad
+
+    assert_same_program(program, replays=1)
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("policies", TRIPLES, ids=policy_ids)
+@pytest.mark.parametrize("kernel", [Identity, Transpose], ids=str)
+def test_outputs_that_are_inputs_without_gradients_are_equal(kernel, policies, style):
+    """Without gradients, autograd gives back the very tensor that the op was given."""
+
+    def program(wrap):
+        x, t = leaf(3, 3), torch.randn(3, 3)
+
+        def block(x, t):
+            h = call(style, Inner, Trace(), "h", policies[0], t)
+            one = call(style, kernel, Trace(), "of h", policies[1], h)
+            two = call(style, kernel, Trace(), "of one", policies[2], one)
+            three = call(style, kernel, Trace(), "of input", policies[1], t)
+            y = call(style, Affine, Trace(), "y", RECOMPUTE, x, one)
+            z = call(style, Affine, Trace(), "z", RECOMPUTE, y, two)
+            r = call(style, Inner, Trace(), "r", RECOMPUTE, one)
+            return call(style, Affine, Trace(), "last", policies[0], z, three), r
+
+        y, r = wrap(block)(x, t)
+        y.sum().backward()
+        return y, r, x.grad
 
     assert_same_program(program, replays=1)

@@ -96,9 +96,9 @@ class ForwardOps:
         self.region.tape.regions.append(record)
         return args, kwargs
 
-    def note_outputs(self, record: Record, outputs: tuple[torch.Tensor, ...]) -> None:
-        """Note what an op made."""
-        self._provenance.note(record, outputs)
+    def note_outputs(self, record: Record, outputs: tuple[torch.Tensor, ...], inputs: tuple[Any, ...]) -> None:
+        """Note what an op made of its inputs, as far as they are known."""
+        self._provenance.note(record, outputs, inputs)
 
     def expect_saved(
         self, record: Record, named: Mapping[str, torch.Tensor | None], known_args: tuple[Any, ...]
@@ -218,6 +218,7 @@ class ForwardOp(Op):
     def inputs(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Keep the inputs that replay would not have."""
         if self.record.policy is CheckpointPolicy.RECOMPUTE:
+            self._args = args
             self._ops.keep_inputs(self.record, args)
         return args
 
@@ -255,7 +256,7 @@ class ForwardOp(Op):
             if self._rng is not None:
                 record.drawn = self._rng.drawn()
             ops.expect_saved(record, self._named, self._args)
+        ops.note_outputs(record, outputs, self._args)
         self._named = {}
         self._args = ()
-        ops.note_outputs(record, outputs)
         return outputs

@@ -9,7 +9,7 @@ replay.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -47,13 +47,15 @@ class Provenance:
         # Outputs of recomputed ops that are not in `_storages` yet: few are ever looked for there.
         self._unindexed: list[Made] = []
 
-    def note(self, record: Record, outputs: tuple[torch.Tensor, ...]) -> None:
-        """Note the outputs of an op."""
+    def note(self, record: Record, outputs: tuple[torch.Tensor, ...], inputs: tuple[Any, ...]) -> None:
+        """Note the outputs of an op.
+
+        One that is an input, returned as it is, stays what it was, unless the op is skipped: then replay has neither.
+        """
         skipped = record.policy is CheckpointPolicy.SAVE
         for index, tensor in enumerate(outputs):
-            known = self._tensors.get(id(tensor))
-            if known is not None and known.tensor() is tensor:
-                continue  # an input that is returned as it is
+            if not skipped and any(tensor is given for given in inputs):
+                continue
             made = Made(record, index, tensor._version, offset_in_bytes(tensor), ref(tensor))
             self._tensors[id(tensor)] = made
             if skipped:

@@ -206,6 +206,8 @@ class Filling(RematMode):
 
     def fill_elided(self, holder: Holder, value: torch.Tensor) -> None:
         """Give a holder that waits for an op's output its value."""
+        if self.region.hooks is not None:  # what they restored may count its versions anew
+            holder.metadata = (value._version, *holder.metadata[1:])
         holder.value = value
         self._waiting -= 1
         if not self._waiting and self._position > self._last:
