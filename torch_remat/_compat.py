@@ -10,32 +10,55 @@ import contextlib
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
-from operator import methodcaller
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import optree
 import torch
 import torch.utils.checkpoint
+from torch._ops import OperatorBase, OpOverloadPacket  # the types of what torch.ops gives; no public place has them
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import SUPPORTED_NODES
 
 __all__ = [
     "PYTREE_NAMESPACE",
+    "DispatchMode",
+    "OpOverloadPacket",
+    "OperatorBase",
+    "ProfilerRange",
     "SavedTensorHooks",
     "TorchDispatchMode",
+    "active_modes",
     "adopt_pytree_node",
+    "any_autocast_enabled",
+    "any_profiler_runs",
+    "attach_oom_observer",
+    "dispatch_state",
     "forbid_data_access",
     "function_mode_depth",
     "graph_exec_group",
     "graph_is_kept",
     "graph_task",
+    "has_effect",
+    "has_returned",
+    "kernel_of",
     "make_wrapper_subclass",
     "negative_view",
     "node_number",
+    "pop_saved_tensors_hooks",
+    "profiler_runs",
+    "push_saved_tensors_hooks",
     "sequence_number",
     "set_conj",
+    "set_grad_enabled",
     "set_neg",
+    "set_version",
+    "shares_storage",
+    "storage_key",
     "top_saved_tensors_hooks",
+    "with_dispatch_state",
+    "with_shared_versions",
+    "without_dispatch_modes",
     "without_torch_function",
 ]
 
@@ -63,10 +86,25 @@ SavedTensorHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Te
 top_saved_tensors_hooks: Callable[[], SavedTensorHooks | None]
 top_saved_tensors_hooks = partial(torch._C._autograd._top_saved_tensors_default_hooks, False)
 
+# What the context managers torch.autograd.graph.saved_tensors_hooks and torch.enable_grad call, for a third of their
+# time: each region enters both twice. A pop must follow each push in the same thread, so they stand in try/finally.
+push_saved_tensors_hooks: Callable[[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]], None]
+push_saved_tensors_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+pop_saved_tensors_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+
 # The active torch.utils.checkpoint.GraphExecGroup, whose backwards share one replay; torch has no public way to ask.
 graph_exec_group: Callable[[], object | None] = getattr(
     getattr(torch.utils.checkpoint, "GraphExecGroup", None), "_get_current_group", lambda: None
 )
+
+
+def has_returned(ctx: Any) -> bool:
+    """Whether the forward of a Function has returned and autograd has recorded it, by its autograd context.
+
+    Public names tell no difference to a context whose forward raised.
+    """
+    return bool(ctx._input_metadata)
 
 
 def adopt_pytree_node(kind: type) -> bool:
@@ -91,6 +129,24 @@ PYTREE_NAMESPACE = "torch_remat"
 # The sequence number of an autograd node; see `sequence_number`. Called for each saved tensor.
 node_number: Callable[[torch.autograd.graph.Node], int] = methodcaller("_sequence_nr")
 
+# Has a function called when an allocation fails, before the allocator raises; None in builds without CUDA. torch.cuda's
+# public memory history cannot call anything.
+attach_oom_observer: Callable[[Callable[[int, int, int, int], None]], None] | None
+attach_oom_observer = getattr(torch._C, "_cuda_attachOutOfMemoryObserver", None)
+
+# Whether a profiler records in this thread (torch.profiler, or emit_nvtx and emit_itt); torch has no public way to ask.
+profiler_runs: Callable[[], bool] = torch._C._autograd._profiler_enabled
+
+
+def any_profiler_runs() -> bool:
+    """Whether a profiler records, in whatever thread: torch crashes when a second one starts."""
+    return profiler_runs() or bool(getattr(torch.autograd.profiler, "_is_profiler_enabled", False))
+
+
+# A named range in a profile. The public record_function is itself an op, which dispatch modes would see, and takes
+# twenty times as long.
+ProfilerRange: Callable[[str], AbstractContextManager[Any]] = torch._C._profiler._RecordFunctionFast
+
 # Runs a function on placeholders as on plain tensors; torch's own protocol would make real results placeholders.
 without_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
 
@@ -106,3 +162,99 @@ negative_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
 # The lazy conjugate and negative bits of a tensor, which a placeholder shows as the tensor that it stands for.
 set_conj: Callable[[torch.Tensor, bool], None] = torch._C._set_conj
 set_neg: Callable[[torch.Tensor, bool], None] = torch._C._set_neg
+
+
+# The address of a tensor's storage object: the identity of what views share, also where it is empty. The public way
+# makes a storage object in Python.
+storage_key: Callable[[torch.Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
+
+
+# Tells the compiler's frame evaluation what to do with a code object; missing in some releases.
+_set_strategy = getattr(torch._C._dynamo.eval_frame, "set_code_exec_strategy", None)
+
+
+class DispatchMode(TorchDispatchMode):
+    """A dispatch mode whose handler the compiler leaves alone, without the Python functions that torch wraps it in.
+
+    They are a fifth of what a mode costs an op. The compiler's own frame evaluation can skip a function and all that
+    it calls, which costs nothing.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return _set_strategy is None
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if _set_strategy is not None and "__torch_dispatch__" in cls.__dict__:
+            frames = torch._C._dynamo.eval_frame
+            _set_strategy(
+                cls.__torch_dispatch__.__code__,
+                frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP),
+            )
+
+
+# The dispatch modes that are on the stack now: the one whose handler runs is not.
+active_modes: Callable[[], list[TorchDispatchMode]] = torch.utils._python_dispatch._get_current_dispatch_mode_stack
+
+# Whether autocast is on for any device type; the public function asks for one.
+any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
+
+# What an op of torch's own calls, without the Python function around it, which is a tenth of what a small op costs.
+kernel_of: Callable[[Any], Callable[..., Any]] = attrgetter("_op")
+
+DispatchState = tuple[Any, Any]
+
+
+def dispatch_state() -> DispatchState:
+    """Return which dispatch keys this thread includes and excludes: autograd, autocast, modes."""
+    return torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+
+
+def with_dispatch_state(state: DispatchState) -> AbstractContextManager[Any]:
+    """Return a context with an earlier state, and with the modes that are active now.
+
+    Inside of an op autograd is switched off, so that ops of several parts would come whole.
+    """
+    included, excluded = state
+    present = torch._C._dispatch_tls_local_include_set()
+    guard: AbstractContextManager[Any] = torch._C._ForceDispatchKeyGuard(included | present, excluded)
+    return guard
+
+
+# Whether two tensors share their storage; the public way makes two storage objects in Python.
+shares_storage: Callable[[torch.Tensor, torch.Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
+
+
+def with_shared_versions() -> AbstractContextManager[Any]:
+    """Return a context in which `detach` shares the version counter, which it does not inside of an op."""
+    guard: AbstractContextManager[Any] = torch._C._SetExcludeDispatchKeyGuard(
+        torch._C.DispatchKey.ADInplaceOrView, False
+    )
+    return guard
+
+
+# Runs an op past all dispatch modes. What the hooks of checkpointing do to a tensor is no op of the user's.
+without_dispatch_modes: Callable[[], AbstractContextManager[Any]] = torch._C._DisableTorchDispatch
+
+
+def empty_pinned_cache() -> None:
+    """Give pinned memory that no tensor uses back to the system; there is none where torch knows no CUDA."""
+    getattr(torch._C, "_host_emptyCache", int)()
+
+
+def set_version(tensor: torch.Tensor, version: int) -> None:
+    """Set a tensor's version counter; torch's own context manager for this has no way to be left later."""
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
+def has_effect(op: object) -> bool:
+    """Whether an op is registered to have ordered effects, as printing has; torch has no public way to ask."""
+    try:
+        from torch._higher_order_ops.effects import has_effects
+    except ImportError:
+        return False
+    try:
+        return bool(has_effects(op))
+    except TypeError:  # earlier releases asked for the arguments too
+        return bool(has_effects(op, (), {}))  # type: ignore[call-arg]

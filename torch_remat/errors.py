@@ -2,11 +2,15 @@
 
     RematError(RuntimeError)            everything that this library raises
     ├── UsageError(TypeError)           the API was called in a form that it does not have
+    │   └── PolicyError(ValueError)     a policy for a region's ops is none, or an entry of it matched nothing
     ├── OutputError(TypeError)          a region's function returned something else than tensors in builtin containers
     ├── MismatchError                   replay did not do what forward did
     ├── MutationError                   a tensor that backward or replay needs was changed in place
     ├── ReleasedError                   backward asked for values that an earlier backward freed
-    └── PlaceholderError                something in replay needs the data of an output that was skipped
+    ├── PlaceholderError                something in replay needs the data of an output that was skipped
+    └── OffloadError                    an offloaded tensor could not be brought back
+
+`RematWarning(UserWarning)` is what costs more than it should and is right all the same.
 
 Each error carries ``region``, ``op`` and ``tensor`` as fields beside its message, so that a program can act on
 them without parsing text. The message is built here and nowhere else.
@@ -17,6 +21,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import optree
 import torch
 
 
@@ -42,7 +47,7 @@ class RematError(RuntimeError):
     ) -> None:
         self.what = what
         self.region = region
-        self.op = op
+        self.op = op or None
         self.tensor = tensor
         self.remedy = remedy
         super().__init__(what)
@@ -58,6 +63,10 @@ class RematError(RuntimeError):
 
 class UsageError(RematError, TypeError):
     """The API was called in a form that it does not have."""
+
+
+class PolicyError(UsageError, ValueError):
+    """A policy for a region's ops is none, or an entry of it matched nothing."""
 
 
 class OutputError(RematError, TypeError):
@@ -76,12 +85,38 @@ class ReleasedError(RematError):
     """Backward asked for values that an earlier backward freed."""
 
 
+class OffloadError(RematError):
+    """An offloaded tensor could not be brought back, or came back as another one.
+
+    Args:
+        what: What happened, as a sentence without the final stop.
+        region: Name of the region.
+        op: Name of the op, or None for an input of the region.
+        tensor: Name of the tensor.
+        file: Path of the file that held it, if one did.
+        remedy: What the user can do about it.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        region: str | None = None,
+        op: str | None = None,
+        tensor: str | None = None,
+        file: str | None = None,
+        remedy: str | None = None,
+    ) -> None:
+        self.file = file
+        super().__init__(what, region=region, op=op, tensor=tensor, remedy=remedy)
+
+
 class PlaceholderError(RematError):
     """Something in replay needs the data of a SAVE op's output, which replay skipped.
 
     Args:
         region: Name of the region.
-        op: Name of the SAVE op.
+        op: Name of the SAVE op; empty for a result of an aten op in a region with a policy for those.
         output: Name of the op's output that the placeholder stands for.
         consumer: What needs the data: an aten op, or an access such as ``data_ptr``.
         line: The line of user code that asked for it, ``file.py:12``.
@@ -90,8 +125,17 @@ class PlaceholderError(RematError):
     def __init__(self, *, region: str, op: str, output: str, consumer: str, line: str) -> None:
         self.consumer = consumer
         self.line = line
+        if not op:
+            super().__init__(
+                f"{consumer} at {line} needs the data of this tensor, which the region's policy did not keep and "
+                "which no op of forward was seen to need, so that replay passes a placeholder without data",
+                region=region,
+                tensor=output,
+                remedy="Let the policy save the tensor, or read it with .item(), which is an op.",
+            )
+            return
         super().__init__(
-            f"{consumer} at {line} needs the data of this output, but op {op!r} has policy SAVE, so replay skipped it "
+            f"{consumer} at {line} needs the data of this output, but op {op!r} is saved, so replay skipped it "
             "and passes a placeholder without data",
             region=region,
             op=op,
@@ -102,6 +146,10 @@ class PlaceholderError(RematError):
         )
 
 
+class RematWarning(UserWarning):
+    """Something costs more than it should, and the user can do something about it."""
+
+
 def qualified_name(region: str | None, op: str | None = None, tensor: str | None = None) -> str:
     """Return ``region::op.tensor``, the form in which every message and report names a tensor."""
     inner = ".".join(part for part in (op, tensor) if part)
@@ -110,13 +158,14 @@ def qualified_name(region: str | None, op: str | None = None, tensor: str | None
 
 _OURS = str(Path(__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
+_OPTREE = str(Path(optree.__file__).parent)
 
 
 def user_line() -> tuple[str, int]:
     """Return file and line of the innermost frame that is neither ours, nor torch's, nor the standard library's."""
     frame = sys._getframe(1)
     while frame.f_back is not None and (
-        frame.f_code.co_filename.startswith((_OURS, _TORCH))
+        frame.f_code.co_filename.startswith((_OURS, _TORCH, _OPTREE))
         or str(frame.f_globals.get("__name__")).partition(".")[0] in sys.stdlib_module_names
     ):
         frame = frame.f_back

@@ -84,7 +84,11 @@ class RngState:
     __slots__ = ("_states",)
 
     def __init__(self, extra: Sequence[torch.Generator]) -> None:
-        self._states = [(generator, generator.get_state()) for generator in (*_default_generators(), *extra)]
+        if not extra and len(_device_types()) == 1:
+            self._states = [(torch.default_generator, torch.default_generator.get_state())]
+            return
+        generators = (*_default_generators(), *extra)
+        self._states = [(generator, generator.get_state()) for generator in generators]
 
     def keep_drawn(self, by_ops: Sequence[RngState] = ()) -> bool:
         """At the region's end: forget the generators that it did not draw from; return whether any is left.
@@ -103,11 +107,21 @@ class RngState:
         ]
         return bool(self._states)
 
+    def mark(self) -> list[torch.Tensor]:
+        """Return where the same generators stand now, for `drawn_since`."""
+        return [generator.get_state() for generator, _ in self._states]
+
     def drawn(self) -> RngState | None:
         """Return the present state of the generators that were drawn from since, or None if none was."""
-        ends = [
-            (generator, end) for generator, start in self._states if not _equal(start, end := generator.get_state())
-        ]
+        return self.drawn_since([start for _, start in self._states])
+
+    def drawn_since(self, mark: Sequence[torch.Tensor]) -> RngState | None:
+        """Do the same, from a mark on."""
+        ends = []
+        for (generator, _), start in zip(self._states, mark, strict=True):
+            end = generator.get_state()
+            if not _equal(start, end):
+                ends.append((generator, end))
         return RngState.of(ends) if ends else None
 
     @classmethod
@@ -117,8 +131,15 @@ class RngState:
         made._states = states
         return made
 
+    def kept(self) -> list[torch.Tensor]:
+        """Return the states, as byte tensors."""
+        return [state for _, state in self._states]
+
     def present(self) -> RngState:
         """Return the present state of the same generators."""
+        if len(self._states) == 1:
+            generator = self._states[0][0]
+            return RngState.of([(generator, generator.get_state())])
         return RngState.of([(generator, generator.get_state()) for generator, _ in self._states])
 
     def restore(self) -> None:
@@ -151,11 +172,12 @@ def _default_generators() -> Sequence[torch.Generator]:
     return (torch.default_generator,)
 
 
-_memcmp = ctypes.CDLL(None).memcmp if os.name == "posix" else ctypes.cdll.msvcrt.memcmp
+# It holds the interpreter's lock: that takes longer to release than a few kilobytes to compare.
+_memcmp = ctypes.PyDLL(None).memcmp if os.name == "posix" else ctypes.PyDLL("msvcrt").memcmp
 _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     # A generator's state is a byte tensor on the CPU. torch.equal would be an op, which dispatch modes would see.
-    size = one.numel()
-    return size == other.numel() and not _memcmp(one.data_ptr(), other.data_ptr(), size)
+    size = one.nbytes
+    return size == other.nbytes and not _memcmp(one.data_ptr(), other.data_ptr(), size)

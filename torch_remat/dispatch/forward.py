@@ -9,15 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter
-from types import FrameType
 from typing import Any
 from weakref import ref
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
+from torch import Tensor
 from torch.nn import Parameter
 
-from torch_remat._compat import node_number
+from torch_remat._compat import node_number, without_dispatch_modes
 from torch_remat.dispatch.determinism import Values, value_function
 from torch_remat.dispatch.forward_ops import ForwardOps
 from torch_remat.dispatch.holder import (
@@ -30,32 +29,45 @@ from torch_remat.dispatch.holder import (
     read,
 )
 from torch_remat.dispatch.mode import RematMode, current_mode
-from torch_remat.dispatch.op import Op
+from torch_remat.dispatch.module_path import ModulePath
+from torch_remat.dispatch.observe import Watch, is_watched
+from torch_remat.dispatch.op_policy import OpPolicy
 from torch_remat.dispatch.options import DEFAULTS, Options
-from torch_remat.dispatch.outputs import boundary_nodes, tensors_of
-from torch_remat.dispatch.policy import CheckpointPolicy
+from torch_remat.dispatch.outputs import boundary_nodes, node_of, tensors_of
+from torch_remat.dispatch.policy_forward import PolicyForward
 from torch_remat.dispatch.region import Region
 
 
 def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options) -> Any:
     """Run a function as a checkpointed region and return its output."""
     parent = current_mode()
+    is_part = False
     if parent is not None and parent.ops is not None:
-        args, kwargs = parent.ops.enter_region(args, kwargs)
-    region = Region(function, args, kwargs, options)
+        is_part = parent.ops.skips()
+        if not is_part:
+            args, kwargs = parent.ops.enter_region(args, kwargs)
+    region = Region(function, args, kwargs, options, is_part)
     mode = Recording(region)
     try:
-        contexts = () if options is DEFAULTS else mode.contexts()
-        output = mode.run(function, args, kwargs, saved_tensors_hooks(mode.pack, read), contexts)
-        nodes = [output.grad_fn] if type(output) is torch.Tensor else boundary_nodes(tensors_of(output, region))
-        mode.finish()
+        contexts: Sequence[AbstractContextManager[Any]] = () if options is DEFAULTS else mode.contexts()
+        if is_watched():
+            mode.observed = Watch(mode)
+            contexts = (mode.observed, *contexts)
+        output = mode.run(function, args, kwargs, (mode.pack_hook(), read), contexts)
+        nodes = [node_of(output)] if type(output) is Tensor else boundary_nodes(tensors_of(output, region))
+        mode.finish(nodes)
+        observed = mode.observed
     finally:
         mode.forget()
     for node in nodes:
         # An output that is an input, or comes from outside, has an older node: a hook there would tie the region
         # to a graph that it may own through its function.
-        if node is not None and node_number(node) >= region.first_number:
+        if node is not None and (number := node_number(node)) >= region.first_number:
             node.register_prehook(region.reach)
+            if number > region.last_number:
+                region.last_number = number
+    if observed is not None:
+        observed.finish()
     return output
 
 
@@ -70,11 +82,13 @@ class Recording(RematMode):
     """
 
     replaying = False
-    ops: ForwardOps | None = None
-    _values: Values | None = None
+    ops: ForwardOps | None
 
     def __init__(self, region: Region) -> None:
         self.region = region
+        self.ops = None
+        self._values: Values | None = None
+        self.watcher = None
         self._first_number = region.first_number
         self._saved = region.tape.saved
         self._counters: list[torch.Tensor] = []
@@ -92,12 +106,75 @@ class Recording(RematMode):
             contexts.append(forward_context)
         if region.op_log is not None:
             contexts.append(self.watch(region.op_log.forward))
+        if region.options.policy is not None:
+            contexts += self._policy_contexts(region.options.policy)
         return contexts
 
+    def _policy_contexts(self, policy: OpPolicy) -> list[AbstractContextManager[Any]]:
+        region = self.region
+        assert region.function is not None
+        path = ModulePath(region.function)
+        self.ops = ForwardOps(self)
+        self.ops.policy = PolicyForward(
+            self.ops, policy, path, region.options.allow_cache_entry_mutation, region.options.observer
+        )
+        self.opening = self.ops.policy.watch
+        return [path]
+
+    def pack_hook(self) -> Callable[[torch.Tensor], Holder | Anchor]:
+        """Return the pack hook: it makes what autograd keeps instead of a tensor.
+
+        It is a closure over local names, since it runs for each saved tensor. It does itself what a plain small tensor
+        needs, and leaves all others to `pack`.
+        """
+        region, first_number = self.region, self._first_number
+        saved, count, values = self._saved.append, self._counters.append, self._values
+
+        def pack(tensor: torch.Tensor) -> Holder | Anchor:
+            ops = self.ops
+            if ops is not None:
+                held: Holder | Anchor | None = None
+                if ops.expected is not None:
+                    held = ops.pack(tensor)
+                elif ops.policy is not None:
+                    held = ops.policy.pack(tensor)
+                elif ops.natives is not None:
+                    held = ops.natives.pack(tensor)
+                if held is not None:
+                    return held
+            if values is not None:
+                return self.pack(tensor)
+            try:
+                small = type(tensor) is Tensor and tensor._base is None and tensor.nbytes <= SMALL_BYTES
+            except RuntimeError:
+                small = False  # sparse tensors have no such number
+            if small:
+                node = tensor.grad_fn
+                metadata = metadata_of(tensor)
+                if (
+                    node is not None
+                    and not metadata[0]
+                    and node_number(node) >= first_number
+                    and metadata[2] not in AUTOCAST_DTYPES
+                ):
+                    holder = Holder()
+                    holder.region = region
+                    holder.value = holder.origin = None
+                    holder.metadata = metadata
+                    holder.producer = type(node)
+                    holder.plain = True
+                    saved(ref(holder))
+                    count(tensor)
+                    return holder
+            elif type(tensor) is Parameter:
+                saved(tensor)
+                return (tensor, tensor._version, region)
+            return self.pack(tensor)
+
+        return pack
+
     def pack(self, tensor: torch.Tensor) -> Holder | Anchor:
-        """Return what autograd keeps instead of the tensor."""
-        if self.ops is not None and (held := self.ops.pack(tensor)) is not None:
-            return held
+        """Do what the pack hook does, for any tensor that is not saved by a SAVE op."""
         if type(tensor) is Parameter:
             self._saved.append(tensor)
             return (tensor, tensor._version, self.region)
@@ -108,13 +185,16 @@ class Recording(RematMode):
         if type(owner) is not torch.Tensor or tensor.dtype in AUTOCAST_DTYPES:
             origin = parameter_behind(owner)
             if origin is owner:
-                self._saved.append(owner)
-                return (tensor if tensor is owner else tensor.detach(), tensor._version, self.region)
+                assert self.region.inputs is not None
+                # An argument that is a view of a parameter comes back from the inputs without its base.
+                self._saved.append(None if self.region.inputs.contains(owner) else owner)
+                return (tensor if tensor is owner else self._alias_of(tensor), tensor._version, self.region)
         holder = Holder()
         self._saved.append(ref(holder))
         holder.region = self.region
         holder.value = None
         holder.origin = origin
+        holder.plain = False
         holder.metadata = metadata = metadata_of(tensor)
         if metadata[0]:
             self._any_version = 1
@@ -122,10 +202,26 @@ class Recording(RematMode):
         holder.producer = type(node)
         if owner.requires_grad if node is None else node_number(node) < self._first_number:
             self._look_outside(holder, owner)
-        self._counters.append(owner if owner.nbytes <= _SMALL_BYTES else _counter_of(owner))
+        self._counters.append(self._counter_of(owner))
         if self._values is not None:
-            self._values.add(holder, tensor, _keep_value)
+            with self.unwatched():
+                self._values.add(holder, tensor, _keep_value)
         return holder
+
+    def _counter_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor that shares the version counter of another, but not its data."""
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.nbytes <= SMALL_BYTES:
+            return tensor
+        if self.watcher is None:
+            return _without_data(tensor)
+        with without_dispatch_modes():
+            return _without_data(tensor)
+
+    def _alias_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.watcher is None or type(tensor) is not Tensor:
+            return tensor.detach()
+        with without_dispatch_modes():
+            return tensor.detach()
 
     def _look_outside(self, holder: Holder, owner: torch.Tensor) -> None:
         """Note where a saved tensor comes from that is older than the region, or a leaf."""
@@ -133,26 +229,33 @@ class Recording(RematMode):
         assert inputs is not None
         if inputs.contains(owner):
             holder.producer = type(None)  # replay passes inputs without their history
+            holder.origin = None
         elif holder.origin is None:
             holder.origin = ref(owner)
 
-    def begin_op(self, name: str, policy: CheckpointPolicy, ctx: Any, body: FrameType) -> Op:
-        """Begin an op in forward."""
+    def ops_now(self) -> ForwardOps:
+        """Return the ops of this forward."""
         if self.ops is None:
-            self.ops = ForwardOps(self.region)
-        return self.ops.begin(name, policy, ctx, body)
+            self.ops = ForwardOps(self)
+        return self.ops
 
-    def finish(self) -> None:
+    def give_name(self, tensor: torch.Tensor, name: str) -> None:
+        """Give a tensor a name by hand."""
+        if self.ops is not None and self.ops.policy is not None:
+            self.ops.policy.give_name(tensor, name)
+
+    def finish(self, boundary: Sequence[torch.autograd.graph.Node | None]) -> None:
         """Close forward: see NOTE [ Changes after the save ], and forget random state that was not drawn from."""
         region = self.region
-        if self.ops is not None:
-            self.ops.finish()
         if self._values is not None:
             self._values.flush(_keep_value)
-        if region.rng is not None and not region.rng.keep_drawn(region.tape.drawn_by_ops()):
-            region.rng = None
         if self._any_version or any(map(_version_of, self._counters)):
             self._find_changed()
+        self._counters.clear()  # before the ops look for what is alive
+        if self.ops is not None:
+            self.ops.finish(boundary)
+        if region.rng is not None and not region.rng.keep_drawn(region.tape.drawn_by_ops()):
+            region.rng = None
         if region.inputs is not None:
             region.inputs.forget_originals()
         region.finished = True
@@ -170,18 +273,15 @@ class Recording(RematMode):
         self._counters.clear()
         if self.ops is not None:
             self.ops.forget()
-        self._values = self.ops = None
+        self._values = self.ops = self.observed = None
 
 
 _version_of = attrgetter("_version")
-_SMALL_BYTES = 4096
+SMALL_BYTES = 4096
 _NOTHING = torch.empty(0)
 
 
-def _counter_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that shares the version counter of another, but not its data."""
-    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
-        return tensor
+def _without_data(tensor: torch.Tensor) -> torch.Tensor:
     alias = tensor.detach()
     alias.data = _NOTHING
     return alias

@@ -6,99 +6,192 @@ tensors come from. Out: the holders of SAVE ops.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Mapping, Sequence
-from types import FrameType
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from sys import _getframe
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import ref
 
 import torch
 
-from torch_remat._compat import sequence_number
-from torch_remat.dispatch.ambient import RngState
-from torch_remat.dispatch.holder import Anchor, Holder, OpHolder, metadata_of, parameter_behind
+from torch_remat._compat import node_number, sequence_number, without_dispatch_modes
+from torch_remat.dispatch.departures import Departures
+from torch_remat.dispatch.elided import Elided
+from torch_remat.dispatch.forward_op import Body, ForwardOp
+from torch_remat.dispatch.holder import Anchor, Holder, OpHolder, ResidentRef, is_parameter, metadata_of
 from torch_remat.dispatch.inputs import leaves_of
-from torch_remat.dispatch.op import Op
-from torch_remat.dispatch.placeholder import geometry_of
+from torch_remat.dispatch.natives import Natives
+from torch_remat.dispatch.offloading import offload_resident, slot_hooks
 from torch_remat.dispatch.policy import CheckpointPolicy
+from torch_remat.dispatch.policy_forward import PolicyForward
 from torch_remat.dispatch.provenance import Provenance
-from torch_remat.dispatch.record import Elided, Output, Record, Slot, offset_in_bytes
+from torch_remat.dispatch.record import NativeRecord, Record, Slot, WholeCallRecord
+from torch_remat.dispatch.same_storage import offset_in_bytes
+from torch_remat.dispatch.whole_call import is_whole_call
 from torch_remat.errors import UsageError
 
 if TYPE_CHECKING:
-    from torch_remat.dispatch.region import Region
+    from torch_remat.dispatch.mode import RematMode
+
+_R = TypeVar("_R", bound=Record)
+_BODY = 3  # frames from `ForwardOps.begin` to the body: by way of `RematMode.begin_op` and `get_handle`
 
 
 class ForwardOps:
     """The ops of one region's forward.
 
     Args:
-        region: The region.
+        mode: The forward's mode.
+
+    Attributes:
+        expected: The record, names and tensors whose saving comes next, since its body has just ended, before any other
+            node.
+        opened: The body of the op with a handle that was begun last and has not ended.
+        provenance: Where tensors come from.
+        natives: The native regions, once there is one.
+        skipped_any: Whether there was an op that replay skips, so that it may lack an input of another.
     """
 
-    def __init__(self, region: Region) -> None:
-        self.region = region
-        self._provenance = Provenance()
-        self._open: ForwardOp | None = None
-        # The record, names and tensors whose saving comes next, since its body has just ended, before any other node.
-        self._expected: tuple[Record, list[tuple[str, torch.Tensor]], int] | None = None
+    def __init__(self, mode: RematMode) -> None:
+        self.region = mode.region
+        self.mode = mode
+        self.provenance = Provenance(mode.region)
+        self.opened: Body | None = None
+        self.skipped_any = False
+        self.expected: tuple[Record, list[tuple[str, torch.Tensor]], int] | None = None
         self._known_args: tuple[Any, ...] = ()
+        self.departures = Departures(mode)
+        self.natives: Natives | None = None
+        self.policy: PolicyForward | None = None
 
-    def begin(self, name: str, policy: CheckpointPolicy, ctx: Any, body: FrameType) -> Op:
+    def begin(self, name: str, policy: CheckpointPolicy, ctx: Any) -> ForwardOp | None:
         """Begin an op; see `RematMode.begin_op`."""
-        if self._expected is not None:
+        if self.expected is not None:
             self._forget_expected()
-        opened = self._open
-        if opened is not None and opened.is_running():
-            if opened.record.policy is CheckpointPolicy.SAVE:
-                return Op()  # NOTE [ What is kept for an op ], 3
-        elif opened is not None:
-            opened.check_ended()
+        frame = _getframe(_BODY)
+        if self.opened is not None and self._is_part_of_skipped(self.opened.is_around(frame, ctx)):
+            return None
+        native = self.natives.running if self.natives is not None else None
+        if native is not None or (self.policy is not None and self.policy.native):
+            policy = CheckpointPolicy.SAVE  # it follows the native region around it
+        record = self._new(Record(name, policy))
+        self.opened = body = Body.of(record, ctx, frame, self.opened)
+        if policy is not CheckpointPolicy.RECOMPUTE:
+            if native is not None:
+                native.skipped_op = body
+            elif self.policy is not None:
+                self.policy.skipped_op = body
+        return ForwardOp(self, body, ctx, name, policy)
+
+    def _is_part_of_skipped(self, is_running: bool) -> bool:
+        """Whether a skipped op's body runs; see NOTE [ What is kept for an op ], 3.
+
+        Args:
+            is_running: Whether the body of the op that was begun last runs; if not, the op is over.
+        """
+        opened = self.opened
+        assert opened is not None
+        if is_running:
+            return opened.record.policy is not CheckpointPolicy.RECOMPUTE
+        opened.check_ended(self.region.name)
+        self.opened = opened.outer
+        return False
+
+    def skips(self) -> bool:
+        """Whether a native region runs that replay skips."""
+        if self.policy is not None:
+            return bool(self.policy.native)
+        return self.natives is not None and self.natives.running is not None
+
+    def _new(self, record: _R) -> _R:
         records = self.region.tape.records
-        if name in records:
+        if record.name in records:
             raise UsageError(
                 "the region already has an op of this name",
                 region=self.region.name,
-                op=name,
+                op=record.name,
                 remedy="Give each call a name of its own; remat.name_scope('block.0') prefixes the names inside it.",
             )
-        record = records[name] = Record(name, policy)
-        self._open = op = ForwardOp(self, record, ctx, body, opened)
-        return op
+        records[record.name] = record
+        record.saved_before = len(self.region.tape.saved)
+        return record
 
-    def end(self, op: ForwardOp) -> None:
-        """Note that an op's body has ended."""
-        self._open = op.outer
+    def run_native(
+        self,
+        name: str,
+        policy: CheckpointPolicy,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Run a native region; see `RematMode.run_native`."""
+        if self.expected is not None:
+            self._forget_expected()
+        opened = self.opened
+        if (opened is not None and self._is_part_of_skipped(opened.is_running())) or self.skips():
+            return function(*args, **kwargs)
+        if self.policy is not None:
+            self._new(Record(name, policy))
+            return self.policy.run_native(name, policy, function, args, kwargs)
+        if policy is CheckpointPolicy.RECOMPUTE:
+            record = self._new(Record(name, policy))
+            self.keep_inputs(record, leaves_of(args, kwargs))
+            return function(*args, **kwargs)
+        if self.natives is None:
+            self.natives = Natives(self)
+        self.skipped_any = True
+        if is_whole_call(function, args, kwargs):
+            return self.natives.run_whole(self._new(WholeCallRecord(name, policy, function)), function, args, kwargs)
+        return self.natives.run(self._new(NativeRecord(name, policy)), function, args, kwargs)
 
-    def finish(self) -> None:
-        """Check at the region's end that the last op was ended."""
-        if self._open is not None:
-            self._open.check_ended()
+    def finish(self, boundary: Sequence[torch.autograd.graph.Node | None]) -> None:
+        """Check at the region's end that the last op was ended, and keep what replay reads of native regions."""
+        if self.opened is not None:
+            self.opened.check_ended(self.region.name)
+        if self.natives is not None:
+            self.natives.keep_returned(boundary)
+        if self.policy is not None:
+            self.policy.finish()
 
     def forget(self) -> None:
-        """Let go of the op that an exception has left open."""
-        self._open = None
+        """Let go of the op that an exception has left open, and of the graph."""
+        self.opened = self.natives = self.policy = None
+        del self.mode, self.departures
         self._forget_expected()
 
     def keep_inputs(self, record: Record, args: Iterable[Any]) -> None:
         """Keep those inputs of an op in slots that replay would not have."""
+        region = self.region
+        slots: dict[int, Slot] = {}
         for place, arg in enumerate(args):
-            if isinstance(arg, torch.Tensor):
-                made = self._provenance.maker_of(arg)
-                if made is not None and made.record.policy is CheckpointPolicy.SAVE:
-                    record.slots[place] = Slot(arg, self.region.hooks)
+            if isinstance(arg, torch.Tensor) and (source := self.source_of(arg)) is not None:
+                hooks = region.hooks
+                if hooks is None and region.tape.records[source[0]].policy is CheckpointPolicy.OFFLOAD:
+                    hooks = slot_hooks(region, record.name or None, f"input {place}", arg)
+                slots[place] = Slot(arg, hooks, None, False, source)
+        if slots:
+            record.slots = slots
 
     def enter_region(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """Keep those inputs of an inner region in slots that replay would not have."""
         self._forget_expected()
+        if self.policy is not None:
+            return args, kwargs  # it sees what the inner region reads
         record = Record("", CheckpointPolicy.RECOMPUTE)
         self.keep_inputs(record, leaves_of(args, kwargs))
         self.region.tape.regions.append(record)
         return args, kwargs
 
-    def note_outputs(self, record: Record, outputs: tuple[torch.Tensor, ...], inputs: tuple[Any, ...]) -> None:
-        """Note what an op made of its inputs, as far as they are known."""
-        self._provenance.note(record, outputs, inputs)
+    def note_skipped(self, record: Record, outputs: tuple[torch.Tensor, ...], ctx: Any) -> None:
+        """Note what a SAVE op made, and its autograd node: in replay that reads nothing."""
+        self.skipped_any = True
+        if self.natives is not None:
+            number = node_number(ctx)
+            self.natives.skipped.append((number, number + 1))
+        if self.policy is not None:
+            self.policy.note_op(record, outputs)
+        elif self.natives is not None and self.natives.running is not None:
+            self.natives.running.note_op(record, outputs)
+        self.provenance.note_skipped(record, outputs)
 
     def expect_saved(
         self, record: Record, named: Mapping[str, torch.Tensor | None], known_args: tuple[Any, ...]
@@ -106,157 +199,151 @@ class ForwardOps:
         """Note what autograd saves next, if it records the op at all, and the op's inputs, if they are known."""
         self._known_args = known_args
         tensors = [(name, tensor) for name, tensor in named.items() if tensor is not None]
-        self._expected = (record, tensors[::-1], sequence_number()) if tensors else None
+        tensors.reverse()
+        self.expected = (record, tensors, sequence_number()) if tensors else None
 
     def pack(self, tensor: torch.Tensor) -> Holder | Anchor | None:
-        """Return the holder for a tensor that a SAVE op saves, or None for a tensor that something else saves."""
-        if self._expected is None:
-            return None
-        record, tensors, number = self._expected
+        """Return the holder for a tensor that a SAVE op saves, if one is expected to.
+
+        None for a tensor that something else saves.
+        """
+        assert self.expected is not None
+        record, tensors, number = self.expected
         name, expected = tensors[-1]
         if tensor is not expected or number != sequence_number():
             self._forget_expected()  # autograd did not record the op
-            return None
+            return self._pack_in_native(tensor)
         tensors.pop()
-        held = self._hold(record, name, tensor)
+        held = self._hold(record, name, tensor, record.policy)
         if not tensors:
             self._forget_expected()
         return held
 
+    def _pack_in_native(self, tensor: torch.Tensor) -> Holder | Anchor | None:
+        if self.policy is not None:
+            return self.policy.pack(tensor)
+        return None if self.natives is None else self.natives.pack(tensor)
+
     def _forget_expected(self) -> None:
-        self._expected = None
+        self.expected = None
         self._known_args = ()
 
-    def _hold(self, record: Record, name: str, tensor: torch.Tensor) -> Holder | Anchor:
+    def hold(self, record: Record, name: str, tensor: torch.Tensor, args: tuple[Any, ...]) -> Holder | Anchor:
+        """Return the holder for a tensor that a whole call saves; ``args`` are the call's arguments."""
+        self._known_args = args
+        held = self._hold(record, name, tensor, CheckpointPolicy.SAVE)
+        leaves = record.policy is CheckpointPolicy.OFFLOAD and self.region.hooks is None
+        if leaves and type(held) is OpHolder and held.resident:
+            self.departures.waiting.append((held, tensor))
+        return held
+
+    def _hold(self, record: Record, name: str, tensor: torch.Tensor, policy: CheckpointPolicy) -> Holder | Anchor:
         region = self.region
         owner = tensor if tensor._base is None else tensor._base
-        if parameter_behind(owner) is owner:
+        if type(owner) is not torch.Tensor and is_parameter(owner):
             return (tensor if tensor is owner else tensor.detach(), tensor._version, region)
+        holder = self._holder_for(record.name, name, tensor)
+        if self._elide(record, tensor, owner, holder):
+            holder.resident = False
+            region.tape.elided.append(ref(holder))
+            return holder
+        if policy is CheckpointPolicy.SAVE and region.hooks is None and self.mode.watcher is None:
+            holder.value = tensor.detach()
+        else:
+            self._keep(holder, tensor, policy)
+        return holder
+
+    def resident(
+        self, op: str, name: str, tensor: torch.Tensor, policy: CheckpointPolicy, may_change: bool = False
+    ) -> OpHolder:
+        """Return a resident holder for a tensor that replay saves again, as a placeholder, at the same place."""
+        holder = self._holder_for(op, name, tensor)
+        hooks = self.region.hooks
+        if hooks is None and type(tensor) is torch.Tensor:
+            with without_dispatch_modes():
+                holder.value = tensor.detach()
+        else:
+            self._keep(holder, tensor, CheckpointPolicy.SAVE)
+        if policy is CheckpointPolicy.OFFLOAD and hooks is None:
+            self.departures.waiting.append((holder, tensor))
+        if may_change and holder.value is not None:
+            holder.value = holder.value.data  # with a version counter of its own
+            holder.metadata = metadata_of(holder.value)
+        self.region.tape.saved.append(ResidentRef(holder))
+        return holder
+
+    def _alias_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        if type(tensor) is not torch.Tensor or self.mode.watcher is None:
+            return tensor.detach()
+        with without_dispatch_modes():
+            return tensor.detach()
+
+    def undecided(self) -> Iterator[tuple[str, str, torch.Tensor, CheckpointPolicy]]:
+        """Yield op, name, tensor and policy of what forward holds until its end tells whether anything needs it."""
+        if self.natives is not None:
+            yield from self.natives.undecided()
+        if self.policy is not None:
+            yield from self.policy.results.undecided()
+
+    def in_recomputed_op(self) -> bool:
+        """Whether the body of a RECOMPUTE op runs: replay runs all of it."""
+        return self.opened is not None and self.opened.is_running()
+
+    def source_of(self, tensor: torch.Tensor) -> tuple[str, int] | None:
+        """Return name and place of the skipped op's output that a tensor is, or is a view of, if it is one."""
+        if self.natives is not None and (source := self.natives.source_of(tensor)) is not None:
+            return source
+        made = self.provenance.maker_of(tensor)
+        if made is None or made.record.policy is CheckpointPolicy.RECOMPUTE:
+            return None
+        return made.record.name, made.output
+
+    def _holder_for(self, op: str, name: str, tensor: torch.Tensor) -> OpHolder:
         holder = OpHolder()
-        holder.region = region
-        holder.op = record.name
+        holder.region = self.region
+        holder.op = op
         holder.tensor_name = name
         holder.metadata = metadata_of(tensor)
         holder.origin = None
+        holder.plain = False
         holder.producer = type(None)
+        holder.resident = True
         holder.value = holder.packed = holder.unpack = None
-        holder.resident = not self._elide(record, tensor, owner, holder)
-        if not holder.resident:
-            region.tape.elided.append(ref(holder))
-        elif region.hooks is None:
-            holder.value = tensor.detach()
-        else:
-            pack, holder.unpack = region.hooks
-            holder.packed = pack(tensor)
+        self.region.tape.holders.append(ref(holder))
         return holder
+
+    def _keep(self, holder: OpHolder, tensor: torch.Tensor, policy: CheckpointPolicy) -> None:
+        hooks = self.region.hooks
+        if policy is CheckpointPolicy.OFFLOAD and hooks is None and offload_resident(self.region, holder, tensor):
+            return
+        if hooks is None:
+            holder.value = self._alias_of(tensor)
+        else:
+            pack, holder.unpack = hooks
+            with self.mode.unwatched():
+                holder.packed = pack(tensor)
 
     def _elide(self, record: Record, tensor: torch.Tensor, owner: torch.Tensor, holder: OpHolder) -> bool:
         """Let replay take a saved tensor from what it makes again, if it does; return whether it does."""
-        made = self._provenance.maker_of(tensor)
+        made = self.provenance.maker_of(tensor)
         if made is not None:
             if made.record is record or not made.replayed_as(tensor):
                 return False
-            made.record.elided_outputs.append(Elided.of(tensor, holder, made.output, made.offset_in_bytes))
+            if made.tensor() is tensor:
+                elided = Elided.whole(holder, made.output)
+            else:
+                elided = Elided.of(tensor, holder, made.output, made.offset_in_bytes)
+            made.record.elide_output(elided)
             return True
+        if self.policy is not None or (self.natives is not None and self.natives.made(tensor)):
+            return False
         inputs = self.region.inputs
         if inputs is None or inputs.contains(owner):
             return False  # it shares the storage of a region input
         for place, arg in enumerate(self._known_args):
-            if isinstance(arg, torch.Tensor) and (arg is tensor or arg is owner or arg._base is owner):
-                record.elided_inputs.append(Elided.of(tensor, holder, place, offset_in_bytes(arg)))
+            if not isinstance(arg, torch.Tensor) or not (arg is tensor or arg is owner or arg._base is owner):
+                continue
+            if self.source_of(arg) is None:  # else replay has no data for this one
+                record.elide_input(Elided.of(tensor, holder, place, offset_in_bytes(arg)))
                 return True
         return False
-
-
-class ForwardOp(Op):
-    """An op in forward.
-
-    Args:
-        ops: The ops of its region.
-        record: Its record.
-        ctx: Its autograd context.
-        body: The frame in which its body runs.
-        outer: The op in whose body it runs, if any.
-    """
-
-    def __init__(self, ops: ForwardOps, record: Record, ctx: Any, body: FrameType, outer: ForwardOp | None) -> None:
-        self.record = record
-        self.outer = outer
-        self._ops = ops
-        self._ctx = ref(ctx)
-        self._body = id(body), body.f_code  # the frame itself would keep the body's tensors alive
-        self._named: Mapping[str, torch.Tensor | None] = {}
-        self._args: tuple[Any, ...] = ()
-        rng = ops.region.rng if record.policy is CheckpointPolicy.SAVE else None
-        self._rng: RngState | None = None if rng is None else rng.present()
-
-    def is_running(self) -> bool:
-        """Whether the op's body is on this thread's stack."""
-        place, code = self._body
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            if id(frame) == place and frame.f_code is code:
-                return True
-            frame = frame.f_back
-        return False
-
-    def check_ended(self) -> None:
-        """Raise if the body returned without telling its outputs; one that raised may be forgotten."""
-        if self._ctx() is not None:
-            raise UsageError(
-                "the op's forward returned without handle.record_outputs",
-                region=self._ops.region.name,
-                op=self.record.name,
-                remedy="End the forward with `return handle.record_outputs(out)`.",
-            )
-        self._ops.end(self)
-
-    def load(self, ctx: Any, args: tuple[Any, ...]) -> None:
-        """Note the inputs, if they are known; forward skips nothing."""
-        self._args = args
-
-    def inputs(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Keep the inputs that replay would not have."""
-        if self.record.policy is CheckpointPolicy.RECOMPUTE:
-            self._args = args
-            self._ops.keep_inputs(self.record, args)
-        return args
-
-    def save(self, named: Mapping[str, torch.Tensor | None]) -> None:
-        """Note the saved tensors by name."""
-        self._named = named
-
-    def outputs(self, ctx: Any, outputs: tuple[torch.Tensor, ...], as_tuple: bool) -> tuple[torch.Tensor, ...]:
-        """Note the outputs and, for a SAVE op, all that its placeholders must show."""
-        record, ops = self.record, self._ops
-        ops.end(self)
-        # An input that is returned as it is would be known as the input; autograd makes a view of it, too.
-        dirty = {id(tensor) for tensor in ctx.dirty_tensors or ()}
-        outputs = tuple([out.view_as(out) if out.requires_grad and id(out) not in dirty else out for out in outputs])
-        if record.policy is CheckpointPolicy.SAVE:
-            if dirty:
-                raise UsageError(
-                    "an op with policy SAVE cannot mark inputs as dirty: replay would not change them again",
-                    region=ops.region.name,
-                    op=record.name,
-                    remedy="Return a new tensor instead, or give the op the policy RECOMPUTE.",
-                )
-            record.as_tuple = as_tuple
-            plain = {id(tensor) for tensor in ctx.non_differentiable or ()}
-            record.outputs = [
-                Output(
-                    str(index) if as_tuple else "out",
-                    geometry_of(out),
-                    out.dtype,
-                    out.device,
-                    id(out) not in plain,
-                )
-                for index, out in enumerate(outputs)
-            ]
-            if self._rng is not None:
-                record.drawn = self._rng.drawn()
-            ops.expect_saved(record, self._named, self._args)
-        ops.note_outputs(record, outputs, self._args)
-        self._named = {}
-        self._args = ()
-        return outputs

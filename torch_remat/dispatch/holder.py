@@ -25,7 +25,7 @@ from weakref import ref
 import torch
 from torch.nn import Parameter
 
-from torch_remat._compat import graph_exec_group, graph_is_kept
+from torch_remat._compat import graph_exec_group, graph_is_kept, without_dispatch_modes
 from torch_remat.errors import MutationError
 
 if TYPE_CHECKING:
@@ -50,16 +50,19 @@ class Holder:
         origin: What replay must find again here: the parameter that the tensor is autocast's copy of; a weak reference
             to another tensor that is older than the region and no input; else None.
         metadata: What `metadata_of` said of the tensor when it was saved.
+        plain: Whether replay compares its metadata and its producer and nothing else: an op of the region made the
+            tensor, with a gradient, and it is neither a view nor a copy by autocast.
         producer: The type of the autograd node that made the tensor; `NoneType` for inputs and leaves.
         fingerprint: The value that the determinism check compares; set only where it compares values.
     """
 
-    __slots__ = ("__weakref__", "fingerprint", "metadata", "origin", "producer", "region", "value")
+    __slots__ = ("__weakref__", "fingerprint", "metadata", "origin", "plain", "producer", "region", "value")
 
     region: Region
     value: torch.Tensor | None
     origin: torch.Tensor | ref[torch.Tensor] | None
     metadata: tuple[int, torch.Size, torch.dtype, torch.device]
+    plain: bool
     producer: type
     fingerprint: Any
 
@@ -103,6 +106,20 @@ class OpHolder(Holder):
     unpack: Callable[[Any], torch.Tensor] | None
 
 
+class ResidentRef(ref[OpHolder]):
+    """The place on the tape of a resident that replay saves again; a type of its own, since replay does not fill it."""
+
+    __slots__ = ()
+
+    def value_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what replay's own graph keeps of the tensor that it saves: the resident, if it is there."""
+        holder = self()
+        if holder is not None and (kept := holder.value) is not None and kept.shape == tensor.shape:
+            return kept  # the same values, and no alias to make
+        with without_dispatch_modes():
+            return tensor.detach()
+
+
 def is_parameter(tensor: torch.Tensor) -> bool:
     """Whether a tensor is an ``nn.Parameter``; the two usual types are told apart without a slow ``isinstance``."""
     kind = type(tensor)
@@ -132,13 +149,13 @@ def read(packed: Holder | Anchor) -> torch.Tensor:
         MutationError: The tensor was changed in place after autograd saved it.
         ReleasedError: The region's inputs were freed by an earlier backward.
     """
-    if not isinstance(packed, Holder):
+    if type(packed) is not Holder:
+        if type(packed) is not tuple:
+            return _read_of_op(packed)
         value, version, region = packed
         if value._version != version:
             raise changed_in_place(region, "parameter", value.shape)
         return value
-    if type(packed) is not Holder:
-        return _read_of_op(packed)
     kept = packed.value
     if kept is None:
         kept = packed.region.refill(packed)

@@ -9,17 +9,19 @@ enclosing ``save_on_cpu`` moves them, an enclosing region recomputes them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import optree
 import torch
+from torch import Tensor
 
 from torch_remat._compat import PYTREE_NAMESPACE, SavedTensorHooks, adopt_pytree_node
 from torch_remat.dispatch.holder import is_parameter
 from torch_remat.errors import MutationError
 
 if TYPE_CHECKING:
+    from torch_remat.dispatch.offloading import Offloaded
     from torch_remat.dispatch.region import Region
 
 
@@ -32,7 +34,7 @@ class RegionInputs:
         hooks: The saved-tensor hooks around the region, if any.
     """
 
-    __slots__ = ("_leaves", "_originals", "_spec", "_tensors", "_unpack")
+    __slots__ = ("_away", "_leaves", "_originals", "_spec", "_tensors", "_unpack")
 
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any], hooks: SavedTensorHooks | None = None) -> None:
         self._leaves: list[Any] = list(args)
@@ -40,17 +42,19 @@ class RegionInputs:
         # (index of the leaf, requires_grad, version); None for requires_grad marks a parameter, passed on as it is.
         self._tensors: list[tuple[int, bool | None, int]] = []
         self._unpack: Callable[[Any], torch.Tensor] | None = None
+        self._away: dict[int, Offloaded] | None = None  # by index of the leaf; set only if inputs are offloaded
         # id of each tensor argument to its first leaf, and of each tensor that one is a view of; valid during forward.
         self._originals: dict[int, int | None] = {}
-        if kwargs:
+        if kwargs or not all(map(_is_tensor, args)):
             self._leaves, self._spec = _flatten((tuple(args), dict(kwargs)))
-        else:
-            for arg in args:
-                if not isinstance(arg, torch.Tensor):
-                    self._leaves, self._spec = _flatten((tuple(args), dict(kwargs)))
-                    break
-        for index, leaf in enumerate(self._leaves):
-            if isinstance(leaf, torch.Tensor):
+        leaves, originals = self._leaves, self._originals
+        for index, leaf in enumerate(leaves):
+            if type(leaf) is Tensor and hooks is None and leaf._base is None and id(leaf) not in originals:
+                # What `_keep` does, for the usual input.
+                originals[id(leaf)] = index
+                self._tensors.append((index, leaf.requires_grad, -1 if leaf.is_inference() else leaf._version))
+                leaves[index] = leaf.detach()
+            elif isinstance(leaf, Tensor):
                 self._keep(index, leaf, hooks)
 
     def _keep(self, index: int, tensor: torch.Tensor, hooks: SavedTensorHooks | None) -> None:
@@ -60,8 +64,9 @@ class RegionInputs:
         first = self._originals.get(id(tensor))
         if first is None:
             first = self._originals[id(tensor)] = index
-            if tensor._base is not None:
-                self._originals.setdefault(id(tensor._base), None)
+            base = tensor._base
+            if base is not None:
+                self._originals.setdefault(id(base), None)
             self._tensors.append((index, tensor.requires_grad, -1 if tensor.is_inference() else tensor._version))
         if hooks is None:
             self._leaves[index] = tensor.detach()
@@ -78,16 +83,58 @@ class RegionInputs:
         """Whether saved-tensor hooks around the region hold the tensors."""
         return self._unpack is not None
 
+    def kept(self) -> Iterator[tuple[str, Any]]:
+        """Yield each tensor's place in the call, and the tensor, or what stands in for it."""
+        away = self._away or {}
+        for index, _, _ in self._tensors:
+            leaf = away.get(index, self._leaves[index])
+            if type(leaf) is not _SameAs:
+                yield self._place(index), leaf
+
+    def offloaded(self) -> Collection[int]:
+        """Return the indices, among the leaves of the arguments, of the tensors that are offloaded."""
+        return () if self._away is None else self._away.keys()
+
     def contains(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is an argument, or one that an argument is a view of; asked only while forward runs."""
         return id(tensor) in self._originals
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor's memory stays with the inputs; asked only while forward runs."""
+        return self._away is None and id(tensor) in self._originals
+
+    def give_away(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        send: Callable[[torch.Tensor, str], Offloaded | None],
+    ) -> None:
+        """Let those tensors leave the device for which ``send(tensor, place)`` returns what stands in for them."""
+        self._away = {}
+        originals = args if self._spec is None else leaves_of(args, kwargs)
+        for entry, (index, requires_grad, version) in enumerate(self._tensors):
+            if requires_grad is None or version < 0:
+                continue
+            away = send(originals[index], self._place(index))
+            if away is not None:
+                self._away[index] = away
+                self._leaves[index] = None
+                self._tensors[entry] = (index, requires_grad, -1)  # it checks its version itself
 
     def forget_originals(self) -> None:
         """Forget what only forward asks for."""
         self._originals.clear()
 
-    def generators(self) -> list[torch.Generator]:
+    def parameters(self) -> Iterator[Any]:
+        """Yield the parameters among the arguments."""
+        for index, requires_grad, _ in self._tensors:
+            if requires_grad is None:
+                yield self._leaves[index]
+
+    def generators(self) -> Sequence[torch.Generator]:
         """Return the random generators among the arguments."""
+        if len(self._tensors) == len(self._leaves):
+            return ()
         return [leaf for leaf in self._leaves if isinstance(leaf, torch.Generator)]
 
     def restore(self, region: Region) -> tuple[Sequence[Any], Mapping[str, Any]]:
@@ -97,6 +144,9 @@ class RegionInputs:
             MutationError: A tensor was changed in place since the region was called.
         """
         leaves = list(self._leaves)
+        if self._away is not None:
+            for index, away in self._away.items():
+                leaves[index] = away.load()
         for index, requires_grad, version in self._tensors:
             kept = leaves[index]
             if requires_grad is None:
@@ -134,6 +184,10 @@ class RegionInputs:
             return f"args[{index}]"
         root, *path = optree.treespec_accessors(self._spec)[index]
         return optree.PyTreeAccessor(path).codify(("args", "kwargs")[root.entry])
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, Tensor)
 
 
 class _SameAs:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torch_remat.dispatch.holder import Holder
+from torch_remat.dispatch.holder import Holder, OpHolder
 from torch_remat.errors import MismatchError, MutationError
 
 if TYPE_CHECKING:
@@ -45,6 +45,15 @@ def other_metadata(region: Region, holder: Holder, tensor: torch.Tensor) -> Mism
     return mismatched(
         region, f"forward saved {_forward(holder)} here, replay {_describe_tensor(tensor)}",
         _SAME_OPS, holder.name,
+    )  # fmt: skip
+
+
+def other_output(region: Region, holder: OpHolder, tensor: torch.Tensor) -> MismatchError:
+    """An op's output that a SAVE op saved has another shape, dtype or device in replay."""
+    return mismatched(
+        region, f"forward saved {_forward(holder)} here, the op that made it returns {_describe_tensor(tensor)} in "
+        "replay",
+        _SAME_OPS, holder.tensor_name, holder.op,
     )  # fmt: skip
 
 

@@ -13,14 +13,23 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from torch_remat._compat import TorchDispatchMode
+import torch
+
+from torch_remat._compat import (
+    DispatchMode,
+    SavedTensorHooks,
+    active_modes,
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
+)
+from torch_remat.dispatch.schema import effects_of
 
 if TYPE_CHECKING:
     from torch_remat.dispatch.forward_ops import ForwardOps
-    from torch_remat.dispatch.op import Op
+    from torch_remat.dispatch.observe import Watch
+    from torch_remat.dispatch.op import RematHandle
     from torch_remat.dispatch.policy import CheckpointPolicy
     from torch_remat.dispatch.region import Region
     from torch_remat.dispatch.replay_ops import ReplayOps
@@ -30,17 +39,30 @@ _Watcher = Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]
 _current: ContextVar[RematMode | None] = ContextVar("torch_remat_mode", default=None)
 
 
-class RematMode(TorchDispatchMode):
+class StopReplay(BaseException):
+    """Ends the function of a replay that has filled what it had to; see NOTE [ How a replay ends ]."""
+
+    def __init__(self, replay: RematMode) -> None:
+        self.replay = replay
+
+
+class RematMode(DispatchMode):
     """The runtime of one phase of one region: `Recording` in forward, `Filling` in replay.
 
     Args:
         region: The region whose function runs.
+
+    Attributes:
+        opening: What watches the region's ops from its start, if something does.
+        watcher: What sees each aten op now, if something does.
     """
 
     replaying: bool
     parent: RematMode | None = None
     ops: ForwardOps | ReplayOps | None = None
-    _watcher: _Watcher | None = None
+    observed: Watch | None = None
+    opening: _Watcher | None = None
+    watcher: _Watcher | None = None
 
     def __init__(self, region: Region) -> None:
         # TorchDispatchMode sets up its own state when it is entered, which a plain region never does.
@@ -56,58 +78,176 @@ class RematMode(TorchDispatchMode):
         function: Callable[..., Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        hooks: AbstractContextManager[None],
+        hooks: SavedTensorHooks,
         contexts: Sequence[AbstractContextManager[Any]],
     ) -> Any:
         """Run a function with this as the current mode, under a pair of saved-tensor hooks and other contexts."""
+        push_saved_tensors_hooks(*hooks)  # raises where the caller has disabled hooks: nothing is to be undone then
         self.parent = parent = _current.get()
         _current.set(self)
         try:
-            with hooks:
-                if not contexts:
-                    return function(*args, **kwargs)
-                with ExitStack() as stack:
-                    for context in contexts:
-                        stack.enter_context(context)
-                    return function(*args, **kwargs)
+            if contexts:
+                with contexts[0] if len(contexts) == 1 else _all(contexts):
+                    return self._call(function, args, kwargs)
+            return self._call(function, args, kwargs)
         finally:
+            self.opening = None
+            pop_saved_tensors_hooks()
             _current.set(parent)
             self.parent = None
 
+    def _call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if self.opening is None:
+            return function(*args, **kwargs)
+        return self.watched(self.opening, function, args, kwargs)
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Make this the current mode, also where an inner region runs."""
+        token = _current.set(self)
+        try:
+            yield
+        finally:
+            _current.reset(token)
+
     @abstractmethod
-    def begin_op(self, name: str, policy: CheckpointPolicy, ctx: Any, body: FrameType) -> Op:
-        """Begin an op in this phase.
+    def ops_now(self) -> ForwardOps | ReplayOps | None:
+        """Return the ops of this phase; None where ops are plain autograd."""
+
+    def begin_op(self, name: str, policy: CheckpointPolicy, ctx: Any) -> RematHandle | None:
+        """Begin an op in this phase; None if it is plain autograd. Only `get_handle` calls it, which the body calls.
 
         Args:
             name: The op's name, with its scopes.
             policy: Its policy.
             ctx: Its autograd context.
-            body: The frame in which its body runs.
 
         Raises:
             UsageError: The region already has an op of that name, or the op before it was not ended.
             MismatchError: In replay, this is not the op that forward had here.
         """
+        ops = self.ops
+        if ops is None and (ops := self.ops_now()) is None:
+            return None
+        observed = self.observed
+        if observed is None:
+            return ops.begin(name, policy, ctx)
+        policy = observed.policy_of(name, policy)
+        return observed.begin(ops.begin(name, policy, ctx), name, policy, ctx)
+
+    def run_native(
+        self,
+        name: str,
+        policy: CheckpointPolicy,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Run a native region in this phase and return what the function returns.
+
+        Args:
+            name: The native region's name, with its scopes.
+            policy: Whether replay skips it.
+            function: What runs inside.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+
+        Raises:
+            UsageError: The region already has an op of that name, or the op before it was not ended.
+            MismatchError: In replay, this is not the op that forward had here, or other ops ran inside.
+        """
+        ops = self.ops_now()
+        if ops is None:
+            return function(*args, **kwargs)
+        if self.observed is None:
+            return ops.run_native(name, policy, function, args, kwargs)
+        return self.observed.run_native(ops.run_native, name, policy, function, args, kwargs)
+
+    @abstractmethod
+    def give_name(self, tensor: torch.Tensor, name: str) -> None:
+        """Give a tensor a name by hand, by which the region's policy can save it."""
+
+    def watched(
+        self, watcher: _Watcher, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Run a function and show every aten op in it to a watcher; see `watch`."""
+        previous, self.watcher = self.watcher, watcher
+        try:
+            if previous is not None and any(mode is self for mode in active_modes()):
+                return function(*args, **kwargs)
+            with self:
+                return function(*args, **kwargs)
+        finally:
+            self.watcher = previous
+
+    def after_next_op(self, then: Callable[[], None]) -> None:
+        """Do something once the watcher has seen the op that comes next, and has not refused it."""
+        watcher = self.watcher
+        if watcher is None:
+            then()
+            return
+
+        def seen(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+            if effects_of(op).ignored:
+                return watcher(op, args, kwargs)
+            self.watcher = watcher
+            result = watcher(op, args, kwargs)
+            then()
+            return result
+
+        self.watcher = seen
+
+    @contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Show no op that runs inside to the watcher; hooks of users run here while a region's ops are watched."""
+        previous, self.watcher = self.watcher, None
+        try:
+            yield
+        finally:
+            self.watcher = previous
 
     @contextmanager
     def watch(self, watcher: _Watcher) -> Iterator[None]:
         """Show every aten op that runs inside to ``watcher(op, args, kwargs)``, which returns the op's result."""
-        previous, self._watcher = self._watcher, watcher
+        previous, self.watcher = self.watcher, watcher
         try:
-            with self:
+            if previous is not None and any(mode is self for mode in active_modes()):
                 yield
+            else:
+                with self:
+                    yield
         finally:
-            self._watcher = previous
+            self.watcher = previous
 
     def __torch_dispatch__(
         self, op: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Hand the op to the watcher."""
-        if self._watcher is None:
-            return op(*args, **(kwargs or {}))
-        return self._watcher(op, args, kwargs or {})
+        if kwargs is None:
+            kwargs = {}
+        if self.watcher is None:
+            return op(*args, **kwargs)
+        return self.watcher(op, args, kwargs)
+
+
+@contextmanager
+def unseen_by_forward_of(region: Region) -> Iterator[None]:
+    """Show no op to the mode of a region that is still in forward: a backward in it runs a replay, which is no part."""
+    with ExitStack() as stack:
+        for mode in active_modes():
+            if isinstance(mode, RematMode) and mode.region is region:
+                stack.enter_context(mode.unwatched())
+        yield
 
 
 def current_mode() -> RematMode | None:
     """Return the mode of the region that runs in this thread, or None outside of regions."""
     return _current.get()
+
+
+@contextmanager
+def _all(contexts: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield

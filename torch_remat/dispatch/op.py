@@ -1,7 +1,8 @@
-"""One remat-aware op in one phase: what a handle's methods do.
+"""One remat-aware op: the handle that the forward of a custom autograd Function talks to.
 
-In: the op's name, policy and autograd context. Kept: on the tape, its record. Out: an object for the phase, whose
-methods note or restore what the other phase needs.
+In: the op's name, policy and autograd context. Kept: on the tape, its record. Out: what the op's body works on. Here it
+is plain autograd: outside of regions, and inside the body of a SAVE op. The phases derive from it, and do in one call
+for each step what the step is about, since an op is often small.
 
 NOTE [ What is kept for an op ]
 1. SAVE: the tensors that it saves for backward are *residents*: their holders have the values from the start. Not so a
@@ -20,25 +21,148 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from torch_remat.dispatch.mode import current_mode
+from torch_remat.errors import UsageError
+
+_FORM = (
+    "The form is: handle = remat.get_handle(ctx, name, policy); `if (ret := handle.maybe_load_saved()) is not None: "
+    "return ret`; x = handle.save_or_load_inputs(x); ...; handle.save_for_backward({'x': x}); "
+    "return handle.record_outputs(out)."
+)
+_STEPS = ("maybe_load_saved", "save_or_load_inputs", "save_for_backward", "record_outputs")
+SKIPPED = len(_STEPS)
+"""The step of a handle whose op replay has skipped: nothing may follow."""
 
 
-class Op:
-    """An op outside of regions, or inside the body of a SAVE op: plain autograd. The phases derive from it."""
+class RematHandle:
+    """One call of a custom autograd Function, as the runtime sees it; made by `get_handle`.
 
-    def load(self, ctx: Any, args: tuple[Any, ...]) -> torch.Tensor | tuple[torch.Tensor, ...] | None:
-        """Return placeholders for the outputs, in the form of forward's return, if the op is skipped; else None.
+    Its methods are called once each, in this order: `maybe_load_saved`, `save_or_load_inputs`, `save_for_backward`,
+    `record_outputs`. The second and the third may be left out. Outside of regions they act as plain autograd.
+    """
 
-        ``args`` are the op's inputs, as far as the caller knows them.
+    __slots__ = ("_ctx", "_name", "_named", "_step")
+
+    def __init__(self, ctx: Any, name: str) -> None:
+        self._ctx = ctx
+        self._name = name
+        self._step = -1
+        self._named: Mapping[str, Tensor | None] = _NOTHING
+
+    def maybe_load_saved(self) -> Tensor | tuple[Tensor, ...] | None:
+        """Return what the forward shall return at once if replay skips the op, else None.
+
+        Returns:
+            None in forward, and in the replay of a RECOMPUTE op. In the replay of a SAVE op its output, or a tuple of
+            its outputs: placeholders with true metadata and no data.
+
+        Raises:
+            UsageError: It was called before.
         """
+        if self._step != -1:
+            raise self._out_of_order(0)
+        self._step = 0
         return None
 
-    def inputs(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the op's inputs, in replay with those that it would not have replaced by the kept ones."""
-        return args
+    def load(self, args: tuple[Any, ...]) -> Tensor | tuple[Tensor, ...] | None:
+        """Do what `maybe_load_saved` does, for a caller that knows the op's inputs: those are not kept again."""
+        return self.maybe_load_saved()
 
-    def save(self, named: Mapping[str, torch.Tensor | None]) -> None:
-        """Note which tensors the op saves for backward."""
+    def save_or_load_inputs(self, *args: Any) -> Any:
+        """Keep the inputs that replay would not have (forward), or return the kept ones (replay).
 
-    def outputs(self, ctx: Any, outputs: tuple[torch.Tensor, ...], as_tuple: bool) -> tuple[torch.Tensor, ...]:
-        """Note the op's outputs; return what the op shall return."""
-        return outputs
+        Only for a RECOMPUTE op, and only for inputs that come from SAVE ops, anything is kept: until replay has run.
+
+        Args:
+            *args: The op's inputs, in an order that does not change; values other than tensors pass.
+
+        Returns:
+            The input, or a tuple of the inputs, to be used from here on.
+
+        Raises:
+            UsageError: It was called out of order.
+            MutationError: A kept input was changed in place.
+            PlaceholderError: Forward had another input here.
+        """
+        if self._step != 0:
+            raise self._out_of_order(1)
+        self._step = 1
+        return args[0] if len(args) == 1 else args
+
+    def save_for_backward(self, saved_tensors: Mapping[str, Tensor | None]) -> None:
+        """Do what ``ctx.save_for_backward`` does, and give the tensors names.
+
+        Args:
+            saved_tensors: The tensors by name, in the order of ``ctx.saved_tensors``; None keeps a place empty.
+
+        Raises:
+            UsageError: It was called out of order; a name is no string, empty, or contains ``.``; a value is neither
+                a tensor nor None.
+        """
+        if not 0 <= self._step < 2:
+            raise self._out_of_order(2)
+        self._step = 2
+        if type(saved_tensors) is not dict and not isinstance(saved_tensors, Mapping):
+            raise self.misused(
+                f"save_for_backward takes a dict of names to tensors, not a {type(saved_tensors).__name__}"
+            )
+        for key, tensor in saved_tensors.items():
+            if not isinstance(key, str) or not key or "." in key:
+                raise self.misused(f"{key!r} is no name for a saved tensor: a non-empty string without '.'")
+            if type(tensor) is not Tensor and tensor is not None and not isinstance(tensor, Tensor):
+                raise self.misused(f"the saved value is a {type(tensor).__name__}, neither a tensor nor None", key)
+        self._ctx.save_for_backward(*saved_tensors.values())
+        self._named = saved_tensors
+
+    def record_outputs(self, *outs: torch.Tensor) -> Any:
+        """Name the outputs (``out``, or ``0``, ``1``, ... for several) and note what placeholders must show.
+
+        Args:
+            *outs: The op's outputs, all tensors.
+
+        Returns:
+            The output, or a tuple of the outputs, to be returned from the forward.
+
+        Raises:
+            UsageError: It was called out of order, without outputs, or with a value that is no tensor; or the op has
+                policy SAVE and marked an input as dirty.
+        """
+        return self.record(outs, len(outs) > 1)
+
+    def record(self, outs: tuple[Tensor, ...], as_tuple: bool) -> Any:
+        """Do what `record_outputs` does, for a forward that returns a tuple or not, whatever its length."""
+        self._end(outs)
+        return outs if as_tuple else outs[0]
+
+    def _end(self, outs: tuple[Tensor, ...]) -> None:
+        """Check the last step and what it was given."""
+        if not 0 <= self._step < 3:
+            raise self._out_of_order(3)
+        self._step = 3
+        if not outs:
+            raise self.misused("record_outputs needs at least one output")
+        for out in outs:
+            if type(out) is not Tensor and not isinstance(out, Tensor):
+                place = next(place for place, value in enumerate(outs) if value is out)
+                raise self.misused(f"output {place} is a {type(out).__name__}, not a tensor", str(place))
+
+    def _out_of_order(self, step: int) -> UsageError:
+        if self._step == SKIPPED:
+            what = f"{_STEPS[step]} was called after maybe_load_saved had returned the outputs of a skipped op"
+        elif self._step < 0:
+            what = f"{_STEPS[step]} was called before maybe_load_saved"
+        else:
+            again = "a second time" if step == self._step else f"after {_STEPS[self._step]}"
+            what = f"{_STEPS[step]} was called {again}"
+        return self.misused(what)
+
+    def misused(self, what: str, tensor: str | None = None) -> UsageError:
+        """Return the error about a wrong use of this handle."""
+        mode = current_mode()
+        region = None if mode is None else mode.region.name
+        return UsageError(what, region=region, op=self._name, tensor=tensor, remedy=_FORM)
+
+
+_NOTHING: Mapping[str, Tensor | None] = {}

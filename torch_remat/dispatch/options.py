@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+
+from torch_remat.offload.protocol import Offloader
+
+if TYPE_CHECKING:
+    from torch_remat.dispatch.op_policy import OpPolicy
+    from torch_remat.dispatch.policy_forward import Observer
 
 ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 DeterminismCheck = str | Callable[[torch.Tensor], Any]
@@ -21,6 +27,11 @@ class Options(NamedTuple):
     early_stop: bool = True
     debug: bool = False
     context_fn: ContextFn | None = None
+    policy: OpPolicy | None = None
+    allow_cache_entry_mutation: bool = False
+    observer: Observer | None = None
+    offloader: Offloader | None = None
+    offload_inputs: bool = False
 
 
 # Regions with these, and only this object, skip what options may ask for.

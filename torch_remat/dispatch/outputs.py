@@ -55,7 +55,19 @@ def boundary_nodes(tensors: list[torch.Tensor]) -> list[torch.autograd.graph.Nod
     """Return the autograd nodes of the outputs, each once."""
     nodes: list[torch.autograd.graph.Node | None] = []
     for tensor in tensors:
-        node = tensor.grad_fn
+        node = node_of(tensor)
         if node is not None and node not in nodes:
             nodes.append(node)
     return nodes
+
+
+def node_of(tensor: torch.Tensor) -> torch.autograd.graph.Node | None:
+    """Return the autograd node of an output, or of what it is a view of.
+
+    A view whose base was changed in place gets a new node when it is next asked for. Asked here, the node would be
+    older than in plain autograd, and backward would add up gradients in another order.
+    """
+    base = tensor._base
+    if base is None or tensor.is_inference() or not tensor._version:
+        return tensor.grad_fn
+    return base.grad_fn

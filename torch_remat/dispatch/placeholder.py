@@ -9,14 +9,14 @@ Decided by the op's schema, never by its name:
    the op itself, run on the meta device.
 2. A factory takes one tensor, ``self``, and the tensor options (dtype, layout, device, pin_memory): it needs nothing
    but metadata, and makes a real tensor. (A conversion takes ``non_blocking`` besides: it reads.)
-3. Every other op reads or writes data, and raises.
+3. Every other op reads or writes data, and raises. The placeholder of a native region's output can do better: its
+   ``compute`` runs the region once more, and the op gets the value.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -29,9 +29,14 @@ from torch_remat._compat import (
     negative_view,
     set_conj,
     set_neg,
+    without_dispatch_modes,
     without_torch_function,
 )
+from torch_remat.dispatch.schema import argument, effects_of
 from torch_remat.errors import PlaceholderError, user_line
+
+# Makes a named tuple for half the time.
+new_tuple: Callable[[type, tuple[Any, ...]], Any] = tuple.__new__
 
 
 class Source(NamedTuple):
@@ -52,13 +57,17 @@ class Geometry(NamedTuple):
 
 def geometry_of(tensor: torch.Tensor) -> Geometry:
     """Return where a tensor lies in its storage."""
-    return Geometry(tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+    made: Geometry = new_tuple(Geometry, (tensor.shape, tensor.stride(), tensor.storage_offset()))
+    return made
 
 
 class Placeholder(torch.Tensor):
     """A tensor with true metadata and no data; see NOTE [ What an op may do with a placeholder ]."""
 
     source: Source
+    # Takes the name of the reader and returns the value after all; only native regions have such a way.
+    compute: Callable[[str], torch.Tensor] | None = None
+    resized = False  # whether an op has resized what it stands for
 
     @classmethod
     def __torch_function__(
@@ -68,7 +77,7 @@ class Placeholder(torch.Tensor):
         name = getattr(func, "__name__", str(func))
         try:
             if name in _DATA_ACCESS:
-                refuse(_first_of([*args]).source, name)
+                return func(*[real(arg, name) for arg in args], **(kwargs or {}))
             with without_torch_function():
                 return func(*args, **(kwargs or {}))
         except RuntimeError as error:
@@ -83,16 +92,25 @@ class Placeholder(torch.Tensor):
         """Pass on views, make real tensors from metadata, raise otherwise."""
         kwargs = kwargs or {}
         first = _first_of([*args, *kwargs.values()])
-        kind, place = _kind_of(op)
-        if kind == "view" and place < len(args) and isinstance(args[place], Placeholder):
-            source = args[place].source
-            return optree.tree_map(
-                lambda leaf: make_placeholder(leaf, source, first.device) if isinstance(leaf, torch.Tensor) else leaf,
-                _on_meta(op, args, kwargs, first),
-            )
-        if kind == "factory":
+        effects = effects_of(op)
+        if effects.reshapes:
+            return reshape(op, args, kwargs)
+        if effects.viewed is not None:
+            base = argument(effects.viewed, args, kwargs)
+            if isinstance(base, Placeholder):
+                return views_of(base, op, args, kwargs, _on_meta(op, args, kwargs, first))
+        if effects.factory:
             device = kwargs.get("device")
             return _on_meta(op, args, {**kwargs, "device": first.device if device is None else device}, first)
+        if first.compute is not None:
+            consumer = str(op)
+            arguments: Any = (tuple(args), dict(kwargs))
+            resolved: Any = optree.tree_map(lambda leaf: real(leaf, consumer), arguments)
+            result = op(*resolved[0], **resolved[1])
+            returned = effects.returned
+            if len(returned) == 1 and returned[0] >= 0:  # in place: the placeholder itself goes on
+                return argument(effects.written[returned[0]], args, kwargs)
+            return result
         # Where autograd is left out (inference mode) an op that consists of others comes here whole.
         result = op.decompose(*args, **kwargs)
         return refuse(first.source, str(op)) if result is NotImplemented else result
@@ -108,6 +126,32 @@ class Placeholder(torch.Tensor):
     def __format__(self, spec: str) -> str:
         """Return the text of ``repr``; a format of its own needs the value."""
         return refuse(self.source, f"format {spec!r}") if spec else repr(self)
+
+
+class Packed(NamedTuple):
+    """What autograd saves of a placeholder: the placeholder itself may be an output of the node that saves it."""
+
+    geometry: Geometry
+    dtype: torch.dtype
+    device: torch.device
+    source: Source
+    compute: Callable[[str], torch.Tensor] | None
+
+    @classmethod
+    def of(cls, tensor: Placeholder) -> Packed:
+        """Describe a placeholder."""
+        return cls(geometry_of(tensor), tensor.dtype, tensor.device, tensor.source, tensor.compute)
+
+    def placeholder(self) -> Placeholder:
+        """Return a placeholder like it, without its history."""
+        made = placeholder_at(self.geometry, self.dtype, self.device, self.source)
+        made.compute = self.compute
+        return made
+
+
+def unpack(value: torch.Tensor | Packed) -> torch.Tensor:
+    """Unpack hook of a replay: return what was saved."""
+    return value.placeholder() if type(value) is Packed else value  # type: ignore[return-value]
 
 
 class Refusal(NamedTuple):
@@ -144,12 +188,58 @@ def placeholder_at(geometry: Geometry, dtype: torch.dtype, device: torch.device,
     if torch.is_inference_mode_enabled():  # autograd refuses to take views made here for views of others
         with torch.inference_mode(False):
             return placeholder_at(geometry, dtype, device, source)
+    # By position, which takes a sixth less than by keyword.
     placeholder: Placeholder = make_wrapper_subclass(
-        Placeholder, shape, strides=stride, storage_offset=offset, dtype=dtype, device=device
+        Placeholder, shape, stride, offset, None, dtype, torch.strided, device
     )
     placeholder.source = source
     forbid_data_access(placeholder)
     return placeholder
+
+
+def reshape(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run an op that changes a placeholder's metadata in place; return the placeholder."""
+    with without_dispatch_modes():  # also past the placeholder's own refusal
+        op(*args, **kwargs)
+    return args[0]
+
+
+def views_of(base: Placeholder, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], like: Any) -> Any:
+    """Return placeholders for the results of a view op, which are like the given tensors."""
+    made: Any = optree.tree_map(
+        lambda leaf: make_placeholder(leaf, base.source, base.device) if isinstance(leaf, torch.Tensor) else leaf, like
+    )
+    compute = base.compute
+    if compute is not None:
+        # Not the placeholders, whose history may own these views.
+        given: Any = (tuple(args), dict(kwargs))
+        given = optree.tree_map(lambda leaf: Packed.of(leaf) if isinstance(leaf, Placeholder) else leaf, given)
+        for place, view in enumerate([made] if isinstance(made, Placeholder) else made):
+
+            def computed(consumer: str, place: int = place) -> torch.Tensor:
+                with torch.no_grad():
+                    arguments: Any = optree.tree_map(
+                        lambda leaf: real(unpack(leaf), consumer), given, is_leaf=lambda node: type(node) is Packed
+                    )
+                    result = op(*arguments[0], **arguments[1])
+                value: torch.Tensor = result if isinstance(result, torch.Tensor) else result[place]
+                return value
+
+            view.compute = computed
+    return made
+
+
+def real(leaf: Any, consumer: str) -> Any:
+    """Return a value with a placeholder replaced by the tensor that it stands for.
+
+    Raises:
+        PlaceholderError: There is no way to get the tensor.
+    """
+    if not isinstance(leaf, Placeholder):
+        return leaf
+    if leaf.compute is None:
+        refuse(leaf.source, consumer)
+    return leaf.compute(consumer)
 
 
 def is_placeholder(tensor: object) -> bool:
@@ -180,34 +270,6 @@ def refuse(source: Source, consumer: str) -> NoReturn:
     refusal = Refusal(source, consumer, f"{Path(file).name}:{line}")
     last_refusal.set(refusal)
     raise refusal.error()
-
-
-@cache
-def _kind_of(op: Any) -> tuple[str, int]:
-    """Return ``("view", place of the viewed argument)``, ``("factory", 0)`` or ``("data", 0)``."""
-    schema = op._schema
-    aliases = [value.alias_info for value in (*schema.arguments, *schema.returns) if value.alias_info is not None]
-    if any(alias.is_write for alias in aliases):
-        return "data", 0
-    returned = {
-        name for value in schema.returns if value.alias_info is not None for name in value.alias_info.before_set
-    }
-    for place, argument in enumerate(schema.arguments):
-        # `Tensor(a -> *) self`: the results, in a list, are views.
-        if argument.alias_info is not None and "*" in argument.alias_info.after_set:
-            return "view", place
-    if returned:
-        for place, argument in enumerate(schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.before_set & returned:
-                return "view", place
-    names = {argument.name for argument in schema.arguments}
-    tensors = [argument.name for argument in schema.arguments if "Tensor" in str(argument.type)]
-    if tensors == ["self"] and names >= _TENSOR_OPTIONS and "non_blocking" not in names:
-        return "factory", 0
-    return "data", 0
-
-
-_TENSOR_OPTIONS = {"dtype", "layout", "device", "pin_memory"}
 
 
 def _on_meta(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], first: Placeholder) -> Any:

@@ -19,3 +19,6 @@ class CheckpointPolicy(Enum):
 
     SAVE = "save"
     """Replay skips the op; what its backward needs is kept from forward."""
+
+    OFFLOAD = "offload"
+    """As SAVE, but what is kept leaves the device and comes back when it is needed; see `Offloader`."""

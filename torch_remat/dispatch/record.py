@@ -6,20 +6,24 @@ state after a skipped op that drew numbers, and descriptions. Out: inputs and pl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import ref
 
 import torch
 
-from torch_remat._compat import SavedTensorHooks, negative_view
-from torch_remat.dispatch.placeholder import Geometry, Source, geometry_of, placeholder_at
+from torch_remat._compat import SavedTensorHooks
+from torch_remat.dispatch.holder import CHANGED
+from torch_remat.dispatch.placeholder import Geometry
 from torch_remat.dispatch.policy import CheckpointPolicy
 from torch_remat.errors import MutationError
 
 if TYPE_CHECKING:
+    from torch.multiprocessing.reductions import StorageWeakRef
+
     from torch_remat.dispatch.ambient import RngState
-    from torch_remat.dispatch.holder import OpHolder
+    from torch_remat.dispatch.calls import NativeCall
+    from torch_remat.dispatch.elided import Elided
     from torch_remat.dispatch.region import Region
 
 
@@ -32,99 +36,114 @@ class Output(NamedTuple):
     device: torch.device
     differentiable: bool
 
-    def placeholder(self, region: str, op: str) -> torch.Tensor:
-        """Return a fresh placeholder for the output."""
-        return placeholder_at(self.geometry, self.dtype, self.device, Source(region, op, self.name))
+
+def _counter_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that shares the version counter of another, but not its data, which may leave."""
+    counter = tensor.detach()
+    counter.data = _NOTHING
+    return counter
+
+
+_NOTHING = torch.empty(0)
 
 
 class Slot:
     """A tensor that the tape keeps because replay needs it as an input.
 
     Like a region's inputs it goes through the saved-tensor hooks around the region.
+
+    Attributes:
+        kept: The tensor, or what the hooks around the region made of it.
+        device: Where the tensor was when it was kept.
+        source: Name and place of the skipped op's output that it is, or is a view of; None where its owner knows.
     """
 
-    __slots__ = ("_kept", "_requires_grad", "_unpack", "_version")
+    __slots__ = ("_aliases", "_requires_grad", "_unpack", "_version", "device", "kept", "source")
 
-    def __init__(self, tensor: torch.Tensor, hooks: SavedTensorHooks | None) -> None:
-        self._requires_grad = tensor.requires_grad
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        hooks: SavedTensorHooks | None,
+        requires_grad: bool | None = None,
+        unchecked: bool = False,
+        source: tuple[str, int] | None = None,
+    ) -> None:
+        self.source = source
+        self.device = tensor.device
+        self._requires_grad = tensor.requires_grad if requires_grad is None else requires_grad
         self._version = tensor._version
+        self._aliases: Sequence[tuple[torch.Tensor, int]] = ()
         self._unpack: Callable[[Any], torch.Tensor] | None = None
         if hooks is None:
-            self._kept: Any = tensor.detach()
+            self.kept: Any = tensor.detach()
+            if unchecked:  # changes in place are allowed, so that they must not be counted
+                self.kept = self.kept.data
+                self._version = self.kept._version
         else:
             pack, self._unpack = hooks
             with torch.no_grad():
-                self._kept = pack(tensor)
+                self.kept = pack(tensor)
 
-    def load(self, region: Region, op: str, place: int) -> torch.Tensor:
-        """Return the tensor for one replay.
+    @classmethod
+    def of_alias(cls, alias: torch.Tensor) -> Slot:
+        """Return the slot for an alias without a history, which nobody else has."""
+        slot = cls.__new__(cls)
+        slot.source = slot._unpack = None
+        slot.device = alias.device
+        slot._requires_grad = False
+        slot._version = alias._version
+        slot._aliases = ()
+        slot.kept = alias
+        return slot
+
+    def watch(self, aliases: Sequence[torch.Tensor]) -> None:
+        """Look also at tensors that share the storage and count changes for themselves; see `Storages`."""
+        self._aliases = [(_counter_of(alias), alias._version) for alias in aliases]
+
+    def mark_changed(self) -> None:
+        """Note that the tensor was changed in place after it should have been kept: no load accepts it."""
+        self._version = CHANGED
+        self._unpack = None
+
+    def _is_changed(self) -> bool:
+        if self._version == CHANGED:
+            return True
+        if self._aliases and any(alias._version != at for alias, at in self._aliases):
+            return True
+        changed: bool = self._unpack is None and self.kept._version != self._version
+        return changed  # what hooks have kept, they check themselves
+
+    def unchanged(self) -> torch.Tensor | None:
+        """Return the tensor without a history if it is simply there; else None: `load` has more to do."""
+        kept: torch.Tensor = self.kept
+        return None if self._unpack is not None or self._is_changed() else kept.detach()
+
+    def load(self, region: Region, op: str, name: str) -> torch.Tensor:
+        """Return the tensor for one replay; ``name`` is what an error calls it.
 
         Raises:
             MutationError: It was changed in place since forward.
         """
-        kept: torch.Tensor = self._kept
+        kept: torch.Tensor = self.kept
+        usual = self._unpack is None and self._version != CHANGED and not self._aliases
+        if usual and kept._version == self._version:
+            return kept.detach().requires_grad_() if self._requires_grad else kept.detach()
+        if self._is_changed():
+            raise MutationError(
+                "this tensor was changed in place after it was kept for replay",
+                region=region.name,
+                op=op,
+                tensor=name,
+                remedy="Use the out-of-place form of the op that changes it, change it after backward, or let the "
+                "region recompute it.",
+            )
         if self._unpack is not None:
             with torch.no_grad():
                 kept = self._unpack(kept)
-        elif kept._version != self._version:
-            raise MutationError(
-                "this input was changed in place after it was kept for replay",
-                region=region.name,
-                op=op,
-                tensor=f"input {place}",
-                remedy="Use the out-of-place form of the op that changes it, or change it after backward.",
-            )
         return kept.detach().requires_grad_(self._requires_grad)
 
 
-class Elided(NamedTuple):
-    """A saved tensor that is not kept, since replay makes it, or what it is a view of, again.
-
-    Attributes:
-        holder: The holder that waits for it.
-        place: Which output of its producer, or which input of its op, it is or is a view of.
-        source_offset: That tensor's storage offset in forward, in bytes.
-        geometry: Where the saved tensor lies in the same storage.
-        dtype: Its dtype; a view may have another than what it is a view of.
-        conjugated: Whether it is a lazy conjugate.
-        negated: Whether it is a lazy negative.
-    """
-
-    holder: ref[OpHolder]
-    place: int
-    source_offset: int
-    geometry: Geometry
-    dtype: torch.dtype
-    conjugated: bool
-    negated: bool
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor, holder: OpHolder, place: int, source_offset: int) -> Elided:
-        """Describe a saved tensor."""
-        geometry = geometry_of(tensor)
-        return cls(ref(holder), place, source_offset, geometry, tensor.dtype, tensor.is_conj(), tensor.is_neg())
-
-    def value(self, source: torch.Tensor) -> torch.Tensor:
-        """Return the saved tensor, from replay's counterpart of what it is a view of."""
-        base = source.detach()
-        if base.is_conj():
-            base = base.conj()
-        if base.is_neg():
-            base = negative_view(base)
-        if base.dtype != self.dtype:
-            count = max(1, self.dtype.itemsize // base.dtype.itemsize)
-            base = base.as_strided((count,), (1,), 0).view(self.dtype)
-        shape, stride, offset = self.geometry
-        moved = offset_in_bytes(source) - self.source_offset
-        value = base.as_strided(shape, stride, offset + moved // self.dtype.itemsize)
-        if self.conjugated:
-            value = value.conj()
-        return negative_view(value) if self.negated else value
-
-
-def offset_in_bytes(tensor: torch.Tensor) -> int:
-    """Return where a tensor's first element lies in its storage."""
-    return int(tensor.storage_offset()) * tensor.dtype.itemsize
+_NO_SLOTS: Mapping[int, Slot] = MappingProxyType({})
 
 
 class Record:
@@ -139,21 +158,131 @@ class Record:
         elided_outputs: Saved tensors of SAVE ops that replay takes from this op's outputs.
         elided_inputs: Saved tensors of this SAVE op that replay takes from its inputs.
         drawn: Where the op left the random generators, if it was saved and drew numbers.
+        saved_before: How many tensors the region had saved when the op began.
     """
 
-    __slots__ = ("as_tuple", "drawn", "elided_inputs", "elided_outputs", "name", "outputs", "policy", "slots")
+    __slots__ = (
+        "as_tuple",
+        "drawn",
+        "elided_inputs",
+        "elided_outputs",
+        "name",
+        "outputs",
+        "policy",
+        "saved_before",
+        "slots",
+    )
 
     def __init__(self, name: str, policy: CheckpointPolicy) -> None:
         self.name = name
         self.policy = policy
         self.outputs: Sequence[Output] = ()
         self.as_tuple = False
-        self.slots: dict[int, Slot] = {}
-        self.elided_outputs: list[Elided] = []
-        self.elided_inputs: list[Elided] = []
+        self.slots: Mapping[int, Slot] = _NO_SLOTS  # and no list of its own for what most ops have none of
+        self.elided_outputs: list[Elided] | tuple[()] = ()
+        self.elided_inputs: list[Elided] | tuple[()] = ()
         self.drawn: RngState | None = None
+        self.saved_before = 0
+
+    def elide_output(self, elided: Elided) -> None:
+        """Note a saved tensor that replay takes from this op's outputs."""
+        if self.elided_outputs:
+            self.elided_outputs.append(elided)
+        else:
+            self.elided_outputs = [elided]
+
+    def elide_input(self, elided: Elided) -> None:
+        """Note a saved tensor of this op that replay takes from its inputs."""
+        if self.elided_inputs:
+            self.elided_inputs.append(elided)
+        else:
+            self.elided_inputs = [elided]
 
     def forget_slots(self) -> None:
         """Drop what only a further replay would need."""
-        self.slots = {}
+        self.slots = _NO_SLOTS
         self.drawn = None
+
+
+class WholeCallRecord(Record):
+    """The tape's entry for a native region that is one call of a function of torch's own.
+
+    Attributes:
+        function: The function.
+        layout: Shape and strides of the tensors among its arguments.
+        metas: Its results: a `Meta` and whether it needs a gradient for each tensor, other values as they are.
+        template: Its result with numbers in place of the leaves; None if it is one tensor or value.
+        returned: The tensors that it returned and replay reads, by their place among the leaves of the result.
+        raised: The kind and arguments of the exception that it raised.
+        views: Whether all its results are views of its arguments, which cost nothing: then replay runs it again.
+        warned: Whether the user was told that replay runs it after all.
+    """
+
+    __slots__ = ("function", "layout", "metas", "raised", "returned", "template", "views", "warned")
+
+    def __init__(self, name: str, policy: CheckpointPolicy, function: Callable[..., Any]) -> None:
+        super().__init__(name, policy)
+        self.function = function
+        self.layout: Sequence[Any] = ()
+        self.metas: list[Any] = []
+        self.template: Any = None
+        self.returned: dict[int, Slot] = {}
+        self.raised: tuple[type[Exception], tuple[Any, ...]] | None = None
+        self.views = self.warned = False
+
+    def output_name(self, place: int) -> str:
+        """Return the name of a result."""
+        return "out" if self.template is None else str(place)
+
+    def forget_slots(self) -> None:
+        """Drop what only a further replay would need."""
+        super().forget_slots()
+        self.returned = {}
+
+
+class Written(NamedTuple):
+    """A tensor from outside that a native region changed in place.
+
+    Attributes:
+        storage: Its storage.
+        slot: What it was afterwards.
+        place: Which op changed it first, and which of the tensors that this op changed it is.
+    """
+
+    storage: StorageWeakRef
+    slot: Slot
+    place: tuple[int, int]
+
+
+class NativeRecord(Record):
+    """The tape's entry for a native region that replay skips.
+
+    Attributes:
+        calls: The aten ops that ran inside, in order.
+        returned: The tensors that it returned and replay reads, by their place among the leaves of the result.
+        written: The tensors from outside that it changed in place.
+        raised: Whether an exception left it.
+        once: Whether it cannot run again, since it has read what it changed outside.
+        single: Whether it returned one tensor and nothing else.
+        warned: Whether the user was told that replay runs it after all.
+    """
+
+    __slots__ = ("calls", "once", "raised", "returned", "single", "warned", "written")
+
+    def __init__(self, name: str, policy: CheckpointPolicy) -> None:
+        super().__init__(name, policy)
+        self.calls: list[NativeCall] = []
+        self.returned: dict[int, Slot] = {}
+        self.written: list[Written] = []
+        self.raised = self.once = self.single = False
+        self.warned = False
+
+    def output_name(self, place: int) -> str:
+        """Return the name of a result."""
+        return "out" if self.single else str(place)
+
+    def forget_slots(self) -> None:
+        """Drop what only a further replay would need."""
+        super().forget_slots()
+        self.returned = {}
+        self.written = []

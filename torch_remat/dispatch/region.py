@@ -6,25 +6,40 @@ to the holders. Out: filled holders, by a replay when one is needed.
 
 from __future__ import annotations
 
+from _thread import RLock  # without the Python function around it that threading has
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from threading import RLock
+from contextlib import AbstractContextManager, nullcontext
+from itertools import count
 from typing import Any
-from weakref import finalize
+from weakref import finalize, ref
 
 import torch
 
 from torch_remat._compat import graph_exec_group, graph_is_kept, graph_task, sequence_number, top_saved_tensors_hooks
 from torch_remat.dispatch.ambient import RngState, capture_ambient
-from torch_remat.dispatch.holder import Holder
+from torch_remat.dispatch.holder import Holder, read
 from torch_remat.dispatch.inputs import RegionInputs
+from torch_remat.dispatch.mode import unseen_by_forward_of
 from torch_remat.dispatch.naming import default_name, scope
+from torch_remat.dispatch.offloading import Offloading, offload_inputs
 from torch_remat.dispatch.oplog import OpLog
 from torch_remat.dispatch.options import Options
 from torch_remat.dispatch.parameters import parameters_of
-from torch_remat.dispatch.replay import replay
+from torch_remat.dispatch.part import own_hooks
+from torch_remat.dispatch.placeholder import unpack
+from torch_remat.dispatch.replay import Filling
 from torch_remat.dispatch.tape import Tape
 from torch_remat.errors import ReleasedError
+
+# Weak references to all regions by their addresses, for reports. Dead ones stay until the address is used again.
+_regions: dict[int, ref[Region]] = {}
+_next_serial = count().__next__
+
+
+def live_regions() -> list[Region]:
+    """Return the regions that are alive, oldest first."""
+    alive = [region for entry in list(_regions.values()) if (region := entry()) is not None]
+    return sorted(alive, key=lambda region: region.serial)
 
 
 class Region:
@@ -35,6 +50,7 @@ class Region:
         args: Its positional arguments.
         kwargs: Its keyword arguments.
         options: What the user chose.
+        is_part: Whether it runs in a native region that replay skips; see `part`.
     """
 
     __slots__ = (
@@ -48,33 +64,48 @@ class Region:
         "function",
         "hooks",
         "inputs",
+        "last_number",
+        "offloading",
         "op_log",
         "options",
         "parameters",
         "replay_context",
         "rng",
         "scope",
+        "serial",
         "tape",
     )
 
     def __init__(
-        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        options: Options,
+        is_part: bool = False,
     ) -> None:
         self.function: Callable[..., Any] | None = function
         self.options = options
-        self.hooks = top_saved_tensors_hooks()
-        self.inputs: RegionInputs | None = RegionInputs(args, kwargs, self.hooks)
+        hooks = top_saved_tensors_hooks()
+        self.inputs: RegionInputs | None = RegionInputs(args, kwargs, hooks)
+        self.hooks = own_hooks(self.name) if is_part and hooks is not None and hooks[1] in (read, unpack) else hooks
         self.parameters = parameters_of(function)
         self.ambient = capture_ambient()
         self.rng = RngState(self.inputs.generators()) if options.preserve_rng_state else None
         self.tape = Tape()
         self.finished = False
-        self.first_number = sequence_number()
+        self.first_number = sequence_number()  # of the autograd nodes that it makes
+        self.last_number = -1  # of those that lead to its outputs
         self.replay_context: AbstractContextManager[Any] | None = None
-        self.op_log = OpLog() if options.debug else None
+        self.op_log = OpLog() if options.debug and options.policy is None else None
         self.scope = scope.get()
+        self.offloading: Offloading | None = None
+        if options.offload_inputs and hooks is None:
+            offload_inputs(self, args, kwargs)
         self._lock = RLock()
         self._replayed_in = -1  # the latest backward that came here
+        self.serial = _next_serial()
+        _regions[id(self)] = ref(self)
 
     @property
     def name(self) -> str:
@@ -114,7 +145,8 @@ class Region:
         if self.inputs is None:
             return
         if empty := self.tape.empty():
-            replay(self, empty)
+            with nullcontext() if self.finished else unseen_by_forward_of(self):
+                Filling(self, empty).replay()
         self._replayed_in = graph_task()
         if not self.finished:
             return

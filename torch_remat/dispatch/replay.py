@@ -19,93 +19,56 @@ NOTE [ How a replay ends ]
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from types import FrameType
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import ref
 
 import torch
-from torch.autograd.function import BackwardCFunction
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
-from torch_remat._compat import node_number, sequence_number
+from torch_remat._compat import sequence_number, set_grad_enabled, without_dispatch_modes
+from torch_remat.dispatch.again import Again
+from torch_remat.dispatch.comparison import what_differs
 from torch_remat.dispatch.determinism import Values, value_function
-from torch_remat.dispatch.holder import (
-    AUTOCAST_DTYPES,
-    CHANGED,
-    Holder,
-    OpHolder,
-    metadata_of,
-    parameter_behind,
-)
-from torch_remat.dispatch.mismatch import (
-    another_parameter,
-    fewer_saved,
-    more_saved,
-    other_metadata,
-    other_producer,
-    other_value,
-    outside_changed,
-)
-from torch_remat.dispatch.mode import RematMode
+from torch_remat.dispatch.holder import AUTOCAST_DTYPES, Holder, OpHolder, ResidentRef, metadata_of, parameter_behind
+from torch_remat.dispatch.mismatch import another_parameter, fewer_saved, more_saved, other_value
+from torch_remat.dispatch.mode import RematMode, StopReplay
 from torch_remat.dispatch.naming import scope, scope_restored
-from torch_remat.dispatch.op import Op
+from torch_remat.dispatch.observe import Watch, is_watched
 from torch_remat.dispatch.options import DEFAULTS
 from torch_remat.dispatch.parameters import check_parameters
-from torch_remat.dispatch.placeholder import Placeholder, last_refusal, refuse
-from torch_remat.dispatch.policy import CheckpointPolicy
+from torch_remat.dispatch.placeholder import Packed, Placeholder, last_refusal, real, unpack
+from torch_remat.dispatch.policy_replay import PolicyReplay
 from torch_remat.dispatch.replay_ops import ReplayOps
-from torch_remat.errors import RematError
+from torch_remat.errors import MismatchError, RematError
 
 if TYPE_CHECKING:
     from torch_remat.dispatch.region import Region
-
-
-class StopReplay(BaseException):
-    """Ends the function of a replay that has filled what it had to; see NOTE [ How a replay ends ]."""
-
-    def __init__(self, replay: Filling) -> None:
-        self.replay = replay
-
-
-def replay(region: Region, empty: list[Holder]) -> None:
-    """Run a region's function again and fill its empty holders; the caller holds the region's lock.
-
-    Raises:
-        MutationError: A region input was changed in place.
-        MismatchError: Replay did something else than forward.
-    """
-    mode = Filling(region, empty)
-    try:
-        mode.replay()
-    except BaseException:
-        for holder in empty:
-            holder.value = None
-        raise
-    finally:
-        mode.ops = None  # which knows the mode
-        last_refusal.set(None)
 
 
 class Filling(RematMode):
     """The replay of a region. Its pack hook gives each empty holder its value, in the order of forward."""
 
     replaying = True
-    ops: ReplayOps | None = None
-    _error: RematError | None = None
-    _over = False
-    _values: Values | None = None
-    _unfilled_number = -1  # of the latest op that may yet fill what it saved
+    ops: ReplayOps | None
 
     def __init__(self, region: Region, empty: list[Holder]) -> None:
         self.region = region
         self._empty = empty
+        self._error: RematError | None = None
+        self._over = False
+        self._values: Values | None = None
+        self.watcher = None
+        self._unfilled_number = -1  # of the latest op that may yet fill what it saved
         self._saved = region.tape.saved
         self._limit = len(self._saved)  # 0 once the replay is over, so that the pack hook has one thing to look at
         # Where early stop may end the replay; without it, past the end.
         self._last = region.tape.last_needed() if region.options.early_stop else self._limit
-        self._waiting = sum(type(holder) is OpHolder for holder in empty)
+        self._waiting = sum([type(holder) is OpHolder for holder in empty]) if region.tape.elided else 0
         self.ops = ReplayOps(self) if region.tape.records else None
         self._position = 0
         self._first_number = sequence_number()
@@ -114,31 +77,55 @@ class Filling(RematMode):
             self._values = None if value_of is None else Values(value_of)
 
     def replay(self) -> None:
-        """Run the function as far as it is needed, and raise what was found wrong."""
+        """Run the function as far as it is needed; the caller holds the region's lock.
+
+        Raises:
+            MutationError: A region input was changed in place.
+            MismatchError: Replay did something else than forward.
+        """
         region = self.region
         assert region.function is not None
         assert region.inputs is not None
-        if region.parameters:
-            check_parameters(region, region.parameters)
-        args, kwargs = region.inputs.restore(region)
-        hooks = saved_tensors_hooks(self.pack, _identity)
-        last_refusal.set(None)
+        if last_refusal.get() is not None:
+            last_refusal.set(None)
+        grad_enabled = torch.is_grad_enabled()
         try:
-            with torch.enable_grad():
-                self.run(region.function, args, kwargs, hooks, self._contexts())
-        except StopReplay as stop:
-            if stop.replay is not self:
-                raise
-        except Exception as error:
-            # What user code made of a stop, or of an error of ours that passed through it, does not count.
-            if not self._over:
-                _add_note(error, f"This was raised while region {region.name!r} was replayed in backward.")
-                raise
-        self._check()
+            if region.parameters:
+                check_parameters(region, region.parameters)
+            args, kwargs = region.inputs.restore(region)
+            set_grad_enabled(True)
+            try:
+                self.run(region.function, args, kwargs, (self.pack_hook(), unpack), self._contexts())
+            except StopReplay as stop:
+                if stop.replay is not self:
+                    raise
+            except Exception as error:
+                # What user code made of a stop, or of an error of ours that passed through it, does not count.
+                if not self._over:
+                    if hasattr(error, "add_note"):  # Python 3.11
+                        error.add_note(f"This was raised while region {region.name!r} was replayed in backward.")
+                    raise
+            set_grad_enabled(grad_enabled)
+            self._check()
+        except BaseException:
+            for holder in self._empty:
+                holder.value = None
+            raise
+        finally:
+            set_grad_enabled(grad_enabled)
+            if self.ops is not None:
+                self.ops.forget()
+                self.ops = None  # which knows this mode
+            self.observed = None
+            if last_refusal.get() is not None:
+                last_refusal.set(None)
 
     def _contexts(self) -> list[AbstractContextManager[Any]]:
         region = self.region
-        contexts = region.ambient.contexts()
+        contexts: list[AbstractContextManager[Any]] = region.ambient.contexts()
+        if is_watched():
+            self.observed = Watch(self)
+            contexts.insert(0, self.observed)
         if scope.get() != region.scope:
             contexts.append(scope_restored(region.scope))
         if region.options is DEFAULTS and region.rng is None:
@@ -149,12 +136,75 @@ class Filling(RematMode):
             contexts.append(region.replay_context)
         if region.op_log is not None:
             contexts.append(self.watch(region.op_log.begin_replay()))
+        if region.tape.calls:
+            self.ops = self.ops or ReplayOps(self)
+            self.ops.policy = PolicyReplay(self, self.ops.suppressed)
+            self.opening = self.ops.policy.answer
         return contexts
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Take the value for the next holder; return what the replay's own graph keeps."""
+    def pack_hook(self) -> Callable[[torch.Tensor], torch.Tensor | Packed]:
+        """Return the pack hook: it takes the value for the next holder and returns what the replay's own graph keeps.
+
+        Like that of forward it is a closure that leaves to `pack` what is not plain.
+        """
+        saved, last, values = self._saved, self._last, self._values
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor | Packed:
+            position = self._position
+            ops = self.ops
+            if position >= self._limit or values is not None or (ops is not None and ops.suppressed.pending):
+                return self.pack(tensor)
+            entry = saved[position]
+            if type(entry) is ref:
+                holder = entry()
+                if (
+                    holder is not None
+                    and holder.plain
+                    and holder.value is None
+                    and type(tensor) is Tensor
+                    and metadata_of(tensor) == holder.metadata
+                    # What came from a slot has no history.
+                    and (type(tensor.grad_fn) is holder.producer or (ops is not None and ops.has_loaded(tensor)))
+                ):
+                    self._position = position + 1
+                    if self.watcher is None:
+                        holder.value = value = tensor.detach()
+                    else:
+                        with without_dispatch_modes():
+                            holder.value = value = tensor.detach()
+                    if position == last:
+                        self._stop_at(position)
+                    return value
+            elif position == last:
+                pass
+            elif entry is tensor and type(tensor) is Parameter:
+                self._position = position + 1
+                return tensor
+            elif type(entry) is ResidentRef and type(tensor) is Tensor:
+                self._position = position + 1
+                return entry.value_like(tensor)
+            return self.pack(tensor)
+
+        return pack
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | Packed:
+        """Do what the pack hook does, for any tensor."""
         position = self._position
         self._position = position + 1
+        if self.ops is not None and self.ops.suppressed.pending:
+            self.ops.suppressed.restore()
+        if type(tensor) is Placeholder:
+            entry = self._saved[position] if position < self._limit else None
+            if type(entry) is not ref or (holder := entry()) is None or holder.value is not None:
+                if self._limit:
+                    self._stop_at(position)
+                return Packed.of(tensor)
+            if tensor.compute is not None:
+                if self.ops is not None and self.ops.compares():  # likely for another op than forward's
+                    self.after_next_op(partial(self._fill_late, holder, tensor, position))
+                    return Packed.of(tensor)
+                tensor = tensor.compute("saving it for backward")
+                self.note_loaded(tensor)
         owner: torch.Tensor | None
         origin: torch.Tensor | None
         value: torch.Tensor
@@ -167,7 +217,13 @@ class Filling(RematMode):
             origin = None
             if type(owner) is not torch.Tensor or tensor.dtype in AUTOCAST_DTYPES:
                 origin = parameter_behind(owner)
-            value = tensor.detach() if origin is not tensor else tensor
+            if origin is tensor:
+                value = tensor
+            elif self.watcher is None or type(tensor) is not torch.Tensor:
+                value = tensor.detach()
+            else:
+                with without_dispatch_modes():
+                    value = tensor.detach()
         if position >= self._limit:
             return value
         entry = self._saved[position]
@@ -184,25 +240,52 @@ class Filling(RematMode):
                 )
             ):
                 self._explain(holder, tensor, owner, origin)
+                if self._over:
+                    return value
             if holder.value is None:
                 holder.value = value
                 if self._values is not None:
-                    self._values.add(holder, value, self._compare_value)
+                    with self.unwatched():
+                        self._values.add(holder, value, self._compare_value)
                 if not tensor.requires_grad and value.is_floating_point():
                     self._unfilled_number = sequence_number()
         elif isinstance(entry, torch.Tensor) and origin is not entry:
             self.fail(another_parameter(self.region, position, entry, tensor))
-        if position == self._last and not self._waiting and self._unfilled_number != sequence_number():
-            self._stop()
+        if type(value) is not Placeholder:  # else its reader comes next, which the error is to name
+            self._stop_at(position)
         return value
 
-    def begin_op(self, name: str, policy: CheckpointPolicy, ctx: Any, body: FrameType) -> Op:
-        """Begin an op in replay."""
-        if self._over:
-            return Op()
-        if self.ops is None:
+    def _fill_late(self, holder: Holder, placeholder: Placeholder, position: int) -> None:
+        value = real(placeholder, "saving it for backward")
+        self.note_loaded(value)
+        self._explain(holder, value, value, None)
+        holder.value = value.detach()
+        self._stop_at(position)
+
+    def _stop_at(self, position: int) -> None:
+        if position == self._last and not self._waiting and self._unfilled_number != sequence_number():
+            self._stop()
+
+    def ops_now(self) -> ReplayOps | None:
+        """Return the ops of this replay; None once it is over, when user code goes on all the same."""
+        if self.ops is None and not self._over:
             self.ops = ReplayOps(self)
-        return self.ops.begin(name, policy)
+        return None if self._over else self.ops
+
+    def give_name(self, tensor: torch.Tensor, name: str) -> None:
+        """Replay keeps what forward has chosen."""
+
+    def run_skipped(self, again: Again) -> None:
+        """Run the body of a skipped op after all."""
+        assert self.ops is not None
+        # It saves nothing, but user code may enable gradients.
+        with self.current(), saved_tensors_hooks(torch.detach, unpack):
+            self.ops.run_skipped(again)
+
+    def note_loaded(self, tensor: torch.Tensor) -> None:
+        """Note a tensor that was kept, so that it has no history in replay."""
+        assert self.ops is not None
+        self.ops.note_loaded(tensor)
 
     def fill_elided(self, holder: Holder, value: torch.Tensor) -> None:
         """Give a holder that waits for an op's output its value."""
@@ -213,7 +296,7 @@ class Filling(RematMode):
         if not self._waiting and self._position > self._last:
             self._stop()
 
-    def _stop(self) -> None:
+    def _stop(self) -> NoReturn:
         self._over = True
         self._limit = 0
         raise StopReplay(self)
@@ -227,51 +310,16 @@ class Filling(RematMode):
 
     def _explain(self, holder: Holder, tensor: torch.Tensor, owner: torch.Tensor, origin: torch.Tensor | None) -> None:
         """Tell apart what differs from forward, and fail unless it is harmless."""
-        if isinstance(owner, Placeholder):
-            refuse(owner.source, "saving it for backward")
-        region = self.region
-        version, *metadata = holder.metadata
-        if version == CHANGED:
-            return  # an error if backward reads it, as in plain autograd
-        if self._is_another(holder, owner, origin):
-            self.fail(another_parameter(region, region.tape.position_of(holder), None, tensor))
-        if region.options.determinism_check in ("default", "bitwise"):
-            if metadata != [tensor.shape, tensor.dtype, tensor.device]:
-                self.fail(other_metadata(region, holder, tensor))
-            if self._is_by_another_op(holder, owner):
-                self.fail(other_producer(region, holder, owner))
-        if version != tensor._version:
-            # Inputs that hooks around the region restored may count their versions anew.
-            if region.inputs is None or not region.inputs.packed:
-                self.fail(outside_changed(region, holder))
-            holder.metadata = (tensor._version, *holder.metadata[1:])
-
-    def _is_another(self, holder: Holder, owner: torch.Tensor, origin: torch.Tensor | None) -> bool:
-        """Whether a parameter, or another tensor from outside the region, is not the one that forward used."""
-        if origin is not None or not isinstance(holder.origin, ref):
-            return origin is not holder.origin
-        before = holder.origin()
-        if before is owner:
-            return False
-        node = owner.grad_fn
-        if node is not None:
-            # One that the replay itself made is a recomputation of it.
-            return node_number(node) < self._first_number
-        # A leaf: from outside, or made in the region. If forward's is still there, the values tell.
-        return before is not None and (before.grad_fn is not None or not torch.equal(before, owner))
-
-    def _is_by_another_op(self, holder: Holder, owner: torch.Tensor) -> bool:
-        """Whether a tensor was made by another op than in forward; only ops of torch itself are compared.
-
-        Hooks of wrappers such as FSDP pass tensors through Functions of their own in one phase and not in the other.
-        """
-        node = owner.grad_fn
-        if node is not None and node_number(node) < self._first_number:
-            return False  # from outside: `_is_another` has judged it
-        if self.ops is not None and self.ops.has_loaded(owner):
-            return False
-        kinds = {holder.producer, type(node)}
-        return len(kinds) > 1 and not any(issubclass(kind, BackwardCFunction) for kind in kinds)
+        loaded = self.ops is not None and self.ops.has_loaded(owner)
+        error = what_differs(holder, tensor, owner, origin, self._first_number, loaded)
+        if error is not None:
+            if self.ops is not None and (name := self.ops.next_name()) is not None and type(error) is MismatchError:
+                error.what += f" (op {name!r} of forward has not come yet)"
+            if self.ops is not None and self.ops.compares() and type(error) is MismatchError:
+                self._error, self._over, self._limit = error, True, 0
+                self.after_next_op(partial(self.fail, error))  # if that is another op, it says more
+            else:
+                self.fail(error)
 
     def _compare_value(self, holder: Holder, value: Any) -> None:
         if holder.fingerprint != value and self._error is None:
@@ -293,19 +341,10 @@ class Filling(RematMode):
         if refusal is not None:
             raise refusal.error()
         region = self.region
-        if self.ops is not None and not self._over and region.finished:
-            self.ops.finish()
-        missing = next((holder for holder in self._empty if holder.value is None), None)
-        if missing is not None:
-            raise fewer_saved(region, missing, self._position)
+        if self.ops is not None and (self._over or region.finished):
+            self.ops.check_passed(self._last) if self._over else self.ops.finish()
+        for holder in self._empty:
+            if holder.value is None:
+                raise fewer_saved(region, holder, self._position)
         if region.finished and not region.options.early_stop and self._position != len(self._saved):
             raise more_saved(region, self._position)
-
-
-def _identity(value: torch.Tensor) -> torch.Tensor:
-    return value
-
-
-def _add_note(error: BaseException, note: str) -> None:
-    if hasattr(error, "add_note"):  # Python 3.11
-        error.add_note(note)

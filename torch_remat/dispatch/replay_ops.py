@@ -5,18 +5,24 @@ In: the tape's records. Kept: nothing past the replay. Out: the same ops in the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from torch_remat.dispatch.again import Again
+from torch_remat.dispatch.elided import Elided
 from torch_remat.dispatch.inputs import leaves_of, with_leaves
-from torch_remat.dispatch.mismatch import mismatched
-from torch_remat.dispatch.op import Op
-from torch_remat.dispatch.placeholder import Placeholder, Source, refuse
+from torch_remat.dispatch.mismatch import mismatched, other_output
+from torch_remat.dispatch.native_replay import NativeReplay
+from torch_remat.dispatch.op import RematHandle
+from torch_remat.dispatch.placeholder import Placeholder, real
 from torch_remat.dispatch.policy import CheckpointPolicy
-from torch_remat.dispatch.record import Elided, Record
+from torch_remat.dispatch.policy_replay import PolicyReplay
+from torch_remat.dispatch.record import NativeRecord, Record, WholeCallRecord
+from torch_remat.dispatch.replay_op import ReplayOp
+from torch_remat.dispatch.suppressed import Suppressed
+from torch_remat.dispatch.whole_call import WholeCallReplay
 from torch_remat.errors import MismatchError
 
 if TYPE_CHECKING:
@@ -37,18 +43,103 @@ class ReplayOps:
 
     def __init__(self, mode: Filling) -> None:
         self.region = mode.region
+        self.region_name = mode.region.name
         self._mode = mode
         self._records = list(mode.region.tape.records.values())
         self._next = 0
         self._loaded: dict[int, torch.Tensor] = {}  # by id, kept so that no other tensor gets the id
         self._regions = 0
+        self.suppressed = Suppressed()
+        self.policy: PolicyReplay | None = None
+        self._in_skipped = False  # whether the body of a native region runs
+        self._again: Again | None = None  # if such a body runs once more, in full
+        self.native: NativeReplay | None = None  # the one that runs
+        self._natives: list[NativeReplay | WholeCallReplay] = []
 
-    def begin(self, name: str, policy: CheckpointPolicy) -> Op:
+    def begin(self, name: str, policy: CheckpointPolicy, ctx: Any) -> RematHandle:
         """Begin an op; see `RematMode.begin_op`."""
+        if self._again is not None:
+            return self._again.begin_op(name, ctx)
+        if self._in_skipped:
+            policy = CheckpointPolicy.SAVE  # it follows the native region around it
+        place = self._next
+        records = self._records
+        if place < len(records) and (record := records[place]).name == name and record.policy is policy:
+            self._next = place + 1
+            return ReplayOp(self, record, ctx)
+        return ReplayOp(self, self._next_record(name, policy), ctx)
+
+    def run_native(
+        self,
+        name: str,
+        policy: CheckpointPolicy,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Run a native region; see `RematMode.run_native`."""
+        if self._in_skipped:
+            return function(*args, **kwargs)
+        record = self._next_record(name, policy)
+        if self.policy is not None:
+            self._in_skipped = policy is not CheckpointPolicy.RECOMPUTE
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._in_skipped = False
+        if isinstance(record, WholeCallRecord):
+            call = WholeCallReplay(self._mode, self, record, function, args, kwargs)
+            self._natives.append(call)
+            return call.result()
+        if not isinstance(record, NativeRecord):
+            if record.slots:
+                leaves = self.load_inputs(record, leaves_of(args, kwargs), name)
+                args, kwargs = with_leaves(args, kwargs, leaves)
+            return function(*args, **kwargs)
+        native = NativeReplay(self._mode, record, self.suppressed, function, args, kwargs)
+        self._natives.append(native)
+        self._in_skipped = True
+        self.native = native
+        try:
+            result = self._mode.watched(native.answer, function, args, kwargs)
+        except Exception as error:
+            native.left_by(error)
+            raise
+        finally:
+            self._in_skipped = False
+            self.native = None
+        return native.returns(result)
+
+    def skips(self) -> bool:
+        """Whether a native region runs that replay skips."""
+        return self._in_skipped
+
+    def run_skipped(self, again: Again) -> None:
+        """Run the body of a skipped op after all; the ops in it are part of it."""
+        before = self._in_skipped, self._again
+        self._in_skipped, self._again = True, again
+        try:
+            again.run(self._mode)
+        finally:
+            self._in_skipped, self._again = before
+
+    def forget(self) -> None:
+        """At the end of the replay: let go of what placeholders that outlive it may know."""
+        self.suppressed.restore()
+        if self.policy is not None:
+            self.policy.forget()
+        for native in self._natives:
+            native.forget()
+
+    def note_loaded(self, tensor: torch.Tensor) -> None:
+        """Note a tensor that was kept, so that it has no history in replay."""
+        self._loaded[id(tensor)] = tensor
+
+    def _next_record(self, name: str, policy: CheckpointPolicy) -> Record:
         place = self._next
         expected = self._records[place] if place < len(self._records) else None
         if expected is None or expected.name != name:
-            return self._mode.fail(self._another_op(name, expected))
+            self._mode.fail(self._another_op(name, expected))
         if expected.policy is not policy:
             self._mode.fail(
                 mismatched(
@@ -59,12 +150,17 @@ class ReplayOps:
                 )
             )
         self._next = place + 1
-        return ReplayOp(self, expected)
+        return expected
 
     def finish(self) -> None:
-        """Raise if the replay ended before it came to each op."""
-        if self._next < len(self._records):
-            missing = self._records[self._next]
+        """Raise if the function ended before it came to each op."""
+        if self.policy is not None:
+            self.policy.finish()
+        self.check_passed(len(self.region.tape.saved))
+
+    def check_passed(self, last: int) -> None:
+        """Raise if an op has not come that had begun in forward before the tensor at a place was saved."""
+        if self._next < len(self._records) and (missing := self._records[self._next]).saved_before <= last:
             raise mismatched(self.region, "this op of forward is missing in replay", _SAME_ORDER, op=missing.name)
 
     def load_inputs(self, record: Record, args: Iterable[Any], consumer: str) -> list[Any]:
@@ -79,11 +175,20 @@ class ReplayOps:
         for place, arg in enumerate(loaded):
             slot = slots.get(place) if slots else None
             if slot is not None:
-                tensor = slot.load(self.region, record.name or consumer, place)
+                tensor = slot.load(self.region, record.name or consumer, f"input {place}")
                 loaded[place] = self._loaded[id(tensor)] = tensor
             elif isinstance(arg, Placeholder):
-                refuse(arg.source, consumer)
+                tensor = real(arg, consumer).detach().requires_grad_(arg.requires_grad)
+                loaded[place] = self._loaded[id(tensor)] = tensor
         return loaded
+
+    def compares(self) -> bool:
+        """Whether the aten ops that run are compared with those of forward."""
+        return self.native is not None or self.policy is not None
+
+    def next_name(self) -> str | None:
+        """Return the name of the next op of forward, if there is one."""
+        return self._records[self._next].name if self._next < len(self._records) else None
 
     def has_loaded(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor came from a slot, so that it has no history in replay."""
@@ -91,7 +196,7 @@ class ReplayOps:
 
     def enter_region(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """Return an inner region's arguments with the placeholders among them replaced."""
-        if self._next == 0:
+        if self._next == 0 or self.policy is not None or self._again is not None:
             return args, kwargs  # before the first op there is nothing that replay would not have
         place = self._regions
         self._regions = place + 1
@@ -109,9 +214,18 @@ class ReplayOps:
             holder = elided.holder()
             if holder is not None and holder.value is None:
                 source = sources[elided.place]
-                if isinstance(source, Placeholder):
-                    refuse(source.source, f"op {holder.op!r}")
+                if type(source) is Placeholder:
+                    source = real(source, f"op {holder.op!r}")
+                if elided.geometry is None:
+                    _, shape, dtype, device = holder.metadata
+                    if source.shape != shape or source.dtype is not dtype or source.device != device:
+                        self._mode.fail(other_output(self.region, holder, source))
                 self._mode.fill_elided(holder, elided.value(source))
+
+    def fail_returned(self, record: Record) -> NoReturn:
+        """End the replay, since an op returned whose body has raised in forward."""
+        what = "this op raised an exception in forward and returned in replay"
+        self._mode.fail(mismatched(self.region, what, _SAME_ORDER, op=record.name))
 
     def _another_op(self, name: str, expected: Record | None) -> MismatchError:
         if expected is None or name not in self.region.tape.records:
@@ -122,44 +236,3 @@ class ReplayOps:
             _SAME_ORDER,
             op=name,
         )
-
-
-class ReplayOp(Op):
-    """An op in replay."""
-
-    def __init__(self, ops: ReplayOps, record: Record) -> None:
-        self._ops = ops
-        self._record = record
-
-    def load(self, ctx: Any, args: tuple[Any, ...]) -> torch.Tensor | tuple[torch.Tensor, ...] | None:
-        """Return placeholders for the outputs of a SAVE op, and leave the generators where its body left them."""
-        record = self._record
-        if record.policy is not CheckpointPolicy.SAVE:
-            return None
-        if record.elided_inputs:
-            self._ops.fill_elided(record.elided_inputs, args)
-        if record.drawn is not None:
-            record.drawn.restore()
-        region = self._ops.region.name
-        outputs = tuple([output.placeholder(region, record.name) for output in record.outputs])
-        plain = [out for out, kept in zip(outputs, record.outputs, strict=True) if not kept.differentiable]
-        if plain:
-            ctx.mark_non_differentiable(*plain)
-        # The graph of the replay has nothing that this op's backward could work on.
-        source = Source(region, record.name, record.outputs[0].name)
-        ctx.register_prehook(partial(_refuse_backward, source))
-        return outputs if record.as_tuple else outputs[0]
-
-    def inputs(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Replace the inputs that are placeholders by the kept ones."""
-        return tuple(self._ops.load_inputs(self._record, args, self._record.name))
-
-    def outputs(self, ctx: Any, outputs: tuple[torch.Tensor, ...], as_tuple: bool) -> tuple[torch.Tensor, ...]:
-        """Fill the holders that wait for these outputs."""
-        if self._record.elided_outputs:
-            self._ops.fill_elided(self._record.elided_outputs, outputs)
-        return outputs
-
-
-def _refuse_backward(source: Source, _grad_outputs: Sequence[torch.Tensor | None]) -> None:
-    refuse(source, "a gradient taken inside the region")

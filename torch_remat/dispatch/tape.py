@@ -6,33 +6,43 @@ holders are alive and empty, and how far a replay must go.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 from weakref import ref
 
 import torch
 
 from torch_remat.dispatch.ambient import RngState
-from torch_remat.dispatch.holder import Holder, OpHolder
+from torch_remat.dispatch.holder import Holder, OpHolder, ResidentRef
 from torch_remat.dispatch.record import Record
+
+if TYPE_CHECKING:
+    from torch_remat.dispatch.policy_call import PolicyCall
 
 
 class Tape:
     """What one region saved, in the order of forward.
 
     Attributes:
-        saved: For each saved tensor a weak reference to its holder; for a parameter, or a view of one, the parameter.
+        saved: For each saved tensor a weak reference to its holder; for a parameter, or a view of one, the parameter;
+            a `ResidentRef` for one that is kept, though replay saves it again; None for a view of a parameter that an
+            argument brings.
         elided: Weak references to the holders of SAVE ops that are filled from other ops' outputs.
+        holders: Weak references to the holders of all that has a name, for reports.
         records: The ops by name, in order.
         regions: The inner regions that were called after the first op, as records of what they get from SAVE ops.
+        calls: The aten ops of a region with a policy for them.
     """
 
-    __slots__ = ("elided", "records", "regions", "saved")
+    __slots__ = ("calls", "elided", "holders", "records", "regions", "saved")
 
     def __init__(self) -> None:
-        self.saved: list[ref[Holder] | torch.Tensor] = []
+        self.saved: list[ref[Holder] | ResidentRef | torch.Tensor | None] = []
         self.elided: list[ref[OpHolder]] = []
+        self.holders: list[ref[OpHolder]] = []
         self.records: dict[str, Record] = {}
         self.regions: list[Record] = []
+        self.calls: Sequence[PolicyCall] = ()
 
     def position_of(self, holder: Holder) -> int:
         """Return the place of a live holder."""
@@ -60,10 +70,22 @@ class Tape:
 
     def forget_slots(self) -> None:
         """Drop what only a further replay would need."""
-        if not self.records:
-            return
+        self.calls = ()
         for record in (*self.records.values(), *self.regions):
             record.forget_slots()
+
+    def may_need(self, place: int, hooks: object) -> bool:
+        """Whether, at the end of forward, a replay may have to fill the holder at a place.
+
+        A dead holder needs nothing. But under hooks around the region, which may be those of another region, what is
+        kept must be the same in that region's replay, where other tensors live longer.
+        """
+        entry = self.saved[place]
+        return type(entry) is ref and (hooks is not None or _is_empty(entry))
+
+    def last_that_may_be_needed(self, hooks: object) -> int:
+        """Return the place of the last holder of which that is so, -1 if none."""
+        return next((place for place in range(len(self.saved) - 1, -1, -1) if self.may_need(place, hooks)), -1)
 
     def last_needed(self) -> int:
         """Return the place of the last live empty holder (-1 if none), or of the parameters that directly follow it."""
@@ -71,7 +93,7 @@ class Tape:
         place = len(saved) - 1
         while place >= 0 and not _is_empty(saved[place]):
             place -= 1
-        while 0 <= place < len(saved) - 1 and type(saved[place + 1]) is not ref:
+        while 0 <= place < len(saved) - 1 and isinstance(saved[place + 1], torch.Tensor):
             place += 1
         return place
 
@@ -82,6 +104,6 @@ class Tape:
                 yield holder
 
 
-def _is_empty(entry: ref[Holder] | torch.Tensor) -> bool:
+def _is_empty(entry: ref[Holder] | ResidentRef | torch.Tensor | None) -> bool:
     holder = entry() if type(entry) is ref else None
     return holder is not None and holder.value is None

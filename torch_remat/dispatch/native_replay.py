@@ -1,0 +1,217 @@
+"""A native region in replay: its function runs again, and none of its arithmetic.
+
+In: each aten op that the function asks for. Kept: nothing past the replay. Out: placeholders inside; outside, what
+the region returned: kept tensors where replay reads them, else placeholders that run the region once more if
+something reads them after all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torch_remat._compat import dispatch_state, storage_key
+from torch_remat.dispatch.again import Again
+from torch_remat.dispatch.calls import (
+    Meta,
+    another_call,
+    another_shape,
+    answered,
+    changed_arguments,
+    is_kept_out,
+    placeholder_for,
+    still_there,
+)
+from torch_remat.dispatch.inputs import leaves_of, with_leaves
+from torch_remat.dispatch.loose import after_loose, is_mirrored, is_remade_view, place_of, run_loose
+from torch_remat.dispatch.placeholder import Placeholder, Source, refuse
+from torch_remat.dispatch.schema import effects_of
+from torch_remat.dispatch.suppressed import Suppressed
+from torch_remat.dispatch.whole_call import warn_of_rerun
+
+if TYPE_CHECKING:
+    from torch_remat.dispatch.ambient import RngState
+    from torch_remat.dispatch.record import NativeRecord, Slot
+    from torch_remat.dispatch.replay import Filling
+
+_NOTHING: frozenset[int] = frozenset()
+
+
+class NativeReplay:
+    """One native region with policy SAVE, in one replay.
+
+    Args:
+        mode: The replay's mode.
+        record: The region's record.
+        suppressed: The writes that are not done again.
+        function: What runs inside.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+    """
+
+    def __init__(
+        self,
+        mode: Filling,
+        record: NativeRecord,
+        suppressed: Suppressed,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        self.record = record
+        self._mode = mode
+        self._region_name = mode.region.name
+        self._calls = record.calls
+        self._at = 0
+        self._function = function
+        self._args = args
+        self._kwargs = kwargs
+        self._written: list[tuple[torch.Tensor, Slot]] = []
+        self._slots = {written.place: written.slot for written in record.written}
+        self._remakes = False  # whether a placeholder was changed in place, whose views autograd makes anew
+        self._suppressed = suppressed
+        self._outside = still_there(written.storage for written in record.written) if record.written else _NOTHING
+        self._again: Again | None = None
+        rng = mode.region.rng
+        present: RngState | None = None if record.drawn is None or rng is None else rng.present()
+        self._began = present, dispatch_state(), torch.is_grad_enabled()
+
+    def answer(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Answer an op without running it."""
+        effects = effects_of(op)
+        if effects.plain and self._at < len(self._calls) and not self._suppressed.pending:
+            call = self._calls[self._at]
+            if call.op is op and type(call.results) is Meta and not call.results.alias:
+                if call.outside:
+                    self._check_shapes(self._at, args)
+                self._at += 1  # what most ops are, without the questions of the others
+                slot = self.record.returned.get(call.returned)
+                if slot is not None and (value := slot.unchanged()) is not None:
+                    return value  # the region returns it, so that it need not go through a placeholder
+                return self._stand_in(self._at - 1, 0, call.results)
+        if is_kept_out(effects, args):
+            return op(*args, **kwargs)
+        calls = self._calls
+        at = place_of(op, effects, calls, self._at)
+        remade = self._remakes and at is not None and at < len(calls)
+        if at is None or (remade and is_remade_view(calls[at], op, effects, args, kwargs)):
+            return run_loose(op, args, kwargs)
+        if at >= len(calls) or (calls[at].op is not op and not is_mirrored(calls[at].op, op)):
+            self._mode.fail(another_call(self._mode.region, self.record.name, at, calls, op))
+        self._at = at + 1
+        if calls[at].outside and calls[at].op is op:
+            self._check_shapes(at, args)
+        if self._suppressed.pending:
+            self._suppressed.restore()
+        if effects.written or effects.namespace != "aten":
+            written = changed_arguments(calls[at], effects, args, kwargs)
+            self._suppressed.add(written, self._outside)
+            for place, tensor in enumerate(written):
+                self._remakes = self._remakes or isinstance(tensor, Placeholder)
+                slot = self._slots.get((at, place))
+                if slot is not None:
+                    self._written.append((tensor, slot))
+        return answered(calls[at], effects, args, kwargs, partial(self._stand_in, at))
+
+    def _check_shapes(self, at: int, args: Sequence[Any]) -> None:
+        """Raise if an op gets a tensor from outside that is not the one of forward."""
+        call = self._calls[at]
+        for place, shape in call.outside:
+            tensor = args[place] if place < len(args) else None
+            if type(tensor) is torch.Tensor and tensor.shape != shape:
+                self._mode.fail(another_shape(self._mode.region, self.record.name, at, call, shape, tensor.shape))
+
+    def returns(self, result: Any) -> Any:
+        """Return the function's result, with the kept tensors in place of their placeholders."""
+        self._check_complete()
+        self._end()
+        returned = self.record.returned
+        if isinstance(result, torch.Tensor):
+            return self._load(0, result) if returned else result
+        if not returned:
+            return result
+        leaves = leaves_of((result,), {})
+        for place, leaf in enumerate(leaves):
+            if place in returned:
+                leaves[place] = self._load(place, leaf)
+        return with_leaves((result,), {}, leaves)[0][0]
+
+    def left_by(self, error: Exception) -> None:
+        """Check that an exception left the function in forward too."""
+        if self.record.raised:
+            self._check_complete()
+            self._end()
+
+    def forget(self) -> None:
+        """Let go of the function and its arguments; a placeholder may outlive the replay and know them."""
+        self._function = _gone
+        self._args, self._kwargs = (), {}
+        self._again = None
+
+    def _check_complete(self) -> None:
+        self._at = after_loose(self._calls, self._at)
+        if self._at != len(self._calls):
+            self._mode.fail(another_call(self._mode.region, self.record.name, self._at, self._calls, None))
+
+    def _end(self) -> None:
+        """Leave the generators, and the recomputed tensors that the function changed, as forward left them."""
+        record = self.record
+        self._suppressed.restore()
+        if record.drawn is not None:
+            record.drawn.restore()
+        for tensor, slot in self._written:
+            if not isinstance(tensor, Placeholder):
+                if storage_key(tensor) not in self._outside:
+                    value = slot.load(self._mode.region, record.name, "written")
+                    # Through `data`, since the change has been counted.
+                    if tensor.shape == value.shape:
+                        tensor.data.copy_(value)
+                    else:  # it was resized
+                        tensor.data = value.detach().clone()
+            else:
+                value = slot.load(self._mode.region, record.name, "written")
+                tensor.compute = partial(_constant, value)
+
+    def _load(self, place: int, leaf: Any) -> Any:
+        slot = self.record.returned.get(place)
+        if slot is None or not isinstance(leaf, Placeholder):
+            return leaf
+        tensor = slot.load(self._mode.region, self.record.name, self.record.output_name(place))
+        self._mode.note_loaded(tensor)
+        return tensor
+
+    def _stand_in(self, at: int, place: int, meta: Meta) -> torch.Tensor:
+        source = Source(self._region_name, self.record.name, self._calls[at].label(place))
+        made = placeholder_for(meta, source)
+        made.compute = partial(self._compute, at, place)
+        return made
+
+    def compute_output(self, op: str, place: int, consumer: str) -> torch.Tensor:
+        """Run the region once more, and return the output of an op with a handle in it."""
+        return self._run_again(f"{op}.{place}", consumer).outputs[op][place]
+
+    def _run_again(self, tensor: str, consumer: str) -> Again:
+        """Run the region once more, as far as it has come."""
+        if self._again is None or self._again.end < self._at:
+            if self.record.once or self._function is _gone:
+                refuse(Source(self._region_name, self.record.name, tensor), consumer)
+            warn_of_rerun(self._region_name, self.record, tensor, consumer)
+            self._again = Again(self._function, self._args, self._kwargs, self._at, *self._began)
+            self._mode.run_skipped(self._again)
+        return self._again
+
+    def _compute(self, at: int, place: int, consumer: str) -> torch.Tensor:
+        result = self._run_again(self._calls[at].label(place), consumer).results[at]
+        value: torch.Tensor = result if isinstance(result, torch.Tensor) else result[place]
+        return value.detach()
+
+
+def _gone() -> None:
+    """Stand for the function once the replay is over."""
+
+
+def _constant(value: torch.Tensor, _consumer: str) -> torch.Tensor:
+    return value

@@ -1,0 +1,234 @@
+"""Who watches regions and ops run: ranges in a profile, and observers such as those of `trace` and `explain`.
+
+In: the begin and end of each phase of a region, and of each op in it. Kept: nothing once the phase is over. Out: ranges
+named ``remat::region::op [phase]`` while a profiler runs, and calls of observers.
+
+A region asks `is_watched` once in each phase; unless it is, nothing of this runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torch_remat._compat import ProfilerRange, node_number, profiler_runs, sequence_number
+from torch_remat.dispatch.inputs import leaves_of
+from torch_remat.dispatch.op import RematHandle
+from torch_remat.dispatch.policy import CheckpointPolicy
+from torch_remat.errors import qualified_name
+
+if TYPE_CHECKING:
+    from torch_remat.dispatch.mode import RematMode
+    from torch_remat.dispatch.parcel import Parcel
+    from torch_remat.dispatch.region import Region
+
+# Of the whole process, since backward runs in threads of its own, which have no context variables of their callers.
+_observers: tuple[Observer, ...] = ()
+
+
+class Observer:
+    """What may be watched; each method does nothing here. It may keep no tensor past the phase."""
+
+    def begin_region(self, region: Region, phase: str) -> None:
+        """A region's function begins to run in phase ``"forward"`` or ``"replay"``."""
+
+    def end_region(self, region: Region, phase: str) -> None:
+        """It has ended, or has raised."""
+
+    def finish_region(self, region: Region) -> None:
+        """The region's forward is over, and the tape is as it stays."""
+
+    def begin_op(self, region: Region, op: WatchedOp, phase: str) -> None:
+        """An op begins in a region."""
+
+    def policy_of(self, region: Region, name: str, policy: CheckpointPolicy) -> CheckpointPolicy:
+        """Return the policy that an op is to have instead of its own."""
+        return policy
+
+    def end_op(self, region: Region, op: WatchedOp, phase: str) -> None:
+        """The op has ended, was skipped, or has raised; ``op.outputs_made`` are its outputs, if it ran."""
+
+    def offload_began(self, tensor: torch.Tensor, parcel: Parcel) -> None:
+        """An offloader has taken a tensor's memory; it may let go of it on a thread that no profiler sees."""
+
+
+def tell_offloaded(tensor: torch.Tensor, parcel: Parcel) -> None:
+    """Tell observers that an offloader has taken a tensor, now or under an earlier name."""
+    for observer in _observers:
+        observer.offload_began(tensor, parcel)
+
+
+@contextmanager
+def observed_by(observer: Observer) -> Iterator[None]:
+    """Let an observer watch all regions of this process."""
+    global _observers
+    _observers = (*_observers, observer)
+    try:
+        yield
+    finally:
+        _observers = tuple(one for one in _observers if one is not observer)
+
+
+def is_watched() -> bool:
+    """Whether a region that begins a phase now has to be watched."""
+    return profiler_runs() or _observers != ()
+
+
+class Watch(AbstractContextManager[None]):
+    """Watches one phase of one region; entered around the region's function.
+
+    Args:
+        mode: The phase.
+    """
+
+    def __init__(self, mode: RematMode) -> None:
+        self.region = mode.region
+        self.phase = "replay" if mode.replaying else "forward"
+        self.observers = _observers
+        self._open: list[tuple[WatchedOp | None, AbstractContextManager[Any] | None]] = []
+
+    def __enter__(self) -> None:
+        """Begin the region's range."""
+        self._open.append((None, self._range(None)))
+        for observer in self.observers:
+            observer.begin_region(self.region, self.phase)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End the region's range, and those of ops that an exception has left open."""
+        self._close(0)
+
+    def finish(self) -> None:
+        """Note that the region's forward is over."""
+        for observer in self.observers:
+            observer.finish_region(self.region)
+
+    def policy_of(self, name: str, policy: CheckpointPolicy) -> CheckpointPolicy:
+        """Return the policy that observers want an op to have."""
+        for observer in self.observers:
+            policy = observer.policy_of(self.region, name, policy)
+        return policy
+
+    def begin(self, op: RematHandle | None, name: str, policy: CheckpointPolicy, ctx: Any) -> WatchedOp:
+        """Begin an op's range and return the op, watched."""
+        watched = WatchedOp(self, op, name, policy, ctx)
+        self._open.append((watched, self._range(name)))
+        for observer in self.observers:
+            observer.begin_op(self.region, watched, self.phase)
+        return watched
+
+    def run_native(
+        self,
+        run: Callable[..., Any],
+        name: str,
+        policy: CheckpointPolicy,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Run a native region by ``run(name, policy, function, args, kwargs)``, as an op that is watched."""
+        policy = self.policy_of(name, policy)
+        watched = self.begin(None, name, policy, None)
+        watched.numbers = sequence_number(), sequence_number()
+        try:
+            result = run(name, policy, function, args, kwargs)
+            watched.numbers = watched.numbers[0], sequence_number()
+            if self.phase == "forward" or policy is CheckpointPolicy.RECOMPUTE:
+                watched.outputs_made = tuple(leaves_of((result,), {}))
+        finally:
+            self.end(watched)
+        return result
+
+    def end(self, op: WatchedOp) -> None:
+        """End an op's range, and those inside it that an exception has left open."""
+        place = next((place for place, (one, _) in enumerate(self._open) if one is op), None)
+        if place is not None:
+            self._close(place)
+
+    def _range(self, op: str | None) -> AbstractContextManager[Any] | None:
+        if not profiler_runs():
+            return None
+        entered = ProfilerRange(f"remat::{qualified_name(self.region.name, op)} [{self.phase}]")
+        entered.__enter__()
+        return entered
+
+    def _close(self, place: int) -> None:
+        while len(self._open) > place:
+            op, entered = self._open.pop()
+            for observer in self.observers[::-1]:
+                if op is None:
+                    observer.end_region(self.region, self.phase)
+                else:
+                    observer.end_op(self.region, op, self.phase)
+            if entered is not None:
+                entered.__exit__(None, None, None)
+
+
+class WatchedOp(RematHandle):
+    """An op that is watched while its body runs.
+
+    Attributes:
+        inner: What runs.
+        name: The op's name.
+        policy: Its policy.
+        numbers: The sequence number of its first autograd node, and that after its last; equal if it has none.
+        inputs_given: Its inputs, as far as they are known.
+        inputs_known: Whether these are all its inputs.
+        named: What it saves, by name.
+        outputs_made: Its outputs, of a native region all leaves of the result; None if it was skipped or raised.
+    """
+
+    def __init__(self, watch: Watch, op: RematHandle | None, name: str, policy: CheckpointPolicy, ctx: Any) -> None:
+        super().__init__(ctx, name)
+        self.inner = op or RematHandle(ctx, name)
+        self.name = name
+        self.policy = policy
+        number = node_number(ctx) if isinstance(ctx, torch.autograd.graph.Node) else -1
+        self.numbers = (number, number + 1) if number >= 0 else (0, 0)
+        self.inputs_given: tuple[Any, ...] = ()
+        self.inputs_known = False
+        self.named: Mapping[str, torch.Tensor | None] = {}
+        self.outputs_made: tuple[Any, ...] | None = None
+        self._watch = watch
+
+    def maybe_load_saved(self) -> torch.Tensor | tuple[torch.Tensor, ...] | None:
+        """Do as the op does; if it is skipped, that is its end."""
+        return self._loaded(self.inner.maybe_load_saved())
+
+    def load(self, args: tuple[Any, ...]) -> torch.Tensor | tuple[torch.Tensor, ...] | None:
+        """Do as the op does; if it is skipped, that is its end."""
+        self.inputs_given, self.inputs_known = args, bool(args)
+        return self._loaded(self.inner.load(args))
+
+    def _loaded(
+        self, outputs: torch.Tensor | tuple[torch.Tensor, ...] | None
+    ) -> torch.Tensor | tuple[torch.Tensor, ...] | None:
+        if outputs is not None:
+            self._finish()
+        return outputs
+
+    def save_or_load_inputs(self, *args: Any) -> Any:
+        """Do as the op does."""
+        self.inputs_given = args
+        return self.inner.save_or_load_inputs(*args)
+
+    def save_for_backward(self, saved_tensors: Mapping[str, torch.Tensor | None]) -> None:
+        """Do as the op does."""
+        self.inner.save_for_backward(saved_tensors)
+        self.named = saved_tensors
+
+    def record(self, outs: tuple[torch.Tensor, ...], as_tuple: bool) -> Any:
+        """Do as the op does."""
+        made = self.inner.record(outs, as_tuple)
+        self.outputs_made = made if as_tuple else (made,)
+        self._finish()
+        return made
+
+    def _finish(self) -> None:
+        self._watch.end(self)
+        self.inputs_given, self.named, self.outputs_made = (), {}, None

@@ -1,0 +1,339 @@
+"""Policies for the ops of a whole region: which results forward keeps.
+
+In: an op with its arguments, result and name. Kept: which entries of a policy have matched, while one forward runs.
+Out: a decision for each result, and an error for an entry that matched nothing.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from enum import IntEnum
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch.utils.checkpoint import CheckpointPolicy as TorchPolicy
+
+from torch_remat._compat import OperatorBase, OpOverloadPacket
+from torch_remat.dispatch.policy import CheckpointPolicy
+from torch_remat.errors import PolicyError
+
+
+class Decision(IntEnum):
+    """What a policy says of one result; where policies are combined the higher one holds."""
+
+    PREFER_RECOMPUTE = 0
+    PREFER_OFFLOAD = 1
+    PREFER_SAVE = 2
+    MUST_RECOMPUTE = 3
+    MUST_OFFLOAD = 4
+    MUST_SAVE = 5
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the result is kept, here or elsewhere."""
+        return self not in (Decision.PREFER_RECOMPUTE, Decision.MUST_RECOMPUTE)
+
+    @property
+    def offloads(self) -> bool:
+        """Whether the result leaves the device."""
+        return self in (Decision.PREFER_OFFLOAD, Decision.MUST_OFFLOAD)
+
+
+# By name, since not all releases of torch know the policies that offload.
+_OF_TORCH = {
+    name: Decision[name.replace("CPU_", "")]
+    for name in TorchPolicy.__members__
+    if name.replace("CPU_", "") in Decision.__members__
+}
+_DECISIONS: dict[Any, Decision] = {
+    False: Decision.PREFER_RECOMPUTE,
+    True: Decision.MUST_SAVE,
+    CheckpointPolicy.RECOMPUTE: Decision.PREFER_RECOMPUTE,
+    CheckpointPolicy.SAVE: Decision.MUST_SAVE,
+    CheckpointPolicy.OFFLOAD: Decision.MUST_OFFLOAD,
+    **{TorchPolicy[name]: decision for name, decision in _OF_TORCH.items()},
+}
+_FOR_TORCH = {decision: TorchPolicy[name] for name, decision in _OF_TORCH.items()}
+
+
+def _no_names() -> Sequence[str]:
+    raise PolicyError(
+        "a policy by name was used under torch.compile, where ops have no names",
+        remedy="Use a list of ops or a function that does not ask for ctx.name there.",
+    )
+
+
+class OpContext:
+    """What a policy function gets as its first argument.
+
+    Attributes:
+        op_output: What the op returned.
+        is_recompute: Always False: policies are asked in forward only.
+        names: The automatic names of the op's results.
+    """
+
+    __slots__ = ("_names", "is_recompute", "op_output")
+
+    def __init__(self, op_output: Any, names: Callable[[], Sequence[str]]) -> None:
+        self.op_output = op_output
+        self.is_recompute = False
+        self._names = names
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The automatic names of the op's results, such as ``["attention.mm_2_0"]``."""
+        return self._names()
+
+    @property
+    def name(self) -> str:
+        """The automatic name of the op's first result, such as ``attention.mm_2_0``."""
+        return self.names[0]
+
+
+class OpPolicy(ABC):
+    """A policy for the ops of a region; ``|`` combines it with another of any kind, and the stronger decision holds.
+
+    Stronger is: MUST before PREFER, then saving before offloading before recomputing.
+    """
+
+    @abstractmethod
+    def begin(self) -> Decider:
+        """Begin one forward."""
+
+    def for_torch(self) -> Callable[..., TorchPolicy]:
+        """Return the policy as a function for torch's own checkpoint, to which the compiler's regions are handed.
+
+        Automatic names are known in eager mode only.
+        """
+        decider = self.begin()
+
+        def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> TorchPolicy:
+            said = decider.decide(OpContext(ctx.op_output, _no_names), op, args, kwargs)
+            return _FOR_TORCH.get(max(said), TorchPolicy.PREFER_RECOMPUTE)
+
+        return policy
+
+    def __or__(self, other: Any) -> OpPolicy:
+        """Combine with another policy."""
+        return Combined((self, as_policy(other)))
+
+    def __ror__(self, other: Any) -> OpPolicy:
+        """Combine with another policy."""
+        return Combined((as_policy(other), self))
+
+
+class Decider:
+    """A policy while one forward runs."""
+
+    def decide(self, context: OpContext, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Decision]:
+        """Return the decision for each result of an op, or one decision for all."""
+        raise NotImplementedError
+
+    def decide_op(self, op: Any) -> bool | None:
+        """Return whether the one result of an op is kept, if the op alone decides and it does not leave the device."""
+        return None
+
+    def decide_name(self, name: str) -> Decision:
+        """Return the decision for a tensor that was named by hand."""
+        return Decision.PREFER_RECOMPUTE
+
+    def unmatched(self, names: Iterable[str]) -> PolicyError | None:
+        """Return the error about an entry that matched nothing, if there is one; ``names`` are all names."""
+        return None
+
+
+class FunctionPolicy(OpPolicy):
+    """A function with the signature of selective activation checkpointing: ``(ctx, op, *args, **kwargs)``."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self.__doc__ = function.__doc__
+
+    def __repr__(self) -> str:
+        return getattr(self._function, "__qualname__", repr(self._function))
+
+    def begin(self) -> Decider:
+        """Begin one forward."""
+        return _FunctionDecider(self._function)
+
+    def __call__(self, *call: Any, **kwargs: Any) -> Any:
+        """Decide as the function does, so that a policy function can ask this one; without arguments return itself."""
+        return self._function(*call, **kwargs) if call else self
+
+
+class _FunctionDecider(Decider):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def decide(self, context: OpContext, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Decision]:
+        said = self._function(context, op, *args, **kwargs)
+        try:
+            return (_DECISIONS[said],)
+        except (KeyError, TypeError):
+            raise PolicyError(
+                f"the policy returned {said!r} for {op}",
+                remedy="A policy function returns remat.CheckpointPolicy, torch.utils.checkpoint.CheckpointPolicy or "
+                "a bool.",
+            ) from None
+
+
+class OpListPolicy(OpPolicy):
+    """Saves the results of certain ops."""
+
+    def __init__(self, ops: Iterable[Any]) -> None:
+        self._ops = list(ops)
+        for op in self._ops:
+            if isinstance(op, OpOverloadPacket):
+                overload = op.overloads()[0]
+                raise PolicyError(
+                    f"a policy lists {op}, which is an OpOverloadPacket",
+                    remedy=f"List the OpOverload that is meant, such as torch.ops.{op}.{overload}; its overloads are "
+                    f"{', '.join(op.overloads())}.",
+                )
+            if not isinstance(op, OperatorBase):
+                raise PolicyError(
+                    f"a policy lists {op!r}, which is no op",
+                    remedy="A list that is a policy has OpOverloads such as torch.ops.aten.mm.default.",
+                )
+
+    def __repr__(self) -> str:
+        return f"[{', '.join(map(str, self._ops))}]"
+
+    def begin(self) -> Decider:
+        """Begin one forward."""
+        return _OpListDecider(self._ops)
+
+
+class _OpListDecider(Decider):
+    def __init__(self, ops: list[Any]) -> None:
+        self._ops = {id(op): op for op in ops}
+        self._left = dict(self._ops)
+
+    def decide(self, context: OpContext, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Decision]:
+        if id(op) not in self._ops:
+            return _RECOMPUTE
+        self._left.pop(id(op), None)
+        return _SAVE
+
+    def decide_op(self, op: Any) -> bool:
+        if id(op) not in self._ops:
+            return False
+        if self._left:
+            self._left.pop(id(op), None)
+        return True
+
+    def unmatched(self, names: Iterable[str]) -> PolicyError | None:
+        if not self._left:
+            return None
+        return PolicyError(
+            f"the policy lists {', '.join(str(op) for op in self._left.values())}, which the region did not run",
+            remedy="remat.list_names(function)(*args) shows the ops that it runs. A policy function, unlike a list, "
+            "may name ops that do not occur.",
+        )
+
+
+class NamePolicy(OpPolicy):
+    """Saves results by name: shell patterns on automatic names and on those given by `checkpoint_name`."""
+
+    def __init__(self, patterns: Sequence[str], decision: Decision) -> None:
+        self._patterns = patterns
+        self._decision = decision
+
+    def __repr__(self) -> str:
+        kind = "offload_names" if self._decision.offloads else "save_names"
+        return f"{kind}({', '.join(map(repr, self._patterns))})"
+
+    def begin(self) -> Decider:
+        """Begin one forward."""
+        return _NameDecider(self._patterns, self._decision)
+
+
+class _NameDecider(Decider):
+    def __init__(self, patterns: Sequence[str], decision: Decision) -> None:
+        self._patterns = patterns
+        self._left = dict.fromkeys(patterns)
+        self._decision = decision
+
+    def decide(self, context: OpContext, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Decision]:
+        return [self.decide_name(name) for name in context.names]
+
+    def decide_name(self, name: str) -> Decision:
+        found = Decision.PREFER_RECOMPUTE
+        for pattern in self._patterns:
+            if fnmatchcase(name, pattern):
+                self._left.pop(pattern, None)
+                found = self._decision
+        return found
+
+    def unmatched(self, names: Iterable[str]) -> PolicyError | None:
+        if not self._left:
+            return None
+        known = list(names)
+        pattern, *others = self._left
+        near = get_close_matches(pattern, known, n=5, cutoff=0.4) or known[:5]
+        too = f"; neither {'does' if len(others) == 1 else 'do'} {', '.join(map(repr, others))}" if others else ""
+        return PolicyError(
+            f"the name pattern {pattern!r} matches nothing that the region made{too}",
+            tensor=pattern,
+            remedy=f"Near names: {', '.join(near) or 'none'}. remat.list_names(function)(*args) shows all.",
+        )
+
+
+class Combined(OpPolicy):
+    """Several policies, of which the strongest decision holds."""
+
+    def __init__(self, policies: Sequence[OpPolicy]) -> None:
+        self._policies = policies
+
+    def __repr__(self) -> str:
+        return " | ".join(map(repr, self._policies))
+
+    def begin(self) -> Decider:
+        """Begin one forward."""
+        return _CombinedDecider([policy.begin() for policy in self._policies])
+
+
+class _CombinedDecider(Decider):
+    def __init__(self, deciders: Sequence[Decider]) -> None:
+        self._deciders = deciders
+
+    def decide(self, context: OpContext, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Decision]:
+        found = [decider.decide(context, op, args, kwargs) for decider in self._deciders]
+        count = max(map(len, found))
+        if count == 1:
+            return (max(said[0] for said in found if said),) if any(found) else ()
+        return [max(said[place if len(said) > 1 else 0] for said in found if said) for place in range(count)]
+
+    def decide_name(self, name: str) -> Decision:
+        return max(decider.decide_name(name) for decider in self._deciders)
+
+    def unmatched(self, names: Iterable[str]) -> PolicyError | None:
+        known = list(names)
+        return next((error for decider in self._deciders if (error := decider.unmatched(known)) is not None), None)
+
+
+def as_policy(policy: Any) -> OpPolicy:
+    """Return what a user gave as a policy in the form that the runtime asks.
+
+    Raises:
+        PolicyError: It is no policy.
+    """
+    if isinstance(policy, OpPolicy):
+        return policy
+    if isinstance(policy, (list, tuple, set, frozenset)):
+        return OpListPolicy(policy)
+    if isinstance(policy, OperatorBase | OpOverloadPacket):
+        return OpListPolicy([policy])
+    if callable(policy):
+        return FunctionPolicy(policy)
+    raise PolicyError(
+        f"{policy!r} is no policy for the ops of a region",
+        remedy="A policy is a function (ctx, op, *args, **kwargs), a list of OpOverloads, remat.save_names(...), one "
+        "of remat.policies, or several of these with | between them.",
+    )
+
+
+_RECOMPUTE = (Decision.PREFER_RECOMPUTE,)
+_SAVE = (Decision.MUST_SAVE,)

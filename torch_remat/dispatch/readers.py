@@ -1,0 +1,76 @@
+"""Which results of native regions a recomputed op reads, as far as autograd's graph shows.
+
+In: the graph of a region at the end of its forward. Kept: nothing. Out: the results that replay must have.
+
+A node that is connected to a result's node reads the result. A view reads nothing itself, but what is connected to
+the view reads the result.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import TypeVar
+
+import torch
+from torch.autograd.graph import Node
+
+from torch_remat._compat import node_number
+from torch_remat.dispatch.schema import effects_of
+
+T = TypeVar("T")
+
+
+def read_outputs(
+    boundary: Sequence[Node | None],
+    outputs: Mapping[tuple[Node, int], T],
+    first: int,
+    stop: int,
+    skipped: Sequence[tuple[int, int]],
+) -> list[T]:
+    """Return those results that a node reads.
+
+    Args:
+        boundary: The nodes of the region's outputs.
+        outputs: The results, by their node and which of its outputs they are.
+        first: Nodes with lower sequence numbers are older than all results.
+        stop: Nodes from this sequence number on do not read.
+        skipped: Ranges of sequence numbers of nodes that do not read.
+    """
+    read: dict[tuple[Node, int], T] = {}
+    readers: dict[Node, list[tuple[Node, int]]] = {}
+    todo = [node for node in boundary if node is not None]
+    seen = set(todo)
+    while todo:
+        node = todo.pop()
+        for child, place in node.next_functions:
+            if child is None or node_number(child) < first:
+                continue
+            readers.setdefault(child, []).append((node, place))
+            if child not in seen:
+                seen.add(child)
+                todo.append(child)
+    for output, result in outputs.items():
+        pending = [reader for reader, place in readers.get(output[0], ()) if place == output[1]]
+        while pending:
+            reader = pending.pop()
+            number = node_number(reader)
+            if number >= stop or any(start <= number < end for start, end in skipped):
+                continue
+            if not _is_view(reader.name()):
+                read[output] = result
+                break
+            pending += [further for further, _ in readers.get(reader, ())]
+    return list(read.values())
+
+
+@cache
+def _is_view(name: str) -> bool:
+    """Whether an autograd node is that of a view op: ``TransposeBackward0`` is of ``aten::transpose``."""
+    words = re.sub(r"Backward\d*$", "", name)
+    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", words).lower()
+    packet = getattr(torch.ops.aten, snake, None)
+    if packet is None:
+        return False
+    return any(effects_of(getattr(packet, overload)).viewed is not None for overload in packet.overloads())

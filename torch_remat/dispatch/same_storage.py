@@ -1,0 +1,61 @@
+"""Other tensors in the storage of one: a kept or recomputed tensor, seen as what forward had in the same place.
+
+In: a tensor, and where another lay in its storage. Kept: nothing. Out: that other tensor.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from torch_remat._compat import negative_view
+from torch_remat.dispatch.placeholder import Geometry
+
+
+def view_of(
+    source: torch.Tensor, source_offset: int, geometry: Geometry, dtype: torch.dtype, conjugated: bool, negated: bool
+) -> torch.Tensor:
+    """Return a view of replay's counterpart of a tensor.
+
+    Args:
+        source: The counterpart.
+        source_offset: Where the tensor lay in its storage in forward, in bytes.
+        geometry: Where the view lay in the same storage.
+        dtype: The view's dtype.
+        conjugated: Whether the view is a lazy conjugate.
+        negated: Whether it is a lazy negative.
+    """
+    base = source.detach()
+    shape, stride, offset = geometry
+    if (
+        base.shape == shape
+        and base.stride() == stride
+        and base.dtype == dtype
+        and offset * dtype.itemsize == source_offset
+        and base.is_conj() == conjugated
+        and base.is_neg() == negated
+    ):
+        return base  # it is no view of the tensor, but the tensor
+    moved = offset_in_bytes(source) - source_offset
+    return in_same_storage(base, Geometry(shape, stride, offset + moved // dtype.itemsize), dtype, conjugated, negated)
+
+
+def in_same_storage(
+    tensor: torch.Tensor, geometry: Geometry, dtype: torch.dtype, conjugated: bool, negated: bool
+) -> torch.Tensor:
+    """Return another tensor in the storage of one without a history."""
+    if tensor.is_conj():
+        tensor = tensor.conj()
+    if tensor.is_neg():
+        tensor = negative_view(tensor)
+    if tensor.dtype != dtype:
+        count = max(1, dtype.itemsize // tensor.dtype.itemsize)
+        tensor = tensor.as_strided((count,), (1,), 0).view(dtype)
+    tensor = tensor.as_strided(*geometry)
+    if conjugated:
+        tensor = tensor.conj()
+    return negative_view(tensor) if negated else tensor
+
+
+def offset_in_bytes(tensor: torch.Tensor) -> int:
+    """Return where a tensor's first element lies in its storage."""
+    return int(tensor.storage_offset()) * tensor.dtype.itemsize
