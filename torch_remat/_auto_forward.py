@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from torch_remat._handle import RematHandle, get_handle
+from torch_remat._handle import get_handle
 from torch_remat._names import scoped
+from torch_remat.dispatch.op import RematHandle
 from torch_remat.dispatch.policy import CheckpointPolicy
 from torch_remat.errors import UsageError
 
@@ -95,7 +96,7 @@ def op(
     Args:
         function: The Function's ``apply``, or a callable that calls it once.
         op_name: The op's name, unique within the region.
-        policy: Whether replay skips the op (SAVE) or runs it again (RECOMPUTE).
+        policy: Whether replay skips the op (SAVE, OFFLOAD) or runs it again (RECOMPUTE).
 
     Returns:
         A callable that takes the forward's own arguments.
@@ -123,7 +124,7 @@ def op(
         raise UsageError(
             f"{policy!r} is no policy",
             op=op_name,
-            remedy="Policies are remat.CheckpointPolicy.SAVE and remat.CheckpointPolicy.RECOMPUTE.",
+            remedy="Policies are remat.CheckpointPolicy.SAVE, OFFLOAD and RECOMPUTE.",
         )
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -161,7 +162,7 @@ def _run(
         loaded = handle.save_or_load_inputs(*inputs)
         inputs = [loaded] if len(inputs) == 1 else loaded
     out = forward(_NamingContext(ctx, handle, tensor_names), *inputs, *rest)
-    return handle.record(out, as_tuple=True) if isinstance(out, tuple) else handle.record((out,), as_tuple=False)
+    return handle.record(out, True) if isinstance(out, tuple) else handle.record((out,), False)
 
 
 class _NamingContext:

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
+from torch_remat._offload import OFFLOADER, is_offloader
 from torch_remat.dispatch.forward import run_region
 from torch_remat.dispatch.mode import current_mode
+from torch_remat.dispatch.op_policy import as_policy
 from torch_remat.dispatch.options import DEFAULTS, ContextFn, DeterminismCheck, Options
 from torch_remat.errors import UsageError
+from torch_remat.offload.protocol import Offloader
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _FORM = "The form is checkpoint(**options)(function)(*args, **kwargs), with empty parentheses if there are no options."
-_OPTIONS = tuple(Options._fields)
+_OPTIONS = tuple(name for name in Options._fields if name != "observer")
 
 
 def checkpoint(
@@ -28,6 +33,10 @@ def checkpoint(
     early_stop: bool = True,
     debug: bool = False,
     context_fn: ContextFn | None = None,
+    offloader: Offloader | None = None,
+    offload_inputs: bool = False,
+    policy: Any = None,
+    allow_cache_entry_mutation: bool = False,
     **unknown: object,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Run a function as a checkpointed region: its activations are recomputed in backward instead of kept.
@@ -51,6 +60,16 @@ def checkpoint(
         debug: Whether an error about differing phases shows the ops of both, with source lines. Every op then
             passes a dispatch mode, which costs microseconds an op.
         context_fn: A callable that returns two context managers, one for forward and one for replay.
+        offloader: What takes the tensors of OFFLOAD ops, and inputs, off the device; by default that of
+            `offload_to`, or else a `CpuOffloader` that all share.
+        offload_inputs: Whether the region's inputs leave the device too. With long sequences they are most of
+            what is kept.
+        policy: What of the region's native ops is kept, instead of recomputing all: a function with the signature of
+            selective activation checkpointing, ``(ctx, op, *args, **kwargs)``; a list of OpOverloads; `save_names`; one
+            of `torch_remat.policies`; or several of these with ``|`` between them. Of what it saves that is kept which
+            replay or backward needs, and of what it does not save that is run again which they need. Every op of
+            the region then passes a dispatch mode.
+        allow_cache_entry_mutation: Whether what the policy keeps may be changed in place: no error says so then.
         **unknown: Not allowed; catches misspelt options.
 
     Returns:
@@ -60,9 +79,12 @@ def checkpoint(
     Raises:
         UsageError: At once, if an option is unknown or has a value that it cannot have, or if the function was given
             in the first call.
+        PolicyError: At once, if ``policy`` is no policy; from the call of the decorated function, if an entry of it
+            matched nothing, or a policy function returned something else than a policy.
         OutputError: From the call of the decorated function, if the output breaks the rule above.
         MutationError: From backward, if a tensor that is needed was changed in place.
         MismatchError: From backward, if replay did something else than forward.
+        OffloadError: From backward, if an offloaded tensor could not be brought back.
         ReleasedError: From backward, if an earlier backward without ``retain_graph=True`` freed what replay needs.
 
     Example:
@@ -80,9 +102,23 @@ def checkpoint(
             f"checkpoint() has no option {next(iter(unknown))!r}",
             remedy=f"The options are {', '.join(_OPTIONS)}. {_FORM}",
         )
-    options = Options(region_name, preserve_rng_state, determinism_check, early_stop, debug, context_fn)
-    if options == DEFAULTS:
+    if (
+        region_name is None
+        and preserve_rng_state is True
+        and determinism_check == "default"
+        and early_stop is True
+        and debug is False
+        and context_fn is None
+        and policy is None
+        and allow_cache_entry_mutation is False
+        and offloader is None
+        and offload_inputs is False
+    ):
         return _bind_defaults
+    options = Options(
+        region_name, preserve_rng_state, determinism_check, early_stop, debug, context_fn,
+        None if policy is None else as_policy(policy), allow_cache_entry_mutation, None, offloader, offload_inputs,
+    )  # fmt: skip
     _validate(options)
     return _binder(options)
 
@@ -176,8 +212,11 @@ def _validate(options: Options) -> None:
          "'default', 'none', 'bitwise' or a callable (tensor) -> value"),
         (isinstance(options.early_stop, bool), "early_stop", "True or False"),
         (isinstance(options.debug, bool), "debug", "True or False"),
+        (isinstance(options.allow_cache_entry_mutation, bool), "allow_cache_entry_mutation", "True or False"),
         (options.context_fn is None or callable(options.context_fn), "context_fn",
          "a callable that returns two context managers, or None"),
+        (options.offloader is None or is_offloader(options.offloader), "offloader", OFFLOADER),
+        (isinstance(options.offload_inputs, bool), "offload_inputs", "True or False"),
     )  # fmt: skip
     for holds, option, wanted in rules:
         if not holds:
@@ -213,6 +252,8 @@ def _compiled(options: Options, function: Callable[..., R], args: Any, kwargs: A
     more: dict[str, Any] = {}
     if options.context_fn is not None:
         more["context_fn"] = options.context_fn
+    elif options.policy is not None:
+        more["context_fn"] = partial(create_selective_checkpoint_contexts, options.policy.for_torch())
 
     def call(*args: Any) -> R:
         return function(*args, **kwargs)

@@ -1,0 +1,113 @@
+"""`native_save_region` and `native_region`: native PyTorch ops that replay does not run again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from torch_remat._names import scoped
+from torch_remat.dispatch.mode import current_mode
+from torch_remat.dispatch.policy import CheckpointPolicy
+from torch_remat.errors import UsageError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_FORM = (
+    "The form is native_save_region('name', function, *args, **kwargs), or "
+    "native_region('name', policy=...)(function)(*args, **kwargs)."
+)
+
+
+def native_save_region(op_name: str, function: Callable[..., R], /, *args: Any, **kwargs: Any) -> R:
+    """Run a function at once as one named op that replay skips.
+
+    Replay calls the function again, but none of its arithmetic runs: each op is answered with a tensor without data,
+    ``.item()`` and the like with what they returned, and what the function changed in place is not changed again. Kept
+    from forward are the tensors born inside that backward needs, and of the returned ones those that replay reads.
+    Tensors from outside that replay will have, and parameters, are not kept.
+
+    Args:
+        op_name: The op's name, unique within the region; `name_scope` prefixes it.
+        function: What runs; it may take tensors from where it is defined.
+        *args: Its positional arguments.
+        **kwargs: Its keyword arguments.
+
+    Returns:
+        What the function returns: any pytree of tensors, None and plain values.
+
+    Raises:
+        UsageError: The name is no string, empty or taken, or the function is not callable.
+        MismatchError: In backward, if the function ran other ops in replay than in forward.
+        MutationError: In backward, if a kept tensor was changed in place.
+
+    Example:
+        >>> import torch
+        >>> import torch_remat as remat
+        >>> weight = torch.nn.Parameter(torch.randn(8, 8))
+        >>> def block(x):
+        ...     return torch.sin(remat.native_save_region("matmul", torch.mm, x, weight))
+        >>> y = remat.checkpoint()(block)(torch.randn(4, 8, requires_grad=True))
+        >>> y.sum().backward()
+    """
+    name = scoped(op_name)
+    if not callable(function):
+        raise UsageError(f"a native region cannot run a {type(function).__name__}", op=name, remedy=_FORM)
+    return _run(name, CheckpointPolicy.SAVE, function, args, kwargs)
+
+
+def native_region(
+    op_name: str, *, policy: CheckpointPolicy = CheckpointPolicy.SAVE
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Give a name and a policy to one call of a function of native ops.
+
+    Args:
+        op_name: The op's name, unique within the region; `name_scope` prefixes it.
+        policy: SAVE: replay skips the call, see `native_save_region`. RECOMPUTE: replay runs it again; those of its
+            arguments that come from skipped ops are kept for that. OFFLOAD: as SAVE, and what is kept leaves the
+            device.
+
+    Returns:
+        A decorator; the decorated function takes and returns what the function does.
+
+    Raises:
+        UsageError: At once, if the name is no string or empty, or the policy is none; from the call, if the region
+            has another op of this name.
+        MismatchError: In backward, if replay ran other ops than forward.
+        MutationError: In backward, if a kept tensor was changed in place.
+
+    Example:
+        >>> import torch
+        >>> import torch_remat as remat
+        >>> y = remat.native_region("gelu", policy=remat.CheckpointPolicy.SAVE)(torch.nn.functional.gelu)(torch.ones(3))
+    """
+    name = scoped(op_name)
+    if not isinstance(policy, CheckpointPolicy):
+        raise UsageError(
+            f"{policy!r} is no policy",
+            op=name,
+            remedy="Policies of native regions are remat.CheckpointPolicy.SAVE, OFFLOAD and RECOMPUTE.",
+        )
+
+    def bind(function: Callable[P, R]) -> Callable[P, R]:
+        if not callable(function):
+            raise UsageError(f"a native region cannot run a {type(function).__name__}", op=name, remedy=_FORM)
+
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            return _run(name, policy, function, args, kwargs)
+
+        return call
+
+    return bind
+
+
+def _run(
+    name: str, policy: CheckpointPolicy, function: Callable[..., R], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> R:
+    mode = None if torch.compiler.is_compiling() else current_mode()
+    if mode is None:
+        return function(*args, **kwargs)
+    result: R = mode.run_native(name, policy, function, args, kwargs)
+    return result

@@ -1,0 +1,73 @@
+"""Ready policies for ``checkpoint(policy=...)``; combine them, and policies of other kinds, with ``|``.
+
+Each is a policy already: ``policy=remat.policies.save_attention | remat.save_names("hidden")``. None needs all of its
+ops to occur.
+
+Example:
+    >>> import torch
+    >>> import torch_remat as remat
+    >>> block = torch.nn.Linear(8, 8)
+    >>> x = torch.randn(4, 8, requires_grad=True)
+    >>> y = remat.checkpoint(policy=remat.policies.save_matmuls)(block)(x)
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from torch_remat._compat import has_effect
+from torch_remat.dispatch.op_policy import FunctionPolicy, OpContext
+
+__all__ = ["never_replay_effects", "save_attention", "save_discrete", "save_every_other_matmul", "save_matmuls"]
+
+_MATMULS = frozenset((
+    "mm", "addmm", "bmm", "baddbmm", "addbmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm", "mv", "addmv", "dot",
+    "_int_mm", "linear", "matmul", "addmm_", "_addmm_activation", "mkldnn._linear_pointwise",
+))  # fmt: skip
+_DISCRETE = frozenset((
+    "topk", "sort", "argsort", "argmax", "argmin", "kthvalue", "mode", "unique", "_unique", "_unique2", "unique_dim",
+    "unique_consecutive", "nonzero", "nonzero_static", "multinomial", "searchsorted", "bucketize", "histc",
+    "msort",
+))  # fmt: skip
+_COLLECTIVES = frozenset(("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"))
+
+
+def _packet(op: Any) -> str:
+    packet: str = getattr(getattr(op, "overloadpacket", op), "__name__", "")
+    return packet if getattr(op, "namespace", "aten") == "aten" else f"{op.namespace}.{packet}"
+
+
+@FunctionPolicy
+def save_attention(ctx: OpContext, op: Any, *args: Any, **kwargs: Any) -> bool:
+    """Save what attention kernels return (``scaled_dot_product_attention`` in all its forms, ``flex_attention``)."""
+    name = _packet(op)
+    return "attention" in name and "backward" not in name
+
+
+@FunctionPolicy
+def save_matmuls(ctx: OpContext, op: Any, *args: Any, **kwargs: Any) -> bool:
+    """Save the results of all matrix products."""
+    return _packet(op) in _MATMULS
+
+
+@FunctionPolicy
+def save_every_other_matmul(ctx: OpContext, op: Any, *args: Any, **kwargs: Any) -> bool:
+    """Save the second, fourth, ... matrix product of each kind in each module: it goes by name, and has no state."""
+    found = re.search(r"_(\d+)_\d+$", ctx.name) if _packet(op) in _MATMULS else None
+    return found is not None and int(found[1]) % 2 == 1
+
+
+@FunctionPolicy
+def save_discrete(ctx: OpContext, op: Any, *args: Any, **kwargs: Any) -> bool:
+    """Save what makes choices out of numbers (``topk``, ``sort``, ``argmax``, ``unique``, ``nonzero``).
+
+    A router must not choose otherwise in replay because a sum was rounded otherwise.
+    """
+    return _packet(op) in _DISCRETE
+
+
+@FunctionPolicy
+def never_replay_effects(ctx: OpContext, op: Any, *args: Any, **kwargs: Any) -> bool:
+    """Save the results of collectives and of ops with ordered effects, so that replay does not repeat them."""
+    return getattr(op, "namespace", "") in _COLLECTIVES or has_effect(op)
