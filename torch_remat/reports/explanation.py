@@ -1,0 +1,223 @@
+"""What `explain` says, as plain data and as text.
+
+Explanation
+└── RegionExplanation ── OpExplanation ─┬─ TensorExplanation   each named tensor, and why it is where it is
+                                        └─ Alternative         what another policy would cost
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from html import escape
+from typing import Any, Literal
+
+from torch_remat.reports.fold import fold_series
+from torch_remat.reports.text import aligned, format_bytes, format_sum, plural
+
+State = Literal["kept", "offloaded", "elided", "recomputed", "not kept"]
+"""Where a tensor is between forward and backward: in place; elsewhere; with what replay makes or has anyway; nowhere,
+replay makes it again; nowhere, since nothing needs it."""
+
+Replay = Literal["ran", "skipped", "not reached", "no replay"]
+
+
+@dataclass(frozen=True)
+class TensorExplanation:
+    """One named tensor of an op.
+
+    Attributes:
+        name: ``region::scope/op.tensor``.
+        label: The last part of it.
+        state: Where it is between forward and backward.
+        bytes: Its storage's bytes, whether they are kept or not.
+        why: Who needs it, or why it need not be kept.
+        shared_with: An earlier tensor of the region that is kept in the same storage: one costs no more than both.
+    """
+
+    name: str
+    label: str
+    state: State
+    bytes: int
+    why: str
+    shared_with: str | None = None
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """What would change if one op had another policy and all else stayed.
+
+    Attributes:
+        policy: The other policy.
+        bytes_change: Bytes kept after forward, more (positive) or fewer; measured.
+        offloaded_bytes_change: The same for bytes kept elsewhere.
+        flops_change: Floating-point operations of replay, more or fewer; counted.
+        error: Why it is not possible; None if it is.
+    """
+
+    policy: str
+    bytes_change: int
+    offloaded_bytes_change: int
+    flops_change: int
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class OpExplanation:
+    """One op.
+
+    Attributes:
+        name: Its name, with its scopes.
+        policy: Its policy.
+        replay: What replay did with it.
+        forward_flops: Floating-point operations of its body in forward.
+        replay_flops: The same in replay.
+        tensors: Its named tensors: what it saves, then its outputs.
+        alternatives: Other policies.
+    """
+
+    name: str
+    policy: str
+    replay: Replay
+    forward_flops: int
+    replay_flops: int
+    tensors: tuple[TensorExplanation, ...]
+    alternatives: tuple[Alternative, ...]
+
+
+@dataclass(frozen=True)
+class RegionExplanation:
+    """One region.
+
+    Attributes:
+        name: Its name.
+        kept_bytes: What it keeps in place after forward: inputs, residents, what replay needs, random state.
+        offloaded_bytes: What it keeps elsewhere.
+        input_bytes: The share of its inputs in what is in place.
+        offloaded_input_bytes: Their share in what is elsewhere.
+        unnamed: How many tensors without a name are recomputed.
+        refilled_bytes: What it holds once replay has run: what would be kept without recomputing.
+        replays: How often it was replayed.
+        forward_ops: Aten ops in forward that compute something.
+        replay_ops: The same in all replays.
+        forward_flops: Floating-point operations in forward.
+        replay_flops: The same in all replays.
+        by_policy: What a policy for aten ops keeps.
+        ops: Its ops, in order.
+    """
+
+    name: str
+    kept_bytes: int
+    offloaded_bytes: int
+    input_bytes: int
+    offloaded_input_bytes: int
+    unnamed: int
+    refilled_bytes: int
+    replays: int
+    forward_ops: int
+    replay_ops: int
+    forward_flops: int
+    replay_flops: int
+    by_policy: tuple[TensorExplanation, ...]
+    ops: tuple[OpExplanation, ...]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why each tensor is kept or not, and what it would cost otherwise.
+
+    Attributes:
+        regions: The regions, in the order of forward.
+    """
+
+    regions: tuple[RegionExplanation, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the explanation as dicts, lists, strings and numbers."""
+        return asdict(self)
+
+    def to_json(self, *, indent: int | None = 2) -> str:
+        """Return `to_dict` as JSON.
+
+        Args:
+            indent: Spaces for each level, or None for one line.
+        """
+        return json.dumps(self.to_dict(), indent=indent)
+
+    def __str__(self) -> str:
+        """Return the explanation as text, regions that are alike told once."""
+        if not self.regions:
+            return "no region ran"
+        groups = fold_series(self.regions, lambda region: region.name, _facts)
+        folded = [(label, group[0], len(group)) for label, group in groups]
+        return "\n\n".join(_region_text(label, region, count) for label, region, count in folded)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(str(self))}</pre>"
+
+
+def format_flops(count: int) -> str:
+    """Return floating-point operations with a decimal unit: ``134.2 MFLOP``."""
+    amount, unit = float(count), ""
+    for bigger in ("k", "M", "G", "T", "P"):
+        if abs(amount) < 1000:
+            break
+        amount, unit = amount / 1000, bigger
+    return f"{amount:.1f} {unit}FLOP" if unit else f"{count} FLOP"
+
+
+def _facts(region: RegionExplanation) -> Any:
+    """Return all that is told of a region but its name."""
+    return (
+        json.dumps(asdict(region))
+        .replace(json.dumps(f"{region.name}::")[1:-1], "")
+        .replace(json.dumps(region.name), "")
+    )
+
+
+def _region_text(label: str, region: RegionExplanation, count: int) -> str:
+    each = f" (each of {count})" if count > 1 else ""
+    keeps = format_sum(region.kept_bytes, region.offloaded_bytes)
+    inputs = format_sum(region.input_bytes, region.offloaded_input_bytes)
+    lines = [
+        f"{label}{each}",
+        f"  keeps {keeps}, of which {inputs} inputs"
+        + (f"; without recomputing {format_bytes(region.refilled_bytes)}" if region.replays else ""),
+        f"  forward: {plural(region.forward_ops, 'op')}, {format_flops(region.forward_flops)}; "
+        + (
+            f"replay: {plural(region.replay_ops, 'op')}, {format_flops(region.replay_flops)}"
+            if region.replays
+            else "no replay: nothing has to be recomputed"
+        ),
+    ]
+    if region.unnamed:
+        lines.append(f"  {plural(region.unnamed, 'saved tensor')} without a name: recomputed")
+    rows = [[one.label, one.state, format_bytes(one.bytes), _reason(one)] for one in region.by_policy]
+    lines += [f"  {line}" for line in aligned(rows, right={2})]
+    for op in region.ops:
+        lines.append(
+            f"  {op.name}: {op.policy}, replay: {op.replay}, "
+            f"{format_flops(op.forward_flops)} in forward, {format_flops(op.replay_flops)} in replay"
+        )
+        rows = [[one.label, one.state, format_bytes(one.bytes), _reason(one)] for one in op.tensors]
+        lines += [f"    {line}" for line in aligned(rows, right={2})]
+        lines += [f"    {_alternative_text(other)}" for other in op.alternatives]
+    return "\n".join(lines)
+
+
+def _reason(tensor: TensorExplanation) -> str:
+    return tensor.why if tensor.shared_with is None else f"{tensor.why} (same memory as {tensor.shared_with})"
+
+
+def _alternative_text(other: Alternative) -> str:
+    if other.error is not None:
+        return f"if {other.policy}: not possible: {other.error}"
+    parts = [_change(other.bytes_change, format_bytes) + " kept"]
+    if other.offloaded_bytes_change:
+        parts.append(_change(other.offloaded_bytes_change, format_bytes) + " offloaded")
+    parts.append(_change(other.flops_change, format_flops) + " in replay")
+    return f"if {other.policy}: {', '.join(parts)}"
+
+
+def _change(change: int, form: Any) -> str:
+    return f"{'+' if change > 0 else '-' if change < 0 else '+-'}{form(abs(change))}"

@@ -1,0 +1,133 @@
+"""What autograd saves in the graph below some tensors, read without unpacking anything.
+
+In: tensors with a graph. Kept: nothing. Out: saved tensors by node type, the parameters below, and the regions found.
+
+Unpacking would start replays and call users' hooks, so what stands in a node is read as it is: a tensor, or what
+saved-tensor hooks made of it. Nodes are visited by hand, since a deep graph would exhaust the stack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import cache
+from typing import Any
+
+import optree
+import torch
+from torch.autograd.graph import Node
+
+from torch_remat._compat import PYTREE_NAMESPACE
+from torch_remat.dispatch.holder import Holder, is_parameter
+from torch_remat.dispatch.region import Region
+from torch_remat.reports.ledger import Ledger, Row
+from torch_remat.reports.model import NodeReport
+from torch_remat.reports.pieces import Piece, is_anchor, pieces_in
+from torch_remat.reports.torch_checkpoint import TorchCheckpoint
+
+_CHECKPOINT = "torch.utils.checkpoint"
+
+
+def nodes_below(roots: Iterable[torch.Tensor]) -> list[Node]:
+    """Return the nodes of the graph below tensors, each once; they live as long as the list does."""
+    waiting = [root.grad_fn for root in roots][::-1]
+    visited: dict[Node, None] = {}
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in visited:
+            continue
+        visited[node] = None
+        waiting += [following for following, _ in node.next_functions[::-1]]
+    return list(visited)
+
+
+def parameters_below(nodes: Iterable[Node]) -> Iterator[torch.Tensor]:
+    """Yield the parameters whose gradients the nodes accumulate, and those that regions keep in them."""
+    for node in nodes:
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, torch.Tensor) and is_parameter(variable):
+            yield variable
+        for _, packed in saved_in(node):
+            if isinstance(packed, torch.Tensor) and is_parameter(packed):
+                yield packed
+            elif is_anchor(packed) and is_parameter(packed[0]):
+                yield packed[0]
+
+
+def collect_nodes(nodes: Iterable[Node], regions: Iterable[Region], ledger: Ledger) -> tuple[NodeReport, ...]:
+    """Return what nodes save outside of regions, by type, the largest first.
+
+    Args:
+        nodes: The nodes.
+        regions: Regions that may lie in the checkpoints of ``torch.utils.checkpoint``.
+        ledger: What was counted before, parameters and regions among it.
+    """
+    rows: dict[str, list[Row]] = {}
+    counts: dict[str, int] = {}
+    checkpoints = [TorchCheckpoint.behind(region.hooks[1]) for region in regions if region.hooks is not None]
+    for node in nodes:
+        kind = type(node).__name__
+        found: list[Row] = []
+        for attribute, packed in saved_in(node):
+            if isinstance(packed, Holder) or is_anchor(packed):
+                continue
+            if isinstance(packed, TorchCheckpoint):
+                checkpoints.append(packed)
+                continue
+            for piece in pieces_in(packed):
+                ledger.add(piece, f"{kind}.{attribute}", attribute, "saved", found, [f"backward of {kind}"])
+        kept = [row for row in found if row.bytes or row.shared_with is None]
+        if kept:
+            rows.setdefault(kind, []).extend(kept)
+            counts[kind] = counts.get(kind, 0) + 1
+    for checkpoint in checkpoints:
+        if checkpoint is not None:
+            found = []
+            for label, tensor in checkpoint.kept():
+                ledger.add(Piece.of(tensor), f"{_CHECKPOINT}.{label}", label, "saved", found, ["replay"])
+            if any(row.bytes for row in found):
+                rows.setdefault(_CHECKPOINT, []).extend(row for row in found if row.bytes)
+                counts[_CHECKPOINT] = counts.get(_CHECKPOINT, 0) + 1
+    reports = [NodeReport(kind, counts[kind], tuple(row.finished() for row in rows[kind])) for kind in rows]
+    return tuple(sorted(reports, key=lambda report: (-report.bytes - report.offloaded_bytes, report.node)))
+
+
+def saved_in(node: Node) -> Iterator[tuple[str, Any]]:
+    """Yield the name and the packed value of each tensor that a node saves; nothing if it has released them.
+
+    Leaves other than parameters count too, as do tensors that a Function's forward has set as attributes of ``ctx``, or
+    has put into lists and dicts there.
+    """
+    for attribute in _raw_attributes(type(node)):
+        try:
+            saved = getattr(node, attribute)
+        except RuntimeError:  # released by an earlier backward
+            continue
+        label = attribute.removeprefix("_raw_saved_")
+        if isinstance(saved, tuple):
+            for index, one in enumerate(saved):
+                yield (str(index) if label == "tensors" else f"{label}.{index}"), _packed(one)
+        else:
+            yield label, _packed(saved)
+    variable = getattr(node, "variable", None)
+    if isinstance(variable, torch.Tensor) and not is_parameter(variable):
+        yield "variable", variable  # a leaf: the graph owns it, to give it its gradient
+    if isinstance(node, torch.autograd.function.BackwardCFunction):
+        for attribute, value in vars(node).items():
+            for leaf in optree.tree_leaves(value, namespace=PYTREE_NAMESPACE):
+                if isinstance(leaf, torch.Tensor):
+                    yield attribute, leaf
+
+
+def _packed(saved: Any) -> Any:
+    try:
+        packed = saved.data
+        if packed is not None and not isinstance(packed, (torch.Tensor, Holder)):
+            return TorchCheckpoint.behind(saved.unpack_hook) or packed
+        return packed
+    except RuntimeError:  # released meanwhile
+        return None
+
+
+@cache
+def _raw_attributes(kind: type) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))

@@ -1,0 +1,58 @@
+"""Reports as HTML, for notebooks: one table, no scripts, readable without colour."""
+
+from __future__ import annotations
+
+from html import escape
+
+from torch_remat.reports.fold import Group, fold
+from torch_remat.reports.model import KeptTensor, MemoryReport
+from torch_remat.reports.text import describe, format_bytes, format_sum, remarks
+
+_LEFT = 'style="text-align: left"'
+_HEAD = ("kept", "bytes", "tensor", "policy", "why")
+
+
+def report_as_html(report: MemoryReport) -> str:
+    """Return a report as a table: sums in bold, each with its parts below it."""
+    rows = [_sum_row("kept for backward", report.bytes, report.offloaded_bytes)]
+    for group in fold(report.regions):
+        rows += _group_rows(group)
+    if report.outside:
+        away = sum(node.offloaded_bytes for node in report.outside)
+        rows.append(_sum_row("outside of regions", sum(node.bytes for node in report.outside), away))
+        for node in report.outside:
+            label = f"{node.node} ({node.count})"
+            rows.append(_row(label, format_sum(node.bytes, node.offloaded_bytes), "", "", ""))
+    parameters = report.parameters
+    if parameters.count:
+        rows.append(_row(f"parameters, apart ({parameters.count})", format_bytes(parameters.bytes), "", "", ""))
+    head = "".join(f"<th {_LEFT}>{title}</th>" for title in _HEAD)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+def _group_rows(group: Group) -> list[str]:
+    region, count = group.regions[0], len(group.regions)
+    each = format_sum(region.bytes, region.offloaded_bytes)
+    label = group.label if count == 1 else f"{group.label} ({count} of {each} each)"
+    rows = [_sum_row(label, group.bytes, group.offloaded_bytes)]
+    rows += [_tensor_row(tensor, tensor.label) for tensor in region.tensors]
+    for op in region.ops:
+        rows += [_tensor_row(tensor, f"{op.name}.{tensor.label}") for tensor in op.tensors]
+    return rows
+
+
+def _tensor_row(tensor: KeptTensor, label: str) -> str:
+    return _row(f"\N{EM SPACE}{label}", format_bytes(tensor.bytes), describe(tensor), tensor.policy, remarks(tensor))
+
+
+def _sum_row(label: str, count: int, offloaded_bytes: int) -> str:
+    head = f"<th {_LEFT}>{escape(label)}</th><th>{escape(format_sum(count, offloaded_bytes))}</th>"
+    return f"<tr>{head}{'<td></td>' * 3}</tr>"
+
+
+def _row(*cells: str) -> str:
+    inner = "".join(
+        f'<td style="text-align: {"right" if place == 1 else "left"}">{escape(cell)}</td>'
+        for place, cell in enumerate(cells)
+    )
+    return f"<tr>{inner}</tr>"

@@ -1,0 +1,123 @@
+"""`memory_report`: all that is kept for backward; and what the region that runs now keeps."""
+
+from __future__ import annotations
+
+import sys
+from typing import TextIO
+
+import torch
+
+from torch_remat.dispatch.mode import current_mode
+from torch_remat.dispatch.region import live_regions
+from torch_remat.errors import UsageError
+from torch_remat.reports.collect import collect_parameters, collect_region
+from torch_remat.reports.graph import collect_nodes, nodes_below, parameters_below
+from torch_remat.reports.ledger import Ledger
+from torch_remat.reports.model import MemoryReport, ParameterReport, RegionReport
+from torch_remat.reports.text import format_region
+
+
+def memory_report(*roots: torch.Tensor) -> MemoryReport:
+    """Report what is kept for backward: by all regions that are alive, and in the graph below some tensors.
+
+    Nothing is unpacked or replayed. It may be called at any time, also in the middle of forward or backward.
+
+    Args:
+        *roots: Tensors with a graph, such as the loss. What autograd saves below them outside of regions is reported
+            too; without roots, the regions alone are.
+
+    Returns:
+        Plain data, in bytes of whole storages, each counted once; it keeps no tensor alive. The memory of the roots
+        themselves, and of other tensors that the program holds, is not in it unless something saves them.
+
+    Raises:
+        UsageError: A root is no tensor.
+
+    Example:
+        >>> import torch
+        >>> import torch_remat as remat
+        >>> x = torch.randn(4, 4, requires_grad=True)
+        >>> loss = remat.checkpoint(region_name="block")(torch.sin)(x).sum()
+        >>> print(remat.memory_report(loss))
+        kept for backward: 64 B
+        <BLANKLINE>
+        in 1 region: 64 B
+          block: 64 B
+            args[0]  64 B  float32[4, 4] cpu  input
+    """
+    for root in roots:
+        if not isinstance(root, torch.Tensor):
+            raise UsageError(
+                f"memory_report() takes tensors, not a {type(root).__name__}",
+                remedy="Pass the losses: remat.memory_report(loss).",
+            )
+    ledger = Ledger()
+    nodes = nodes_below(roots)
+    regions = live_regions()
+    for parameter in parameters_below(nodes):
+        ledger.add_parameter(parameter)
+    for region in regions:
+        collect_parameters(region, ledger)
+    reports = [collect_region(region, ledger) for region in regions]
+    return MemoryReport(
+        tuple(report for report in reports if report.tensors or report.ops),
+        collect_nodes(nodes, regions, ledger),
+        ParameterReport(ledger.parameter_count, ledger.parameter_bytes),
+    )
+
+
+def format_current_memory_report() -> str:
+    """Return, as text, what the region that runs now keeps so far: its inputs, and each op's tensors by name.
+
+    Returns:
+        One line for each tensor: name, bytes, shape, dtype, device and policy, with the sums.
+
+    Raises:
+        UsageError: No region runs here.
+
+    Example:
+        >>> import torch
+        >>> import torch_remat as remat
+        >>> def block(x):
+        ...     print(remat.format_current_memory_report())
+        ...     return x.sin()
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> y = remat.checkpoint(region_name="block", preserve_rng_state=False)(block)(x)
+        block: 8 B
+          args[0]  8 B  float32[2] cpu  input
+    """
+    return format_region(_current("format_current_memory_report"))
+
+
+def print_current_memory_report(file: TextIO | None = None) -> None:
+    """Print what `format_current_memory_report` returns.
+
+    Args:
+        file: Where to; standard output if None.
+
+    Raises:
+        UsageError: No region runs here.
+
+    Example:
+        >>> import sys, torch
+        >>> import torch_remat as remat
+        >>> def block(x):
+        ...     remat.print_current_memory_report(sys.stderr)
+        ...     return x.sin()
+        >>> y = remat.checkpoint()(block)(torch.ones(2, requires_grad=True))
+    """
+    text = format_region(_current("print_current_memory_report"))
+    (sys.stdout if file is None else file).write(text + "\n")
+
+
+def _current(function: str) -> RegionReport:
+    mode = current_mode()
+    if mode is None:
+        raise UsageError(
+            f"{function}() was called outside of any region",
+            remedy="Call it in the function that remat.checkpoint runs, or use remat.memory_report(loss) elsewhere. "
+            "Under torch.no_grad() and torch.compile there are no regions.",
+        )
+    ledger = Ledger()
+    collect_parameters(mode.region, ledger)
+    return collect_region(mode.region, ledger, keep_empty=True)

@@ -1,0 +1,246 @@
+"""Watches a run for `explain`: which ops ran in which phase, what they saved and returned, aten ops and FLOPs.
+
+In: calls of the runtime, and each aten op, seen by a dispatch mode. Kept: numbers and names. Out: an explanation for
+each region. FLOPs are those of ``torch.utils.flop_counter``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+from torch_remat._compat import TorchDispatchMode
+from torch_remat.dispatch.holder import Holder
+from torch_remat.dispatch.mode import current_mode
+from torch_remat.dispatch.observe import Observer, WatchedOp
+from torch_remat.dispatch.parcel import Parcel
+from torch_remat.dispatch.placeholder import is_placeholder
+from torch_remat.dispatch.region import Region
+from torch_remat.reports.collect import collect_parameters, collect_region, output_name
+from torch_remat.reports.explanation import Alternative, OpExplanation, RegionExplanation, Replay, TensorExplanation
+from torch_remat.reports.ledger import Ledger
+from torch_remat.reports.model import RegionReport
+from torch_remat.reports.reasons import Seen, holders_of, kept_by_policy, kept_in, kept_of_native, never_needed, reasons
+
+
+@dataclass
+class Counts:
+    """Aten ops that compute something, and their FLOPs, by phase."""
+
+    ops: dict[str, int] = field(default_factory=lambda: {"forward": 0, "replay": 0})
+    flops: dict[str, int] = field(default_factory=lambda: {"forward": 0, "replay": 0})
+
+
+@dataclass
+class OpNotes:
+    """One op."""
+
+    name: str
+    policy: str
+    counts: Counts = field(default_factory=Counts)
+    replay: Replay = "no replay"
+    saved: list[Seen] = field(default_factory=list)
+    outputs: list[Seen] = field(default_factory=list)
+    tensors: tuple[TensorExplanation, ...] = ()
+    alternatives: tuple[Alternative, ...] = ()
+
+
+@dataclass
+class RegionNotes:
+    """One region."""
+
+    name: str
+    counts: Counts = field(default_factory=Counts)
+    ops: dict[str, OpNotes] = field(default_factory=dict)
+    report: RegionReport | None = None
+    by_policy: tuple[TensorExplanation, ...] = ()
+    unnamed: int = 0
+    replays: int = 0
+    refilled_bytes: int = 0
+
+    def explained(self) -> RegionExplanation:
+        """Return the notes as plain data."""
+        report, counts = self.report, self.counts
+        inputs = [tensor for tensor in report.tensors if tensor.kind == "input"] if report else []
+        return RegionExplanation(
+            self.name,
+            report.bytes if report else 0,
+            report.offloaded_bytes if report else 0,
+            sum(tensor.bytes for tensor in inputs if not tensor.offloaded),
+            sum(tensor.bytes for tensor in inputs if tensor.offloaded),
+            self.unnamed,
+            self.refilled_bytes,
+            self.replays,
+            counts.ops["forward"],
+            counts.ops["replay"],
+            counts.flops["forward"],
+            counts.flops["replay"],
+            self.by_policy,
+            tuple(
+                OpExplanation(
+                    op.name,
+                    op.policy,
+                    op.replay if op.replay != "no replay" or not self.replays else "not reached",
+                    op.counts.flops["forward"],
+                    op.counts.flops["replay"],
+                    op.tensors,
+                    op.alternatives,
+                )
+                for op in self.ops.values()
+            ),
+        )
+
+
+class _Running(threading.local):
+    """What runs in this thread: the counts to add to, with the phase; None hides what is around."""
+
+    def __init__(self) -> None:
+        self.stack: list[tuple[Counts, str] | None] = []
+
+
+class Notes(Observer):
+    """Takes notes of all regions whose forward this thread runs outside of replays.
+
+    Args:
+        after_forward: Called with each region and its notes once its forward is over.
+
+    Attributes:
+        regions: Notes by the regions' serial numbers.
+        paused: Whether regions are passed over.
+    """
+
+    def __init__(self, after_forward: Callable[[Region, RegionNotes], None]) -> None:
+        self.regions: dict[int, RegionNotes] = {}
+        self.paused = False
+        self._after_forward = after_forward
+        self._thread = threading.get_ident()
+        self._running = _Running()
+        self._storages: dict[int, StorageWeakRef] = {}  # by the id of the parcel, what was sent in it
+
+    def begin_region(self, region: Region, phase: str) -> None:
+        """Begin to count for a region."""
+        mode = current_mode()
+        mine = threading.get_ident() == self._thread and not self.paused
+        if phase == "forward" and mine and mode is not None and not mode.recomputing:
+            self.regions[region.serial] = RegionNotes(region.name)
+        notes = None if self.paused else self.regions.get(region.serial)
+        self._running.stack.append(None if notes is None else (notes.counts, phase))
+        if notes is not None and phase == "replay":
+            notes.replays += 1
+
+    def end_region(self, region: Region, phase: str) -> None:
+        """Count for the region around, if any; after replay, note what is there now."""
+        self._running.stack.pop()
+        notes = None if self.paused else self.regions.get(region.serial)
+        if notes is not None and phase == "replay":
+            report = report_of(region)
+            notes.refilled_bytes = max(notes.refilled_bytes, report.bytes + report.offloaded_bytes)
+
+    def begin_op(self, region: Region, op: WatchedOp, phase: str) -> None:
+        """Begin to count for an op."""
+        notes = None if self.paused else self.regions.get(region.serial)
+        if notes is not None and phase == "forward":
+            notes.ops.setdefault(op.name, OpNotes(op.name, op.policy.value))
+        found = None if notes is None else notes.ops.get(op.name)
+        self._running.stack.append(None if found is None else (found.counts, phase))
+
+    def end_op(self, region: Region, op: WatchedOp, phase: str) -> None:
+        """Note what an op saved and returned."""
+        self._running.stack.pop()
+        notes = None if self.paused else self.regions.get(region.serial)
+        found = None if notes is None else notes.ops.get(op.name)
+        if found is None:
+            return
+        if phase == "replay":
+            found.replay = "skipped" if op.outputs_made is None else "ran"
+        elif op.outputs_made is not None and not found.outputs:
+            made = {
+                output_name(region, op.name, place): tensor
+                for place, tensor in enumerate(op.outputs_made)
+                if isinstance(tensor, torch.Tensor)
+            }
+            found.saved = [Seen.of(label, tensor) for label, tensor in op.named.items() if tensor is not None]
+            found.outputs = [Seen.of(label, tensor) for label, tensor in made.items()]
+
+    def offload_began(self, tensor: torch.Tensor, parcel: Parcel) -> None:
+        """Note which storage a parcel stands for."""
+        self._storages[id(parcel)] = StorageWeakRef(tensor.untyped_storage())
+
+    def finish_region(self, region: Region) -> None:
+        """Read the tape, now that forward is over."""
+        notes = None if self.paused else self.regions.get(region.serial)
+        if notes is None:
+            return
+        if region.last_number < 0:  # it does not outlive its forward
+            for op in notes.ops.values():
+                op.tensors = tuple(never_needed(region, op.name, (*op.saved, *op.outputs)))
+            return
+        notes.report = report_of(region)
+        notes.by_policy = kept_by_policy(region, notes.report)
+        # An op in the body of a skipped one is part of that.
+        notes.ops = {name: op for name, op in notes.ops.items() if name in region.tape.records}
+        notes.unnamed = sum(type(holder) is Holder for holder in region.tape.empty())
+        for name, op in notes.ops.items():
+            if not op.saved:
+                # A native region, of which no name was told.
+                held = [
+                    Seen.of_kept(label, kept_in(one), self._storages) for label, one in holders_of(region, name).items()
+                ]
+                op.saved = [seen for seen in held if seen is not None]
+            if any(kept_of_native(region, region.tape.records[name])):
+                op.outputs = []  # they are told by aten op and result
+        records = [(region.tape.records[name], op.saved, op.outputs) for name, op in notes.ops.items()]
+        for op, tensors in zip(notes.ops.values(), reasons(region, records), strict=True):
+            op.tensors = tensors
+        self._after_forward(region, notes)
+
+    def count(self, flops: int) -> None:
+        """Count an aten op for all that runs in this thread, up to what hides the rest."""
+        if self.paused:
+            return
+        for running in self._running.stack[::-1]:
+            if running is not None:
+                counts, phase = running
+                counts.ops[phase] += 1
+                counts.flops[phase] += flops
+
+
+class CountAten(TorchDispatchMode):
+    """Tells ``count(flops)`` of each aten op that computes something; ops on placeholders compute nothing."""
+
+    def __init__(self, count: Callable[[int], None]) -> None:
+        super().__init__()
+        self._count = count
+
+    def __torch_dispatch__(
+        self, op: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run the op and tell of it."""
+        out = op(*args, **(kwargs or {}))
+        if not op.is_view and not any(is_placeholder(arg) for arg in args if isinstance(arg, torch.Tensor)):
+            self._count(flops_of(op, args, kwargs or {}, out))
+        return out
+
+
+def flops_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
+    """Return an aten op's FLOPs as ``torch.utils.flop_counter`` counts them; 0 for ops that it does not know."""
+    packet = op.overloadpacket
+    count = flop_registry.get(packet)
+    if count is not None:
+        return int(count(*args, **kwargs, out_val=out))
+    if packet.__name__ == "_scaled_dot_product_flash_attention_for_cpu":  # as its counterparts on other devices
+        return int(sdpa_flop_count(*(tensor.shape for tensor in args[:3])))
+    return 0
+
+
+def report_of(region: Region) -> RegionReport:
+    """Return what a region keeps by itself, once what is on its way has left."""
+    ledger = Ledger(momentary=False)
+    collect_parameters(region, ledger)
+    return collect_region(region, ledger)

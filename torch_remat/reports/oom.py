@@ -1,0 +1,112 @@
+"""`report_on_oom`: what regions keep at the moment when an allocation fails.
+
+In: the error, and on CUDA the allocator's own call before it raises. Kept: nothing. Out: a memory report on a stream.
+The error goes on as it is, whatever happens to the report.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TextIO
+
+import torch
+
+from torch_remat._compat import attach_oom_observer
+from torch_remat.dispatch.mode import current_mode
+from torch_remat.reports.memory import memory_report
+from torch_remat.reports.text import format_bytes
+
+
+class _Watch:
+    """One `report_on_oom` that is active."""
+
+    def __init__(self, file: TextIO | None) -> None:
+        self.file = file
+        self.told = False  # by the allocator, about the error that is on its way
+
+
+_active: list[_Watch] = []
+_attached = False
+
+
+@contextmanager
+def report_on_oom(file: TextIO | None = None) -> Iterator[None]:
+    """Print the memory report of all live regions when an allocation inside fails for want of memory.
+
+    On CUDA the allocator tells of it before it raises, while all that filled the memory is there, also if the error is
+    then caught inside. Elsewhere the error is seen when it leaves the block. It is never hidden or changed.
+
+    Args:
+        file: Where to; standard error if None.
+
+    Yields:
+        None.
+
+    Raises:
+        Exception: What was raised inside; nothing of its own.
+
+    Example:
+        >>> import torch_remat as remat
+        >>> with remat.report_on_oom():
+        ...     pass  # a training step
+    """
+    watch = _Watch(file)
+    _attach()
+    _active.append(watch)
+    try:
+        yield
+    except BaseException as error:
+        if is_out_of_memory(error) and not watch.told:
+            _tell(watch, str(error).partition("\n")[0] or type(error).__name__)
+        raise
+    finally:
+        _active.remove(watch)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory could not be allocated, on a device or on the host."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
+
+def on_device_out_of_memory(device: int, requested: int, total: int, free: int) -> None:
+    """Tell of a failed allocation; the CUDA allocator calls this before it raises.
+
+    Args:
+        device: The device's index.
+        requested: The bytes that were asked for.
+        total: The device's bytes.
+        free: Those of them that are free.
+    """
+    for watch in tuple(_active):
+        watch.told = True
+        _tell(
+            watch,
+            f"{format_bytes(requested)} were asked for on cuda:{device}, which has {format_bytes(free)} free "
+            f"of {format_bytes(total)}",
+        )
+
+
+def _attach() -> None:
+    # Once and for all: there is no way to detach an observer.
+    global _attached
+    if not _attached and attach_oom_observer is not None and torch.cuda.is_available():
+        torch.cuda.init()
+        attach_oom_observer(on_device_out_of_memory)
+        _attached = True
+
+
+def _tell(watch: _Watch, what: str) -> None:
+    with suppress(Exception):
+        file = sys.stderr if watch.file is None else watch.file
+        mode = current_mode()
+        where = "" if mode is None else f" in the {'replay' if mode.replaying else 'forward'} of {mode.region.name}"
+        try:
+            text = f"{what}\n{memory_report()}"
+        except Exception as error:
+            text = f"{what}\nno memory report: {type(error).__name__}: {error}"
+        file.write(f"torch_remat: out of memory{where}: {text}\n")
+        file.flush()

@@ -1,0 +1,206 @@
+"""Reads a profile: times of the spans that a recorder marked, backward's nodes, and each allocation.
+
+In: the events of ``export_chrome_trace``, a public format, and the recorder's marks. Out: spans and samples. All three
+have one clock, so nothing has to be aligned.
+
+NOTE [ Which backward belongs to a region ]
+Autograd numbers its nodes as they are made, and the profiler tells the number of each node that the engine runs. A
+region's nodes are those with the numbers that were given out during its forward. What the engine does for a node, hooks
+and the replay that a hook starts included, is one event; the replay is taken out of it. Where a hook has run ops, that
+event lacks the number, and the node's own event inside it has it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+from torch_remat.reports.recorder import GONE, MARK, SENT, Mark, calls_in_order
+from torch_remat.reports.timeline import Phase, Sample, Span
+
+_ENGINE = "autograd::engine::evaluate_function: "
+_DEVICES = {0: "cpu", 1: "cuda", 6: "hip", 12: "xpu", 20: "privateuseone"}
+
+Event = Mapping[str, Any]
+Interval = tuple[float, float]
+
+
+class Memory:
+    """Allocations and releases, in order, of what was allocated since the profile began."""
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        self.times: list[float] = []
+        self.devices: list[str] = []
+        self._changes: list[int] = []
+        self._alive: dict[tuple[str, int], tuple[int, int]] = {}  # by device and address: number and bytes
+        kinds: set[str] = set()
+        sent: dict[str, tuple[tuple[str, int], int]] = {}  # by the tensor's number: the block, and its number
+        relevant = [event for event in events if _is_about_memory(event.get("name", ""))]
+        for event in sorted(relevant, key=_time):  # stable: events of one time are listed in order
+            name, time = event["name"], event["ts"]
+            if name == "[memory]":
+                args = event["args"]
+                kinds.add(device := _device(args))
+                self._change((device, args["Addr"]), args["Bytes"], time)
+            elif name.startswith(SENT):
+                number, address = name.removeprefix(SENT).split(" ")
+                for block in {(device, int(address)) for device in kinds}:
+                    if block in self._alive:
+                        sent[number] = block, self._alive[block][0]
+            elif (block_sent := sent.pop(name.removeprefix(GONE), None)) is not None:
+                block, count = block_sent
+                if self._alive.get(block, (-1, 0))[0] == count:
+                    self._free(block, time)
+        self.live = list(accumulate(self._changes))
+        self._allocated = [0, *accumulate(max(change, 0) for change in self._changes)]
+        self._freed = [0, *accumulate(max(-change, 0) for change in self._changes)]
+
+    def _change(self, block: tuple[str, int], size: int, time: float) -> None:
+        if block in self._alive:
+            self._free(block, time)  # also if it is allocated again: then a thread that is not in the profile freed it
+        if size >= 0:
+            self._alive[block] = len(self.times), size
+            self._note(block[0], size, time)
+
+    def _free(self, block: tuple[str, int], time: float) -> None:
+        self._note(block[0], -self._alive.pop(block)[1], time)
+
+    def _note(self, device: str, change: int, time: float) -> None:
+        self.times.append(time)
+        self.devices.append(device)
+        self._changes.append(change)
+
+    def samples(self, start: float) -> list[Sample]:
+        """Return what was alive after each change; a time of ``start`` is 0."""
+        live: dict[str, int] = {}
+        found = []
+        for time, device, change in zip(self.times, self.devices, self._changes, strict=True):
+            live[device] = live.get(device, 0) + change
+            found.append(Sample(time - start, dict(live)))
+        return found
+
+    def within(self, start: float, end: float) -> tuple[int, int, int, int]:
+        """Return the bytes allocated and freed from one time to another, those alive at its end, and the peak."""
+        first, last = bisect_left(self.times, start), bisect_right(self.times, end)
+        before = self.live[first - 1] if first else 0
+        after = self.live[last - 1] if last else 0
+        peak = max(self.live[first:last], default=before)
+        return (
+            self._allocated[last] - self._allocated[first],
+            self._freed[last] - self._freed[first],
+            after,
+            max(before, peak),
+        )
+
+
+def _is_about_memory(name: str) -> bool:
+    return name == "[memory]" or name.startswith((SENT, GONE))
+
+
+def _time(event: Event) -> float:
+    time: float = event["ts"]
+    return time
+
+
+def spans_and_samples(events: Sequence[Event], marks: Sequence[Mark]) -> tuple[list[Span], list[Sample], float]:
+    """Return spans, samples and the whole duration in microseconds."""
+    timed = [event for event in events if event.get("ph") == "X" and "dur" in event]
+    whole = next(event for event in timed if event["name"] == f"{MARK}all")
+    start = whole["ts"]
+    memory = Memory(events)
+    found: list[tuple[Mark, Phase, Interval, int]] = []
+    replays: dict[int, list[Interval]] = {}
+    for event in timed:
+        number = event["name"].removeprefix(MARK)
+        if event["name"].startswith(MARK) and number != "all":
+            mark = marks[int(number)]
+            found.append((mark, mark.phase, _interval(event), event["tid"]))
+            if mark.phase == "replay" and mark.op is None:
+                replays.setdefault(mark.call, []).append(_interval(event))
+    engine = _numbered(sorted(timed, key=lambda event: event["ts"]), [one for all_ in replays.values() for one in all_])
+    for mark in marks:
+        if mark.end_number > mark.first_number:
+            for thread, interval in _backward_of(mark, engine, replays.get(mark.call, [])):
+                found.append((mark, "backward", interval, thread))
+    calls = calls_in_order(mark for mark, *_ in found)
+    spans = [_span(*one, memory, start, calls) for one in found]
+    return sorted(spans, key=lambda span: (span.start_us, -span.duration_us)), memory.samples(start), whole["dur"]
+
+
+def _numbered(timed: Sequence[Event], replays: Sequence[Interval]) -> list[tuple[int, Event]]:
+    """Return what the engine ran, with the numbers of the nodes; leaves, which accumulate gradients, have none."""
+    found = []
+    open_ones: dict[tuple[int, str], Event] = {}  # by thread and node, the engine's latest event without a number
+    for event in timed:
+        number = event["args"].get("Sequence number") if "args" in event else None
+        name: str = event["name"]
+        if name.startswith(_ENGINE):
+            if number is not None:
+                found.append((number, event))
+            else:
+                open_ones[event["tid"], name.removeprefix(_ENGINE)] = event
+        elif number is not None and (outer := open_ones.get((event["tid"], name))) is not None:
+            begin, end = _interval(event)
+            inside_replay = any(start <= begin and end <= stop for start, stop in replays if outer["ts"] <= start)
+            if end <= outer["ts"] + outer["dur"] and not inside_replay:
+                found.append((number, open_ones.pop((event["tid"], name))))
+    return sorted(found, key=lambda pair: pair[1]["ts"])
+
+
+def _backward_of(
+    mark: Mark, engine: Sequence[tuple[int, Event]], replays: Sequence[Interval]
+) -> list[tuple[int, Interval]]:
+    """Return the stretches in which the engine ran a mark's nodes; other nodes end a stretch."""
+    stretches: list[tuple[int, Interval]] = []
+    going_on = False
+    for number, event in engine:
+        if not mark.first_number <= number < mark.end_number:
+            going_on = False
+            continue
+        interval = _after(_interval(event), replays)
+        if going_on and stretches[-1][0] == event["tid"] and interval[0] == event["ts"]:
+            stretches[-1] = (event["tid"], (stretches[-1][1][0], interval[1]))
+        else:
+            stretches.append((event["tid"], interval))
+        going_on = True
+    return stretches
+
+
+def _after(interval: Interval, replays: Sequence[Interval]) -> Interval:
+    """Return what is left of an interval after the replays in it: they come first, in a hook or at the first read."""
+    start, end = interval
+    return max((stop for begin, stop in replays if start <= begin and stop <= end), default=start), end
+
+
+def _span(
+    mark: Mark, phase: Phase, interval: Interval, thread: int, memory: Memory, start: float, calls: Mapping[int, int]
+) -> Span:
+    begin, end = interval
+    kept, offloaded = (mark.kept_bytes, mark.offloaded_bytes) if phase == "forward" else (0, 0)
+    allocated, freed, live, peak = memory.within(begin, end)
+    return Span(
+        mark.region,
+        mark.op,
+        phase,
+        calls[mark.call],
+        begin - start,
+        end - begin,
+        thread,
+        allocated,
+        freed,
+        live,
+        peak,
+        kept,
+        offloaded,
+    )
+
+
+def _interval(event: Event) -> Interval:
+    return event["ts"], event["ts"] + event["dur"]
+
+
+def _device(args: Mapping[str, Any]) -> str:
+    kind = _DEVICES.get(args["Device Type"], f"device type {args['Device Type']}")
+    return kind if args["Device Id"] < 0 else f"{kind}:{args['Device Id']}"

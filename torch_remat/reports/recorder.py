@@ -1,0 +1,171 @@
+"""Watches regions and ops for a trace: what ran, in the order in which it began.
+
+In: calls of the runtime. Kept: names, autograd sequence numbers and bytes; no tensor and no region. Out: one mark for
+each span, which a range of the same number stands for in the profile, and which nodes belong to which span.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from torch_remat._compat import ProfilerRange, profiler_runs, sequence_number
+from torch_remat.dispatch.mode import current_mode
+from torch_remat.dispatch.observe import Observer, WatchedOp
+from torch_remat.dispatch.parcel import Parcel
+from torch_remat.dispatch.region import Region, live_regions
+from torch_remat.reports.collect import collect_parameters, collect_region
+from torch_remat.reports.ledger import Ledger
+from torch_remat.reports.timeline import Phase
+
+MARK = "torch_remat.trace "
+SENT, GONE = "torch_remat.sent ", "torch_remat.gone "
+"""Before the number of an offloaded tensor, ranges without length: it is on its way, at an address; it is gone."""
+
+
+@dataclass
+class Mark:
+    """One phase of a region or op, before its times are known.
+
+    Attributes:
+        region: The region's name.
+        op: The op's name, or None.
+        phase: The phase.
+        call: The serial number of the region.
+        first_number: The sequence number of the first autograd node that was made in it.
+        end_number: The one after the last; equal to the first if none counts.
+        kept_bytes: What is kept in place after forward.
+        offloaded_bytes: What is kept elsewhere then.
+    """
+
+    region: str
+    op: str | None
+    phase: Phase
+    call: int
+    first_number: int = 0
+    end_number: int = 0
+    kept_bytes: int = 0
+    offloaded_bytes: int = 0
+
+
+@dataclass
+class _Open(threading.local):
+    """What has begun and not ended, in one thread."""
+
+    stack: list[tuple[Mark, AbstractContextManager[Any]]] = field(default_factory=list)
+
+
+class Recorder(Observer):
+    """Notes the spans of a trace.
+
+    Attributes:
+        marks: The spans, in the order in which they began, and one for each region from before.
+    """
+
+    def __init__(self) -> None:
+        # Of regions from before the trace, backward alone is in it.
+        self.marks: list[Mark] = [
+            Mark(region.name, None, "forward", region.serial, region.first_number, region.last_number + 1)
+            for region in live_regions()
+        ]
+        self._open = _Open()
+        self._lock = threading.Lock()
+        self._forwards: dict[int, list[Mark]] = {}  # by the region's serial number: its own mark, then its ops'
+        self._sent: dict[int, StorageWeakRef] = {}
+        self._sent_count = 0
+
+    def begin_region(self, region: Region, phase: Any) -> None:
+        """Begin a region's span."""
+        mark = self._begin(region, None, phase)
+        mode = current_mode()
+        if phase == "forward" and mode is not None and not mode.recomputing:
+            mark.first_number = mark.end_number = region.first_number
+            self._forwards[region.serial] = [mark]
+
+    def begin_op(self, region: Region, op: WatchedOp, phase: Any) -> None:
+        """Begin an op's span."""
+        mark = self._begin(region, op.name, phase)
+        marks = self._forwards.get(region.serial)
+        if phase == "forward" and marks is not None:
+            mark.first_number, mark.end_number = op.numbers
+            marks.append(mark)
+
+    def end_region(self, region: Region, phase: str) -> None:
+        """End a region's span."""
+        self._end()
+
+    def end_op(self, region: Region, op: WatchedOp, phase: str) -> None:
+        """End an op's span."""
+        mark = self._end()
+        if phase == "forward" and mark.first_number == mark.end_number and region.serial in self._forwards:
+            mark.first_number, mark.end_number = op.numbers
+
+    def finish_region(self, region: Region) -> None:
+        """Note what the region keeps, and which autograd nodes are its own."""
+        marks = self._forwards.pop(region.serial, None)
+        if marks is None:
+            return
+        ledger = Ledger(momentary=False)
+        collect_parameters(region, ledger)
+        report = collect_region(region, ledger)
+        own, *ops = marks
+        own.end_number = sequence_number()
+        own.kept_bytes, own.offloaded_bytes = report.bytes, report.offloaded_bytes
+        kept = {op.name: (op.bytes, op.offloaded_bytes) for op in report.ops}
+        for mark in ops:
+            mark.kept_bytes, mark.offloaded_bytes = kept.get(mark.op or "", (0, 0))
+
+    def offload_began(self, tensor: torch.Tensor, parcel: Parcel) -> None:
+        """Mark where a tensor is that leaves: an offloader's thread may free it, which no profiler sees."""
+        storage = tensor.untyped_storage()
+        with self._lock:
+            number = self._sent_count
+            self._sent_count += 1
+            self._sent[number] = StorageWeakRef(storage)
+        _note(f"{SENT}{number} {storage.data_ptr()}")
+
+    def look_for_gone(self) -> None:
+        """Mark which of the tensors that left are freed by now."""
+        if self._sent:
+            with self._lock:
+                gone = [number for number, storage in self._sent.items() if storage.expired()]
+                for number in gone:
+                    del self._sent[number]
+            for number in gone:
+                _note(f"{GONE}{number}")
+
+    def _begin(self, region: Region, op: str | None, phase: Phase) -> Mark:
+        self.look_for_gone()
+        mark = Mark(region.name, op, phase, region.serial)
+        with self._lock:
+            number = len(self.marks)
+            self.marks.append(mark)
+        entered = ProfilerRange(f"{MARK}{number}")
+        if profiler_runs():
+            entered.__enter__()
+        self._open.stack.append((mark, entered))
+        return mark
+
+    def _end(self) -> Mark:
+        self.look_for_gone()
+        mark, entered = self._open.stack.pop()
+        if profiler_runs():
+            entered.__exit__(None, None, None)
+        return mark
+
+
+def _note(what: str) -> None:
+    if profiler_runs():
+        with ProfilerRange(what):
+            pass
+
+
+def calls_in_order(marks: Iterable[Mark]) -> dict[int, int]:
+    """Return, by serial number, the place of each region among those of the trace."""
+    return {serial: place for place, serial in enumerate(sorted({mark.call for mark in marks}))}
