@@ -1,0 +1,387 @@
+"""`DiskOffloader` when things go wrong: full disks, damaged files, dead threads and processes, forks."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from weakref import ref
+
+import pytest
+import torch
+from disk_model import block, expected_gradient, run, run_and_flush, soon, stored
+from helpers import assert_same, checkpointed, collector_off, leaf
+
+import torch_remat as remat
+from torch_remat.offload import files
+from torch_remat.offload.entry import Entry
+from torch_remat.offload.guard import Guard
+
+ROOT = str(Path(__file__).parent.parent)
+
+
+@pytest.fixture
+def offloader(tmp_path):
+    return remat.DiskOffloader(tmp_path / "store", min_bytes=0)
+
+
+def test_limit_of_bytes_keeps_tensors_resident_and_one_warning_says_so(tmp_path):
+    offloader, x = remat.DiskOffloader(tmp_path, min_bytes=0, max_bytes=1000), leaf(8, 8)
+    with pytest.warns(RuntimeWarning, match=r"block::b\.y \(256 bytes\) would exceed max_bytes=1000.*stays") as caught:
+        y = run_and_flush(offloader, x, 6)
+    assert len(caught) == 1
+    assert offloader.offloaded_bytes <= 1000
+    y.sum().backward()
+    assert offloader.offloaded_bytes == 0
+    assert_same(x.grad, expected_gradient(x, 6))
+
+
+def test_full_disk_keeps_tensors_resident_and_one_warning_says_so(tmp_path, monkeypatch):
+    write, room = os.write, [3000]
+
+    def limited(descriptor, content):
+        if threading.current_thread() is threading.main_thread():
+            return write(descriptor, content)
+        count = min(len(content), room[0])
+        if count == 0:
+            raise OSError(28, "No space left on device")
+        room[0] -= count
+        return write(descriptor, bytes(content)[:count])
+
+    monkeypatch.setattr(files.os, "write", limited)
+    offloader, x = remat.DiskOffloader(tmp_path, min_bytes=0, threads=1), leaf(16, 16)
+    with pytest.warns(RuntimeWarning, match="No space left on device.*stays in memory") as caught:
+        y = run_and_flush(offloader, x, 6)
+    assert len(caught) == 1
+    assert sum(path.stat().st_size for path in stored(offloader)) == 2 * 1024  # the third was not whole
+    y.sum().backward()
+    assert_same(x.grad, expected_gradient(x, 6))
+    assert stored(offloader) == []
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="mounts a file system")
+def test_full_tmpfs_keeps_tensors_resident(tmp_path):
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)], capture_output=True
+    ).returncode:
+        pytest.skip("a tmpfs cannot be mounted here")
+    try:
+        offloader, x = remat.DiskOffloader(tmp_path, min_bytes=0), leaf(64, 64)
+        with pytest.warns(RuntimeWarning, match="No space left on device"):
+            y = run_and_flush(offloader, x)
+        y.sum().backward()
+        assert_same(x.grad, expected_gradient(x))
+        assert soon(lambda: list(tmp_path.iterdir()) == [])
+        del offloader, y
+        gc.collect()
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+@pytest.mark.parametrize("how", ["truncated", "longer", "changed", "removed", "directory removed", "a link", "a pipe"])
+def test_damaged_file_is_an_error_that_names_file_region_op_and_tensor(offloader, how, tmp_path):
+    x = leaf(8, 8)
+    y = checkpointed(block, offloader=offloader, region_name="block")(x)
+    offloader.flush()
+    path = stored(offloader)[-1]
+    content = path.read_bytes()
+    if how == "truncated":
+        path.write_bytes(content[:-1])
+    elif how == "longer":
+        path.write_bytes(content + b"x")
+    elif how == "changed":
+        path.write_bytes(content[:100] + bytes([content[100] ^ 1]) + content[101:])
+    else:
+        for each in [path] if how != "directory removed" else stored(offloader):
+            each.unlink()
+        if how == "directory removed":
+            Path(offloader.directory).rmdir()
+        elif how == "a link":
+            (tmp_path / "other").write_bytes(content)
+            path.symlink_to(tmp_path / "other")
+        elif how == "a pipe":
+            os.mkfifo(path)
+    with pytest.raises(remat.OffloadError, match=r"^block::") as caught:
+        y.sum().backward()
+    error = caught.value
+    assert error.file is not None
+    assert error.file in str(error)
+    assert (error.region, error.op, error.tensor) == ("block", "b", "y") or how == "directory removed"
+    assert "run the step again" in str(error)
+
+
+def test_what_was_read_stays_as_it_is_whatever_becomes_of_the_file(tmp_path):
+    path, content = str(tmp_path / "file"), torch.arange(10_000)
+    checksum = files.write(path, content)
+    value = files.read(path, content.nbytes, checksum).view(torch.int64)
+    Path(path).write_bytes(bytes(content.nbytes))
+    assert_same(value, content)
+    os.truncate(path, 0)
+    assert_same(value, content)
+
+
+def test_error_about_a_damaged_file_that_was_to_be_read_ahead_keeps_nothing_alive(offloader):
+    class Marker:
+        pass
+
+    def failing():
+        marker = Marker()
+        ticket = offloader.offload(torch.ones(100), remat.OffloadInfo("r", "op", "x", "residual", 400))
+        offloader.flush()
+        os.truncate(ticket.path, 0)
+        offloader.prefetch(ticket)
+        store = offloader._store
+        assert soon(lambda: not (store._reads or store._reading))
+        with pytest.raises(remat.OffloadError, match="0 bytes instead of 400"):
+            offloader.onload(ticket)
+        return ref(marker)
+
+    with collector_off():
+        assert failing()() is None
+
+
+def test_directory_that_is_removed_keeps_later_tensors_resident(offloader):
+    Path(offloader.directory).rmdir()
+    x = leaf(8, 8)
+    with pytest.warns(RuntimeWarning, match="FileNotFoundError"):
+        y = run_and_flush(offloader, x)
+    y.sum().backward()
+    assert_same(x.grad, expected_gradient(x))
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_writer_that_is_killed_loses_nothing_and_another_takes_its_place(tmp_path, monkeypatch, error):
+    write, kills = files.write, [3]
+
+    def deadly(path, content):
+        checksum = write(path, content)
+        if kills[0]:
+            kills[0] -= 1
+            raise error
+        return checksum
+
+    monkeypatch.setattr(files, "write", deadly)
+    offloader, x = remat.DiskOffloader(tmp_path, min_bytes=0, threads=1), leaf(8, 8)
+    with pytest.warns(RuntimeWarning, match="thread that wrote the file died"):
+        y = run_and_flush(offloader, x)
+    assert len(stored(offloader)) == 12 - 3
+    y.sum().backward()
+    assert_same(x.grad, expected_gradient(x))
+    assert soon(lambda: stored(offloader) == [])
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_reader_that_is_killed_is_no_loss(tmp_path, monkeypatch):
+    read, kills = files.read, [4]
+
+    def deadly(*args):
+        if threading.current_thread() is not threading.main_thread() and kills[0]:
+            kills[0] -= 1
+            raise SystemExit
+        return read(*args)
+
+    monkeypatch.setattr(files, "read", deadly)
+    offloader, x = remat.DiskOffloader(tmp_path, min_bytes=0, threads=1), leaf(8, 8)
+    y = run(offloader, x)
+    offloader.flush()
+    y.sum().backward()
+    assert_same(x.grad, expected_gradient(x))
+
+
+def test_fifty_threads_share_an_offloader(tmp_path):
+    offloader, errors = remat.DiskOffloader(tmp_path, min_bytes=0, queue_bytes=20_000), []
+
+    def work():
+        try:
+            for _ in range(2):
+                torch.manual_seed(0)
+                x = leaf(16, 16)
+                y = run(offloader, x)
+                assert_same(expected_gradient(x), torch.autograd.grad(y.sum(), x)[0])
+                del y
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(50)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert soon(lambda: stored(offloader) == [])
+    assert offloader.offloaded_bytes == 0
+
+
+CHILD = """
+import os, sys, torch
+sys.path[:0] = [{root!r}, {tests!r}]
+import torch_remat as remat
+offloader = remat.DiskOffloader({directory!r}, min_bytes=0)
+y = remat.checkpoint(offloader=offloader, offload_inputs=True)(torch.sin)(torch.ones(9, requires_grad=True) * 2)
+offloader.flush()
+assert len(os.listdir({directory!r})) == {count}, os.listdir({directory!r})
+{end}
+"""
+
+
+def child(directory, end, count=1):
+    code = CHILD.format(root=ROOT, tests=str(Path(__file__).parent), directory=str(directory), end=end, count=count)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_files_are_gone_at_exit_and_those_of_a_dead_process_with_the_next_offloader(tmp_path):
+    assert "ValueError" in child(tmp_path, "raise ValueError").stderr
+    assert list(tmp_path.iterdir()) == []
+    assert child(tmp_path, "os._exit(7)").returncode == 7
+    (left,) = tmp_path.iterdir()
+    others = ["unrelated.raw", left.name.replace("torch_remat", "other"), "torch_remat-00000000-1-1-1.raw"]
+    for name in others:
+        (tmp_path / name).write_bytes(b"x")
+    (tmp_path / f"{left.stem}9.raw").symlink_to(tmp_path / "unrelated.raw")
+    mine = files.new_path(str(tmp_path))
+    files.write(mine, torch.ones(3))
+    remat.DiskOffloader(tmp_path)
+    assert not left.exists()
+    assert {path.name for path in tmp_path.iterdir()} == {*others, f"{left.stem}9.raw", os.path.basename(mine)}
+
+
+def test_files_of_a_process_that_lives_are_left_alone(tmp_path, offloader):
+    path = Path(files.new_path(str(tmp_path)))
+    path.write_bytes(b"x")
+    reused = path.with_name(path.name.replace(f"-{os.getpid()}-", f"-{os.getpid()}-9"))  # another start time
+    reused.write_bytes(b"x")
+    assert files.remove_orphans(str(tmp_path)) == [reused.name]
+    assert path.exists()
+    assert files.remove_orphans(str(tmp_path / "nowhere")) == []
+
+
+FORKED = """
+offloader2 = remat.DiskOffloader({directory!r}, min_bytes=0)
+z = remat.checkpoint(offloader=offloader2, offload_inputs=True)(torch.cos)(torch.ones(9, requires_grad=True) * 2)
+pid = os.fork()
+if pid == 0:
+    code = 1
+    try:
+        y.sum().backward(), z.sum().backward()
+        w = remat.checkpoint(offloader=offloader, offload_inputs=True)(torch.sin)(torch.ones(9, requires_grad=True) * 2)
+        offloader.flush()
+        assert any(f"-{{os.getpid()}}-" in name for name in os.listdir({directory!r}))
+        w.sum().backward()
+        code = 0
+    finally:
+        os._exit(code)
+assert os.waitpid(pid, 0)[1] == 0
+offloader2.flush()
+assert len(os.listdir({directory!r})) == 2, os.listdir({directory!r})
+y.sum().backward(), z.sum().backward()
+print("both")
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_forked_child_reads_what_there_is_and_removes_nothing_of_its_parents(tmp_path):
+    done = child(tmp_path, FORKED.format(directory=str(tmp_path)))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "both\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_threads_tensors_stay_resident_and_one_warning_says_so(tmp_path, monkeypatch):
+    def fail(thread):
+        raise RuntimeError("can't start new thread")
+
+    offloader, x = remat.DiskOffloader(tmp_path, min_bytes=0), leaf(8, 8)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", fail)
+        with pytest.warns(RuntimeWarning, match="no thread can be started") as caught:
+            y = run(offloader, x)
+    assert len(caught) == 1
+    y = run_and_flush(offloader, y)
+    assert len(stored(offloader)) == 12
+    y.sum().backward()
+    assert_same(x.grad, expected_gradient(x, 6))
+
+
+def test_offloader_in_a_cycle_is_closed_by_a_collection_in_its_own_thread(tmp_path, monkeypatch):
+    """The thread holds the lock meanwhile, so it cannot close what it works for."""
+    new_path, collected = files.new_path, []
+
+    def collecting(directory):
+        collected.append(gc.collect())
+        return new_path(directory)
+
+    offloader = remat.DiskOffloader(tmp_path, min_bytes=0)
+    tensor = torch.ones(10)
+    monkeypatch.setattr(files, "new_path", collecting)
+    gc.disable()
+    try:
+        store, offloader.cycle = offloader._store, offloader
+        with store.guard:  # no thread begins before the offloader is garbage
+            entry = Entry(tensor, remat.OffloadInfo("r", "o", "t", "residual", 40), None)
+            store._look_after_threads()
+            store._writes.append(entry)
+            store._changed.notify_all()
+            del offloader
+        assert soon(lambda: store._closed)
+        assert soon(lambda: list(tmp_path.iterdir()) == [])
+        assert collected[0] > 0
+    finally:
+        gc.enable()
+
+
+def test_what_is_released_while_a_thread_begins_to_wait_is_dealt_with():
+    class Owner:
+        def __init__(self):
+            self.settled = []
+            self.guard = Guard(self.settle)
+
+        def settle(self, value):
+            self.settled.append(value)
+
+    owner = Owner()
+    changed = threading.Condition(owner.guard)
+
+    def wait():
+        with owner.guard:
+            adding = threading.Thread(target=owner.guard.add, args=(1,))
+            adding.start()
+            adding.join()  # it found the lock taken
+            assert owner.settled == []
+            changed.wait(30)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    try:
+        assert soon(lambda: owner.settled == [1])
+    finally:
+        with owner.guard:
+            changed.notify_all()
+        waiting.join()
+
+
+def test_bytes_of_released_tensors_are_not_counted_while_another_thread_has_the_lock(tmp_path):
+    """A release never waits: whoever has the lock does it. Who asks afterwards gets the sum without it."""
+    offloader = remat.DiskOffloader(tmp_path, min_bytes=0)
+    info = remat.OffloadInfo(region="r", op=None, tensor="t", kind="input", bytes=400)
+    ticket = offloader.offload(torch.randn(100), info)
+    offloader.flush()
+    assert len([path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size == 400]) == 1
+    guard, taken, released = offloader._store.guard, threading.Event(), threading.Event()
+
+    def hold():
+        with guard:
+            taken.set()
+            released.wait()
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    taken.wait()
+    offloader.release(ticket)
+    threading.Timer(0.05, released.set).start()
+    assert offloader.offloaded_bytes == 0
+    holder.join()
+    assert [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size == 400] == []
