@@ -1,0 +1,77 @@
+"""Views of what was changed in place, in regions whose ops are skipped: what replay shows through them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import assert_same_program, leaf
+from native_programs import aten, keep
+
+VIEWS_WRITTEN = {
+    "view after": lambda y: y.relu_().t(),
+    "view of a view after": lambda y: y.relu_().unsqueeze(0).permute(2, 0, 1).squeeze(1),
+    "view before": lambda y: (y.t(), y.relu_())[0],
+    "through a view": lambda y: (y.view(-1).relu_(), y)[1],
+    "from view to view": lambda y: (y.t(), y.view(-1).relu_())[0],
+}
+"""Ways to change a tensor in place and to see it through a view."""
+
+
+@pytest.mark.parametrize("name", VIEWS_WRITTEN)
+def test_saved_write_is_seen_through_all_views_without_another_run(name):
+    def program(wrap):
+        x = leaf(3, 3)
+        y = wrap(lambda x: VIEWS_WRITTEN[name](x * 2).exp().sin())(x)
+        y.sum().backward()
+        return y, x.grad
+
+    assert_same_program(program, policy=lambda ctx, op, *args, **kwargs: op is aten.relu_.default)
+
+
+@pytest.mark.parametrize("natively", [True, False])
+def test_views_that_autograd_makes_anew_after_a_write_are_not_taken_for_those_of_the_user(natively):
+    def body(x, w):
+        y = torch.einsum("ij,jk->ki", x * 2, w)
+        y[:, 0].zero_()
+        return y.view(-1).sin()
+
+    def program(wrap):
+        x, w = leaf(3, 3), leaf(3, 3)
+        y = wrap(lambda x, w: (keep("body", body, x, w) if natively else body(x, w)).exp().cos())(x, w)
+        y.sum().backward()
+        return y, x.grad, w.grad
+
+    options = {} if natively else {"policy": lambda ctx, op, *args, **kwargs: op is not aten.exp.default}
+    assert_same_program(program, **options)
+
+
+PARTS = {
+    "part, then all": lambda h: (h[1].mul_(2), h.mul_(3)),
+    "all, then part": lambda h: (h.mul_(3), h[1].mul_(2)),
+    "two parts": lambda h: (h[1].mul_(2), h[:, 0].mul_(3)),
+    "one part": lambda h: h[1].mul_(2),
+    "parts, and all of another": lambda h: (h[1].mul_(2), h[2].add_(1), h.mul_(0.5)),
+}
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("name", PARTS)
+def test_all_parts_that_a_native_region_changes_of_a_recomputed_tensor_are_restored(name, early_stop):
+    def body(h, k):
+        PARTS[name](h)
+        k.add_(1)
+        return h
+
+    def program(wrap):
+        x = leaf(3, 3)
+
+        def block(x):
+            h, k = x * 1.5, x.cos()
+            keep("body", body, h, k)
+            return h.sin() * k.exp()
+
+        y = wrap(block)(x)
+        y.sum().backward()
+        return y, x.grad
+
+    assert_same_program(program, early_stop=early_stop)
