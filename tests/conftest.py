@@ -40,6 +40,15 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _warm():
+    """Run what torch loads when a dispatch mode first needs it: it leaves cycles, which tests would see."""
+    from helpers import LiveStorages, leaf
+
+    with LiveStorages():
+        leaf(1).detach().sin()
+
+
 @pytest.fixture(autouse=True)
 def _clean_state():
     """Seed before each test; afterwards no test may have left hooks, modes, autocast or grad mode behind."""

@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 import torch_remat as remat
+from torch_remat.dispatch import region as dispatch_region
 
 Wrap = Callable[[Callable], Callable]
 
@@ -95,6 +96,16 @@ class LiveStorages(TorchDispatchMode):
     def count(self) -> int:
         """Return how many of the watched storages are alive."""
         return sum(not reference.expired() for reference, _ in self.seen.values())
+
+
+@contextlib.contextmanager
+def no_other_regions() -> Iterator[None]:
+    """Let reports forget the regions of earlier tests: errors, and caches of tests, keep some alive."""
+    before, dispatch_region._regions = dispatch_region._regions, {}
+    try:
+        yield
+    finally:
+        dispatch_region._regions = before
 
 
 def has_storage(tensor: Tensor) -> bool:

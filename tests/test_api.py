@@ -58,6 +58,10 @@ def test_public_signature_is_the_documented_one():
         "early_stop": True,
         "debug": False,
         "context_fn": None,
+        "policy": None,
+        "allow_cache_entry_mutation": False,
+        "offloader": None,
+        "offload_inputs": False,
     }
 
 

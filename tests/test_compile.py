@@ -196,3 +196,32 @@ def test_decorated_function_compiles():
     x = leaf(4)
     block(x).sum().backward()
     assert_same(x.grad, torch.autograd.grad(x.sin().exp().sum(), x)[0])
+
+
+@pytest.mark.parametrize("kind", ["list", "function"])
+def test_policy_for_ops_is_handed_to_the_compilers_checkpoint(kind):
+    mm = torch.ops.aten.mm.default
+    policy = [mm] if kind == "list" else lambda ctx, op, *args, **kwargs: op is mm
+    weight = torch.randn(8, 8, requires_grad=True)
+    x = torch.randn(4, 8, requires_grad=True)
+
+    def function(x):
+        return torch.sin(x @ weight).exp()
+
+    def region(x):
+        return remat.checkpoint(policy=policy)(function)(x)
+
+    expected = torch.autograd.grad(function(x).sum(), [x, weight])
+    actual = torch.autograd.grad(torch.compile(region, backend="aot_eager")(x).sum(), [x, weight])
+    for one, other in zip(expected, actual, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_handler_of_a_region_with_a_policy_is_not_compiled():
+    backend = Recording()
+    compiled = torch.compile(lambda x: x.sin().cos(), backend=backend)
+    x = leaf(3)
+    y = remat.checkpoint(policy=[torch.ops.aten.sin.default])(compiled)(x)
+    y.sum().backward()
+    assert_same(torch.cos(torch.sin(x)), y)
+    assert not any("aten." in target for target in backend.targets())  # ops one by one, as the handler runs them

@@ -280,6 +280,18 @@ def test_lstm_convolution_pooling_and_attention_kernels_are_equal():
     assert_same_program(program, replays=1)
 
 
+@pytest.mark.parametrize("layout", ["coo", "csr"])
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_sparse_matrix_product_is_equal(layout):
+    matrix = torch.eye(4)[:, [1, 0, 2, 3]]
+    matrix = matrix.to_sparse() if layout == "coo" else matrix.to_sparse_csr()
+
+    def block(x):
+        return torch.sparse.mm(matrix * 1 if layout == "coo" else matrix, x.sin()).exp()
+
+    assert_same_program(run(block, 4, 4), replays=1)
+
+
 def test_sparse_gradient_and_cross_entropy_are_equal():
     def program(wrap):
         table = nn.Embedding(7, 4, sparse=True)

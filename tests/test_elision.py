@@ -315,3 +315,26 @@ def test_elided_tensor_is_found_when_its_producer_reads_a_slot(style):
         return x.grad
 
     assert_same_program(program, replays=1)
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("changed", [lambda y: y.view(3, 2), lambda y: y.double()], ids=["shape", "dtype"])
+def test_output_that_differs_in_replay_is_an_error_of_the_op_that_saved_it(style, changed):
+    calls = []
+
+    def forward(ctx, x):
+        calls.append(x)
+        y = x.exp()
+        return (y if len(calls) == 1 else changed(y)), {}
+
+    producer = Kernel("Changing", (), forward, lambda ctx, saved, grad: grad)
+    x = leaf(2, 3)
+
+    def block(x):
+        h = call(style, producer, Trace(), "producer", RECOMPUTE, x)
+        return call(style, Affine, Trace(), "keeper", SAVE, h, x.detach())
+
+    loss = checkpointed(block)(x).sum()
+    with pytest.raises(remat.MismatchError, match="the op that made it returns") as caught:
+        loss.backward()
+    assert (caught.value.op, caught.value.tensor) == ("keeper", "x")

@@ -12,6 +12,7 @@ from helpers import (
     checkpointed,
     leaf,
     parameter_gradients,
+    tensors_in,
 )
 from torch import nn
 
@@ -114,3 +115,21 @@ def test_several_losses_over_one_region_are_equal():
         return first, x.grad
 
     assert_same_program(program)
+
+
+def test_views_of_what_was_changed_in_place_give_gradients_in_the_same_order():
+    """Asking such a view for its node makes a new one, which counts where backward adds up in the order of nodes."""
+
+    def function(x):
+        y = x * 1.5
+        row, column = y[1].expand(3, 3), y[:, 2:].expand(3, 3)
+        y.mul_(0.5).mul_(0.5)
+        return y, row, {"y": y, "columns": [column, column.t()]}
+
+    def program(wrap):
+        x = leaf(3, 3)
+        outputs = tensors_in(wrap(function)(x))
+        return torch.autograd.grad(sum(y.sin().sum() * place for place, y in enumerate(outputs, 1)), [x])
+
+    for _ in range(20):
+        assert_same_program(program)

@@ -6,8 +6,8 @@ import re
 
 import pytest
 import torch
-from handle_ops import POLICIES, RECOMPUTE, SAVE, STYLES, Affine, Both, Trace, call, policy_ids
-from helpers import assert_same, chain, checkpointed, leaf, plain
+from handle_ops import POLICIES, RECOMPUTE, SAVE, STYLES, Affine, Both, Inner, Trace, call, policy_ids
+from helpers import assert_same, chain, checkpointed, leaf, plain, run_with_gradients
 from torch.autograd import Function
 from torch.utils.checkpoint import CheckpointPolicy as TorchPolicy
 
@@ -311,3 +311,82 @@ def test_inputs_that_were_not_given_to_the_handle_are_a_placeholder_error_where_
     error = raised_by(block, remat.PlaceholderError)
     assert error.op == "made"
     assert re.search(r"\bmade\b", str(error))
+
+
+class Refuses(Function):
+    """Raises as long as the given list is empty."""
+
+    @staticmethod
+    @remat.auto_forward("x")
+    def forward(ctx, x, allowed):
+        if not allowed:
+            raise ValueError("refused")
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2, None
+
+
+def test_next_op_is_saved_where_the_context_of_one_that_raised_stays():
+    """Its frame may have the address of the one before, and runs the same code."""
+    kept = []
+
+    class Keeps(Function):
+        @staticmethod
+        @remat.auto_forward()
+        def forward(ctx, x):
+            kept.append(ctx)
+            raise ValueError
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad
+
+    def function(x):
+        for count in range(20):
+            try:
+                remat.op(Keeps.apply, f"keeps.{count}")(x)
+            except ValueError as error:
+                error.__traceback__ = None  # which owns the frame
+            x = call("op", Both, trace, f"after.{count}", SAVE, x)
+        return x
+
+    trace = Trace()
+    checkpointed(function)(leaf(3)).sum().backward()
+    assert set(trace.runs.values()) == {1}
+    assert len(kept) == 20
+
+
+def with_refusals(trace, allowed, style, policy):
+    def function(x):
+        for count in range(4):
+            try:
+                x = remat.op(Refuses.apply, f"refuses.{count}", policy=policy)(x, allowed)
+            except ValueError:
+                x = call(style, Inner, trace, f"instead.{count}", RECOMPUTE, x)
+            x = call(style, Both, trace, f"after.{count}", SAVE, x)
+        return x
+
+    return function
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("policy", POLICIES, ids=policy_ids)
+def test_op_that_raised_raises_again_and_the_next_ones_are_saved(policy, style):
+    traces = Trace(), Trace()
+    x = leaf(3)
+    expected = run_with_gradients(with_refusals(traces[0], [], style, policy), [x])
+    with remat.trace():  # more frames, whose addresses may be those of the bodies before
+        found = run_with_gradients(checkpointed(with_refusals(traces[1], [], style, policy)), [x])
+    assert_same(expected, found)
+    assert {op: runs for op, runs in traces[1].runs.items() if "after" in op} == {f"after.{i}": 1 for i in range(4)}
+
+
+def test_op_that_raised_in_forward_and_returns_in_replay():
+    allowed = []
+    y = checkpointed(with_refusals(Trace(), allowed, "auto", SAVE), region_name="caught")(leaf(3))
+    allowed.append(True)
+    with pytest.raises(remat.MismatchError, match=r"refuses\.0.*raised an exception in forward and returned in replay"):
+        y.sum().backward()

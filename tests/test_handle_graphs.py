@@ -17,11 +17,13 @@ from handle_ops import (
     Affine,
     Both,
     Gather,
+    Identity,
     Inner,
     Power,
     Result,
     SinCos,
     Trace,
+    Transpose,
     as_tuple,
     call,
     policy_ids,
@@ -186,6 +188,66 @@ def test_inner_region_before_the_first_op_and_after_the_last_is_equal(policy):
         return y, results, x.grad
 
     assert_same_program(program)
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("closure", [True, False])
+def test_inner_region_keeps_as_much_where_its_input_is_a_view_in_one_phase_only(closure, early_stop):
+    def program(wrap):
+        x = leaf(3, 3)
+
+        def outer(x):
+            view = remat.native_save_region("view", lambda: x.sin().t())
+
+            def inner(h):
+                same = call("auto", Identity, Trace(), "same", SAVE, h)
+                return call("auto", Both, Trace(), "reader", RECOMPUTE, h), same
+
+            h, same = wrap(lambda unused: inner(view))(x) if closure else wrap(inner)(view)
+            return call("auto", Both, Trace(), "last", RECOMPUTE, same), h.exp()
+
+        y, z = wrap(outer)(x)
+        (y + z).sum().backward()
+        return y, z, x.grad
+
+    assert_same_program(program, early_stop=early_stop)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_saved_op_that_is_given_a_tensor_and_a_skipped_view_of_it_is_equal(style):
+    def program(wrap):
+        x = leaf(3, 3)
+
+        def block(x):
+            h = x.sin()
+            return call(style, Affine, Trace(), "both", SAVE, call(style, Transpose, Trace(), "view", SAVE, h), h)
+
+        y = wrap(block)(x)
+        y.sum().backward()
+        return y, x.grad
+
+    assert_same_program(program)
+
+
+@pytest.mark.parametrize("alias", ["of the view", "of the base", "of an alias", "of a skipped result"])
+def test_op_that_runs_again_on_a_detached_alias_of_a_skipped_view_is_equal(alias):
+    def program(wrap):
+        x = leaf(3, 3)
+
+        def block(x):
+            h = x.sin()
+            if alias == "of a skipped result":
+                h = call("auto", Inner, Trace(), "skipped", SAVE, h)
+            given = h.detach() if alias in ("of an alias", "of a skipped result") else h
+            view = call("auto", Transpose, Trace(), "view", SAVE, given)
+            read = {"of the view": view.detach(), "of the base": h.detach()}.get(alias, given)
+            return call("auto", Both, Trace(), "again", RECOMPUTE, read), call("auto", Inner, Trace(), "in", SAVE, h)
+
+        y, z = wrap(block)(x)
+        z.sum().backward()
+        return y, z, x.grad
+
+    assert_same_program(program, early_stop=False)
 
 
 @pytest.mark.parametrize("policies", PAIRS, ids=policy_ids)

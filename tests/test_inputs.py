@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict, namedtuple
 from typing import Any
 
@@ -288,3 +289,31 @@ def test_function_may_change_its_containers_in_both_phases():
     x, scale = leaf(3), leaf(3)
     checkpointed(block)([x], options={"scale": scale}).sum().backward()
     assert_same([x.grad, scale.grad], torch.autograd.grad((x * scale).sin().sum(), [x, scale]))
+
+
+@pytest.mark.parametrize("around", [contextlib.nullcontext, torch.autograd.graph.save_on_cpu])
+@pytest.mark.parametrize(
+    "view",
+    [Tensor.t, Tensor.detach, Tensor.bfloat16, lambda w: w.view(9).view(3, 3)],
+    ids=["t", "detach", "cast", "view"],
+)
+def test_argument_that_is_a_view_or_a_cast_of_a_parameter_is_no_other_parameter(view, around):
+    def program(wrap):
+        w = nn.Parameter(torch.rand(3, 3))
+        x = leaf(3, 3)
+        with around():
+            y = wrap(lambda x, v: ((x.to(v.dtype) @ v).sin().float() @ w.t()).cos())(x, view(w))
+        y.sum().backward()
+        return y, x.grad, w.grad
+
+    assert_same_program(program, replays=1)
+
+
+def test_sparse_input_is_equal():
+    def program(wrap):
+        x = leaf(4, 6)
+        y = wrap(lambda sparse: sparse * sparse)(x.to_sparse())
+        y.to_dense().sin().sum().backward()
+        return y.to_dense(), x.grad
+
+    assert_same_program(program, replays=1)

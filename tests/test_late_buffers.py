@@ -68,3 +68,15 @@ def test_function_whose_buffer_is_filled_after_it_was_saved_is_equal():
         return y, x.grad
 
     assert_same_program(program, replays=1)
+
+
+@pytest.mark.parametrize("saved", [{"rrelu_with_noise_0_0"}, {"sin_0_0"}, {"mul_0_0", "rrelu_with_noise_0_0"}])
+def test_rrelu_whose_result_a_policy_saves_is_equal(saved):
+    """Its noise is none of its results, but is filled by it: replay gets both or makes both again."""
+
+    def program(wrap):
+        x = leaf(50)
+        y = wrap(lambda x: F.rrelu(x.sin(), training=True) * x)(x)
+        return y, torch.autograd.grad(y.sum(), x, retain_graph=True), torch.autograd.grad(y.sum(), x), torch.rand(2)
+
+    assert_same_program(program, policy=lambda ctx, op, *args, **kwargs: ctx.name in saved)

@@ -217,7 +217,7 @@ def test_message_tells_what_happened_and_the_three_remedies():
         "\n".join(textwrap.fill(line, 100) for line in lines),
         """\
 block.3::attention.out: aten.sin.default at model.py:12 needs the data of this output, but op
-'attention' has policy SAVE, so replay skipped it and passes a placeholder without data.
+'attention' is saved, so replay skipped it and passes a placeholder without data.
 Either (1) wrap the consumer in remat.native_save_region, so that it is saved too; or (2) move it
 into a custom autograd Function with remat.auto_forward (or a RematHandle); or (3) change the policy
 of 'attention' to RECOMPUTE.""",
