@@ -8,11 +8,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import tables
+from . import handles, kept, offload, tables
 from .bars import judge
 from .measure import ROUNDS, Result, measure
 from .memory import check_counter
-from .workloads import WORKLOADS
+from .workloads import WORKLOADS as RECOMPUTED
+
+WORKLOADS = {**RECOMPUTED, **handles.WORKLOADS, **kept.WORKLOADS}
+# What measures itself, for it needs another clock; it has no bars.
+REPORTS = {"offload": offload.report}
+NAMES = [*WORKLOADS, *REPORTS]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,9 +26,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     check_counter()
     results: dict[str, Result] = {}
     for name in _selected(options.names):
+        if name in REPORTS:
+            _say(REPORTS[name](options.rounds))
+            continue
         for result in measure(WORKLOADS[name](), options.rounds):
             results[result.workload.name] = result
             _say(tables.contenders_table(result))
+            replayed = tables.replayed_table(result)
+            if replayed:
+                _say(replayed)
     scaling = tables.saved_tensors_table(results)
     if scaling:
         _say(scaling)
@@ -38,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="name", help=f"a workload (default: all): {', '.join(WORKLOADS)}")
+    parser.add_argument("names", nargs="*", metavar="name", help=f"a workload (default: all): {', '.join(NAMES)}")
     parser.add_argument(
         "--rounds", type=_positive, default=ROUNDS, help="samples of each contender (default: %(default)s)"
     )
@@ -55,11 +66,11 @@ def _positive(text: str) -> int:
 
 
 def _selected(names: Sequence[str]) -> list[str]:
-    """Return the workloads to measure, in the order of ``WORKLOADS``; all of them where none is named."""
-    unknown = [name for name in names if name not in WORKLOADS]
+    """Return the workloads to measure, in the order of ``NAMES``; all of them where none is named."""
+    unknown = [name for name in names if name not in NAMES]
     if unknown:
-        raise SystemExit(f"no workload is called {unknown[0]!r}; there are: {', '.join(WORKLOADS)}")
-    return [name for name in WORKLOADS if not names or name in names]
+        raise SystemExit(f"no workload is called {unknown[0]!r}; there are: {', '.join(NAMES)}")
+    return [name for name in NAMES if not names or name in names]
 
 
 def _say(text: str) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import torch_remat as remat
+from torch_remat.dispatch import forward, observe, region, replay
 
 from . import peers
 
@@ -23,6 +24,11 @@ REENTRANT = "torch reentrant"
 REMAT_0_1 = "torch_remat 0.1.0"
 REMAT_0_2 = "torch_remat 0.2.2"
 OURS = "ours"
+BLIND = "ours, without reports"
+SAC = "SAC"
+OURS_NATIVE = "ours native"
+OURS_CLOSURE = "ours native closure"
+OURS_POLICY = "ours policy"
 
 
 def full_recompute() -> dict[str, Wrap]:
@@ -42,9 +48,19 @@ def full_recompute() -> dict[str, Wrap]:
     }
 
 
-def with_handles(name: str) -> ModuleType:
-    """Return the torch_remat package of a contender that has ``get_handle`` and ``CheckpointPolicy``."""
-    return remat if name == OURS else peers.load({REMAT_0_1: "0.1.0"}[name])
+def package_of(name: str) -> ModuleType:
+    """Return the torch_remat package of a contender."""
+    return remat if name == OURS else peers.load({REMAT_0_1: "0.1.0", REMAT_0_2: "0.2.2"}[name])
+
+
+def without_reports() -> Wrap:
+    """Return how a function becomes a region that nothing can watch and no report can find."""
+    return lambda function: _blind(_decorated(remat.checkpoint, function))
+
+
+def with_reports() -> Wrap:
+    """Return how a function becomes a region of ours, in a process where others are blind."""
+    return lambda function: _seeing(_decorated(remat.checkpoint, function))
 
 
 def _one_more_forward(function: Function) -> Function:
@@ -57,6 +73,38 @@ def _one_more_forward(function: Function) -> Function:
 
 def _torch(function: Function, *, use_reentrant: bool) -> Function:
     return lambda *args: torch_checkpoint(function, *args, use_reentrant=use_reentrant)
+
+
+def _blind(function: Function) -> Function:
+    def run(*args: Any) -> torch.Tensor:
+        # Until the next forward, so that the backward that follows is blind, too.
+        forward.is_watched = replay.is_watched = _nobody
+        region._regions = _Forgetful()
+        return function(*args)
+
+    return run
+
+
+def _seeing(function: Function) -> Function:
+    def run(*args: Any) -> torch.Tensor:
+        forward.is_watched = replay.is_watched = observe.is_watched
+        region._regions = _REGIONS
+        return function(*args)
+
+    return run
+
+
+def _nobody() -> bool:
+    return False
+
+
+class _Forgetful:
+    """Where a region writes that it is alive, and nobody reads it."""
+
+    def __setitem__(self, key: int, value: Any) -> None: ...
+
+
+_REGIONS = region._regions
 
 
 def _decorated(checkpoint: Callable[[], Wrap], function: Function) -> Function:

@@ -23,6 +23,7 @@ import torch
 
 from . import memory
 from .contenders import FLOOR, NONE
+from .replayed import replayed_ops
 from .workloads import Workload, clear_gradients
 
 ROUNDS = 150
@@ -51,10 +52,17 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Result:
-    """One workload's measurements, by contender, in the order of the table."""
+    """One workload's measurements.
+
+    Attributes:
+        workload: The workload.
+        measurements: By contender, in the order of the table.
+        replayed: The ops that replay runs, by contender, and how often; empty where the workload has no twin.
+    """
 
     workload: Workload
     measurements: Mapping[str, Measurement]
+    replayed: Mapping[str, Mapping[str, int]]
 
     def ratio(self, contender: str, peer: str) -> float:
         """Return how many times the peer's time the contender takes, as the median of the rounds' ratios."""
@@ -97,10 +105,11 @@ def measure(workloads: Sequence[Workload], rounds: int = ROUNDS) -> list[Result]
             {name: memory.retained_and_peak_bytes(workload, name) for name in workload.forwards}
             for workload in workloads
         ]
+        replayed = [{} if workload.twin is None else replayed_ops(workload) for workload in workloads]
         samples = take_times(workloads, rounds)
     return [
-        Result(workload, {name: Measurement(tuple(taken[name]), *counted[name]) for name in workload.forwards})
-        for workload, counted, taken in zip(workloads, retained_and_peak, samples, strict=True)
+        Result(workload, {name: Measurement(tuple(taken[name]), *counted[name]) for name in workload.forwards}, ops)
+        for workload, counted, ops, taken in zip(workloads, retained_and_peak, replayed, samples, strict=True)
     ]
 
 

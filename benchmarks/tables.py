@@ -15,17 +15,19 @@ from .measure import Result, quartiles
 
 def contenders_table(result: Result) -> str:
     """Return one workload's table: a row for each contender."""
-    header = ["contender", "us/step", "quartiles", "ours / it", "quartiles", "over floor, us", "retained B", "peak B"]
+    ours = result.workload.ours[0]
+    ratio = f"{ours} / it"
+    header = ["contender", "us/step", "quartiles", ratio, "quartiles", "over floor, us", "retained B", "peak B"]
     rows = []
     for name, measurement in result.measurements.items():
         low, high = quartiles(list(measurement.samples_us))
-        ratio_low, ratio_high = result.ratio_quartiles(OURS, name)
+        ratio_low, ratio_high = result.ratio_quartiles(ours, name)
         rows.append(
             [
                 name,
                 f"{measurement.median_us:,.1f}",
                 f"{low:,.1f} - {high:,.1f}",
-                f"{result.ratio(OURS, name):.3f}",
+                f"{result.ratio(ours, name):.3f}",
                 f"{ratio_low:.3f} - {ratio_high:.3f}",
                 f"{result.over_floor_us(name):,.1f}",
                 f"{measurement.retained_bytes:,}",
@@ -34,7 +36,19 @@ def contenders_table(result: Result) -> str:
         )
     workload = result.workload
     ideal = f"ideal retained: {workload.ideal_retained_bytes:,} B"
-    return f"### {workload.name}\n\n{workload.about}; {ideal}\n\n{_markdown(header, rows)}"
+    return f"### {workload.name}\n\n{workload.about}; {ideal}\n\n{markdown(header, rows)}"
+
+
+def replayed_table(result: Result) -> str | None:
+    """Return how often replay runs each op, by contender, or None if that was not counted."""
+    if not result.replayed:
+        return None
+    ops = sorted({op for counts in result.replayed.values() for op in counts})
+    rows = [
+        [name, *(str(counts.get(op, 0)) for op in ops), str(sum(counts.values()))]
+        for name, counts in result.replayed.items()
+    ]
+    return f"ops that replay runs:\n\n{markdown(['contender', *ops, 'sum'], rows)}"
 
 
 def saved_tensors_table(results: Mapping[str, Result]) -> str | None:
@@ -56,13 +70,13 @@ def saved_tensors_table(results: Mapping[str, Result]) -> str | None:
         each = (costs[many] * many - costs[few] * few) / (many - few)
         fixed = (costs[few] - each) * few
         rows.append([name, *(f"{cost:.2f}" for cost in costs.values()), f"{fixed:.1f}", f"{each:.2f}"])
-    return f"### saved tensors in one region\n\n{_markdown(header, rows)}"
+    return f"### saved tensors in one region\n\n{markdown(header, rows)}"
 
 
 def verdicts_table(verdicts: Sequence[Verdict]) -> str:
     """Return the bars, each with what was measured."""
     rows = [["pass" if verdict.passed else "FAIL", verdict.bar, verdict.measured] for verdict in verdicts]
-    return f"### bars\n\n{_markdown(['', 'bar', 'measured'], rows, left=3)}"
+    return f"### bars\n\n{markdown(['', 'bar', 'measured'], rows, left=3)}"
 
 
 def plain_data(results: Mapping[str, Result], verdicts: Sequence[Verdict]) -> dict[str, Any]:
@@ -75,11 +89,12 @@ def plain_data(results: Mapping[str, Result], verdicts: Sequence[Verdict]) -> di
                 "about": result.workload.about,
                 "steps_per_sample": result.workload.steps,
                 "ideal_retained_bytes": result.workload.ideal_retained_bytes,
+                "replayed_ops": {contender: dict(counts) for contender, counts in result.replayed.items()},
                 "contenders": {
                     contender: {
                         "median_us": measurement.median_us,
                         "quartiles_us": quartiles(list(measurement.samples_us)),
-                        "ours_to_it": result.ratio(OURS, contender),
+                        "ours_to_it": result.ratio(result.workload.ours[0], contender),
                         "retained_bytes": measurement.retained_bytes,
                         "peak_bytes": measurement.peak_bytes,
                         "samples_us": [round(sample, 3) for sample in measurement.samples_us],
@@ -93,7 +108,7 @@ def plain_data(results: Mapping[str, Result], verdicts: Sequence[Verdict]) -> di
     }
 
 
-def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
     """Return a table, aligned in plain text too: the first ``left`` columns to the left, others to the right."""
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
 

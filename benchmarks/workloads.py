@@ -9,15 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .contenders import FLOOR, NONE, OURS, REMAT_0_1, TORCH, Wrap, full_recompute, with_handles
+from .contenders import (
+    BLIND,
+    FLOOR,
+    NONE,
+    OURS,
+    Wrap,
+    full_recompute,
+    with_reports,
+    without_reports,
+)
 
-HANDLES = 512
 SAVED_TENSORS = (8, 32, 128, 512, 2000)
 
 
@@ -34,6 +41,9 @@ class Workload:
         ideal_retained_bytes: What forward has to leave allocated: region inputs and outputs born in it.
         steps: Steps (forward and backward) in one timed sample.
         saved_tensors: Tensors that autograd saves in the one region, where the time of each is of interest.
+        ops: Ops in the one region, where the time of each is of interest.
+        ours: Our contenders; the table compares with the first.
+        twin: The contender that is told to keep the same; ours may keep and replay no more than it does.
     """
 
     name: str
@@ -44,6 +54,9 @@ class Workload:
     ideal_retained_bytes: int
     steps: int
     saved_tensors: int | None = None
+    ops: int | None = None
+    ours: tuple[str, ...] = (OURS,)
+    twin: str | None = None
 
 
 def overhead_bound() -> Workload:
@@ -136,31 +149,29 @@ def regions_in_a_row() -> Workload:
     )
 
 
-def handles_recompute() -> Workload:
-    """Calls of a small autograd Function with a handle, all replayed: what a handle costs."""
-    x, chains = _sine_functions("RECOMPUTE", with_handle=(REMAT_0_1, OURS), without=(NONE, FLOOR, TORCH))
-    return Workload(
-        name="handles",
-        about=f"one region, {HANDLES} calls of an autograd Function (sin of 4 x 16 floats), handles with RECOMPUTE",
-        leaves={"x": x},
-        output_grad=torch.randn_like(x),
-        forwards=chains,
-        ideal_retained_bytes=x.nbytes,
-        steps=1,
-    )
+def watching() -> Workload:
+    """Twelve small regions that a trace or a report could look at, beside the same regions with that taken out."""
+    torch.manual_seed(0)
+    blocks = [SineBlock(layers=2) for _ in range(12)]
+    x = _input(4, SineBlock.WIDTH)
 
+    def forward(wrap: Wrap) -> Tensor:
+        h = x
+        for block in blocks:
+            h = wrap(block)(h)
+        return h
 
-def handles_save() -> Workload:
-    """The same with all outputs kept, so that no body runs again. 0.1.0 is left out: its SAVE needs a CUDA build."""
-    x, chains = _sine_functions("SAVE", with_handle=(OURS,), without=(NONE, FLOOR, TORCH))
+    weights = (named for index, block in enumerate(blocks) for named in block.named_parameters(f"{index}."))
+    wraps = {**full_recompute(), OURS: with_reports(), BLIND: without_reports()}
+
     return Workload(
-        name="handles-save",
-        about=f"one region, {HANDLES} calls of an autograd Function (sin of 4 x 16 floats), handles with SAVE",
-        leaves={"x": x},
+        name="watching",
+        about="12 regions in a row; what traces and reports cost while nothing is traced and nobody asks",
+        leaves={"x": x, **dict(weights)},
         output_grad=torch.randn_like(x),
-        forwards=chains,
-        ideal_retained_bytes=HANDLES * x.nbytes,
-        steps=1,
+        forwards={name: partial(forward, wraps[name]) for name in (NONE, FLOOR, OURS, BLIND)},
+        ideal_retained_bytes=len(blocks) * x.nbytes,
+        steps=3,
     )
 
 
@@ -169,8 +180,7 @@ WORKLOADS: dict[str, Callable[[], list[Workload]]] = {
     "transformer": lambda: [transformer()],
     "saved-tensors": lambda: [saved_tensor_chain(count) for count in SAVED_TENSORS],
     "regions": lambda: [regions_in_a_row()],
-    "handles": lambda: [handles_recompute()],
-    "handles-save": lambda: [handles_save()],
+    "watching": lambda: [watching()],
 }
 """By the name on the command line: what builds the workloads that are measured in the same rounds."""
 
@@ -219,38 +229,6 @@ class TransformerBlock(nn.Module):
         return mixed.transpose(1, 2).reshape(batch, length, width)
 
 
-class Sine(torch.autograd.Function):
-    """The sine as a Function of a user's own; the one with a handle has to match its arithmetic."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.sin()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return grad * x.cos()
-
-
-class SineWithHandle(torch.autograd.Function):
-    """``Sine`` in the form that torch_remat asks for; ``remat`` is the release that the handle comes from."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, remat: Any, name: str, policy: Any) -> Tensor:
-        handle = remat.get_handle(ctx, name, policy)
-        if (skipped := handle.maybe_load_saved()) is not None:
-            return skipped
-        x = handle.save_or_load_inputs(x)
-        handle.save_for_backward({"x": x})
-        return handle.record_outputs(x.sin())
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x,) = ctx.saved_tensors
-        return grad * x.cos(), None, None, None
-
-
 def clear_gradients(workload: Workload) -> None:
     """Forget the gradients of an earlier step."""
     for leaf in workload.leaves.values():
@@ -263,36 +241,3 @@ def _input(*shape: int) -> Tensor:
 
 def _for_each_contender(forward: Callable[[Wrap], Tensor]) -> dict[str, Callable[[], Tensor]]:
     return {name: partial(forward, wrap) for name, wrap in full_recompute().items()}
-
-
-def _sine_functions(
-    policy: str, *, with_handle: tuple[str, ...], without: tuple[str, ...]
-) -> tuple[Tensor, dict[str, Callable[[], Tensor]]]:
-    """Return the input and the forward of each contender named: a chain of ``HANDLES`` Functions in one region."""
-    torch.manual_seed(0)
-    x = _input(4, 16)
-    names = [f"sine_{index}" for index in range(HANDLES)]
-
-    def plain(x: Tensor) -> Tensor:
-        for _ in names:
-            x = Sine.apply(x)
-        return x
-
-    def aware(package: Any) -> Callable[[Tensor], Tensor]:
-        chosen = package.CheckpointPolicy[policy]
-
-        def chain(x: Tensor) -> Tensor:
-            for name in names:
-                x = SineWithHandle.apply(x, package, name, chosen)
-            return x
-
-        return chain
-
-    functions = {**dict.fromkeys(without, plain), **{name: aware(with_handles(name)) for name in with_handle}}
-    return x, {
-        name: partial(_run, wrap, functions[name], x) for name, wrap in full_recompute().items() if name in functions
-    }
-
-
-def _run(wrap: Wrap, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    return wrap(function)(x)
