@@ -82,8 +82,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     subtitle = f"GPT with {model.layers} blocks on the {where}; a checkpointed block is run again in backward"
     picture = options.out / "live_bytes.png"
     draw_live_bytes(memories, picture, subtitle)
-    print(f"\nLive bytes over one step: {picture}\nDone in {time.perf_counter() - start:.0f} s.")
+    print(f"\nLive bytes over one step: {picture}")
+    if options.trace:
+        look(trainers["torch_remat"], batches.next(), options.out)
+    print(f"Done in {time.perf_counter() - start:.0f} s.")
     return 0
+
+
+def look(trainer: Trainer, batch: tuple[Tensor, Tensor], out: Path) -> None:
+    """Take one more step; save what is kept after its forward and what happens when, as text, picture and data."""
+    report, trace = trainer.train_traced(batch)
+    (out / "memory_report.txt").write_text(f"{report}\n")
+    (out / "memory_report.json").write_text(report.to_json())
+    report.plot(out / "memory_report.png")
+    (out / "trace.txt").write_text(f"{trace}\n")
+    trace.plot(out / "trace.png")
+    trace.to_chrome_trace(out / "trace.json")
+    print(
+        f"\n{report}\n\n{trace}\n\nSaved with pictures, for Perfetto and as data: {out}/trace.*, {out}/memory_report.*"
+    )
 
 
 def train(trainers: dict[str, Trainer], batches: Batches, steps: int, every: int) -> None:
@@ -171,6 +188,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--steps", type=int, default=90, help="training steps of each way; live bytes are recorded over the last one")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="where to train")
     add("--out", type=Path, default=Path("demo-output"), help="folder for the picture")
+    add("--trace", action="store_true", help="trace one more step with torch_remat, and report what it keeps")
     add("--seed", type=int, default=0, help="of the weights, the batches and dropout")
     add("--every", type=int, default=10, help="steps from one line of progress to the next")
     add("--learning-rate", type=float, default=4e-3, help="the highest that is reached")

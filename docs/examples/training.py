@@ -13,6 +13,8 @@ from gpt import GPT, GPTConfig, RunBlock
 from live_bytes import LiveBytes, StepMemory, phase
 from torch import Tensor
 
+import torch_remat as remat
+
 
 class DifferenceError(Exception):
     """Two ways did not compute the same."""
@@ -82,6 +84,18 @@ class Trainer:
             self._synchronize()
         self._after_step(loss)
         return live_bytes.memory
+
+    def train_traced(self, batch: tuple[Tensor, Tensor]) -> tuple[remat.MemoryReport, remat.Trace]:
+        """Take one step; return what was kept after forward, and what happened when."""
+        with self._own_random_states(), remat.trace() as trace:
+            loss = self.model(*batch)
+            report = remat.memory_report(loss)
+            loss.backward()
+            self._optimizer.step()
+            self._optimizer.zero_grad(set_to_none=True)
+            self._synchronize()
+        self._after_step(loss.detach())
+        return report, trace
 
     def _step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         with phase("forward"):
