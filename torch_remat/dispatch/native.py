@@ -5,6 +5,7 @@ In: what the function returns. Kept, until forward ends: aliases of it. Out: slo
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -37,7 +38,7 @@ class Returned(NamedTuple):
         return made
 
 
-class Native:
+class Native(ABC):
     """A native region with policy SAVE, while forward runs.
 
     Args:
@@ -64,15 +65,15 @@ class Native:
         self.first_number = self.last_number = sequence_number()
         self._ops = ops
 
+    @abstractmethod
     def pack(self, tensor: torch.Tensor) -> Holder | Anchor | None:
         """Return what autograd keeps of a tensor that is saved inside; None for one that replay will have."""
-        raise NotImplementedError
 
     def made(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor was born inside, or changed, as far as that is known."""
         return False
 
-    def note_op(self, record: Record, outputs: Sequence[torch.Tensor]) -> None:
+    def note_op(self, record: Record, outputs: Sequence[torch.Tensor]) -> None:  # noqa: B027 (most do not care)
         """Note the outputs of an op with a handle that ran inside."""
 
     def keep(self, stop: int) -> None:

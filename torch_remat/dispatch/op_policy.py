@@ -124,12 +124,12 @@ class OpPolicy(ABC):
         return Combined((as_policy(other), self))
 
 
-class Decider:
+class Decider(ABC):
     """A policy while one forward runs."""
 
+    @abstractmethod
     def decide(self, context: OpContext, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Decision]:
         """Return the decision for each result of an op, or one decision for all."""
-        raise NotImplementedError
 
     def decide_op(self, op: Any) -> bool | None:
         """Return whether the one result of an op is kept, if the op alone decides and it does not leave the device."""

@@ -13,6 +13,7 @@ is counted as it travelled.
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -72,11 +73,12 @@ class KeptTensor:
     policy: str = ""
 
 
-class _Sums:
+class _Sums(ABC):
     """Sums over the tensors of a part of a report."""
 
+    @abstractmethod
     def all_tensors(self) -> Iterator[KeptTensor]:
-        raise NotImplementedError
+        """Return the tensors of the part."""
 
     @property
     def bytes(self) -> int:
