@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
+import pickle
 import re
 
 import pytest
@@ -113,6 +115,26 @@ def test_module_is_called_with_its_hooks_in_both_phases(module):
     assert calls == [False, True]
 
 
+class Empty(nn.ModuleList):
+    def forward(self, x):
+        return x.sin().exp()
+
+
+class Unsized(nn.Module):
+    def __len__(self):
+        raise TypeError("no length")
+
+    def forward(self, x):
+        return x.sin().exp()
+
+
+@pytest.mark.parametrize("make", [Empty, Unsized, lambda: torch.compile(Empty(), backend="eager")])
+def test_module_that_is_false_or_has_no_truth_can_be_a_region(make):
+    x = leaf(3)
+    expected = torch.autograd.grad(x.sin().exp().sum(), x)
+    assert_same(expected, torch.autograd.grad(remat.checkpoint()(make())(x).sum(), x))
+
+
 def test_partial_of_a_function_without_name_can_be_a_region():
     partial = functools.partial(torch.mul, other=3.0)
     x = leaf(3)
@@ -187,3 +209,20 @@ def test_errors_form_one_tree_with_fields():
     assert (error.region, error.op, error.tensor) == ("block", "mm", "x")
     assert str(error).startswith("block::mm.x: it broke")
     assert "Mend it." in str(error)
+
+
+@pytest.mark.parametrize("again", [lambda e: pickle.loads(pickle.dumps(e)), copy.copy, copy.deepcopy])
+@pytest.mark.parametrize(
+    "error",
+    [
+        remat.MismatchError("other", region="r", op="o", tensor="t", remedy="Look."),
+        remat.PolicyError("none", remedy="Look."),
+        remat.OffloadError("lost", region="r", op="o", tensor="t", file="f", remedy="Look."),
+        remat.PlaceholderError(region="r", op="o", output="out", consumer="data_ptr", line="model.py:3"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_can_be_pickled_and_copied(error, again):
+    other = again(error)
+    assert type(other) is type(error)
+    assert (str(other), other.args, vars(other)) == (str(error), error.args, vars(error))

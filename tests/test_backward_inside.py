@@ -16,8 +16,12 @@ def forces(energy, positions, create_graph):
     return -grad
 
 
+CHECKS = ["default", "bitwise", lambda tensor: tensor.sum()]
+
+
+@pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("early_stop", [True, False])
-def test_gradient_taken_inside_a_region_with_create_graph_is_equal(early_stop):
+def test_gradient_taken_inside_a_region_with_create_graph_is_equal(early_stop, check):
     def program(wrap):
         model = Mlp(4)
 
@@ -30,7 +34,22 @@ def test_gradient_taken_inside_a_region_with_create_graph_is_equal(early_stop):
         y.square().sum().backward()
         return y, x.grad, *parameter_gradients(model)
 
-    assert_same_program(program, early_stop=early_stop)
+    assert_same_program(program, early_stop=early_stop, determinism_check=check)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_gradient_of_what_the_region_goes_on_with_is_equal(check):
+    def program(wrap):
+        def block(x):
+            h = x.sin()
+            return h * forces(h.exp(), h, create_graph=False)
+
+        x = leaf(3)
+        y = wrap(block)(x)
+        y.sum().backward()
+        return y, x.grad
+
+    assert_same_program(program, determinism_check=check)
 
 
 @pytest.mark.parametrize("early_stop", [True, False])

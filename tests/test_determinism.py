@@ -277,3 +277,26 @@ def test_callable_runs_no_ops_that_autograd_records():
     backward(lambda x: x.sin().sin(), leaf(3), determinism_check=check)
     assert len(recorded) == 4
     assert not any(recorded)
+
+
+@pytest.mark.parametrize("check", KINDS)
+def test_tensor_changed_in_place_after_it_was_saved_is_no_difference_of_values(check):
+    y = checkpointed(lambda x: x.sin().exp().add_(1), determinism_check=check)(leaf(3))
+    with pytest.raises(remat.MutationError, match="changed in place after it was saved"):
+        y.sum().backward()
+
+
+def test_callable_may_return_tensors():
+    y = checkpointed(nudged(at=2), determinism_check=lambda tensor: tensor * 1)(leaf(3))
+    with pytest.raises(remat.MismatchError, match="has other values in replay"):
+        y.sum().backward()
+    backward(chain, leaf(3), determinism_check=lambda tensor: tensor * 1)
+
+
+def test_values_that_cannot_be_compared_are_an_error_that_names_region_and_tensor():
+    y = checkpointed(chain, determinism_check=lambda tensor: tensor.numpy(), region_name="block")(leaf(3))
+    with pytest.raises(
+        remat.UsageError, match=r"(?s)^block::saved tensor 0: determinism_check returned ndarray .*=="
+    ) as caught:
+        y.sum().backward()
+    assert (caught.value.region, caught.value.tensor) == ("block", "saved tensor 0")

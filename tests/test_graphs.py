@@ -213,6 +213,20 @@ def test_two_outputs_backpropagated_one_by_one_share_one_replay_without_retain_g
     assert_same_program(program, replays=1)
 
 
+@pytest.mark.parametrize("third", [False, True])
+def test_two_outputs_backpropagated_one_by_one_share_one_replay_where_the_graph_is_kept(third):
+    def program(wrap):
+        x = leaf(3)
+        one, two = wrap(two_branches)(x)
+        gradients = list(torch.autograd.grad(one.sum(), x, retain_graph=True))
+        gradients += torch.autograd.grad(two.sum(), x)
+        if third:
+            gradients += torch.autograd.grad(one.sum(), x)
+        return gradients
+
+    assert_same_program(program, replays=1 + third)
+
+
 def test_two_outputs_backpropagated_in_reverse_order_share_one_replay():
     def program(wrap):
         x = leaf(3)

@@ -266,8 +266,9 @@ def test_unneeded_values_of_replay_die_at_once():
     assert len(made) == 2
 
 
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("phase", ["forward", "replay"])
-def test_exception_frees_everything(phase):
+def test_exception_frees_everything(phase, options):
     live = LiveStorages()
 
     def block(x):
@@ -280,7 +281,7 @@ def test_exception_frees_everything(phase):
         x = leaf(3) * 1
         y, message = None, ""
         try:
-            y = checkpointed(block)(x)
+            y = checkpointed(block, **options)(x)
             y.sum().backward()
         except ValueError as error:
             message = str(error)

@@ -238,3 +238,37 @@ def test_an_exception_in_one_threads_replay_does_not_disturb_another():
     for _ in range(20):
         chain(x).sum().backward()
     assert_same(grad, x.grad)
+
+
+def test_backwards_at_once_over_one_kept_graph_are_equal():
+    class Slow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            time.sleep(0.004)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            (x,) = ctx.saved_tensors
+            time.sleep(0.003)
+            return grad * 2 + x * 0
+
+    def slowly(x):
+        for _ in range(4):
+            x = Slow.apply(x.sin())
+        return x
+
+    x = leaf(4)
+    expected = torch.autograd.grad(slowly(x).sum(), x)
+    y = checkpointed(slowly)(x)
+
+    def backward_after(seconds):
+        def backward():
+            time.sleep(seconds)  # so that one reads what another's replay has just filled
+            return torch.autograd.grad(y.sum(), x, retain_graph=True)
+
+        return backward
+
+    for actual in run_in_threads(*(backward_after(0.006 * index) for index in range(4))):
+        assert_same(expected, actual)

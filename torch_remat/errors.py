@@ -19,7 +19,9 @@ them without parsing text. The message is built here and nowhere else.
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import optree
 import torch
@@ -121,6 +123,11 @@ class PlaceholderError(RematError):
         consumer: What needs the data: an aten op, or an access such as ``data_ptr``.
         line: The line of user code that asked for it, ``file.py:12``.
     """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Say how to make the error again, for pickle and copy."""
+        made = partial(PlaceholderError, region="", op="", output="", consumer="", line="")
+        return made, (), self.__dict__ | {"args": self.args}
 
     def __init__(self, *, region: str, op: str, output: str, consumer: str, line: str) -> None:
         self.consumer = consumer

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from torch_remat._compat import node_number, without_dispatch_modes
-from torch_remat.dispatch.determinism import Values, value_function
+from torch_remat.dispatch.determinism import Values, keep_value, value_function
 from torch_remat.dispatch.forward_ops import ForwardOps
 from torch_remat.dispatch.holder import (
     AUTOCAST_DTYPES,
@@ -95,7 +95,7 @@ class Recording(RematMode):
         self._any_version = 0
         if region.options is not DEFAULTS:
             value_of = value_function(region.options.determinism_check)
-            self._values = None if value_of is None else Values(value_of)
+            self._values = region.values = None if value_of is None else Values(value_of, keep_value)
 
     def contexts(self) -> list[AbstractContextManager[Any]]:
         """Return the contexts that forward runs in, besides the hooks."""
@@ -205,7 +205,7 @@ class Recording(RematMode):
         self._counters.append(self._counter_of(owner))
         if self._values is not None:
             with self.unwatched():
-                self._values.add(holder, tensor, _keep_value)
+                self._values.add(holder, tensor)
         return holder
 
     def _counter_of(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -248,7 +248,7 @@ class Recording(RematMode):
         """Close forward: see NOTE [ Changes after the save ], and forget random state that was not drawn from."""
         region = self.region
         if self._values is not None:
-            self._values.flush(_keep_value)
+            self._values.flush()
         if self._any_version or any(map(_version_of, self._counters)):
             self._find_changed()
         self._counters.clear()  # before the ops look for what is alive
@@ -273,7 +273,10 @@ class Recording(RematMode):
         self._counters.clear()
         if self.ops is not None:
             self.ops.forget()
-        self._values = self.ops = self.observed = None
+        if self._values is not None:
+            self._values.forget()
+            self._values = self.region.values = None
+        self.ops = self.observed = None
 
 
 _version_of = attrgetter("_version")
@@ -285,7 +288,3 @@ def _without_data(tensor: torch.Tensor) -> torch.Tensor:
     alias = tensor.detach()
     alias.data = _NOTHING
     return alias
-
-
-def _keep_value(holder: Holder, value: Any) -> None:
-    holder.fingerprint = value

@@ -8,7 +8,8 @@ NOTE [ Life of a holder ]
 2. A holder is *empty* until the replay fills it. Unpacking an empty holder starts the replay.
 3. A filled holder keeps its value until its node lets go of it, so that a node may unpack twice. Where the graph is
    kept (``retain_graph=True``) it gives the value away at the first read, so that the memory between two backwards is
-   that of after forward; a later read replays again. Inside a ``GraphExecGroup`` it keeps the value until the group
+   that of after forward; a later read replays again. (Not while another thread replays the region, which counts on
+   what it has filled.) Inside a ``GraphExecGroup`` it keeps the value until the group
    is gone, since the group's backwards share one replay.
 4. Parameters and views of them exist anyway. Autograd keeps them itself, in an `Anchor`, and replay does not fill
    them; it only makes sure that the same parameter stands at the same place.
@@ -161,7 +162,7 @@ def read(packed: Holder | Anchor) -> torch.Tensor:
         kept = packed.region.refill(packed)
     if kept._version != packed.metadata[0]:
         raise changed_in_place(packed.region, "tensor", packed.metadata[1], packed.name)
-    if graph_is_kept() and graph_exec_group() is None:
+    if graph_is_kept() and not packed.region.filling and graph_exec_group() is None:
         packed.value = None
     return kept
 
@@ -176,7 +177,7 @@ def _read_of_op(holder: Any) -> torch.Tensor:
         kept = holder.region.refill(holder)
     if kept._version != holder.metadata[0]:
         raise changed_in_place(holder.region, "tensor", holder.metadata[1], holder.tensor_name, holder.op)
-    if not holder.resident and graph_is_kept() and graph_exec_group() is None:
+    if not holder.resident and graph_is_kept() and not holder.region.filling and graph_exec_group() is None:
         holder.value = None
     return kept
 

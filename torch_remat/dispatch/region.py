@@ -17,6 +17,7 @@ import torch
 
 from torch_remat._compat import graph_exec_group, graph_is_kept, graph_task, sequence_number, top_saved_tensors_hooks
 from torch_remat.dispatch.ambient import RngState, capture_ambient
+from torch_remat.dispatch.determinism import Values
 from torch_remat.dispatch.holder import Holder, read
 from torch_remat.dispatch.inputs import RegionInputs
 from torch_remat.dispatch.mode import unseen_by_forward_of
@@ -59,6 +60,7 @@ class Region:
         "_past_name",
         "_replayed_in",
         "ambient",
+        "filling",
         "finished",
         "first_number",
         "function",
@@ -74,6 +76,7 @@ class Region:
         "scope",
         "serial",
         "tape",
+        "values",
     )
 
     def __init__(
@@ -93,7 +96,8 @@ class Region:
         self.ambient = capture_ambient()
         self.rng = RngState(self.inputs.generators()) if options.preserve_rng_state else None
         self.tape = Tape()
-        self.finished = False
+        self.values: Values | None = None  # of the determinism check, while forward takes them
+        self.finished = self.filling = False
         self.first_number = sequence_number()  # of the autograd nodes that it makes
         self.last_number = -1  # of those that lead to its outputs
         self.replay_context: AbstractContextManager[Any] | None = None
@@ -110,14 +114,16 @@ class Region:
     @property
     def name(self) -> str:
         """The name that messages and reports use."""
-        return self.options.region_name or (default_name(self.function) if self.function else self._past_name)
+        if self.options.region_name is not None:
+            return self.options.region_name
+        return self._past_name if self.function is None else default_name(self.function)
 
     def reach(self, _grad_outputs: Sequence[torch.Tensor | None]) -> None:
         """Prehook of the region's boundary: replay if a holder needs it, before any inner backward runs."""
         if self.inputs is not None:
             with self._lock:
                 # What this backward has filled and read already, it does not need again.
-                if self._replayed_in != graph_task():
+                if self._replayed_in != graph_task() and not self._has_values():
                     self._fill()
 
     def refill(self, holder: Holder) -> torch.Tensor:
@@ -127,7 +133,7 @@ class Region:
             ReleasedError: An earlier backward freed the region's inputs.
         """
         with self._lock:
-            if holder.value is None:
+            while (value := holder.value) is None:  # another thread's backward may read what this one fills
                 if self.inputs is None:
                     raise ReleasedError(
                         "backward needs this tensor again, but an earlier backward freed what replay starts from",
@@ -136,17 +142,25 @@ class Region:
                         remedy="Pass retain_graph=True to each backward but the last.",
                     )
                 self._fill()
-            value = holder.value
-        assert value is not None  # replay fills every live holder or raises
         return value
+
+    def _has_values(self) -> bool:
+        """Whether an earlier backward has left values. They may be all that this one reads: `read` asks for others."""
+        return self._replayed_in != -1 and self.finished and self.tape.has_values()
 
     def _fill(self) -> None:
         # Another thread may have replayed, and released, while this one waited for the lock.
         if self.inputs is None:
             return
         if empty := self.tape.empty():
-            with nullcontext() if self.finished else unseen_by_forward_of(self):
-                Filling(self, empty).replay()
+            if self.values is not None:
+                self.values.flush()
+            self.filling = True
+            try:
+                with nullcontext() if self.finished else unseen_by_forward_of(self):
+                    Filling(self, empty).replay()
+            finally:
+                self.filling = False
         self._replayed_in = graph_task()
         if not self.finished:
             return

@@ -33,9 +33,9 @@ from torch.nn import Parameter
 from torch_remat._compat import sequence_number, set_grad_enabled, without_dispatch_modes
 from torch_remat.dispatch.again import Again
 from torch_remat.dispatch.comparison import what_differs
-from torch_remat.dispatch.determinism import Values, value_function
+from torch_remat.dispatch.determinism import Values, difference, value_function
 from torch_remat.dispatch.holder import AUTOCAST_DTYPES, Holder, OpHolder, ResidentRef, metadata_of, parameter_behind
-from torch_remat.dispatch.mismatch import another_parameter, fewer_saved, more_saved, other_value
+from torch_remat.dispatch.mismatch import another_parameter, fewer_saved, more_saved
 from torch_remat.dispatch.mode import RematMode, StopReplay
 from torch_remat.dispatch.naming import scope, scope_restored
 from torch_remat.dispatch.observe import Watch, is_watched
@@ -74,7 +74,7 @@ class Filling(RematMode):
         self._first_number = sequence_number()
         if region.options is not DEFAULTS:
             value_of = value_function(region.options.determinism_check)
-            self._values = None if value_of is None else Values(value_of)
+            self._values = None if value_of is None else Values(value_of, self._compare_value)
 
     def replay(self) -> None:
         """Run the function as far as it is needed; the caller holds the region's lock.
@@ -116,7 +116,7 @@ class Filling(RematMode):
             if self.ops is not None:
                 self.ops.forget()
                 self.ops = None  # which knows this mode
-            self.observed = None
+            self._values = self.observed = None  # the former knows this mode too
             if last_refusal.get() is not None:
                 last_refusal.set(None)
 
@@ -246,7 +246,7 @@ class Filling(RematMode):
                 holder.value = value
                 if self._values is not None:
                     with self.unwatched():
-                        self._values.add(holder, value, self._compare_value)
+                        self._values.add(holder, value)
                 if not tensor.requires_grad and value.is_floating_point():
                     self._unfilled_number = sequence_number()
         elif isinstance(entry, torch.Tensor) and origin is not entry:
@@ -322,8 +322,8 @@ class Filling(RematMode):
                 self.fail(error)
 
     def _compare_value(self, holder: Holder, value: Any) -> None:
-        if holder.fingerprint != value and self._error is None:
-            self._error = other_value(self.region, holder, value)
+        if self._error is None:
+            self._error = difference(self.region, holder, value)
 
     def _take_error(self) -> RematError:
         # Neither the mode nor a frame may know an error whose traceback knows them.
@@ -334,7 +334,7 @@ class Filling(RematMode):
     def _check(self) -> None:
         """Raise what the pack hook found, and check that replay saved as much as forward did."""
         if self._values is not None:
-            self._values.flush(self._compare_value)
+            self._values.flush()
         if self._error is not None:
             raise self._take_error()
         refusal = last_refusal.get()

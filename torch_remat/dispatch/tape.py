@@ -59,6 +59,10 @@ class Tape:
             empty += [holder for entry in self.elided if (holder := entry()) is not None and holder.value is None]
         return empty
 
+    def has_values(self) -> bool:
+        """Whether a live holder that replay fills has its value."""
+        return any(holder.value is not None for holder in self._alive())
+
     def forget_values(self) -> None:
         """Empty all holders that a replay can fill again."""
         for holder in self._alive():
