@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from helpers import assert_same, checkpointed, leaf
@@ -137,6 +139,133 @@ def test_buffer_that_forward_changes_before_it_uses_it(early_stop):
     except remat.RematError:
         return
     assert_same(expected, actual)
+
+
+class Reaching(nn.Module):
+    """Two layers, run by a function that reaches them in one of several ways, and a third that it does not run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.idle = (nn.Linear(4, 4) for _ in range(3))
+
+    def body(self, x):
+        return self.two(self.one(x).tanh()).sin()
+
+
+def reach_through_a_closure(model):
+    def outer(x):
+        return model.body(x)
+
+    return lambda x: outer(x)
+
+
+def reach_through_a_list(model):
+    layers = [model.one, model.two]
+    return lambda x: layers[1](layers[0](x).tanh()).sin()
+
+
+REACHING = {
+    "method": lambda model: model.body,
+    "lambda": lambda model: lambda x: model.body(x),
+    "closure in a closure": reach_through_a_closure,
+    "list": reach_through_a_list,
+    "partial": lambda model: partial(partial(Reaching.body), model),
+    "argument": lambda model: (Reaching.body, model),
+}
+
+
+def run_reaching(reach, model, x):
+    function = reach(model)
+    if isinstance(function, tuple):
+        return checkpointed(function[0], region_name="block")(function[1], x)
+    return checkpointed(function, region_name="block")(x)
+
+
+def step(model, layer):
+    with torch.no_grad():
+        getattr(model, layer).bias.add_(1)
+
+
+def replace(model, layer):
+    getattr(model, layer).bias = nn.Parameter(torch.randn(4))
+
+
+def exchange(model, layer):
+    layers = model.one, model.two
+    layers[0].bias, layers[1].bias = layers[1].bias, layers[0].bias
+
+
+@pytest.mark.parametrize("reach", REACHING.values(), ids=REACHING.keys())
+@pytest.mark.parametrize("input_needs_grad", [True, False])
+@pytest.mark.parametrize(
+    ("change", "kind"), [(step, remat.MutationError), (replace, remat.MismatchError), (exchange, remat.MismatchError)]
+)
+def test_bias_that_is_another_in_replay_is_an_error_that_names_it(reach, input_needs_grad, change, kind):
+    model = Reaching()
+    y = run_reaching(reach, model, torch.randn(2, 4, requires_grad=input_needs_grad))
+    change(model, "one")
+    with pytest.raises(kind, match=r"^block::parameter \d \((one\.|)bias\): ") as caught:
+        y.sum().backward()
+    assert caught.value.region == "block"
+    del caught
+
+
+@pytest.mark.parametrize("reach", REACHING.values(), ids=REACHING.keys())
+def test_bias_from_functional_call_is_an_error_that_names_it(reach):
+    class Whole(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part = Reaching()
+
+        def forward(self, x):
+            return run_reaching(reach, self.part, x)
+
+    bias = leaf(4)
+    y = torch.func.functional_call(Whole(), {"part.one.bias": bias}, (leaf(2, 4),))
+    with pytest.raises(remat.MismatchError, match=r"^block::parameter \d \((one\.|)bias\): this parameter was replaced"):
+        torch.autograd.grad(y.sum(), bias)
+
+
+@pytest.mark.parametrize("change", [step, replace])
+@pytest.mark.parametrize("reach", REACHING.values(), ids=REACHING.keys())
+def test_parameter_that_replay_does_not_read_may_change(reach, change):
+    model, x = Reaching(), leaf(2, 4)
+    expected = torch.autograd.grad(model.body(x).sum(), x)
+    y = run_reaching(reach, model, x)
+    change(model, "idle")
+    assert_same(expected, torch.autograd.grad(y.sum(), x))
+
+
+def test_module_inside_that_is_false_or_has_no_length_is_looked_into():
+    class Unsized(nn.Sequential):
+        def __len__(self):
+            raise TypeError("no length")
+
+        def __bool__(self):
+            return False
+
+    model = nn.Sequential(Unsized(nn.Linear(4, 4)), nn.Tanh())
+    y = checkpointed(model)(leaf(2, 4))
+    step(model[0], "0")
+    with pytest.raises(remat.MutationError, match=r"parameter 1 \(0\.0\.bias\)"):
+        y.sum().backward()
+
+
+def test_parameter_that_the_region_itself_changes_is_no_error():
+    class Codebook(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.codes = nn.Parameter(torch.ones(4), requires_grad=False)
+
+        def forward(self, x):
+            y = (x * 2).sin()
+            with torch.no_grad():
+                self.codes.lerp_(y.mean(0), 0.5)
+            return y
+
+    x = leaf(2, 4)
+    expected = torch.autograd.grad((x * 2).sin().sum(), x)
+    assert_same(expected, torch.autograd.grad(checkpointed(Codebook())(x).sum(), x))
 
 
 def test_input_that_no_longer_requires_grad_before_backward():

@@ -92,9 +92,10 @@ REJECTED = {
 
 
 @pytest.mark.parametrize("name", REJECTED)
-def test_any_other_output_raises_and_names_its_type_and_its_place(name):
+@pytest.mark.parametrize("gradients", [True, False])
+def test_any_other_output_raises_and_names_its_type_and_its_place(name, gradients):
     function, type_name, path = REJECTED[name]
-    with pytest.raises(remat.OutputError) as caught:
+    with torch.set_grad_enabled(gradients), pytest.raises(remat.OutputError) as caught:
         checkpointed(lambda x: function(x.sin()), region_name="block")(leaf(3))
     text = str(caught.value)
     assert isinstance(caught.value, TypeError)

@@ -13,8 +13,10 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torch_remat._offload import OFFLOADER, is_offloader
 from torch_remat.dispatch.forward import run_region
 from torch_remat.dispatch.mode import current_mode
+from torch_remat.dispatch.naming import default_name
 from torch_remat.dispatch.op_policy import as_policy
 from torch_remat.dispatch.options import DEFAULTS, ContextFn, DeterminismCheck, Options
+from torch_remat.dispatch.outputs import tensors_of
 from torch_remat.errors import UsageError
 from torch_remat.offload.protocol import Offloader
 
@@ -132,7 +134,7 @@ def _binder(options: Options) -> Callable[[Callable[P, R]], Callable[P, R]]:
             if torch.compiler.is_compiling():
                 return _compiled(options, function, args, kwargs)
             if not torch.is_grad_enabled():
-                return function(*args, **kwargs)
+                return _plain(options, function, args, kwargs)
             output: R = run_region(function, args, kwargs, options)
             return output
 
@@ -236,6 +238,14 @@ def _named_after(function: Callable[P, R], wrapper: Callable[P, R]) -> Callable[
     wrapper.__doc__ = function.__doc__
     wrapper.__wrapped__ = function  # type: ignore[attr-defined]
     return wrapper
+
+
+def _plain(options: Options, function: Callable[..., R], args: Any, kwargs: Any) -> R:
+    """Run the function where no gradients are recorded; what it may return is the same."""
+    output = function(*args, **kwargs)
+    if type(output) is not torch.Tensor:
+        tensors_of(output, options.region_name or default_name(function))
+    return output
 
 
 def _chained(functions: list[Callable[..., Any]]) -> Callable[[Any], Any]:

@@ -34,6 +34,7 @@ from torch_remat.dispatch.observe import Watch, is_watched
 from torch_remat.dispatch.op_policy import OpPolicy
 from torch_remat.dispatch.options import DEFAULTS, Options
 from torch_remat.dispatch.outputs import boundary_nodes, node_of, tensors_of
+from torch_remat.dispatch.parameters import versions_of
 from torch_remat.dispatch.policy_forward import PolicyForward
 from torch_remat.dispatch.region import Region
 
@@ -54,7 +55,7 @@ def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
             mode.observed = Watch(mode)
             contexts = (mode.observed, *contexts)
         output = mode.run(function, args, kwargs, (mode.pack_hook(), read), contexts)
-        nodes = [node_of(output)] if type(output) is Tensor else boundary_nodes(tensors_of(output, region))
+        nodes = [node_of(output)] if type(output) is Tensor else boundary_nodes(tensors_of(output, region.name))
         mode.finish(nodes)
         observed = mode.observed
     finally:
@@ -256,6 +257,8 @@ class Recording(RematMode):
             self.ops.finish(boundary)
         if region.rng is not None and not region.rng.keep_drawn(region.tape.drawn_by_ops()):
             region.rng = None
+        if region.parameters:
+            region.versions = versions_of(region.parameters)
         if region.inputs is not None:
             region.inputs.forget_originals()
         region.finished = True

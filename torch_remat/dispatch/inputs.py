@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import optree
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from torch_remat._compat import PYTREE_NAMESPACE, SavedTensorHooks, adopt_pytree_node
 from torch_remat.dispatch.holder import is_parameter
@@ -136,6 +137,12 @@ class RegionInputs:
         if len(self._tensors) == len(self._leaves):
             return ()
         return [leaf for leaf in self._leaves if isinstance(leaf, torch.Generator)]
+
+    def modules(self) -> Sequence[Module]:
+        """Return the modules among the arguments."""
+        if len(self._tensors) == len(self._leaves):
+            return ()
+        return [leaf for leaf in self._leaves if isinstance(leaf, Module)]
 
     def restore(self, region: Region) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """Return ``(args, kwargs)`` for one replay, with tensors that no earlier replay has touched.

@@ -115,15 +115,25 @@ def another_parameter(
 
 
 def replaced_parameter(
-    region: Region, place: int, one: torch.Tensor | None, other: torch.Tensor | None
+    region: Region, name: str, one: torch.Tensor | None, other: torch.Tensor | None
 ) -> MismatchError:
-    """The module that the region runs has another parameter than in forward."""
+    """A module that the region runs has another parameter than in forward."""
     before, now = ("none" if it is None else _describe_tensor(it) for it in (one, other))
     return mismatched(
         region,
-        f"parameter {place} of the region's module was replaced between forward and replay ({before}, then {now})",
+        f"this parameter was replaced between forward and replay ({before}, then {now})",
         _REPLACED,
-        f"parameter {place}",
+        name,
+    )
+
+
+def changed_parameter(region: Region, name: str, parameter: torch.Tensor) -> MutationError:
+    """Replay reads a parameter that was changed in place since forward."""
+    return MutationError(
+        f"replay reads this parameter, {_describe_tensor(parameter)}, which was changed in place since forward",
+        region=region.name,
+        tensor=name,
+        remedy="Change parameters (a step of an optimizer, an average of weights) after backward.",
     )
 
 

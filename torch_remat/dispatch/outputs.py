@@ -6,17 +6,14 @@ In: what the region's function returned. Kept: nothing. Out: the tensors in it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from torch_remat.errors import OutputError
 
-if TYPE_CHECKING:
-    from torch_remat.dispatch.region import Region
 
-
-def tensors_of(output: Any, region: Region) -> list[torch.Tensor]:
+def tensors_of(output: Any, region_name: str) -> list[torch.Tensor]:
     """Return the tensors of a region's output.
 
     Raises:
@@ -24,7 +21,7 @@ def tensors_of(output: Any, region: Region) -> list[torch.Tensor]:
     """
     if isinstance(output, torch.Tensor):
         return [output]
-    return list(_walk(output, "output", region.name))
+    return list(_walk(output, "output", region_name))
 
 
 def _walk(value: Any, place: str, region_name: str) -> Iterator[torch.Tensor]:

@@ -1,63 +1,161 @@
-"""The parameters of the module that a region runs, compared between forward and replay.
+"""The parameters that a region's function reaches, compared between forward and replay.
 
-In: a region's function. Kept: the parameters themselves, which are not the region's memory. Out: an error where one was
-replaced by another with other values.
+In: a region's function and the modules among its arguments. Kept: the parameters themselves, which are not the region's
+memory, and their versions at the end of forward. Out: an error where one was replaced by another with other values, or
+where replay reads one that was changed in place.
 
 Autograd does not save a weight whose input needs no gradient, nor any bias, so the saved tensors alone do not show that
-such a parameter was replaced (`torch.func.functional_call` around the region, an attribute that was set anew).
+such a parameter is another one (`torch.func.functional_call` around the region, an attribute that was set anew, a step
+of an optimizer before backward).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from functools import partial
+from itertools import zip_longest
 from operator import is_
-from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from types import FunctionType, MethodType
+from typing import TYPE_CHECKING, Any, NoReturn
 
+import optree
 import torch
 from torch.nn import Module, Parameter
 
-from torch_remat.dispatch.mismatch import replaced_parameter
+from torch_remat._compat import DispatchMode
+from torch_remat.dispatch.mismatch import changed_parameter, replaced_parameter
+from torch_remat.errors import RematError
 
 if TYPE_CHECKING:
     from torch_remat.dispatch.region import Region
 
 # A region inside a method of a whole model would otherwise walk the model in every region.
 MAX_MODULES = 64
+_REACHING = frozenset((FunctionType, MethodType, partial))
 
 
-def parameters_of(function: Callable[..., Any]) -> Sequence[torch.Tensor | None]:
-    """Return the parameters of a module, or of the module whose method a function is; at most of `MAX_MODULES`."""
-    if type(function) is FunctionType:
-        return ()
-    module = function if isinstance(function, Module) else getattr(function, "__self__", None)
-    if not isinstance(module, Module):
+def parameters_of(function: Callable[..., Any], arguments: Sequence[Module] = ()) -> Sequence[torch.Tensor | None]:
+    """Return the parameters that a function reaches: those of at most `MAX_MODULES` modules.
+
+    Args:
+        function: A module, a method of one, or a function that closes over some; also a ``partial`` of these.
+        arguments: The modules among its arguments.
+    """
+    kind = type(function)
+    if not arguments and (
+        function.__closure__ is None
+        if kind is FunctionType
+        else kind not in _REACHING and not isinstance(function, Module)
+    ):
         return ()
     found: list[torch.Tensor | None] = []
-    modules = [module]
+    modules = []
+    for value in _reached(function, arguments):
+        if isinstance(value, Module):
+            modules.append(value)
+        else:
+            found.append(value)
     for module in modules:  # grows meanwhile
         found += module._parameters.values()
-        modules += filter(None, module._modules.values())
+        modules += [inner for inner in module._modules.values() if inner is not None]
         if len(modules) > MAX_MODULES:
             break
     return found
 
 
-def check_parameters(region: Region, before: Sequence[torch.Tensor | None]) -> None:
-    """Raise if replay would use another parameter than forward, with other values.
+def versions_of(parameters: Sequence[torch.Tensor | None]) -> Sequence[int]:
+    """Return how often each parameter was changed in place; nothing where that is not counted."""
+    try:
+        return [-1 if parameter is None else parameter._version for parameter in parameters]
+    except RuntimeError:  # tensors of inference mode
+        return ()
+
+
+def check_parameters(region: Region, fail: Callable[[RematError], NoReturn]) -> list[AbstractContextManager[Any]]:
+    """Compare the parameters with those of forward, at the start of a replay.
+
+    Args:
+        region: The region.
+        fail: What ends the replay with an error.
+
+    Returns:
+        The contexts that the replay needs: one that looks for reads of those that are others now, if any are.
 
     Raises:
-        MismatchError: A parameter was replaced.
+        MismatchError: A parameter is gone.
     """
     assert region.function is not None
-    now = parameters_of(region.function)
-    if len(now) == len(before) and all(map(is_, before, now)):
-        return
-    for place in range(max(len(before), len(now))):
-        one = before[place] if place < len(before) else None
-        other = now[place] if place < len(now) else None
-        if one is not other and not _may_stand_for(one, other):
-            raise replaced_parameter(region, place, one, other)
+    assert region.inputs is not None
+    before, now = region.parameters, parameters_of(region.function, region.inputs.modules())
+    others: dict[int, RematError] = {}
+    if len(now) != len(before) or not all(map(is_, before, now)):
+        known = set() if len(now) == len(before) else set(map(id, before))  # which only stand elsewhere
+        for place, (one, other) in enumerate(zip_longest(before, now)):
+            if one is not other and not _may_stand_for(one, other):
+                error = replaced_parameter(region, _name_of(region, place, other), one, other)
+                if other is None:
+                    raise error
+                if id(other) not in known:
+                    others[id(other)] = error
+    if region.versions != versions_of(now):
+        for place, (one, other, version) in enumerate(zip(before, now, region.versions, strict=False)):
+            if other is not None and one is other and other._version != version:
+                others[id(other)] = changed_parameter(region, _name_of(region, place, other), other)
+    return [_Unread(others, fail)] if others else []
+
+
+class _Unread(DispatchMode):
+    """Ends a replay that reads one of certain parameters, with an error for each by its address.
+
+    Others may be replaced or changed: a region's function may reach a whole model and use a part of it.
+    """
+
+    def __init__(self, errors: Mapping[int, RematError], fail: Callable[[RematError], NoReturn]) -> None:
+        super().__init__()
+        self._errors = errors
+        self._fail = fail
+
+    def __torch_dispatch__(
+        self, op: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        leaves: list[Any] = optree.tree_leaves((args, kwargs))  # type: ignore[arg-type]
+        for leaf in leaves:
+            if (error := self._errors.get(id(leaf))) is not None:
+                self._fail(error)
+        return op(*args, **(kwargs or {}))
+
+
+def _reached(function: Callable[..., Any], arguments: Sequence[Module]) -> Iterator[Module | Parameter]:
+    values: list[Any] = [function, *arguments]
+    for value in values:  # grows meanwhile
+        kind = type(value)
+        if isinstance(value, Module) or kind is Parameter:
+            yield value
+        elif kind is FunctionType:
+            for cell in value.__closure__ or ():
+                with suppress(ValueError):  # of a variable that has no value now
+                    values.append(cell.cell_contents)
+        elif kind is MethodType:
+            values += (value.__self__, value.__func__)
+        elif kind is partial:
+            values += (value.func, *value.args, *value.keywords.values())
+        elif (kind is list or kind is tuple) and value and isinstance(value[0], (Module, Parameter)):
+            values += value
+        if len(values) > MAX_MODULES:
+            break
+
+
+def _name_of(region: Region, place: int, parameter: torch.Tensor | None) -> str:
+    """Return what an error calls a parameter: its place, and its name in the module that has it, if one has."""
+    assert region.function is not None
+    assert region.inputs is not None
+    for value in _reached(region.function, region.inputs.modules()):
+        if isinstance(value, Module):
+            for name, other in value.named_parameters():
+                if other is parameter:
+                    return f"parameter {place} ({name})"
+    return f"parameter {place}"
 
 
 def _may_stand_for(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:

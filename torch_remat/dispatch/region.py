@@ -77,6 +77,7 @@ class Region:
         "serial",
         "tape",
         "values",
+        "versions",
     )
 
     def __init__(
@@ -92,7 +93,8 @@ class Region:
         hooks = top_saved_tensors_hooks()
         self.inputs: RegionInputs | None = RegionInputs(args, kwargs, hooks)
         self.hooks = own_hooks(self.name) if is_part and hooks is not None and hooks[1] in (read, unpack) else hooks
-        self.parameters = parameters_of(function)
+        self.parameters = parameters_of(function, self.inputs.modules())
+        self.versions: Sequence[int] = ()  # of the parameters at the end of forward
         self.ambient = capture_ambient()
         self.rng = RngState(self.inputs.generators()) if options.preserve_rng_state else None
         self.tape = Tape()

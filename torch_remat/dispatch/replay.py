@@ -90,12 +90,11 @@ class Filling(RematMode):
             last_refusal.set(None)
         grad_enabled = torch.is_grad_enabled()
         try:
-            if region.parameters:
-                check_parameters(region, region.parameters)
+            watches = check_parameters(region, self.fail) if region.parameters else []
             args, kwargs = region.inputs.restore(region)
             set_grad_enabled(True)
             try:
-                self.run(region.function, args, kwargs, (self.pack_hook(), unpack), self._contexts())
+                self.run(region.function, args, kwargs, (self.pack_hook(), unpack), self._contexts() + watches)
             except StopReplay as stop:
                 if stop.replay is not self:
                     raise
