@@ -124,8 +124,10 @@ class Region:
         """Prehook of the region's boundary: replay if a holder needs it, before any inner backward runs."""
         if self.inputs is not None:
             with self._lock:
-                # What this backward has filled and read already, it does not need again.
-                if self._replayed_in != graph_task() and not self._has_values():
+                # What this backward has filled and read already, it does not need again. What an earlier one has left
+                # may be all that this one reads: `read` asks for the rest.
+                earlier = self._replayed_in
+                if earlier != graph_task() and (earlier < 0 or not self.finished or not self.tape.has_values()):
                     self._fill()
 
     def refill(self, holder: Holder) -> torch.Tensor:
@@ -145,10 +147,6 @@ class Region:
                     )
                 self._fill()
         return value
-
-    def _has_values(self) -> bool:
-        """Whether an earlier backward has left values. They may be all that this one reads: `read` asks for others."""
-        return self._replayed_in != -1 and self.finished and self.tape.has_values()
 
     def _fill(self) -> None:
         # Another thread may have replayed, and released, while this one waited for the lock.
