@@ -222,7 +222,7 @@ def test_bias_from_functional_call_is_an_error_that_names_it(reach):
 
     bias = leaf(4)
     y = torch.func.functional_call(Whole(), {"part.one.bias": bias}, (leaf(2, 4),))
-    with pytest.raises(remat.MismatchError, match=r"^block::parameter \d \((one\.|)bias\): this parameter was replaced"):
+    with pytest.raises(remat.MismatchError, match=r"^block::parameter \d \((one\.|)bias\): this parameter"):
         torch.autograd.grad(y.sum(), bias)
 
 
