@@ -33,7 +33,7 @@ from torch_remat.dispatch.policy_call import FIRST, ONE, WRITTEN, PolicyCall, Sk
 from torch_remat.dispatch.record import Record
 from torch_remat.dispatch.saved_results import SavedResults
 from torch_remat.dispatch.schema import Effects, effects_of
-from torch_remat.dispatch.storages import Storages
+from torch_remat.dispatch.storages import Storages, parts_of
 from torch_remat.errors import PolicyError
 
 if TYPE_CHECKING:
@@ -240,6 +240,8 @@ class PolicyForward:
         key = key_of(tensor)
         writer = self._storages.writers.get(key)
         if writer is None:
+            if type(tensor) is not torch.Tensor:
+                self._roots += [(len(self._saved), key_of(part), len(self._calls)) for part in parts_of(tensor)]
             return None
         call, place = writer
         if place not in call.packed:
