@@ -70,7 +70,7 @@ class OpContext:
 
     Attributes:
         op_output: What the op returned.
-        is_recompute: Always False: policies are asked in forward only.
+        is_recompute: False: policies are asked in forward only; torch 2.10 asks in both phases under ``torch.compile``.
         names: The automatic names of the op's results.
     """
 
@@ -92,6 +92,28 @@ class OpContext:
         return self.names[0]
 
 
+class _ContextOfTorch(OpContext):
+    """The same from what torch's own checkpoint tells."""
+
+    __slots__ = ("_told",)
+
+    def __init__(self, told: Any) -> None:
+        self.is_recompute = told.is_recompute
+        self._names = _no_names
+        self._told = told
+
+    @property
+    def op_output(self) -> Any:  # type: ignore[override]
+        """What the op returned; torch 2.10 asks before it runs."""
+        try:
+            return self._told.op_output
+        except AttributeError:
+            raise PolicyError(
+                "a policy read ctx.op_output under torch.compile, which in this release of torch asks before an op runs",
+                remedy="Decide by the op and its arguments there, or use a later release.",
+            ) from None
+
+
 class OpPolicy(ABC):
     """A policy for the ops of a region; ``|`` combines it with another of any kind, and the stronger decision holds.
 
@@ -110,7 +132,7 @@ class OpPolicy(ABC):
         decider = self.begin()
 
         def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> TorchPolicy:
-            said = decider.decide(OpContext(ctx.op_output, _no_names), op, args, kwargs)
+            said = decider.decide(_ContextOfTorch(ctx), op, args, kwargs)
             return _FOR_TORCH.get(max(said), TorchPolicy.PREFER_RECOMPUTE)
 
         return policy
