@@ -241,6 +241,19 @@ def test_policy_that_returns_something_else_is_an_error(value):
         region(lambda ctx, op, *args, **kwargs: value)(sine_chain)(leaf(4, 4), leaf(4, 4))
 
 
+def test_error_of_a_policy_is_not_lost_in_an_operator():
+    """Of a `TypeError` inside of ``@`` Python makes one of its own."""
+    with pytest.raises(remat.PolicyError, match=r"the policy returned None for aten\.mm\.default") as caught:
+        region(lambda ctx, op, *args, **kwargs: None, region_name="block")(lambda x: x @ x)(leaf(4, 4))
+    assert caught.value.region == "block"
+
+
+def test_type_error_of_a_function_with_a_policy_reaches_the_caller():
+    with pytest.raises(TypeError, match="unsupported operand") as caught:
+        region(MM)(lambda x: x @ "y")(leaf(4, 4))
+    assert type(caught.value) is TypeError
+
+
 def test_exception_in_the_policy_reaches_the_caller():
     def policy(ctx, op, *args, **kwargs):
         raise KeyError("of the user")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from helpers import assert_equal_gradients, leaf
 from native_programs import aten, region, replayed_ops
 from torch import Tensor

@@ -42,7 +42,7 @@ class Decision(IntEnum):
 
 
 # By name, since not all releases of torch know the policies that offload.
-_OF_TORCH = {
+OF_TORCH = {
     name: Decision[name.replace("CPU_", "")]
     for name in TorchPolicy.__members__
     if name.replace("CPU_", "") in Decision.__members__
@@ -53,16 +53,8 @@ _DECISIONS: dict[Any, Decision] = {
     CheckpointPolicy.RECOMPUTE: Decision.PREFER_RECOMPUTE,
     CheckpointPolicy.SAVE: Decision.MUST_SAVE,
     CheckpointPolicy.OFFLOAD: Decision.MUST_OFFLOAD,
-    **{TorchPolicy[name]: decision for name, decision in _OF_TORCH.items()},
+    **{TorchPolicy[name]: decision for name, decision in OF_TORCH.items()},
 }
-_FOR_TORCH = {decision: TorchPolicy[name] for name, decision in _OF_TORCH.items()}
-
-
-def _no_names() -> Sequence[str]:
-    raise PolicyError(
-        "a policy by name was used under torch.compile, where ops have no names",
-        remedy="Use a list of ops or a function that does not ask for ctx.name there.",
-    )
 
 
 class OpContext:
@@ -92,28 +84,6 @@ class OpContext:
         return self.names[0]
 
 
-class _ContextOfTorch(OpContext):
-    """The same from what torch's own checkpoint tells."""
-
-    __slots__ = ("_told",)
-
-    def __init__(self, told: Any) -> None:
-        self.is_recompute = told.is_recompute
-        self._names = _no_names
-        self._told = told
-
-    @property
-    def op_output(self) -> Any:  # type: ignore[override]
-        """What the op returned; torch 2.10 asks before it runs."""
-        try:
-            return self._told.op_output
-        except AttributeError:
-            raise PolicyError(
-                "a policy read ctx.op_output under torch.compile, which in this release of torch asks before an op runs",
-                remedy="Decide by the op and its arguments there, or use a later release.",
-            ) from None
-
-
 class OpPolicy(ABC):
     """A policy for the ops of a region; ``|`` combines it with another of any kind, and the stronger decision holds.
 
@@ -123,19 +93,6 @@ class OpPolicy(ABC):
     @abstractmethod
     def begin(self) -> Decider:
         """Begin one forward."""
-
-    def for_torch(self) -> Callable[..., TorchPolicy]:
-        """Return the policy as a function for torch's own checkpoint, to which the compiler's regions are handed.
-
-        Automatic names are known in eager mode only.
-        """
-        decider = self.begin()
-
-        def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> TorchPolicy:
-            said = decider.decide(_ContextOfTorch(ctx), op, args, kwargs)
-            return _FOR_TORCH.get(max(said), TorchPolicy.PREFER_RECOMPUTE)
-
-        return policy
 
     def __or__(self, other: Any) -> OpPolicy:
         """Combine with another policy."""

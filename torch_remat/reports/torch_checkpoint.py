@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-
 _BEFORE_ARGUMENTS = 2  # an empty tensor and the keyword arguments
 
 
@@ -52,7 +51,7 @@ def _arguments(frame: Any) -> Iterator[tuple[int, Any]]:
         yield from enumerate(saved)
         return
     # Torch 2.10 has them saved by an autograd node, among other things.
-    node = getattr(getattr(frame, "input_saver", None), "grad_fn", None)
+    node: Any = getattr(getattr(frame, "input_saver", None), "grad_fn", None)
     places = _closure(getattr(node, "get_args", None)).get("idx2saved_idx")
     if isinstance(places, dict):
         try:
