@@ -14,7 +14,11 @@ from torch.utils.checkpoint import SelectiveCheckpointContext
 
 import torch_remat as remat
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning:torch")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning",
+    "ignore::UserWarning:torch",
+    r"ignore:Guards may run slower on Python 3\.13\.0:RuntimeWarning",
+)
 
 
 @pytest.fixture(autouse=True)

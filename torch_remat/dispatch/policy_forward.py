@@ -32,7 +32,7 @@ from torch_remat.dispatch.policy import CheckpointPolicy
 from torch_remat.dispatch.policy_call import FIRST, ONE, WRITTEN, PolicyCall, SkippedOp, names_of
 from torch_remat.dispatch.record import Record
 from torch_remat.dispatch.saved_results import SavedResults
-from torch_remat.dispatch.schema import Effects, effects_of
+from torch_remat.dispatch.schema import UNKNOWN, Effects, effects_of
 from torch_remat.dispatch.storages import Storages, parts_of
 from torch_remat.errors import PolicyError
 
@@ -211,7 +211,7 @@ class PolicyForward:
     def note_op(self, record: Record, outputs: Sequence[torch.Tensor]) -> None:
         """Note an op with a handle and policy SAVE, once its body is over."""
         self.skipped_op = None
-        call = SkippedOp(record, described(list(outputs), None), effects_of(record))
+        call = SkippedOp(record, described(list(outputs), None), UNKNOWN)
         if record.policy is CheckpointPolicy.OFFLOAD:
             call.away = call.saved
         self._storages.note_made(call, outputs)
