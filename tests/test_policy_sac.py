@@ -110,7 +110,7 @@ POLICIES = {
     "every other": every_other_matmul,
     "list": lambda: list(MM),
 }
-# Torch 2.10 asks a policy before the op runs, so that its own checkpoint has no output to tell.
+# Torch 2.10 and 2.11 ask a policy before the op runs, so that their own checkpoint has no output to tell.
 TELLS_OUTPUT = hasattr(SelectiveCheckpointContext(is_recompute=False), "op_output")
 POLICIES_OF_PEER = [name for name in POLICIES if name != "output" or TELLS_OUTPUT]
 

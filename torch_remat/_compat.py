@@ -106,7 +106,7 @@ def has_returned(ctx: Any) -> bool:
     """
     try:
         return bool(ctx._input_metadata)
-    except RuntimeError:  # torch 2.10, of a context that has no node, as after a forward that raised
+    except RuntimeError:  # before torch 2.13, of a context without a node, as after a forward that raised
         return False
 
 

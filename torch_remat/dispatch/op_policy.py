@@ -62,7 +62,7 @@ class OpContext:
 
     Attributes:
         op_output: What the op returned.
-        is_recompute: False: policies are asked in forward only; torch 2.10 asks in both phases under ``torch.compile``.
+        is_recompute: False: policies are asked in forward only; before 2.13 ``torch.compile`` asks in both phases.
         names: The automatic names of the op's results.
     """
 

@@ -46,13 +46,13 @@ class _Context(OpContext):
 
     @property
     def op_output(self) -> Any:
-        """What the op returned; torch 2.10 asks before it runs."""
+        """What the op returned; before 2.12 torch asks before it runs."""
         try:
             return self._told.op_output
         except AttributeError:
             raise PolicyError(
-                "a policy read ctx.op_output under torch.compile, which in this torch asks before an op runs",
-                remedy="Decide by the op and its arguments there, or use a later release.",
+                "a policy read ctx.op_output under torch.compile, which before torch 2.12 asks before an op runs",
+                remedy="Decide by the op and its arguments there, or use a later torch.",
             ) from None
 
 

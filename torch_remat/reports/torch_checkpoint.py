@@ -50,7 +50,7 @@ def _arguments(frame: Any) -> Iterator[tuple[int, Any]]:
     if isinstance(saved, list):
         yield from enumerate(saved)
         return
-    # Torch 2.10 has them saved by an autograd node, among other things.
+    # Before 2.12 torch has them saved by an autograd node, among other things.
     node: Any = getattr(getattr(frame, "input_saver", None), "grad_fn", None)
     places = _closure(getattr(node, "get_args", None)).get("idx2saved_idx")
     if isinstance(places, dict):
