@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import functools
+import gc
 
 import pytest
 import torch
 import torch._dynamo
 from helpers import Mlp, Stack, assert_same, checkpointed, leaf, parameter_gradients, plain
 from torch import nn
+from torch.utils.checkpoint import SelectiveCheckpointContext
 
 import torch_remat as remat
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning:torch")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning",
+    "ignore::UserWarning:torch",
+    r"ignore:Guards may run slower on Python 3\.13\.0:RuntimeWarning",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -215,6 +221,42 @@ def test_policy_for_ops_is_handed_to_the_compilers_checkpoint(kind):
     actual = torch.autograd.grad(torch.compile(region, backend="aot_eager")(x).sum(), [x, weight])
     for one, other in zip(expected, actual, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def by_output(ctx, op, *args, **kwargs):
+    return isinstance(ctx.op_output, torch.Tensor) and op is torch.ops.aten.mm.default
+
+
+# Torch 2.10 and 2.11 ask a policy before the op runs. (Before 2.13 the mode stays active until the error is gone, so
+# that no tensor can be printed.)
+TELLS_OUTPUT = hasattr(SelectiveCheckpointContext(is_recompute=False), "op_output")
+REFUSED = {"ops have no names": remat.save_names("mm_0_0")}
+if not TELLS_OUTPUT:
+    REFUSED["asks before an op runs"] = by_output
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_policy_that_cannot_be_asked_under_the_compiler_is_an_error_that_says_so(message):
+    def region(x):
+        return remat.checkpoint(policy=REFUSED[message])(lambda x: torch.sin(x @ x))(x)
+
+    said = []
+    try:
+        torch.compile(region, backend="aot_eager")(leaf(4, 4))
+    except RuntimeError as error:
+        said.append(str(error))
+    gc.collect()
+    assert message in said[0]
+
+
+@pytest.mark.skipif(not TELLS_OUTPUT, reason="torch 2.10 and 2.11 ask a policy before the op runs")
+def test_policy_under_the_compiler_may_go_by_the_output():
+    x = leaf(4, 4)
+    region = torch.compile(
+        lambda x: remat.checkpoint(policy=by_output)(lambda x: (x @ x).sin())(x), backend="aot_eager"
+    )
+    expected = torch.autograd.grad((x @ x).sin().sum(), x)
+    torch.testing.assert_close(torch.autograd.grad(region(x).sum(), x), expected)
 
 
 def test_handler_of_a_region_with_a_policy_is_not_compiled():

@@ -10,6 +10,7 @@ from torch.utils.cpp_extension import load_inline
 
 import torch_remat as remat
 from torch_remat.dispatch.placeholder import Source, make_placeholder
+from torch_remat.dispatch.schema import effects_of
 
 SOURCE = Source("block", "op", "out")
 OTHER = torch.arange(6.0).view(2, 3)
@@ -98,3 +99,22 @@ def extension(tmp_path_factory):
 def test_function_in_c_plus_plus_raises_and_does_not_crash(extension, name):
     with pytest.raises(RuntimeError):
         getattr(extension, name)(matrix())
+
+
+def test_op_that_takes_the_place_of_one_of_a_library_that_is_gone_is_taken_for_what_it_is():
+    """By their addresses ops are told apart faster than by their hashes."""
+
+    def define(name, schema):
+        library = torch.library.Library("remat_short_lived", "FRAGMENT")
+        library.define(name + schema)
+        return library, getattr(torch.ops.remat_short_lived, name).default
+
+    for round in range(50):
+        library, op = define(f"view{round}", "(Tensor(a) x) -> Tensor(a)")
+        assert effects_of(op).viewed == (0, "x")
+        del op
+        library._destroy()
+        library, op = define(f"value{round}", "(Tensor x) -> Tensor")
+        assert effects_of(op).viewed is None
+        del op
+        library._destroy()

@@ -25,6 +25,7 @@ from native_programs import (
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy as TorchPolicy
+from torch.utils.checkpoint import SelectiveCheckpointContext
 
 import torch_remat as remat
 
@@ -109,6 +110,9 @@ POLICIES = {
     "every other": every_other_matmul,
     "list": lambda: list(MM),
 }
+# Torch 2.10 and 2.11 ask a policy before the op runs, so that their own checkpoint has no output to tell.
+TELLS_OUTPUT = hasattr(SelectiveCheckpointContext(is_recompute=False), "op_output")
+POLICIES_OF_PEER = [name for name in POLICIES if name != "output" or TELLS_OUTPUT]
 
 
 @pytest.mark.parametrize("early_stop", [True, False])
@@ -119,7 +123,7 @@ def test_gradients_are_those_of_plain_autograd(function, policy, early_stop):
     assert_equal_gradients(function, region(POLICIES[policy](), early_stop=early_stop)(function), inputs)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", POLICIES_OF_PEER)
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
 def test_never_more_ops_in_replay_than_the_peer(function, policy):
     inputs = leaf(4, 4), leaf(4, 4)
@@ -128,7 +132,7 @@ def test_never_more_ops_in_replay_than_the_peer(function, policy):
     assert not Counter(ours) - Counter(peer), (ours, peer)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", POLICIES_OF_PEER)
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
 def test_never_more_bytes_than_the_peer(function, policy):
     inputs = leaf(4, 4), leaf(4, 4)
@@ -139,7 +143,7 @@ def test_never_more_bytes_than_the_peer(function, policy):
     assert ours <= retained_bytes(sac(POLICIES[policy]())(function), inputs)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", POLICIES_OF_PEER)
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
 def test_peak_is_not_above_the_peers(function, policy):
     inputs = leaf(32, 4), leaf(4, 4)
@@ -235,6 +239,19 @@ def test_our_own_policy_values_are_understood():
 def test_policy_that_returns_something_else_is_an_error(value):
     with pytest.raises((remat.RematError, TypeError, ValueError)):
         region(lambda ctx, op, *args, **kwargs: value)(sine_chain)(leaf(4, 4), leaf(4, 4))
+
+
+def test_error_of_a_policy_is_not_lost_in_an_operator():
+    """Of a `TypeError` inside of ``@`` Python makes one of its own."""
+    with pytest.raises(remat.PolicyError, match=r"the policy returned None for aten\.mm\.default") as caught:
+        region(lambda ctx, op, *args, **kwargs: None, region_name="block")(lambda x: x @ x)(leaf(4, 4))
+    assert caught.value.region == "block"
+
+
+def test_type_error_of_a_function_with_a_policy_reaches_the_caller():
+    with pytest.raises(TypeError, match="unsupported operand") as caught:
+        region(MM)(lambda x: x @ "y")(leaf(4, 4))
+    assert type(caught.value) is TypeError
 
 
 def test_exception_in_the_policy_reaches_the_caller():

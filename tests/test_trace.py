@@ -225,7 +225,7 @@ def test_gradients_under_a_trace_are_the_same():
 
 def test_trace_in_a_profile_is_an_error():
     with (
-        profile(activities=[ProfilerActivity.CPU]),
+        profile(activities=[ProfilerActivity.CPU], acc_events=True),
         pytest.raises(remat.UsageError, match="a profiler runs already"),
         remat.trace(),
     ):
@@ -240,7 +240,7 @@ def test_trace_while_another_thread_records_is_an_error():
             pass
         raised.append(caught.value)
 
-    for around in (remat.trace(), profile(activities=[ProfilerActivity.CPU])):
+    for around in (remat.trace(), profile(activities=[ProfilerActivity.CPU], acc_events=True)):
         with around:
             thread = threading.Thread(target=record)
             thread.start()

@@ -17,6 +17,7 @@ from torch_remat.dispatch.naming import default_name
 from torch_remat.dispatch.op_policy import as_policy
 from torch_remat.dispatch.options import DEFAULTS, ContextFn, DeterminismCheck, Options
 from torch_remat.dispatch.outputs import tensors_of
+from torch_remat.dispatch.policy_for_torch import for_torch
 from torch_remat.errors import UsageError
 from torch_remat.offload.protocol import Offloader
 
@@ -263,7 +264,7 @@ def _compiled(options: Options, function: Callable[..., R], args: Any, kwargs: A
     if options.context_fn is not None:
         more["context_fn"] = options.context_fn
     elif options.policy is not None:
-        more["context_fn"] = partial(create_selective_checkpoint_contexts, options.policy.for_torch())
+        more["context_fn"] = partial(create_selective_checkpoint_contexts, for_torch(options.policy))
 
     def call(*args: Any) -> R:
         return function(*args, **kwargs)

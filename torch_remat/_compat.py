@@ -104,7 +104,10 @@ def has_returned(ctx: Any) -> bool:
 
     Public names tell no difference to a context whose forward raised.
     """
-    return bool(ctx._input_metadata)
+    try:
+        return bool(ctx._input_metadata)
+    except RuntimeError:  # before torch 2.13, of a context without a node, as after a forward that raised
+        return False
 
 
 def adopt_pytree_node(kind: type) -> bool:

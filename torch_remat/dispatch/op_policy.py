@@ -42,7 +42,7 @@ class Decision(IntEnum):
 
 
 # By name, since not all releases of torch know the policies that offload.
-_OF_TORCH = {
+OF_TORCH = {
     name: Decision[name.replace("CPU_", "")]
     for name in TorchPolicy.__members__
     if name.replace("CPU_", "") in Decision.__members__
@@ -53,16 +53,8 @@ _DECISIONS: dict[Any, Decision] = {
     CheckpointPolicy.RECOMPUTE: Decision.PREFER_RECOMPUTE,
     CheckpointPolicy.SAVE: Decision.MUST_SAVE,
     CheckpointPolicy.OFFLOAD: Decision.MUST_OFFLOAD,
-    **{TorchPolicy[name]: decision for name, decision in _OF_TORCH.items()},
+    **{TorchPolicy[name]: decision for name, decision in OF_TORCH.items()},
 }
-_FOR_TORCH = {decision: TorchPolicy[name] for name, decision in _OF_TORCH.items()}
-
-
-def _no_names() -> Sequence[str]:
-    raise PolicyError(
-        "a policy by name was used under torch.compile, where ops have no names",
-        remedy="Use a list of ops or a function that does not ask for ctx.name there.",
-    )
 
 
 class OpContext:
@@ -70,7 +62,7 @@ class OpContext:
 
     Attributes:
         op_output: What the op returned.
-        is_recompute: Always False: policies are asked in forward only.
+        is_recompute: False: policies are asked in forward only; before 2.13 ``torch.compile`` asks in both phases.
         names: The automatic names of the op's results.
     """
 
@@ -101,19 +93,6 @@ class OpPolicy(ABC):
     @abstractmethod
     def begin(self) -> Decider:
         """Begin one forward."""
-
-    def for_torch(self) -> Callable[..., TorchPolicy]:
-        """Return the policy as a function for torch's own checkpoint, to which the compiler's regions are handed.
-
-        Automatic names are known in eager mode only.
-        """
-        decider = self.begin()
-
-        def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> TorchPolicy:
-            said = decider.decide(OpContext(ctx.op_output, _no_names), op, args, kwargs)
-            return _FOR_TORCH.get(max(said), TorchPolicy.PREFER_RECOMPUTE)
-
-        return policy
 
     def __or__(self, other: Any) -> OpPolicy:
         """Combine with another policy."""

@@ -123,5 +123,5 @@ def names_of(calls: Sequence[PolicyCall]) -> Iterator[str]:
     """Yield the names of all results, those given by hand and the automatic ones."""
     for call in calls:
         yield from call.names.values()
-        if type(call.results) is Meta or type(call.results) is list:
+        if type(call) is not SkippedOp and (type(call.results) is Meta or type(call.results) is list):
             yield from call.labels()

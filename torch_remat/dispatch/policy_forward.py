@@ -32,8 +32,8 @@ from torch_remat.dispatch.policy import CheckpointPolicy
 from torch_remat.dispatch.policy_call import FIRST, ONE, WRITTEN, PolicyCall, SkippedOp, names_of
 from torch_remat.dispatch.record import Record
 from torch_remat.dispatch.saved_results import SavedResults
-from torch_remat.dispatch.schema import Effects, effects_of
-from torch_remat.dispatch.storages import Storages
+from torch_remat.dispatch.schema import UNKNOWN, Effects, effects_of
+from torch_remat.dispatch.storages import Storages, parts_of
 from torch_remat.errors import PolicyError
 
 if TYPE_CHECKING:
@@ -84,7 +84,14 @@ class PolicyForward:
         self._counts: dict[tuple[str, str], int] = {}
         self._storages = Storages(ops.region.hooks is not None)
         self.results = SavedResults(ops, self._storages, allow_mutation)
+        self._refused: tuple[str, str | None] | None = None
         self._roots: list[tuple[int, int, int]] = []
+
+    def raise_refused(self) -> None:
+        """Raise the policy's error after all, of which an operator as ``@`` makes a `TypeError` of its own."""
+        if self._refused is not None:
+            what, remedy = self._refused
+            raise PolicyError(what, region=self._ops.region.name, remedy=remedy) from None
 
     def watch(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run an op, ask the policy, and note what it did."""
@@ -204,7 +211,7 @@ class PolicyForward:
     def note_op(self, record: Record, outputs: Sequence[torch.Tensor]) -> None:
         """Note an op with a handle and policy SAVE, once its body is over."""
         self.skipped_op = None
-        call = SkippedOp(record, described(list(outputs), None), effects_of(record))
+        call = SkippedOp(record, described(list(outputs), None), UNKNOWN)
         if record.policy is CheckpointPolicy.OFFLOAD:
             call.away = call.saved
         self._storages.note_made(call, outputs)
@@ -212,7 +219,11 @@ class PolicyForward:
         self.results.note(call, outputs)
 
     def _decide(self, call: PolicyCall, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-        said = self._decider.decide(OpContext(result, call.labels), call.op, args, kwargs)
+        try:
+            said = self._decider.decide(OpContext(result, call.labels), call.op, args, kwargs)
+        except PolicyError as error:
+            self._refused = error.what, error.remedy
+            raise
         if call.effects.viewed is not None or call.effects.reshapes:
             return
         # An op that changes what lies outside is not repeated, so that what else it makes cannot be made again.
@@ -240,6 +251,8 @@ class PolicyForward:
         key = key_of(tensor)
         writer = self._storages.writers.get(key)
         if writer is None:
+            if type(tensor) is not torch.Tensor:
+                self._roots += [(len(self._saved), key_of(part), len(self._calls)) for part in parts_of(tensor)]
             return None
         call, place = writer
         if place not in call.packed:

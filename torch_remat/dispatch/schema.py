@@ -48,6 +48,10 @@ class Effects(NamedTuple):
     view: bool
 
 
+# Those of what has no schema: a higher-order op, or a body that is skipped.
+UNKNOWN = Effects(None, False, False, (), (), True, False, "aten", "", False, False, False)
+
+
 def argument(where: Argument, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return one argument of a call, None if it was left out."""
     place, name = where
@@ -56,14 +60,16 @@ def argument(where: Argument, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 def effects_of(op: Any) -> Effects:
     """Return what an op does besides computing."""
-    # By identity, since ops hash themselves in Python; no op ever dies.
+    # By identity, since ops hash themselves in Python.
     effects = _effects.get(id(op))
     if effects is None:
+        _known.append(op)  # an op dies with its library, and the next one may lie where it lay
         effects = _effects[id(op)] = _read(op)
     return effects
 
 
 _effects: dict[int, Effects] = {}
+_known: list[Any] = []
 
 
 def _read(op: Any) -> Effects:
@@ -72,7 +78,7 @@ def _read(op: Any) -> Effects:
     name = packet if namespace == "aten" else f"{namespace}.{packet}"
     schema = getattr(op, "_schema", None)
     if schema is None:  # a higher-order op
-        return Effects(None, False, False, (), (), True, False, namespace, name, False, False, False)
+        return UNKNOWN._replace(namespace=namespace, name=name)
     arguments = list(enumerate(schema.arguments))
     writes = [
         (place, value) for place, value in arguments if value.alias_info is not None and value.alias_info.is_write

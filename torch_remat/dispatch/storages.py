@@ -13,7 +13,7 @@ last writer, and for later its aliases of this kind are kept, with the counters 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -87,6 +87,8 @@ class Storages:
             reads.append(key)
             if self._is_foreign(key) and not tensor.is_inference():
                 versions.append((at, tensor._version))
+            if type(tensor) is not Tensor and type(tensor) is not Parameter:
+                reads += map(key_of, parts_of(tensor))
         call.reads = reads
         call.versions = versions
         effects = call.effects
@@ -217,3 +219,12 @@ class Storages:
             if self._nested or tensor.layout is not torch.strided or tensor.nbytes != tensor.untyped_storage().nbytes():
                 call.whole = False
         call.outside = outside
+
+
+def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield what a wrapper has inside, which an op on the wrapper reads; no op tells that it was wrapped."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        for name in tensor.__tensor_flatten__()[0]:
+            part = getattr(tensor, name)
+            yield part
+            yield from parts_of(part)

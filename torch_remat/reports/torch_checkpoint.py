@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+_BEFORE_ARGUMENTS = 2  # an empty tensor and the keyword arguments
+
 
 class TorchCheckpoint:
     """Stands for a saved tensor that ``torch.utils.checkpoint`` recomputes; it has what that keeps instead."""
@@ -20,8 +22,8 @@ class TorchCheckpoint:
 
     def kept(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the name and value of what the checkpoint keeps: its arguments and random state."""
-        for index, argument in enumerate(self._frame.saved_args):
-            tensor = argument if isinstance(argument, torch.Tensor) else getattr(argument, "data", None)
+        for index, argument in _arguments(self._frame):
+            tensor = argument if isinstance(argument, torch.Tensor) else _data(argument)
             if isinstance(tensor, torch.Tensor):
                 yield f"args[{index}]", tensor
         for value in _closure(getattr(self._frame, "recompute_fn", None)).values():
@@ -35,12 +37,37 @@ class TorchCheckpoint:
         if not is_of_checkpoint(hook):
             return None
         frame = _closure(hook).get("frame")
-        return cls(frame) if isinstance(getattr(frame, "saved_args", None), list) else None
+        return None if frame is None else cls(frame)
 
 
 def is_of_checkpoint(hook: Any) -> bool:
     """Whether an unpack hook is that of ``torch.utils.checkpoint``."""
     return getattr(hook, "__module__", None) == "torch.utils.checkpoint"
+
+
+def _arguments(frame: Any) -> Iterator[tuple[int, Any]]:
+    saved = getattr(frame, "saved_args", None)
+    if isinstance(saved, list):
+        yield from enumerate(saved)
+        return
+    # Before 2.12 torch has them saved by an autograd node, among other things.
+    node: Any = getattr(getattr(frame, "input_saver", None), "grad_fn", None)
+    places = _closure(getattr(node, "get_args", None)).get("idx2saved_idx")
+    if isinstance(places, dict):
+        try:
+            saved = node._raw_saved_tensors
+        except RuntimeError:  # released
+            return
+        for place, at in places.items():
+            if place >= _BEFORE_ARGUMENTS:
+                yield place - _BEFORE_ARGUMENTS, saved[at]
+
+
+def _data(argument: Any) -> Any:
+    try:
+        return getattr(argument, "data", None)
+    except RuntimeError:  # released
+        return None
 
 
 def _closure(function: Any) -> dict[str, Any]:
