@@ -82,8 +82,7 @@ class DiskOffloader:
     @property
     def offloaded_bytes(self) -> int:
         """Bytes of the tensors that are away now, those included whose files are being written."""
-        with self._store.guard:  # which counts what another thread's release has left to do
-            return self._store.used_bytes
+        return self._store.used_bytes()
 
     def offload(self, tensor: torch.Tensor, info: OffloadInfo) -> Entry | None:
         """Queue the tensor to be written; see `Offloader.offload`."""
@@ -117,7 +116,7 @@ class DiskOffloader:
 
     def release(self, ticket: Entry) -> None:
         """Remove the file; see `Offloader.release`."""
-        self._store.guard.add(ticket)
+        self._store.release(ticket)
 
     def still_here(self, ticket: Entry) -> torch.Tensor | None:
         """Return the tensor while its file is not written, or if it cannot be; see `Offloader`."""

@@ -34,8 +34,7 @@ _numbers = itertools.count()
 
 def new_path(directory: str) -> str:
     """Return a path for a new file of this process."""
-    pid = os.getpid()
-    return os.path.join(directory, f"torch_remat-{_machine()}-{pid}-{_start_time(pid) or 0}-{next(_numbers)}.raw")
+    return os.path.join(directory, f"{_prefix(os.getpid())}-{next(_numbers)}.raw")
 
 
 def write(path: str, content: torch.Tensor) -> int:
@@ -119,6 +118,12 @@ def remove_orphans(directory: str) -> list[str]:
                     os.unlink(entry.path)
                     removed.append(entry.name)
     return removed
+
+
+@cache
+def _prefix(pid: int) -> str:
+    """Return how the names of this process begin; a forked child has a pid of its own."""
+    return f"torch_remat-{_machine()}-{pid}-{_start_time(pid) or 0}"
 
 
 def _memory_of(content: torch.Tensor) -> memoryview:
