@@ -38,6 +38,26 @@ def test_limit_of_bytes_keeps_tensors_resident_and_one_warning_says_so(tmp_path)
     assert_same(x.grad, expected_gradient(x, 6))
 
 
+def test_tensors_that_could_not_be_written_use_up_no_bytes(tmp_path):
+    directory = tmp_path / "store"
+    offloader, x = remat.DiskOffloader(directory, min_bytes=0, max_bytes=1000), leaf(8, 8)
+    wrap = remat.checkpoint(offloader=offloader, offload_inputs=True)(torch.sin)
+    directory.rmdir()
+    stuck = wrap(x * 1)
+    with pytest.warns(RuntimeWarning, match="no file could be written"):
+        offloader.flush()
+    assert offloader.offloaded_bytes == 0
+    directory.mkdir()
+    written = [wrap(x * 2) for _ in range(3)]
+    offloader.flush()
+    assert (len(stored(offloader)), offloader.offloaded_bytes) == (3, 3 * 256)
+    stuck.sum().backward()
+    assert_same(x.grad, x.detach().cos())
+    assert offloader.offloaded_bytes == 3 * 256
+    del written
+    assert (stored(offloader), offloader.offloaded_bytes) == ([], 0)
+
+
 def test_full_disk_keeps_tensors_resident_and_one_warning_says_so(tmp_path, monkeypatch):
     write, room = os.write, [3000]
 
