@@ -18,7 +18,6 @@ from helpers import assert_same, checkpointed, collector_off, leaf
 import torch_remat as remat
 from torch_remat.offload import files
 from torch_remat.offload.entry import Entry
-from torch_remat.offload.guard import Guard
 
 ROOT = str(Path(__file__).parent.parent)
 
@@ -37,6 +36,26 @@ def test_limit_of_bytes_keeps_tensors_resident_and_one_warning_says_so(tmp_path)
     y.sum().backward()
     assert offloader.offloaded_bytes == 0
     assert_same(x.grad, expected_gradient(x, 6))
+
+
+def test_tensors_that_could_not_be_written_use_up_no_bytes(tmp_path):
+    directory = tmp_path / "store"
+    offloader, x = remat.DiskOffloader(directory, min_bytes=0, max_bytes=1000), leaf(8, 8)
+    wrap = remat.checkpoint(offloader=offloader, offload_inputs=True)(torch.sin)
+    directory.rmdir()
+    stuck = wrap(x * 1)
+    with pytest.warns(RuntimeWarning, match="no file could be written"):
+        offloader.flush()
+    assert offloader.offloaded_bytes == 0
+    directory.mkdir()
+    written = [wrap(x * 2) for _ in range(3)]
+    offloader.flush()
+    assert (len(stored(offloader)), offloader.offloaded_bytes) == (3, 3 * 256)
+    stuck.sum().backward()
+    assert_same(x.grad, x.detach().cos())
+    assert offloader.offloaded_bytes == 3 * 256
+    del written
+    assert (stored(offloader), offloader.offloaded_bytes) == ([], 0)
 
 
 def test_full_disk_keeps_tensors_resident_and_one_warning_says_so(tmp_path, monkeypatch):
@@ -133,8 +152,7 @@ def test_error_about_a_damaged_file_that_was_to_be_read_ahead_keeps_nothing_aliv
         offloader.flush()
         os.truncate(ticket.path, 0)
         offloader.prefetch(ticket)
-        store = offloader._store
-        assert soon(lambda: not (store._reads or store._reading))
+        assert soon(lambda: ticket.ahead.is_done)
         with pytest.raises(remat.OffloadError, match="0 bytes instead of 400"):
             offloader.onload(ticket)
         return ref(marker)
@@ -307,60 +325,27 @@ def test_without_threads_tensors_stay_resident_and_one_warning_says_so(tmp_path,
 
 
 def test_offloader_in_a_cycle_is_closed_by_a_collection_in_its_own_thread(tmp_path, monkeypatch):
-    """The thread holds the lock meanwhile, so it cannot close what it works for."""
-    new_path, collected = files.new_path, []
+    """The thread cannot wait for itself, so it cannot close what it works for."""
+    write, collected = files.write, []
 
-    def collecting(directory):
+    def collecting(path, content):
         collected.append(gc.collect())
-        return new_path(directory)
+        return write(path, content)
 
     offloader = remat.DiskOffloader(tmp_path, min_bytes=0)
-    tensor = torch.ones(10)
-    monkeypatch.setattr(files, "new_path", collecting)
+    monkeypatch.setattr(files, "write", collecting)
     gc.disable()
     try:
         store, offloader.cycle = offloader._store, offloader
-        with store.guard:  # no thread begins before the offloader is garbage
-            entry = Entry(tensor, remat.OffloadInfo("r", "o", "t", "residual", 40), None)
-            store._look_after_threads()
-            store._writes.append(entry)
-            store._changed.notify_all()
+        with store.guard.lock:
+            store._look_after_crew()
             del offloader
+        store._crew.add(Entry(torch.ones(10), remat.OffloadInfo("r", "o", "t", "residual", 40), None))
         assert soon(lambda: store._closed)
         assert soon(lambda: list(tmp_path.iterdir()) == [])
         assert collected[0] > 0
     finally:
         gc.enable()
-
-
-def test_what_is_released_while_a_thread_begins_to_wait_is_dealt_with():
-    class Owner:
-        def __init__(self):
-            self.settled = []
-            self.guard = Guard(self.settle)
-
-        def settle(self, value):
-            self.settled.append(value)
-
-    owner = Owner()
-    changed = threading.Condition(owner.guard)
-
-    def wait():
-        with owner.guard:
-            adding = threading.Thread(target=owner.guard.add, args=(1,))
-            adding.start()
-            adding.join()  # it found the lock taken
-            assert owner.settled == []
-            changed.wait(30)
-
-    waiting = threading.Thread(target=wait)
-    waiting.start()
-    try:
-        assert soon(lambda: owner.settled == [1])
-    finally:
-        with owner.guard:
-            changed.notify_all()
-        waiting.join()
 
 
 def test_bytes_of_released_tensors_are_not_counted_while_another_thread_has_the_lock(tmp_path):
@@ -373,7 +358,7 @@ def test_bytes_of_released_tensors_are_not_counted_while_another_thread_has_the_
     guard, taken, released = offloader._store.guard, threading.Event(), threading.Event()
 
     def hold():
-        with guard:
+        with guard.lock:
             taken.set()
             released.wait()
 

@@ -22,6 +22,7 @@ from torch import nn
 
 import torch_remat as remat
 from torch_remat.offload import files
+from torch_remat.offload.entry import Entry
 
 
 @pytest.fixture(autouse=True)
@@ -266,8 +267,32 @@ def test_what_cannot_be_written_is_in_place(tmp_path):
     (tmp_path / "gone").rmdir()
     with pytest.warns(RuntimeWarning, match="stays in memory"):
         y = run_and_flush(offloader, torch.randn(20, 20, requires_grad=True))
-    assert in_place(remat.memory_report()) == 12 * 1600
+    report = remat.memory_report()
+    assert in_place(report) == report.bytes == 12 * 1600
+    assert report.offloaded_bytes == offloader.offloaded_bytes == 0
+    assert {tensor.kind for tensor in report.all_tensors()} == {"input", "saved"}
+    assert "not gone yet" not in str(report)
     y.sum().backward()
+
+
+def test_what_cannot_be_written_is_explained_as_kept(tmp_path, monkeypatch):
+    def fail_at_once(self):
+        self.end("OSError: no")
+
+    offloader = remat.DiskOffloader(tmp_path, min_bytes=0)
+    monkeypatch.setattr(Entry, "do", fail_at_once)
+    tell = offloader.offload
+
+    def offload(tensor, info):
+        ticket = tell(tensor, info)
+        offloader.flush()
+        return ticket
+
+    monkeypatch.setattr(offloader, "offload", offload)
+    with pytest.warns(RuntimeWarning, match="stays in memory"):
+        told = remat.explain(region(offloader))(leaf(8, 8) * 1)
+    why = [tensor.why for op in told.regions[0].ops for tensor in op.tensors if tensor.state == "kept"]
+    assert any("took it, but it could not leave" in one for one in why)
 
 
 def legend(report):

@@ -54,8 +54,8 @@ class Manifest:
 
     def offloaded_bytes(self) -> int:
         """Return the bytes that the region has away now."""
-        parcels = {id(parcel): parcel for known in (*self.inputs, *self.residuals) if (parcel := known()) is not None}
-        return sum(parcel.trip.bytes for parcel in parcels.values())
+        trips = {parcel.trip for known in (*self.inputs, *self.residuals) if (parcel := known()) is not None}
+        return sum(trip.bytes for trip in trips if not trip.stays())
 
 
 class Route:

@@ -56,6 +56,18 @@ class Trip:
         self.bytes = count
         self.asked_on: dict[Trip, Any] | None = None
 
+    def told(self, method: str) -> Any:
+        """Return what one of the offloader's optional methods tells of the tensor; None if it tells nothing."""
+        ask = getattr(self.offloader, method, None)
+        try:
+            return None if ask is None else ask(self.ticket)
+        except Exception:
+            return None  # a report does not fail because of an offloader
+
+    def stays(self) -> bool:
+        """Whether the tensor was taken and could not leave after all."""
+        return self.told("stays") is True
+
 
 class Parcel:
     """A part of a storage that is away; see NOTE [ What travels ].

@@ -115,8 +115,7 @@ class CpuOffloader:
     @property
     def offloaded_bytes(self) -> int:
         """Bytes of the tensors that are away now."""
-        with self._guard:  # which counts what another thread's release has left to do
-            return self._offloaded_bytes
+        return self._guard.run(lambda: self._offloaded_bytes)  # without what another thread's release left to do
 
     @property
     def host_bytes(self) -> int:
@@ -127,12 +126,8 @@ class CpuOffloader:
         """Start the copy to host memory; see `Offloader.offload`."""
         if info.bytes < self.min_bytes:
             return None
-        with self._guard:
-            lane = self._lane_of(tensor.device)
-            buffer = self._pool.take(info.bytes)
-            if buffer is not None:
-                ticket = self._send(tensor, buffer, lane)
-        if buffer is None:
+        ticket = self._guard.run(lambda: self._send(tensor, info.bytes))
+        if ticket is None:
             self._say(
                 f"CpuOffloader: there is no host memory left for {info.name} ({info.bytes:,} bytes), so it stays on "
                 f"the device, as other tensors may. max_bytes={self._pool.max_bytes} is the limit."
@@ -181,7 +176,11 @@ class CpuOffloader:
             lane = self._lanes[device] = self._make_lane(device)
         return lane
 
-    def _send(self, tensor: torch.Tensor, buffer: torch.Tensor, lane: Lane) -> _Ticket:
+    def _send(self, tensor: torch.Tensor, count: int) -> _Ticket | None:
+        lane = self._lane_of(tensor.device)
+        buffer = self._pool.take(count)
+        if buffer is None:
+            return None
         ticket = _Ticket(tensor, buffer, lane)
         try:
             ticket.mark = lane.away(tensor, ticket.stored)
@@ -204,8 +203,7 @@ class CpuOffloader:
 
     def _let_go_of_sources(self) -> None:
         if self._pending:
-            with self._guard:
-                self._drop_arrived()
+            self._guard.run(self._drop_arrived)
 
     def _drop_arrived(self) -> None:
         while self._pending and self._pending[0].arrived():

@@ -30,7 +30,7 @@ class DiskOffloader:
     Args:
         directory: Where the files go; it is made, with mode 0700, if it is not there.
         max_bytes: How many bytes may be away at once, or None. A tensor beyond that stays where it is; one warning
-            says so.
+            says so. Tensors that could not be written do not count.
         min_bytes: The smallest tensor worth a file; smaller ones stay.
         prefetch_bytes: How many bytes are read ahead of their use; 0 for none.
         threads: How many threads write and read.
@@ -81,9 +81,8 @@ class DiskOffloader:
 
     @property
     def offloaded_bytes(self) -> int:
-        """Bytes of the tensors that are away now, those included whose files are being written."""
-        with self._store.guard:  # which counts what another thread's release has left to do
-            return self._store.used_bytes
+        """Bytes of the tensors that are away now, with those whose files are being written, without those that stay."""
+        return self._store.used_bytes()
 
     def offload(self, tensor: torch.Tensor, info: OffloadInfo) -> Entry | None:
         """Queue the tensor to be written; see `Offloader.offload`."""
@@ -117,11 +116,15 @@ class DiskOffloader:
 
     def release(self, ticket: Entry) -> None:
         """Remove the file; see `Offloader.release`."""
-        self._store.guard.add(ticket)
+        self._store.release(ticket)
 
     def still_here(self, ticket: Entry) -> torch.Tensor | None:
         """Return the tensor while its file is not written, or if it cannot be; see `Offloader`."""
         return ticket.tensor
+
+    def stays(self, ticket: Entry) -> bool:
+        """Whether the file could not be written, so that the tensor stays; see `Offloader`."""
+        return bool(ticket.result)
 
     def flush(self) -> None:
         """Wait until everything that was offloaded is in its file, or cannot be."""

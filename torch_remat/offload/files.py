@@ -9,6 +9,10 @@ ends this process (SIGBUS), and who changes it changes what was checked already.
 A name is ``torch_remat-<machine>-<pid>-<start time of the process>-<number>.raw``. A process that finds files of its
 own machine whose process is gone (no such pid, or another start time) removes them. Files of other machines, of
 other pid namespaces and of other users are left alone.
+
+NOTE [ Files of threads that are killed ]
+A thread may be killed between any two bytecodes, most of all just after a call that waits (see `crew`). So a file is
+opened, and its descriptor put where it will be closed, in one call of C code.
 """
 
 from __future__ import annotations
@@ -34,8 +38,7 @@ _numbers = itertools.count()
 
 def new_path(directory: str) -> str:
     """Return a path for a new file of this process."""
-    pid = os.getpid()
-    return os.path.join(directory, f"torch_remat-{_machine()}-{pid}-{_start_time(pid) or 0}-{next(_numbers)}.raw")
+    return os.path.join(directory, f"{_prefix(os.getpid())}-{next(_numbers)}.raw")
 
 
 def write(path: str, content: torch.Tensor) -> int:
@@ -51,15 +54,18 @@ def write(path: str, content: torch.Tensor) -> int:
     checksum = 0
     memory = _memory_of(content)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
-    descriptor = os.open(path, flags, 0o600)
+    opened: list[int] = []
     try:
+        opened += map(os.open, (path,), (flags,), (0o600,))  # see NOTE [ Files of threads that are killed ]
+        (descriptor,) = opened
         for start in range(0, len(memory), _CHUNK_BYTES):
             chunk = memory[start : start + _CHUNK_BYTES]
             checksum = zlib.crc32(chunk, checksum)
             while len(chunk):
                 chunk = chunk[os.write(descriptor, chunk) :]
     finally:
-        os.close(descriptor)
+        for descriptor in opened:
+            os.close(descriptor)
     return checksum
 
 
@@ -77,8 +83,10 @@ def read(path: str, count: int, checksum: int) -> torch.Tensor:
     """
     # Without O_NONBLOCK, to open a pipe would wait for someone who writes to it.
     flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-    descriptor = os.open(path, flags)
+    opened: list[int] = []
     try:
+        opened += map(os.open, (path,), (flags,))
+        (descriptor,) = opened
         about = os.fstat(descriptor)
         if not stat.S_ISREG(about.st_mode):
             raise ValueError("it is no regular file any more")
@@ -91,7 +99,8 @@ def read(path: str, count: int, checksum: int) -> torch.Tensor:
                 found = zlib.crc32(memory[length : length + got], found)
                 length += got
     finally:
-        os.close(descriptor)
+        for descriptor in opened:
+            os.close(descriptor)
     if found != checksum:
         raise ValueError("its checksum is not that of what was written")
     return torch.frombuffer(content, dtype=torch.uint8)
@@ -119,6 +128,12 @@ def remove_orphans(directory: str) -> list[str]:
                     os.unlink(entry.path)
                     removed.append(entry.name)
     return removed
+
+
+@cache
+def _prefix(pid: int) -> str:
+    """Return how the names of this process begin; a forked child has a pid of its own."""
+    return f"torch_remat-{_machine()}-{pid}-{_start_time(pid) or 0}"
 
 
 def _memory_of(content: torch.Tensor) -> memoryview:

@@ -13,18 +13,39 @@ from typing import Any, Generic, TypeVar
 from weakref import WeakMethod, WeakSet
 
 T = TypeVar("T")
+R = TypeVar("R")
+
+
+class _Here(threading.local):
+    """This thread.
+
+    Attributes:
+        mortal: Whether it may be killed, and so takes no lock; see NOTE [ Threads that may be killed ].
+    """
+
+    mortal = False
+
+
+here = _Here()
 
 
 class Guard(Generic[T]):
     """A lock, and a queue of values that whoever holds it hands to a function.
 
     `add` never waits: the value is dealt with at once if the lock is free, else by its holder, at the latest when it
-    lets go of it. So `add` may be called from a finalizer that interrupts the holder on its own thread. To wait for
-    something under it, make a ``threading.Condition`` of the guard itself: that lets go of it as others do.
+    lets go of it. So `add` may be called from a finalizer that interrupts the holder on its own thread. On a thread
+    that may be killed, it leaves the value to the next caller.
+
+    An exception may come between any two bytecodes (Ctrl-C on the main thread), but not inside of C code. So the lock
+    is C's own, and it is taken by ``with``, or by one call of C code that also notes that it was: no exception finds
+    it taken and nobody there to let go of it.
 
     Args:
         settle: The owner's method that is called with each value, under the lock; known weakly, as the owner has the
             guard.
+
+    Attributes:
+        lock: The lock.
     """
 
     def __init__(self, settle: Callable[[T], None]) -> None:
@@ -36,38 +57,34 @@ class Guard(Generic[T]):
     def add(self, value: T) -> None:
         """Have a value dealt with, now or soon."""
         self._waiting.append(value)
-        self._drain()
-
-    def acquire(self, blocking: bool = True) -> bool:
-        """Take the lock."""
-        return self.lock.acquire(blocking)
-
-    def release(self) -> None:
-        """Let go of the lock, and deal with what came meanwhile."""
-        self.lock.release()
-        if self._waiting:
+        if not here.mortal:
             self._drain()
 
-    def __enter__(self) -> None:
-        """Take the lock, and deal with what came before."""
-        self.lock.acquire()
-        try:
-            self._settle_all()
-        except BaseException:
-            self.lock.release()
-            raise
+    def run(self, work: Callable[[], R]) -> R:
+        """Deal with what came before, do something, and deal with what came meanwhile.
 
-    def __exit__(self, *_: object) -> None:
-        """Let go of the lock, and deal with what came meanwhile."""
-        self.release()
+        Args:
+            work: What to do under the lock.
+        """
+        try:
+            with self.lock:
+                self._settle_all()
+                return work()
+        finally:
+            self._drain()
 
     def _drain(self) -> None:
         # A value that is added after the last look finds the lock free.
-        while self._waiting and self.lock.acquire(blocking=False):
+        while self._waiting:
+            taken: list[bool] = []
             try:
+                taken += map(self.lock.acquire, (False,))
+                if True not in taken:
+                    return
                 self._settle_all()
             finally:
-                self.lock.release()
+                if True in taken:
+                    self.lock.release()
 
     def _settle_all(self) -> None:
         while self._waiting:

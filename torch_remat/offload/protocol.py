@@ -61,7 +61,9 @@ class Offloader(Protocol):
     tensor is always asked for; 0 or less means never).
 
     The optional method ``still_here(ticket)`` returns the tensor that `offload` was given as long as the offloader
-    keeps it, else None. Memory reports ask it, on any thread, to tell what has not left yet; it must not wait.
+    keeps it, else None. The optional method ``stays(ticket)`` returns whether a tensor that was taken could not leave
+    after all, and is kept until `release`. Memory reports ask both, on any thread, to tell what has not left yet and
+    what never will; they must not wait.
 
     `remat.testing.check_offloader` checks an implementation against all of this.
 

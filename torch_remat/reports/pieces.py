@@ -88,10 +88,14 @@ def pieces_in(kept: Any, made_on: torch.device | None = None) -> Iterator[Piece]
 
 def _offloaded(kept: Offloaded) -> Iterator[Piece]:
     parcel, placement = kept.parcel, kept.placement
+    here = _still_there(parcel)
+    if here is not None and parcel.trip.stays():
+        yield Piece(placement.shape, placement.dtype, str(here.device), _memory_of(here))
+        return
     away = Memory(("parcel", id(parcel)), parcel, parcel.trip.bytes)
     yield Piece(placement.shape, placement.dtype, type(parcel.trip.offloader).__name__, [away], offloaded=True)
     both: Sequence[tuple[torch.Tensor | None, Besides]] = (
-        (_still_there(parcel), "not gone yet"),
+        (here, "not gone yet"),
         (parcel.value, "brought back"),
     )
     for tensor, why in both:
@@ -100,12 +104,7 @@ def _offloaded(kept: Offloaded) -> Iterator[Piece]:
 
 
 def _still_there(parcel: Parcel) -> torch.Tensor | None:
-    trip = parcel.trip
-    ask = getattr(trip.offloader, "still_here", None)
-    try:
-        tensor = None if ask is None else ask(trip.ticket)
-    except Exception:
-        return None  # a report does not fail because of an offloader
+    tensor = parcel.trip.told("still_here")
     return tensor if isinstance(tensor, torch.Tensor) else None
 
 

@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from torch_remat.dispatch.elided import Elided
 from torch_remat.dispatch.holder import Holder, OpHolder, is_parameter
+from torch_remat.dispatch.offloading import Offloaded
 from torch_remat.dispatch.parcel import may_travel
 from torch_remat.dispatch.policy import CheckpointPolicy
 from torch_remat.dispatch.policy_call import SkippedOp
@@ -221,6 +222,8 @@ def _why_it_stayed(region: Region, record: Record, state: State, kept: Any) -> s
         return "; hooks around the region decide where it is"
     if isinstance(kept, torch.Tensor) and not may_travel(kept):
         return "; such a tensor does not travel"
+    if isinstance(kept, Offloaded):
+        return "; the offloader took it, but it could not leave"
     return "; the offloader did not take it"
 
 
