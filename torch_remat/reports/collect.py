@@ -42,9 +42,8 @@ def collect_parameters(region: Region, ledger: Ledger) -> None:
             ledger.add_parameter(entry)
     inputs = region.inputs
     if inputs is not None:
-        for _, kept in inputs.kept():
-            if isinstance(kept, torch.Tensor) and is_parameter(kept):
-                ledger.add_parameter(kept)
+        for parameter in (*inputs.parameters(), *inputs.viewed_parameters()):
+            ledger.add_parameter(parameter)
 
 
 class _RegionRows:

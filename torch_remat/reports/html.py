@@ -23,9 +23,9 @@ def report_as_html(report: MemoryReport) -> str:
         for node in report.outside:
             label = f"{node.node} ({node.count})"
             rows.append(_row(label, format_sum(node.bytes, node.offloaded_bytes), "", "", ""))
-    parameters = report.parameters
-    if parameters.count:
-        rows.append(_row(f"parameters, apart ({parameters.count})", format_bytes(parameters.bytes), "", "", ""))
+    for name, existing in (("parameters", report.parameters), ("buffers", report.buffers)):
+        if existing.count:
+            rows.append(_row(f"{name}, apart ({existing.count})", format_bytes(existing.bytes), "", "", ""))
     head = "".join(f"<th {_LEFT}>{title}</th>" for title in _HEAD)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 

@@ -14,7 +14,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torch_remat.dispatch.elided import Elided
-from torch_remat.dispatch.holder import Holder, OpHolder, is_parameter
+from torch_remat.dispatch.holder import Holder, OpHolder
 from torch_remat.dispatch.parcel import may_travel
 from torch_remat.dispatch.policy import CheckpointPolicy
 from torch_remat.dispatch.policy_call import SkippedOp
@@ -24,7 +24,7 @@ from torch_remat.errors import qualified_name
 from torch_remat.reports.collect import output_name
 from torch_remat.reports.explanation import State, TensorExplanation
 from torch_remat.reports.model import RegionReport
-from torch_remat.reports.pieces import pieces_in, storages_of
+from torch_remat.reports.pieces import pieces_in, storages_of, viewed_parameter
 from torch_remat.reports.torch_checkpoint import is_of_checkpoint
 
 
@@ -50,10 +50,11 @@ class Seen:
     def of(cls, label: str, tensor: torch.Tensor) -> Seen:
         """Describe a tensor."""
         storages = storages_of(tensor)
-        owner = tensor if tensor._base is None else tensor._base
         guard = StorageWeakRef(storages[0]) if storages else None
         memory = guard.cdata if guard is not None else 0
-        return cls(label, sum(storage.nbytes() for storage in storages), memory, is_parameter(owner), guard)
+        return cls(
+            label, sum(storage.nbytes() for storage in storages), memory, viewed_parameter(tensor) is not None, guard
+        )
 
     @classmethod
     def of_kept(cls, label: str, kept: Any, sent: Mapping[int, StorageWeakRef]) -> Seen | None:
