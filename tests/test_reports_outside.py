@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, deque
+from dataclasses import dataclass
+from types import SimpleNamespace
+
 import pytest
 import torch
 from helpers import checkpointed, leaf, no_other_regions
@@ -185,3 +189,46 @@ def test_what_a_backward_through_torchs_checkpoint_has_recomputed_is_counted():
 def noted(x, look):
     x.register_hook(look)
     return x
+
+
+@dataclass
+class Pair:
+    first: torch.Tensor
+    rest: object = None
+
+
+class Table(OrderedDict):
+    pass
+
+
+class Registered:
+    def __init__(self, value):
+        self.value = value
+
+
+torch.utils._pytree.register_pytree_node(
+    Registered, lambda one: ([one.value], None), lambda values, _: Registered(*values)
+)
+
+
+class KeepsInside(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.pair = Pair(x.exp(), Pair(x.sin(), [x.cos()]))
+        ctx.table = Table(a=x.tan(), b={"more": deque([x.tanh(), None, "text"])})
+        ctx.others = SimpleNamespace(a=x.sigmoid()), Registered(x.erf()), FROZEN.weight.t()
+        ctx.pair.rest.rest.append(ctx.pair)  # a cycle
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.pair.rest.rest.clear()
+        return grad * 2
+
+
+def test_tensors_in_dataclasses_and_containers_on_ctx_are_counted():
+    report = assert_exact(lambda: KeepsInside.apply(made(4, 16)).sum())
+    (node,) = [node for node in report.outside if node.node == "KeepsInsideBackward"]
+    assert [tensor.label for tensor in node.tensors] == ["pair"] * 3 + ["table"] * 2 + ["others"] * 2
+    assert report.parameters.count == 1
+    assert_exact(lambda: checkpointed(lambda x: KeepsInside.apply(x.sin()).cos())(made(4, 16)).sum())

@@ -128,9 +128,11 @@ class Explanation:
 
     Attributes:
         regions: The regions, in the order of forward.
+        no_backward: Why `explain` ran no backward; None if it ran one. The function may have run one itself.
     """
 
     regions: tuple[RegionExplanation, ...]
+    no_backward: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the explanation as dicts, lists, strings and numbers."""
@@ -150,7 +152,10 @@ class Explanation:
             return "no region ran"
         groups = fold_series(self.regions, lambda region: region.name, _facts)
         folded = [(label, group[0], len(group)) for label, group in groups]
-        return "\n\n".join(_region_text(label, region, count) for label, region, count in folded)
+        texts = [_region_text(label, region, count) for label, region, count in folded]
+        if self.no_backward is not None and any(map(_waits, self.regions)):
+            texts.insert(0, f"explain() ran no backward: {self.no_backward}")
+        return "\n\n".join(texts)
 
     def _repr_html_(self) -> str:
         return f"<pre>{escape(str(self))}</pre>"
@@ -187,7 +192,7 @@ def _region_text(label: str, region: RegionExplanation, count: int) -> str:
         + (
             f"replay: {plural(region.replay_ops, 'op')}, {format_flops(region.replay_flops)}"
             if region.replays
-            else "no replay: nothing has to be recomputed"
+            else f"no replay: {'no backward came to it' if _waits(region) else 'nothing has to be recomputed'}"
         ),
     ]
     if region.unnamed:
@@ -203,6 +208,12 @@ def _region_text(label: str, region: RegionExplanation, count: int) -> str:
         lines += [f"    {line}" for line in aligned(rows, right={2})]
         lines += [f"    {_alternative_text(other)}" for other in op.alternatives]
     return "\n".join(lines)
+
+
+def _waits(region: RegionExplanation) -> bool:
+    """Whether replay has something to make and has not run."""
+    elided = any(tensor.state == "elided" for op in region.ops for tensor in op.tensors)
+    return region.replays == 0 and (region.unnamed > 0 or elided)
 
 
 def _reason(tensor: TensorExplanation) -> str:

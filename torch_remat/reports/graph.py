@@ -12,17 +12,16 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any
 
-import optree
 import torch
 from torch.autograd.graph import Node
 
-from torch_remat._compat import PYTREE_NAMESPACE
 from torch_remat.dispatch.holder import is_parameter
 from torch_remat.dispatch.region import Region
 from torch_remat.reports.ledger import Ledger, Row
 from torch_remat.reports.model import NodeReport
 from torch_remat.reports.pieces import parameters_in, pieces_in
 from torch_remat.reports.torch_checkpoint import TorchCheckpoint, packed_in
+from torch_remat.reports.walk import tensors_in
 
 _CHECKPOINT = "torch.utils.checkpoint"
 
@@ -101,7 +100,7 @@ def saved_in(node: Node) -> Iterator[tuple[str, Any]]:
     """Yield the name and the packed value of each tensor that a node saves; nothing if it has released them.
 
     Leaves other than parameters count too, as do tensors that a Function's forward has set as attributes of ``ctx``, or
-    has put into lists and dicts there.
+    has put into containers and dataclasses there.
     """
     for attribute in _raw_attributes(type(node)):
         try:
@@ -119,9 +118,20 @@ def saved_in(node: Node) -> Iterator[tuple[str, Any]]:
         yield "variable", variable  # a leaf: the graph owns it, to give it its gradient
     if isinstance(node, torch.autograd.function.BackwardCFunction):
         for attribute, value in vars(node).items():
-            for leaf in optree.tree_leaves(value, namespace=PYTREE_NAMESPACE):
-                if isinstance(leaf, torch.Tensor):
-                    yield attribute, leaf
+            for tensor in tensors_in(value):
+                yield attribute, tensor
+
+
+def is_released(node: Node) -> bool:
+    """Whether a backward has released what a node saves, so that no other can run through it."""
+    try:
+        for attribute in _raw_attributes(type(node)):
+            saved = getattr(node, attribute)
+            if not isinstance(saved, tuple) and saved.data is None and saved.unpack_hook is None:
+                getattr(node, attribute.removeprefix("_raw"))  # nothing to unpack: it is None, or raises
+    except RuntimeError:
+        return True
+    return False
 
 
 @cache

@@ -9,15 +9,14 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
-import optree
 import torch
 
-from torch_remat._compat import PYTREE_NAMESPACE
 from torch_remat.dispatch.holder import Holder, is_parameter
 from torch_remat.dispatch.offloading import Offloaded
 from torch_remat.dispatch.parcel import Parcel
 from torch_remat.dispatch.placeholder import is_placeholder
 from torch_remat.dispatch.region import Region
+from torch_remat.reports.walk import leaves_in, tensors_in
 
 Besides = Literal["not gone yet", "brought back"]
 
@@ -78,7 +77,7 @@ def pieces_in(kept: Any, made_on: torch.device | None = None) -> Iterator[Piece]
         return
     if kept is None or isinstance(kept, Holder) or is_anchor(kept):
         return
-    leaves = optree.tree_leaves(kept, namespace=PYTREE_NAMESPACE)
+    leaves = list(leaves_in(kept))
     if made_on is None:
         made_on = next((leaf for leaf in leaves if isinstance(leaf, torch.device)), None)
     for leaf in leaves:
@@ -92,9 +91,8 @@ def parameters_in(kept: Any) -> Iterator[torch.Tensor]:
         kept = kept[0]
     elif isinstance(kept, (Holder, Offloaded)):
         return
-    leaves = (kept,) if isinstance(kept, torch.Tensor) else optree.tree_leaves(kept, namespace=PYTREE_NAMESPACE)
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor) and (parameter := viewed_parameter(leaf)) is not None:
+    for tensor in tensors_in(kept):
+        if (parameter := viewed_parameter(tensor)) is not None:
             yield parameter
 
 
