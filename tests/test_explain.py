@@ -85,7 +85,33 @@ def test_each_named_tensor_has_a_state_and_a_reason():
     assert told["pair.1"] == ("not kept", "nothing reads it in replay: a placeholder stands for it")
     assert told["mix.out"] == ("recomputed", "the replay of mix makes it again")
     elided = remat.explain(checkpointed(lambda x: op(Both, "b", SAVE, op(Inner, "a", RECOMPUTE, x))))(leaf(2, 2))
-    assert states(elided)["b.x"] == ("elided", "replay makes it again, as an output of a")
+    assert states(elided)["b.x"] == ("elided", "replay makes it again, as a.out")
+
+
+@pytest.mark.parametrize("policy", [SAVE, RECOMPUTE])
+def test_outputs_have_the_same_names_with_each_policy(policy):
+    def function(x):
+        s, c = op(SinCos, "several", policy, x.tan())
+        (only,) = remat.native_region("list", policy=policy)(lambda s: [s.exp()])(s)
+        return op(Both, "one", policy, op(Affine, "mix", RECOMPUTE, only, c))
+
+    for options in ({}, {"policy": [torch.ops.aten.tan.default]}):
+        (told,) = remat.explain(checkpointed(function, **options), alternatives=False)(leaf(2, 2)).regions
+        labels = {op.name: [tensor.label for tensor in op.tensors] for op in told.ops}
+        assert labels["several"][-2:] == ["0", "1"]
+        assert labels["list"][-1] in ("0", "exp_0_0")  # what a policy keeps is told by aten op
+        assert labels["one"][-1] == "out"
+
+
+def test_elided_tensor_is_told_with_the_output_that_it_comes_from():
+    def function(x):
+        _, c = op(SinCos, "pair", RECOMPUTE, x.exp())
+        return op(Both, "b", SAVE, c)
+
+    assert states(remat.explain(checkpointed(function))(leaf(2, 2)))["b.x"] == (
+        "elided",
+        "replay makes it again, as pair.1",
+    )
 
 
 def test_explanation_as_text():

@@ -67,7 +67,7 @@ r
     if save: +512 B kept, +-0 FLOP in replay
     if offload: +256 B kept, +256 B offloaded, +-0 FLOP in replay
   c: save, replay: skipped, 0 FLOP in forward, 0 FLOP in replay
-    x  elided    256 B  replay makes it again, as an output of b
+    x  elided    256 B  replay makes it again, as b.out
     0  kept      256 B  the replay of d reads it
     1  not kept  256 B  nothing reads it in replay: a placeholder stands for it
     if recompute: -256 B kept, +-0 FLOP in replay

@@ -159,9 +159,7 @@ def output_name(region: Region, op: str, place: int) -> str:
     record = region.tape.records.get(op)
     if isinstance(record, (NativeRecord, WholeCallRecord)):
         return record.output_name(place)
-    if record is not None and place < len(record.outputs):
-        return record.outputs[place].name
-    return "out" if place == 0 else str(place)
+    return str(place) if record is not None and record.as_tuple else "out"
 
 
 def collect_region(region: Region, ledger: Ledger, *, keep_empty: bool = False) -> RegionReport:

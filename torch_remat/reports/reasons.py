@@ -188,8 +188,8 @@ def _held(region: Region, record: Record, holder: OpHolder) -> tuple[State, str]
     for other in region.tape.records.values():
         found = _find(other.elided_outputs, holder)
         if found is not None:
-            label = str(found.place) if other.as_tuple or (other.outputs and len(other.outputs) > 1) else None
-            return "elided", f"replay makes it again, as an output of {other.name}{f' ({label})' if label else ''}"
+            output = qualified_name(None, other.name, output_name(region, other.name, found.place))
+            return "elided", f"replay makes it again, as {output}"
         found = _find(other.elided_inputs, holder)
         if found is not None:
             return "elided", f"replay has it as input {found.place} of {other.name}"
