@@ -32,7 +32,8 @@ class TensorExplanation:
         state: Where it is between forward and backward.
         bytes: Its storage's bytes, whether they are kept or not.
         why: Who needs it, or why it need not be kept.
-        shared_with: An earlier tensor of the region that is kept in the same storage: one costs no more than both.
+        shared_with: The full name of an earlier tensor or input of the region that is kept in the same storage: one
+            costs no more than both, and what is kept is the sum over tensors without it.
     """
 
     name: str
@@ -197,14 +198,14 @@ def _region_text(label: str, region: RegionExplanation, count: int) -> str:
     ]
     if region.unnamed:
         lines.append(f"  {plural(region.unnamed, 'saved tensor')} without a name: recomputed")
-    rows = [[one.label, one.state, format_bytes(one.bytes), _reason(one)] for one in region.by_policy]
+    rows = [[one.label, one.state, format_bytes(one.bytes), _reason(region, one)] for one in region.by_policy]
     lines += [f"  {line}" for line in aligned(rows, right={2})]
     for op in region.ops:
         lines.append(
             f"  {op.name}: {op.policy}, replay: {op.replay}, "
             f"{format_flops(op.forward_flops)} in forward, {format_flops(op.replay_flops)} in replay"
         )
-        rows = [[one.label, one.state, format_bytes(one.bytes), _reason(one)] for one in op.tensors]
+        rows = [[one.label, one.state, format_bytes(one.bytes), _reason(region, one)] for one in op.tensors]
         lines += [f"    {line}" for line in aligned(rows, right={2})]
         lines += [f"    {_alternative_text(other)}" for other in op.alternatives]
     return "\n".join(lines)
@@ -216,8 +217,12 @@ def _waits(region: RegionExplanation) -> bool:
     return region.replays == 0 and (region.unnamed > 0 or elided)
 
 
-def _reason(tensor: TensorExplanation) -> str:
-    return tensor.why if tensor.shared_with is None else f"{tensor.why} (same memory as {tensor.shared_with})"
+def _reason(region: RegionExplanation, tensor: TensorExplanation) -> str:
+    if tensor.shared_with is None:
+        return tensor.why
+    other = tensor.shared_with.removeprefix(f"{region.name}::")
+    is_told = f"input {other}," in tensor.why
+    return tensor.why if is_told else f"{tensor.why} (same memory as {other})"
 
 
 def _alternative_text(other: Alternative) -> str:

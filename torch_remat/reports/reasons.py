@@ -81,13 +81,13 @@ def reasons(
         region: The region.
         ops: Each op's record, what it saved, and what it returned.
     """
-    kept_as = _KeptAs()
+    kept_as = _KeptAs(region)
     told_of_saved: list[list[Told]] = []
     for record, saved, _ in ops:
         skipped = record.policy is not CheckpointPolicy.RECOMPUTE
         told_of_saved.append(list(_saved_by_skipped(region, record, saved) if skipped else _recomputed(record, saved)))
         for seen, state, _, kept in told_of_saved[-1]:
-            kept_as.first(seen, state, kept, qualified_name(None, record.name, seen.label))
+            kept_as.first(seen, state, kept, qualified_name(region.name, record.name, seen.label))
     for (record, _, outputs), told in zip(ops, told_of_saved, strict=True):
         every = [*told, *(_output(region, record, seen, kept_as.state_of(seen)) for seen in outputs)]
         yield tuple([_explained(region, record, *one, kept_as) for one in every])
@@ -101,10 +101,24 @@ def never_needed(region: Region, op: str, tensors: Sequence[Seen]) -> Iterator[T
 
 
 class _KeptAs:
-    """Which tensor was told first of those in the same memory, in place or away."""
+    """Which tensor was told first of those in the same memory, in place or away; a region's inputs come before all."""
 
-    def __init__(self) -> None:
+    def __init__(self, region: Region) -> None:
         self._first: dict[Hashable, tuple[str, State]] = {}
+        inputs = region.inputs
+        if inputs is None:
+            return
+        parameters = (*inputs.parameters(), *inputs.viewed_parameters())
+        exists = {storage._cdata for parameter in parameters for storage in storages_of(parameter)}
+        for place, given in inputs.kept():
+            for piece in pieces_in(given):
+                told: tuple[str, State] = (
+                    qualified_name(region.name, None, place),
+                    "offloaded" if piece.offloaded else "kept",
+                )
+                for key in {one.key for one in piece.memory} - exists if piece.besides is None else ():
+                    self._first.setdefault(key, told)
+                    self._first.setdefault(("seen", key), told)
 
     def first(self, seen: Seen, state: State, kept: Any, own: str) -> str | None:
         """Return the first tensor that is kept where this one is, unless it is the first, or is not kept."""
@@ -127,7 +141,7 @@ def _explained(
     region: Region, record: Record, seen: Seen, state: State, why: str, kept: Any, kept_as: _KeptAs
 ) -> TensorExplanation:
     name = qualified_name(region.name, record.name, seen.label)
-    shared_with = kept_as.first(seen, state, kept, qualified_name(None, record.name, seen.label))
+    shared_with = kept_as.first(seen, state, kept, name)
     return TensorExplanation(name, seen.label, state, seen.bytes, why, shared_with)
 
 
