@@ -63,6 +63,12 @@ def region(**options):
     return checkpointed(block, region_name="layers.0", preserve_rng_state=False, **options)
 
 
+def bytes_told(region):
+    """Return the bytes of what a region keeps by name, each storage once."""
+    tensors = [*region.by_policy, *(tensor for op in region.ops for tensor in op.tensors)]
+    return sum(tensor.bytes for tensor in tensors if tensor.state == "kept" and tensor.shared_with is None)
+
+
 def states(explanation):
     return {
         f"{op.name}.{tensor.label}": (tensor.state, tensor.why)
@@ -85,7 +91,53 @@ def test_each_named_tensor_has_a_state_and_a_reason():
     assert told["pair.1"] == ("not kept", "nothing reads it in replay: a placeholder stands for it")
     assert told["mix.out"] == ("recomputed", "the replay of mix makes it again")
     elided = remat.explain(checkpointed(lambda x: op(Both, "b", SAVE, op(Inner, "a", RECOMPUTE, x))))(leaf(2, 2))
-    assert states(elided)["b.x"] == ("elided", "replay makes it again, as an output of a")
+    assert states(elided)["b.x"] == ("elided", "replay makes it again, as a.out")
+
+
+def test_what_shares_the_memory_of_an_input_is_told_with_its_name_as_in_the_report():
+    weight = nn.Parameter(torch.randn(4, 4), requires_grad=False)
+
+    def function(x, y, *, w):
+        h = op(Affine, "mix", RECOMPUTE, op(Both, "a", SAVE, x), op(Both, "b", SAVE, y["z"].t()))
+        return matmul("mm", SAVE, h, w)
+
+    x, z = leaf(4, 4) * 2, leaf(4, 4) * 2
+    function = checkpointed(function, region_name="r", preserve_rng_state=False)
+    (told,) = remat.explain(function, alternatives=False)(x, {"z": z}, w=weight.t()).regions
+    y = function(x, {"z": z}, w=weight.t())
+    (report,) = remat.memory_report(y).regions
+    shared = {tensor.name: tensor.shared_with for op in told.ops for tensor in op.tensors if tensor.state == "kept"}
+    rows = {row.name: row.shared_with for op in report.ops for row in op.tensors}
+    assert rows == {name: shared[name] for name in rows}
+    assert (rows["r::a.x"], rows["r::b.x"]) == ("r::args[0]", "r::args[1]['z']")
+    assert told.kept_bytes == report.bytes == told.input_bytes + bytes_told(told)
+    del y
+
+
+@pytest.mark.parametrize("policy", [SAVE, RECOMPUTE])
+def test_outputs_have_the_same_names_with_each_policy(policy):
+    def function(x):
+        s, c = op(SinCos, "several", policy, x.tan())
+        (only,) = remat.native_region("list", policy=policy)(lambda s: [s.exp()])(s)
+        return op(Both, "one", policy, op(Affine, "mix", RECOMPUTE, only, c))
+
+    for options in ({}, {"policy": [torch.ops.aten.tan.default]}):
+        (told,) = remat.explain(checkpointed(function, **options), alternatives=False)(leaf(2, 2)).regions
+        labels = {op.name: [tensor.label for tensor in op.tensors] for op in told.ops}
+        assert labels["several"][-2:] == ["0", "1"]
+        assert labels["list"][-1] in ("0", "exp_0_0")  # what a policy keeps is told by aten op
+        assert labels["one"][-1] == "out"
+
+
+def test_elided_tensor_is_told_with_the_output_that_it_comes_from():
+    def function(x):
+        _, c = op(SinCos, "pair", RECOMPUTE, x.exp())
+        return op(Both, "b", SAVE, c)
+
+    assert states(remat.explain(checkpointed(function))(leaf(2, 2)))["b.x"] == (
+        "elided",
+        "replay makes it again, as pair.1",
+    )
 
 
 def test_explanation_as_text():
@@ -159,6 +211,7 @@ def test_kept_bytes_and_those_of_alternatives_are_what_the_rules_say(ops):
     function = checkpointed(lambda x: run_program(ops, Trace(), x), preserve_rng_state=False)
     (explanation,) = remat.explain(function)(x).regions
     assert explanation.kept_bytes - explanation.input_bytes == BYTES * len(expected(ops))
+    assert explanation.kept_bytes - explanation.input_bytes == bytes_told(explanation)
     for place, told in enumerate(explanation.ops):
         (other,) = (one for one in told.alternatives if one.policy != "offload")
         flipped = copy.deepcopy(ops)

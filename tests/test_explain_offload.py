@@ -67,7 +67,7 @@ r
     if save: +512 B kept, +-0 FLOP in replay
     if offload: +256 B kept, +256 B offloaded, +-0 FLOP in replay
   c: save, replay: skipped, 0 FLOP in forward, 0 FLOP in replay
-    x  elided    256 B  replay makes it again, as an output of b
+    x  elided    256 B  replay makes it again, as b.out
     0  kept      256 B  the replay of d reads it
     1  not kept  256 B  nothing reads it in replay: a placeholder stands for it
     if recompute: -256 B kept, +-0 FLOP in replay
@@ -217,7 +217,7 @@ def test_handles_and_native_regions_under_a_policy_for_ops():
     }
     states = {tensor.label: (tensor.state, tensor.why, tensor.shared_with) for tensor in handle.tensors}
     assert states["y"] == ("offloaded", "the backward of handle reads it", None)
-    assert states["out"] == ("offloaded", "a backward outside of it reads it", "handle.y")
+    assert states["out"] == ("offloaded", "a backward outside of it reads it", "r::handle.y")
     root, measured = retained_bytes(lambda: function(leaf(8, 8)).sum())
     report = remat.memory_report(root)
     assert (report.bytes, report.offloaded_bytes) == (measured, offloader.bytes)
@@ -234,7 +234,7 @@ def test_memory_that_is_in_place_for_one_op_and_away_for_another():
     states = {tensor.name: (tensor.state, tensor.shared_with) for one in told.ops for tensor in one.tensors}
     assert states["r::away.exp_0_0"] == ("offloaded", None)
     assert states["r::here.saved_0"] == ("kept", None)
-    assert states["r::here.saved_1"] == ("kept", "here.saved_0")
+    assert states["r::here.saved_1"] == ("kept", "r::here.saved_0")
 
 
 def test_memory_that_was_freed_is_not_taken_for_what_came_in_its_place():

@@ -256,7 +256,7 @@ def test_reports_of_graphs_that_are_deep_or_wide():
 
 
 def test_root_that_is_no_tensor_is_an_error():
-    with pytest.raises(remat.UsageError, match="takes tensors, not a list"):
+    with pytest.raises(remat.UsageError, match="takes tensors and modules, not a list"):
         remat.memory_report([torch.ones(1)])
 
 

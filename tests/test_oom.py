@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import sys
+import weakref
 
 import pytest
 import torch
-from helpers import checkpointed, leaf, no_other_regions
+from helpers import checkpointed, collector_off, leaf, no_other_regions
 
 import torch_remat as remat
 from torch_remat.reports import oom
@@ -64,6 +66,70 @@ def test_other_errors_print_nothing():
         raise RuntimeError("something else")
     assert file.getvalue() == ""
     assert oom._active == []
+
+
+def wraps(form):
+    """Fail to allocate, and raise another error because of that."""
+    try:
+        allocate_too_much()
+    except RuntimeError as error:
+        if form == "group":
+            raise ExceptionGroup("several", [ValueError("other"), error]) from None  # noqa: F821
+        if form == "cause":
+            raise ValueError("wrapped") from error
+        if form == "hidden":
+            raise ValueError("wrapped") from None
+        raise ValueError("wrapped")  # noqa: B904
+
+
+@pytest.mark.parametrize("form", ["cause", "context", "hidden", "group"])
+def test_failed_allocation_behind_another_error_prints_the_report(form):
+    if form == "group" and sys.version_info < (3, 11):
+        pytest.skip("a form of Python 3.11")
+    file = io.StringIO()
+    y = checkpointed(torch.sin, region_name="layers.0", preserve_rng_state=False)(leaf(4) * 2)
+    with pytest.raises(Exception, match=r"wrapped|several"), remat.report_on_oom(file):
+        wraps(form)
+    first, second, *_ = file.getvalue().splitlines()
+    assert first.startswith("torch_remat: out of memory: ")
+    assert "DefaultCPUAllocator" in first
+    assert second == "kept for backward: 16 B"
+    del y
+
+
+def test_failed_allocation_from_before_the_block_prints_nothing():
+    file = io.StringIO()
+
+    def again():
+        with remat.report_on_oom(file):
+            raise ValueError("the second try")
+
+    def fail_twice():
+        try:
+            raise MemoryError
+        except MemoryError:
+            again()
+
+    with pytest.raises(ValueError, match="second try") as caught:
+        fail_twice()
+    assert type(caught.value.__context__) is MemoryError
+    assert file.getvalue() == ""
+
+
+def test_error_is_freed_without_the_collector():
+    class Failure(Exception):
+        pass
+
+    def fail():
+        with remat.report_on_oom(io.StringIO()):
+            raise Failure from MemoryError()
+
+    with collector_off():
+        try:
+            fail()
+        except Failure as error:
+            gone = weakref.ref(error)
+        assert gone() is None
 
 
 def test_allocator_that_tells_first_is_not_told_again():

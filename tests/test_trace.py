@@ -359,6 +359,50 @@ def test_lanes_name_regions_as_fully_as_there_is_room_and_show_inner_ones_inside
     assert inner.get_height() < outer.get_height()
 
 
+@pytest.mark.parametrize("name", [r"a$\frac$", "a$b$_{x", "$", "a_b^c"])
+def test_names_are_drawn_as_they_are(name):
+    pytest.importorskip("matplotlib")
+    timeline = Timeline()
+    timeline.fill([span_of(name, 0, 8000)], [Sample(4000, {"cpu": 100})], 10_000)
+    y = checkpointed(block, region_name=name)(leaf(2, 2))
+    figures = timeline.plot(), remat.memory_report(y).plot()
+    for figure in figures:
+        figure.canvas.draw()
+    trace, report = figures
+    texts = [*trace.axes[-1].texts, trace.axes[0].texts[0], report.axes[0].get_yticklabels()[-1]]
+    assert [name in text.get_text() for text in texts] == [True] * 3
+    assert not any(text.get_parse_math() for text in texts)
+
+
+def test_trace_shows_itself_in_a_notebook():
+    trace = small_trace()
+    html = trace._repr_html_()
+    assert html.startswith(f"<p>{str(trace).splitlines()[0]}</p><table><thead>")
+    assert html.endswith("</tbody></table><p>times and bytes are means of the calls; live: at most after forward; "
+                         "peak: at most at any moment</p>")  # fmt: skip
+    for line in str(trace).splitlines()[3:-1]:
+        for cell in line.split("  "):
+            assert f">{cell.strip()}</t" in html or f"{cell.strip()}</td>" in html
+    assert html.count("<tr>") == html.count("</tr>") == len(str(trace).splitlines()) - 3
+    assert repr(trace) == f"<remat trace: {str(trace).splitlines()[0]}>"
+
+
+def test_trace_shows_itself_while_it_records_and_if_nothing_ran():
+    with remat.trace() as trace:
+        assert repr(trace) == "<remat trace: it still records>"
+        assert trace._repr_html_() == "<p>it still records</p>"
+    assert repr(trace) == f"<remat trace: {trace}>"
+    assert trace._repr_html_() == f"<p>{trace}</p>"
+    assert "nothing allocated" in repr(trace)
+
+
+def test_names_in_the_table_of_a_notebook_are_escaped():
+    timeline = Timeline()
+    timeline.fill([span_of("<b>&", 0, 8000)], [Sample(4000, {"cpu": 100})], 10_000)
+    assert "<b>" not in timeline._repr_html_()
+    assert "&lt;b&gt;&amp;" in timeline._repr_html_()
+
+
 def test_plot_without_matplotlib_is_a_clear_error(monkeypatch):
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)

@@ -131,6 +131,7 @@ class ForwardOp(RematHandle):
         self._end(outs)
         ctx, ops = self._ctx, self._ops
         record, _, _, _, ops.opened = self._body
+        record.as_tuple = as_tuple
         # An input that is returned as it is would be known as the input; autograd makes a view of it, too.
         dirty = {id(tensor) for tensor in ctx.dirty_tensors} if ctx.dirty_tensors else ()
         for out in outs:
@@ -148,7 +149,6 @@ class ForwardOp(RematHandle):
                     op=record.name,
                     remedy="Return a new tensor instead, or give the op the policy RECOMPUTE.",
                 )
-            record.as_tuple = as_tuple
             plain = {id(tensor) for tensor in ctx.non_differentiable} if ctx.non_differentiable else ()
             record.outputs = [
                 new_tuple(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import optree
 import torch
@@ -35,7 +36,7 @@ class RegionInputs:
         hooks: The saved-tensor hooks around the region, if any.
     """
 
-    __slots__ = ("_away", "_leaves", "_originals", "_spec", "_tensors", "_unpack")
+    __slots__ = ("_away", "_leaves", "_originals", "_owners", "_spec", "_tensors", "_unpack")
 
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any], hooks: SavedTensorHooks | None = None) -> None:
         self._leaves: list[Any] = list(args)
@@ -44,6 +45,7 @@ class RegionInputs:
         self._tensors: list[tuple[int, bool | None, int]] = []
         self._unpack: Callable[[Any], torch.Tensor] | None = None
         self._away: dict[int, Offloaded] | None = None  # by index of the leaf; set only if inputs are offloaded
+        self._owners: tuple[ref[torch.Tensor], ...] = ()  # the parameters that arguments are views of
         # id of each tensor argument to its first leaf, and of each tensor that one is a view of; valid during forward.
         self._originals: dict[int, int | None] = {}
         if kwargs or not all(map(_is_tensor, args)):
@@ -68,6 +70,8 @@ class RegionInputs:
             base = tensor._base
             if base is not None:
                 self._originals.setdefault(id(base), None)
+                if is_parameter(base):
+                    self._owners += (ref(base),)
             self._tensors.append((index, tensor.requires_grad, -1 if tensor.is_inference() else tensor._version))
         if hooks is None:
             self._leaves[index] = tensor.detach()
@@ -131,6 +135,12 @@ class RegionInputs:
         for index, requires_grad, _ in self._tensors:
             if requires_grad is None:
                 yield self._leaves[index]
+
+    def viewed_parameters(self) -> Iterator[torch.Tensor]:
+        """Yield the parameters that arguments are views of, if they are still there."""
+        for owner in self._owners:
+            if (parameter := owner()) is not None:
+                yield parameter
 
     def generators(self) -> Sequence[torch.Generator]:
         """Return the random generators among the arguments."""

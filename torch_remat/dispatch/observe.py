@@ -140,6 +140,7 @@ class Watch(AbstractContextManager[None]):
             watched.numbers = watched.numbers[0], sequence_number()
             if self.phase == "forward" or policy is CheckpointPolicy.RECOMPUTE:
                 watched.outputs_made = tuple(leaves_of((result,), {}))
+                watched.as_tuple = not isinstance(result, torch.Tensor)
         finally:
             self.end(watched)
         return result
@@ -181,6 +182,7 @@ class WatchedOp(RematHandle):
         inputs_known: Whether these are all its inputs.
         named: What it saves, by name.
         outputs_made: Its outputs, of a native region all leaves of the result; None if it was skipped or raised.
+        as_tuple: Whether they have numbers as names, since it returned something else than one tensor.
     """
 
     def __init__(self, watch: Watch, op: RematHandle | None, name: str, policy: CheckpointPolicy, ctx: Any) -> None:
@@ -194,6 +196,7 @@ class WatchedOp(RematHandle):
         self.inputs_known = False
         self.named: Mapping[str, torch.Tensor | None] = {}
         self.outputs_made: tuple[Any, ...] | None = None
+        self.as_tuple = False
         self._watch = watch
 
     def maybe_load_saved(self) -> torch.Tensor | tuple[torch.Tensor, ...] | None:
@@ -225,7 +228,7 @@ class WatchedOp(RematHandle):
     def record(self, outs: tuple[torch.Tensor, ...], as_tuple: bool) -> Any:
         """Do as the op does."""
         made = self.inner.record(outs, as_tuple)
-        self.outputs_made = made if as_tuple else (made,)
+        self.outputs_made, self.as_tuple = made if as_tuple else (made,), as_tuple
         self._finish()
         return made
 

@@ -42,9 +42,8 @@ def collect_parameters(region: Region, ledger: Ledger) -> None:
             ledger.add_parameter(entry)
     inputs = region.inputs
     if inputs is not None:
-        for _, kept in inputs.kept():
-            if isinstance(kept, torch.Tensor) and is_parameter(kept):
-                ledger.add_parameter(kept)
+        for parameter in (*inputs.parameters(), *inputs.viewed_parameters()):
+            ledger.add_parameter(parameter)
 
 
 class _RegionRows:
@@ -160,9 +159,7 @@ def output_name(region: Region, op: str, place: int) -> str:
     record = region.tape.records.get(op)
     if isinstance(record, (NativeRecord, WholeCallRecord)):
         return record.output_name(place)
-    if record is not None and place < len(record.outputs):
-        return record.outputs[place].name
-    return "out" if place == 0 else str(place)
+    return str(place) if record is not None and record.as_tuple else "out"
 
 
 def collect_region(region: Region, ledger: Ledger, *, keep_empty: bool = False) -> RegionReport:

@@ -8,10 +8,8 @@ from contextlib import ExitStack
 from threading import get_ident
 from typing import Any
 
-import optree
 import torch
 
-from torch_remat._compat import PYTREE_NAMESPACE
 from torch_remat.dispatch.forward import run_region
 from torch_remat.dispatch.inputs import RegionInputs, leaves_of, with_leaves
 from torch_remat.dispatch.mode import current_mode
@@ -23,17 +21,19 @@ from torch_remat.dispatch.replay import Filling
 from torch_remat.errors import PlaceholderError, RematError, UsageError, qualified_name
 from torch_remat.offload.cpu import CpuOffloader
 from torch_remat.reports.explanation import Alternative, Explanation
-from torch_remat.reports.graph import nodes_below
+from torch_remat.reports.graph import is_released, nodes_below
 from torch_remat.reports.notes import CountAten, Notes, OpNotes, RegionNotes, report_of
 from torch_remat.reports.torch_checkpoint import is_of_checkpoint
 from torch_remat.reports.undo import Undo
+from torch_remat.reports.walk import tensors_in
 
 
 def explain(function: Callable[..., Any], *, alternatives: bool = True) -> Callable[..., Explanation]:
     """Run a function forward and backward once, and say why each named tensor in its regions is kept or not.
 
-    Backward starts from all that the function returns and that needs a gradient, with ones; gradients are dropped, not
-    accumulated. A function that calls backward itself, such as a training step, may return anything else.
+    Backward starts from all tensors that the function returns, also in containers and dataclasses, and that need a
+    gradient, with ones; gradients are dropped, not accumulated. A function that calls backward itself, such as a
+    training step, may return anything.
 
     For each op the other policies are tried out: the forward and the replay of its region run once more with that
     policy. That relies on what any checkpoint relies on, that a region's function may run again; what it changes in
@@ -84,8 +84,8 @@ def explain(function: Callable[..., Any], *, alternatives: bool = True) -> Calla
         notes = Notes(trials.try_others if alternatives else _no_trials)
         trials.notes = notes
         with torch.enable_grad(), observed_by(notes), CountAten(notes.count):
-            _backward(function(*args, **kwargs))
-        return Explanation(tuple(region.explained() for region in notes.regions.values()))
+            no_backward = _backward(function(*args, **kwargs))
+        return Explanation(tuple(region.explained() for region in notes.regions.values()), no_backward)
 
     return explained
 
@@ -94,13 +94,20 @@ def _no_trials(region: Region, notes: RegionNotes) -> None:
     pass
 
 
-def _backward(output: Any) -> None:
-    """Run backward from what needs a gradient, without accumulating any."""
-    leaves = optree.tree_leaves(output, namespace=PYTREE_NAMESPACE)
-    roots = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
+def _backward(output: Any) -> str | None:
+    """Run backward from what needs a gradient, without accumulating any; return why none ran, if so."""
+    found = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
+    roots = [root for root in found if not any(map(is_released, nodes_below([root])))]
     variables = [variable for node in nodes_below(roots) if (variable := getattr(node, "variable", None)) is not None]
     if variables:
         torch.autograd.grad(roots, variables, [torch.ones_like(root) for root in roots], allow_unused=True)
+        return None
+    if found:
+        return "the function has run that of what it returned itself"
+    return (
+        f"it found no tensor that needs a gradient in what the function returned ({type(output).__name__}). "
+        "Return the loss, in a container or dataclass if need be, or run backward in the function."
+    )
 
 
 class _Override(Observer):

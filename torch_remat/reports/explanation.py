@@ -32,7 +32,8 @@ class TensorExplanation:
         state: Where it is between forward and backward.
         bytes: Its storage's bytes, whether they are kept or not.
         why: Who needs it, or why it need not be kept.
-        shared_with: An earlier tensor of the region that is kept in the same storage: one costs no more than both.
+        shared_with: The full name of an earlier tensor or input of the region that is kept in the same storage: one
+            costs no more than both, and what is kept is the sum over tensors without it.
     """
 
     name: str
@@ -128,9 +129,11 @@ class Explanation:
 
     Attributes:
         regions: The regions, in the order of forward.
+        no_backward: Why `explain` ran no backward; None if it ran one. The function may have run one itself.
     """
 
     regions: tuple[RegionExplanation, ...]
+    no_backward: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the explanation as dicts, lists, strings and numbers."""
@@ -150,7 +153,10 @@ class Explanation:
             return "no region ran"
         groups = fold_series(self.regions, lambda region: region.name, _facts)
         folded = [(label, group[0], len(group)) for label, group in groups]
-        return "\n\n".join(_region_text(label, region, count) for label, region, count in folded)
+        texts = [_region_text(label, region, count) for label, region, count in folded]
+        if self.no_backward is not None and any(map(_waits, self.regions)):
+            texts.insert(0, f"explain() ran no backward: {self.no_backward}")
+        return "\n\n".join(texts)
 
     def _repr_html_(self) -> str:
         return f"<pre>{escape(str(self))}</pre>"
@@ -187,26 +193,36 @@ def _region_text(label: str, region: RegionExplanation, count: int) -> str:
         + (
             f"replay: {plural(region.replay_ops, 'op')}, {format_flops(region.replay_flops)}"
             if region.replays
-            else "no replay: nothing has to be recomputed"
+            else f"no replay: {'no backward came to it' if _waits(region) else 'nothing has to be recomputed'}"
         ),
     ]
     if region.unnamed:
         lines.append(f"  {plural(region.unnamed, 'saved tensor')} without a name: recomputed")
-    rows = [[one.label, one.state, format_bytes(one.bytes), _reason(one)] for one in region.by_policy]
+    rows = [[one.label, one.state, format_bytes(one.bytes), _reason(region, one)] for one in region.by_policy]
     lines += [f"  {line}" for line in aligned(rows, right={2})]
     for op in region.ops:
         lines.append(
             f"  {op.name}: {op.policy}, replay: {op.replay}, "
             f"{format_flops(op.forward_flops)} in forward, {format_flops(op.replay_flops)} in replay"
         )
-        rows = [[one.label, one.state, format_bytes(one.bytes), _reason(one)] for one in op.tensors]
+        rows = [[one.label, one.state, format_bytes(one.bytes), _reason(region, one)] for one in op.tensors]
         lines += [f"    {line}" for line in aligned(rows, right={2})]
         lines += [f"    {_alternative_text(other)}" for other in op.alternatives]
     return "\n".join(lines)
 
 
-def _reason(tensor: TensorExplanation) -> str:
-    return tensor.why if tensor.shared_with is None else f"{tensor.why} (same memory as {tensor.shared_with})"
+def _waits(region: RegionExplanation) -> bool:
+    """Whether replay has something to make and has not run."""
+    elided = any(tensor.state == "elided" for op in region.ops for tensor in op.tensors)
+    return region.replays == 0 and (region.unnamed > 0 or elided)
+
+
+def _reason(region: RegionExplanation, tensor: TensorExplanation) -> str:
+    if tensor.shared_with is None:
+        return tensor.why
+    other = tensor.shared_with.removeprefix(f"{region.name}::")
+    is_told = f"input {other}," in tensor.why
+    return tensor.why if is_told else f"{tensor.why} (same memory as {other})"
 
 
 def _alternative_text(other: Alternative) -> str:

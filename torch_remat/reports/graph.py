@@ -12,17 +12,16 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any
 
-import optree
 import torch
 from torch.autograd.graph import Node
 
-from torch_remat._compat import PYTREE_NAMESPACE
-from torch_remat.dispatch.holder import Holder, is_parameter
+from torch_remat.dispatch.holder import is_parameter
 from torch_remat.dispatch.region import Region
 from torch_remat.reports.ledger import Ledger, Row
 from torch_remat.reports.model import NodeReport
-from torch_remat.reports.pieces import Piece, is_anchor, pieces_in
-from torch_remat.reports.torch_checkpoint import TorchCheckpoint
+from torch_remat.reports.pieces import parameters_in, pieces_in
+from torch_remat.reports.torch_checkpoint import TorchCheckpoint, packed_in
+from torch_remat.reports.walk import tensors_in
 
 _CHECKPOINT = "torch.utils.checkpoint"
 
@@ -40,39 +39,43 @@ def nodes_below(roots: Iterable[torch.Tensor]) -> list[Node]:
     return list(visited)
 
 
-def parameters_below(nodes: Iterable[Node]) -> Iterator[torch.Tensor]:
-    """Yield the parameters whose gradients the nodes accumulate, and those that regions keep in them."""
+def checkpoints_below(nodes: Iterable[Node], regions: Iterable[Region]) -> list[TorchCheckpoint]:
+    """Return the checkpoints of ``torch.utils.checkpoint`` that nodes or regions lie in, each once."""
+    found = [packed for node in nodes for _, packed in saved_in(node) if isinstance(packed, TorchCheckpoint)]
+    hooks = [region.hooks[1] for region in regions if region.hooks is not None]
+    found += [checkpoint for hook in hooks if (checkpoint := TorchCheckpoint.behind(hook)) is not None]
+    return TorchCheckpoint.with_those_around(found)
+
+
+def parameters_below(nodes: Iterable[Node], checkpoints: Iterable[TorchCheckpoint]) -> Iterator[torch.Tensor]:
+    """Yield the parameters whose gradients nodes accumulate, and those that are saved, whole or as views."""
     for node in nodes:
         variable = getattr(node, "variable", None)
         if isinstance(variable, torch.Tensor) and is_parameter(variable):
             yield variable
         for _, packed in saved_in(node):
-            if isinstance(packed, torch.Tensor) and is_parameter(packed):
-                yield packed
-            elif is_anchor(packed) and is_parameter(packed[0]):
-                yield packed[0]
+            yield from parameters_in(packed)
+    for checkpoint in checkpoints:
+        for _, packed in checkpoint.kept():
+            yield from parameters_in(packed)
 
 
-def collect_nodes(nodes: Iterable[Node], regions: Iterable[Region], ledger: Ledger) -> tuple[NodeReport, ...]:
+def collect_nodes(
+    nodes: Iterable[Node], checkpoints: Iterable[TorchCheckpoint], ledger: Ledger
+) -> tuple[NodeReport, ...]:
     """Return what nodes save outside of regions, by type, the largest first.
 
     Args:
         nodes: The nodes.
-        regions: Regions that may lie in the checkpoints of ``torch.utils.checkpoint``.
+        checkpoints: The checkpoints of ``torch.utils.checkpoint`` that belong to them, or that regions lie in.
         ledger: What was counted before, parameters and regions among it.
     """
     rows: dict[str, list[Row]] = {}
     counts: dict[str, int] = {}
-    checkpoints = [TorchCheckpoint.behind(region.hooks[1]) for region in regions if region.hooks is not None]
     for node in nodes:
         kind = type(node).__name__
         found: list[Row] = []
         for attribute, packed in saved_in(node):
-            if isinstance(packed, Holder) or is_anchor(packed):
-                continue
-            if isinstance(packed, TorchCheckpoint):
-                checkpoints.append(packed)
-                continue
             for piece in pieces_in(packed):
                 ledger.add(piece, f"{kind}.{attribute}", attribute, "saved", found, [f"backward of {kind}"])
         kept = [row for row in found if row.bytes or row.shared_with is None]
@@ -80,13 +83,15 @@ def collect_nodes(nodes: Iterable[Node], regions: Iterable[Region], ledger: Ledg
             rows.setdefault(kind, []).extend(kept)
             counts[kind] = counts.get(kind, 0) + 1
     for checkpoint in checkpoints:
-        if checkpoint is not None:
-            found = []
-            for label, tensor in checkpoint.kept():
-                ledger.add(Piece.of(tensor), f"{_CHECKPOINT}.{label}", label, "saved", found, ["replay"])
-            if any(row.bytes for row in found):
-                rows.setdefault(_CHECKPOINT, []).extend(row for row in found if row.bytes)
-                counts[_CHECKPOINT] = counts.get(_CHECKPOINT, 0) + 1
+        found = []
+        for label, packed in checkpoint.kept():
+            refilled = label == "recomputed"
+            for piece in pieces_in(packed):
+                name, needed_by = f"{_CHECKPOINT}.{label}", "backward" if refilled else "replay"
+                ledger.add(piece, name, label, "refilled" if refilled else "saved", found, [needed_by])
+        if any(row.bytes for row in found):
+            rows.setdefault(_CHECKPOINT, []).extend(row for row in found if row.bytes)
+            counts[_CHECKPOINT] = counts.get(_CHECKPOINT, 0) + 1
     reports = [NodeReport(kind, counts[kind], tuple(row.finished() for row in rows[kind])) for kind in rows]
     return tuple(sorted(reports, key=lambda report: (-report.bytes - report.offloaded_bytes, report.node)))
 
@@ -95,7 +100,7 @@ def saved_in(node: Node) -> Iterator[tuple[str, Any]]:
     """Yield the name and the packed value of each tensor that a node saves; nothing if it has released them.
 
     Leaves other than parameters count too, as do tensors that a Function's forward has set as attributes of ``ctx``, or
-    has put into lists and dicts there.
+    has put into containers and dataclasses there.
     """
     for attribute in _raw_attributes(type(node)):
         try:
@@ -105,27 +110,28 @@ def saved_in(node: Node) -> Iterator[tuple[str, Any]]:
         label = attribute.removeprefix("_raw_saved_")
         if isinstance(saved, tuple):
             for index, one in enumerate(saved):
-                yield (str(index) if label == "tensors" else f"{label}.{index}"), _packed(one)
+                yield (str(index) if label == "tensors" else f"{label}.{index}"), packed_in(one)
         else:
-            yield label, _packed(saved)
+            yield label, packed_in(saved)
     variable = getattr(node, "variable", None)
     if isinstance(variable, torch.Tensor) and not is_parameter(variable):
         yield "variable", variable  # a leaf: the graph owns it, to give it its gradient
     if isinstance(node, torch.autograd.function.BackwardCFunction):
         for attribute, value in vars(node).items():
-            for leaf in optree.tree_leaves(value, namespace=PYTREE_NAMESPACE):
-                if isinstance(leaf, torch.Tensor):
-                    yield attribute, leaf
+            for tensor in tensors_in(value):
+                yield attribute, tensor
 
 
-def _packed(saved: Any) -> Any:
+def is_released(node: Node) -> bool:
+    """Whether a backward has released what a node saves, so that no other can run through it."""
     try:
-        packed = saved.data
-        if packed is not None and not isinstance(packed, (torch.Tensor, Holder)):
-            return TorchCheckpoint.behind(saved.unpack_hook) or packed
-        return packed
-    except RuntimeError:  # released meanwhile
-        return None
+        for attribute in _raw_attributes(type(node)):
+            saved = getattr(node, attribute)
+            if not isinstance(saved, tuple) and saved.data is None and saved.unpack_hook is None:
+                getattr(node, attribute.removeprefix("_raw"))  # nothing to unpack: it is None, or raises
+    except RuntimeError:
+        return True
+    return False
 
 
 @cache

@@ -7,6 +7,8 @@ from html import escape
 from torch_remat.reports.fold import Group, fold
 from torch_remat.reports.model import KeptTensor, MemoryReport
 from torch_remat.reports.text import describe, format_bytes, format_sum, remarks
+from torch_remat.reports.timeline import Trace
+from torch_remat.reports.trace_text import LEGEND, headline, table
 
 _LEFT = 'style="text-align: left"'
 _HEAD = ("kept", "bytes", "tensor", "policy", "why")
@@ -23,11 +25,29 @@ def report_as_html(report: MemoryReport) -> str:
         for node in report.outside:
             label = f"{node.node} ({node.count})"
             rows.append(_row(label, format_sum(node.bytes, node.offloaded_bytes), "", "", ""))
-    parameters = report.parameters
-    if parameters.count:
-        rows.append(_row(f"parameters, apart ({parameters.count})", format_bytes(parameters.bytes), "", "", ""))
+    for name, existing in (("parameters", report.parameters), ("buffers", report.buffers)):
+        if existing.count:
+            rows.append(_row(f"{name}, apart ({existing.count})", format_bytes(existing.bytes), "", "", ""))
     head = "".join(f"<th {_LEFT}>{title}</th>" for title in _HEAD)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+def trace_as_html(trace: Trace) -> str:
+    """Return a trace as a table: a line for each region, and below it one for each of its ops."""
+    head, *rows = table(trace) or [[]]
+    body = "".join(f"<tr>{''.join(map(_trace_cell, range(len(row)), row))}</tr>" for row in rows)
+    titles = "".join(f"<th {_LEFT}>{escape(title)}</th>" for title in head)
+    whole = (
+        f"<table><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table><p>{escape(LEGEND)}</p>" if rows else ""
+    )
+    return f"<p>{escape(headline(trace))}</p>{whole}"
+
+
+def _trace_cell(place: int, cell: str) -> str:
+    if place:
+        return f'<td style="text-align: right">{escape(cell)}</td>'
+    op = cell.lstrip(" ")
+    return f"<td {_LEFT}>\N{EM SPACE}{escape(op)}</td>" if op != cell else f"<th {_LEFT}>{escape(cell)}</th>"
 
 
 def _group_rows(group: Group) -> list[str]:

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from torch_remat.reports.model import KeptTensor, Kind
+from torch_remat.reports.model import KeptTensor, Kind, ParameterReport
 from torch_remat.reports.pieces import Piece, storages_of
 
-PARAMETER = "parameter"
+PARAMETER, BUFFER = "parameter", "buffer"
+"""What exists anyway."""
 
 
 @dataclass
@@ -62,24 +63,33 @@ class Ledger:
 
     def __init__(self, momentary: bool = True) -> None:
         self.momentary = momentary
-        self._owners: dict[Hashable, Row | None] = {}  # None: a parameter
+        self._owners: dict[Hashable, Row | str] = {}  # PARAMETER or BUFFER for what exists anyway
         self._alive: list[Any] = []  # no address may be used again meanwhile
         self._shown: dict[tuple[int, Hashable], Row] = {}  # by the rows of an op or region, what stands for a storage
-        self.parameter_count = 0
-        self.parameter_bytes = 0
-        self._parameters: dict[int, torch.Tensor] = {}
+        self._existing: dict[str, dict[int, torch.Tensor]] = {PARAMETER: {}, BUFFER: {}}
+        self._existing_bytes = {PARAMETER: 0, BUFFER: 0}
 
-    def add_parameter(self, parameter: torch.Tensor) -> None:
-        """Count a parameter; what shares its storage counts as the parameter from now on."""
-        if id(parameter) in self._parameters:
+    def add_parameter(self, parameter: torch.Tensor, kind: str = PARAMETER) -> None:
+        """Count a parameter, or a buffer; what shares its storage counts as that from now on."""
+        if id(parameter) in self._existing[kind]:
             return
-        self._parameters[id(parameter)] = parameter
-        self.parameter_count += 1
+        self._existing[kind][id(parameter)] = parameter
         for storage in storages_of(parameter):
             if storage._cdata not in self._owners:
-                self._owners[storage._cdata] = None
+                self._owners[storage._cdata] = kind
                 self._alive.append(storage)
-                self.parameter_bytes += storage.nbytes()
+                self._existing_bytes[kind] += storage.nbytes()
+
+    def add_module(self, module: torch.nn.Module) -> None:
+        """Count the parameters and buffers of a module."""
+        for parameter in module.parameters():
+            self.add_parameter(parameter)
+        for buffer in module.buffers():
+            self.add_parameter(buffer, BUFFER)
+
+    def existing(self, kind: str) -> ParameterReport:
+        """Return what was counted of the parameters or buffers."""
+        return ParameterReport(len(self._existing[kind]), self._existing_bytes[kind])
 
     def add(
         self,
@@ -125,5 +135,5 @@ class Ledger:
                 return
             self._shown[id(rows), met[0]] = row
             owner = self._owners[met[0]]
-            row.shared_with = PARAMETER if owner is None else owner.name
+            row.shared_with = owner if isinstance(owner, str) else owner.name
         rows.append(row)

@@ -11,27 +11,28 @@ from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.region import live_regions
 from torch_remat.errors import UsageError
 from torch_remat.reports.collect import collect_parameters, collect_region
-from torch_remat.reports.graph import collect_nodes, nodes_below, parameters_below
-from torch_remat.reports.ledger import Ledger
-from torch_remat.reports.model import MemoryReport, ParameterReport, RegionReport
+from torch_remat.reports.graph import checkpoints_below, collect_nodes, nodes_below, parameters_below
+from torch_remat.reports.ledger import BUFFER, PARAMETER, Ledger
+from torch_remat.reports.model import MemoryReport, RegionReport
 from torch_remat.reports.text import format_region
 
 
-def memory_report(*roots: torch.Tensor) -> MemoryReport:
+def memory_report(*roots: torch.Tensor | torch.nn.Module) -> MemoryReport:
     """Report what is kept for backward: by all regions that are alive, and in the graph below some tensors.
 
     Nothing is unpacked or replayed. It may be called at any time, also in the middle of forward or backward.
 
     Args:
         *roots: Tensors with a graph, such as the loss. What autograd saves below them outside of regions is reported
-            too; without roots, the regions alone are.
+            too; without roots, the regions alone are. Modules, too: what lies in the memory of their parameters and
+            buffers is theirs. Without a module buffers look like activations, and so do detached parameters.
 
     Returns:
         Plain data, in bytes of whole storages, each counted once; it keeps no tensor alive. The memory of the roots
         themselves, and of other tensors that the program holds, is not in it unless something saves them.
 
     Raises:
-        UsageError: A root is no tensor.
+        UsageError: A root is neither a tensor nor a module.
 
     Example:
         >>> import torch
@@ -46,23 +47,28 @@ def memory_report(*roots: torch.Tensor) -> MemoryReport:
             args[0]  64 B  float32[4, 4] cpu  input
     """
     for root in roots:
-        if not isinstance(root, torch.Tensor):
+        if not isinstance(root, (torch.Tensor, torch.nn.Module)):
             raise UsageError(
-                f"memory_report() takes tensors, not a {type(root).__name__}",
-                remedy="Pass the losses: remat.memory_report(loss).",
+                f"memory_report() takes tensors and modules, not a {type(root).__name__}",
+                remedy="Pass the losses, and the model if it has buffers: remat.memory_report(loss, model).",
             )
     ledger = Ledger()
-    nodes = nodes_below(roots)
+    nodes = nodes_below(root for root in roots if isinstance(root, torch.Tensor))
     regions = live_regions()
-    for parameter in parameters_below(nodes):
+    checkpoints = checkpoints_below(nodes, regions)
+    for root in roots:
+        if isinstance(root, torch.nn.Module):
+            ledger.add_module(root)
+    for parameter in parameters_below(nodes, checkpoints):
         ledger.add_parameter(parameter)
     for region in regions:
         collect_parameters(region, ledger)
     reports = [collect_region(region, ledger) for region in regions]
     return MemoryReport(
         tuple(report for report in reports if report.tensors or report.ops),
-        collect_nodes(nodes, regions, ledger),
-        ParameterReport(ledger.parameter_count, ledger.parameter_bytes),
+        collect_nodes(nodes, checkpoints, ledger),
+        ledger.existing(PARAMETER),
+        ledger.existing(BUFFER),
     )
 
 

@@ -4,7 +4,7 @@
     ├── regions: RegionReport ─┬─ tensors      inputs, refilled tensors, random state
     │                          └─ ops: OpReport ── tensors
     ├── outside: NodeReport ── tensors         what autograd saves outside of regions, by node type
-    └── parameters: ParameterReport            apart: they exist anyway
+    └── parameters, buffers: ParameterReport   apart: they exist anyway
 
 Bytes are those of storages, whole, and each storage is counted once, where it was met first; what an offloader has
 is counted as it travelled.
@@ -54,7 +54,7 @@ class KeptTensor:
         device: Where it is; of an offloaded tensor the name of the offloader's class, or the device it was moved to.
         needed_by: What needs it: ``"backward"``, ``"replay"``, or the name of the op that reads it in replay.
         aliases: Labels of further tensors of the same op or region that share its storage.
-        shared_with: Where the storage is counted, if not here: a name, or ``"parameter"``.
+        shared_with: Where the storage is counted, if not here: a name, or ``"parameter"`` or ``"buffer"``.
         offloaded: Whether it lies elsewhere than on the device where it was made.
         policy: The policy of what it belongs to, ``"save"``, ``"offload"`` or ``"recompute"``; empty without one.
     """
@@ -152,7 +152,7 @@ class NodeReport(_Sums):
 
 @dataclass(frozen=True)
 class ParameterReport:
-    """The parameters that regions and graph refer to; they exist anyway and are in no total.
+    """Parameters, or buffers, which exist anyway and are in no total.
 
     Attributes:
         count: How many.
@@ -170,12 +170,14 @@ class MemoryReport(_Sums):
     Attributes:
         regions: The regions that keep something, oldest first.
         outside: What is saved outside of regions, by node type, the largest first.
-        parameters: Parameters, apart.
+        parameters: Parameters, apart: those that regions and graph refer to, and those of the modules given.
+        buffers: Buffers of the modules given, apart.
     """
 
     regions: tuple[RegionReport, ...]
     outside: tuple[NodeReport, ...]
     parameters: ParameterReport
+    buffers: ParameterReport = ParameterReport(0, 0)
 
     def all_tensors(self) -> Iterator[KeptTensor]:
         """Yield all tensors that are kept."""
@@ -204,6 +206,7 @@ class MemoryReport(_Sums):
                 {**asdict(node), "bytes": node.bytes, "offloaded_bytes": node.offloaded_bytes} for node in self.outside
             ],
             "parameters": asdict(self.parameters),
+            "buffers": asdict(self.buffers),
         }
 
     def to_json(self, *, indent: int | None = 2) -> str:

@@ -22,7 +22,7 @@ from torch_remat.dispatch.observe import Observer, WatchedOp
 from torch_remat.dispatch.parcel import Parcel
 from torch_remat.dispatch.placeholder import is_placeholder
 from torch_remat.dispatch.region import Region
-from torch_remat.reports.collect import collect_parameters, collect_region, output_name
+from torch_remat.reports.collect import collect_parameters, collect_region
 from torch_remat.reports.explanation import Alternative, OpExplanation, RegionExplanation, Replay, TensorExplanation
 from torch_remat.reports.ledger import Ledger
 from torch_remat.reports.model import RegionReport
@@ -161,7 +161,7 @@ class Notes(Observer):
             found.replay = "skipped" if op.outputs_made is None else "ran"
         elif op.outputs_made is not None and not found.outputs:
             made = {
-                output_name(region, op.name, place): tensor
+                str(place) if op.as_tuple else "out": tensor
                 for place, tensor in enumerate(op.outputs_made)
                 if isinstance(tensor, torch.Tensor)
             }

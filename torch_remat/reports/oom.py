@@ -36,7 +36,8 @@ def report_on_oom(file: TextIO | None = None) -> Iterator[None]:
     """Print the memory report of all live regions when an allocation inside fails for want of memory.
 
     On CUDA the allocator tells of it before it raises, while all that filled the memory is there, also if the error is
-    then caught inside. Elsewhere the error is seen when it leaves the block. It is never hidden or changed.
+    then caught inside. Elsewhere the error is seen when it leaves the block, also as the cause or context of another
+    one. It is never hidden or changed.
 
     Args:
         file: Where to; standard error if None.
@@ -55,11 +56,11 @@ def report_on_oom(file: TextIO | None = None) -> Iterator[None]:
     watch = _Watch(file)
     _attach()
     _active.append(watch)
+    handled = id(sys.exc_info()[1])  # what the block is a reaction to, if it is in an except clause
     try:
         yield
     except BaseException as error:
-        if is_out_of_memory(error) and not watch.told:
-            _tell(watch, str(error).partition("\n")[0] or type(error).__name__)
+        _tell_of(watch, error, handled)
         raise
     finally:
         _active.remove(watch)
@@ -70,6 +71,19 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
+
+def _tell_of(watch: _Watch, error: BaseException, handled: int) -> None:
+    """Tell of the failed allocation that an error is, that caused it, or that was handled when it was raised."""
+    waiting, seen = [error], {id(error), handled}
+    for one in () if watch.told else waiting:  # grows meanwhile
+        if is_out_of_memory(one):
+            _tell(watch, str(one).partition("\n")[0] or type(one).__name__)
+            return
+        for behind in (one.__cause__, one.__context__, *getattr(one, "exceptions", ())):
+            if isinstance(behind, BaseException) and id(behind) not in seen:
+                seen.add(id(behind))
+                waiting.append(behind)
 
 
 def on_device_out_of_memory(device: int, requested: int, total: int, free: int) -> None:

@@ -9,15 +9,14 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
-import optree
 import torch
 
-from torch_remat._compat import PYTREE_NAMESPACE
-from torch_remat.dispatch.holder import Holder
+from torch_remat.dispatch.holder import Holder, is_parameter
 from torch_remat.dispatch.offloading import Offloaded
 from torch_remat.dispatch.parcel import Parcel
 from torch_remat.dispatch.placeholder import is_placeholder
 from torch_remat.dispatch.region import Region
+from torch_remat.reports.walk import leaves_in, tensors_in
 
 Besides = Literal["not gone yet", "brought back"]
 
@@ -78,12 +77,29 @@ def pieces_in(kept: Any, made_on: torch.device | None = None) -> Iterator[Piece]
         return
     if kept is None or isinstance(kept, Holder) or is_anchor(kept):
         return
-    leaves = optree.tree_leaves(kept, namespace=PYTREE_NAMESPACE)
+    leaves = list(leaves_in(kept))
     if made_on is None:
         made_on = next((leaf for leaf in leaves if isinstance(leaf, torch.device)), None)
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
             yield Piece.of(leaf, made_on is not None and leaf.device != made_on)
+
+
+def parameters_in(kept: Any) -> Iterator[torch.Tensor]:
+    """Yield the parameters that tensors in what saved-tensor hooks returned are, or are views of."""
+    if is_anchor(kept):
+        kept = kept[0]
+    elif isinstance(kept, (Holder, Offloaded)):
+        return
+    for tensor in tensors_in(kept):
+        if (parameter := viewed_parameter(tensor)) is not None:
+            yield parameter
+
+
+def viewed_parameter(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the parameter that a tensor is, or is a view of; None for others. A detached one does not tell."""
+    owner = tensor if tensor._base is None else tensor._base
+    return owner if is_parameter(owner) else None
 
 
 def _offloaded(kept: Offloaded) -> Iterator[Piece]:
@@ -135,6 +151,6 @@ def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
     else:
         try:
             return [tensor.untyped_storage()]
-        except (NotImplementedError, RuntimeError):  # no storage that Python could see
+        except (NotImplementedError, RuntimeError, ValueError):  # no storage that Python could see, or none yet
             return []
     return [storage for part in parts if isinstance(part, torch.Tensor) for storage in storages_of(part)]

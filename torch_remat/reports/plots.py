@@ -72,7 +72,7 @@ def plot_report(report: MemoryReport, path: str | Path | None) -> Figure:
             textcoords="offset points",
             va="center",
         )
-    axes.set_yticks(range(len(bars)), labels)
+    axes.set_yticks(range(len(bars)), labels, parse_math=False)  # a name may have dollar signs
     axes.set_ylim(len(bars) - 0.4, -0.6)
     axes.set_xlim(0, whole)
     axes.set_xlabel(f"{name}; each storage counted once")

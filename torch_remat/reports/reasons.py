@@ -14,7 +14,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torch_remat.dispatch.elided import Elided
-from torch_remat.dispatch.holder import Holder, OpHolder, is_parameter
+from torch_remat.dispatch.holder import Holder, OpHolder
 from torch_remat.dispatch.offloading import Offloaded
 from torch_remat.dispatch.parcel import may_travel
 from torch_remat.dispatch.policy import CheckpointPolicy
@@ -25,7 +25,7 @@ from torch_remat.errors import qualified_name
 from torch_remat.reports.collect import output_name
 from torch_remat.reports.explanation import State, TensorExplanation
 from torch_remat.reports.model import RegionReport
-from torch_remat.reports.pieces import pieces_in, storages_of
+from torch_remat.reports.pieces import pieces_in, storages_of, viewed_parameter
 from torch_remat.reports.torch_checkpoint import is_of_checkpoint
 
 
@@ -51,10 +51,11 @@ class Seen:
     def of(cls, label: str, tensor: torch.Tensor) -> Seen:
         """Describe a tensor."""
         storages = storages_of(tensor)
-        owner = tensor if tensor._base is None else tensor._base
         guard = StorageWeakRef(storages[0]) if storages else None
         memory = guard.cdata if guard is not None else 0
-        return cls(label, sum(storage.nbytes() for storage in storages), memory, is_parameter(owner), guard)
+        return cls(
+            label, sum(storage.nbytes() for storage in storages), memory, viewed_parameter(tensor) is not None, guard
+        )
 
     @classmethod
     def of_kept(cls, label: str, kept: Any, sent: Mapping[int, StorageWeakRef]) -> Seen | None:
@@ -81,13 +82,13 @@ def reasons(
         region: The region.
         ops: Each op's record, what it saved, and what it returned.
     """
-    kept_as = _KeptAs()
+    kept_as = _KeptAs(region)
     told_of_saved: list[list[Told]] = []
     for record, saved, _ in ops:
         skipped = record.policy is not CheckpointPolicy.RECOMPUTE
         told_of_saved.append(list(_saved_by_skipped(region, record, saved) if skipped else _recomputed(record, saved)))
         for seen, state, _, kept in told_of_saved[-1]:
-            kept_as.first(seen, state, kept, qualified_name(None, record.name, seen.label))
+            kept_as.first(seen, state, kept, qualified_name(region.name, record.name, seen.label))
     for (record, _, outputs), told in zip(ops, told_of_saved, strict=True):
         every = [*told, *(_output(region, record, seen, kept_as.state_of(seen)) for seen in outputs)]
         yield tuple([_explained(region, record, *one, kept_as) for one in every])
@@ -101,10 +102,24 @@ def never_needed(region: Region, op: str, tensors: Sequence[Seen]) -> Iterator[T
 
 
 class _KeptAs:
-    """Which tensor was told first of those in the same memory, in place or away."""
+    """Which tensor was told first of those in the same memory, in place or away; a region's inputs come before all."""
 
-    def __init__(self) -> None:
+    def __init__(self, region: Region) -> None:
         self._first: dict[Hashable, tuple[str, State]] = {}
+        inputs = region.inputs
+        if inputs is None:
+            return
+        parameters = (*inputs.parameters(), *inputs.viewed_parameters())
+        exists = {storage._cdata for parameter in parameters for storage in storages_of(parameter)}
+        for place, given in inputs.kept():
+            for piece in pieces_in(given):
+                told: tuple[str, State] = (
+                    qualified_name(region.name, None, place),
+                    "offloaded" if piece.offloaded else "kept",
+                )
+                for key in {one.key for one in piece.memory} - exists if piece.besides is None else ():
+                    self._first.setdefault(key, told)
+                    self._first.setdefault(("seen", key), told)
 
     def first(self, seen: Seen, state: State, kept: Any, own: str) -> str | None:
         """Return the first tensor that is kept where this one is, unless it is the first, or is not kept."""
@@ -127,7 +142,7 @@ def _explained(
     region: Region, record: Record, seen: Seen, state: State, why: str, kept: Any, kept_as: _KeptAs
 ) -> TensorExplanation:
     name = qualified_name(region.name, record.name, seen.label)
-    shared_with = kept_as.first(seen, state, kept, qualified_name(None, record.name, seen.label))
+    shared_with = kept_as.first(seen, state, kept, name)
     return TensorExplanation(name, seen.label, state, seen.bytes, why, shared_with)
 
 
@@ -188,8 +203,8 @@ def _held(region: Region, record: Record, holder: OpHolder) -> tuple[State, str]
     for other in region.tape.records.values():
         found = _find(other.elided_outputs, holder)
         if found is not None:
-            label = str(found.place) if other.as_tuple or (other.outputs and len(other.outputs) > 1) else None
-            return "elided", f"replay makes it again, as an output of {other.name}{f' ({label})' if label else ''}"
+            output = qualified_name(None, other.name, output_name(region, other.name, found.place))
+            return "elided", f"replay makes it again, as {output}"
         found = _find(other.elided_inputs, holder)
         if found is not None:
             return "elided", f"replay has it as input {found.place} of {other.name}"

@@ -29,9 +29,9 @@ def format_report(report: MemoryReport) -> str:
     if len(report.bytes_by_device) > 1:
         parts = (f"{device} {format_bytes(count)}" for device, count in report.bytes_by_device.items())
         lines.append(f"  by device: {', '.join(parts)}")
-    parameters = report.parameters
-    if parameters.count:
-        lines.append(f"parameters, apart: {format_bytes(parameters.bytes)} in {parameters.count}")
+    for name, existing in (("parameters", report.parameters), ("buffers", report.buffers)):
+        if existing.count:
+            lines.append(f"{name}, apart: {format_bytes(existing.bytes)} in {existing.count}")
     groups = fold(report.regions)
     if groups:
         lines += ["", f"in {plural(len(report.regions), 'region')}: {_sum_of(report.regions)}"]

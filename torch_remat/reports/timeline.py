@@ -159,6 +159,17 @@ class Trace:
 
         return format_trace(self.checked())
 
+    def __repr__(self) -> str:
+        """Return the line above the table; it may be asked for while the trace still records."""
+        from torch_remat.reports.trace_text import headline
+
+        return f"<remat trace: {headline(self) if self._over else 'it still records'}>"
+
+    def _repr_html_(self) -> str:
+        from torch_remat.reports.html import trace_as_html
+
+        return trace_as_html(self) if self._over else "<p>it still records</p>"
+
     def plot(self, path: str | Path | None = None) -> Figure:
         """Draw live bytes over time, and below them when the regions ran, by phase.
 

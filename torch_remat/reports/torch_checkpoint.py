@@ -1,15 +1,18 @@
 """What ``torch.utils.checkpoint`` keeps, beside and around our regions: its arguments and random state.
 
-In: an unpack hook, as it stands in a saved tensor. Kept: nothing. Out: the tensors that its closure keeps. Torch has no
-public way to ask; where its closures look otherwise, nothing is found, and nothing fails.
+In: an unpack hook, as it stands in a saved tensor. Kept: nothing. Out: the tensors that its closure keeps, and the
+checkpoint around it. Torch has no public way to ask; where its closures look otherwise, nothing is found, and nothing
+fails.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+
+from torch_remat.dispatch.holder import Holder
 
 _BEFORE_ARGUMENTS = 2  # an empty tensor and the keyword arguments
 
@@ -20,16 +23,21 @@ class TorchCheckpoint:
     def __init__(self, frame: Any) -> None:
         self._frame = frame
 
-    def kept(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the name and value of what the checkpoint keeps: its arguments and random state."""
+    def kept(self) -> Iterator[tuple[str, Any]]:
+        """Yield what the checkpoint keeps, with names: arguments, random state, what a backward has recomputed.
+
+        A value is a tensor, something that has tensors in it, what hooks around the checkpoint made of a tensor, or,
+        if that was a checkpoint, that one.
+        """
         for index, argument in _arguments(self._frame):
-            tensor = argument if isinstance(argument, torch.Tensor) else _data(argument)
-            if isinstance(tensor, torch.Tensor):
-                yield f"args[{index}]", tensor
-        for value in _closure(getattr(self._frame, "recompute_fn", None)).values():
-            for tensor in value if isinstance(value, (list, tuple)) else (value,):
-                if isinstance(tensor, torch.Tensor):
-                    yield "state", tensor
+            yield f"args[{index}]", packed_in(argument) if hasattr(type(argument), "unpack_hook") else argument
+        for name, value in _closure(getattr(self._frame, "recompute_fn", None)).items():
+            if name == "kwargs" and isinstance(value, dict):
+                yield from ((f"kwargs[{key!r}]", argument) for key, argument in value.items())
+            elif isinstance(value, (torch.Tensor, list, tuple)):
+                yield "state", value
+        for made in list(getattr(self._frame, "recomputed", {}).values()):
+            yield "recomputed", list(made.data.values())
 
     @classmethod
     def behind(cls, hook: Any) -> TorchCheckpoint | None:
@@ -38,6 +46,27 @@ class TorchCheckpoint:
             return None
         frame = _closure(hook).get("frame")
         return None if frame is None else cls(frame)
+
+    @staticmethod
+    def with_those_around(found: Iterable[TorchCheckpoint]) -> list[TorchCheckpoint]:
+        """Return checkpoints, each once, and those around them, which recompute the arguments of those inside."""
+        waiting, once = list(found), {}
+        for checkpoint in waiting:  # grows meanwhile
+            if id(checkpoint._frame) not in once:
+                once[id(checkpoint._frame)] = checkpoint
+                waiting += [value for _, value in checkpoint.kept() if isinstance(value, TorchCheckpoint)]
+        return list(once.values())
+
+
+def packed_in(saved: Any) -> Any:
+    """Return what stands in a saved tensor of autograd: a tensor, or what hooks made of it; None if it is released."""
+    try:
+        packed = saved.data
+        if packed is not None and not isinstance(packed, (torch.Tensor, Holder)):
+            return TorchCheckpoint.behind(saved.unpack_hook) or packed
+        return packed
+    except RuntimeError:  # released meanwhile
+        return None
 
 
 def is_of_checkpoint(hook: Any) -> bool:

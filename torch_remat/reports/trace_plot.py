@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch_remat.reports.drawing import GREY, INK, LIGHT, new_figure, save, unit_of
 from torch_remat.reports.text import format_bytes
@@ -61,6 +61,7 @@ def _draw_curve(trace: Trace, axes: Axes) -> None:
             textcoords="offset points",
             ha="left" if right else "right",
             va="center",
+            parse_math=False,  # a name may have dollar signs
             arrowprops={"arrowstyle": "->", "color": INK},
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5},
         )
@@ -110,7 +111,8 @@ def _draw_lanes(trace: Trace, axes: Axes) -> None:
             label = next((one for one in names if width / whole_ms > _LETTER * (len(one) + 1)), None)
             if label is not None and is_empty:
                 box = {"facecolor": "white", "edgecolor": "none", "pad": 1.0} if hatch else None
-                axes.text(start + width / 2, place, label, ha="center", va="center", fontsize=8, bbox=box)
+                look: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8, "bbox": box, "parse_math": False}
+                axes.text(start + width / 2, place, label, **look)
     axes.set_yticks(range(len(_LANES)), [phase for phase, _, _ in _LANES])
     axes.set_ylim(len(_LANES) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)

@@ -23,6 +23,7 @@ _HEAD = [
     "peak",
 ]
 _OFFLOADED = _HEAD.index("offloaded")
+LEGEND = "times and bytes are means of the calls; live: at most after forward; peak: at most at any moment"
 
 
 @dataclass
@@ -60,17 +61,23 @@ class _Line:
 
 def format_trace(trace: Trace) -> str:
     """Return a trace as text; see `Trace.__str__`."""
-    lines = [_headline(trace)]
-    groups = _groups(trace.spans)
-    if groups:
-        rows = [_HEAD]
-        for label, spans in groups:
-            rows += _rows(label, spans)
-        if not any(span.offloaded_bytes for span in trace.spans):
-            rows = [[*row[:_OFFLOADED], *row[_OFFLOADED + 1 :]] for row in rows]
-        lines += ["", *aligned(rows, right=set(range(1, len(rows[0]))))]
-        lines.append("times and bytes are means of the calls; live: at most after forward; peak: at most at any moment")
+    lines = [headline(trace)]
+    if rows := table(trace):
+        lines += ["", *aligned(rows, right=set(range(1, len(rows[0])))), LEGEND]
     return "\n".join(lines)
+
+
+def table(trace: Trace) -> list[list[str]]:
+    """Return the cells of a trace's table, its head first; nothing if no region ran. Ops are indented."""
+    groups = _groups(trace.spans)
+    if not groups:
+        return []
+    rows = [_HEAD]
+    for label, spans in groups:
+        rows += _rows(label, spans)
+    if not any(span.offloaded_bytes for span in trace.spans):
+        rows = [[*row[:_OFFLOADED], *row[_OFFLOADED + 1 :]] for row in rows]
+    return rows
 
 
 def where(trace: Trace, time_us: float) -> str:
@@ -79,7 +86,8 @@ def where(trace: Trace, time_us: float) -> str:
     return f"the {running[-1].phase} of {running[-1].name}" if running else "no region"
 
 
-def _headline(trace: Trace) -> str:
+def headline(trace: Trace) -> str:
+    """Return how long a trace took, when the most bytes were alive, and how many were in the end."""
     text = f"{trace.duration_us / 1000:.1f} ms"
     if trace.peak is None:
         return f"{text}, nothing allocated"
