@@ -46,6 +46,26 @@ class StopReplay(BaseException):
         self.replay = replay
 
 
+class Carried(BaseException):
+    """Carries a TypeError through an op to the end of the region's function.
+
+    Operators such as ``@`` would make "unsupported operand" of it.
+
+    Args:
+        error: The error.
+    """
+
+    def __init__(self, error: TypeError) -> None:
+        self._error: TypeError | None = error
+        self.args = ()  # which hold the error too
+
+    def take(self) -> TypeError:
+        """Return the error, which knows this as its context, and forget it."""
+        error, self._error = self._error, None
+        assert error is not None
+        return error
+
+
 class RematMode(DispatchMode):
     """The runtime of one phase of one region: `Recording` in forward, `Filling` in replay.
 
@@ -90,6 +110,8 @@ class RematMode(DispatchMode):
                 with contexts[0] if len(contexts) == 1 else _all(contexts):
                     return self._call(function, args, kwargs)
             return self._call(function, args, kwargs)
+        except Carried as carried:
+            raise carried.take() from None
         finally:
             self.opening = None
             pop_saved_tensors_hooks()
