@@ -233,3 +233,12 @@ def test_listing_inside_a_region_and_without_gradients():
     with torch.no_grad():
         rows = rows_of(chain, leaf(4, 4), leaf(4, 4))
     assert len(rows) == 6
+
+
+def test_under_inference_mode_the_names_are_those_that_regions_have():
+    module, x = torch.nn.Sequential(torch.nn.Linear(4, 4)), leaf(3, 4)
+    expected = remat.list_names(module)(x).names
+    with torch.inference_mode():
+        assert remat.list_names(module)(x).names == expected
+        assert remat.list_names(module)(torch.randn(3, 4)).names == expected
+        assert remat.list_names(lambda x, scale: x["a"] * scale)({"a": torch.randn(3)}, scale=2).names == ["mul_0_0"]

@@ -301,6 +301,41 @@ def test_caller_alone_holds_an_output_that_nothing_reads():
         del graph
 
 
+class Gelu(torch.autograd.Function):
+    @staticmethod
+    @remat.auto_forward("x")
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return F.gelu(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return torch.ops.aten.gelu_backward(grad, x)
+
+
+@pytest.mark.parametrize("up_is_native", [False, True])
+@pytest.mark.parametrize("is_read", [False, True])
+def test_op_with_a_handle_in_between_does_not_keep_a_result_that_nothing_reads(is_read, up_is_native):
+    """What replay hands to `Gelu` comes before the result of `down`, which is only added to something."""
+    up, down = nn.Linear(8, 16), nn.Linear(16, 8)
+    gelu = remat.op(Gelu.apply, "gelu", policy=remat.CheckpointPolicy.SAVE)
+
+    def block(x, keep=keep, gelu=gelu):
+        y = x + keep("down", down, gelu(keep("up", up, x) if up_is_native else up(x)))
+        return y.sin() if is_read else y
+
+    x = leaf(4, 8)
+    expected = torch.autograd.grad(block(x, keep=plain_call, gelu=F.gelu).sum(), [x, *up.parameters()])
+    y = region()(block)(x)
+    assert (" down.out " in str(remat.memory_report(y))) == is_read
+    assert_same(expected, torch.autograd.grad(y.sum(), [x, *up.parameters()]))
+
+
+def plain_call(_name, function, *args):
+    return function(*args)
+
+
 # The transformer block of the issue
 
 

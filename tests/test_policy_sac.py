@@ -7,7 +7,17 @@ from collections import Counter, defaultdict
 
 import pytest
 import torch
-from helpers import assert_equal_gradients, assert_same, assert_same_program, leaf, parameter_gradients, plain
+from helpers import (
+    alive,
+    assert_clean_state,
+    assert_equal_gradients,
+    assert_same,
+    assert_same_program,
+    leaf,
+    parameter_gradients,
+    plain,
+    watch,
+)
 from native_programs import (
     ATTENTION,
     MATMULS,
@@ -21,6 +31,7 @@ from native_programs import (
     replayed_ops,
     retained_bytes,
     sac,
+    uncollected,
 )
 from torch import nn
 from torch.nn import functional as F
@@ -235,17 +246,77 @@ def test_our_own_policy_values_are_understood():
     assert replayed_ops(sine_chain, region(policy), (x, w)) == {"sin": 2}
 
 
-@pytest.mark.parametrize("value", [None, "save", object()])
-def test_policy_that_returns_something_else_is_an_error(value):
-    with pytest.raises((remat.RematError, TypeError, ValueError)):
-        region(lambda ctx, op, *args, **kwargs: value)(sine_chain)(leaf(4, 4), leaf(4, 4))
+FORMS = {
+    "method": lambda x, w: (x @ w).sin(),
+    "operator": lambda x, w: x @ w,
+    "reflected": lambda x, w: 2 * x @ w,
+    "comparison": lambda x, w: x * (x > 0) @ w,
+}
 
 
-def test_error_of_a_policy_is_not_lost_in_an_operator():
-    """Of a `TypeError` inside of ``@`` Python makes one of its own."""
-    with pytest.raises(remat.PolicyError, match=r"the policy returned None for aten\.mm\.default") as caught:
-        region(lambda ctx, op, *args, **kwargs: None, region_name="block")(lambda x: x @ x)(leaf(4, 4))
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("value", ["save", object(), 2, []])
+def test_policy_that_returns_something_else_is_an_error(value, form):
+    """Operators make "unsupported operand" of a TypeError, which this is, too."""
+    with pytest.raises(remat.PolicyError, match="the policy returned") as caught:
+        region(lambda ctx, op, *args, **kwargs: value, region_name="block")(FORMS[form])(leaf(4, 4), leaf(4, 4))
+    assert caught.value.__cause__ is None
     assert caught.value.region == "block"
+    assert_clean_state()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_type_error_in_the_policy_reaches_the_caller(form):
+    with pytest.raises(TypeError, match="positional argument"):
+        region(lambda ctx, op: True)(FORMS[form])(leaf(4, 4), leaf(4, 4))
+
+
+def test_error_in_the_policy_frees_everything_and_is_not_swallowed():
+    x, held = leaf(4, 4), []
+
+    def function(x):
+        h = x.sin()
+        held.extend(watch(h))
+        try:
+            return h @ x
+        except Exception:
+            return h
+
+    def policy(ctx, op, *args, **kwargs):
+        return "save" if op is aten.mm.default else False
+
+    with uncollected():
+        with pytest.raises(remat.PolicyError) as caught:
+            region(policy)(function)(x)
+        del caught
+        assert alive(held) == 0
+
+
+def test_policy_that_falls_through_recomputes_as_with_the_peer():
+    def policy(ctx, op, *args, **kwargs):
+        if op is aten.mm.default:
+            return TorchPolicy.MUST_SAVE
+        return None
+
+    x, w = leaf(4, 4), leaf(4, 4)
+    assert_equal_gradients(sine_chain, region(policy)(sine_chain), (x, w))
+    assert_equal_gradients(sine_chain, sac(policy)(sine_chain), (x, w))
+    assert replayed_ops(sine_chain, region(policy), (x, w)) == {"sin": 2}
+    assert region(policy | remat.policies.save_matmuls)(sine_chain)(x, w) is not None
+
+
+def test_state_of_a_policy_function_begins_anew_with_each_forward():
+    seen = []
+
+    def policy(ctx, op, *args, **kwargs):
+        seen.append(ctx.state.get("count", 0))
+        ctx.state["count"] = seen[-1] + 1
+        return False
+
+    checkpointed = region(policy | remat.policies.save_every_other_matmul)(lambda x: x.sin().exp().cos())
+    for _ in range(2):
+        checkpointed(leaf(3)).sum().backward()
+    assert seen == [0, 1, 2, 0, 1, 2]
 
 
 def test_type_error_of_a_function_with_a_policy_reaches_the_caller():

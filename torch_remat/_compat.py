@@ -22,6 +22,7 @@ from torch.utils._pytree import SUPPORTED_NODES
 
 __all__ = [
     "PYTREE_NAMESPACE",
+    "ZERO_TENSOR",
     "DispatchMode",
     "OpOverloadPacket",
     "OperatorBase",
@@ -128,6 +129,9 @@ def adopt_pytree_node(kind: type) -> bool:
 
 
 PYTREE_NAMESPACE = "torch_remat"
+
+# The op by which autograd makes a zero that has no memory, for forward-mode derivatives.
+ZERO_TENSOR: Any = torch.ops.aten._efficientzerotensor.default
 
 # The sequence number of an autograd node; see `sequence_number`. Called for each saved tensor.
 node_number: Callable[[torch.autograd.graph.Node], int] = methodcaller("_sequence_nr")

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import flop_registry
 
 from torch_remat.dispatch.calls import Meta
 from torch_remat.dispatch.forward import run_region
-from torch_remat.dispatch.inputs import leaves_of
+from torch_remat.dispatch.inputs import leaves_of, with_leaves
 from torch_remat.dispatch.naming import default_name
 from torch_remat.dispatch.op_policy import FunctionPolicy, as_policy
 from torch_remat.dispatch.options import Options
@@ -136,13 +136,22 @@ def list_names(function: Callable[P, Any], policy: Any = None) -> Callable[P, Na
             return [leaf for leaf in leaves_of((output,), {}) if isinstance(leaf, torch.Tensor)]
 
         counted.__wrapped__ = function  # type: ignore[attr-defined]  # the root of the names
-        with torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad():  # where a region would be none
+            leaves = leaves_of(args, kwargs)
+            if any(map(_is_inference, leaves)):
+                normal = [leaf.clone() if _is_inference(leaf) else leaf for leaf in leaves]
+                args, kwargs = with_leaves(args, kwargs, normal)  # type: ignore[assignment]
             output = run_region(counted, args, kwargs, options)
         rows = [row for call, flops in seen for row in _rows(call, flops)]
         del output
         return NameTable(rows)
 
     return run
+
+
+def _is_inference(leaf: Any) -> bool:
+    """Whether a value is a tensor made under ``torch.inference_mode()``, which autograd cannot save."""
+    return isinstance(leaf, torch.Tensor) and leaf.is_inference()
 
 
 def _rows(call: PolicyCall, flops: int) -> Iterator[NamedResult]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from torch_remat.dispatch.mode import current_mode
-from torch_remat.dispatch.op_policy import Decision, NamePolicy, OpPolicy
+from torch_remat.dispatch.name_policy import NamePolicy
+from torch_remat.dispatch.op_policy import Decision, OpPolicy
 from torch_remat.errors import PolicyError, UsageError
 
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import sys
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import optree
@@ -171,9 +172,22 @@ _OPTREE = str(Path(optree.__file__).parent)
 def user_line() -> tuple[str, int]:
     """Return file and line of the innermost frame that is neither ours, nor torch's, nor the standard library's."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and (
-        frame.f_code.co_filename.startswith((_OURS, _TORCH, _OPTREE))
-        or str(frame.f_globals.get("__name__")).partition(".")[0] in sys.stdlib_module_names
-    ):
+    while frame.f_back is not None and not _is_of_a_user(frame):
         frame = frame.f_back
     return frame.f_code.co_filename, frame.f_lineno
+
+
+def raised_at(error: BaseException) -> str:
+    """Return the same for where an error was raised, as ``file.py:12``."""
+    place, step = "", error.__traceback__
+    while step is not None:
+        if not place or _is_of_a_user(step.tb_frame):
+            place = f"{Path(step.tb_frame.f_code.co_filename).name}:{step.tb_lineno}"
+        step = step.tb_next
+    return place
+
+
+def _is_of_a_user(frame: FrameType) -> bool:
+    if frame.f_code.co_filename.startswith((_OURS, _TORCH, _OPTREE)):
+        return False
+    return str(frame.f_globals.get("__name__")).partition(".")[0] not in sys.stdlib_module_names

@@ -13,7 +13,6 @@ Example:
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from torch_remat._compat import has_effect
@@ -53,9 +52,11 @@ def save_matmuls(ctx: OpContext, op: Any, *args: Any, **kwargs: Any) -> bool:
 
 @FunctionPolicy
 def save_every_other_matmul(ctx: OpContext, op: Any, *args: Any, **kwargs: Any) -> bool:
-    """Save the second, fourth, ... matrix product of each kind in each module: it goes by name, and has no state."""
-    found = re.search(r"_(\d+)_\d+$", ctx.name) if _packet(op) in _MATMULS else None
-    return found is not None and int(found[1]) % 2 == 1
+    """Save the first, third, ... matrix product of the region, counted anew in each forward."""
+    if _packet(op) not in _MATMULS:
+        return False
+    number = ctx.state["matmuls"] = ctx.state.get("matmuls", 0) + 1
+    return bool(number % 2)
 
 
 @FunctionPolicy

@@ -16,7 +16,7 @@ from torch_remat._compat import DispatchState, storage_key, with_dispatch_state
 from torch_remat.dispatch.calls import is_kept_out, written_arguments
 from torch_remat.dispatch.op import RematHandle
 from torch_remat.dispatch.placeholder import real
-from torch_remat.dispatch.schema import effects_of
+from torch_remat.dispatch.schema import WRITES_WITHOUT_SAYING, effects_of
 
 if TYPE_CHECKING:
     from torch_remat.dispatch.ambient import RngState
@@ -79,14 +79,15 @@ class Again:
                 self._rng.restore()
             # As in forward, since some functions choose their ops by whether gradients are enabled.
             with with_dispatch_state(self._state), torch.set_grad_enabled(self._grad_enabled):
-                mode.watched(self._watch, self._function, self._args, self._kwargs)
+                mode.watched(self.watch, self._function, self._args, self._kwargs)
         except _Reached:
             pass
         finally:
             if present is not None:
                 present.restore()
 
-    def _watch(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def watch(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run an op."""
         effects = effects_of(op)
         if is_kept_out(effects, args):
             return op(*args, **kwargs)
@@ -101,6 +102,8 @@ class Again:
             if key not in self._born and key not in self._copies:
                 copy = self._copies[key] = tensor.untyped_storage().clone()
                 self._born.add(copy._cdata)
+        if effects.name in WRITES_WITHOUT_SAYING:
+            args = [None if place in (3, 4) and args[5] else arg for place, arg in enumerate(args)]
         given: Any = (tuple(args), dict(kwargs))
         consumer = str(op)
         arguments: Any = optree.tree_map(lambda leaf: self._own(real(leaf, consumer)), given)

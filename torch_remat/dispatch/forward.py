@@ -58,10 +58,6 @@ def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
         nodes = [node_of(output)] if type(output) is Tensor else boundary_nodes(tensors_of(output, region.name))
         mode.finish(nodes)
         observed = mode.observed
-    except TypeError as error:
-        if type(error) is TypeError and mode.ops is not None and mode.ops.policy is not None:
-            mode.ops.policy.raise_refused()
-        raise
     finally:
         mode.forget()
     for node in nodes:

@@ -246,6 +246,8 @@ class ForwardOps:
         if self._elide(record, tensor, owner, holder):
             holder.resident = False
             region.tape.elided.append(ref(holder))
+            if self.natives is not None:
+                self.natives.note_elided(holder)
             return holder
         if policy is CheckpointPolicy.SAVE and region.hooks is None and self.mode.watcher is None:
             holder.value = tensor.detach()
@@ -329,10 +331,8 @@ class ForwardOps:
         if made is not None:
             if made.record is record or not made.replayed_as(tensor):
                 return False
-            if made.tensor() is tensor:
-                elided = Elided.whole(holder, made.output)
-            else:
-                elided = Elided.of(tensor, holder, made.output, made.offset_in_bytes)
+            at = made.output, made.offset_in_bytes
+            elided = Elided.whole(holder, at[0]) if made.tensor() is tensor else Elided.of(tensor, holder, *at)
             made.record.elide_output(elided)
             return True
         if self.policy is not None or (self.natives is not None and self.natives.made(tensor)):

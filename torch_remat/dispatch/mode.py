@@ -25,6 +25,7 @@ from torch_remat._compat import (
     push_saved_tensors_hooks,
 )
 from torch_remat.dispatch.schema import effects_of
+from torch_remat.errors import RematError
 
 if TYPE_CHECKING:
     from torch_remat.dispatch.forward_ops import ForwardOps
@@ -44,6 +45,28 @@ class StopReplay(BaseException):
 
     def __init__(self, replay: RematMode) -> None:
         self.replay = replay
+
+
+class Carried(BaseException):
+    """Carries a TypeError through an op to the end of the region's function.
+
+    Operators such as ``@`` would make "unsupported operand" of it.
+
+    Args:
+        error: The error.
+    """
+
+    def __init__(self, error: TypeError) -> None:
+        self._error: TypeError | None = error
+        self.args = ()  # which hold the error too
+
+    def take(self, region: str | None = None) -> TypeError:
+        """Return the error, which knows this as its context, with the name of the region, and forget it."""
+        error, self._error = self._error, None
+        assert error is not None
+        if isinstance(error, RematError) and error.region is None:
+            error.region = region
+        return error
 
 
 class RematMode(DispatchMode):
@@ -90,6 +113,8 @@ class RematMode(DispatchMode):
                 with contexts[0] if len(contexts) == 1 else _all(contexts):
                     return self._call(function, args, kwargs)
             return self._call(function, args, kwargs)
+        except Carried as carried:
+            raise carried.take(self.region.name) from None
         finally:
             self.opening = None
             pop_saved_tensors_hooks()

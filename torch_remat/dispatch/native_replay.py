@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torch_remat._compat import dispatch_state, storage_key
+from torch_remat._compat import dispatch_state, set_version, storage_key
 from torch_remat.dispatch.again import Again
 from torch_remat.dispatch.calls import (
     Meta,
@@ -27,7 +27,8 @@ from torch_remat.dispatch.calls import (
 )
 from torch_remat.dispatch.inputs import leaves_of, with_leaves
 from torch_remat.dispatch.loose import after_loose, is_mirrored, is_remade_view, place_of, run_loose
-from torch_remat.dispatch.placeholder import Placeholder, Source, refuse
+from torch_remat.dispatch.placeholder import Placeholder, Source, last_refusal, real, refuse
+from torch_remat.dispatch.real_run import RealRun, may_run, warn_of_real_run
 from torch_remat.dispatch.schema import effects_of
 from torch_remat.dispatch.suppressed import Suppressed
 from torch_remat.dispatch.whole_call import warn_of_rerun
@@ -75,6 +76,9 @@ class NativeReplay:
         self._suppressed = suppressed
         self._outside = still_there(written.storage for written in record.written) if record.written else _NOTHING
         self._again: Again | None = None
+        self._real: RealRun | None = None
+        self._start = mode.position, last_refusal.get()
+        self._counted: list[tuple[torch.Tensor, int]] = []  # what was changed in place, with the versions from before
         rng = mode.region.rng
         present: RngState | None = None if record.drawn is None or rng is None else rng.present()
         self._began = present, dispatch_state(), torch.is_grad_enabled()
@@ -82,7 +86,7 @@ class NativeReplay:
     def answer(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Answer an op without running it."""
         effects = effects_of(op)
-        if effects.plain and self._at < len(self._calls) and not self._suppressed.pending:
+        if effects.plain and self._at < len(self._calls) and not (self._suppressed.pending or self._real):
             call = self._calls[self._at]
             if call.op is op and type(call.results) is Meta and not call.results.alias:
                 if call.outside:
@@ -110,11 +114,47 @@ class NativeReplay:
             written = changed_arguments(calls[at], effects, args, kwargs)
             self._suppressed.add(written, self._outside)
             for place, tensor in enumerate(written):
+                if not tensor.is_inference():
+                    self._counted.append((tensor, tensor._version))
                 self._remakes = self._remakes or isinstance(tensor, Placeholder)
                 slot = self._slots.get((at, place))
                 if slot is not None:
                     self._written.append((tensor, slot))
+        if self._real is not None:
+            return self._real.run(op, args, kwargs, effects, calls[at].results)
         return answered(calls[at], effects, args, kwargs, partial(self._stand_in, at))
+
+    def starts_over(self, error: Exception) -> bool:
+        """Go back to the start, to run the ops, where an error may be of what placeholders lack; else return False."""
+        record, region, (position, refusal) = self.record, self._mode.region, self._start
+        if self._real is not None or record.once or not may_run(region, self._calls, error):
+            return False
+        if record.raised and self._at == len(self._calls) and last_refusal.get() is refusal:
+            return False  # as in forward
+        if not record.warned:
+            record.warned = True
+            warn_of_real_run(region.name, record.name, "this native region", error)
+        last_refusal.set(refusal)
+        self._suppressed.restore()
+        for tensor, version in reversed(self._counted):
+            set_version(tensor, version)
+        present, state, grad_enabled = self._began
+        if present is not None:
+            present.restore()
+        self._mode.position = position
+        self._at = 0
+        self._written = []
+        self._real = RealRun(Again(self._function, self._args, self._kwargs, -1, None, state, grad_enabled))
+        return True
+
+    def arguments(self) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """Return the function's arguments, with the values of the placeholders among them that have one."""
+        leaves = leaves_of(self._args, self._kwargs)
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, Placeholder) and leaf.compute is not None:
+                leaves[place] = real(leaf, self.record.name).detach().requires_grad_(leaf.requires_grad)
+                self._mode.note_loaded(leaves[place])
+        return with_leaves(self._args, self._kwargs, leaves)
 
     def _check_shapes(self, at: int, args: Sequence[Any]) -> None:
         """Raise if an op gets a tensor from outside that is not the one of forward."""
@@ -147,6 +187,8 @@ class NativeReplay:
 
     def forget(self) -> None:
         """Let go of the function and its arguments; a placeholder may outlive the replay and know them."""
+        self._real = None
+        self._counted = []
         self._function = _gone
         self._args, self._kwargs = (), {}
         self._again = None
@@ -177,7 +219,7 @@ class NativeReplay:
 
     def _load(self, place: int, leaf: Any) -> Any:
         slot = self.record.returned.get(place)
-        if slot is None or not isinstance(leaf, Placeholder):
+        if slot is None or not (isinstance(leaf, Placeholder) or self._real):
             return leaf
         tensor = slot.load(self._mode.region, self.record.name, self.record.output_name(place))
         self._mode.note_loaded(tensor)

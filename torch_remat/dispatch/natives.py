@@ -46,7 +46,8 @@ class Natives:
         # replay does not come to if this is the last tensor that it fills.
         self._stops: list[tuple[int, int]] = []
         self._returned: dict[int, list[tuple[Native, int]]] = {}  # by their storages
-        self._elided: list[tuple[ref[OpHolder], int]] = []  # arguments that replay fills where they are passed
+        # What replay fills from inputs and outputs of ops, likewise; at that node it has come by them.
+        self._elided: list[tuple[ref[OpHolder], int]] = []
         # Returned tensors that are saved outside, each with that number.
         self._saved: list[tuple[int, Native, int]] = []
 
@@ -115,10 +116,7 @@ class Natives:
     def pack(self, tensor: torch.Tensor) -> Holder | Anchor | None:
         """Return the holder for a tensor that a running native region keeps, else None."""
         if self.running is not None:
-            held = self.running.pack(tensor)
-            if type(held) is OpHolder and not held.resident:
-                self._elided.append((ref(held), self.running.first_number))
-            return held
+            return self.running.pack(tensor)
         place = len(self._ops.region.tape.saved)
         node = tensor.grad_fn
         number = sequence_number()
@@ -129,6 +127,10 @@ class Natives:
         for native, index in self._returned.get(key_of(tensor), ()):
             self._saved.append((number, native, index))
         return None
+
+    def note_elided(self, holder: OpHolder) -> None:
+        """Note a holder that replay fills from an input or an output of an op, which is over by now."""
+        self._elided.append((ref(holder), sequence_number()))
 
     def undecided(self) -> Iterator[tuple[str, str, torch.Tensor, CheckpointPolicy]]:
         """Yield op, name, tensor and policy of what the native regions that are over have returned."""
@@ -164,11 +166,9 @@ class Natives:
         region = self._ops.region
         hooked = region.hooks is not None
         elided = [number for holder, number in self._elided if hooked or holder() is not None]
-        others = len(region.tape.elided) > len(self._elided) and (hooked or any(map(_call, region.tape.elided)))
-        if others or ((elided or last >= 0) and not region.options.early_stop):
+        if not region.options.early_stop and (last >= 0 or (region.tape.elided if hooked else self._any_elided())):
             return sequence_number()
         return max([number for place, number in self._stops if place <= last] + elided, default=0)
 
-
-def _call(reference: ref[OpHolder]) -> bool:
-    return reference() is not None
+    def _any_elided(self) -> bool:
+        return any(holder() is not None for holder in self._ops.region.tape.elided)

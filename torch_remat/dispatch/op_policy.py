@@ -6,16 +6,18 @@ Out: a decision for each result, and an error for an entry that matched nothing.
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from enum import IntEnum
-from fnmatch import fnmatchcase
+from operator import attrgetter
 from typing import Any
 
+import torch
 from torch.utils.checkpoint import CheckpointPolicy as TorchPolicy
 
 from torch_remat._compat import OperatorBase, OpOverloadPacket
+from torch_remat.dispatch.mode import Carried
 from torch_remat.dispatch.policy import CheckpointPolicy
 from torch_remat.errors import PolicyError
 
@@ -49,6 +51,7 @@ OF_TORCH = {
 }
 _DECISIONS: dict[Any, Decision] = {
     False: Decision.PREFER_RECOMPUTE,
+    None: Decision.PREFER_RECOMPUTE,  # a function written for selective activation checkpointing may fall through
     True: Decision.MUST_SAVE,
     CheckpointPolicy.RECOMPUTE: Decision.PREFER_RECOMPUTE,
     CheckpointPolicy.SAVE: Decision.MUST_SAVE,
@@ -64,9 +67,13 @@ class OpContext:
         op_output: What the op returned.
         is_recompute: False: policies are asked in forward only; before 2.13 ``torch.compile`` asks in both phases.
         names: The automatic names of the op's results.
+        state: A dict of the policy function's own, empty at the start of each forward: what it counts there is the
+            same in every run of the region.
     """
 
-    __slots__ = ("_names", "is_recompute", "op_output")
+    __slots__ = ("_names", "is_recompute", "op_output", "state")
+
+    state: dict[str, Any]
 
     def __init__(self, op_output: Any, names: Callable[[], Sequence[str]]) -> None:
         self.op_output = op_output
@@ -129,9 +136,16 @@ class FunctionPolicy(OpPolicy):
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
         self.__doc__ = function.__doc__
+        self.__module__ = getattr(function, "__module__", __name__)  # where pickle looks for it
 
     def __repr__(self) -> str:
         return getattr(self._function, "__qualname__", repr(self._function))
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        name = repr(self)  # as a decorator this has taken the function's place
+        if getattr(sys.modules.get(self.__module__), name, None) is self:
+            return name
+        return FunctionPolicy, (self._function,)
 
     def begin(self) -> Decider:
         """Begin one forward."""
@@ -145,17 +159,25 @@ class FunctionPolicy(OpPolicy):
 class _FunctionDecider(Decider):
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
+        self._state: dict[str, Any] = {}
 
     def decide(self, context: OpContext, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Decision]:
-        said = self._function(context, op, *args, **kwargs)
+        context.state = self._state
+        try:
+            said = self._function(context, op, *args, **kwargs)
+        except TypeError as error:
+            raise Carried(error) from None
         try:
             return (_DECISIONS[said],)
         except (KeyError, TypeError):
-            raise PolicyError(
+            pass
+        raise Carried(  # not through a local name, which would make a cycle with the traceback
+            PolicyError(
                 f"the policy returned {said!r} for {op}",
-                remedy="A policy function returns remat.CheckpointPolicy, torch.utils.checkpoint.CheckpointPolicy or "
-                "a bool.",
-            ) from None
+                remedy="A policy function returns remat.CheckpointPolicy, torch.utils.checkpoint.CheckpointPolicy, "
+                "a bool, or None for recomputing.",
+            )
+        )
 
 
 class OpListPolicy(OpPolicy):
@@ -180,9 +202,20 @@ class OpListPolicy(OpPolicy):
     def __repr__(self) -> str:
         return f"[{', '.join(map(str, self._ops))}]"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _list_of, ([_path_of(op) for op in self._ops],)  # torch does not pickle ops
+
     def begin(self) -> Decider:
         """Begin one forward."""
         return _OpListDecider(self._ops)
+
+
+def _path_of(op: Any) -> str:
+    return str(op) if hasattr(op, "overloadpacket") else f"higher_order.{op}"
+
+
+def _list_of(paths: Iterable[str]) -> OpListPolicy:
+    return OpListPolicy([attrgetter(path)(torch.ops) for path in paths])
 
 
 class _OpListDecider(Decider):
@@ -210,53 +243,6 @@ class _OpListDecider(Decider):
             f"the policy lists {', '.join(str(op) for op in self._left.values())}, which the region did not run",
             remedy="remat.list_names(function)(*args) shows the ops that it runs. A policy function, unlike a list, "
             "may name ops that do not occur.",
-        )
-
-
-class NamePolicy(OpPolicy):
-    """Saves results by name: shell patterns on automatic names and on those given by `checkpoint_name`."""
-
-    def __init__(self, patterns: Sequence[str], decision: Decision) -> None:
-        self._patterns = patterns
-        self._decision = decision
-
-    def __repr__(self) -> str:
-        kind = "offload_names" if self._decision.offloads else "save_names"
-        return f"{kind}({', '.join(map(repr, self._patterns))})"
-
-    def begin(self) -> Decider:
-        """Begin one forward."""
-        return _NameDecider(self._patterns, self._decision)
-
-
-class _NameDecider(Decider):
-    def __init__(self, patterns: Sequence[str], decision: Decision) -> None:
-        self._patterns = patterns
-        self._left = dict.fromkeys(patterns)
-        self._decision = decision
-
-    def decide(self, context: OpContext, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Decision]:
-        return [self.decide_name(name) for name in context.names]
-
-    def decide_name(self, name: str) -> Decision:
-        found = Decision.PREFER_RECOMPUTE
-        for pattern in self._patterns:
-            if fnmatchcase(name, pattern):
-                self._left.pop(pattern, None)
-                found = self._decision
-        return found
-
-    def unmatched(self, names: Iterable[str]) -> PolicyError | None:
-        if not self._left:
-            return None
-        known = list(names)
-        pattern, *others = self._left
-        near = get_close_matches(pattern, known, n=5, cutoff=0.4) or known[:5]
-        too = f"; neither {'does' if len(others) == 1 else 'do'} {', '.join(map(repr, others))}" if others else ""
-        return PolicyError(
-            f"the name pattern {pattern!r} matches nothing that the region made{too}",
-            tensor=pattern,
-            remedy=f"Near names: {', '.join(near) or 'none'}. remat.list_names(function)(*args) shows all.",
         )
 
 

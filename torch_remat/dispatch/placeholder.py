@@ -81,7 +81,7 @@ class Placeholder(torch.Tensor):
             with without_torch_function():
                 return func(*args, **(kwargs or {}))
         except RuntimeError as error:
-            if isinstance(error, PlaceholderError) or not any(text in str(error) for text in _TORCH_SAYS):
+            if isinstance(error, PlaceholderError) or not any(text in str(error) for text in TORCH_SAYS):
                 raise
         return refuse(_first_of([*args, *(kwargs or {}).values()]).source, name)
 
@@ -122,6 +122,10 @@ class Placeholder(torch.Tensor):
             f"Placeholder(output {self.source.output!r} of {self.source.region}::{self.source.op}, "
             f"shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}{grad})"
         )
+
+    def as_subclass(self, cls: type[Any]) -> Any:
+        """Return itself as a plain tensor; refuse another type, which a tensor of one type cannot become."""
+        return super().as_subclass(cls) if issubclass(Placeholder, cls) else refuse(self.source, "as_subclass")
 
     def __format__(self, spec: str) -> str:
         """Return the text of ``repr``; a format of its own needs the value."""
@@ -303,7 +307,7 @@ _DATA_ACCESS = frozenset((
     "__reduce_ex__", "__deepcopy__", "share_memory_", "const_data_ptr", "mutable_data_ptr", "apply_", "map_", "map2_",
 ))  # fmt: skip
 # How torch's C++ code refuses data that is not there.
-_TORCH_SAYS = ("Cannot access data pointer", "not supported for tensor subclasses", "its data is not allocated")
+TORCH_SAYS = ("Cannot access data pointer", "not supported for tensor subclasses", "its data is not allocated")
 
 
 def _refusing(name: str) -> Callable[..., NoReturn]:

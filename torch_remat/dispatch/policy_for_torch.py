@@ -11,6 +11,7 @@ from typing import Any
 
 from torch.utils.checkpoint import CheckpointPolicy as TorchPolicy
 
+from torch_remat.dispatch.mode import Carried
 from torch_remat.dispatch.op_policy import OF_TORCH, OpContext, OpPolicy
 from torch_remat.errors import PolicyError, RematError
 
@@ -27,11 +28,18 @@ def for_torch(policy: OpPolicy) -> Callable[..., TorchPolicy]:
     def decide(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> TorchPolicy:
         try:
             said = decider.decide(_Context(ctx), op, args, kwargs)
-        except PolicyError as error:  # which is a TypeError: an operator such as @ would make one of its own of it
-            raise RematError(error.what, remedy=error.remedy) from None
+        except Carried as carried:
+            raise _for_operators(carried.take()) from None
+        except PolicyError as error:
+            raise _for_operators(error) from None
         return _FOR_TORCH.get(max(said), TorchPolicy.PREFER_RECOMPUTE)
 
     return decide
+
+
+def _for_operators(error: TypeError) -> RuntimeError:
+    """Return an error of a policy as one that is no TypeError: of those an operator such as ``@`` makes its own."""
+    return RematError(error.what, remedy=error.remedy) if isinstance(error, PolicyError) else RuntimeError(str(error))
 
 
 class _Context(OpContext):

@@ -84,14 +84,7 @@ class PolicyForward:
         self._counts: dict[tuple[str, str], int] = {}
         self._storages = Storages(ops.region.hooks is not None)
         self.results = SavedResults(ops, self._storages, allow_mutation)
-        self._refused: tuple[str, str | None] | None = None
         self._roots: list[tuple[int, int, int]] = []
-
-    def raise_refused(self) -> None:
-        """Raise the policy's error after all, of which an operator as ``@`` makes a `TypeError` of its own."""
-        if self._refused is not None:
-            what, remedy = self._refused
-            raise PolicyError(what, region=self._ops.region.name, remedy=remedy) from None
 
     def watch(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run an op, ask the policy, and note what it did."""
@@ -219,11 +212,7 @@ class PolicyForward:
         self.results.note(call, outputs)
 
     def _decide(self, call: PolicyCall, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-        try:
-            said = self._decider.decide(OpContext(result, call.labels), call.op, args, kwargs)
-        except PolicyError as error:
-            self._refused = error.what, error.remedy
-            raise
+        said = self._decider.decide(OpContext(result, call.labels), call.op, args, kwargs)
         if call.effects.viewed is not None or call.effects.reshapes:
             return
         # An op that changes what lies outside is not repeated, so that what else it makes cannot be made again.

@@ -28,7 +28,7 @@ from torch_remat.dispatch.options import Options
 from torch_remat.dispatch.parameters import parameters_of
 from torch_remat.dispatch.part import own_hooks
 from torch_remat.dispatch.placeholder import unpack
-from torch_remat.dispatch.replay import Filling
+from torch_remat.dispatch.policy_real import replay
 from torch_remat.dispatch.tape import Tape
 from torch_remat.errors import ReleasedError
 
@@ -158,7 +158,7 @@ class Region:
             self.filling = True
             try:
                 with nullcontext() if self.finished else unseen_by_forward_of(self):
-                    Filling(self, empty).replay()
+                    replay(self, empty)
             finally:
                 self.filling = False
         self._replayed_in = graph_task()

@@ -54,6 +54,7 @@ class Filling(RematMode):
     """The replay of a region. Its pack hook gives each empty holder its value, in the order of forward."""
 
     replaying = True
+    policy_replay = PolicyReplay
     ops: ReplayOps | None
 
     def __init__(self, region: Region, empty: list[Holder]) -> None:
@@ -70,7 +71,7 @@ class Filling(RematMode):
         self._last = region.tape.last_needed() if region.options.early_stop else self._limit
         self._waiting = sum([type(holder) is OpHolder for holder in empty]) if region.tape.elided else 0
         self.ops = ReplayOps(self) if region.tape.records else None
-        self._position = 0
+        self.position = 0
         self._first_number = sequence_number()
         if region.options is not DEFAULTS:
             value_of = value_function(region.options.determinism_check)
@@ -137,19 +138,16 @@ class Filling(RematMode):
             contexts.append(self.watch(region.op_log.begin_replay()))
         if region.tape.calls:
             self.ops = self.ops or ReplayOps(self)
-            self.ops.policy = PolicyReplay(self, self.ops.suppressed)
+            self.ops.policy = self.policy_replay(self, self.ops.suppressed)
             self.opening = self.ops.policy.answer
         return contexts
 
     def pack_hook(self) -> Callable[[torch.Tensor], torch.Tensor | Packed]:
-        """Return the pack hook: it takes the value for the next holder and returns what the replay's own graph keeps.
-
-        Like that of forward it is a closure that leaves to `pack` what is not plain.
-        """
+        """Return the pack hook: it takes a value for the next holder and returns what replay's own graph keeps."""
         saved, last, values = self._saved, self._last, self._values
 
         def pack(tensor: torch.Tensor) -> torch.Tensor | Packed:
-            position = self._position
+            position = self.position
             ops = self.ops
             if position >= self._limit or values is not None or (ops is not None and ops.suppressed.pending):
                 return self.pack(tensor)
@@ -165,7 +163,7 @@ class Filling(RematMode):
                     # What came from a slot has no history.
                     and (type(tensor.grad_fn) is holder.producer or (ops is not None and ops.has_loaded(tensor)))
                 ):
-                    self._position = position + 1
+                    self.position = position + 1
                     if self.watcher is None:
                         holder.value = value = tensor.detach()
                     else:
@@ -177,10 +175,10 @@ class Filling(RematMode):
             elif position == last:
                 pass
             elif entry is tensor and type(tensor) is Parameter:
-                self._position = position + 1
+                self.position = position + 1
                 return tensor
             elif type(entry) is ResidentRef and type(tensor) is Tensor:
-                self._position = position + 1
+                self.position = position + 1
                 return entry.value_like(tensor)
             return self.pack(tensor)
 
@@ -188,8 +186,8 @@ class Filling(RematMode):
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | Packed:
         """Do what the pack hook does, for any tensor."""
-        position = self._position
-        self._position = position + 1
+        position = self.position
+        self.position = position + 1
         if self.ops is not None and self.ops.suppressed.pending:
             self.ops.suppressed.restore()
         if type(tensor) is Placeholder:
@@ -292,7 +290,7 @@ class Filling(RematMode):
             holder.metadata = (value._version, *holder.metadata[1:])
         holder.value = value
         self._waiting -= 1
-        if not self._waiting and self._position > self._last:
+        if not self._waiting and self.position > self._last:
             self._stop()
 
     def _stop(self) -> NoReturn:
@@ -344,6 +342,6 @@ class Filling(RematMode):
             self.ops.check_passed(self._last) if self._over else self.ops.finish()
         for holder in self._empty:
             if holder.value is None:
-                raise fewer_saved(region, holder, self._position)
-        if region.finished and not region.options.early_stop and self._position != len(self._saved):
-            raise more_saved(region, self._position)
+                raise fewer_saved(region, holder, self.position)
+        if region.finished and not region.options.early_stop and self.position != len(self._saved):
+            raise more_saved(region, self.position)

@@ -16,7 +16,7 @@ from torch_remat.dispatch.inputs import leaves_of, with_leaves
 from torch_remat.dispatch.mismatch import mismatched, other_output
 from torch_remat.dispatch.native_replay import NativeReplay
 from torch_remat.dispatch.op import RematHandle
-from torch_remat.dispatch.placeholder import Placeholder, real
+from torch_remat.dispatch.placeholder import Placeholder, last_refusal, real
 from torch_remat.dispatch.policy import CheckpointPolicy
 from torch_remat.dispatch.policy_replay import PolicyReplay
 from torch_remat.dispatch.record import NativeRecord, Record, WholeCallRecord
@@ -100,11 +100,21 @@ class ReplayOps:
         self._natives.append(native)
         self._in_skipped = True
         self.native = native
+        place = self._next
         try:
-            result = self._mode.watched(native.answer, function, args, kwargs)
-        except Exception as error:
-            native.left_by(error)
-            raise
+            while True:
+                try:
+                    result = self._mode.watched(native.answer, function, args, kwargs)
+                except Exception as error:
+                    if not native.starts_over(error):
+                        native.left_by(error)
+                        raise
+                else:
+                    refusal = last_refusal.get()
+                    if refusal is None or not native.starts_over(refusal.error()):
+                        break
+                self._next = place
+                args, kwargs = native.arguments()
         finally:
             self._in_skipped = False
             self.native = None

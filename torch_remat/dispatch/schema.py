@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torch_remat._compat import ZERO_TENSOR
+
 Argument = tuple[int, str]  # where an argument stands, by place and by name
 
 
@@ -147,11 +149,13 @@ WRITES_WITHOUT_SAYING = frozenset(("native_batch_norm", "cudnn_batch_norm", "mio
 # What a mode sees of a tensor made from Python values (``torch.tensor``): its memory is new, though no op has made it.
 LIFT = torch.ops.aten.lift_fresh.default
 _TENSOR_OPTIONS = {"dtype", "layout", "device", "pin_memory"}
-# The hooks of checkpointing detach tensors, not equally often in both phases; the others only ask for metadata.
+# The hooks of checkpointing detach tensors, not equally often in both phases; the others only ask for metadata, or make
+# a zero without memory, which forward-mode derivatives know by its dispatch key.
 _IGNORED = frozenset(
     op
     for op in (
         torch.ops.aten.detach.default,
+        ZERO_TENSOR,
         torch.ops.prim.device.default,
         torch.ops.aten.is_contiguous.default,
         torch.ops.aten.is_contiguous.memory_format,

@@ -1,0 +1,62 @@
+"""Policies by name: shell patterns on the names of results.
+
+In: names, automatic ones and those given by hand. Kept: which patterns have matched, while one forward runs. Out: a
+decision for each name, and an error for a pattern that matched nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch_remat.dispatch.op_policy import Decider, Decision, OpContext, OpPolicy
+from torch_remat.errors import PolicyError
+
+
+class NamePolicy(OpPolicy):
+    """Saves results by name: shell patterns on automatic names and on those given by `checkpoint_name`."""
+
+    def __init__(self, patterns: Sequence[str], decision: Decision) -> None:
+        self._patterns = patterns
+        self._decision = decision
+
+    def __repr__(self) -> str:
+        kind = "offload_names" if self._decision.offloads else "save_names"
+        return f"{kind}({', '.join(map(repr, self._patterns))})"
+
+    def begin(self) -> Decider:
+        """Begin one forward."""
+        return _NameDecider(self._patterns, self._decision)
+
+
+class _NameDecider(Decider):
+    def __init__(self, patterns: Sequence[str], decision: Decision) -> None:
+        self._patterns = patterns
+        self._left = dict.fromkeys(patterns)
+        self._decision = decision
+
+    def decide(self, context: OpContext, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Decision]:
+        return [self.decide_name(name) for name in context.names]
+
+    def decide_name(self, name: str) -> Decision:
+        found = Decision.PREFER_RECOMPUTE
+        for pattern in self._patterns:
+            if fnmatchcase(name, pattern):
+                self._left.pop(pattern, None)
+                found = self._decision
+        return found
+
+    def unmatched(self, names: Iterable[str]) -> PolicyError | None:
+        if not self._left:
+            return None
+        known = list(names)
+        pattern, *others = self._left
+        near = get_close_matches(pattern, known, n=5, cutoff=0.4) or known[:5]
+        too = f"; neither {'does' if len(others) == 1 else 'do'} {', '.join(map(repr, others))}" if others else ""
+        return PolicyError(
+            f"the name pattern {pattern!r} matches nothing that the region made{too}",
+            tensor=pattern,
+            remedy=f"Near names: {', '.join(near) or 'none'}. remat.list_names(function)(*args) shows all.",
+        )
