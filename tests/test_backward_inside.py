@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
-from helpers import Calls, Mlp, assert_same, assert_same_program, chain, checkpointed, leaf, parameter_gradients
+from helpers import (
+    Calls,
+    Mlp,
+    assert_same,
+    assert_same_program,
+    chain,
+    checkpointed,
+    leaf,
+    parameter_gradients,
+    plain,
+)
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -95,6 +107,27 @@ def test_backward_of_an_earlier_region_inside_a_later_forward_is_equal():
         return y, x.grad
 
     assert_same_program(program)
+
+
+@pytest.mark.parametrize("policy", [[torch.ops.aten.mm.default], remat.policies.save_attention])
+def test_backward_of_an_inner_region_inside_a_region_with_a_policy_is_equal(policy):
+    def program(wrap):
+        w, x = leaf(3, 3), leaf(3, 3)
+
+        def outer(x, w):
+            h = (x @ w).sin()
+            q = wrap(lambda h: (h @ w).tanh())(h)
+            q.sum().backward(inputs=[w], retain_graph=True)
+            return (h * q).exp()
+
+        y = remat.checkpoint(policy=policy)(outer)(x, w) if wrap is not plain else outer(x, w)
+        y.sum().backward()
+        return y, x.grad, w.grad
+
+    with warnings.catch_warnings():
+        # What the inner region's replay saves is read past all ops.
+        warnings.simplefilter("ignore", remat.RematWarning)
+        assert_same_program(program)
 
 
 class ReadTwice(torch.autograd.Function):

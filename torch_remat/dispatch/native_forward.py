@@ -188,7 +188,7 @@ class NativeForward(Native):
     def left_by(self, error: BaseException) -> None:
         """Note that an exception left the function."""
         self.last_number = sequence_number()
-        self.record.raised = isinstance(error, Exception)
+        self.record.raised = True
         self._end()
 
     def _end(self) -> None:

@@ -7,7 +7,7 @@ something reads them after all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -116,6 +116,10 @@ class NativeReplay:
                     self._written.append((tensor, slot))
         return answered(calls[at], effects, args, kwargs, partial(self._stand_in, at))
 
+    def outside(self) -> Collection[int]:
+        """Return what `key_of` gives for the tensors outside that forward has changed."""
+        return self._outside
+
     def _check_shapes(self, at: int, args: Sequence[Any]) -> None:
         """Raise if an op gets a tensor from outside that is not the one of forward."""
         call = self._calls[at]
@@ -139,8 +143,8 @@ class NativeReplay:
                 leaves[place] = self._load(place, leaf)
         return with_leaves((result,), {}, leaves)[0][0]
 
-    def left_by(self, error: Exception) -> None:
-        """Check that an exception left the function in forward too."""
+    def left_by_exception(self) -> None:
+        """Note that an exception left the function; if one did in forward too, it must be at the same place."""
         if self.record.raised:
             self._check_complete()
             self._end()

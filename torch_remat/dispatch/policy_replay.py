@@ -157,6 +157,10 @@ class PolicyReplay:
         if self._at != len(self._calls):
             raise another_call(self._region, None, self._at, self._calls, None)
 
+    def outside(self) -> set[int]:
+        """Return what `key_of` gives for the tensors outside of the region that forward has changed."""
+        return still_there(storage for call in self._calls for storage in call.outside)
+
     def _run(self, call: PolicyCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         effects = call.effects
         if call.before is not None:

@@ -2,19 +2,6 @@
 
 In: a region whose tape has empty holders. Kept: nothing past the replay. Out: filled holders, or an error; the replay's
 own autograd graph dies with it.
-
-NOTE [ How a replay ends ]
-1. Once the last empty holder is filled, `StopReplay` ends the function, unless ``early_stop=False``. It derives from
-   BaseException, so that ``except Exception`` in user code does not swallow it. It is raised once: code that catches
-   it all the same (``except:``, ``finally:``) runs on undisturbed, and its result is thrown away.
-2. The pack hook runs before its op does, and an op may save a buffer that it is about to fill (``F.rrelu`` its noise).
-   Such a buffer is a tensor of floats that needs no gradient. Where the last op to save anything saves one, the
-   function runs to its end. Elsewhere the op itself is spared, which for a last matrix product is much.
-3. An error found in the pack hook is kept and raised after the function was left, so that user code cannot swallow
-   it either.
-4. A replay that has something to fill goes on until each live anchored holder has met its parameter again: where
-   parameters were replaced, what was filled is wrong.
-5. A replay that fails empties again what it filled.
 """
 
 from __future__ import annotations
@@ -41,7 +28,7 @@ from torch_remat.dispatch.naming import scope, scope_restored
 from torch_remat.dispatch.observe import Watch, is_watched
 from torch_remat.dispatch.options import DEFAULTS
 from torch_remat.dispatch.parameters import check_parameters
-from torch_remat.dispatch.placeholder import Packed, Placeholder, last_refusal, real, unpack
+from torch_remat.dispatch.placeholder import Packed, Placeholder, Refusal, last_refusal, real, unpack
 from torch_remat.dispatch.policy_replay import PolicyReplay
 from torch_remat.dispatch.replay_ops import ReplayOps
 from torch_remat.errors import MismatchError, RematError
@@ -51,10 +38,16 @@ if TYPE_CHECKING:
 
 
 class Filling(RematMode):
-    """The replay of a region. Its pack hook gives each empty holder its value, in the order of forward."""
+    """The replay of a region. Its pack hook gives each empty holder its value, in the order of forward.
+
+    Attributes:
+        stopped: Whether `StopReplay` was raised: what user code runs from there on counts for nothing.
+    """
 
     replaying = True
+    stopped = False
     ops: ReplayOps | None
+    _refusal: Refusal | None
 
     def __init__(self, region: Region, empty: list[Holder]) -> None:
         self.region = region
@@ -284,8 +277,8 @@ class Filling(RematMode):
 
     def note_loaded(self, tensor: torch.Tensor) -> None:
         """Note a tensor that was kept, so that it has no history in replay."""
-        assert self.ops is not None
-        self.ops.note_loaded(tensor)
+        if (ops := self.ops_now()) is not None:
+            ops.note_loaded(tensor)
 
     def fill_elided(self, holder: Holder, value: torch.Tensor) -> None:
         """Give a holder that waits for an op's output its value."""
@@ -299,14 +292,18 @@ class Filling(RematMode):
     def _stop(self) -> NoReturn:
         self._over = True
         self._limit = 0
+        if not self.stopped:
+            self.stopped = True
+            self._refusal = last_refusal.get()
+            if self.watcher is not None and self.ops is not None:
+                self.watcher = self.ops.aftermath()
         raise StopReplay(self)
 
     def fail(self, error: RematError) -> NoReturn:
         """Keep an error and end the replay with it; see NOTE [ How a replay ends ]."""
-        self._error = error
-        self._over = True
-        self._limit = 0
-        raise StopReplay(self)
+        if not self.stopped:
+            self._error = error
+        self._stop()
 
     def _explain(self, holder: Holder, tensor: torch.Tensor, owner: torch.Tensor, origin: torch.Tensor | None) -> None:
         """Tell apart what differs from forward, and fail unless it is harmless."""
@@ -337,7 +334,7 @@ class Filling(RematMode):
             self._values.flush(self._compare_value)
         if self._error is not None:
             raise self._take_error()
-        refusal = last_refusal.get()
+        refusal = self._refusal if self.stopped else last_refusal.get()
         if refusal is not None:
             raise refusal.error()
         region = self.region
