@@ -71,6 +71,11 @@ class Holder:
         """The holder's place in the region, as error messages name it."""
         return f"saved tensor {self.region.tape.position_of(self)}"
 
+    def expect_version_of(self, value: torch.Tensor) -> None:
+        """Expect the version of a value that counts its changes for itself."""
+        if self.metadata[0] != CHANGED:
+            self.metadata = (value._version, *self.metadata[1:])
+
 
 # What autograd keeps of a parameter or a view of one: (value, version, region).
 Anchor = tuple[torch.Tensor, int, "Region"]

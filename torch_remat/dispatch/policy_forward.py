@@ -262,8 +262,8 @@ class PolicyForward:
             return
         call, place = writer
         call.names = {**call.names, place: name}
-        if not decision.keeps:
-            return
+        if not decision.keeps or (place == WRITTEN and place not in call.saved and len(call.writes) > 1):
+            return  # of several that an op has written, all would have to be at hand
         call.saved |= {place}
         if decision.offloads:
             call.away |= {place}

@@ -7,7 +7,6 @@ own autograd graph dies with it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import ref
@@ -24,12 +23,10 @@ from torch_remat.dispatch.determinism import Values, value_function
 from torch_remat.dispatch.holder import AUTOCAST_DTYPES, Holder, OpHolder, ResidentRef, metadata_of, parameter_behind
 from torch_remat.dispatch.mismatch import another_parameter, fewer_saved, more_saved, other_value
 from torch_remat.dispatch.mode import RematMode, StopReplay
-from torch_remat.dispatch.naming import scope, scope_restored
-from torch_remat.dispatch.observe import Watch, is_watched
 from torch_remat.dispatch.options import DEFAULTS
 from torch_remat.dispatch.parameters import check_parameters
 from torch_remat.dispatch.placeholder import Packed, Placeholder, Refusal, last_refusal, real, unpack
-from torch_remat.dispatch.policy_replay import PolicyReplay
+from torch_remat.dispatch.replay_contexts import contexts_of
 from torch_remat.dispatch.replay_ops import ReplayOps
 from torch_remat.errors import MismatchError, RematError
 
@@ -64,6 +61,7 @@ class Filling(RematMode):
         self._waiting = sum([type(holder) is OpHolder for holder in empty]) if region.tape.elided else 0
         self.ops = ReplayOps(self) if region.tape.records else None
         self._position = 0
+        self._late: list[tuple[Holder, Placeholder]] = []  # to be filled once the next op has been seen
         self._first_number = sequence_number()
         if region.options is not DEFAULTS:
             value_of = value_function(region.options.determinism_check)
@@ -88,7 +86,8 @@ class Filling(RematMode):
             args, kwargs = region.inputs.restore(region)
             set_grad_enabled(True)
             try:
-                self.run(region.function, args, kwargs, (self.pack_hook(), unpack), self._contexts())
+                self.run(region.function, args, kwargs, (self.pack_hook(), unpack), contexts_of(self))
+                self._fill_late()  # if no op has come since
             except StopReplay as stop:
                 if stop.replay is not self:
                     raise
@@ -112,28 +111,6 @@ class Filling(RematMode):
             self.observed = None
             if last_refusal.get() is not None:
                 last_refusal.set(None)
-
-    def _contexts(self) -> list[AbstractContextManager[Any]]:
-        region = self.region
-        contexts: list[AbstractContextManager[Any]] = region.ambient.contexts()
-        if is_watched():
-            self.observed = Watch(self)
-            contexts.insert(0, self.observed)
-        if scope.get() != region.scope:
-            contexts.append(scope_restored(region.scope))
-        if region.options is DEFAULTS and region.rng is None:
-            return contexts
-        if region.rng is not None:
-            contexts.append(region.rng.replayed())
-        if region.replay_context is not None:
-            contexts.append(region.replay_context)
-        if region.op_log is not None:
-            contexts.append(self.watch(region.op_log.begin_replay()))
-        if region.tape.calls:
-            self.ops = self.ops or ReplayOps(self)
-            self.ops.policy = PolicyReplay(self, self.ops.suppressed)
-            self.opening = self.ops.policy.answer
-        return contexts
 
     def pack_hook(self) -> Callable[[torch.Tensor], torch.Tensor | Packed]:
         """Return the pack hook: it takes the value for the next holder and returns what the replay's own graph keeps.
@@ -194,7 +171,9 @@ class Filling(RematMode):
                 return Packed.of(tensor)
             if tensor.compute is not None:
                 if self.ops is not None and self.ops.compares():  # likely for another op than forward's
-                    self.after_next_op(partial(self._fill_late, holder, tensor, position))
+                    self._late.append((holder, tensor))
+                    self._waiting += 1
+                    self.after_next_op(self._fill_late)
                     return Packed.of(tensor)
                 tensor = tensor.compute("saving it for backward")
                 self.note_loaded(tensor)
@@ -248,12 +227,14 @@ class Filling(RematMode):
             self._stop_at(position)
         return value
 
-    def _fill_late(self, holder: Holder, placeholder: Placeholder, position: int) -> None:
-        value = real(placeholder, "saving it for backward")
-        self.note_loaded(value)
-        self._explain(holder, value, value, None)
-        holder.value = value.detach()
-        self._stop_at(position)
+    def _fill_late(self) -> None:
+        late, self._late = self._late, []
+        for holder, placeholder in late:
+            value = real(placeholder, "saving it for backward")
+            self.note_loaded(value)
+            holder.expect_version_of(value)  # what was kept was changed less often than what it stands for
+            self._explain(holder, value, value, None)
+            self.fill_elided(holder, value.detach())
 
     def _stop_at(self, position: int) -> None:
         if position == self._last and not self._waiting and self._unfilled_number != sequence_number():
@@ -281,7 +262,7 @@ class Filling(RematMode):
             ops.note_loaded(tensor)
 
     def fill_elided(self, holder: Holder, value: torch.Tensor) -> None:
-        """Give a holder that waits for an op's output its value."""
+        """Give a holder that was passed over its value."""
         if self.region.hooks is not None:  # what they restored may count its versions anew
             holder.metadata = (value._version, *holder.metadata[1:])
         holder.value = value
@@ -290,11 +271,9 @@ class Filling(RematMode):
             self._stop()
 
     def _stop(self) -> NoReturn:
-        self._over = True
-        self._limit = 0
+        self._over, self._limit = True, 0
         if not self.stopped:
-            self.stopped = True
-            self._refusal = last_refusal.get()
+            self.stopped, self._refusal = True, last_refusal.get()
             if self.watcher is not None and self.ops is not None:
                 self.watcher = self.ops.aftermath()
         raise StopReplay(self)
