@@ -28,6 +28,7 @@ from torch_remat.dispatch.parameters import check_parameters
 from torch_remat.dispatch.placeholder import Packed, Placeholder, Refusal, last_refusal, real, unpack
 from torch_remat.dispatch.replay_contexts import contexts_of
 from torch_remat.dispatch.replay_ops import ReplayOps
+from torch_remat.dispatch.stale import StaleReads, stale_reads
 from torch_remat.errors import MismatchError, RematError
 
 if TYPE_CHECKING:
@@ -38,11 +39,13 @@ class Filling(RematMode):
     """The replay of a region. Its pack hook gives each empty holder its value, in the order of forward.
 
     Attributes:
+        stale: What watches for stale reads, where there may be some.
         stopped: Whether `StopReplay` was raised: what user code runs from there on counts for nothing.
     """
 
     replaying = True
     stopped = False
+    stale: StaleReads | None = None
     ops: ReplayOps | None
     _refusal: Refusal | None
 
@@ -86,7 +89,9 @@ class Filling(RematMode):
             args, kwargs = region.inputs.restore(region)
             set_grad_enabled(True)
             try:
-                self.run(region.function, args, kwargs, (self.pack_hook(), unpack), contexts_of(self))
+                self.stale = None if self.ops is None or region.options.policy is not None else stale_reads(self)
+                pack = self.pack_hook() if self.stale is None else self.stale.guarded(self.pack_hook())
+                self.run(region.function, args, kwargs, (pack, unpack), contexts_of(self))
                 self._fill_late()  # if no op has come since
             except StopReplay as stop:
                 if stop.replay is not self:
@@ -108,7 +113,7 @@ class Filling(RematMode):
             if self.ops is not None:
                 self.ops.forget()
                 self.ops = None  # which knows this mode
-            self.observed = None
+            self.observed = self.stale = None
             if last_refusal.get() is not None:
                 last_refusal.set(None)
 
@@ -240,6 +245,11 @@ class Filling(RematMode):
         if position == self._last and not self._waiting and self._unfilled_number != sequence_number():
             self._stop()
 
+    def fills_next(self) -> bool:
+        """Whether the tensor that is saved next fills a holder."""
+        entry = self._saved[self._position] if self._position < self._limit else None
+        return type(entry) is ref and (holder := entry()) is not None and holder.value is None
+
     def ops_now(self) -> ReplayOps | None:
         """Return the ops of this replay; None once it is over, when user code goes on all the same."""
         if self.ops is None and not self._over:
@@ -263,6 +273,8 @@ class Filling(RematMode):
 
     def fill_elided(self, holder: Holder, value: torch.Tensor) -> None:
         """Give a holder that was passed over its value."""
+        if self.stale is not None:
+            self.stale.check(value)
         if self.region.hooks is not None:  # what they restored may count its versions anew
             holder.metadata = (value._version, *holder.metadata[1:])
         holder.value = value

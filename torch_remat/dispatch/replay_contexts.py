@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def contexts_of(replay: Filling) -> list[AbstractContextManager[Any]]:
-    """Return the contexts, and set up what watches the ops of a region with a policy."""
+    """Return the contexts, and set up what watches the ops, where something does."""
     region = replay.region
     contexts: list[AbstractContextManager[Any]] = region.ambient.contexts()
     if is_watched():
@@ -27,6 +27,8 @@ def contexts_of(replay: Filling) -> list[AbstractContextManager[Any]]:
         contexts.insert(0, replay.observed)
     if scope.get() != region.scope:
         contexts.append(scope_restored(region.scope))
+    if replay.stale is not None:
+        replay.opening = replay.stale.watch
     if region.options is DEFAULTS and region.rng is None:
         return contexts
     if region.rng is not None:
@@ -34,7 +36,10 @@ def contexts_of(replay: Filling) -> list[AbstractContextManager[Any]]:
     if region.replay_context is not None:
         contexts.append(region.replay_context)
     if region.op_log is not None:
-        contexts.append(replay.watch(region.op_log.begin_replay()))
+        log = region.op_log.begin_replay()
+        contexts.append(replay.watch(log))
+        if replay.stale is not None:
+            replay.stale.run = log
     if region.tape.calls:
         replay.ops = replay.ops or ReplayOps(replay)
         replay.ops.policy = PolicyReplay(replay, replay.ops.suppressed)

@@ -196,6 +196,10 @@ class ReplayOps:
         """Whether the aten ops that run are compared with those of forward."""
         return self.native is not None or self.policy is not None
 
+    def begun(self) -> int:
+        """Return how many ops have begun."""
+        return self._next
+
     def next_name(self) -> str | None:
         """Return the name of the next op of forward, if there is one."""
         return self._records[self._next].name if self._next < len(self._records) else None
