@@ -177,6 +177,8 @@ def _read_of_op(holder: Any) -> torch.Tensor:
             unpacked: torch.Tensor = holder.unpack(holder.packed)
         return unpacked
     kept: torch.Tensor | None = holder.value
+    if not holder.region.finished:
+        holder.region.tape.backward_inside = True
     if kept is None:
         kept = holder.region.refill(holder)
     if kept._version != holder.metadata[0]:

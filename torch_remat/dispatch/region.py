@@ -120,6 +120,11 @@ class Region:
                 if self._replayed_in != graph_task():
                     self._fill()
 
+    def note_backward(self, _grad_outputs: Sequence[torch.Tensor | None]) -> None:
+        """Prehook of a node that has saved nothing by which a backward inside forward would be noticed."""
+        if not self.finished:
+            self.tape.backward_inside = True
+
     def refill(self, holder: Holder) -> torch.Tensor:
         """Return the value of a holder that was found empty, by a replay.
 
@@ -144,6 +149,8 @@ class Region:
         # Another thread may have replayed, and released, while this one waited for the lock.
         if self.inputs is None:
             return
+        if not self.finished:
+            self.tape.backward_inside = True
         if empty := self.tape.empty():
             with nullcontext() if self.finished else unseen_by_forward_of(self):
                 Filling(self, empty).replay()
