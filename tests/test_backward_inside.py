@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
-from helpers import Calls, Mlp, assert_same, assert_same_program, chain, checkpointed, leaf, parameter_gradients
+from helpers import (
+    Calls,
+    Mlp,
+    assert_same,
+    assert_same_program,
+    chain,
+    checkpointed,
+    leaf,
+    parameter_gradients,
+    plain,
+)
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -114,6 +126,59 @@ def test_backward_of_an_earlier_region_inside_a_later_forward_is_equal():
         return y, x.grad
 
     assert_same_program(program)
+
+
+@pytest.mark.parametrize("policy", [[torch.ops.aten.mm.default], remat.policies.save_attention])
+def test_backward_of_an_inner_region_inside_a_region_with_a_policy_is_equal(policy):
+    def program(wrap):
+        w, x = leaf(3, 3), leaf(3, 3)
+
+        def outer(x, w):
+            h = (x @ w).sin()
+            q = wrap(lambda h: (h @ w).tanh())(h)
+            q.sum().backward(inputs=[w], retain_graph=True)
+            return (h * q).exp()
+
+        y = remat.checkpoint(policy=policy)(outer)(x, w) if wrap is not plain else outer(x, w)
+        y.sum().backward()
+        return y, x.grad, w.grad
+
+    with warnings.catch_warnings():
+        # What the inner region's replay saves is read past all ops.
+        warnings.simplefilter("ignore", remat.RematWarning)
+        assert_same_program(program)
+
+
+def _grad_of(output, *inputs, **options):
+    return torch.autograd.grad(output.sum(), inputs, **options)[0]
+
+
+WHOLE_CALLS = {
+    "alone": lambda run, h, w: h.cos() * _grad_of(run("n", torch.exp, h), h),
+    "linear": lambda run, h, w: h.cos() * _grad_of(run("n", torch.neg, h), h),
+    "one of two ways": lambda run, h, w: (h.cos() * _grad_of(run("n", torch.exp, h) + h.sin(), h)).sin(),
+    "one of two linear ways": lambda run, h, w: (h.cos() * _grad_of(run("n", torch.neg, h) + h * 3, h)).sin(),
+    "product": lambda run, h, w: (h.cos() * _grad_of(run("n", torch.mm, h, w), h)).sin(),
+    "random": lambda run, h, w: (h * _grad_of(run("n", torch.dropout, h, 0.5, True) * 2, h)).sin() * torch.rand(3),
+    "two": lambda run, h, w: h.exp() * _grad_of(run("b", torch.sigmoid, run("a", torch.exp, h)), h),
+    "create_graph": lambda run, h, w: h.cos() * _grad_of(run("n", torch.exp, h).sin() + h, h, create_graph=True),
+    "watched": lambda run, h, w: h.cos() * _grad_of(run("n", lambda: h.exp() * 2) + h.sin(), h),
+    "of its result": lambda run, h, w: (lambda q: q * _grad_of(q.sin(), q, create_graph=True))(run("n", torch.exp, h)),
+}
+
+
+@pytest.mark.filterwarnings("ignore::torch_remat.RematWarning")
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("name", WHOLE_CALLS)
+def test_gradient_taken_inside_a_region_through_a_native_region_is_equal(name, early_stop):
+    def program(wrap):
+        x, w = leaf(3, 3), leaf(3, 3)
+        run = remat.native_save_region if wrap is not plain else lambda name, function, *args: function(*args)
+        y = wrap(lambda x: WHOLE_CALLS[name](run, x.sin(), w))(x)
+        first = torch.autograd.grad(y.sum(), x, retain_graph=True)
+        return y, first, torch.autograd.grad(y.sum(), x)
+
+    assert_same_program(program, early_stop=early_stop)
 
 
 class ReadTwice(torch.autograd.Function):

@@ -131,6 +131,33 @@ def test_kept_of_a_transformer_block_is_what_the_region_keeps():
         assert listed > 0
 
 
+WRITERS = {
+    "dropout mask": (lambda x, w: F.dropout(x.sin(), 0.5).exp(), "div__0_0"),
+    "activation": (lambda x, w: (x @ w).relu_().sin(), "relu__0_0"),
+    "copy": (lambda x, w: torch.empty_like(x).copy_(x.cos()).sin().exp(), "copy__0_0"),
+    "out": (lambda x, w: torch.mm(x.detach(), w.detach(), out=torch.empty(4, 4)) * x, "mm_0_0"),
+    "fill for another": (lambda x, w: x * (torch.zeros(4, 4).add_(w.detach()).exp() + 1), "add__0_0"),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_results_that_an_op_writes_are_listed_as_the_region_keeps_them(name):
+    function, wanted = WRITERS[name]
+    inputs = leaf(4, 4), leaf(4, 4)
+    for policy in (remat.save_names(wanted), lambda ctx, op, *args, **kwargs: True):
+        rows = rows_of(function, *inputs, policy=policy)
+        assert sum(row.bytes for row in rows.values() if row.kept) == kept(region(policy)(function), inputs).bytes
+        output = region(policy, region_name="listed")(function)(*inputs)
+        (report,) = (part for part in remat.memory_report(output).regions if part.name == "listed")
+        names = {tensor.name.removeprefix("listed::") for tensor in report.all_tensors()}
+        for row in rows.values():
+            assert row.kept == (row.name in names), row.name
+        del output
+    rows = rows_of(function, *inputs, policy=remat.save_names(wanted))
+    assert rows[wanted].kept
+    assert rows[wanted].needed == (name != "fill for another")  # which replay reads
+
+
 def test_without_a_policy_nothing_is_kept():
     assert not any(row.kept for row in rows_of(Block(), leaf(3, 8)).values())
 

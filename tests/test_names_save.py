@@ -422,3 +422,62 @@ def test_name_given_to_a_view_keeps_the_whole_as_it_is(view):
         return y, torch.autograd.grad(y.abs().sum(), x)
 
     assert_same_program(program, policy=remat.save_names("v"))
+
+
+def _named(tensor):
+    return remat.checkpoint_name(tensor, "act")
+
+
+def _written_through_a_view(x, w):
+    h = x @ w
+    h.view(16).relu_()
+    return _named(h).sin()
+
+
+class _Named(nn.Module):
+    def forward(self, x):
+        return _named(x)
+
+
+IN_PLACE = {
+    "relu": lambda x, w: _named(F.relu(x @ w, inplace=True)).sin(),
+    "product": lambda x, w: _named(F.relu(x @ w, inplace=True)) @ w,
+    "sigmoid": lambda x, w: _named((x @ w).sigmoid_()).sin() @ w,
+    "elu": lambda x, w: _named(F.elu_(x @ w)).cos(),
+    "last": lambda x, w: _named((x @ w).exp_()),
+    "mul": lambda x, w: _named((x @ w).mul_(2)).sin(),
+    "view": lambda x, w: _named((x @ w).view(16).relu_()).sin(),
+    "named view": lambda x, w: _named(F.relu(x @ w, inplace=True)[1:]).sin(),
+    "named base": _written_through_a_view,
+    "part": lambda x, w: _named(F.relu((x @ w)[1:], inplace=True)).cos(),
+    "named after its use": lambda x, w: (lambda h: h.sin() * _named(h).cos())(F.relu(x @ w, inplace=True)),
+    "two": lambda x, w: _named((_named((x @ w).exp_()) @ w).tanh_()).sin(),
+}
+
+
+@pytest.mark.parametrize("retain", [False, True])
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_name_by_hand_after_an_op_in_place_that_saves_its_own_result(name, retain):
+    function, inputs = IN_PLACE[name], (leaf(4, 4), leaf(4, 4))
+    for policy in (remat.save_names("act"), remat.offload_names("act")):
+        assert_equal_gradients(function, region(policy)(function), inputs)
+        y = region(policy)(function)(*inputs).sum()
+        expected = torch.autograd.grad(function(*inputs).sum(), inputs)
+        if retain:
+            assert_same(expected, torch.autograd.grad(y, inputs, retain_graph=True))
+        assert_same(expected, torch.autograd.grad(y, inputs))
+    if name in ("relu", "product", "sigmoid", "elu"):
+        assert "mm" not in replayed_ops(function, region(remat.save_names("act")), inputs)
+        assert kept(region(remat.save_names("act"))(function), inputs).bytes == inputs[0].nbytes
+
+
+def test_name_by_hand_after_an_activation_in_place_in_a_module():
+    def program(wrap):
+        module = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), _Named(), nn.Linear(4, 4))
+        x = leaf(3, 4)
+        y = wrap(module)(x)
+        y.sum().backward()
+        return y, x.grad, parameter_gradients(module)
+
+    assert_same_program(program, policy=remat.save_names("act"))
+    assert_same_program(program, policy=remat.save_names("act") | remat.policies.save_matmuls)

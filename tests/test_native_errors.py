@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from handle_ops import RECOMPUTE, SAVE, Inner, Result, Trace, call
@@ -15,6 +17,7 @@ from helpers import (
     watch,
 )
 from native_programs import keep, region, replayed_ops, uncollected
+from torch.profiler import record_function
 
 import torch_remat as remat
 
@@ -276,6 +279,68 @@ def test_exception_that_the_region_catches_is_the_same_in_replay(where):
     assert_equal_gradients(function, region()(function), inputs)
     if where != "nested":
         assert replayed_ops(function, region(), inputs) == {"mul": 1, "cos": 1, "exp": 1}
+
+
+class Leave(BaseException):
+    """The same for code that no ``except Exception`` is to stop."""
+
+
+@pytest.mark.parametrize("kind", [Stop, Leave])
+@pytest.mark.parametrize("way", ["on the exception", "in a list", "after a failing op"])
+def test_tensor_made_before_an_early_exit_is_right_afterwards(kind, way):
+    def function(x, w):
+        made = []
+
+        def body(h):
+            if way == "after a failing op":
+                with contextlib.suppress(RuntimeError):
+                    h.view(5)
+            h = (h @ w).sin()
+            torch.rand(2)
+            done = kind()
+            if way == "on the exception":
+                done.value = h
+            else:
+                made.append(h)
+            raise done
+
+        try:
+            keep("search", body, x * 2)
+        except kind as done:
+            h = done.value if way == "on the exception" else made[0]
+        return h.exp() * torch.rand_like(h)
+
+    inputs = leaf(4, 3), leaf(3, 3)
+    with pytest.warns(remat.RematWarning, match=r"search\.sin_0_0"):
+        assert_equal_gradients(function, region()(function), inputs)
+
+
+@pytest.mark.parametrize("where", ["inside", "around"])
+def test_ops_of_a_context_manager_that_the_end_of_replay_leaves_are_no_mismatch(where):
+    counter = torch.zeros(())
+
+    @contextlib.contextmanager
+    def counted():
+        try:
+            with record_function("range"):
+                yield
+        finally:
+            counter.add_(1).mul_(1)
+            torch.stack([torch.ones(2), torch.zeros(2)])
+
+    def function(x):
+        def body(h):
+            with counted():
+                return torch.ops.aten.sin(h) * h
+
+        if where == "inside":
+            return keep("a", body, x * 2)
+        with counted():
+            return keep("a", torch.sin, x * 2) * x
+
+    assert_equal_gradients(function, region()(function), [leaf(3)])
+    if where == "inside":
+        assert counter == 2
 
 
 def test_exception_caught_inside_goes_the_same_way_in_replay():

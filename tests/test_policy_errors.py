@@ -13,13 +13,16 @@ from helpers import (
     assert_same,
     assert_same_program,
     leaf,
+    parameter_gradients,
     plain,
     python_objects,
     watch,
 )
 from native_programs import aten, full, keep, region, sac, uncollected
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
+from torch.profiler import record_function
 
 import torch_remat as remat
 
@@ -31,6 +34,39 @@ def matmuls(ctx, op, *args, **kwargs):
 
 
 # Other ops in replay
+
+
+@pytest.mark.parametrize("policy", [matmuls, lambda ctx, op, *args, **kwargs: False], ids=["matmuls", "nothing"])
+@pytest.mark.parametrize("kind", ["record_function", "DataParallel", "finally"])
+def test_ops_that_the_end_of_replay_leaves_through_are_no_mismatch(kind, policy):
+    counts = []
+
+    def program(wrap):
+        counter, log, linear, x = torch.zeros(()), torch.zeros(2, 3), nn.Linear(3, 3), leaf(2, 3)
+        names = []
+
+        def function(x):
+            h = x.sin()
+            try:
+                if kind == "record_function":
+                    with record_function("a"):
+                        return linear(h)
+                return linear(h) if kind == "finally" else parallel(h)
+            finally:
+                if kind == "finally":
+                    counter.add_(1)
+                    counter.add_(counter)
+                    torch.add(log, 1, out=log)
+                    names.append(h.view(-1).shape)
+
+        parallel = nn.DataParallel(linear)
+        y = wrap(function)(x)
+        y.sum().backward()
+        counts.append(len(names))
+        return y, x.grad, parameter_gradients(linear), counter, log
+
+    assert_same_program(program, policy=policy)
+    assert counts == ([1, 2] if kind == "finally" else [0, 0])
 
 
 CHANGES = {

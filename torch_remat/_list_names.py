@@ -15,7 +15,7 @@ from torch_remat.dispatch.inputs import leaves_of, with_leaves
 from torch_remat.dispatch.naming import default_name
 from torch_remat.dispatch.op_policy import FunctionPolicy, as_policy
 from torch_remat.dispatch.options import Options
-from torch_remat.dispatch.policy_call import ONE, PolicyCall
+from torch_remat.dispatch.policy_call import ONE, WRITTEN, PolicyCall
 from torch_remat.errors import UsageError
 
 P = ParamSpec("P")
@@ -30,7 +30,8 @@ class NamedResult:
         op: The op, as ``aten.mm.default``.
         shape: Its shape.
         dtype: Its dtype.
-        bytes: Its size in bytes; 0 for a view and for what is changed in place, which own no memory.
+        bytes: Its size in bytes; 0 for a view, which owns no memory. What an op changes in place, or is given by
+            ``out=``, is counted there if backward needs it or the policy keeps it as that op left it, else 0.
         flops: Floating point operations of the op, as `torch.utils.flop_counter` counts them; 0 where it does not. An
             op with several results shows them at the first.
         needed: Whether autograd saves it for backward.
@@ -156,15 +157,19 @@ def _is_inference(leaf: Any) -> bool:
 
 def _rows(call: PolicyCall, flops: int) -> Iterator[NamedResult]:
     results = call.results if type(call.results) is list else [call.results]
-    owns = call.effects.viewed is None
     made = {0} if call.kind == ONE else {place for place, _ in call.made}
+    returned = call.effects.returned
     for place, meta in enumerate(results):
         if type(meta) is Meta:
-            size = meta.dtype.itemsize * torch.Size(meta.geometry.shape).numel() if owns and place in made else 0
-            kept = place in call.saved and (place in call.kept or place in call.packed)
+            changed = place < len(returned) and returned[place] >= 0
+            booked = WRITTEN if changed else place
+            needed = booked in call.packed
+            kept = booked in call.saved and (needed or (bool(call.written) if changed else place in call.kept))
+            owns = (needed or kept) if changed else (call.effects.viewed is None and place in made)
             yield NamedResult(
                 call.label(place), str(call.op), tuple(meta.geometry.shape), str(meta.dtype).removeprefix("torch."),
-                size, flops if place == 0 else 0, place in call.packed, kept,
+                meta.dtype.itemsize * torch.Size(meta.geometry.shape).numel() if owns else 0,
+                flops if place == 0 else 0, needed, kept,
             )  # fmt: skip
 
 

@@ -68,6 +68,7 @@ class Again:
         self._check = check
         self._copies: dict[int, torch.UntypedStorage] = {}
         self._born: set[int] = set()
+        self._reached = False
         self.outputs: dict[str, Sequence[torch.Tensor]] = {}
         self._in_op = 0  # whether the body of such an op runs, and how deep: its aten ops are none of the sequence
 
@@ -82,6 +83,12 @@ class Again:
                 mode.watched(self.watch, self._function, self._args, self._kwargs)
         except _Reached:
             pass
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:
+            # It may end by an exception, as it did in forward; what is needed has been made by then.
+            if len(self.results) < self.end:
+                raise
         finally:
             if present is not None:
                 present.restore()
@@ -94,8 +101,10 @@ class Again:
         if self._in_op:
             return op(*args, **kwargs)
         if len(self.results) == self.end:
-            raise _Reached
-        if self._check is not None:
+            if not self._reached:
+                self._reached = True
+                raise _Reached
+        elif self._check is not None:
             self._check(len(self.results), args, kwargs)
         for tensor in written_arguments(effects, args, kwargs):
             key = storage_key(tensor)
@@ -107,13 +116,21 @@ class Again:
         given: Any = (tuple(args), dict(kwargs))
         consumer = str(op)
         arguments: Any = optree.tree_map(lambda leaf: self._own(real(leaf, consumer)), given)
-        result = op(*arguments[0], **arguments[1])
-        self.results.append(result)
+        try:
+            result = op(*arguments[0], **arguments[1])
+        except Exception:
+            self._note(None)
+            raise
+        self._note(result)
         if effects.viewed is None and not effects.written:
             for item in result if isinstance(result, (tuple, list)) else [result]:
                 if isinstance(item, torch.Tensor):
                     self._born.add(storage_key(item))
         return result
+
+    def _note(self, result: Any) -> None:
+        if not self._reached:  # else user code runs on, in ``finally:``
+            self.results.append(result)
 
     def begin_op(self, name: str, ctx: Any) -> AgainOp:
         """Begin an op with a handle."""

@@ -286,6 +286,7 @@ class ForwardOps:
             yield from self.natives.undecided()
         if self.policy is not None:
             yield from self.policy.results.undecided()
+            yield from self.policy.earlier.undecided()
 
     def in_recomputed_op(self) -> bool:
         """Whether the body of a RECOMPUTE op runs: replay runs all of it."""

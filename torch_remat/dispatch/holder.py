@@ -72,6 +72,11 @@ class Holder:
         """The holder's place in the region, as error messages name it."""
         return f"saved tensor {self.region.tape.position_of(self)}"
 
+    def expect_version_of(self, value: torch.Tensor) -> None:
+        """Expect the version of a value that counts its changes for itself."""
+        if self.metadata[0] != CHANGED:
+            self.metadata = (value._version, *self.metadata[1:])
+
 
 # What autograd keeps of a parameter or a view of one: (value, version, region).
 Anchor = tuple[torch.Tensor, int, "Region"]
@@ -173,6 +178,8 @@ def _read_of_op(holder: Any) -> torch.Tensor:
             unpacked: torch.Tensor = holder.unpack(holder.packed)
         return unpacked
     kept: torch.Tensor | None = holder.value
+    if not holder.region.finished:
+        holder.region.tape.backward_inside = True
     if kept is None:
         kept = holder.region.refill(holder)
     if kept._version != holder.metadata[0]:

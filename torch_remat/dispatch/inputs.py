@@ -36,7 +36,7 @@ class RegionInputs:
         hooks: The saved-tensor hooks around the region, if any.
     """
 
-    __slots__ = ("_away", "_leaves", "_originals", "_owners", "_spec", "_tensors", "_unpack")
+    __slots__ = ("_away", "_inside", "_leaves", "_originals", "_owners", "_spec", "_tensors", "_unpack")
 
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any], hooks: SavedTensorHooks | None = None) -> None:
         self._leaves: list[Any] = list(args)
@@ -46,6 +46,7 @@ class RegionInputs:
         self._unpack: Callable[[Any], torch.Tensor] | None = None
         self._away: dict[int, Offloaded] | None = None  # by index of the leaf; set only if inputs are offloaded
         self._owners: tuple[ref[torch.Tensor], ...] = ()  # the parameters that arguments are views of
+        # `_inside`, set only where there are such: the leaves that the region itself has changed, and may not have.
         # id of each tensor argument to its first leaf, and of each tensor that one is a view of; valid during forward.
         self._originals: dict[int, int | None] = {}
         if kwargs or not all(map(_is_tensor, args)):
@@ -126,6 +127,22 @@ class RegionInputs:
                 self._leaves[index] = None
                 self._tensors[entry] = (index, requires_grad, -1)  # it checks its version itself
 
+    def accept_changes(self, is_left_out: Callable[[torch.Tensor, int], bool]) -> None:
+        """At the end of forward: let tensors be as the region has left them, if replay does not change them again.
+
+        Args:
+            is_left_out: Tells of a tensor, and of how many times it was changed, whether replay leaves all of that out.
+        """
+        if self._unpack is not None:
+            return  # replay gets them from elsewhere
+        for entry, (index, requires_grad, version) in enumerate(self._tensors):
+            kept = self._leaves[index]
+            if version >= 0 and isinstance(kept, Tensor) and (times := kept._version - version):
+                if is_left_out(kept, times):
+                    self._tensors[entry] = (index, requires_grad, kept._version)
+                else:
+                    self._inside = {*getattr(self, "_inside", ()), index}
+
     def forget_originals(self) -> None:
         """Forget what only forward asks for."""
         self._originals.clear()
@@ -187,6 +204,14 @@ class RegionInputs:
         return args, kwargs
 
     def _changed(self, region_name: str, index: int) -> MutationError:
+        if index in getattr(self, "_inside", ()):
+            return MutationError(
+                "the region itself changed this input in place, not only where replay leaves out what was done, so "
+                "replay cannot start from it",
+                region=region_name,
+                tensor=self._place(index),
+                remedy="Do all such changes inside of native regions, or use the out-of-place form.",
+            )
         return MutationError(
             "this input of the region was changed in place after the region was called, so replay cannot start from it",
             region=region_name,

@@ -6,7 +6,8 @@ In: what the function returns. Kept, until forward ends: aliases of it. Out: slo
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -50,6 +51,7 @@ class Native(ABC):
         last_number: That of the first one after it.
         returned: The returned tensors that were born inside.
         read: The indices of those that replay reads.
+        changes: How many times it has changed a tensor from outside in place, by its storage.
         views: Whether it made nothing but views of its arguments, so that replay runs it again.
         reads_written: Whether it read what it changed outside: then it cannot run again.
         skipped_op: The body of an op with a handle that runs inside; replay does not run it.
@@ -57,6 +59,7 @@ class Native(ABC):
 
     record: NativeRecord | WholeCallRecord
     views = reads_written = False
+    changes: Mapping[int, int] = MappingProxyType({})
     skipped_op: Body | None = None
 
     def __init__(self, ops: ForwardOps) -> None:

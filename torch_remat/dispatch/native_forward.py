@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,6 +56,8 @@ class NativeForward(Native):
         ops: The ops of the region around it.
         record: Its record.
     """
+
+    _versions: Mapping[int, int] = MappingProxyType({})  # of what it changes outside, before that
 
     def __init__(self, ops: ForwardOps, record: NativeRecord) -> None:
         super().__init__(ops)
@@ -105,6 +108,9 @@ class NativeForward(Native):
             for place, tensor in enumerate(changed_arguments(call, effects, args, kwargs)):
                 key = key_of(tensor)
                 if key not in self._born:
+                    if key not in self._written and not tensor.is_inference():
+                        # The op is counted once it is over.
+                        self._versions = {**self._versions, key: tensor._version}
                     self._note_written(self._written.setdefault(key, []), tensor, place)
         if effects.viewed is None:
             if type(results) is Meta:
@@ -188,7 +194,7 @@ class NativeForward(Native):
     def left_by(self, error: BaseException) -> None:
         """Note that an exception left the function."""
         self.last_number = sequence_number()
-        self.record.raised = isinstance(error, Exception)
+        self.record.raised = True
         self._end()
 
     def _end(self) -> None:
@@ -204,6 +210,9 @@ class NativeForward(Native):
             storage = StorageWeakRef(tensor.untyped_storage())
             slot = self._ops.departures.slot_for(self.record.name, "written", tensor, policy)
             self.record.written.append(Written(storage, slot, place))
+        if self._versions:
+            written = self._written
+            self.changes = {key: written[key][0][0]._version - version for key, version in self._versions.items()}
         self._written = {}
 
 

@@ -7,7 +7,7 @@ something reads them after all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -156,6 +156,10 @@ class NativeReplay:
                 self._mode.note_loaded(leaves[place])
         return with_leaves(self._args, self._kwargs, leaves)
 
+    def outside(self) -> Collection[int]:
+        """Return what `key_of` gives for the tensors outside that forward has changed."""
+        return self._outside
+
     def _check_shapes(self, at: int, args: Sequence[Any]) -> None:
         """Raise if an op gets a tensor from outside that is not the one of forward."""
         call = self._calls[at]
@@ -179,8 +183,8 @@ class NativeReplay:
                 leaves[place] = self._load(place, leaf)
         return with_leaves((result,), {}, leaves)[0][0]
 
-    def left_by(self, error: Exception) -> None:
-        """Check that an exception left the function in forward too."""
+    def left_by_exception(self) -> None:
+        """Note that an exception left the function; if one did in forward too, it must be at the same place."""
         if self.record.raised:
             self._check_complete()
             self._end()

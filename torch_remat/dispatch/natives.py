@@ -160,6 +160,16 @@ class Natives:
                 native.read.add(index)
         for native in self._finished:
             native.keep(stop)
+        self._accept_changes()
+
+    def _accept_changes(self) -> None:
+        """Let the region's inputs be as native regions have left them: replay does not change them again."""
+        changes: dict[int, int] = {}
+        for native in self._finished:
+            for key, times in native.changes.items():
+                changes[key] = changes.get(key, 0) + times
+        if changes and self._ops.region.inputs is not None:
+            self._ops.region.inputs.accept_changes(lambda tensor, times: changes.get(key_of(tensor)) == times)
 
     def _stop(self, last: int) -> int:
         """Return the number of the first autograd node that replay does not come to."""

@@ -47,6 +47,7 @@ class PolicyCall(Call):
         before: The random generators before it, if replay must set them.
         kept: The results that are kept for replay, by their place.
         written: What it left in the arguments that it writes, if that is kept.
+        earlier: What some of the tensors among its arguments were, by their place, that a later call has changed.
         packed: The places of the results that autograd saved.
         names: The names that were given to results by hand.
     """
@@ -68,6 +69,7 @@ class PolicyCall(Call):
     before: RngState | None = None
     kept: Mapping[int, Slot] = _NONE
     written: Sequence[Slot] = ()
+    earlier: Mapping[int, Slot] = _NONE
     packed: frozenset[int] = NOTHING
     names: Mapping[int, str] = _NONE
 

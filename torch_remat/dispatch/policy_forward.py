@@ -23,7 +23,9 @@ from torch_remat.dispatch.calls import (
     layout_of,
     plain_layout,
     tensors_in,
+    written_arguments,
 )
+from torch_remat.dispatch.earlier import Earlier
 from torch_remat.dispatch.holder import OpHolder
 from torch_remat.dispatch.module_path import ModulePath
 from torch_remat.dispatch.needs import find_needs, keep_random
@@ -62,6 +64,7 @@ class PolicyForward:
         native: The native region that runs, all of whose results are saved; empty outside of such.
         skipped_op: The body of an op with a handle and policy SAVE; replay does not run it.
         results: What saved calls returned, held until the end of forward.
+        earlier: What tensors from outside were before the region changed them.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class PolicyForward:
         self._counts: dict[tuple[str, str], int] = {}
         self._storages = Storages(ops.region.hooks is not None)
         self.results = SavedResults(ops, self._storages, allow_mutation)
+        self.earlier = Earlier(self._storages, self._calls)
         self._roots: list[tuple[int, int, int]] = []
 
     def watch(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -142,6 +146,8 @@ class PolicyForward:
             self.skipped_op = None
         if self.results.unread:
             self.results.read_versions()
+        if effects.written:
+            self.earlier.note_writes(written_arguments(effects, args, kwargs))
         before = self._rng.present() if effects.random and self._rng is not None else None
         path = self._paths[-1]
         key = path, effects.name
@@ -264,8 +270,8 @@ class PolicyForward:
             return
         call, place = writer
         call.names = {**call.names, place: name}
-        if not decision.keeps:
-            return
+        if not decision.keeps or (place == WRITTEN and place not in call.saved and len(call.writes) > 1):
+            return  # of several that an op has written, all would have to be at hand
         call.saved |= {place}
         if decision.offloads:
             call.away |= {place}
@@ -293,6 +299,10 @@ class PolicyForward:
         for call in self._calls:
             if type(call) is SkippedOp:
                 self.results.keep_views(call)
+        self.earlier.keep(self._ops.departures)
+        if self._storages.has_writes and (inputs := self._ops.region.inputs) is not None:
+            # Replay writes none of them again.
+            inputs.accept_changes(lambda tensor, _: self._storages.has_changed(tensor))
         if self._has_random:
             keep_random(self._ops.region, self._calls)
         tape.calls = self._calls

@@ -12,7 +12,7 @@ put back.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -34,6 +34,7 @@ from torch_remat.dispatch.calls import (
     still_there,
     tensors_in,
 )
+from torch_remat.dispatch.earlier import as_it_was, earlier_label, with_tensors
 from torch_remat.dispatch.loose import after_loose, is_mirrored, is_remade_view, place_of, run_loose
 from torch_remat.dispatch.placeholder import Placeholder, Source, real, refuse
 from torch_remat.dispatch.policy_call import ONE, VIEW, PolicyCall, SkippedOp
@@ -95,6 +96,9 @@ class PolicyReplay:
             for call in self._calls:
                 for place, slot in (*call.kept.items(), *((-1 - at, slot) for at, slot in enumerate(call.written))):
                     self._loaded[id(slot)] = slot.load(self._region, call.native, call.label(max(place, 0)))
+                for at, slot in call.earlier.items():
+                    if id(slot) not in self._loaded:
+                        self._loaded[id(slot)] = slot.load(self._region, call.native, earlier_label(call, at))
 
     def answer(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run an op, or answer it without."""
@@ -157,6 +161,10 @@ class PolicyReplay:
         if self._at != len(self._calls):
             raise another_call(self._region, None, self._at, self._calls, None)
 
+    def outside(self) -> set[int]:
+        """Return what `key_of` gives for the tensors outside of the region that forward has changed."""
+        return still_there(storage for call in self._calls for storage in call.outside)
+
     def _run(self, call: PolicyCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         effects = call.effects
         if call.before is not None:
@@ -169,7 +177,9 @@ class PolicyReplay:
             if outside and all(key_of(tensor) in outside for tensor in written):
                 self._suppressed.add(written, outside)
                 return answered(call, effects, args, kwargs, partial(self._stand_in, call))
-        self._check_versions(call, args, kwargs)
+        self._check_versions(call, args, kwargs, call.earlier)
+        if call.earlier:
+            args, kwargs = self._as_earlier(call, args, kwargs)
         if effects.name in WRITES_WITHOUT_SAYING:
             args = [None if place in (3, 4) and args[5] else arg for place, arg in enumerate(args)]
         result = call.op(*args, **kwargs)
@@ -196,18 +206,34 @@ class PolicyReplay:
 
     def _reads_the_same(self, call: PolicyCall, args: Sequence[Any]) -> bool:
         """Whether a call of one of the kinds gets the tensors from outside as they were in forward."""
+        if call.earlier:
+            return False
         if self._restored:
             return True
         tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
         return all(tensors[at]._version == version for at, version in call.versions)
 
-    def _check_versions(self, call: PolicyCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def _as_earlier(
+        self, call: PolicyCall, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """Return the arguments of a call as they were before a later one changed them."""
+        given = list(tensors_in(args, kwargs))
+        tensors = {}
+        for at, slot in call.earlier.items():
+            loaded = self._loaded.get(id(slot))
+            copy = slot.load(self._region, call.native, earlier_label(call, at)) if loaded is None else loaded
+            tensors[at] = as_it_was(given[at], copy)
+        return with_tensors(args, kwargs, tensors)
+
+    def _check_versions(
+        self, call: PolicyCall, args: Sequence[Any], kwargs: Mapping[str, Any], passed: Container[int] = ()
+    ) -> None:
         """Raise if an op that runs again would read something else than in forward."""
         if not call.versions or self._restored:
             return
         tensors = list(tensors_in(args, kwargs))
         for at, version in call.versions:
-            if tensors[at]._version != version:
+            if tensors[at]._version != version and at not in passed:
                 raise MutationError(
                     f"{call.op} runs again in replay and reads a tensor from outside the region (argument {at}, shape "
                     f"{tuple(tensors[at].shape)}), which was changed in place since it ran in forward",
@@ -260,7 +286,7 @@ class PolicyReplay:
             random = any(known.effects.random for known in ran)
             if self._over or region.inputs is None or region.function is None or (random and region.rng is None):
                 refuse(Source(self._region_name, call.native, call.label(place)), consumer)
-            if _reads_what_it_wrote(ran):
+            if _reads_what_it_wrote(ran) or any(known.earlier for known in ran):
                 refuse(Source(self._region_name, call.native, call.label(place)), consumer)
             warn_of_policy_rerun(self._region_name, call.label(place), consumer)
 

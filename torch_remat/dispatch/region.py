@@ -130,6 +130,11 @@ class Region:
                 if earlier != graph_task() and (earlier < 0 or not self.finished or not self.tape.has_values()):
                     self._fill()
 
+    def note_backward(self, _grad_outputs: Sequence[torch.Tensor | None]) -> None:
+        """Prehook of a node that has saved nothing by which a backward inside forward would be noticed."""
+        if not self.finished:
+            self.tape.backward_inside = True
+
     def refill(self, holder: Holder) -> torch.Tensor:
         """Return the value of a holder that was found empty, by a replay.
 
@@ -152,6 +157,8 @@ class Region:
         # Another thread may have replayed, and released, while this one waited for the lock.
         if self.inputs is None:
             return
+        if not self.finished:
+            self.tape.backward_inside = True
         if empty := self.tape.empty():
             if self.values is not None:
                 self.values.flush()

@@ -2,25 +2,11 @@
 
 In: a region whose tape has empty holders. Kept: nothing past the replay. Out: filled holders, or an error; the replay's
 own autograd graph dies with it.
-
-NOTE [ How a replay ends ]
-1. Once the last empty holder is filled, `StopReplay` ends the function, unless ``early_stop=False``. It derives from
-   BaseException, so that ``except Exception`` in user code does not swallow it. It is raised once: code that catches
-   it all the same (``except:``, ``finally:``) runs on undisturbed, and its result is thrown away.
-2. The pack hook runs before its op does, and an op may save a buffer that it is about to fill (``F.rrelu`` its noise).
-   Such a buffer is a tensor of floats that needs no gradient. Where the last op to save anything saves one, the
-   function runs to its end. Elsewhere the op itself is spared, which for a last matrix product is much.
-3. An error found in the pack hook is kept and raised after the function was left, so that user code cannot swallow
-   it either.
-4. A replay that has something to fill goes on until each live anchored holder has met its parameter again: where
-   parameters were replaced, what was filled is wrong.
-5. A replay that fails empties again what it filled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import ref
@@ -37,13 +23,13 @@ from torch_remat.dispatch.determinism import Values, difference, value_function
 from torch_remat.dispatch.holder import AUTOCAST_DTYPES, Holder, OpHolder, ResidentRef, metadata_of, parameter_behind
 from torch_remat.dispatch.mismatch import another_parameter, fewer_saved, more_saved
 from torch_remat.dispatch.mode import RematMode, StopReplay
-from torch_remat.dispatch.naming import scope, scope_restored
-from torch_remat.dispatch.observe import Watch, is_watched
 from torch_remat.dispatch.options import DEFAULTS
 from torch_remat.dispatch.parameters import check_parameters
-from torch_remat.dispatch.placeholder import Packed, Placeholder, last_refusal, real, unpack
+from torch_remat.dispatch.placeholder import Packed, Placeholder, Refusal, last_refusal, real, unpack
 from torch_remat.dispatch.policy_replay import PolicyReplay
+from torch_remat.dispatch.replay_contexts import contexts_of
 from torch_remat.dispatch.replay_ops import ReplayOps
+from torch_remat.dispatch.stale import StaleReads, stale_reads
 from torch_remat.errors import MismatchError, RematError
 
 if TYPE_CHECKING:
@@ -51,11 +37,19 @@ if TYPE_CHECKING:
 
 
 class Filling(RematMode):
-    """The replay of a region. Its pack hook gives each empty holder its value, in the order of forward."""
+    """The replay of a region. Its pack hook gives each empty holder its value, in the order of forward.
+
+    Attributes:
+        stale: What watches for stale reads, where there may be some.
+        stopped: Whether `StopReplay` was raised: what user code runs from there on counts for nothing.
+    """
 
     replaying = True
+    stopped = False
+    stale: StaleReads | None = None
     policy_replay = PolicyReplay
     ops: ReplayOps | None
+    _refusal: Refusal | None
 
     def __init__(self, region: Region, empty: list[Holder]) -> None:
         self.region = region
@@ -72,6 +66,7 @@ class Filling(RematMode):
         self._waiting = sum([type(holder) is OpHolder for holder in empty]) if region.tape.elided else 0
         self.ops = ReplayOps(self) if region.tape.records else None
         self.position = 0
+        self._late: list[tuple[Holder, Placeholder]] = []  # to be filled once the next op has been seen
         self._first_number = sequence_number()
         if region.options is not DEFAULTS:
             value_of = value_function(region.options.determinism_check)
@@ -95,7 +90,10 @@ class Filling(RematMode):
             args, kwargs = region.inputs.restore(region)
             set_grad_enabled(True)
             try:
-                self.run(region.function, args, kwargs, (self.pack_hook(), unpack), self._contexts() + watches)
+                self.stale = None if self.ops is None or region.options.policy is not None else stale_reads(self)
+                pack = self.pack_hook() if self.stale is None else self.stale.guarded(self.pack_hook())
+                self.run(region.function, args, kwargs, (pack, unpack), contexts_of(self) + watches)
+                self._fill_late()  # if no op has come since
             except StopReplay as stop:
                 if stop.replay is not self:
                     raise
@@ -116,31 +114,9 @@ class Filling(RematMode):
             if self.ops is not None:
                 self.ops.forget()
                 self.ops = None  # which knows this mode
-            self._values = self.observed = None  # the former knows this mode too
+            self._values = self.observed = self.stale = None  # the first knows this mode too
             if last_refusal.get() is not None:
                 last_refusal.set(None)
-
-    def _contexts(self) -> list[AbstractContextManager[Any]]:
-        region = self.region
-        contexts: list[AbstractContextManager[Any]] = region.ambient.contexts()
-        if is_watched():
-            self.observed = Watch(self)
-            contexts.insert(0, self.observed)
-        if scope.get() != region.scope:
-            contexts.append(scope_restored(region.scope))
-        if region.options is DEFAULTS and region.rng is None:
-            return contexts
-        if region.rng is not None:
-            contexts.append(region.rng.replayed())
-        if region.replay_context is not None:
-            contexts.append(region.replay_context)
-        if region.op_log is not None:
-            contexts.append(self.watch(region.op_log.begin_replay()))
-        if region.tape.calls:
-            self.ops = self.ops or ReplayOps(self)
-            self.ops.policy = self.policy_replay(self, self.ops.suppressed)
-            self.opening = self.ops.policy.answer
-        return contexts
 
     def pack_hook(self) -> Callable[[torch.Tensor], torch.Tensor | Packed]:
         """Return the pack hook: it takes a value for the next holder and returns what replay's own graph keeps."""
@@ -198,7 +174,9 @@ class Filling(RematMode):
                 return Packed.of(tensor)
             if tensor.compute is not None:
                 if self.ops is not None and self.ops.compares():  # likely for another op than forward's
-                    self.after_next_op(partial(self._fill_late, holder, tensor, position))
+                    self._late.append((holder, tensor))
+                    self._waiting += 1
+                    self.after_next_op(self._fill_late)
                     return Packed.of(tensor)
                 tensor = tensor.compute("saving it for backward")
                 self.note_loaded(tensor)
@@ -252,16 +230,23 @@ class Filling(RematMode):
             self._stop_at(position)
         return value
 
-    def _fill_late(self, holder: Holder, placeholder: Placeholder, position: int) -> None:
-        value = real(placeholder, "saving it for backward")
-        self.note_loaded(value)
-        self._explain(holder, value, value, None)
-        holder.value = value.detach()
-        self._stop_at(position)
+    def _fill_late(self) -> None:
+        late, self._late = self._late, []
+        for holder, placeholder in late:
+            value = real(placeholder, "saving it for backward")
+            self.note_loaded(value)
+            holder.expect_version_of(value)  # what was kept was changed less often than what it stands for
+            self._explain(holder, value, value, None)
+            self.fill_elided(holder, value.detach())
 
     def _stop_at(self, position: int) -> None:
         if position == self._last and not self._waiting and self._unfilled_number != sequence_number():
             self._stop()
+
+    def fills_next(self) -> bool:
+        """Whether the tensor that is saved next fills a holder."""
+        entry = self._saved[self.position] if self.position < self._limit else None
+        return type(entry) is ref and (holder := entry()) is not None and holder.value is None
 
     def ops_now(self) -> ReplayOps | None:
         """Return the ops of this replay; None once it is over, when user code goes on all the same."""
@@ -281,11 +266,13 @@ class Filling(RematMode):
 
     def note_loaded(self, tensor: torch.Tensor) -> None:
         """Note a tensor that was kept, so that it has no history in replay."""
-        assert self.ops is not None
-        self.ops.note_loaded(tensor)
+        if (ops := self.ops_now()) is not None:
+            ops.note_loaded(tensor)
 
     def fill_elided(self, holder: Holder, value: torch.Tensor) -> None:
-        """Give a holder that waits for an op's output its value."""
+        """Give a holder that was passed over its value."""
+        if self.stale is not None:
+            self.stale.check(value)
         if self.region.hooks is not None:  # what they restored may count its versions anew
             holder.metadata = (value._version, *holder.metadata[1:])
         holder.value = value
@@ -294,16 +281,18 @@ class Filling(RematMode):
             self._stop()
 
     def _stop(self) -> NoReturn:
-        self._over = True
-        self._limit = 0
+        self._over, self._limit = True, 0
+        if not self.stopped:
+            self.stopped, self._refusal = True, last_refusal.get()
+            if self.watcher is not None and self.ops is not None:
+                self.watcher = self.ops.aftermath()
         raise StopReplay(self)
 
     def fail(self, error: RematError) -> NoReturn:
         """Keep an error and end the replay with it; see NOTE [ How a replay ends ]."""
-        self._error = error
-        self._over = True
-        self._limit = 0
-        raise StopReplay(self)
+        if not self.stopped:
+            self._error = error
+        self._stop()
 
     def _explain(self, holder: Holder, tensor: torch.Tensor, owner: torch.Tensor, origin: torch.Tensor | None) -> None:
         """Tell apart what differs from forward, and fail unless it is harmless."""
@@ -334,7 +323,7 @@ class Filling(RematMode):
             self._values.flush()
         if self._error is not None:
             raise self._take_error()
-        refusal = last_refusal.get()
+        refusal = self._refusal if self.stopped else last_refusal.get()
         if refusal is not None:
             raise refusal.error()
         region = self.region

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from torch_remat.dispatch.aftermath import Aftermath
 from torch_remat.dispatch.again import Again
 from torch_remat.dispatch.elided import Elided
 from torch_remat.dispatch.inputs import leaves_of, with_leaves
 from torch_remat.dispatch.mismatch import mismatched, other_output
+from torch_remat.dispatch.mode import StopReplay
 from torch_remat.dispatch.native_replay import NativeReplay
 from torch_remat.dispatch.op import RematHandle
 from torch_remat.dispatch.placeholder import Placeholder, last_refusal, real
@@ -56,7 +58,7 @@ class ReplayOps:
         self.native: NativeReplay | None = None  # the one that runs
         self._natives: list[NativeReplay | WholeCallReplay] = []
 
-    def begin(self, name: str, policy: CheckpointPolicy, ctx: Any) -> RematHandle:
+    def begin(self, name: str, policy: CheckpointPolicy, ctx: Any) -> RematHandle | None:
         """Begin an op; see `RematMode.begin_op`."""
         if self._again is not None:
             return self._again.begin_op(name, ctx)
@@ -67,6 +69,8 @@ class ReplayOps:
         if place < len(records) and (record := records[place]).name == name and record.policy is policy:
             self._next = place + 1
             return ReplayOp(self, record, ctx)
+        if self._mode.stopped:
+            return None
         return ReplayOp(self, self._next_record(name, policy), ctx)
 
     def run_native(
@@ -105,9 +109,10 @@ class ReplayOps:
             while True:
                 try:
                     result = self._mode.watched(native.answer, function, args, kwargs)
-                except Exception as error:
-                    if not native.starts_over(error):
-                        native.left_by(error)
+                except BaseException as error:
+                    if not isinstance(error, Exception) or not native.starts_over(error):
+                        if not isinstance(error, StopReplay):
+                            native.left_by_exception()
                         raise
                 else:
                     refusal = last_refusal.get()
@@ -119,6 +124,11 @@ class ReplayOps:
             self._in_skipped = False
             self.native = None
         return native.returns(result)
+
+    def aftermath(self) -> Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]:
+        """Return what watches the ops of user code that runs on when the replay is over."""
+        watched = self.native or self.policy
+        return Aftermath(self.suppressed, watched.outside if watched is not None else set).watch
 
     def skips(self) -> bool:
         """Whether a native region runs that replay skips."""
@@ -195,6 +205,10 @@ class ReplayOps:
     def compares(self) -> bool:
         """Whether the aten ops that run are compared with those of forward."""
         return self.native is not None or self.policy is not None
+
+    def begun(self) -> int:
+        """Return how many ops have begun."""
+        return self._next
 
     def next_name(self) -> str | None:
         """Return the name of the next op of forward, if there is one."""

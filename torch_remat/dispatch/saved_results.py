@@ -136,7 +136,10 @@ class SavedResults:
         kept = dict(call.kept)
         for place in places:
             if place == WRITTEN:
-                call.written = [self._slot(call, WRITTEN, tensor) for tensor in self._changed[call]]
+                changed = self._changed[call]
+                # What was given a name may be another view of what was written.
+                meta = call.results if call.effects.returned == (0,) else None
+                call.written = [self._slot(call, WRITTEN, tensor, meta) for tensor in changed]
                 continue
             tensor = results if isinstance(results, torch.Tensor) else results[place]
             meta = call.results[place] if type(call.results) is list else call.results

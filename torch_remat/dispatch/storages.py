@@ -70,12 +70,17 @@ class Storages:
         """Return the aliases of a saved result that count their versions for themselves."""
         return self._aliases.get(key_of(tensor), ()) if self._aliases else ()
 
+    def has_changed(self, tensor: torch.Tensor) -> bool:
+        """Whether a call has written a tensor from outside."""
+        return key_of(tensor) in self._foreign
+
     def let_go_of_graph(self) -> None:
         """Hold aliases without their history."""
         for aliases in self._aliases.values():
             aliases[:] = [alias.detach() for alias in aliases]
 
-    def _is_foreign(self, key: int) -> bool:
+    def is_foreign(self, key: int) -> bool:
+        """Whether a storage comes from outside."""
         return key not in self.writers or key in self._foreign
 
     def note(self, call: PolicyCall, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
@@ -85,7 +90,7 @@ class Storages:
         for at, tensor in enumerate(tensors_in(args, kwargs)):
             key = key_of(tensor)
             reads.append(key)
-            if self._is_foreign(key) and not tensor.is_inference():
+            if self.is_foreign(key) and not tensor.is_inference():
                 versions.append((at, tensor._version))
             if type(tensor) is not Tensor and type(tensor) is not Parameter:
                 reads += map(key_of, parts_of(tensor))
@@ -182,7 +187,7 @@ class Storages:
         if call.op is LIFT:  # at the address of something that a call made and that is gone
             self.writers.pop(key, None)
             call.made = ((0, key),)
-        if self._is_foreign(key) and not base.is_inference():
+        if self.is_foreign(key) and not base.is_inference():
             call.versions = ((0, base._version),)
         return True
 
@@ -210,7 +215,7 @@ class Storages:
         call.writes = [key_of(tensor) for tensor in written]
         outside = []
         for tensor, key in zip(written, call.writes, strict=True):
-            if self._is_foreign(key):
+            if self.is_foreign(key):
                 self._foreign.add(key)
                 if tensor.layout is torch.strided:
                     outside.append(StorageWeakRef(tensor.untyped_storage()))

@@ -32,9 +32,10 @@ class Tape:
         records: The ops by name, in order.
         regions: The inner regions that were called after the first op, as records of what they get from SAVE ops.
         calls: The aten ops of a region with a policy for them.
+        backward_inside: Whether a backward that ran inside forward has read a tensor that the region saved.
     """
 
-    __slots__ = ("calls", "elided", "holders", "records", "regions", "saved")
+    __slots__ = ("backward_inside", "calls", "elided", "holders", "records", "regions", "saved")
 
     def __init__(self) -> None:
         self.saved: list[ref[Holder] | ResidentRef | torch.Tensor | None] = []
@@ -43,6 +44,7 @@ class Tape:
         self.records: dict[str, Record] = {}
         self.regions: list[Record] = []
         self.calls: Sequence[PolicyCall] = ()
+        self.backward_inside = False
 
     def position_of(self, holder: Holder) -> int:
         """Return the place of a live holder."""

@@ -17,15 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 import optree
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 from torch.nn import functional as F
 
-from torch_remat._compat import PYTREE_NAMESPACE, any_autocast_enabled, sequence_number
+from torch_remat._compat import PYTREE_NAMESPACE, any_autocast_enabled, node_number, sequence_number
 from torch_remat.dispatch.calls import Meta, described, key_of, layout_of, placeholder_for
 from torch_remat.dispatch.inputs import leaves_of, with_leaves
 from torch_remat.dispatch.mismatch import mismatched
 from torch_remat.dispatch.native import Native, Returned
-from torch_remat.dispatch.placeholder import Placeholder, Source, refuse
+from torch_remat.dispatch.placeholder import Placeholder, Source, refuse, unpack
 from torch_remat.dispatch.record import WholeCallRecord
 from torch_remat.dispatch.schema import may_draw
 from torch_remat.errors import RematWarning, qualified_name, user_line
@@ -132,9 +133,19 @@ class WholeCall(Native):
             record.metas.append((described(leaf, None), leaf.requires_grad))
             if not leaf.is_inference():
                 self.returned.append(Returned.of(place, key_of(leaf), leaf))
+            node = leaf.grad_fn
+            if node is not None and not self._saved and node_number(node) >= self.first_number:
+                node.register_prehook(self._ops.region.note_backward)
         if len(leaves) != 1 or leaves[0] is not result:
             record.template = optree.tree_map(_nothing, result, namespace=PYTREE_NAMESPACE)
         self._end()
+
+    def keep(self, stop: int) -> None:
+        """At the end of forward: keep the returned tensors that replay reads, unless replay must make them again."""
+        if self._ops.region.tape.backward_inside:
+            self.returned = []
+        else:
+            super().keep(stop)
 
     def _is_view_of_argument(self, leaf: Any) -> bool:
         if not isinstance(leaf, torch.Tensor):
@@ -218,10 +229,22 @@ class WholeCallReplay:
         if record.views and self._call is not None:
             function, args, kwargs = self._call
             return function(*args, **kwargs)
+        if self._mode.region.tape.backward_inside and self._call is not None:
+            return self._run(*self._call)
         leaves = [self._leaf(place, meta) for place, meta in enumerate(record.metas)]
         if record.template is None:
             return leaves[0]
         return with_leaves((record.template,), {}, leaves)[0][0]
+
+    def _run(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run the call, so that a gradient taken inside the region finds a history."""
+        if self._rng is not None:
+            self._rng.restore()
+        with saved_tensors_hooks(torch.detach, unpack):  # forward's holders have what backward needs
+            result = function(*args, **kwargs)
+        if self._record.drawn is not None:
+            self._record.drawn.restore()
+        return result
 
     def forget(self) -> None:
         """Let go of the arguments; a placeholder may outlive the replay."""

@@ -19,6 +19,7 @@ from weakref import ref
 import torch
 
 from torch_remat.dispatch.ambient import RngState
+from torch_remat.dispatch.earlier import earlier_label
 from torch_remat.dispatch.forward_ops import ForwardOps
 from torch_remat.dispatch.holder import OpHolder, is_parameter
 from torch_remat.dispatch.mode import current_mode
@@ -118,6 +119,8 @@ class _RegionRows:
             self._add(call.native, call.label(place), "kept for replay", slot.kept, slot.device, "replay")
         for slot in list(call.written):
             self._add(call.native, call.label(0), "kept for replay", slot.kept, slot.device, "replay")
+        for at, slot in list(call.earlier.items()):
+            self._add(call.native, earlier_label(call, at), "kept for replay", slot.kept, slot.device, "replay")
         if call.before is not None:
             self._add_random_state(call.native, call.before)
 

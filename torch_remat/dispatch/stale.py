@@ -1,0 +1,122 @@
+"""Reads, in replay, of tensors that a native region of the same forward has changed since.
+
+In: the ops of a replay around its native regions. Kept: nothing past the replay. Out: an error where what such a read
+gave would fill a holder.
+
+NOTE [ Stale reads ]
+A buffer that a native region updates is updated once, in forward. An op that read it before, outside of native regions,
+runs again in replay and reads what came later. A plain region sees no ops in forward, so that its replay looks: from
+its start to the last native region that changes something outside, it watches its ops, and follows what was made of a
+tensor that is not yet what it was. To read it harms nothing (a log, say); to fill a holder from it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torch_remat.dispatch.calls import key_of, still_there, tensors_in, written_arguments
+from torch_remat.dispatch.placeholder import Packed
+from torch_remat.dispatch.record import NativeRecord
+from torch_remat.dispatch.schema import effects_of
+from torch_remat.errors import MutationError
+
+if TYPE_CHECKING:
+    from torch_remat.dispatch.replay import Filling
+
+_PackHook = Callable[[torch.Tensor], "torch.Tensor | Packed"]
+
+
+class StaleReads:
+    """What one replay has read too late.
+
+    Args:
+        replay: The replay.
+        changed: For each storage that native regions have changed: which record of the tape did so last.
+
+    Attributes:
+        run: What runs an op.
+    """
+
+    def __init__(self, replay: Filling, changed: Mapping[int, int]) -> None:
+        self.run: Callable[[Any, Sequence[Any], Mapping[str, Any]], Any] = _run
+        self._replay = replay
+        self._changed = changed
+        self._last = max(changed.values())
+        self._made: dict[int, tuple[str, int]] = {}  # by storage: what op read which record's tensor too late
+
+    def watch(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run an op of the replay, and note what it makes of a stale tensor."""
+        ops = self._replay.ops
+        if not self._made and (ops is None or ops.begun() > self._last):
+            self._replay.watcher = self.run
+            return self.run(op, args, kwargs)
+        effects = effects_of(op)
+        if effects.ignored or effects.viewed is not None or effects.reshapes or effects.factory:
+            return self.run(op, args, kwargs)
+        why = next(filter(None, (self._reason(key_of(tensor), op) for tensor in tensors_in(args, kwargs))), None)
+        result = self.run(op, args, kwargs)
+        results = list(tensors_in([result], {}))
+        if why is None:
+            if self._made and not effects.written:
+                for tensor in results:
+                    self._made.pop(key_of(tensor), None)
+            return result
+        if not results and result is not None:
+            self._fail(why)  # a number, by which code may branch
+        for tensor in (*results, *written_arguments(effects, args, kwargs)):
+            self._made[key_of(tensor)] = why
+        return result
+
+    def _reason(self, key: int, op: Any) -> tuple[str, int] | None:
+        at = self._changed.get(key)
+        ops = self._replay.ops
+        if at is not None and ops is not None and ops.begun() <= at:
+            return str(op), at
+        return self._made.get(key)
+
+    def guarded(self, pack: _PackHook) -> _PackHook:
+        """Return a pack hook of the replay that fills nothing from a stale read."""
+
+        def check(tensor: torch.Tensor) -> torch.Tensor | Packed:
+            if self._made and self._replay.fills_next():
+                self.check(tensor)
+            return pack(tensor)
+
+        return check
+
+    def check(self, tensor: torch.Tensor) -> None:
+        """End the replay with an error if a tensor, which would fill a holder, comes of a stale read."""
+        why = self._made.get(key_of(tensor))
+        if why is not None:
+            self._fail(why)
+
+    def _fail(self, why: tuple[str, int]) -> None:
+        region = self._replay.region
+        self._replay.fail(
+            MutationError(
+                f"{why[0]} reads, in the region and before this native region, a tensor from outside that this native "
+                "region changes in place; replay does not undo the change, so that the op reads another value than "
+                "in forward",
+                region=region.name,
+                op=list(region.tape.records)[why[1]],
+                tensor="written",
+                remedy="Read it inside a native region, too; or let the op read a clone of it that is made before the "
+                "region is called.",
+            )
+        )
+
+
+def stale_reads(replay: Filling) -> StaleReads | None:
+    """Return what watches for stale reads; None where no native region has changed what outlives the forward."""
+    changed: dict[int, int] = {}
+    for at, record in enumerate(replay.region.tape.records.values()):
+        if type(record) is NativeRecord and record.written:
+            changed.update(dict.fromkeys(still_there(written.storage for written in record.written), at))
+    return StaleReads(replay, changed) if changed else None
+
+
+def _run(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return op(*args, **kwargs)
