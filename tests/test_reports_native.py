@@ -122,8 +122,9 @@ def test_names_of_what_whole_calls_keep():
     (told,) = remat.explain(lambda: run("whole calls"))().regions
     states = {tensor.name: (tensor.state, tensor.why) for op in told.ops for tensor in op.tensors}
     assert states["block::top.saved_0"] == ("kept", "the backward of top reads it")
-    assert states["block::top.1"] == ("kept", "an op in replay reads it")
-    assert states["block::drop.out"] == ("kept", "an op in replay reads it")
+    assert states["block::top.0"] == ("kept", "an op in replay (ExpBackward0) reads it")
+    assert states["block::top.1"] == ("kept", "an op in replay reads it")  # indices have no graph
+    assert states["block::drop.out"] == ("kept", "an op in replay (CosBackward0) reads it")
     assert [op.replay for op in told.ops] == ["skipped"] * 3
 
 
@@ -230,13 +231,73 @@ def test_explanation_of_native_regions():
     assert (attn.forward_flops, attn.replay_flops) == (2 * 2 * 4 * 8 * 16, 0)
     told = {tensor.label: (tensor.state, tensor.why) for tensor in attn.tensors}
     assert told["mm_0_0"] == ("kept", "the backward of attn reads it")
-    assert told["out"] == ("kept", "an op in replay reads it")
+    assert told["out"] == ("kept", "an op in replay (ExpBackward0) reads it")
     other, away = attn.alternatives
     assert away.policy == "offload"
     assert other.policy == "recompute"
     assert other.flops_change == attn.forward_flops
     recomputed = remat.memory_report(run("native region recomputed")).regions[0].bytes
     assert other.bytes_change == recomputed - region.kept_bytes
+
+
+def reasons_of(function, *args, **options):
+    (region, *_) = remat.explain(checkpointed(function, **options), alternatives=False)(*args).regions
+    return {f"{op.name}.{one.label}": one.why for op in region.ops for one in op.tensors} | {
+        one.label: one.why for one in region.by_policy
+    }
+
+
+def exponential(x):
+    return remat.native_save_region("n", torch.exp, x.sin())
+
+
+def both(name, x):
+    return call("auto", Both, Trace(), name, RECOMPUTE, x)
+
+
+@pytest.mark.parametrize(
+    ("read", "reader"),
+    [
+        (lambda h: h.cos(), "an op in replay (CosBackward0) reads it"),
+        (lambda h: h.view(-1)[:3].t().tan(), "an op in replay (TanBackward0) reads it"),
+        (lambda h: remat.native_save_region("m", torch.exp, h) * h.tan(), "an op in replay (TanBackward0) reads it"),
+        (lambda h: both("o", h), "the replay of o reads it"),
+        (lambda h: both("o", h).cos() + h.tan(), "the replay of o reads it"),
+        (lambda h: both("q", both("o", h)) * both("p", h), "the replay of o, the replay of p read it"),
+        (lambda h: h.tan() + both("o", h), "the replay of o, an op in replay (TanBackward0) read it"),
+        (lambda h: checkpointed(torch.tan)(h).cos(), "the replay of an inner region reads it"),
+        (lambda h: remat.native_region("r", policy=RECOMPUTE)(lambda h: h.tan().cos())(h), "the replay of r reads it"),
+        (lambda h: Weighs.apply(h), "an op in replay (WeighsBackward) reads it"),
+    ],
+)
+def test_reader_of_what_a_native_region_returns_is_named(read, reader):
+    assert reasons_of(lambda x: read(exponential(x)), leaf(4, 4) * 2)["n.out"] == reader
+
+
+class Weighs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+def test_readers_of_what_a_policy_keeps_are_named():
+    def function(x):
+        h = (x @ W1).exp() @ W2
+        h = call("auto", Both, Trace(), "s", SAVE, h.tan())
+        return both("o", h @ W1)
+
+    told = reasons_of(function, leaf(4, 8) * 2, policy=[MM])
+    assert told["mm_0_0"] == "an op in replay (exp_0_0) reads it"
+    assert told["mm_1_0"] == "an op in replay (tan_0_0) reads it"
+    assert told["s.out"] == "a backward outside of it reads it"
+    policy = [torch.ops.aten.sin.default]
+    told = reasons_of(lambda x: both("o", call("auto", Both, Trace(), "s", SAVE, x.sin())), leaf(4, 8), policy=policy)
+    assert told["s.out"] == "the replay of o reads it"
 
 
 def test_explanation_of_a_policy_for_ops():

@@ -68,7 +68,7 @@ def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
             if number > region.last_number:
                 region.last_number = number
     if observed is not None:
-        observed.finish()
+        observed.finish(nodes)
     return output
 
 

@@ -39,8 +39,8 @@ class Observer:
     def end_region(self, region: Region, phase: str) -> None:
         """It has ended, or has raised."""
 
-    def finish_region(self, region: Region) -> None:
-        """The region's forward is over, and the tape is as it stays."""
+    def finish_region(self, region: Region, boundary: Sequence[torch.autograd.graph.Node | None]) -> None:
+        """The region's forward is over, and the tape is as it stays; ``boundary`` are the nodes of its outputs."""
 
     def begin_op(self, region: Region, op: WatchedOp, phase: str) -> None:
         """An op begins in a region."""
@@ -103,10 +103,10 @@ class Watch(AbstractContextManager[None]):
         """End the region's range, and those of ops that an exception has left open."""
         self._close(0)
 
-    def finish(self) -> None:
+    def finish(self, boundary: Sequence[torch.autograd.graph.Node | None]) -> None:
         """Note that the region's forward is over."""
         for observer in self.observers:
-            observer.finish_region(self.region)
+            observer.finish_region(self.region, boundary)
 
     def policy_of(self, name: str, policy: CheckpointPolicy) -> CheckpointPolicy:
         """Return the policy that observers want an op to have."""

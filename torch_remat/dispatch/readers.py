@@ -58,7 +58,7 @@ def read_outputs(
             number = node_number(reader)
             if number >= stop or any(start <= number < end for start, end in skipped):
                 continue
-            if not _is_view(reader.name()):
+            if not is_view(reader.name()):
                 read[output] = result
                 break
             pending += [further for further, _ in readers.get(reader, ())]
@@ -66,7 +66,7 @@ def read_outputs(
 
 
 @cache
-def _is_view(name: str) -> bool:
+def is_view(name: str) -> bool:
     """Whether an autograd node is that of a view op: ``TransposeBackward0`` is of ``aten::transpose``."""
     words = re.sub(r"Backward\d*$", "", name)
     snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", words).lower()

@@ -97,7 +97,8 @@ def _no_trials(region: Region, notes: RegionNotes) -> None:
 def _backward(output: Any) -> str | None:
     """Run backward from what needs a gradient, without accumulating any; return why none ran, if so."""
     found = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
-    roots = [root for root in found if not any(map(is_released, nodes_below([root])))]
+    released = {node for node in nodes_below(found) if is_released(node)}
+    roots = [root for root in found if not released or released.isdisjoint(nodes_below([root]))]
     variables = [variable for node in nodes_below(roots) if (variable := getattr(node, "variable", None)) is not None]
     if variables:
         torch.autograd.grad(roots, variables, [torch.ones_like(root) for root in roots], allow_unused=True)

@@ -15,7 +15,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from torch_remat._compat import TorchDispatchMode
+from torch_remat._compat import TorchDispatchMode, node_number
 from torch_remat.dispatch.holder import Holder
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.observe import Observer, WatchedOp
@@ -23,10 +23,19 @@ from torch_remat.dispatch.parcel import Parcel
 from torch_remat.dispatch.placeholder import is_placeholder
 from torch_remat.dispatch.region import Region
 from torch_remat.reports.collect import collect_parameters, collect_region
+from torch_remat.reports.consumers import Stretch, readers_in_graph
 from torch_remat.reports.explanation import Alternative, OpExplanation, RegionExplanation, Replay, TensorExplanation
 from torch_remat.reports.ledger import Ledger
 from torch_remat.reports.model import RegionReport
-from torch_remat.reports.reasons import Seen, holders_of, kept_by_policy, kept_in, kept_of_native, never_needed, reasons
+from torch_remat.reports.reasons import (
+    Seen,
+    holders_of,
+    is_told_by_aten_op,
+    kept_by_policy,
+    kept_in,
+    never_needed,
+    reasons,
+)
 
 
 @dataclass
@@ -47,6 +56,8 @@ class OpNotes:
     replay: Replay = "no replay"
     saved: list[Seen] = field(default_factory=list)
     outputs: list[Seen] = field(default_factory=list)
+    numbers: tuple[int, int] = (0, 0)
+    made: dict[str, tuple[int, int]] = field(default_factory=dict)  # nodes and outputs, by name
     tensors: tuple[TensorExplanation, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
 
@@ -63,6 +74,7 @@ class RegionNotes:
     unnamed: int = 0
     replays: int = 0
     refilled_bytes: int = 0
+    stretches: list[Stretch] = field(default_factory=list)  # of inner regions
 
     def explained(self) -> RegionExplanation:
         """Return the notes as plain data."""
@@ -165,6 +177,10 @@ class Notes(Observer):
                 for place, tensor in enumerate(op.outputs_made)
                 if isinstance(tensor, torch.Tensor)
             }
+            found.numbers = op.numbers
+            for label, tensor in made.items():
+                if tensor.grad_fn is not None:
+                    found.made[label] = node_number(tensor.grad_fn), tensor.output_nr
             found.saved = [Seen.of(label, tensor) for label, tensor in op.named.items() if tensor is not None]
             found.outputs = [Seen.of(label, tensor) for label, tensor in made.items()]
 
@@ -172,7 +188,7 @@ class Notes(Observer):
         """Note which storage a parcel stands for."""
         self._storages[id(parcel)] = StorageWeakRef(tensor.untyped_storage())
 
-    def finish_region(self, region: Region) -> None:
+    def finish_region(self, region: Region, boundary: Sequence[torch.autograd.graph.Node | None]) -> None:
         """Read the tape, now that forward is over."""
         notes = None if self.paused else self.regions.get(region.serial)
         if notes is None:
@@ -193,12 +209,30 @@ class Notes(Observer):
                     Seen.of_kept(label, kept_in(one), self._storages) for label, one in holders_of(region, name).items()
                 ]
                 op.saved = [seen for seen in held if seen is not None]
-            if any(kept_of_native(region, region.tape.records[name])):
+            if is_told_by_aten_op(region, region.tape.records[name]):
                 op.outputs = []  # they are told by aten op and result
         records = [(region.tape.records[name], op.saved, op.outputs) for name, op in notes.ops.items()]
-        for op, tensors in zip(notes.ops.values(), reasons(region, records), strict=True):
+        readers = self._readers(region, notes, boundary)
+        for op, tensors in zip(notes.ops.values(), reasons(region, records, readers), strict=True):
             op.tensors = tensors
         self._after_forward(region, notes)
+
+    def _readers(
+        self, region: Region, notes: RegionNotes, boundary: Sequence[torch.autograd.graph.Node | None]
+    ) -> dict[tuple[str, str], str]:
+        """Return what reads the outputs of ops, as far as the graph shows; note that this region reads in another."""
+        stretches = [
+            Stretch(*op.numbers, f"the replay of {op.name}" if op.policy == "recompute" else None)
+            for op in notes.ops.values()
+        ]
+        made = {(op.name, label): at for op in notes.ops.values() for label, at in op.made.items()}
+        found = readers_in_graph(boundary, region, made, [*stretches, *notes.stretches])
+        mode = current_mode()
+        around = None if mode is None else self.regions.get(mode.region.serial)
+        if around is not None:
+            whole = Stretch(region.first_number, region.last_number + 1, "the replay of an inner region")
+            around.stretches.append(whole)
+        return found
 
     def count(self, flops: int) -> None:
         """Count an aten op for all that runs in this thread, up to what hides the rest."""

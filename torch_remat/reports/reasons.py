@@ -18,11 +18,12 @@ from torch_remat.dispatch.holder import Holder, OpHolder
 from torch_remat.dispatch.offloading import Offloaded
 from torch_remat.dispatch.parcel import may_travel
 from torch_remat.dispatch.policy import CheckpointPolicy
-from torch_remat.dispatch.policy_call import SkippedOp
+from torch_remat.dispatch.policy_call import PolicyCall, SkippedOp
 from torch_remat.dispatch.record import NativeRecord, Record, Slot, WholeCallRecord
 from torch_remat.dispatch.region import Region
 from torch_remat.errors import qualified_name
 from torch_remat.reports.collect import output_name
+from torch_remat.reports.consumers import SOME_OP, reader_among
 from torch_remat.reports.explanation import State, TensorExplanation
 from torch_remat.reports.model import RegionReport
 from torch_remat.reports.pieces import pieces_in, storages_of, viewed_parameter
@@ -74,13 +75,16 @@ Told = tuple[Seen, State, str, Any]
 
 
 def reasons(
-    region: Region, ops: Sequence[tuple[Record, Sequence[Seen], Sequence[Seen]]]
+    region: Region,
+    ops: Sequence[tuple[Record, Sequence[Seen], Sequence[Seen]]],
+    readers: Mapping[tuple[str, str], str],
 ) -> Iterator[tuple[TensorExplanation, ...]]:
     """Yield, for each op, an explanation for each tensor that it saved or returned.
 
     Args:
         region: The region.
         ops: Each op's record, what it saved, and what it returned.
+        readers: What reads outputs, by op and name, as far as the graph shows.
     """
     kept_as = _KeptAs(region)
     told_of_saved: list[list[Told]] = []
@@ -90,7 +94,7 @@ def reasons(
         for seen, state, _, kept in told_of_saved[-1]:
             kept_as.first(seen, state, kept, qualified_name(region.name, record.name, seen.label))
     for (record, _, outputs), told in zip(ops, told_of_saved, strict=True):
-        every = [*told, *(_output(region, record, seen, kept_as.state_of(seen)) for seen in outputs)]
+        every = [*told, *(_output(region, record, seen, kept_as.state_of(seen), readers) for seen in outputs)]
         yield tuple([_explained(region, record, *one, kept_as) for one in every])
 
 
@@ -168,20 +172,25 @@ def _saved_by_skipped(region: Region, record: Record, saved: Sequence[Seen]) -> 
             yield seen, "not kept", "a parameter: it exists anyway", None
         else:
             yield seen, "not kept", f"no backward of {record.name} is to come", None
-    for label, slot in kept_of_native(region, record):
+    for call, place, slot in _kept_of_native(region, record):
+        label = call.label(place)
         seen_there = None if label in holders else Seen.of_kept(label, slot.kept, {})
         if seen_there is not None:
             state = _state_of(region, slot.kept, slot.device)
-            why = f"an op in replay reads it{_why_it_stayed(region, record, state, slot.kept)}"
-            yield seen_there, state, why, slot.kept
+            why = f"{reader_among(region.tape.calls, call, place)} reads it"
+            yield seen_there, state, why + _why_it_stayed(region, record, state, slot.kept), slot.kept
 
 
-def kept_of_native(region: Region, record: Record) -> Iterator[tuple[str, Slot]]:
-    """Yield what a region with a policy for ops keeps of a native region, by aten op and result."""
+def is_told_by_aten_op(region: Region, record: Record) -> bool:
+    """Whether a region with a policy for ops keeps something of a native region, which has names of its own."""
+    return any(_kept_of_native(region, record))
+
+
+def _kept_of_native(region: Region, record: Record) -> Iterator[tuple[PolicyCall, int, Slot]]:
     for call in region.tape.calls:
         if call.native == record.name and type(call) is not SkippedOp:
             for place, slot in call.kept.items():
-                yield call.label(place), slot
+                yield call, place, slot
 
 
 def holders_of(region: Region, op: str) -> dict[str, OpHolder]:
@@ -242,16 +251,24 @@ def _why_it_stayed(region: Region, record: Record, state: State, kept: Any) -> s
     return "; the offloader did not take it"
 
 
-def _output(region: Region, record: Record, seen: Seen, otherwise: State | None) -> Told:
+def _output(
+    region: Region, record: Record, seen: Seen, otherwise: State | None, readers: Mapping[tuple[str, str], str]
+) -> Told:
     if record.policy is CheckpointPolicy.RECOMPUTE:
         return seen, "recomputed", f"the replay of {record.name} makes it again", None
     slots = list(_slots_of(region, record, seen.label))
     if slots:
-        names = ", ".join(dict.fromkeys(reader for reader, _ in slots))
+        known = dict.fromkeys(reader for reader, _ in slots if reader is not None)
+        if any(reader is None for reader, _ in slots):
+            other = readers.get((record.name, seen.label))
+            if other is not None or not known:
+                known[other or SOME_OP] = None
+        names = ", ".join(known)
         states = [_state_of(region, slot.kept, slot.device) for _, slot in slots]
         kept = slots[0][1].kept
         state: State = "kept" if "kept" in states else states[0]
-        return seen, state, f"{names} reads it{_why_it_stayed(region, record, state, kept)}", kept
+        why = f"{names} {'reads' if len(known) == 1 else 'read'} it"
+        return seen, state, why + _why_it_stayed(region, record, state, kept), kept
     holder = holders_of(region, record.name).get(seen.label)
     if holder is not None and holder.resident:
         return (
@@ -270,27 +287,35 @@ def kept_by_policy(region: Region, report: RegionReport) -> tuple[TensorExplanat
     if not region.tape.calls:
         return ()
     told = []
+    calls: dict[str, tuple[PolicyCall | None, int]] = {
+        call.label(place): (call, place) for call in region.tape.calls if not call.native for place in call.kept
+    }
     for tensor in report.tensors:
         if tensor.kind in ("saved", "kept for replay"):
             state: State = "offloaded" if tensor.offloaded else "kept"
-            why = "backward reads it" if tensor.kind == "saved" else "an op in replay reads it"
+            call, place = calls.get(tensor.label, (None, 0))
+            reader = SOME_OP if call is None else reader_among(region.tape.calls, call, place)
+            why = "backward reads it" if tensor.kind == "saved" else f"{reader} reads it"
             told.append(TensorExplanation(tensor.name, tensor.label, state, tensor.bytes, why, tensor.shared_with))
     return tuple(told)
 
 
-def _slots_of(region: Region, record: Record, label: str) -> Iterator[tuple[str, Slot]]:
-    """Yield what keeps an output for replay: the name of its reader, and the slot."""
+def _slots_of(region: Region, record: Record, label: str) -> Iterator[tuple[str | None, Slot]]:
+    """Yield what keeps an output for replay: its reader, if the tape tells, and the slot."""
+    is_named = False
     for reader in (*region.tape.records.values(), *region.tape.regions):
         for slot in reader.slots.values():
             source = slot.source
             if source and source[0] == record.name and output_name(region, record.name, source[1]) == label:
+                is_named = True
                 yield f"the replay of {reader.name or 'an inner region'}", slot
     if isinstance(record, (NativeRecord, WholeCallRecord)):
         for place, slot in record.returned.items():
             if output_name(region, record.name, place) == label:
-                yield "an op in replay", slot
+                yield None, slot
     for call in region.tape.calls:
         if call.native == record.name and type(call) is SkippedOp:
             for place, slot in call.kept.items():
                 if call.label(place) == label:
-                    yield "an op in replay", slot
+                    # The call that reads it may be one in the body of the op that was told.
+                    yield None if is_named else reader_among(region.tape.calls, call, place), slot

@@ -106,7 +106,7 @@ class Recorder(Observer):
         if phase == "forward" and mark.first_number == mark.end_number and region.serial in self._forwards:
             mark.first_number, mark.end_number = op.numbers
 
-    def finish_region(self, region: Region) -> None:
+    def finish_region(self, region: Region, boundary: object) -> None:
         """Note what the region keeps, and which autograd nodes are its own."""
         marks = self._forwards.pop(region.serial, None)
         if marks is None:
