@@ -1,7 +1,7 @@
 """What is away with one offloader, so that nothing is sent twice.
 
-In: tensors that may leave. Kept: weak references to the parcels that have left. Out: the parcel that has a tensor, a new
-one if there was none; see NOTE [ What travels ], 2.
+In: tensors that may leave. Kept: weak references to the parcels that have left. Out: the parcel that has a tensor, a
+new one if there was none; see NOTE [ What travels ], 2.
 """
 
 from __future__ import annotations
