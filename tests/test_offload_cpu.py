@@ -16,7 +16,7 @@ from helpers import LiveStorages, alive, assert_same, leaf, watch
 from offloaders import OFFLOAD, Counting
 
 import torch_remat as remat
-from torch_remat.dispatch.parcel import Port
+from torch_remat.dispatch.port import Port
 from torch_remat.offload.cpu import CpuOffloader
 from torch_remat.offload.lanes import Arrival
 from torch_remat.offload.pool import BufferPool

@@ -61,10 +61,10 @@ class Departures:
 
     def send(self) -> None:
         """Send what waits, now that its op is over."""
-        waiting, self.waiting = self.waiting, []
+        waiting, self.waiting, together = self.waiting, [], object()
         for holder, tensor in waiting:
             with torch.no_grad(), self._mode.unwatched(), without_dispatch_modes(), with_shared_versions():
-                if offload_resident(self._region, holder, tensor):
+                if offload_resident(self._region, holder, tensor, together):
                     holder.value = None
                     storage = StorageWeakRef(tensor.untyped_storage())
                     about = geometry_of(tensor), tensor.dtype, tensor._version

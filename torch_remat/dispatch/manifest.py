@@ -13,7 +13,8 @@ import threading
 from weakref import ref
 
 from torch_remat._compat import graph_task
-from torch_remat.dispatch.parcel import Parcel, Port, Trip
+from torch_remat.dispatch.parcel import Parcel, Trip
+from torch_remat.dispatch.port import Port
 from torch_remat.offload.protocol import Offloader
 
 PREFETCH_BYTES = 256 << 20

@@ -19,7 +19,8 @@ import torch
 from torch_remat._compat import SavedTensorHooks, without_dispatch_modes
 from torch_remat.dispatch.manifest import Manifest, route_of
 from torch_remat.dispatch.observe import tell_offloaded
-from torch_remat.dispatch.parcel import Parcel, may_travel, port_of
+from torch_remat.dispatch.parcel import Parcel, may_travel
+from torch_remat.dispatch.port import Batch, port_of
 from torch_remat.offload.cpu import default_offloader
 from torch_remat.offload.placement import Placement
 from torch_remat.offload.protocol import Offloader, OffloadInfo
@@ -90,10 +91,11 @@ class Offloading:
         manifests: What it sent, by the id of the offloader; the parcels in it keep those alive.
     """
 
-    __slots__ = ("_parameters", "manifests")
+    __slots__ = ("_batch", "_parameters", "manifests")
 
     def __init__(self, region: Region) -> None:
         self.manifests: dict[int, Manifest] = {}
+        self._batch: Batch | None = None
         # A detached alias of a parameter does not look like one.
         self._parameters: set[int] = set()
         self.know_parameters(region.parameters)
@@ -107,15 +109,35 @@ class Offloading:
                 self._parameters.add(value.untyped_storage()._cdata)
 
     def send(
-        self, region: Region, tensor: torch.Tensor, op: str | None, name: str, kind: Literal["residual", "input"]
+        self,
+        region: Region,
+        tensor: torch.Tensor,
+        op: str | None,
+        name: str,
+        kind: Literal["residual", "input"],
+        together: object = None,
     ) -> Offloaded | None:
-        """Send a tensor away; None if it stays."""
+        """Send a tensor away; None if it stays.
+
+        Args:
+            region: The region.
+            tensor: The tensor.
+            op: The op that needs it.
+            name: What it is called.
+            kind: What it is needed for.
+            together: Equal for those that are sent in one `Batch`; None for what is sent by itself.
+        """
         if not may_travel(tensor) or tensor.untyped_storage()._cdata in self._parameters:
             return None
         offloader = region.options.offloader or chosen.get() or default_offloader()
         port = port_of(offloader)
         op = op or None  # of what a policy keeps, it is empty
-        parcel = port.send(offloader, tensor, (region.name, op, name, kind))
+        batch = self._batch
+        if together is None:
+            batch = None
+        elif batch is None or batch.key != together:
+            batch = self._batch = Batch(together)
+        parcel = port.send(offloader, tensor, (region.name, op, name, kind), batch)
         if parcel is None:
             return None
         tell_offloaded(tensor, parcel)
@@ -129,12 +151,19 @@ class Offloading:
         return sum(manifest.offloaded_bytes() for manifest in self.manifests.values())
 
 
-def offload_resident(region: Region, holder: OpHolder, tensor: torch.Tensor) -> bool:
-    """Send what a holder would keep; False if it stays."""
+def offload_resident(region: Region, holder: OpHolder, tensor: torch.Tensor, together: object = None) -> bool:
+    """Send what a holder would keep; False if it stays.
+
+    Args:
+        region: The region.
+        holder: The holder.
+        tensor: What it would keep.
+        together: Tells the `Batch`; without it that is what autograd saves of the op, all at once.
+    """
     inputs = region.inputs
     if inputs is not None and inputs.holds(tensor if tensor._base is None else tensor._base):
         return False  # its memory stays with the inputs
-    away = _of(region).send(region, tensor, holder.op, holder.tensor_name, "residual")
+    away = _of(region).send(region, tensor, holder.op, holder.tensor_name, "residual", together or holder.op)
     if away is None:
         return False
     holder.packed, holder.unpack = away, load
@@ -155,10 +184,10 @@ def know_parameters(region: Region, args: Iterable[Any]) -> None:
 def offload_inputs(region: Region, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Send those of a region's inputs that travel."""
     assert region.inputs is not None
-    offloading = _of(region)
+    offloading, together = _of(region), object()
 
     def send(tensor: torch.Tensor, place: str) -> Offloaded | None:
-        return offloading.send(region, tensor, None, place, "input")
+        return offloading.send(region, tensor, None, place, "input", together)
 
     region.inputs.give_away(args, kwargs, send)
 

@@ -7,8 +7,10 @@ NOTE [ What travels ]
 1. Plain strided tensors with data, but no leaf that requires a gradient and no parameter, nor a view of one: autograd's
    graph holds those anyway.
 2. The tensor's storage, or its part of a much larger one; a second tensor on that part is rebuilt from the same parcel,
-   if both are views of one tensor and nothing changed it in between. What only shares memory, through ``detach()``
-   or ``.data``, has a history of changes of its own and travels by itself.
+   if both are views of one tensor and nothing changed it in between. What only shares memory, through ``detach()`` or
+   ``.data``, may have a version counter of its own, which does not tell whether the memory was changed since. If both
+   are sent in one batch, with nothing run in between, then it was not: they are two parcels on one trip, each with
+   its counter, and each with a value of its own. Otherwise it travels by itself.
 3. The value that comes back has the version that the tensor had, so that in-place changes are noticed as ever: of the
    tensor that was sent, since a copy of its counter is kept, and of the value by a backward that reads it.
 4. A value is kept from its first read until the parcel is gone, since autograd may unpack it again, and others may be
@@ -20,17 +22,16 @@ NOTE [ What travels ]
 from __future__ import annotations
 
 import threading
-import warnings
 from contextlib import suppress
-from typing import Any, Literal
-from weakref import finalize, ref
+from typing import Any, Literal, NamedTuple
+from weakref import ref
 
 import torch
 
-from torch_remat._compat import graph_is_kept, set_version, without_dispatch_modes
+from torch_remat._compat import graph_is_kept, set_version, storage_key
 from torch_remat.errors import MutationError, OffloadError
 from torch_remat.offload.lanes import Arrival, arrival_of
-from torch_remat.offload.placement import Placement, Span, flattened, travelling_span
+from torch_remat.offload.placement import Placement, Span, flattened
 from torch_remat.offload.protocol import Offloader, OffloadInfo
 
 _NOTHING = torch.empty(0)
@@ -45,15 +46,19 @@ class Trip:
 
     Attributes:
         bytes: How many bytes travel.
+        lock: Held while the offloader brings it back.
+        further: One item for each parcel but the first.
         asked_on: The books in which it stands while it was asked for ahead and not read yet.
     """
 
-    __slots__ = ("asked_on", "bytes", "offloader", "ticket")
+    __slots__ = ("asked_on", "bytes", "further", "lock", "offloader", "ticket")
 
     def __init__(self, offloader: Offloader, ticket: Any, count: int) -> None:
         self.offloader = offloader
         self.ticket = ticket
         self.bytes = count
+        self.lock = threading.Lock()
+        self.further: list[None] = []
         self.asked_on: dict[Trip, Any] | None = None
 
     def told(self, method: str) -> Any:
@@ -69,6 +74,14 @@ class Trip:
         return self.told("stays") is True
 
 
+class _Form(NamedTuple):
+    """What is sent, and has to come back: so many elements of a dtype on a device."""
+
+    length: int
+    dtype: torch.dtype
+    device: torch.device
+
+
 class Parcel:
     """A part of a storage that is away; see NOTE [ What travels ].
 
@@ -76,12 +89,11 @@ class Parcel:
         trip: Its ticket.
         span: Which bytes of the storage.
         value: The tensor that came back, as long as it is kept.
-        lock: Held while the offloader brings it back.
     """
 
     __slots__ = (
-        *("__weakref__", "_arrival", "_counter", "_device", "_dtype", "_length", "_owner", "_version"),
-        *("lock", "span", "trip", "value"),
+        *("__weakref__", "_arrival", "_counter", "_form", "_not_in", "_owner", "_version"),
+        *("span", "trip", "value"),
     )
 
     def __init__(self, trip: Trip, flat: torch.Tensor, owner: torch.Tensor, span: Span) -> None:
@@ -89,12 +101,21 @@ class Parcel:
         self.span = span
         self.value: torch.Tensor | None = None
         self._arrival: Arrival | None = None
-        self.lock = threading.Lock()
         self._owner = ref(owner)
-        self._length, self._dtype, self._device = flat.numel(), flat.dtype, flat.device
+        self._form = _Form(flat.numel(), flat.dtype, flat.device)
+        self._not_in = 0
         self._version = flat._version
         self._counter = flat.detach()
         self._counter.data = _NOTHING
+
+    def shared_by(self, tensor: torch.Tensor, placement: Placement, owner: torch.Tensor) -> Parcel:
+        """Return another parcel on the same trip, for a tensor with the same memory and perhaps another counter."""
+        other = Parcel(self.trip, flattened(tensor, placement.span), owner, self.span)
+        other._form = self._form
+        # What comes back may be the first tensor itself, with that one's counter.
+        other._not_in = storage_key(tensor)
+        self.trip.further.append(None)
+        return other
 
     def serves(self, owner: torch.Tensor, version: int, placement: Placement) -> bool:
         """Whether a tensor can be rebuilt from this."""
@@ -114,7 +135,7 @@ class Parcel:
             MutationError: The tensor that was sent, or the value that came back, was changed in place.
             OffloadError: The offloader failed.
         """
-        with self.lock:
+        with self.trip.lock:
             value = self.value
             missing = value is None
             if self._counter._version != self._version or (value is not None and value._version != self._version):
@@ -135,7 +156,7 @@ class Parcel:
 
     def ask_ahead(self) -> bool:
         """Have the offloader bring it back soon; return whether it was asked."""
-        if not self.lock.acquire(blocking=False):
+        if not self.trip.lock.acquire(blocking=False):
             return False
         try:
             if self.value is not None:
@@ -144,21 +165,21 @@ class Parcel:
         except Exception:
             return False  # `onload` will tell
         finally:
-            self.lock.release()
+            self.trip.lock.release()
         return True
 
     def drop_asked(self) -> None:
         """Let go of what was brought back ahead of a backward that did not need it."""
-        if self.lock.acquire(blocking=False):
+        if self.trip.lock.acquire(blocking=False):
             try:
                 if self.value is None:
                     with suppress(Exception):  # nobody needs it
                         self.trip.offloader.onload(self.trip.ticket)
             finally:
-                self.lock.release()
+                self.trip.lock.release()
 
     def _holds(self, placement: Placement) -> bool:
-        return self.span.covers(placement.span) and placement.dtype.itemsize <= self._dtype.itemsize
+        return self.span.covers(placement.span) and placement.dtype.itemsize <= self._form.dtype.itemsize
 
     def _bring_back(self, info: OffloadInfo) -> torch.Tensor:
         offloader = self.trip.offloader
@@ -170,78 +191,20 @@ class Parcel:
             raise _failed(offloader, info, f"could not bring this tensor back: {error!r}") from error
         if not (
             type(flat) is torch.Tensor
-            and flat.shape == (self._length,)
-            and flat.dtype is self._dtype
-            and flat.device == self._device
+            and flat.dim() == 1
+            and _Form(flat.numel(), flat.dtype, flat.device) == self._form
             and flat.layout is torch.strided
             and flat.is_contiguous()
             and not flat.requires_grad
         ):
-            wanted = f"{self._length:,} {self._dtype} on {self._device}"
+            wanted = "{:,} {} on {}".format(*self._form)
             got = f"{tuple(flat.shape)} {flat.dtype} on {flat.device}" if isinstance(flat, torch.Tensor) else flat
             raise _failed(offloader, info, f"brought back {got} where {wanted} were sent, contiguous and without graph")
+        if self._not_in and storage_key(flat) == self._not_in:
+            flat = flat.clone()
         if flat._version != self._version:
             set_version(flat, self._version)
         return flat
-
-
-class Port:
-    """What the runtime knows of one offloader: what is away with it, so that nothing is sent twice."""
-
-    def __init__(self) -> None:
-        self.local = threading.local()
-        self._parcels: dict[int, list[ref[Parcel]]] = {}  # by the id of the tensor that all are views of
-        self._warned = False
-
-    def send(self, offloader: Offloader, tensor: torch.Tensor, name: Name) -> Parcel | None:
-        """Return the parcel that has a tensor, after sending it if there was none; None if it stays.
-
-        Args:
-            offloader: The offloader.
-            tensor: The tensor.
-            name: What it is called.
-        """
-        owner = tensor if tensor._base is None else tensor._base
-        placement = Placement.of(tensor)
-        for known in self._parcels.get(id(owner), ()):
-            parcel = known()
-            if parcel is not None and parcel.serves(owner, tensor._version, placement):
-                return parcel
-        with torch.no_grad(), without_dispatch_modes():
-            span = travelling_span(tensor, placement)
-            flat = flattened(tensor, span)
-            info = OffloadInfo(*name, flat.nbytes)
-            try:
-                ticket = offloader.offload(flat, info)
-            except Warning:
-                raise  # the user has made errors of warnings
-            except Exception as error:
-                self._warn(offloader, info, error)
-                return None
-            if ticket is None:
-                return None
-            trip = Trip(offloader, ticket, flat.nbytes)
-            parcel = Parcel(trip, flat, owner, span)
-        key = id(owner)
-        self._parcels.setdefault(key, []).append(ref(parcel))
-        finalize(parcel, _end, trip, ref(self), key).atexit = False
-        return parcel
-
-    def forget(self, key: int) -> None:
-        """Forget the parcels of a tensor that are gone."""
-        alive = [known for known in self._parcels.pop(key, ()) if known() is not None]
-        if alive:
-            self._parcels.setdefault(key, []).extend(alive)
-
-    def _warn(self, offloader: Offloader, info: OffloadInfo, error: Exception) -> None:
-        if not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"{type(offloader).__name__} could not take {info.name} ({info.bytes:,} bytes): {error!r}. It stays "
-                "where it is, as other tensors may; training goes on.",
-                RuntimeWarning,
-                stacklevel=2,
-            )
 
 
 def may_travel(tensor: torch.Tensor) -> bool:
@@ -260,16 +223,6 @@ def may_travel(tensor: torch.Tensor) -> bool:
     )
 
 
-def _end(trip: Trip, port: ref[Port], key: int) -> None:
-    """Release a parcel that is gone."""
-    if trip.asked_on is not None:
-        trip.asked_on.pop(trip, None)
-    known = port()
-    if known is not None:
-        known.forget(key)
-    trip.offloader.release(trip.ticket)
-
-
 def _failed(offloader: Offloader, info: OffloadInfo, what: str) -> OffloadError:
     return OffloadError(
         f"{type(offloader).__name__} {what}",
@@ -278,18 +231,3 @@ def _failed(offloader: Offloader, info: OffloadInfo, what: str) -> OffloadError:
         tensor=info.tensor,
         remedy="remat.testing.check_offloader(offloader) checks an offloader against its contract.",
     )
-
-
-_ports: dict[int, tuple[ref[Any], Port]] = {}
-
-
-def port_of(offloader: Offloader) -> Port:
-    """Return what is known of an offloader; nothing of one that cannot be known weakly."""
-    key = id(offloader)
-    known = _ports.get(key)
-    if known is not None and known[0]() is offloader:
-        return known[1]
-    port = Port()
-    with suppress(TypeError):
-        _ports[key] = (ref(offloader, lambda _: _ports.pop(key, None)), port)
-    return port

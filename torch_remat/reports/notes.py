@@ -133,7 +133,7 @@ class Notes(Observer):
         self._after_forward = after_forward
         self._thread = threading.get_ident()
         self._running = _Running()
-        self._storages: dict[int, StorageWeakRef] = {}  # by the id of the parcel, what was sent in it
+        self._storages: dict[int, StorageWeakRef] = {}  # by the id of the trip, what was sent
 
     def begin_region(self, region: Region, phase: str) -> None:
         """Begin to count for a region."""
@@ -186,7 +186,7 @@ class Notes(Observer):
 
     def offload_began(self, tensor: torch.Tensor, parcel: Parcel) -> None:
         """Note which storage a parcel stands for."""
-        self._storages[id(parcel)] = StorageWeakRef(tensor.untyped_storage())
+        self._storages[id(parcel.trip)] = StorageWeakRef(tensor.untyped_storage())
 
     def finish_region(self, region: Region, boundary: Sequence[torch.autograd.graph.Node | None]) -> None:
         """Read the tape, now that forward is over."""

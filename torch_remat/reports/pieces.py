@@ -1,7 +1,7 @@
 """What stands behind a kept tensor: the memory that it is in, wherever that is.
 
 In: tensors, and what saved-tensor hooks and offloaders made of them. Kept, while a report is made: the storages and
-parcels, so that no address is used again. Out: pieces, which the ledger counts.
+trips, so that no address is used again. Out: pieces, which the ledger counts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Memory(NamedTuple):
 
     Attributes:
         key: Its identity, as long as ``owner`` lives.
-        owner: A storage, or a parcel that is away.
+        owner: A storage, or the trip of what is away.
         bytes: Its bytes.
     """
 
@@ -108,7 +108,7 @@ def _offloaded(kept: Offloaded) -> Iterator[Piece]:
     if here is not None and parcel.trip.stays():
         yield Piece(placement.shape, placement.dtype, str(here.device), _memory_of(here))
         return
-    away = Memory(("parcel", id(parcel)), parcel, parcel.trip.bytes)
+    away = Memory(("trip", id(parcel.trip)), parcel.trip, parcel.trip.bytes)
     yield Piece(placement.shape, placement.dtype, type(parcel.trip.offloader).__name__, [away], offloaded=True)
     both: Sequence[tuple[torch.Tensor | None, Besides]] = (
         (here, "not gone yet"),

@@ -37,7 +37,7 @@ class Seen:
     Attributes:
         label: Its name.
         bytes: Its storage's bytes.
-        memory: The identity of its storage or parcel.
+        memory: The identity of its storage, or of its trip away.
         parameter: Whether it is a parameter or a view of one.
         guard: A weak reference, so that no other storage is taken for this one once it is freed.
     """
@@ -60,7 +60,7 @@ class Seen:
 
     @classmethod
     def of_kept(cls, label: str, kept: Any, sent: Mapping[int, StorageWeakRef]) -> Seen | None:
-        """Describe what is kept under a name, in place or elsewhere; ``sent`` are storages by the ids of parcels."""
+        """Describe what is kept under a name, in place or elsewhere; ``sent`` are storages by the ids of trips."""
         memory = [one for piece in pieces_in(kept) if piece.besides is None for one in piece.memory]
         if not memory:
             return None
