@@ -9,7 +9,8 @@ NOTE [ How a replay ends ]
    it all the same (``except:``, ``finally:``) runs on undisturbed, and its result is thrown away.
 2. The pack hook runs before its op does, and an op may save a buffer that it is about to fill (``F.rrelu`` its noise).
    Such a buffer is a tensor of floats that needs no gradient. Where the last op to save anything saves one, the
-   function runs to its end. Elsewhere the op itself is spared, which for a last matrix product is much.
+   function runs to its end, unless a policy's calls tell that this op fills nothing. Elsewhere the op itself is spared,
+   which for a last matrix product is much.
 3. An error found in the pack hook is kept and raised after the function was left, so that user code cannot swallow
    it either.
 4. A replay that has something to fill goes on until each live anchored holder has met its parameter again: where
@@ -245,7 +246,8 @@ class Filling(RematMode):
                 if self._values is not None:
                     with self.unwatched():
                         self._values.add(holder, value, self._compare_value)
-                if not tensor.requires_grad and value.is_floating_point():
+                is_buffer = not tensor.requires_grad and value.is_floating_point()
+                if is_buffer and (self.ops is None or self.ops.may_fill()):
                     self._unfilled_number = sequence_number()
         elif isinstance(entry, torch.Tensor) and origin is not entry:
             self.fail(another_parameter(self.region, position, entry, tensor))

@@ -196,6 +196,10 @@ class ReplayOps:
         """Whether the aten ops that run are compared with those of forward."""
         return self.native is not None or self.policy is not None
 
+    def may_fill(self) -> bool:
+        """Whether the op that saves a tensor may be about to fill it; under a policy its place tells."""
+        return self.policy is None or self.policy.may_fill()
+
     def next_name(self) -> str | None:
         """Return the name of the next op of forward, if there is one."""
         return self._records[self._next].name if self._next < len(self._records) else None
