@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers import (
     Calls,
+    CountOps,
     LiveStorages,
     alive,
     assert_same,
@@ -389,3 +390,50 @@ def test_op_is_not_run_for_a_tensor_of_python_values_that_lies_where_its_result_
 
     for _ in range(20):
         assert "cos" not in replayed_ops(function, region(lambda ctx, op, *args, **kwargs: False), [leaf(4, 4)])
+
+
+# What a mode outside sees of replay
+
+
+def all_backward_ops(checkpointed, *inputs):
+    """Return how often each op ran in backward, as a mode outside counts, detach excluded."""
+    y = checkpointed(*inputs)
+    with CountOps() as ops:
+        torch.autograd.grad(y.sum(), inputs)
+    del ops.counts["detach"]
+    return ops.counts
+
+
+@pytest.mark.parametrize("last", ["a norm", "a product with a constant"])
+def test_replay_ends_at_the_last_tensor_also_if_that_is_a_float_without_gradient(last):
+    """Such a tensor may be a buffer that its op is about to fill; here it is none, as the calls tell."""
+
+    def function(x, w):
+        if last == "a norm":
+            h = F.layer_norm(x.sin(), (4,))
+        else:
+            with torch.no_grad():
+                constant = (x @ w).sin()
+            h = x.sin() * constant
+        return h.t().contiguous().t() + h.view(2, -1)[:, :4].sum()
+
+    policy = [aten.add.Tensor]
+    x, w = leaf(4, 4), torch.randn(4, 4)
+    ours = all_backward_ops(lambda x: region(policy)(function)(x, w), x)
+    peers = all_backward_ops(lambda x: sac(policy)(function)(x, w), x)
+    assert not ours - peers
+    assert_same(
+        torch.autograd.grad(function(x, w).sum(), x), torch.autograd.grad(region(policy)(function)(x, w).sum(), x)
+    )
+
+
+def test_views_of_skipped_results_run_no_ops_that_forward_did_not():
+    def function(x):
+        h = x.sin() * 1.5
+        h[:, :3].mul_(2)
+        h.view(-1)[2:5].add_(1)
+        return h.exp().sin()
+
+    x = leaf(4, 4)
+    ours = all_backward_ops(region([aten.exp.default])(function), x)
+    assert "empty" not in ours  # of the tensors without data by which the views' shapes are told

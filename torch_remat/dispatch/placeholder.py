@@ -289,8 +289,9 @@ def _meta_twin(leaf: Any) -> Any:
     if not isinstance(leaf, Placeholder):
         return leaf
     extent = sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True) if size)
-    base = torch.empty(leaf.storage_offset() + extent + 1, dtype=leaf.dtype, device="meta")
-    twin = base.as_strided(leaf.shape, leaf.stride(), leaf.storage_offset())
+    with without_dispatch_modes():  # no ops of the user's
+        base = torch.empty(leaf.storage_offset() + extent + 1, dtype=leaf.dtype, device="meta")
+        twin = base.as_strided(leaf.shape, leaf.stride(), leaf.storage_offset())
     if leaf.is_conj():
         twin = twin.conj()
     return negative_view(twin) if leaf.is_neg() else twin

@@ -264,6 +264,11 @@ class PolicyReplay:
         made.compute = partial(self._compute, made.source, call, place)
         return made
 
+    def may_fill(self) -> bool:
+        """Whether the op that comes next may write what was just saved for it."""
+        call = self._calls[self._at] if self._at < len(self._calls) else None
+        return call is not None and not call.kind
+
     def forget(self) -> None:
         """Let go of the region; a placeholder may outlive the replay."""
         self._over = True

@@ -222,7 +222,8 @@ class Filling(RematMode):
                 if self._values is not None:
                     with self.unwatched():
                         self._values.add(holder, value)
-                if not tensor.requires_grad and value.is_floating_point():
+                is_buffer = not tensor.requires_grad and value.is_floating_point()
+                if is_buffer and (self.ops is None or self.ops.may_fill()):
                     self._unfilled_number = sequence_number()
         elif isinstance(entry, torch.Tensor) and origin is not entry:
             self.fail(another_parameter(self.region, position, entry, tensor))

@@ -210,6 +210,10 @@ class ReplayOps:
         """Return how many ops have begun."""
         return self._next
 
+    def may_fill(self) -> bool:
+        """Whether the op that saves a tensor may be about to fill it; under a policy its place tells."""
+        return self.policy is None or self.policy.may_fill()
+
     def next_name(self) -> str | None:
         """Return the name of the next op of forward, if there is one."""
         return self._records[self._next].name if self._next < len(self._records) else None
