@@ -15,22 +15,22 @@ import torch
 
 from torch_remat._compat import node_number, sequence_number, without_dispatch_modes
 from torch_remat.dispatch.departures import Departures
-from torch_remat.dispatch.elided import Elided
+from torch_remat.dispatch.elision import elide
 from torch_remat.dispatch.forward_op import Body, ForwardOp
 from torch_remat.dispatch.holder import Anchor, Holder, OpHolder, ResidentRef, is_parameter, metadata_of
 from torch_remat.dispatch.inputs import leaves_of
 from torch_remat.dispatch.natives import Natives
 from torch_remat.dispatch.offloading import offload_resident, slot_hooks
+from torch_remat.dispatch.options import DEFAULTS
 from torch_remat.dispatch.policy import CheckpointPolicy
 from torch_remat.dispatch.policy_forward import PolicyForward
 from torch_remat.dispatch.provenance import Provenance
 from torch_remat.dispatch.record import NativeRecord, Record, Slot, WholeCallRecord
-from torch_remat.dispatch.same_storage import offset_in_bytes
 from torch_remat.dispatch.whole_call import is_whole_call
 from torch_remat.errors import UsageError
 
 if TYPE_CHECKING:
-    from torch_remat.dispatch.mode import RematMode
+    from torch_remat.dispatch.forward import Recording
 
 _R = TypeVar("_R", bound=Record)
 _BODY = 3  # frames from `ForwardOps.begin` to the body: by way of `RematMode.begin_op` and `get_handle`
@@ -45,20 +45,21 @@ class ForwardOps:
     Attributes:
         expected: The record, names and tensors whose saving comes next, since its body has just ended, before any other
             node.
+        known_args: The inputs of the op whose tensors are expected, if they are known.
         opened: The body of the op with a handle that was begun last and has not ended.
         provenance: Where tensors come from.
         natives: The native regions, once there is one.
         skipped_any: Whether there was an op that replay skips, so that it may lack an input of another.
     """
 
-    def __init__(self, mode: RematMode) -> None:
+    def __init__(self, mode: Recording) -> None:
         self.region = mode.region
         self.mode = mode
         self.provenance = Provenance(mode.region)
         self.opened: Body | None = None
         self.skipped_any = False
         self.expected: tuple[Record, list[tuple[str, torch.Tensor]], int] | None = None
-        self._known_args: tuple[Any, ...] = ()
+        self.known_args: tuple[Any, ...] = ()
         self.departures = Departures(mode)
         self.natives: Natives | None = None
         self.policy: PolicyForward | None = None
@@ -197,7 +198,7 @@ class ForwardOps:
         self, record: Record, named: Mapping[str, torch.Tensor | None], known_args: tuple[Any, ...]
     ) -> None:
         """Note what autograd saves next, if it records the op at all, and the op's inputs, if they are known."""
-        self._known_args = known_args
+        self.known_args = known_args
         tensors = [(name, tensor) for name, tensor in named.items() if tensor is not None]
         tensors.reverse()
         self.expected = (record, tensors, sequence_number()) if tensors else None
@@ -226,11 +227,11 @@ class ForwardOps:
 
     def _forget_expected(self) -> None:
         self.expected = None
-        self._known_args = ()
+        self.known_args = ()
 
     def hold(self, record: Record, name: str, tensor: torch.Tensor, args: tuple[Any, ...]) -> Holder | Anchor:
         """Return the holder for a tensor that a whole call saves; ``args`` are the call's arguments."""
-        self._known_args = args
+        self.known_args = args
         held = self._hold(record, name, tensor, CheckpointPolicy.SAVE)
         leaves = record.policy is CheckpointPolicy.OFFLOAD and self.region.hooks is None
         if leaves and type(held) is OpHolder and held.resident:
@@ -243,9 +244,11 @@ class ForwardOps:
         if type(owner) is not torch.Tensor and is_parameter(owner):
             return (tensor if tensor is owner else tensor.detach(), tensor._version, region)
         holder = self._holder_for(record.name, name, tensor)
-        if self._elide(record, tensor, owner, holder):
+        if elide(self, record, tensor, owner, holder):
             holder.resident = False
             region.tape.elided.append(ref(holder))
+            if region.options is not DEFAULTS:
+                self.mode.note_value(holder, tensor)
             return holder
         if policy is CheckpointPolicy.SAVE and region.hooks is None and self.mode.watcher is None:
             holder.value = tensor.detach()
@@ -322,28 +325,3 @@ class ForwardOps:
             pack, holder.unpack = hooks
             with self.mode.unwatched():
                 holder.packed = pack(tensor)
-
-    def _elide(self, record: Record, tensor: torch.Tensor, owner: torch.Tensor, holder: OpHolder) -> bool:
-        """Let replay take a saved tensor from what it makes again, if it does; return whether it does."""
-        made = self.provenance.maker_of(tensor)
-        if made is not None:
-            if made.record is record or not made.replayed_as(tensor):
-                return False
-            if made.tensor() is tensor:
-                elided = Elided.whole(holder, made.output)
-            else:
-                elided = Elided.of(tensor, holder, made.output, made.offset_in_bytes)
-            made.record.elide_output(elided)
-            return True
-        if self.policy is not None or (self.natives is not None and self.natives.made(tensor)):
-            return False
-        inputs = self.region.inputs
-        if inputs is None or inputs.contains(owner):
-            return False  # it shares the storage of a region input
-        for place, arg in enumerate(self._known_args):
-            if not isinstance(arg, torch.Tensor) or not (arg is tensor or arg is owner or arg._base is owner):
-                continue
-            if self.source_of(arg) is None:  # else replay has no data for this one
-                record.elide_input(Elided.of(tensor, holder, place, offset_in_bytes(arg)))
-                return True
-        return False

@@ -200,7 +200,9 @@ class NativeReplay:
                 refuse(Source(self._region_name, self.record.name, tensor), consumer)
             warn_of_rerun(self._region_name, self.record, tensor, consumer)
             self._again = Again(self._function, self._args, self._kwargs, self._at, *self._began)
-            self._mode.run_skipped(self._again)
+            ops = self._mode.ops
+            assert ops is not None
+            ops.run_skipped(self._again)
         return self._again
 
     def _compute(self, at: int, place: int, consumer: str) -> torch.Tensor:

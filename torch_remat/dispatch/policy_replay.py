@@ -269,7 +269,9 @@ class PolicyReplay:
 
             args, kwargs = region.inputs.restore(region)
             self._again = Again(region.function, args, kwargs, len(ran), region.rng, self._state, True, check)
-            self._mode.run_skipped(self._again)
+            ops = self._mode.ops
+            assert ops is not None
+            ops.run_skipped(self._again)
         result = self._again.results[ran.index(call)]
         value: torch.Tensor = result if isinstance(result, torch.Tensor) else result[place]
         return value.detach()

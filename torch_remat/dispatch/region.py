@@ -132,6 +132,7 @@ class Region:
                     raise ReleasedError(
                         "backward needs this tensor again, but an earlier backward freed what replay starts from",
                         region=self.name,
+                        op=holder.op,
                         tensor=holder.name,
                         remedy="Pass retain_graph=True to each backward but the last.",
                     )

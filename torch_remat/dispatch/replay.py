@@ -27,11 +27,9 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
 from torch_remat._compat import sequence_number, set_grad_enabled, without_dispatch_modes
-from torch_remat.dispatch.again import Again
 from torch_remat.dispatch.comparison import what_differs
 from torch_remat.dispatch.determinism import Values, value_function
 from torch_remat.dispatch.holder import AUTOCAST_DTYPES, Holder, OpHolder, ResidentRef, metadata_of, parameter_behind
@@ -239,7 +237,7 @@ class Filling(RematMode):
                     and not (self.ops is not None and self.ops.has_loaded(owner))  # a slot has no history
                 )
             ):
-                self._explain(holder, tensor, owner, origin)
+                self.explain(holder, tensor, owner, origin)
                 if self._over:
                     return value
             if holder.value is None:
@@ -250,7 +248,7 @@ class Filling(RematMode):
                 if not tensor.requires_grad and value.is_floating_point():
                     self._unfilled_number = sequence_number()
         elif isinstance(entry, torch.Tensor) and origin is not entry:
-            self.fail(another_parameter(self.region, position, entry, tensor))
+            self.fail(another_parameter(self.region, f"saved tensor {position}", None, entry, tensor))
         if type(value) is not Placeholder:  # else its reader comes next, which the error is to name
             self._stop_at(position)
         return value
@@ -258,7 +256,7 @@ class Filling(RematMode):
     def _fill_late(self, holder: Holder, placeholder: Placeholder, position: int) -> None:
         value = real(placeholder, "saving it for backward")
         self.note_loaded(value)
-        self._explain(holder, value, value, None)
+        self.explain(holder, value, value, None)
         holder.value = value.detach()
         self._stop_at(position)
 
@@ -275,23 +273,19 @@ class Filling(RematMode):
     def give_name(self, tensor: torch.Tensor, name: str) -> None:
         """Replay keeps what forward has chosen."""
 
-    def run_skipped(self, again: Again) -> None:
-        """Run the body of a skipped op after all."""
-        assert self.ops is not None
-        # It saves nothing, but user code may enable gradients.
-        with self.current(), saved_tensors_hooks(torch.detach, unpack):
-            self.ops.run_skipped(again)
-
     def note_loaded(self, tensor: torch.Tensor) -> None:
         """Note a tensor that was kept, so that it has no history in replay."""
         assert self.ops is not None
         self.ops.note_loaded(tensor)
 
     def fill_elided(self, holder: Holder, value: torch.Tensor) -> None:
-        """Give a holder that waits for an op's output its value."""
+        """Give a holder of a skipped op its value."""
         if self.region.hooks is not None:  # what they restored may count its versions anew
             holder.metadata = (value._version, *holder.metadata[1:])
         holder.value = value
+        if self._values is not None:
+            with self.unwatched():
+                self._values.add(holder, value, self._compare_value)
         self._waiting -= 1
         if not self._waiting and self._position > self._last:
             self._stop()
@@ -304,16 +298,15 @@ class Filling(RematMode):
     def fail(self, error: RematError) -> NoReturn:
         """Keep an error and end the replay with it; see NOTE [ How a replay ends ]."""
         self._error = error
-        self._over = True
-        self._limit = 0
-        raise StopReplay(self)
+        self._stop()
 
-    def _explain(self, holder: Holder, tensor: torch.Tensor, owner: torch.Tensor, origin: torch.Tensor | None) -> None:
+    def explain(self, holder: Holder, tensor: torch.Tensor, owner: torch.Tensor, origin: torch.Tensor | None) -> None:
         """Tell apart what differs from forward, and fail unless it is harmless."""
         loaded = self.ops is not None and self.ops.has_loaded(owner)
         error = what_differs(holder, tensor, owner, origin, self._first_number, loaded)
         if error is not None:
-            if self.ops is not None and (name := self.ops.next_name()) is not None and type(error) is MismatchError:
+            name = None if self.ops is None or type(holder) is OpHolder else self.ops.next_name()
+            if name is not None and type(error) is MismatchError:
                 error.what += f" (op {name!r} of forward has not come yet)"
             if self.ops is not None and self.ops.compares() and type(error) is MismatchError:
                 self._error, self._over, self._limit = error, True, 0
@@ -322,7 +315,8 @@ class Filling(RematMode):
                 self.fail(error)
 
     def _compare_value(self, holder: Holder, value: Any) -> None:
-        if holder.fingerprint != value and self._error is None:
+        # Before forward has ended, the last ones have no value yet.
+        if getattr(holder, "fingerprint", value) != value and self._error is None:
             self._error = other_value(self.region, holder, value)
 
     def _take_error(self) -> RematError:

@@ -9,14 +9,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from torch_remat.dispatch.again import Again
 from torch_remat.dispatch.elided import Elided
+from torch_remat.dispatch.holder import parameter_behind
 from torch_remat.dispatch.inputs import leaves_of, with_leaves
-from torch_remat.dispatch.mismatch import mismatched, other_output
+from torch_remat.dispatch.mismatch import mismatched, other_source
 from torch_remat.dispatch.native_replay import NativeReplay
 from torch_remat.dispatch.op import RematHandle
-from torch_remat.dispatch.placeholder import Placeholder, real
+from torch_remat.dispatch.placeholder import Placeholder, real, unpack
 from torch_remat.dispatch.policy import CheckpointPolicy
 from torch_remat.dispatch.policy_replay import PolicyReplay
 from torch_remat.dispatch.record import NativeRecord, Record, WholeCallRecord
@@ -49,6 +52,7 @@ class ReplayOps:
         self._next = 0
         self._loaded: dict[int, torch.Tensor] = {}  # by id, kept so that no other tensor gets the id
         self._regions = 0
+        self.made: dict[str, list[tuple[Elided, Any]]] = {}  # by the SAVE ops that have saved it
         self.suppressed = Suppressed()
         self.policy: PolicyReplay | None = None
         self._in_skipped = False  # whether the body of a native region runs
@@ -119,13 +123,16 @@ class ReplayOps:
         before = self._in_skipped, self._again
         self._in_skipped, self._again = True, again
         try:
-            again.run(self._mode)
+            # It saves nothing, but user code may enable gradients.
+            with self._mode.current(), saved_tensors_hooks(torch.detach, unpack):
+                again.run(self._mode)
         finally:
             self._in_skipped, self._again = before
 
     def forget(self) -> None:
         """At the end of the replay: let go of what placeholders that outlive it may know."""
         self.suppressed.restore()
+        self.made.clear()
         if self.policy is not None:
             self.policy.forget()
         for native in self._natives:
@@ -208,19 +215,37 @@ class ReplayOps:
         leaves = self.load_inputs(regions[place], leaves_of(args, kwargs), "inner region")
         return with_leaves(args, kwargs, leaves)
 
-    def fill_elided(self, waiting: Iterable[Elided], sources: tuple[Any, ...]) -> None:
-        """Give the holders that wait for an op's inputs or outputs their values."""
-        for elided in waiting:
+    def note_made(self, record: Record, outputs: Sequence[torch.Tensor]) -> None:
+        """Note the outputs of an op that SAVE ops wait for; see NOTE [ When an elided tensor is complete ]."""
+        for elided in record.elided_outputs:
             holder = elided.holder()
             if holder is not None and holder.value is None:
-                source = sources[elided.place]
-                if type(source) is Placeholder:
-                    source = real(source, f"op {holder.op!r}")
-                if elided.geometry is None:
-                    _, shape, dtype, device = holder.metadata
-                    if source.shape != shape or source.dtype is not dtype or source.device != device:
-                        self._mode.fail(other_output(self.region, holder, source))
-                self._mode.fill_elided(holder, elided.value(source))
+                source = outputs[elided.place] if elided.place < len(outputs) else None
+                self.made.setdefault(holder.op, []).append((elided, source))
+
+    def fill_elided(self, record: Record, args: Sequence[Any]) -> None:
+        """Give the holders of a skipped op their values that wait for its inputs, or for what was made before."""
+        if self.made:
+            for elided, source in self.made.pop(record.name, ()):
+                self._fill(elided, source, False)
+        for elided in record.elided_inputs:
+            self._fill(elided, args[elided.place] if elided.place < len(args) else None, True)
+
+    def _fill(self, elided: Elided, source: Any, is_input: bool) -> None:
+        holder = elided.holder()
+        if holder is None or holder.value is not None:
+            return
+        loaded = type(source) is Placeholder
+        if loaded:
+            source = real(source, f"op {holder.op!r}")
+        value = elided.value(source) if isinstance(source, torch.Tensor) else None
+        if value is None or (value.shape, value.dtype, value.device) != holder.metadata[1:]:
+            self._mode.fail(other_source(self.region, holder, source, is_input))
+        if is_input and not loaded:
+            owner = source if source._base is None else source._base
+            if type(owner.grad_fn) is not holder.producer or holder.origin is not None or type(owner) is not Tensor:
+                self._mode.explain(holder, value, owner, parameter_behind(owner))
+        self._mode.fill_elided(holder, value)
 
     def fail_returned(self, record: Record) -> NoReturn:
         """End the replay, since an op returned whose body has raised in forward."""
