@@ -18,6 +18,7 @@ from torch_remat.dispatch.departures import Departures
 from torch_remat.dispatch.elision import elide
 from torch_remat.dispatch.forward_op import Body, ForwardOp
 from torch_remat.dispatch.holder import Anchor, Holder, OpHolder, ResidentRef, is_parameter, metadata_of
+from torch_remat.dispatch.inner_ops import Around
 from torch_remat.dispatch.inputs import leaves_of
 from torch_remat.dispatch.natives import Natives
 from torch_remat.dispatch.offloading import offload_resident, slot_hooks
@@ -60,6 +61,7 @@ class ForwardOps:
         self.skipped_any = False
         self.expected: tuple[Record, list[tuple[str, torch.Tensor]], int] | None = None
         self.known_args: tuple[Any, ...] = ()
+        self._around: Around | None = None
         self.departures = Departures(mode)
         self.natives: Natives | None = None
         self.policy: PolicyForward | None = None
@@ -103,6 +105,11 @@ class ForwardOps:
             return bool(self.policy.native)
         return self.natives is not None and self.natives.running is not None
 
+    def passes_over(self) -> bool:
+        """Whether the body of a skipped op runs, to which replay does not come."""
+        opened = self.opened
+        return opened is not None and opened.record.policy is not CheckpointPolicy.RECOMPUTE and opened.is_running()
+
     def _new(self, record: _R) -> _R:
         records = self.region.tape.records
         if record.name in records:
@@ -114,6 +121,10 @@ class ForwardOps:
             )
         records[record.name] = record
         record.saved_before = len(self.region.tape.saved)
+        if self.mode.parent is not None:
+            if self._around is None:
+                self._around = Around(self.mode)
+            self._around.note(record)
         return record
 
     def run_native(
@@ -155,7 +166,7 @@ class ForwardOps:
 
     def forget(self) -> None:
         """Let go of the op that an exception has left open, and of the graph."""
-        self.opened = self.natives = self.policy = None
+        self.opened = self.natives = self.policy = self._around = None
         del self.mode, self.departures
         self._forget_expected()
 

@@ -22,6 +22,11 @@ _SAME_OPS = (
     "branches on data."
 )
 
+SAME_ORDER = (
+    "The ops of a region must have the same names and policies in the same order in both phases: derive names from the "
+    "code's structure, not from counters or other state."
+)
+
 _REPLACED = (
     "Was a parameter replaced between forward and backward (torch.func.functional_call around the region, a module "
     "attribute that was set anew)? Run backward while it is still in place, or pass the tensor to the region as an "

@@ -33,6 +33,7 @@ from torch_remat._compat import sequence_number, set_grad_enabled, without_dispa
 from torch_remat.dispatch.comparison import what_differs
 from torch_remat.dispatch.determinism import Values, value_function
 from torch_remat.dispatch.holder import AUTOCAST_DTYPES, Holder, OpHolder, ResidentRef, metadata_of, parameter_behind
+from torch_remat.dispatch.inner_ops import check_inner, missing_inner
 from torch_remat.dispatch.mismatch import another_parameter, fewer_saved, more_saved, other_value
 from torch_remat.dispatch.mode import RematMode, StopReplay
 from torch_remat.dispatch.naming import scope, scope_restored
@@ -52,13 +53,14 @@ class Filling(RematMode):
     """The replay of a region. Its pack hook gives each empty holder its value, in the order of forward."""
 
     replaying = True
+    inner_next = 0  # the place of the next op of an inner region
     ops: ReplayOps | None
 
     def __init__(self, region: Region, empty: list[Holder]) -> None:
         self.region = region
         self._empty = empty
         self._error: RematError | None = None
-        self._over = False
+        self.over = False
         self._values: Values | None = None
         self.watcher = None
         self._unfilled_number = -1  # of the latest op that may yet fill what it saved
@@ -68,7 +70,7 @@ class Filling(RematMode):
         self._last = region.tape.last_needed() if region.options.early_stop else self._limit
         self._waiting = sum([type(holder) is OpHolder for holder in empty]) if region.tape.elided else 0
         self.ops = ReplayOps(self) if region.tape.records else None
-        self._position = 0
+        self.position = 0
         self._first_number = sequence_number()
         if region.options is not DEFAULTS:
             value_of = value_function(region.options.determinism_check)
@@ -99,7 +101,7 @@ class Filling(RematMode):
                     raise
             except Exception as error:
                 # What user code made of a stop, or of an error of ours that passed through it, does not count.
-                if not self._over:
+                if not self.over:
                     if hasattr(error, "add_note"):  # Python 3.11
                         error.add_note(f"This was raised while region {region.name!r} was replayed in backward.")
                     raise
@@ -148,7 +150,7 @@ class Filling(RematMode):
         saved, last, values = self._saved, self._last, self._values
 
         def pack(tensor: torch.Tensor) -> torch.Tensor | Packed:
-            position = self._position
+            position = self.position
             ops = self.ops
             if position >= self._limit or values is not None or (ops is not None and ops.suppressed.pending):
                 return self.pack(tensor)
@@ -164,7 +166,7 @@ class Filling(RematMode):
                     # What came from a slot has no history.
                     and (type(tensor.grad_fn) is holder.producer or (ops is not None and ops.has_loaded(tensor)))
                 ):
-                    self._position = position + 1
+                    self.position = position + 1
                     if self.watcher is None:
                         holder.value = value = tensor.detach()
                     else:
@@ -176,10 +178,10 @@ class Filling(RematMode):
             elif position == last:
                 pass
             elif entry is tensor and type(tensor) is Parameter:
-                self._position = position + 1
+                self.position = position + 1
                 return tensor
             elif type(entry) is ResidentRef and type(tensor) is Tensor:
-                self._position = position + 1
+                self.position = position + 1
                 return entry.value_like(tensor)
             return self.pack(tensor)
 
@@ -187,8 +189,8 @@ class Filling(RematMode):
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | Packed:
         """Do what the pack hook does, for any tensor."""
-        position = self._position
-        self._position = position + 1
+        position = self.position
+        self.position = position + 1
         if self.ops is not None and self.ops.suppressed.pending:
             self.ops.suppressed.restore()
         if type(tensor) is Placeholder:
@@ -238,7 +240,7 @@ class Filling(RematMode):
                 )
             ):
                 self.explain(holder, tensor, owner, origin)
-                if self._over:
+                if self.over:
                     return value
             if holder.value is None:
                 holder.value = value
@@ -262,13 +264,13 @@ class Filling(RematMode):
 
     def _stop_at(self, position: int) -> None:
         if position == self._last and not self._waiting and self._unfilled_number != sequence_number():
-            self._stop()
+            self.stop()
 
     def ops_now(self) -> ReplayOps | None:
         """Return the ops of this replay; None once it is over, when user code goes on all the same."""
-        if self.ops is None and not self._over:
+        if self.ops is None and not self.over:
             self.ops = ReplayOps(self)
-        return None if self._over else self.ops
+        return None if self.over else self.ops
 
     def give_name(self, tensor: torch.Tensor, name: str) -> None:
         """Replay keeps what forward has chosen."""
@@ -287,18 +289,19 @@ class Filling(RematMode):
             with self.unwatched():
                 self._values.add(holder, value, self._compare_value)
         self._waiting -= 1
-        if not self._waiting and self._position > self._last:
-            self._stop()
+        if not self._waiting and self.position > self._last:
+            self.stop()
 
-    def _stop(self) -> NoReturn:
-        self._over = True
+    def stop(self) -> NoReturn:
+        """End the replay; see NOTE [ How a replay ends ]."""
+        self.over = True
         self._limit = 0
         raise StopReplay(self)
 
     def fail(self, error: RematError) -> NoReturn:
-        """Keep an error and end the replay with it; see NOTE [ How a replay ends ]."""
-        self._error = error
-        self._stop()
+        """Keep an error and end the replay with it."""
+        self._error = (missing_inner(self) if type(error) is MismatchError else None) or error  # it explains all else
+        self.stop()
 
     def explain(self, holder: Holder, tensor: torch.Tensor, owner: torch.Tensor, origin: torch.Tensor | None) -> None:
         """Tell apart what differs from forward, and fail unless it is harmless."""
@@ -309,7 +312,7 @@ class Filling(RematMode):
             if name is not None and type(error) is MismatchError:
                 error.what += f" (op {name!r} of forward has not come yet)"
             if self.ops is not None and self.ops.compares() and type(error) is MismatchError:
-                self._error, self._over, self._limit = error, True, 0
+                self._error, self.over, self._limit = error, True, 0
                 self.after_next_op(partial(self.fail, error))  # if that is another op, it says more
             else:
                 self.fail(error)
@@ -335,10 +338,12 @@ class Filling(RematMode):
         if refusal is not None:
             raise refusal.error()
         region = self.region
-        if self.ops is not None and (self._over or region.finished):
-            self.ops.check_passed(self._last) if self._over else self.ops.finish()
+        if self.over or region.finished:
+            if self.ops is not None:
+                self.ops.check_passed(self._last) if self.over else self.ops.finish()
+            check_inner(self, self._last if self.over else len(self._saved))
         for holder in self._empty:
             if holder.value is None:
-                raise fewer_saved(region, holder, self._position)
-        if region.finished and not region.options.early_stop and self._position != len(self._saved):
-            raise more_saved(region, self._position)
+                raise fewer_saved(region, holder, self.position)
+        if region.finished and not region.options.early_stop and self.position != len(self._saved):
+            raise more_saved(region, self.position)

@@ -16,7 +16,7 @@ from torch_remat.dispatch.again import Again
 from torch_remat.dispatch.elided import Elided
 from torch_remat.dispatch.holder import parameter_behind
 from torch_remat.dispatch.inputs import leaves_of, with_leaves
-from torch_remat.dispatch.mismatch import mismatched, other_source
+from torch_remat.dispatch.mismatch import SAME_ORDER, mismatched, other_source
 from torch_remat.dispatch.native_replay import NativeReplay
 from torch_remat.dispatch.op import RematHandle
 from torch_remat.dispatch.placeholder import Placeholder, real, unpack
@@ -30,11 +30,6 @@ from torch_remat.errors import MismatchError
 
 if TYPE_CHECKING:
     from torch_remat.dispatch.replay import Filling
-
-_SAME_ORDER = (
-    "The ops of a region must have the same names and policies in the same order in both phases: derive names from the "
-    "code's structure, not from counters or other state."
-)
 
 
 class ReplayOps:
@@ -118,6 +113,10 @@ class ReplayOps:
         """Whether a native region runs that replay skips."""
         return self._in_skipped
 
+    def passes_over(self) -> bool:
+        """Whether what runs now has come in this replay before."""
+        return self._again is not None
+
     def run_skipped(self, again: Again) -> None:
         """Run the body of a skipped op after all; the ops in it are part of it."""
         before = self._in_skipped, self._again
@@ -145,6 +144,8 @@ class ReplayOps:
     def _next_record(self, name: str, policy: CheckpointPolicy) -> Record:
         place = self._next
         expected = self._records[place] if place < len(self._records) else None
+        if expected is None and not self.region.finished:
+            self._mode.stop()  # a backward inside forward, which has not come so far itself
         if expected is None or expected.name != name:
             self._mode.fail(self._another_op(name, expected))
         if expected.policy is not policy:
@@ -152,7 +153,7 @@ class ReplayOps:
                 mismatched(
                     self.region,
                     f"this op has policy {policy.name} in replay and had {expected.policy.name} in forward",
-                    _SAME_ORDER,
+                    SAME_ORDER,
                     op=name,
                 )
             )
@@ -168,7 +169,7 @@ class ReplayOps:
     def check_passed(self, last: int) -> None:
         """Raise if an op has not come that had begun in forward before the tensor at a place was saved."""
         if self._next < len(self._records) and (missing := self._records[self._next]).saved_before <= last:
-            raise mismatched(self.region, "this op of forward is missing in replay", _SAME_ORDER, op=missing.name)
+            raise mismatched(self.region, "this op of forward is missing in replay", SAME_ORDER, op=missing.name)
 
     def load_inputs(self, record: Record, args: Iterable[Any], consumer: str) -> list[Any]:
         """Return inputs with the placeholders among them replaced by what the slots keep.
@@ -209,7 +210,7 @@ class ReplayOps:
         self._regions = place + 1
         regions = self.region.tape.regions
         if place >= len(regions):
-            self._mode.fail(mismatched(self.region, "replay runs more inner regions than forward", _SAME_ORDER))
+            self._mode.fail(mismatched(self.region, "replay runs more inner regions than forward", SAME_ORDER))
         if not regions[place].slots:
             return args, kwargs
         leaves = self.load_inputs(regions[place], leaves_of(args, kwargs), "inner region")
@@ -250,14 +251,14 @@ class ReplayOps:
     def fail_returned(self, record: Record) -> NoReturn:
         """End the replay, since an op returned whose body has raised in forward."""
         what = "this op raised an exception in forward and returned in replay"
-        self._mode.fail(mismatched(self.region, what, _SAME_ORDER, op=record.name))
+        self._mode.fail(mismatched(self.region, what, SAME_ORDER, op=record.name))
 
     def _another_op(self, name: str, expected: Record | None) -> MismatchError:
         if expected is None or name not in self.region.tape.records:
-            return mismatched(self.region, "replay runs this op, forward did not", _SAME_ORDER, op=name)
+            return mismatched(self.region, "replay runs this op, forward did not", SAME_ORDER, op=name)
         return mismatched(
             self.region,
             f"replay runs this op where forward ran {expected.name!r}",
-            _SAME_ORDER,
+            SAME_ORDER,
             op=name,
         )

@@ -17,6 +17,7 @@ from torch_remat.dispatch.holder import Holder, OpHolder, ResidentRef
 from torch_remat.dispatch.record import Record
 
 if TYPE_CHECKING:
+    from torch_remat.dispatch.inner_ops import InnerOp
     from torch_remat.dispatch.policy_call import PolicyCall
 
 
@@ -31,10 +32,11 @@ class Tape:
         holders: Weak references to the holders of all that has a name, for reports.
         records: The ops by name, in order.
         regions: The inner regions that were called after the first op, as records of what they get from SAVE ops.
+        inner: The ops of inner regions, in the order in which they began.
         calls: The aten ops of a region with a policy for them.
     """
 
-    __slots__ = ("calls", "elided", "holders", "records", "regions", "saved")
+    __slots__ = ("calls", "elided", "holders", "inner", "records", "regions", "saved")
 
     def __init__(self) -> None:
         self.saved: list[ref[Holder] | ResidentRef | torch.Tensor | None] = []
@@ -42,6 +44,7 @@ class Tape:
         self.holders: list[ref[OpHolder]] = []
         self.records: dict[str, Record] = {}
         self.regions: list[Record] = []
+        self.inner: list[InnerOp] | tuple[()] = ()
         self.calls: Sequence[PolicyCall] = ()
 
     def position_of(self, holder: Holder) -> int:
@@ -70,7 +73,7 @@ class Tape:
 
     def forget_slots(self) -> None:
         """Drop what only a further replay would need."""
-        self.calls = ()
+        self.calls = self.inner = ()
         for record in (*self.records.values(), *self.regions):
             record.forget_slots()
 
