@@ -177,7 +177,8 @@ class ForwardOps:
         for place, arg in enumerate(args):
             if isinstance(arg, torch.Tensor) and (source := self.source_of(arg)) is not None:
                 hooks = region.hooks
-                if hooks is None and region.tape.records[source[0]].policy is CheckpointPolicy.OFFLOAD:
+                away = region.tape.records[source[0]].policy is CheckpointPolicy.OFFLOAD and not arg.is_inference()
+                if hooks is None and away:
                     hooks = slot_hooks(region, record.name or None, f"input {place}", arg)
                 slots[place] = Slot(arg, hooks, None, False, source)
         if slots:
