@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import Module, Parameter
 
+from torch_remat.dispatch.generators import among_attributes
 from torch_remat.dispatch.mismatch import replaced_parameter
 
 if TYPE_CHECKING:
@@ -24,10 +25,19 @@ if TYPE_CHECKING:
 
 # A region inside a method of a whole model would otherwise walk the model in every region.
 MAX_MODULES = 64
+# The usual ones of torch's own, to which nobody adds a generator, are not searched for one.
+_BARE = frozenset(kind for kind in vars(torch.nn).values() if isinstance(kind, type) and issubclass(kind, Module))
 
 
-def parameters_of(function: Callable[..., Any]) -> Sequence[torch.Tensor | None]:
-    """Return the parameters of a module, or of the module whose method a function is; at most of `MAX_MODULES`."""
+def parameters_of(
+    function: Callable[..., Any], generators: list[torch.Generator] | None = None
+) -> Sequence[torch.Tensor | None]:
+    """Return the parameters of a module, or of the module whose method a function is; at most of `MAX_MODULES`.
+
+    Args:
+        function: The module or method.
+        generators: Gets the random generators among the attributes of the same modules.
+    """
     if type(function) is FunctionType:
         return ()
     module = function if isinstance(function, Module) else getattr(function, "__self__", None)
@@ -38,6 +48,8 @@ def parameters_of(function: Callable[..., Any]) -> Sequence[torch.Tensor | None]
     for module in modules:  # grows meanwhile
         found += module._parameters.values()
         modules += filter(None, module._modules.values())
+        if generators is not None and type(module) not in _BARE:
+            generators += among_attributes(module)
         if len(modules) > MAX_MODULES:
             break
     return found
