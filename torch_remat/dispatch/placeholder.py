@@ -306,15 +306,18 @@ _DATA_ACCESS = frozenset((
 _TORCH_SAYS = ("Cannot access data pointer", "not supported for tensor subclasses", "its data is not allocated")
 
 
-def hint(error: Exception) -> str:
-    """Return what to add to an error of C++ code that no hook of Python saw ask for a placeholder's data."""
-    if isinstance(error, PlaceholderError) or not any(text in str(error) for text in _TORCH_SAYS):
-        return ""
-    return (
-        " The data that C++ code found missing may be that of a placeholder: the output of a SAVE op, which replay "
-        "skips. Wrap the code that reads it in remat.native_save_region, move it into a custom autograd Function with "
-        "remat.auto_forward, or give the op the policy RECOMPUTE."
-    )
+def add_note(error: Exception, region: str) -> None:
+    """Say of an error where it was raised, and what C++ code missed that no hook of Python saw ask for data."""
+    if not hasattr(error, "add_note"):  # Python 3.11
+        return
+    note = f"This was raised while region {region!r} was replayed in backward."
+    if not isinstance(error, PlaceholderError) and any(text in str(error) for text in _TORCH_SAYS):
+        note += (
+            " The data that C++ code found missing may be that of a placeholder: the output of a SAVE op, which replay "
+            "skips. Wrap the code that reads it in remat.native_save_region, move it into a custom autograd Function "
+            "with remat.auto_forward, or give the op the policy RECOMPUTE."
+        )
+    error.add_note(note)
 
 
 def _refusing(name: str) -> Callable[..., NoReturn]:

@@ -40,7 +40,7 @@ from torch_remat.dispatch.naming import scope, scope_restored
 from torch_remat.dispatch.observe import Watch, is_watched
 from torch_remat.dispatch.options import DEFAULTS
 from torch_remat.dispatch.parameters import check_parameters
-from torch_remat.dispatch.placeholder import Packed, Placeholder, hint, last_refusal, real, unpack
+from torch_remat.dispatch.placeholder import Packed, Placeholder, add_note, last_refusal, real, unpack
 from torch_remat.dispatch.policy_replay import PolicyReplay
 from torch_remat.dispatch.replay_ops import ReplayOps
 from torch_remat.errors import MismatchError, RematError
@@ -102,10 +102,7 @@ class Filling(RematMode):
             except Exception as error:
                 # What user code made of a stop, or of an error of ours that passed through it, does not count.
                 if not self.over:
-                    if hasattr(error, "add_note"):  # Python 3.11
-                        error.add_note(
-                            f"This was raised while region {region.name!r} was replayed in backward.{hint(error)}"
-                        )
+                    add_note(error, region.name)
                     raise
             set_grad_enabled(grad_enabled)
             self._check()
