@@ -19,6 +19,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch_remat.dispatch.mismatch import SAME_ORDER, mismatched
+from torch_remat.dispatch.placeholder import new_tuple
 from torch_remat.dispatch.policy import CheckpointPolicy
 from torch_remat.dispatch.record import Record
 from torch_remat.errors import MismatchError
@@ -75,13 +76,14 @@ class Around:
             StopReplay: One of them is replayed and had another op here in forward.
         """
         for tape in self._tapes:
-            op = InnerOp(self._name, record.name, record.policy, len(tape.saved))
+            op: InnerOp = new_tuple(InnerOp, (self._name, record.name, record.policy, len(tape.saved)))
             if tape.inner:
                 tape.inner.append(op)
             else:
                 tape.inner = [op]
-        if self._replay is not None and not self._replay.over:
-            _compare(self._replay, InnerOp(self._name, record.name, record.policy, self._replay.position))
+        replay = self._replay
+        if replay is not None and not replay.over:
+            _compare(replay, new_tuple(InnerOp, (self._name, record.name, record.policy, replay.position)))
 
 
 def _compare(replay: Filling, op: InnerOp) -> None:
