@@ -82,6 +82,24 @@ def test_gradient_taken_inside_a_region_without_create_graph_is_equal(early_stop
     assert_same_program(program, early_stop=early_stop)
 
 
+@pytest.mark.parametrize("check", ["bitwise", torch.sum], ids=str)
+def test_gradient_taken_inside_a_region_whose_values_are_compared_is_equal(check):
+    """The replay in it comes before forward has the value of what it saved last."""
+
+    def program(wrap):
+        x = leaf(4)
+
+        def block(x):
+            y = x.sin().exp()
+            (gradient,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+            return y * gradient
+
+        wrap(block)(x).sum().backward()
+        return x.grad
+
+    assert_same_program(program, determinism_check=check)
+
+
 def test_gradient_taken_inside_a_region_again_and_again_is_equal():
     def program(wrap):
         def descend(x):

@@ -338,3 +338,138 @@ def test_output_that_differs_in_replay_is_an_error_of_the_op_that_saved_it(style
     with pytest.raises(remat.MismatchError, match="the op that made it returns") as caught:
         loss.backward()
     assert (caught.value.op, caught.value.tensor) == ("keeper", "x")
+
+
+OTHER = {
+    "dtype": lambda h: h.double(),
+    "producer": lambda h: h.flip(0),
+    "shape": lambda h: h[:2].clone(),
+    "device": lambda h: h.to("meta"),
+    "no tensor": lambda h: None,
+}
+
+
+@pytest.mark.parametrize("where", ["caller", "body"])
+@pytest.mark.parametrize("check", ["default", "bitwise", "none", torch.sum], ids=str)
+@pytest.mark.parametrize("style", ["auto", "op"])
+@pytest.mark.parametrize("name", OTHER)
+def test_saved_input_that_differs_in_replay_is_an_error_of_the_op_that_saved_it(name, style, check, where):
+    keeper = Kernel(
+        "keeper",
+        ("x",),
+        lambda ctx, x: (x.exp(), {"x": x if where == "caller" else x.view(2, 2).t()}),
+        lambda ctx, saved, grad: grad * saved[0].reshape(4).exp(),
+    )
+
+    def block(x):
+        h = x.sin()
+        return call(style, keeper, Trace(), "keeper", SAVE, OTHER[name](h) if remat.is_recomputing() else h)
+
+    x = leaf(4)
+    loss = checkpointed(block, region_name="block", determinism_check=check)(x).sum()
+    if name == "producer" and check in ("none", torch.sum):
+        loss.backward()  # nothing but what was asked for is compared
+        return
+    with pytest.raises(remat.MismatchError) as caught:
+        loss.backward()
+    assert x.grad is None
+    assert (caught.value.region, caught.value.op, caught.value.tensor) == ("block", "keeper", "x")
+
+
+@pytest.mark.parametrize("changed", [lambda h: h.double(), lambda h: h.view(2, 2)], ids=["dtype", "shape"])
+@pytest.mark.parametrize("view", ["view", "detached alias"])
+@pytest.mark.parametrize("style", STYLES)
+def test_output_that_differs_in_replay_is_an_error_of_the_op_that_saved_a_view_of_it(style, view, changed):
+    def block(x):
+        h = call(style, PRODUCER, Trace(), "producer", RECOMPUTE, changed(x) if remat.is_recomputing() else x)
+        return call(style, Affine, Trace(), "keeper", SAVE, h.view(2, 2) if view == "view" else h.detach(), x[0])
+
+    x = leaf(4)
+    loss = checkpointed(block, region_name="block")(x).sum()
+    with pytest.raises(remat.MismatchError) as caught:
+        loss.backward()
+    assert (caught.value.region, caught.value.op, caught.value.tensor) == ("block", "keeper", "x")
+
+
+def test_number_of_outputs_that_differs_in_replay_is_an_error_of_the_op_that_saved_one():
+    def forward(ctx, x):
+        return (x.sin(),) if remat.is_recomputing() else (x.sin(), x.cos()), {}
+
+    parts = Kernel("parts", (), forward, lambda ctx, saved, *grads: grads[0])
+
+    def block(x):
+        return call("op", Affine, Trace(), "keeper", SAVE, call("op", parts, Trace(), "parts", RECOMPUTE, x)[-1], x)
+
+    loss = checkpointed(block)(leaf(3)).sum()
+    with pytest.raises(remat.MismatchError, match="no tensor") as caught:
+        loss.backward()
+    assert (caught.value.op, caught.value.tensor) == ("keeper", "x")
+
+
+@pytest.mark.parametrize("producer", ["native", "op"])
+@pytest.mark.parametrize("check", ["bitwise", torch.sum], ids=str)
+@pytest.mark.parametrize("style", ["auto", "op"])
+def test_values_of_a_saved_tensor_that_is_not_kept_are_compared_if_asked_for(style, check, producer):
+    factor = 2.0
+
+    def block(x):
+        h = x * factor if producer == "native" else call(style, PRODUCER, Trace(), "h", RECOMPUTE, x.detach() * factor)
+        return call(style, Affine, Trace(), "keeper", SAVE, h, x)
+
+    loss = checkpointed(block, determinism_check=check)(leaf(3)).sum()
+    loss.backward(retain_graph=True)
+    factor = 3.0
+    with pytest.raises(remat.MismatchError, match="other values") as caught:
+        loss.backward()
+    assert (caught.value.op, caught.value.tensor) == ("keeper", "x")
+
+
+def halve_data(h):
+    h.data.mul_(0.5)
+
+
+def halve_in_numpy(h):
+    h.detach().numpy()[...] *= 0.5
+
+
+def replace_data(h):
+    h.data = h.data * 0.5
+
+
+@pytest.mark.parametrize("policy", [None, remat.policies.save_matmuls], ids=["", "policy"])
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("write", [halve_data, halve_in_numpy, replace_data])
+@pytest.mark.parametrize("style", STYLES)
+def test_write_that_no_version_counts_before_a_saved_op_saves_the_tensor_gives_equal_gradients(
+    style, write, early_stop, policy
+):
+    """Replay makes the tensor at its producer, but has to go on to the op that saved it."""
+    if policy and write is replace_data:
+        pytest.skip("replay has no value for what nothing is seen to read")
+
+    def program(wrap):
+        x = leaf(4)
+
+        def block(x):
+            h = call(style, PRODUCER, Trace(), "producer", RECOMPUTE, x)
+            write(h)
+            return call(style, Affine, Trace(), "keeper", SAVE, h, x)
+
+        y = wrap(block)(x)
+        y.sum().backward()
+        return y, x.grad
+
+    assert_same_program(program, early_stop=early_stop, policy=policy)
+
+
+def test_saved_view_is_exact_where_hooks_give_the_inputs_back_with_other_strides():
+    def program(wrap):
+        x = leaf(3, 4)
+        seen = []
+        keeper = keeper_kernel(lambda t: t.t()[1:], seen)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.contiguous(), lambda t: t):
+            y = wrap(lambda x: call("op", keeper, Trace(), "keeper", SAVE, x.sin()))(x.t())
+        y.backward()
+        return x.grad, seen[0][1]
+
+    assert_same_program(program)

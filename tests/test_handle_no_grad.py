@@ -7,6 +7,8 @@ import torch
 from handle_ops import POLICIES, RECOMPUTE, SAVE, STYLES, Affine, Both, Inner, Result, Trace, call, policy_ids
 from helpers import assert_same, assert_same_program, checkpointed, leaf
 
+import torch_remat as remat
+
 
 @pytest.mark.parametrize("style", STYLES)
 def test_policy_holds_where_no_input_needs_a_gradient(style):
@@ -124,3 +126,85 @@ def test_inner_region_may_take_the_saved_output_of_an_op_without_gradients_next(
         return y, r, x.grad
 
     assert_same_program(program, early_stop=early_stop)
+
+
+INFERENCE_CHAINS = ["R", "S", "O", "SR", "OR", "RS", "SRS", "RSSR"]
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("chain", INFERENCE_CHAINS)
+@pytest.mark.parametrize("style", STYLES)
+def test_ops_in_inference_mode_inside_a_region_are_equal_and_saved_ones_run_once(style, chain, nested, early_stop):
+    policies = {"R": RECOMPUTE, "S": SAVE, "O": remat.CheckpointPolicy.OFFLOAD}
+    traces = []
+
+    def program(wrap):
+        trace, metrics = Trace(), []
+        traces.append(trace)
+
+        def block(x):
+            with torch.inference_mode():
+                h = x.detach() * 2
+                for place, name in enumerate(chain):
+                    h = call(style, Both, trace, f"{place}", policies[name], h)
+                if not remat.is_recomputing():
+                    metrics.append(h.clone())
+                h = h.t()
+            s = call(style, Affine, trace, "after", SAVE, x.cos(), x)
+            assert h.shape == s.shape
+            return call(style, Both, trace, "last", RECOMPUTE, s)
+
+        x = leaf(3, 3)
+        y = (wrap(lambda x: wrap(block)(x.sin()).exp()) if nested else wrap(block))(x)
+        y.sum().backward()
+        return y, x.grad, *[metric.clone() for metric in metrics]
+
+    assert_same_program(program, early_stop=early_stop)
+    if not nested:
+        assert traces[1].runs == {
+            **{f"{place}": 1 + (name == "R") for place, name in enumerate(chain)},
+            "after": 1,
+            "last": 2,
+        }
+
+
+def test_slot_of_an_inference_tensor_is_exact_though_it_is_changed_in_place_later():
+    seen = []
+
+    class Read(torch.autograd.Function):
+        @staticmethod
+        @remat.auto_forward()
+        def forward(ctx, x):
+            seen.append(x.clone())
+            return x * 1
+
+    def block(x):
+        with torch.inference_mode():
+            s = call("op", Inner, Trace(), "s", SAVE, x.detach())
+            remat.op(Read.apply, "read", policy=RECOMPUTE)(s)
+            if not remat.is_recomputing():
+                s.mul_(2)
+        return x.sin()
+
+    checkpointed(block)(leaf(3)).sum().backward()
+    assert_same(*seen)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=policy_ids)
+def test_op_in_inference_mode_next_to_native_regions_is_equal(policy):
+    def program(wrap):
+        def block(x):
+            h = remat.native_save_region("native", lambda x: x.sin().exp(), x)
+            with torch.inference_mode():
+                m = remat.native_save_region("mean", lambda x: x.detach().mean(0) + 1, x)
+                call("op", Both, Trace(), "metric", SAVE, m)
+                call("op", Both, Trace(), "other", policy, h.detach())
+            return h.tanh()
+
+        x = leaf(3, 3)
+        y = wrap(block)(x)
+        y.sum().backward()
+        return y, x.grad
+
+    assert_same_program(program)

@@ -121,6 +121,23 @@ def test_recursive_region_with_two_branches_has_equal_gradients():
     assert_same_program(program)
 
 
+def test_inner_region_may_take_an_inference_tensor():
+    with torch.inference_mode():
+        scale = torch.full((4,), 3.0)
+
+    def program(wrap):
+        def inner(x, scale):
+            with torch.inference_mode():
+                factor = (scale * 2).sum().item()
+            return (x.sin() * factor).exp()
+
+        x = leaf(4)
+        wrap(lambda x: wrap(inner)(x.cos(), scale).tanh())(x).sum().backward()
+        return x.grad
+
+    assert_same_program(program)
+
+
 def test_inner_regions_in_a_row_inside_an_outer_one_have_equal_gradients():
     def program(wrap):
         model = Stack(wrap, depth=3)

@@ -7,11 +7,13 @@ import io
 import math
 import operator
 import pickle
+import sys
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
-from helpers import CountOps
+from handle_ops import RECOMPUTE, SAVE, Inner, Trace, call
+from helpers import CountOps, leaf
 from torch.nn import functional as F
 from torch.utils.dlpack import to_dlpack
 
@@ -289,3 +291,19 @@ def test_placeholder_that_is_given_data_still_refuses():
 def test_read_inside_torch_past_every_hook_raises(read):
     with pytest.raises(RuntimeError):  # no code of ours runs, so that torch's own error has to do
         read(matrix())
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")
+def test_error_of_a_read_past_every_hook_says_what_the_data_may_have_been():
+    def block(x):
+        h = call("op", Inner, Trace(), "it", SAVE, x)
+        to_dlpack(h.detach())
+        return call("op", Inner, Trace(), "reader", RECOMPUTE, h).sin()
+
+    y = remat.checkpoint(region_name="block")(block)(leaf(3))
+    with pytest.raises(RuntimeError, match="data pointer") as caught:
+        y.sum().backward()
+    (note,) = caught.value.__notes__
+    assert "region 'block'" in note
+    assert "output of a SAVE op" in note
+    assert "RECOMPUTE" in note

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import sys
 
 import pytest
 import torch
-from helpers import Stack, assert_same, assert_same_program, checkpointed, collector_off, leaf, parameter_gradients
+from helpers import (
+    Stack,
+    assert_same,
+    assert_same_program,
+    checkpointed,
+    collector_off,
+    leaf,
+    parameter_gradients,
+    plain,
+)
 from torch import nn
 
 
@@ -223,3 +234,104 @@ def test_without_preserve_rng_state_generators_are_not_touched(monkeypatch, func
     y(x).sum().backward()
     assert calls == []
     assert x.grad.shape == (3,)
+
+
+class Owner(torch.nn.Module):
+    """A module with a generator, in itself or in a module of its own."""
+
+    def __init__(self, generator, depth=0):
+        super().__init__()
+        self.linear = torch.nn.Linear(2, 2)
+        if depth:
+            self.inner = torch.nn.Sequential(Owner(generator, depth - 1))
+        else:
+            self.generator = generator
+
+    def forward(self, x):
+        return with_generator(x, self.generator) if hasattr(self, "generator") else self.inner(x)
+
+    def lambda_over_self(self, wrap, x):
+        return wrap(lambda x: self(x))(x)
+
+
+class NoModule:
+    def __init__(self, generator):
+        self.generator = generator
+
+    def __call__(self, x):
+        return with_generator(x, self.generator)
+
+
+def decorated(generator):
+    @functools.wraps(with_generator)
+    def call(x):
+        return inner(x)
+
+    def inner(x, generator=generator):
+        return with_generator(x, generator)
+
+    call.__wrapped__ = inner
+    return call
+
+
+def in_file(x):
+    return with_generator(x, GENERATOR)
+
+
+GENERATOR = torch.Generator()
+REACHED = {
+    "cell": lambda wrap, x, g: wrap(lambda x: with_generator(x, g))(x),
+    "default": lambda wrap, x, g: wrap(lambda x, g=g: with_generator(x, g))(x),
+    "keyword default": lambda wrap, x, g: wrap(lambda x, *, g=g: with_generator(x, g))(x),
+    "partial": lambda wrap, x, g: wrap(functools.partial(with_generator, generator=g))(x),
+    "partial of a function": lambda wrap, x, g: wrap(functools.partial(lambda x: with_generator(x, g)))(x),
+    "wrapped": lambda wrap, x, g: wrap(decorated(g))(x),
+    "nested": lambda wrap, x, g: wrap(wrap(lambda x: with_generator(x, g)))(x),
+    "module": lambda wrap, x, g: wrap(Owner(g))(x),
+    "submodule": lambda wrap, x, g: wrap(Owner(g, 2))(x),
+    "method": lambda wrap, x, g: wrap(Owner(g).forward)(x),
+    "module in a cell": lambda wrap, x, g: Owner(g).lambda_over_self(wrap, x),
+    "object": lambda wrap, x, g: wrap(NoModule(g))(x),
+    "method of an object": lambda wrap, x, g: wrap(NoModule(g).__call__)(x),
+    "several ways": lambda wrap, x, g: wrap(lambda x, h, k=g: with_generator(x, g))(x, g),
+    "file": lambda wrap, x, g: wrap(in_file)(x),
+    "default generator": lambda wrap, x, g: wrap(lambda x, g=torch.default_generator: with_generator(x, g))(x),
+}
+
+
+@pytest.mark.parametrize("way", REACHED)
+def test_generator_that_the_function_reaches_by_itself_is_equal(way):
+    def program(wrap):
+        torch.manual_seed(5)
+        generator = GENERATOR.manual_seed(3) if way == "file" else torch.Generator().manual_seed(3)
+        x = leaf(5)
+        y = REACHED[way](lambda f: f if wrap is plain else checkpointed(f), x, generator)
+        torch.rand(3, generator=generator)
+        before = generator.get_state()
+        y.sum().backward()
+        assert torch.equal(generator.get_state(), before)
+        return y, x.grad
+
+    assert_same(program(plain), program(checkpointed))
+
+
+def test_generator_that_the_function_reaches_is_kept_only_if_it_drew_and_only_if_asked_for():
+    generator = torch.Generator()
+    for draws, preserves in ((False, True), (True, False), (True, True)):
+
+        def block(x, draws=draws):
+            return (x * torch.rand(5, generator=generator) if draws else x + (generator is None)).sin().exp()
+
+        before = sys.getrefcount(generator)
+        y = checkpointed(block, preserve_rng_state=preserves)(leaf(5))
+        assert sys.getrefcount(generator) - before == (draws and preserves)
+        del y
+
+
+def test_function_with_a_variable_that_is_not_set_yet_runs():
+    def block(x):
+        return x.sin().exp() if x is not None else later
+
+    y = checkpointed(block)(leaf(5))
+    later = None
+    y.sum().backward()

@@ -54,7 +54,8 @@ def checkpoint(
         *misplaced: Not allowed; catches ``checkpoint(function)``.
         region_name: The region's name in errors and reports; by default the function's or module's.
         preserve_rng_state: Whether replay draws the same random numbers as forward, from the default generators of all
-            devices in use and from each ``torch.Generator`` among the arguments. State is kept only if the region
+            devices in use and from each ``torch.Generator`` among the arguments, in what the function closes over
+            (its globals too), and among the attributes of the modules that it runs. State is kept only if the region
             drew from it.
         determinism_check: What is compared between forward and replay for each saved tensor. ``"default"``: shape,
             dtype, device, and which op of torch made it; ``"bitwise"``: these and a checksum of the values; a callable

@@ -78,7 +78,7 @@ class RngState:
     """The random generators that a region drew from, as they were at its start.
 
     Args:
-        extra: Generators that the region got as arguments, besides the default ones.
+        extra: Generators that the region got as arguments or reaches by itself, besides the default ones.
     """
 
     __slots__ = ("_states",)
@@ -87,8 +87,8 @@ class RngState:
         if not extra and len(_device_types()) == 1:
             self._states = [(torch.default_generator, torch.default_generator.get_state())]
             return
-        generators = (*_default_generators(), *extra)
-        self._states = [(generator, generator.get_state()) for generator in generators]
+        generators = {id(generator): generator for generator in (*_default_generators(), *extra)}
+        self._states = [(generator, generator.get_state()) for generator in generators.values()]
 
     def keep_drawn(self, by_ops: Sequence[RngState] = ()) -> bool:
         """At the region's end: forget the generators that it did not draw from; return whether any is left.

@@ -43,7 +43,7 @@ def what_differs(
     if version == CHANGED:
         return None  # an error if backward reads it, as in plain autograd
     if _is_another(holder, owner, origin, first_number):
-        return another_parameter(region, region.tape.position_of(holder), None, tensor)
+        return another_parameter(region, holder.name, holder.op, None, tensor)
     if region.options.determinism_check in ("default", "bitwise"):
         if metadata != [tensor.shape, tensor.dtype, tensor.device]:
             return other_metadata(region, holder, tensor)

@@ -205,9 +205,14 @@ class Recording(RematMode):
             self._look_outside(holder, owner)
         self._counters.append(self._counter_of(owner))
         if self._values is not None:
+            self.note_value(holder, tensor)
+        return holder
+
+    def note_value(self, holder: Holder, tensor: torch.Tensor) -> None:
+        """Take the value that the determinism check compares, if it compares values."""
+        if self._values is not None:
             with self.unwatched():
                 self._values.add(holder, tensor)
-        return holder
 
     def _counter_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor that shares the version counter of another, but not its data."""

@@ -15,22 +15,23 @@ import torch
 
 from torch_remat._compat import node_number, sequence_number, without_dispatch_modes
 from torch_remat.dispatch.departures import Departures
-from torch_remat.dispatch.elided import Elided
+from torch_remat.dispatch.elision import elide
 from torch_remat.dispatch.forward_op import Body, ForwardOp
 from torch_remat.dispatch.holder import Anchor, Holder, OpHolder, ResidentRef, is_parameter, metadata_of
+from torch_remat.dispatch.inner_ops import Around
 from torch_remat.dispatch.inputs import leaves_of
 from torch_remat.dispatch.natives import Natives
 from torch_remat.dispatch.offloading import offload_resident, slot_hooks
+from torch_remat.dispatch.options import DEFAULTS
 from torch_remat.dispatch.policy import CheckpointPolicy
 from torch_remat.dispatch.policy_forward import PolicyForward
 from torch_remat.dispatch.provenance import Provenance
 from torch_remat.dispatch.record import NativeRecord, Record, Slot, WholeCallRecord
-from torch_remat.dispatch.same_storage import offset_in_bytes
 from torch_remat.dispatch.whole_call import is_whole_call
 from torch_remat.errors import UsageError
 
 if TYPE_CHECKING:
-    from torch_remat.dispatch.mode import RematMode
+    from torch_remat.dispatch.forward import Recording
 
 _R = TypeVar("_R", bound=Record)
 _BODY = 3  # frames from `ForwardOps.begin` to the body: by way of `RematMode.begin_op` and `get_handle`
@@ -45,20 +46,22 @@ class ForwardOps:
     Attributes:
         expected: The record, names and tensors whose saving comes next, since its body has just ended, before any other
             node.
+        known_args: The inputs of the op whose tensors are expected, if they are known.
         opened: The body of the op with a handle that was begun last and has not ended.
         provenance: Where tensors come from.
         natives: The native regions, once there is one.
         skipped_any: Whether there was an op that replay skips, so that it may lack an input of another.
     """
 
-    def __init__(self, mode: RematMode) -> None:
+    def __init__(self, mode: Recording) -> None:
         self.region = mode.region
         self.mode = mode
         self.provenance = Provenance(mode.region)
         self.opened: Body | None = None
         self.skipped_any = False
         self.expected: tuple[Record, list[tuple[str, torch.Tensor]], int] | None = None
-        self._known_args: tuple[Any, ...] = ()
+        self.known_args: tuple[Any, ...] = ()
+        self._around: Around | None = None
         self.departures = Departures(mode)
         self.natives: Natives | None = None
         self.policy: PolicyForward | None = None
@@ -102,6 +105,11 @@ class ForwardOps:
             return bool(self.policy.native)
         return self.natives is not None and self.natives.running is not None
 
+    def passes_over(self) -> bool:
+        """Whether the body of a skipped op runs, to which replay does not come."""
+        opened = self.opened
+        return opened is not None and opened.record.policy is not CheckpointPolicy.RECOMPUTE and opened.is_running()
+
     def _new(self, record: _R) -> _R:
         records = self.region.tape.records
         if record.name in records:
@@ -113,6 +121,10 @@ class ForwardOps:
             )
         records[record.name] = record
         record.saved_before = len(self.region.tape.saved)
+        if self.mode.parent is not None:
+            if self._around is None:
+                self._around = Around(self.mode)
+            self._around.note(record)
         return record
 
     def run_native(
@@ -154,7 +166,7 @@ class ForwardOps:
 
     def forget(self) -> None:
         """Let go of the op that an exception has left open, and of the graph."""
-        self.opened = self.natives = self.policy = None
+        self.opened = self.natives = self.policy = self._around = None
         del self.mode, self.departures
         self._forget_expected()
 
@@ -165,7 +177,8 @@ class ForwardOps:
         for place, arg in enumerate(args):
             if isinstance(arg, torch.Tensor) and (source := self.source_of(arg)) is not None:
                 hooks = region.hooks
-                if hooks is None and region.tape.records[source[0]].policy is CheckpointPolicy.OFFLOAD:
+                away = region.tape.records[source[0]].policy is CheckpointPolicy.OFFLOAD and not arg.is_inference()
+                if hooks is None and away:
                     hooks = slot_hooks(region, record.name or None, f"input {place}", arg)
                 slots[place] = Slot(arg, hooks, None, False, source)
         if slots:
@@ -197,7 +210,7 @@ class ForwardOps:
         self, record: Record, named: Mapping[str, torch.Tensor | None], known_args: tuple[Any, ...]
     ) -> None:
         """Note what autograd saves next, if it records the op at all, and the op's inputs, if they are known."""
-        self._known_args = known_args
+        self.known_args = known_args
         tensors = [(name, tensor) for name, tensor in named.items() if tensor is not None]
         tensors.reverse()
         self.expected = (record, tensors, sequence_number()) if tensors else None
@@ -226,11 +239,11 @@ class ForwardOps:
 
     def _forget_expected(self) -> None:
         self.expected = None
-        self._known_args = ()
+        self.known_args = ()
 
     def hold(self, record: Record, name: str, tensor: torch.Tensor, args: tuple[Any, ...]) -> Holder | Anchor:
         """Return the holder for a tensor that a whole call saves; ``args`` are the call's arguments."""
-        self._known_args = args
+        self.known_args = args
         held = self._hold(record, name, tensor, CheckpointPolicy.SAVE)
         leaves = record.policy is CheckpointPolicy.OFFLOAD and self.region.hooks is None
         if leaves and type(held) is OpHolder and held.resident:
@@ -243,11 +256,13 @@ class ForwardOps:
         if type(owner) is not torch.Tensor and is_parameter(owner):
             return (tensor if tensor is owner else tensor.detach(), tensor._version, region)
         holder = self._holder_for(record.name, name, tensor)
-        if self._elide(record, tensor, owner, holder):
+        if elide(self, record, tensor, owner, holder):
             holder.resident = False
             region.tape.elided.append(ref(holder))
             if self.natives is not None:
                 self.natives.note_elided(holder)
+            if region.options is not DEFAULTS:
+                self.mode.note_value(holder, tensor)
             return holder
         if policy is CheckpointPolicy.SAVE and region.hooks is None and self.mode.watcher is None:
             holder.value = tensor.detach()
@@ -325,26 +340,3 @@ class ForwardOps:
             pack, holder.unpack = hooks
             with self.mode.unwatched():
                 holder.packed = pack(tensor)
-
-    def _elide(self, record: Record, tensor: torch.Tensor, owner: torch.Tensor, holder: OpHolder) -> bool:
-        """Let replay take a saved tensor from what it makes again, if it does; return whether it does."""
-        made = self.provenance.maker_of(tensor)
-        if made is not None:
-            if made.record is record or not made.replayed_as(tensor):
-                return False
-            at = made.output, made.offset_in_bytes
-            elided = Elided.whole(holder, at[0]) if made.tensor() is tensor else Elided.of(tensor, holder, *at)
-            made.record.elide_output(elided)
-            return True
-        if self.policy is not None or (self.natives is not None and self.natives.made(tensor)):
-            return False
-        inputs = self.region.inputs
-        if inputs is None or inputs.contains(owner):
-            return False  # it shares the storage of a region input
-        for place, arg in enumerate(self._known_args):
-            if not isinstance(arg, torch.Tensor) or not (arg is tensor or arg is owner or arg._base is owner):
-                continue
-            if self.source_of(arg) is None:  # else replay has no data for this one
-                record.elide_input(Elided.of(tensor, holder, place, offset_in_bytes(arg)))
-                return True
-        return False

@@ -67,6 +67,8 @@ class Holder:
     producer: type
     fingerprint: Any
 
+    op: str | None = None
+
     @property
     def name(self) -> str:
         """The holder's place in the region, as error messages name it."""
@@ -110,6 +112,11 @@ class OpHolder(Holder):
     resident: bool
     packed: Any
     unpack: Callable[[Any], torch.Tensor] | None
+
+    @property
+    def name(self) -> str:
+        """The tensor's name."""
+        return self.tensor_name
 
 
 class ResidentRef(ref[OpHolder]):

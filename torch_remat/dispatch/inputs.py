@@ -73,8 +73,9 @@ class RegionInputs:
                 self._originals.setdefault(id(base), None)
                 if is_parameter(base):
                     self._owners += (ref(base),)
-            self._tensors.append((index, tensor.requires_grad, -1 if tensor.is_inference() else tensor._version))
-        if hooks is None:
+            version = (_UNPACKED if hooks else -1) if tensor.is_inference() else tensor._version
+            self._tensors.append((index, tensor.requires_grad, version))
+        if hooks is None or tensor.is_inference():  # no hooks are asked for what autograd cannot save
             self._leaves[index] = tensor.detach()
         else:
             # Once for each argument, also for one that comes twice: the hooks may be counting.
@@ -187,7 +188,7 @@ class RegionInputs:
                 if kept._version != version:
                     raise self._changed(region.name, index)
                 continue
-            if self._unpack is not None:
+            if self._unpack is not None and version != _UNPACKED:
                 with torch.no_grad():
                     kept = self._unpack(kept)
             elif version >= 0 and kept._version != version:
@@ -226,6 +227,9 @@ class RegionInputs:
             return f"args[{index}]"
         root, *path = optree.treespec_accessors(self._spec)[index]
         return optree.PyTreeAccessor(path).codify(("args", "kwargs")[root.entry])
+
+
+_UNPACKED = -2  # the version of an input that did not go through the hooks around the region
 
 
 def _is_tensor(value: object) -> bool:

@@ -22,6 +22,11 @@ _SAME_OPS = (
     "branches on data."
 )
 
+SAME_ORDER = (
+    "The ops of a region must have the same names and policies in the same order in both phases: derive names from the "
+    "code's structure, not from counters or other state."
+)
+
 _REPLACED = (
     "Was a parameter replaced between forward and backward (torch.func.functional_call around the region, a module "
     "attribute that was set anew)? Run backward while it is still in place, or pass the tensor to the region as an "
@@ -44,17 +49,21 @@ def other_metadata(region: Region, holder: Holder, tensor: torch.Tensor) -> Mism
     """Forward and replay saved tensors of different shape, dtype or device at one position."""
     return mismatched(
         region, f"forward saved {_forward(holder)} here, replay {_describe_tensor(tensor)}",
-        _SAME_OPS, holder.name,
+        _SAME_OPS, holder.name, holder.op,
     )  # fmt: skip
 
 
-def other_output(region: Region, holder: OpHolder, tensor: torch.Tensor) -> MismatchError:
-    """An op's output that a SAVE op saved has another shape, dtype or device in replay."""
+def other_source(region: Region, holder: OpHolder, tensor: Any, is_input: bool) -> MismatchError:
+    """The input of a SAVE op, or the output of another, that it saved or saved a view of is not that of forward."""
+    verb = "is given" if is_input else "that made it returns"
+    found = _describe_tensor(tensor) if isinstance(tensor, torch.Tensor) else "no tensor"
     return mismatched(
-        region, f"forward saved {_forward(holder)} here, the op that made it returns {_describe_tensor(tensor)} in "
-        "replay",
-        _SAME_OPS, holder.tensor_name, holder.op,
-    )  # fmt: skip
+        region,
+        f"forward saved {_forward(holder)} here, the op {verb} {found} in replay, of which that cannot be taken",
+        _SAME_OPS,
+        holder.name,
+        holder.op,
+    )
 
 
 def other_producer(region: Region, holder: Holder, owner: torch.Tensor) -> MismatchError:
@@ -65,6 +74,7 @@ def other_producer(region: Region, holder: Holder, owner: torch.Tensor) -> Misma
         f"replay one made by {_node_name(type(owner.grad_fn))}",
         _SAME_OPS,
         holder.name,
+        holder.op,
     )
 
 
@@ -81,6 +91,7 @@ def other_value(region: Region, holder: Holder, value: Any) -> MismatchError:
         _SAME_OPS + " Ops that are not deterministic on this device differ too "
         "(torch.use_deterministic_algorithms(True) reports them).",
         holder.name,
+        holder.op,
     )
 
 
@@ -92,6 +103,7 @@ def fewer_saved(region: Region, first: Holder, replayed: int) -> MismatchError:
         f"the first one missing is {_forward(first)}",
         _SAME_OPS,
         first.name,
+        first.op,
     )
 
 
@@ -102,7 +114,7 @@ def more_saved(region: Region, replayed: int) -> MismatchError:
 
 
 def another_parameter(
-    region: Region, position: int, parameter: torch.Tensor | None, tensor: torch.Tensor
+    region: Region, place: str, op: str | None, parameter: torch.Tensor | None, tensor: torch.Tensor
 ) -> MismatchError:
     """A parameter, or another tensor from outside the region, is not the one that forward used."""
     used = "another tensor" if parameter is None else f"a parameter {_describe_tensor(parameter)}, or a view of it,"
@@ -110,7 +122,8 @@ def another_parameter(
         region,
         f"forward used {used} from outside the region here, replay {_describe_tensor(tensor)} from elsewhere",
         _REPLACED,
-        f"saved tensor {position}",
+        place,
+        op,
     )
 
 
@@ -143,6 +156,7 @@ def outside_changed(region: Region, holder: Holder) -> MutationError:
         f"this {_forward(holder)}, which the region saves for backward, was "
         "changed in place between forward and replay (or another number of times in replay)",
         region=region.name,
+        op=holder.op,
         tensor=holder.name,
         remedy="Buffers and other tensors that the region reads must stay as they are until backward: change a clone, "
         "or pass a clone to the region as an argument.",

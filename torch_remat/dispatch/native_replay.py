@@ -27,7 +27,7 @@ from torch_remat.dispatch.calls import (
 )
 from torch_remat.dispatch.inputs import leaves_of, with_leaves
 from torch_remat.dispatch.loose import after_loose, is_mirrored, is_remade_view, place_of, run_loose
-from torch_remat.dispatch.placeholder import Placeholder, Source, last_refusal, real, refuse
+from torch_remat.dispatch.placeholder import Placeholder, Source, constant, last_refusal, real, refuse
 from torch_remat.dispatch.real_run import RealRun, may_run, warn_of_real_run
 from torch_remat.dispatch.schema import effects_of
 from torch_remat.dispatch.suppressed import Suppressed
@@ -219,7 +219,7 @@ class NativeReplay:
                         tensor.data = value.detach().clone()
             else:
                 value = slot.load(self._mode.region, record.name, "written")
-                tensor.compute = partial(_constant, value)
+                tensor.compute = partial(constant, value)
 
     def _load(self, place: int, leaf: Any) -> Any:
         slot = self.record.returned.get(place)
@@ -246,7 +246,9 @@ class NativeReplay:
                 refuse(Source(self._region_name, self.record.name, tensor), consumer)
             warn_of_rerun(self._region_name, self.record, tensor, consumer)
             self._again = Again(self._function, self._args, self._kwargs, self._at, *self._began)
-            self._mode.run_skipped(self._again)
+            ops = self._mode.ops
+            assert ops is not None
+            ops.run_skipped(self._again)
         return self._again
 
     def _compute(self, at: int, place: int, consumer: str) -> torch.Tensor:
@@ -257,7 +259,3 @@ class NativeReplay:
 
 def _gone() -> None:
     """Stand for the function once the replay is over."""
-
-
-def _constant(value: torch.Tensor, _consumer: str) -> torch.Tensor:
-    return value

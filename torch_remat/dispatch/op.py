@@ -6,10 +6,10 @@ for each step what the step is about, since an op is often small.
 
 NOTE [ What is kept for an op ]
 1. SAVE: the tensors that it saves for backward are *residents*: their holders have the values from the start. Not so a
-   tensor that replay makes again anyway: the output of a RECOMPUTE op or a view of one is *elided* and filled where its
-   producer runs in replay; an input of the op itself that no SAVE op made, or a view of one, is filled from replay's
-   input, where the inputs are known (`auto_forward`). A parameter, a region input and a view of either share storage
-   that exists anyway.
+   tensor that replay makes again anyway, which is *elided*: the output of a RECOMPUTE op or a view of one is taken from
+   that op's output in replay; an input of the op itself that no SAVE op made, or a view of one, from replay's input,
+   where the inputs are known (`auto_forward`). A parameter, a region input and a view of either share storage that
+   exists anyway.
 2. RECOMPUTE: of its inputs, the outputs of SAVE ops and views of them are kept in *slots*, since replay would pass
    placeholders. What it saves for backward is recomputed.
 3. An op inside the body of a SAVE op is part of it: replay never comes there.

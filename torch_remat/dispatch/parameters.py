@@ -24,6 +24,7 @@ import torch
 from torch.nn import Module, Parameter
 
 from torch_remat._compat import DispatchMode
+from torch_remat.dispatch.generators import among_attributes
 from torch_remat.dispatch.mismatch import changed_parameter, replaced_parameter
 from torch_remat.errors import RematError
 
@@ -33,14 +34,19 @@ if TYPE_CHECKING:
 # A region inside a method of a whole model would otherwise walk the model in every region.
 MAX_MODULES = 64
 _REACHING = frozenset((FunctionType, MethodType, partial))
+# The usual ones of torch's own, to which nobody adds a generator, are not searched for one.
+_BARE = frozenset(kind for kind in vars(torch.nn).values() if isinstance(kind, type) and issubclass(kind, Module))
 
 
-def parameters_of(function: Callable[..., Any], arguments: Sequence[Module] = ()) -> Sequence[torch.Tensor | None]:
+def parameters_of(
+    function: Callable[..., Any], arguments: Sequence[Module] = (), generators: list[torch.Generator] | None = None
+) -> Sequence[torch.Tensor | None]:
     """Return the parameters that a function reaches: those of at most `MAX_MODULES` modules.
 
     Args:
         function: A module, a method of one, or a function that closes over some; also a ``partial`` of these.
         arguments: The modules among its arguments.
+        generators: Gets the random generators among the attributes of the same modules.
     """
     kind = type(function)
     if not arguments and (
@@ -59,6 +65,8 @@ def parameters_of(function: Callable[..., Any], arguments: Sequence[Module] = ()
     for module in modules:  # grows meanwhile
         found += module._parameters.values()
         modules += [inner for inner in module._modules.values() if inner is not None]
+        if generators is not None and type(module) not in _BARE:
+            generators += among_attributes(module)
         if len(modules) > MAX_MODULES:
             break
     return found

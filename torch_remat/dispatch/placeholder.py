@@ -311,6 +311,25 @@ _DATA_ACCESS = frozenset((
 TORCH_SAYS = ("Cannot access data pointer", "not supported for tensor subclasses", "its data is not allocated")
 
 
+def constant(value: torch.Tensor, _reader: str) -> torch.Tensor:
+    """Return a value that is there, for `Placeholder.compute`."""
+    return value
+
+
+def add_note(error: Exception, region: str) -> None:
+    """Say of an error where it was raised, and what C++ code missed that no hook of Python saw ask for data."""
+    if not hasattr(error, "add_note"):  # Python 3.11
+        return
+    note = f"This was raised while region {region!r} was replayed in backward."
+    if not isinstance(error, PlaceholderError) and any(text in str(error) for text in TORCH_SAYS):
+        note += (
+            " The data that C++ code found missing may be that of a placeholder: the output of a SAVE op, which replay "
+            "skips. Wrap the code that reads it in remat.native_save_region, move it into a custom autograd Function "
+            "with remat.auto_forward, or give the op the policy RECOMPUTE."
+        )
+    error.add_note(note)
+
+
 def _refusing(name: str) -> Callable[..., NoReturn]:
     def access(self: Placeholder, *args: Any, **kwargs: Any) -> NoReturn:
         refuse(self.source, name)

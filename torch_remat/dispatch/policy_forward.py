@@ -262,6 +262,11 @@ class PolicyForward:
             self.results.note_alias(call, tensor, holder.value)
         return holder
 
+    def runs_writer(self, tensor: torch.Tensor) -> bool:
+        """Whether what wrote a tensor's storage last, as far as that was seen, runs in replay in any case."""
+        writer = self._storages.writers.get(key_of(tensor))
+        return writer is None or writer[0].always
+
     def give_name(self, tensor: torch.Tensor, name: str) -> None:
         """Give a tensor a name by hand, and keep it if the policy says so."""
         decision = self._decider.decide_name(name)

@@ -36,7 +36,7 @@ from torch_remat.dispatch.calls import (
 )
 from torch_remat.dispatch.earlier import as_it_was, earlier_label, with_tensors
 from torch_remat.dispatch.loose import after_loose, is_mirrored, is_remade_view, place_of, run_loose
-from torch_remat.dispatch.placeholder import Placeholder, Source, real, refuse
+from torch_remat.dispatch.placeholder import Placeholder, Source, constant, real, refuse
 from torch_remat.dispatch.policy_call import ONE, VIEW, PolicyCall, SkippedOp
 from torch_remat.dispatch.record import Slot
 from torch_remat.dispatch.same_storage import offset_in_bytes, view_of
@@ -84,8 +84,8 @@ class PolicyReplay:
         self._suppressed = suppressed
         self._state = dispatch_state()
         self._again: Again | None = None
-        self._over = False
-        self._remakes = False  # whether a placeholder was changed in place, whose views autograd makes anew
+        # The second: whether a placeholder was changed in place, whose views autograd makes anew.
+        self._over = self._remakes = False
         # What saved writes left in placeholders, by the identity of the source, which all views of one share.
         self._left: dict[int, _Left] = {}
         inputs = self._region.inputs
@@ -249,7 +249,7 @@ class PolicyReplay:
         for tensor, slot in zip(changed_arguments(call, call.effects, args, kwargs), call.written, strict=True):
             if isinstance(tensor, Placeholder):
                 value = self._value(call, 0, slot)
-                tensor.compute = partial(_constant, value)
+                tensor.compute = partial(constant, value)
                 self._left[id(tensor.source)] = _Left(tensor.source, value, offset_in_bytes(tensor))
             elif key_of(tensor) in outside:
                 self._suppressed.add([tensor], outside)
@@ -300,7 +300,9 @@ class PolicyReplay:
 
             args, kwargs = region.inputs.restore(region)
             self._again = Again(region.function, args, kwargs, len(ran), region.rng, self._state, True, check)
-            self._mode.run_skipped(self._again)
+            ops = self._mode.ops
+            assert ops is not None
+            ops.run_skipped(self._again)
         result = self._again.results[ran.index(call)]
         value: torch.Tensor = result if isinstance(result, torch.Tensor) else result[place]
         return value.detach()
@@ -343,7 +345,3 @@ def warn_of_policy_rerun(region: str, tensor: str, consumer: str) -> None:
         RematWarning,
         stacklevel=3,
     )
-
-
-def _constant(value: torch.Tensor, _consumer: str) -> torch.Tensor:
-    return value

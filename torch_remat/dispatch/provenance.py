@@ -120,7 +120,11 @@ def _made(record: Record, index: int, tensor: torch.Tensor) -> Made:
     offset = tensor.storage_offset()
     if offset:
         offset *= tensor.dtype.itemsize
-    made: Made = new_tuple(Made, (record, index, tensor._version, offset, ref(tensor)))
+    try:
+        version = tensor._version
+    except RuntimeError:
+        version = -1  # made in inference mode, where nothing is counted, and nothing saved either
+    made: Made = new_tuple(Made, (record, index, version, offset, ref(tensor)))
     return made
 
 

@@ -45,6 +45,8 @@ def _counter_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 _NOTHING = torch.empty(0)
+# The version of a tensor made in inference mode: nothing tells of changes in place, so that a slot keeps a copy.
+_UNCOUNTED = -2
 
 
 class Slot:
@@ -71,11 +73,15 @@ class Slot:
         self.source = source
         self.device = tensor.device
         self._requires_grad = tensor.requires_grad if requires_grad is None else requires_grad
-        self._version = tensor._version
         self._aliases: Sequence[tuple[torch.Tensor, int]] = ()
         self._unpack: Callable[[Any], torch.Tensor] | None = None
+        if tensor.is_inference():
+            self._version = _UNCOUNTED
+            self.kept: Any = tensor.clone()
+            return
+        self._version = tensor._version
         if hooks is None:
-            self.kept: Any = tensor.detach()
+            self.kept = tensor.detach()
             if unchecked:  # changes in place are allowed, so that they must not be counted
                 self.kept = self.kept.data
                 self._version = self.kept._version
@@ -106,8 +112,8 @@ class Slot:
         self._unpack = None
 
     def _is_changed(self) -> bool:
-        if self._version == CHANGED:
-            return True
+        if self._version < 0:
+            return self._version == CHANGED
         if self._aliases and any(alias._version != at for alias, at in self._aliases):
             return True
         changed: bool = self._unpack is None and self.kept._version != self._version
@@ -125,7 +131,7 @@ class Slot:
             MutationError: It was changed in place since forward.
         """
         kept: torch.Tensor = self.kept
-        usual = self._unpack is None and self._version != CHANGED and not self._aliases
+        usual = self._unpack is None and self._version >= 0 and not self._aliases
         if usual and kept._version == self._version:
             return kept.detach().requires_grad_() if self._requires_grad else kept.detach()
         if self._is_changed():

@@ -18,6 +18,7 @@ import torch
 from torch_remat._compat import graph_exec_group, graph_is_kept, graph_task, sequence_number, top_saved_tensors_hooks
 from torch_remat.dispatch.ambient import RngState, capture_ambient
 from torch_remat.dispatch.determinism import Values
+from torch_remat.dispatch.generators import generators_of
 from torch_remat.dispatch.holder import Holder, read
 from torch_remat.dispatch.inputs import RegionInputs
 from torch_remat.dispatch.mode import unseen_by_forward_of
@@ -93,10 +94,11 @@ class Region:
         hooks = top_saved_tensors_hooks()
         self.inputs: RegionInputs | None = RegionInputs(args, kwargs, hooks)
         self.hooks = own_hooks(self.name) if is_part and hooks is not None and hooks[1] in (read, unpack) else hooks
-        self.parameters = parameters_of(function, self.inputs.modules())
+        generators = [*self.inputs.generators(), *generators_of(function)] if options.preserve_rng_state else None
+        self.parameters = parameters_of(function, self.inputs.modules(), generators)
         self.versions: Sequence[int] = ()  # of the parameters at the end of forward
         self.ambient = capture_ambient()
-        self.rng = RngState(self.inputs.generators()) if options.preserve_rng_state else None
+        self.rng = None if generators is None else RngState(generators)
         self.tape = Tape()
         self.values: Values | None = None  # of the determinism check, while forward takes them
         self.finished = self.filling = False
@@ -147,6 +149,7 @@ class Region:
                     raise ReleasedError(
                         "backward needs this tensor again, but an earlier backward freed what replay starts from",
                         region=self.name,
+                        op=holder.op,
                         tensor=holder.name,
                         remedy="Pass retain_graph=True to each backward but the last.",
                     )

@@ -13,19 +13,18 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
 from torch_remat._compat import sequence_number, set_grad_enabled, without_dispatch_modes
-from torch_remat.dispatch.again import Again
 from torch_remat.dispatch.comparison import what_differs
 from torch_remat.dispatch.determinism import Values, difference, value_function
 from torch_remat.dispatch.holder import AUTOCAST_DTYPES, Holder, OpHolder, ResidentRef, metadata_of, parameter_behind
+from torch_remat.dispatch.inner_ops import check_inner, missing_inner
 from torch_remat.dispatch.mismatch import another_parameter, fewer_saved, more_saved
 from torch_remat.dispatch.mode import RematMode, StopReplay
 from torch_remat.dispatch.options import DEFAULTS
 from torch_remat.dispatch.parameters import check_parameters
-from torch_remat.dispatch.placeholder import Packed, Placeholder, Refusal, last_refusal, real, unpack
+from torch_remat.dispatch.placeholder import Packed, Placeholder, Refusal, add_note, last_refusal, real, unpack
 from torch_remat.dispatch.policy_replay import PolicyReplay
 from torch_remat.dispatch.replay_contexts import contexts_of
 from torch_remat.dispatch.replay_ops import ReplayOps
@@ -48,6 +47,7 @@ class Filling(RematMode):
     stopped = False
     stale: StaleReads | None = None
     policy_replay = PolicyReplay
+    inner_next = 0  # the place of the next op of an inner region
     ops: ReplayOps | None
     _refusal: Refusal | None
 
@@ -55,7 +55,7 @@ class Filling(RematMode):
         self.region = region
         self._empty = empty
         self._error: RematError | None = None
-        self._over = False
+        self.over = False
         self._values: Values | None = None
         self.watcher = None
         self._unfilled_number = -1  # of the latest op that may yet fill what it saved
@@ -99,9 +99,8 @@ class Filling(RematMode):
                     raise
             except Exception as error:
                 # What user code made of a stop, or of an error of ours that passed through it, does not count.
-                if not self._over:
-                    if hasattr(error, "add_note"):  # Python 3.11
-                        error.add_note(f"This was raised while region {region.name!r} was replayed in backward.")
+                if not self.over:
+                    add_note(error, region.name)
                     raise
             set_grad_enabled(grad_enabled)
             self._check()
@@ -214,8 +213,8 @@ class Filling(RematMode):
                     and not (self.ops is not None and self.ops.has_loaded(owner))  # a slot has no history
                 )
             ):
-                self._explain(holder, tensor, owner, origin)
-                if self._over:
+                self.explain(holder, tensor, owner, origin)
+                if self.over:
                     return value
             if holder.value is None:
                 holder.value = value
@@ -226,7 +225,7 @@ class Filling(RematMode):
                 if is_buffer and (self.ops is None or self.ops.may_fill()):
                     self._unfilled_number = sequence_number()
         elif isinstance(entry, torch.Tensor) and origin is not entry:
-            self.fail(another_parameter(self.region, position, entry, tensor))
+            self.fail(another_parameter(self.region, f"saved tensor {position}", None, entry, tensor))
         if type(value) is not Placeholder:  # else its reader comes next, which the error is to name
             self._stop_at(position)
         return value
@@ -237,12 +236,12 @@ class Filling(RematMode):
             value = real(placeholder, "saving it for backward")
             self.note_loaded(value)
             holder.expect_version_of(value)  # what was kept was changed less often than what it stands for
-            self._explain(holder, value, value, None)
+            self.explain(holder, value, value, None)
             self.fill_elided(holder, value.detach())
 
     def _stop_at(self, position: int) -> None:
         if position == self._last and not self._waiting and self._unfilled_number != sequence_number():
-            self._stop()
+            self.stop()
 
     def fills_next(self) -> bool:
         """Whether the tensor that is saved next fills a holder."""
@@ -251,19 +250,12 @@ class Filling(RematMode):
 
     def ops_now(self) -> ReplayOps | None:
         """Return the ops of this replay; None once it is over, when user code goes on all the same."""
-        if self.ops is None and not self._over:
+        if self.ops is None and not self.over:
             self.ops = ReplayOps(self)
-        return None if self._over else self.ops
+        return None if self.over else self.ops
 
     def give_name(self, tensor: torch.Tensor, name: str) -> None:
         """Replay keeps what forward has chosen."""
-
-    def run_skipped(self, again: Again) -> None:
-        """Run the body of a skipped op after all."""
-        assert self.ops is not None
-        # It saves nothing, but user code may enable gradients.
-        with self.current(), saved_tensors_hooks(torch.detach, unpack):
-            self.ops.run_skipped(again)
 
     def note_loaded(self, tensor: torch.Tensor) -> None:
         """Note a tensor that was kept, so that it has no history in replay."""
@@ -277,12 +269,16 @@ class Filling(RematMode):
         if self.region.hooks is not None:  # what they restored may count its versions anew
             holder.metadata = (value._version, *holder.metadata[1:])
         holder.value = value
+        if self._values is not None:
+            with self.unwatched():
+                self._values.add(holder, value)
         self._waiting -= 1
         if not self._waiting and self.position > self._last:
-            self._stop()
+            self.stop()
 
-    def _stop(self) -> NoReturn:
-        self._over, self._limit = True, 0
+    def stop(self) -> NoReturn:
+        """End the replay; see NOTE [ How a replay ends ]."""
+        self.over, self._limit = True, 0
         if not self.stopped:
             self.stopped, self._refusal = True, last_refusal.get()
             if self.watcher is not None and self.ops is not None:
@@ -290,20 +286,21 @@ class Filling(RematMode):
         raise StopReplay(self)
 
     def fail(self, error: RematError) -> NoReturn:
-        """Keep an error and end the replay with it; see NOTE [ How a replay ends ]."""
-        if not self.stopped:
-            self._error = error
-        self._stop()
+        """Keep an error and end the replay with it."""
+        if not self.stopped:  # an op of an inner region that is missing explains all else
+            self._error = (missing_inner(self) if type(error) is MismatchError else None) or error
+        self.stop()
 
-    def _explain(self, holder: Holder, tensor: torch.Tensor, owner: torch.Tensor, origin: torch.Tensor | None) -> None:
+    def explain(self, holder: Holder, tensor: torch.Tensor, owner: torch.Tensor, origin: torch.Tensor | None) -> None:
         """Tell apart what differs from forward, and fail unless it is harmless."""
         loaded = self.ops is not None and self.ops.has_loaded(owner)
         error = what_differs(holder, tensor, owner, origin, self._first_number, loaded)
         if error is not None:
-            if self.ops is not None and (name := self.ops.next_name()) is not None and type(error) is MismatchError:
+            name = None if self.ops is None or type(holder) is OpHolder else self.ops.next_name()
+            if name is not None and type(error) is MismatchError:
                 error.what += f" (op {name!r} of forward has not come yet)"
             if self.ops is not None and self.ops.compares() and type(error) is MismatchError:
-                self._error, self._over, self._limit = error, True, 0
+                self._error, self.over, self._limit = error, True, 0
                 self.after_next_op(partial(self.fail, error))  # if that is another op, it says more
             else:
                 self.fail(error)
@@ -328,8 +325,10 @@ class Filling(RematMode):
         if refusal is not None:
             raise refusal.error()
         region = self.region
-        if self.ops is not None and (self._over or region.finished):
-            self.ops.check_passed(self._last) if self._over else self.ops.finish()
+        if self.over or region.finished:
+            if self.ops is not None:
+                self.ops.check_passed(self._last) if self.over else self.ops.finish()
+            check_inner(self, self._last if self.over else len(self._saved))
         for holder in self._empty:
             if holder.value is None:
                 raise fewer_saved(region, holder, self.position)

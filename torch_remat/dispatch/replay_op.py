@@ -49,8 +49,8 @@ class ReplayOp(RematHandle):
         record, ops, ctx = self._record, self._ops, self._ctx
         if record.policy is _RECOMPUTE or not record.outputs:  # without outputs its body has raised
             return None
-        if record.elided_inputs:
-            ops.fill_elided(record.elided_inputs, args)
+        if record.elided_inputs or ops.made:
+            ops.fill_elided(record, args)
         if record.drawn is not None:
             record.drawn.restore()
         region = ops.region_name
@@ -86,13 +86,13 @@ class ReplayOp(RematHandle):
         return args[0] if len(args) == 1 else args
 
     def record(self, outs: tuple[torch.Tensor, ...], as_tuple: bool) -> Any:
-        """Fill the holders that wait for these outputs."""
+        """Note the outputs that SAVE ops wait for."""
         self._end(outs)
         record = self._record
         if record.policy is not _RECOMPUTE:
             self._ops.fail_returned(record)
         if record.elided_outputs:
-            self._ops.fill_elided(record.elided_outputs, outs)
+            self._ops.note_made(record, outs)
         return outs if as_tuple else outs[0]
 
 

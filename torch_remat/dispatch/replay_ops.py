@@ -9,16 +9,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from torch_remat.dispatch.aftermath import Aftermath
 from torch_remat.dispatch.again import Again
 from torch_remat.dispatch.elided import Elided
+from torch_remat.dispatch.holder import parameter_behind
 from torch_remat.dispatch.inputs import leaves_of, with_leaves
-from torch_remat.dispatch.mismatch import mismatched, other_output
+from torch_remat.dispatch.mismatch import SAME_ORDER, mismatched, other_source
 from torch_remat.dispatch.mode import StopReplay
 from torch_remat.dispatch.native_replay import NativeReplay
 from torch_remat.dispatch.op import RematHandle
-from torch_remat.dispatch.placeholder import Placeholder, last_refusal, real
+from torch_remat.dispatch.placeholder import Placeholder, last_refusal, real, unpack
 from torch_remat.dispatch.policy import CheckpointPolicy
 from torch_remat.dispatch.policy_replay import PolicyReplay
 from torch_remat.dispatch.record import NativeRecord, Record, WholeCallRecord
@@ -29,11 +32,6 @@ from torch_remat.errors import MismatchError
 
 if TYPE_CHECKING:
     from torch_remat.dispatch.replay import Filling
-
-_SAME_ORDER = (
-    "The ops of a region must have the same names and policies in the same order in both phases: derive names from the "
-    "code's structure, not from counters or other state."
-)
 
 
 class ReplayOps:
@@ -51,6 +49,7 @@ class ReplayOps:
         self._next = 0
         self._loaded: dict[int, torch.Tensor] = {}  # by id, kept so that no other tensor gets the id
         self._regions = 0
+        self.made: dict[str, list[tuple[Elided, Any]]] = {}  # by the SAVE ops that have saved it
         self.suppressed = Suppressed()
         self.policy: PolicyReplay | None = None
         self._in_skipped = False  # whether the body of a native region runs
@@ -134,18 +133,25 @@ class ReplayOps:
         """Whether a native region runs that replay skips."""
         return self._in_skipped
 
+    def passes_over(self) -> bool:
+        """Whether what runs now has come in this replay before."""
+        return self._again is not None
+
     def run_skipped(self, again: Again) -> None:
         """Run the body of a skipped op after all; the ops in it are part of it."""
         before = self._in_skipped, self._again
         self._in_skipped, self._again = True, again
         try:
-            again.run(self._mode)
+            # It saves nothing, but user code may enable gradients.
+            with self._mode.current(), saved_tensors_hooks(torch.detach, unpack):
+                again.run(self._mode)
         finally:
             self._in_skipped, self._again = before
 
     def forget(self) -> None:
         """At the end of the replay: let go of what placeholders that outlive it may know."""
         self.suppressed.restore()
+        self.made.clear()
         if self.policy is not None:
             self.policy.forget()
         for native in self._natives:
@@ -158,6 +164,8 @@ class ReplayOps:
     def _next_record(self, name: str, policy: CheckpointPolicy) -> Record:
         place = self._next
         expected = self._records[place] if place < len(self._records) else None
+        if expected is None and not self.region.finished:
+            self._mode.stop()  # a backward inside forward, which has not come so far itself
         if expected is None or expected.name != name:
             self._mode.fail(self._another_op(name, expected))
         if expected.policy is not policy:
@@ -165,7 +173,7 @@ class ReplayOps:
                 mismatched(
                     self.region,
                     f"this op has policy {policy.name} in replay and had {expected.policy.name} in forward",
-                    _SAME_ORDER,
+                    SAME_ORDER,
                     op=name,
                 )
             )
@@ -181,7 +189,7 @@ class ReplayOps:
     def check_passed(self, last: int) -> None:
         """Raise if an op has not come that had begun in forward before the tensor at a place was saved."""
         if self._next < len(self._records) and (missing := self._records[self._next]).saved_before <= last:
-            raise mismatched(self.region, "this op of forward is missing in replay", _SAME_ORDER, op=missing.name)
+            raise mismatched(self.region, "this op of forward is missing in replay", SAME_ORDER, op=missing.name)
 
     def load_inputs(self, record: Record, args: Iterable[Any], consumer: str) -> list[Any]:
         """Return inputs with the placeholders among them replaced by what the slots keep.
@@ -230,37 +238,55 @@ class ReplayOps:
         self._regions = place + 1
         regions = self.region.tape.regions
         if place >= len(regions):
-            self._mode.fail(mismatched(self.region, "replay runs more inner regions than forward", _SAME_ORDER))
+            self._mode.fail(mismatched(self.region, "replay runs more inner regions than forward", SAME_ORDER))
         if not regions[place].slots:
             return args, kwargs
         leaves = self.load_inputs(regions[place], leaves_of(args, kwargs), "inner region")
         return with_leaves(args, kwargs, leaves)
 
-    def fill_elided(self, waiting: Iterable[Elided], sources: tuple[Any, ...]) -> None:
-        """Give the holders that wait for an op's inputs or outputs their values."""
-        for elided in waiting:
+    def note_made(self, record: Record, outputs: Sequence[torch.Tensor]) -> None:
+        """Note the outputs of an op that SAVE ops wait for; see NOTE [ When an elided tensor is complete ]."""
+        for elided in record.elided_outputs:
             holder = elided.holder()
             if holder is not None and holder.value is None:
-                source = sources[elided.place]
-                if type(source) is Placeholder:
-                    source = real(source, f"op {holder.op!r}")
-                if elided.geometry is None:
-                    _, shape, dtype, device = holder.metadata
-                    if source.shape != shape or source.dtype is not dtype or source.device != device:
-                        self._mode.fail(other_output(self.region, holder, source))
-                self._mode.fill_elided(holder, elided.value(source))
+                source = outputs[elided.place] if elided.place < len(outputs) else None
+                self.made.setdefault(holder.op, []).append((elided, source))
+
+    def fill_elided(self, record: Record, args: Sequence[Any]) -> None:
+        """Give the holders of a skipped op their values that wait for its inputs, or for what was made before."""
+        if self.made:
+            for elided, source in self.made.pop(record.name, ()):
+                self._fill(elided, source, False)
+        for elided in record.elided_inputs:
+            self._fill(elided, args[elided.place] if elided.place < len(args) else None, True)
+
+    def _fill(self, elided: Elided, source: Any, is_input: bool) -> None:
+        holder = elided.holder()
+        if holder is None or holder.value is not None:
+            return
+        loaded = type(source) is Placeholder
+        if loaded:
+            source = real(source, f"op {holder.op!r}")
+        value = elided.value(source) if isinstance(source, torch.Tensor) else None
+        if value is None or (value.shape, value.dtype, value.device) != holder.metadata[1:]:
+            self._mode.fail(other_source(self.region, holder, source, is_input))
+        if is_input and not loaded:
+            owner = source if source._base is None else source._base
+            if type(owner.grad_fn) is not holder.producer or holder.origin is not None or type(owner) is not Tensor:
+                self._mode.explain(holder, value, owner, parameter_behind(owner))
+        self._mode.fill_elided(holder, value)
 
     def fail_returned(self, record: Record) -> NoReturn:
         """End the replay, since an op returned whose body has raised in forward."""
         what = "this op raised an exception in forward and returned in replay"
-        self._mode.fail(mismatched(self.region, what, _SAME_ORDER, op=record.name))
+        self._mode.fail(mismatched(self.region, what, SAME_ORDER, op=record.name))
 
     def _another_op(self, name: str, expected: Record | None) -> MismatchError:
         if expected is None or name not in self.region.tape.records:
-            return mismatched(self.region, "replay runs this op, forward did not", _SAME_ORDER, op=name)
+            return mismatched(self.region, "replay runs this op, forward did not", SAME_ORDER, op=name)
         return mismatched(
             self.region,
             f"replay runs this op where forward ran {expected.name!r}",
-            _SAME_ORDER,
+            SAME_ORDER,
             op=name,
         )

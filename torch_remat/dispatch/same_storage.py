@@ -56,6 +56,26 @@ def in_same_storage(
     return negative_view(tensor) if negated else tensor
 
 
+def lies_within(geometry: Geometry, dtype: torch.dtype, size_bytes: int) -> bool:
+    """Whether a storage of a size holds all elements of a tensor."""
+    shape, _, offset = geometry
+    return offset >= 0 and (0 in shape or (offset + _extent(geometry)) * dtype.itemsize <= size_bytes)
+
+
+def laid_out(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor | None:
+    """Return a copy of a tensor with other strides; None if it would not fill its memory, each element once."""
+    if _extent(geometry) != tensor.numel() or tensor.is_conj() or tensor.is_neg():
+        return None
+    with torch.no_grad():
+        made = torch.empty_strided(geometry.shape, geometry.stride, dtype=tensor.dtype, device=tensor.device)
+        return made.copy_(tensor)
+
+
+def _extent(geometry: Geometry) -> int:
+    """Return the number of elements from a tensor's first to its last in memory; meaningless if it is empty."""
+    return 1 + sum((size - 1) * step for size, step in zip(geometry.shape, geometry.stride, strict=True))
+
+
 def offset_in_bytes(tensor: torch.Tensor) -> int:
     """Return where a tensor's first element lies in its storage."""
     return int(tensor.storage_offset()) * tensor.dtype.itemsize

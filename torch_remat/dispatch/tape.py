@@ -17,6 +17,7 @@ from torch_remat.dispatch.holder import Holder, OpHolder, ResidentRef
 from torch_remat.dispatch.record import Record
 
 if TYPE_CHECKING:
+    from torch_remat.dispatch.inner_ops import InnerOp
     from torch_remat.dispatch.policy_call import PolicyCall
 
 
@@ -31,11 +32,12 @@ class Tape:
         holders: Weak references to the holders of all that has a name, for reports.
         records: The ops by name, in order.
         regions: The inner regions that were called after the first op, as records of what they get from SAVE ops.
+        inner: The ops of inner regions, in the order in which they began.
         calls: The aten ops of a region with a policy for them.
         backward_inside: Whether a backward that ran inside forward has read a tensor that the region saved.
     """
 
-    __slots__ = ("backward_inside", "calls", "elided", "holders", "records", "regions", "saved")
+    __slots__ = ("backward_inside", "calls", "elided", "holders", "inner", "records", "regions", "saved")
 
     def __init__(self) -> None:
         self.saved: list[ref[Holder] | ResidentRef | torch.Tensor | None] = []
@@ -43,6 +45,7 @@ class Tape:
         self.holders: list[ref[OpHolder]] = []
         self.records: dict[str, Record] = {}
         self.regions: list[Record] = []
+        self.inner: list[InnerOp] | tuple[()] = ()
         self.calls: Sequence[PolicyCall] = ()
         self.backward_inside = False
 
@@ -76,7 +79,7 @@ class Tape:
 
     def forget_slots(self) -> None:
         """Drop what only a further replay would need."""
-        self.calls = ()
+        self.calls = self.inner = ()
         for record in (*self.records.values(), *self.regions):
             record.forget_slots()
 

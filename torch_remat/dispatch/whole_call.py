@@ -213,8 +213,8 @@ class WholeCallReplay:
                     op=record.name,
                 )
             )
-        if record.elided_inputs:
-            ops.fill_elided(record.elided_inputs, tuple(args) if not kwargs else (*args, *kwargs.values()))
+        if record.elided_inputs or ops.made:
+            ops.fill_elided(record, tuple(args) if not kwargs else (*args, *kwargs.values()))
         if record.raised is not None:
             kind, values = record.raised
             raise kind(*values)

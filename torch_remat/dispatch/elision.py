@@ -1,0 +1,66 @@
+"""Which saved tensors of a SAVE op replay makes again, so that forward does not keep them.
+
+In: a tensor that a SAVE op saves. Kept: on the tape its description, with the op's own record or its producer's. Out:
+whether it is elided; see NOTE [ What is kept for an op ].
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+from weakref import ref
+
+import torch
+
+from torch_remat._compat import node_number
+from torch_remat.dispatch.elided import Elided
+from torch_remat.dispatch.holder import AUTOCAST_DTYPES, OpHolder, parameter_behind
+from torch_remat.dispatch.record import Record
+from torch_remat.dispatch.same_storage import offset_in_bytes
+
+if TYPE_CHECKING:
+    from torch_remat.dispatch.forward_ops import ForwardOps
+
+
+def elide(ops: ForwardOps, record: Record, tensor: torch.Tensor, owner: torch.Tensor, holder: OpHolder) -> bool:
+    """Let replay take a saved tensor from what it makes again, if it does; return whether it does.
+
+    Args:
+        ops: The ops of the region.
+        record: The record of the op that saves it.
+        tensor: The saved tensor.
+        owner: The tensor that it is a view of, or itself.
+        holder: Its holder.
+    """
+    made = ops.provenance.maker_of(tensor)
+    if made is not None:
+        if made.record is record or not made.replayed_as(tensor):
+            return False
+        if ops.policy is not None and not ops.policy.runs_writer(tensor):
+            return False  # written since, past its version counter, by an op that replay need not run
+        made.record.elide_output(Elided.of(tensor, holder, made.output, made.tensor(), made.offset_in_bytes))
+        return True
+    if ops.policy is not None or (ops.natives is not None and ops.natives.made(tensor)):
+        return False
+    inputs = ops.region.inputs
+    if inputs is None or inputs.contains(owner):
+        return False  # it shares the storage of a region input
+    for place, arg in enumerate(ops.known_args):
+        if not isinstance(arg, torch.Tensor) or not (arg is tensor or arg is owner or arg._base is owner):
+            continue
+        if ops.source_of(arg) is None:  # else replay has no data for this one
+            offset = 0 if arg is tensor else offset_in_bytes(arg)
+            record.elide_input(Elided.of(tensor, holder, place, arg, offset))
+            _note_origin(holder, owner, ops.region.first_number)
+            return True
+    return False
+
+
+def _note_origin(holder: OpHolder, owner: torch.Tensor, first_number: int) -> None:
+    """Note where an input comes from, which replay compares as it does for what is recomputed."""
+    node = owner.grad_fn
+    holder.producer = type(node)
+    if type(owner) is not torch.Tensor or owner.dtype in AUTOCAST_DTYPES:
+        holder.origin = parameter_behind(owner)
+    outside = owner.requires_grad if node is None else node_number(node) < first_number
+    if outside and holder.origin is None:
+        holder.origin = ref(owner)
