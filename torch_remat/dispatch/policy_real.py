@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from torch_remat.dispatch.suppressed import Suppressed
 
 
-def replay(region: Region, empty: list[Holder]) -> None:
-    """Replay a region, and once more with all its ops where its policy's placeholders would not do."""
+def replay_with_policy(region: Region, empty: list[Holder]) -> None:
+    """Replay a region with a policy, and once more with all its ops where placeholders would not do."""
     try:
         Filling(region, empty).replay()
         return
@@ -41,7 +41,7 @@ def replay(region: Region, empty: list[Holder]) -> None:
 
 
 def _may_run(region: Region, error: Exception) -> bool:
-    if not region.tape.calls or region.replay_context is not None:
+    if region.replay_context is not None:
         return False
     if region.hooks is not None and region.hooks[1] not in (read, unpack):
         return False  # they may give each tensor once, as those of `torch.utils.checkpoint` do
