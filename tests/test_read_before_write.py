@@ -61,11 +61,24 @@ def logging(run, x, w, state):
     return h.exp()
 
 
+def caching_part_by_part(run, x, w, state):
+    h = x @ w
+    for step in range(3):
+
+        def write(step=step, h=h):
+            with torch.no_grad():
+                state[:, step].copy_(h.sum(1))
+
+        run(f"write {step}", write)
+        h = (h * state[:, : step + 1].sum()).sin()
+    return h
+
+
 def _plainly(name, function, *args):
     return function(*args)
 
 
-STATEFUL = [counting, caching, averaging_in_place_of_a_view, logging]
+STATEFUL = [counting, caching, averaging_in_place_of_a_view, logging, caching_part_by_part]
 HOWS = ["args", "kwargs", "closure"]
 
 
@@ -206,6 +219,37 @@ def test_what_was_passes_the_hooks_around_the_region(function, around):
     else:
         actual = stateful_program(function, _plainly, "closure", wrap)
     assert_same(expected, actual)
+
+
+@pytest.mark.parametrize("inner", [None, "policy"])
+def test_inner_region_that_reads_what_the_outer_one_changes_later_is_refused(inner):
+    """Its own replay, which comes after that of the outer one, would read the tensor as it is then."""
+    w, state, wrap = leaf(4, 4), torch.rand(4, 4), region(None if inner is None else nothing)
+
+    def function(x):
+        h = wrap(lambda h: (h.sin() - state).exp())(x @ w)
+        state.add_(1)
+        return h.sin()
+
+    y = region([aten.mm.default])(function)(leaf(4, 4))
+    with pytest.raises(remat.MutationError, match="sub"):
+        y.sum().backward()
+
+
+def test_inner_region_that_reads_and_changes_is_right_in_an_outer_one():
+    def program(wrap):
+        w, state, x = leaf(4, 4), torch.rand(4, 4), leaf(4, 4)
+
+        def inner(h):
+            made = (h - state).sin()
+            state.add_(1)
+            return made.exp()
+
+        y = wrap(lambda x: wrap(inner)(x @ w) * wrap(inner)((x @ w).cos()))(x)
+        y.sum().backward()
+        return y, x.grad, w.grad, state
+
+    assert_same_program(program, policy=nothing)
 
 
 def test_instance_norm_with_running_statistics_is_an_ordinary_module():

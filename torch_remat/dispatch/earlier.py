@@ -5,6 +5,8 @@ it that may run again in replay; past the end of forward, if it does. Out: in re
 
 The whole storage is copied: an op may have read any part of it. Only what is read before it is written in one region
 costs this; a buffer that is only written, or read after, costs nothing.
+
+An inner region's replay reads for itself: what one has read counts only if the same one writes it, under a policy.
 """
 
 from __future__ import annotations
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
     from torch_remat.dispatch.storages import Storages
 
 
+_PLAIN = object()  # an inner region without a policy
+
+
 class Earlier:
     """The copies of one forward.
 
@@ -39,25 +44,49 @@ class Earlier:
         self._storages = storages
         self._calls = calls
         self._seen = 0  # how many calls are among the readers
-        # By the storage from outside that it read: each call since the last change, and which of its tensors it was.
-        self._readers: dict[int, list[tuple[PolicyCall, int]]] = {}
+        # By the storage from outside that it read: each call since the last change, which of its tensors it was, and
+        # the inner region in which it ran.
+        self._readers: dict[int, list[tuple[PolicyCall, int, object]]] = {}
+        self._inner: list[object] = [None]  # the inner regions that run
+        self._marks: list[tuple[int, object]] = []  # from which call on which of them runs
+        self._reading: object = None  # that of the last reader
         self._copies: list[tuple[torch.Tensor, list[tuple[PolicyCall, int]]]] = []
+
+    def enter(self, has_policy: bool) -> None:
+        """Note that an inner region begins."""
+        self._inner.append(object() if has_policy else _PLAIN)
+        self._marks.append((len(self._calls), self._inner[-1]))
+
+    def leave(self) -> None:
+        """Note that it has ended."""
+        self._inner.pop()
+        self._marks.append((len(self._calls), self._inner[-1]))
 
     def note_writes(self, written: Sequence[torch.Tensor]) -> None:
         """Copy what an op is about to write, where that comes from outside and was read."""
         outside = [tensor for tensor in written if self._storages.is_foreign(key_of(tensor))]
         if not outside:
             return
-        for call in self._calls[self._seen :]:
-            if call.versions and not (call.kind == VIEW or call.outside or (call.kind == ONE and call.saved)):
-                for at, _ in call.versions:
-                    self._readers.setdefault(call.reads[at], []).append((call, at))
-        self._seen = len(self._calls)
+        self._note_readers()
         for tensor in outside:
-            readers = self._readers.pop(key_of(tensor), None)
+            read = self._readers.pop(key_of(tensor), ())
+            readers = [(call, at) for call, at, inner in read if inner is self._inner[-1] is not _PLAIN]
             if readers and tensor.layout is torch.strided and not isinstance(tensor, Placeholder):
                 # A region around this one sees the copy made, so that in its replay, too, it is of what was.
                 self._copies.append((_storage_of(tensor).clone(), readers))
+
+    def _note_readers(self) -> None:
+        marks = iter([*self._marks, (len(self._calls), None)])
+        until, following = next(marks)
+        for place in range(self._seen, len(self._calls)):
+            while until <= place:
+                self._reading = following
+                until, following = next(marks)
+            call = self._calls[place]
+            if call.versions and not (call.kind == VIEW or call.outside or (call.kind == ONE and call.saved)):
+                for at, _ in call.versions:
+                    self._readers.setdefault(call.reads[at], []).append((call, at, self._reading))
+        self._seen, self._reading, self._marks = len(self._calls), self._inner[-1], []
 
     def keep(self, departures: Departures) -> None:
         """At the end of forward: keep what a call that replay runs will read."""

@@ -43,7 +43,11 @@ def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
     """Run a function as a checkpointed region and return its output."""
     parent = current_mode()
     is_part = False
+    earlier = None
     if parent is not None and parent.ops is not None:
+        if isinstance(parent, Recording) and parent.ops.policy is not None:
+            earlier = parent.ops.policy.earlier
+            earlier.enter(options.policy is not None)
         is_part = parent.ops.skips()
         if not is_part:
             args, kwargs = parent.ops.enter_region(args, kwargs)
@@ -60,6 +64,8 @@ def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
         observed = mode.observed
     finally:
         mode.forget()
+        if earlier is not None:
+            earlier.leave()
     for node in nodes:
         # An output that is an input, or comes from outside, has an older node: a hook there would tie the region
         # to a graph that it may own through its function.

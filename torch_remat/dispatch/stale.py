@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torch_remat._compat import without_dispatch_modes
 from torch_remat.dispatch.calls import key_of, still_there, tensors_in, written_arguments
-from torch_remat.dispatch.placeholder import Packed
+from torch_remat.dispatch.placeholder import Packed, geometry_of
 from torch_remat.dispatch.record import NativeRecord
 from torch_remat.dispatch.schema import effects_of
 from torch_remat.errors import MutationError
@@ -34,17 +35,18 @@ class StaleReads:
 
     Args:
         replay: The replay.
-        changed: For each storage that native regions have changed: which record of the tape did so last.
+        changed: For each storage that native regions have changed: which records of the tape did so, and where in it;
+            None for the place if it is not known.
 
     Attributes:
         run: What runs an op.
     """
 
-    def __init__(self, replay: Filling, changed: Mapping[int, int]) -> None:
+    def __init__(self, replay: Filling, changed: Mapping[int, list[tuple[int, torch.Tensor | None]]]) -> None:
         self.run: Callable[[Any, Sequence[Any], Mapping[str, Any]], Any] = _run
         self._replay = replay
         self._changed = changed
-        self._last = max(changed.values())
+        self._last = max(at for places in changed.values() for at, _ in places)
         self._made: dict[int, tuple[str, int]] = {}  # by storage: what op read which record's tensor too late
 
     def watch(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -56,7 +58,7 @@ class StaleReads:
         effects = effects_of(op)
         if effects.ignored or effects.viewed is not None or effects.reshapes or effects.factory:
             return self.run(op, args, kwargs)
-        why = next(filter(None, (self._reason(key_of(tensor), op) for tensor in tensors_in(args, kwargs))), None)
+        why = next(filter(None, (self._reason(tensor, op) for tensor in tensors_in(args, kwargs))), None)
         result = self.run(op, args, kwargs)
         results = list(tensors_in([result], {}))
         if why is None:
@@ -70,11 +72,14 @@ class StaleReads:
             self._made[key_of(tensor)] = why
         return result
 
-    def _reason(self, key: int, op: Any) -> tuple[str, int] | None:
-        at = self._changed.get(key)
-        ops = self._replay.ops
-        if at is not None and ops is not None and ops.begun() <= at:
-            return str(op), at
+    def _reason(self, tensor: torch.Tensor, op: Any) -> tuple[str, int] | None:
+        key = key_of(tensor)
+        places = self._changed.get(key)
+        if places is not None and (ops := self._replay.ops) is not None:
+            begun = ops.begun()
+            at = next((at for at, place in places if at >= begun and (place is None or _overlap(place, tensor))), None)
+            if at is not None:
+                return str(op), at
         return self._made.get(key)
 
     def guarded(self, pack: _PackHook) -> _PackHook:
@@ -111,11 +116,27 @@ class StaleReads:
 
 def stale_reads(replay: Filling) -> StaleReads | None:
     """Return what watches for stale reads; None where no native region has changed what outlives the forward."""
-    changed: dict[int, int] = {}
+    changed: dict[int, list[tuple[int, torch.Tensor | None]]] = {}
     for at, record in enumerate(replay.region.tape.records.values()):
         if type(record) is NativeRecord and record.written:
-            changed.update(dict.fromkeys(still_there(written.storage for written in record.written), at))
+            for storage, slot, _ in record.written:
+                for key in still_there([storage]):
+                    kept = slot.kept if isinstance(slot.kept, torch.Tensor) else None  # hooks made it something else
+                    changed.setdefault(key, []).append((at, kept))
     return StaleReads(replay, changed) if changed else None
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one storage share an element; True where that is not easily told."""
+    if one.dtype != other.dtype or one.layout is not torch.strided or key_of(one) != key_of(other):
+        return True
+    size = one.untyped_storage().nbytes()
+    if size in (one.nbytes, other.nbytes):
+        return bool(one.numel() and other.numel())
+    with without_dispatch_modes(), torch.no_grad():
+        written = torch.zeros(size // one.dtype.itemsize, dtype=torch.bool)
+        written.as_strided(*geometry_of(one)).fill_(True)
+        return bool(written.as_strided(*geometry_of(other)).any())
 
 
 def _run(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
