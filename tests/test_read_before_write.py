@@ -10,6 +10,7 @@ from helpers import (
     assert_same,
     assert_same_program,
     leaf,
+    no_other_regions,
     parameter_gradients,
     plain,
 )
@@ -19,6 +20,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.nn import functional as F
 
 import torch_remat as remat
+from torch_remat.dispatch.region import live_regions
 
 
 def _after(tensor):
@@ -281,8 +283,9 @@ def test_what_was_is_kept_and_reported_where_replay_reads_it_and_only_there():
     x, w, state = leaf(4, 4), leaf(4, 4), torch.rand(4, 4)
 
     def rows(function, policy):
-        y = region(policy, region_name="block")(lambda x: function(_plainly, x, w, state))(x)
-        report = remat.memory_report(y)
+        with no_other_regions():
+            y = region(policy, region_name="block")(lambda x: function(_plainly, x, w, state))(x)
+            report = remat.memory_report(y)
         return {tensor.label: tensor.bytes for tensor in report.regions[0].tensors if tensor.kind != "input"}
 
     assert rows(reading_before, [aten.mm.default]) == {"mm_0_0": 64, "sub_0_0 input 1": 64}
@@ -300,16 +303,13 @@ def test_two_readers_share_what_was():
     expected = stateful_program(function, _plainly, "closure", plain)
     assert_same(expected, stateful_program(function, _plainly, "closure", region(nothing)))
     x, w, state = leaf(4, 4), leaf(4, 4), torch.rand(4, 4)
-    y = region(nothing)(lambda x: function(_plainly, x, w, state))(x)
-    kept = [slot for call in _calls_of(y) for slot in call.earlier.values()]
+    with no_other_regions():
+        y = region(nothing)(lambda x: function(_plainly, x, w, state))(x)
+        (live,) = live_regions()
+        kept = [slot for call in live.tape.calls for slot in call.earlier.values()]
+        del y
     assert len(kept) == 2
     assert len(set(map(id, kept))) == 1
-
-
-def _calls_of(y):
-    from torch_remat.dispatch.region import live_regions
-
-    return next(live for live in live_regions()[::-1] if live.tape.calls).tape.calls
 
 
 def test_lists_and_views_of_other_dtypes_are_read_as_they_were():

@@ -46,8 +46,8 @@ def _may_run(region: Region, error: Exception) -> bool:
     if region.hooks is not None and region.hooks[1] not in (read, unpack):
         return False  # they may give each tensor once, as those of `torch.utils.checkpoint` do
     calls = [call for call in region.tape.calls if type(call) is not SkippedOp]
-    if any(call.outside and len(call.kept) < len(call.made) for call in calls):
-        return False  # what such an op made depends on what it wrote
+    if any(call.earlier or (call.outside and len(call.kept) < len(call.made)) for call in calls):
+        return False  # what such an op made depends on what it wrote, or on what was there before another wrote
     return may_run(region, calls, error) and not _reads_what_it_wrote(calls)
 
 
