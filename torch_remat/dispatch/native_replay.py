@@ -237,7 +237,10 @@ class NativeReplay:
 
     def compute_output(self, op: str, place: int, consumer: str) -> torch.Tensor:
         """Run the region once more, and return the output of an op with a handle in it."""
-        return self._run_again(f"{op}.{place}", consumer).outputs[op][place]
+        outputs = self._run_again(f"{op}.{place}", consumer).outputs.get(op)
+        if outputs is None:  # the second run ended before it came to the op
+            refuse(Source(self._region_name, self.record.name, f"{op}.{place}"), consumer)
+        return outputs[place]
 
     def _run_again(self, tensor: str, consumer: str) -> Again:
         """Run the region once more, as far as it has come."""
