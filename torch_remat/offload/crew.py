@@ -18,6 +18,7 @@ NOTE [ Threads that may be killed ]
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -30,7 +31,7 @@ Bell = SimpleQueue[None]
 """Something to wait for: ``put`` rings it."""
 
 
-class Job:
+class Job(ABC):
     """Something for a thread to do; see NOTE [ Threads that may be killed ]."""
 
     __slots__ = ("_takers",)
@@ -56,9 +57,9 @@ class Job:
         taker = self._takers[0][0] if self._takers else None
         return taker is not None and not taker.is_alive()
 
+    @abstractmethod
     def do(self) -> None:
         """Do it; raises nothing of its own."""
-        raise NotImplementedError
 
 
 U = TypeVar("U", bound=Job)  # urgent
