@@ -23,11 +23,11 @@ from torch_remat.dispatch.earlier import earlier_label
 from torch_remat.dispatch.forward_ops import ForwardOps
 from torch_remat.dispatch.holder import OpHolder, is_parameter
 from torch_remat.dispatch.mode import current_mode
-from torch_remat.dispatch.policy import CheckpointPolicy
 from torch_remat.dispatch.policy_call import PolicyCall
 from torch_remat.dispatch.record import NativeRecord, Record, WholeCallRecord
-from torch_remat.dispatch.region import Region
+from torch_remat.dispatch.region.region import Region
 from torch_remat.errors import qualified_name
+from torch_remat.policies.decision import CheckpointPolicy
 from torch_remat.reports.ledger import Ledger, Row
 from torch_remat.reports.model import Kind, OpReport, RegionReport
 from torch_remat.reports.pieces import pieces_in

@@ -14,7 +14,7 @@ from torch.autograd.graph import Node
 from torch_remat._compat import node_number
 from torch_remat.dispatch.policy_call import PolicyCall
 from torch_remat.dispatch.readers import is_view
-from torch_remat.dispatch.region import Region
+from torch_remat.dispatch.region.region import Region
 
 SOME_OP = "an op in replay"
 """What reads it, where that is all that is known."""

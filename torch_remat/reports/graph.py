@@ -16,7 +16,7 @@ import torch
 from torch.autograd.graph import Node
 
 from torch_remat.dispatch.holder import is_parameter
-from torch_remat.dispatch.region import Region
+from torch_remat.dispatch.region.region import Region
 from torch_remat.reports.ledger import Ledger, Row
 from torch_remat.reports.model import NodeReport
 from torch_remat.reports.pieces import parameters_in, pieces_in

@@ -8,7 +8,7 @@ from typing import TextIO
 import torch
 
 from torch_remat.dispatch.mode import current_mode
-from torch_remat.dispatch.region import live_regions
+from torch_remat.dispatch.region.region import live_regions
 from torch_remat.errors import UsageError
 from torch_remat.reports.collect import collect_parameters, collect_region
 from torch_remat.reports.graph import checkpoints_below, collect_nodes, nodes_below, parameters_below

@@ -15,7 +15,7 @@ from torch_remat.dispatch.holder import Holder, is_parameter
 from torch_remat.dispatch.offloading import Offloaded
 from torch_remat.dispatch.parcel import Parcel
 from torch_remat.dispatch.placeholder import is_placeholder
-from torch_remat.dispatch.region import Region
+from torch_remat.dispatch.region.region import Region
 from torch_remat.reports.walk import leaves_in, tensors_in
 
 Besides = Literal["not gone yet", "brought back"]

@@ -17,11 +17,11 @@ from torch_remat.dispatch.elided import Elided
 from torch_remat.dispatch.holder import Holder, OpHolder
 from torch_remat.dispatch.offloading import Offloaded
 from torch_remat.dispatch.parcel import may_travel
-from torch_remat.dispatch.policy import CheckpointPolicy
 from torch_remat.dispatch.policy_call import PolicyCall, SkippedOp
 from torch_remat.dispatch.record import NativeRecord, Record, Slot, WholeCallRecord
-from torch_remat.dispatch.region import Region
+from torch_remat.dispatch.region.region import Region
 from torch_remat.errors import qualified_name
+from torch_remat.policies.decision import CheckpointPolicy
 from torch_remat.reports.collect import output_name
 from torch_remat.reports.consumers import SOME_OP, reader_among
 from torch_remat.reports.explanation import State, TensorExplanation

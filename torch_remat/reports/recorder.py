@@ -19,7 +19,7 @@ from torch_remat._compat import ProfilerRange, profiler_runs, sequence_number
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.observe import Observer, WatchedOp
 from torch_remat.dispatch.parcel import Parcel
-from torch_remat.dispatch.region import Region, live_regions
+from torch_remat.dispatch.region.region import Region, live_regions
 from torch_remat.reports.collect import collect_parameters, collect_region
 from torch_remat.reports.ledger import Ledger
 from torch_remat.reports.timeline import Phase
