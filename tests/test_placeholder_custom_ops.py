@@ -10,7 +10,7 @@ from torch.utils.cpp_extension import load_inline
 
 import torch_remat as remat
 from torch_remat.dispatch.placeholder import Source, make_placeholder
-from torch_remat.dispatch.schema import effects_of
+from torch_remat.dispatch.log.schema import effects_of
 
 SOURCE = Source("block", "op", "out")
 OTHER = torch.arange(6.0).view(2, 3)

@@ -11,7 +11,7 @@ import torch
 
 from torch_remat._handle import get_handle
 from torch_remat._names import scoped
-from torch_remat.dispatch.op import RematHandle
+from torch_remat.dispatch.handle.op import RematHandle
 from torch_remat.errors import UsageError
 from torch_remat.policies.decision import CheckpointPolicy
 

@@ -42,6 +42,7 @@ __all__ = [
     "graph_task",
     "has_effect",
     "has_returned",
+    "is_traceable_wrapper",
     "kernel_of",
     "make_wrapper_subclass",
     "negative_view",
@@ -240,6 +241,9 @@ def with_shared_versions() -> AbstractContextManager[Any]:
     )
     return guard
 
+
+# Whether a tensor is a subclass that wraps other tensors and can be taken apart and made again, such as DTensor.
+is_traceable_wrapper: Callable[[object], bool] = torch.utils._python_dispatch.is_traceable_wrapper_subclass
 
 # Runs an op past all dispatch modes. What the hooks of checkpointing do to a tensor is no op of the user's.
 without_dispatch_modes: Callable[[], AbstractContextManager[Any]] = torch._C._DisableTorchDispatch

@@ -24,15 +24,15 @@ from torch_remat._compat import (
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
 )
-from torch_remat.dispatch.schema import effects_of
+from torch_remat.dispatch.log.schema import effects_of
 from torch_remat.errors import Carried
 
 if TYPE_CHECKING:
-    from torch_remat.dispatch.forward_ops import ForwardOps
+    from torch_remat.dispatch.handle.answerer import Answerer
+    from torch_remat.dispatch.handle.recorder import CallRecorder
     from torch_remat.dispatch.observe import Watch
-    from torch_remat.dispatch.op import RematHandle
+    from torch_remat.dispatch.handle.op import RematHandle
     from torch_remat.dispatch.region.region import Region
-    from torch_remat.dispatch.replay_ops import ReplayOps
     from torch_remat.policies.decision import CheckpointPolicy
 
 _Watcher = Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]
@@ -42,6 +42,13 @@ _current: ContextVar[RematMode | None] = ContextVar("torch_remat_mode", default=
 
 class StopReplay(BaseException):
     """Ends the function of a replay that has filled what it had to; see NOTE [ How a replay ends ]."""
+
+    def __init__(self, replay: RematMode) -> None:
+        self.replay = replay
+
+
+class StartOver(BaseException):
+    """Ends the function of a replay that begins anew; see NOTE [ A placeholder that is read after all ]."""
 
     def __init__(self, replay: RematMode) -> None:
         self.replay = replay
@@ -60,7 +67,7 @@ class RematMode(DispatchMode):
 
     replaying: bool
     parent: RematMode | None = None
-    ops: ForwardOps | ReplayOps | None = None
+    ops: CallRecorder | Answerer | None = None
     observed: Watch | None = None
     opening: _Watcher | None = None
     watcher: _Watcher | None = None
@@ -114,7 +121,7 @@ class RematMode(DispatchMode):
             _current.reset(token)
 
     @abstractmethod
-    def ops_now(self) -> ForwardOps | ReplayOps | None:
+    def ops_now(self) -> CallRecorder | Answerer | None:
         """Return the ops of this phase; None where ops are plain autograd."""
 
     def begin_op(self, name: str, policy: CheckpointPolicy, ctx: Any) -> RematHandle | None:

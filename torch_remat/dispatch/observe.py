@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torch_remat._compat import ProfilerRange, node_number, profiler_runs, sequence_number
-from torch_remat.dispatch.op import RematHandle
+from torch_remat.dispatch.handle.op import RematHandle
 from torch_remat.dispatch.region.inputs import leaves_of
 from torch_remat.errors import qualified_name
 from torch_remat.policies.decision import CheckpointPolicy

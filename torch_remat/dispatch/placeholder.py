@@ -32,7 +32,7 @@ from torch_remat._compat import (
     without_dispatch_modes,
     without_torch_function,
 )
-from torch_remat.dispatch.schema import argument, effects_of
+from torch_remat.dispatch.log.schema import argument, effects_of
 from torch_remat.errors import PlaceholderError, user_line
 
 # Makes a named tuple for half the time.

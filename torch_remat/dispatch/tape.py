@@ -14,11 +14,12 @@ import torch
 
 from torch_remat.dispatch.ambient import RngState
 from torch_remat.dispatch.holder import Holder, OpHolder, ResidentRef
-from torch_remat.dispatch.record import Record
+from torch_remat._compat import sequence_number
+from torch_remat.dispatch.log.record import Record
 
 if TYPE_CHECKING:
     from torch_remat.dispatch.check.inner_ops import InnerOp
-    from torch_remat.dispatch.policy_call import PolicyCall
+    from torch_remat.dispatch.log.entry import Entry
 
 
 class Tape:
@@ -31,23 +32,69 @@ class Tape:
         elided: Weak references to the holders of SAVE ops that are filled from other ops' outputs.
         holders: Weak references to the holders of all that has a name, for reports.
         records: The ops by name, in order.
-        regions: The inner regions that were called after the first op, as records of what they get from SAVE ops.
         inner: The ops of inner regions, in the order in which they began.
-        calls: The aten ops of a region with a policy for them.
+        regions: The inner regions that were called after the first op, as records of what they get from SAVE ops.
+        calls: The entries of the log.
+        roots: The storages that replay must have, each after how many entries.
         backward_inside: Whether a backward that ran inside forward has read a tensor that the region saved.
     """
 
-    __slots__ = ("backward_inside", "calls", "elided", "holders", "inner", "records", "regions", "saved")
+    __slots__ = (
+        "_elided_numbers",
+        "_numbers",
+        "backward_inside",
+        "calls",
+        "elided",
+        "holders",
+        "inner",
+        "records",
+        "regions",
+        "roots",
+        "saved",
+    )
 
     def __init__(self) -> None:
         self.saved: list[ref[Holder] | ResidentRef | torch.Tensor | None] = []
         self.elided: list[ref[OpHolder]] = []
         self.holders: list[ref[OpHolder]] = []
         self.records: dict[str, Record] = {}
-        self.regions: list[Record] = []
         self.inner: list[InnerOp] | tuple[()] = ()
-        self.calls: Sequence[PolicyCall] = ()
+        self.calls: Sequence[Entry] = ()
+        self.regions: list[Record] = []
+        self.roots: Sequence[tuple[int, int]] = ()
         self.backward_inside = False
+        self._numbers: dict[int, tuple[int, int, bool]] = {}
+        self._elided_numbers: list[tuple[ref[OpHolder], int]] = []
+
+    def note_number(self, place: int, number: int, stop: int, buffer: bool) -> None:
+        """Note of a saved tensor where autograd stood; see `stop`.
+
+        Args:
+            place: Its place.
+            number: The sequence number when it was saved.
+            stop: The number of the first autograd node that a replay does not come to which ends with this tensor.
+            buffer: Whether its op may yet fill it.
+        """
+        self._numbers[place] = number, stop, buffer
+
+    def stop(self, hooks: object, early_stop: bool) -> int:
+        """Return, at the end of forward, the number of the first autograd node to which no replay comes."""
+        last = self._with_parameters(self.last_that_may_be_needed(hooks))
+        elided = [number for holder, number in self._elided_numbers if hooks is not None or holder() is not None]
+        number, stop, _ = self._numbers.get(last, (0, 0, False))
+        if last >= 0 and any(
+            buffer and saved == number and place <= last and self.may_need(place, hooks)
+            for place, (saved, _, buffer) in self._numbers.items()
+        ):
+            return sequence_number()  # to the function's end
+        if not early_stop and (last >= 0 or elided):
+            return sequence_number()
+        return max([stop, *elided])
+
+    def note_elided(self, holder: ref[OpHolder]) -> None:
+        """Note a holder that replay fills from an input or an output of an op, which is over by now."""
+        self.elided.append(holder)
+        self._elided_numbers.append((holder, sequence_number()))
 
     def position_of(self, holder: Holder) -> int:
         """Return the place of a live holder."""
@@ -79,7 +126,7 @@ class Tape:
 
     def forget_slots(self) -> None:
         """Drop what only a further replay would need."""
-        self.calls = self.inner = ()
+        self.calls = self.inner = self.roots = ()
         for record in (*self.records.values(), *self.regions):
             record.forget_slots()
 
@@ -102,6 +149,10 @@ class Tape:
         place = len(saved) - 1
         while place >= 0 and not _is_empty(saved[place]):
             place -= 1
+        return self._with_parameters(place)
+
+    def _with_parameters(self, place: int) -> int:
+        saved = self.saved
         while 0 <= place < len(saved) - 1 and isinstance(saved[place + 1], torch.Tensor):
             place += 1
         return place

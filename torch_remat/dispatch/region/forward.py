@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from torch_remat._compat import node_number, without_dispatch_modes
 from torch_remat.dispatch.check.parameters import versions_of
 from torch_remat.dispatch.check.values import Values, keep_value, value_function
-from torch_remat.dispatch.forward_ops import ForwardOps
+from torch_remat.dispatch.handle.recorder import CallRecorder
 from torch_remat.dispatch.holder import (
     AUTOCAST_DTYPES,
     Anchor,
@@ -32,7 +32,6 @@ from torch_remat.dispatch.holder import (
 from torch_remat.dispatch.mode import RematMode, current_mode
 from torch_remat.dispatch.observe import Watch, is_watched
 from torch_remat.dispatch.options import DEFAULTS, Options
-from torch_remat.dispatch.policy_forward import PolicyForward
 from torch_remat.dispatch.region.module_path import ModulePath
 from torch_remat.dispatch.region.outputs import boundary_nodes, node_of, tensors_of
 from torch_remat.dispatch.region.region import Region
@@ -45,8 +44,8 @@ def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
     is_part = False
     earlier = None
     if parent is not None and parent.ops is not None:
-        if isinstance(parent, Recording) and parent.ops.policy is not None:
-            earlier = parent.ops.policy.earlier
+        if isinstance(parent, Recording) and parent.ops.has_policy and parent.ops.watch is not None:
+            earlier = parent.ops.watch.earlier
             earlier.enter(options.policy is not None)
         is_part = parent.ops.skips()
         if not is_part:
@@ -89,7 +88,7 @@ class Recording(RematMode):
     """
 
     replaying = False
-    ops: ForwardOps | None
+    ops: CallRecorder | None
 
     def __init__(self, region: Region) -> None:
         self.region = region
@@ -121,11 +120,8 @@ class Recording(RematMode):
         region = self.region
         assert region.function is not None
         path = ModulePath(region.function)
-        self.ops = ForwardOps(self)
-        self.ops.policy = PolicyForward(
-            self.ops, policy, path, region.options.allow_cache_entry_mutation, region.options.observer
-        )
-        self.opening = self.ops.policy.watch
+        self.ops = CallRecorder(self)
+        self.opening = self.ops.watch_all(policy, path.stack, region.options.observer).watch
         return [path]
 
     def pack_hook(self) -> Callable[[torch.Tensor], Holder | Anchor]:
@@ -141,12 +137,8 @@ class Recording(RematMode):
             ops = self.ops
             if ops is not None:
                 held: Holder | Anchor | None = None
-                if ops.expected is not None:
+                if ops.packs or ops.expected is not None:
                     held = ops.pack(tensor)
-                elif ops.policy is not None:
-                    held = ops.policy.pack(tensor)
-                elif ops.natives is not None:
-                    held = ops.natives.pack(tensor)
                 if held is not None:
                     return held
             if values is not None:
@@ -245,16 +237,16 @@ class Recording(RematMode):
         elif holder.origin is None:
             holder.origin = ref(owner)
 
-    def ops_now(self) -> ForwardOps:
+    def ops_now(self) -> CallRecorder:
         """Return the ops of this forward."""
         if self.ops is None:
-            self.ops = ForwardOps(self)
+            self.ops = CallRecorder(self)
         return self.ops
 
     def give_name(self, tensor: torch.Tensor, name: str) -> None:
         """Give a tensor a name by hand."""
-        if self.ops is not None and self.ops.policy is not None:
-            self.ops.policy.give_name(tensor, name)
+        if self.ops is not None and self.ops.watch is not None:
+            self.ops.watch.give_name(tensor, name)
 
     def finish(self, boundary: Sequence[torch.autograd.graph.Node | None]) -> None:
         """Close forward: see NOTE [ Changes after the save ], and forget random state that was not drawn from."""

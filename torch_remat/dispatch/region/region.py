@@ -28,7 +28,6 @@ from torch_remat.dispatch.offloading import Offloading, offload_inputs
 from torch_remat.dispatch.options import Options
 from torch_remat.dispatch.part import own_hooks
 from torch_remat.dispatch.placeholder import unpack
-from torch_remat.dispatch.policy_real import replay_with_policy
 from torch_remat.dispatch.region.inputs import RegionInputs
 from torch_remat.dispatch.region.replay import Filling
 from torch_remat.dispatch.tape import Tape
@@ -169,10 +168,7 @@ class Region:
             self.filling = True
             try:
                 with nullcontext() if self.finished else unseen_by_forward_of(self):
-                    if self.tape.calls:
-                        replay_with_policy(self, empty)
-                    else:
-                        Filling(self, empty).replay()
+                    Filling(self, empty).replay()
             finally:
                 self.filling = False
         self._replayed_in = graph_task()

@@ -6,7 +6,7 @@ own autograd graph dies with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import ref
@@ -21,14 +21,14 @@ from torch_remat.dispatch.check.inner_ops import check_inner, missing_inner
 from torch_remat.dispatch.check.mismatch import another_parameter, fewer_saved, more_saved
 from torch_remat.dispatch.check.parameters import check_parameters
 from torch_remat.dispatch.check.values import Values, difference, value_function
-from torch_remat.dispatch.holder import AUTOCAST_DTYPES, Holder, OpHolder, ResidentRef, metadata_of, parameter_behind
-from torch_remat.dispatch.mode import RematMode, StopReplay
+from torch_remat.dispatch.holder import AUTOCAST_DTYPES, Holder, OpHolder, ResidentRef, is_parameter, metadata_of, parameter_behind
+from torch_remat.dispatch.region.inputs import leaves_of, with_leaves
+from torch_remat.dispatch.mode import RematMode, StartOver, StopReplay
 from torch_remat.dispatch.options import DEFAULTS
 from torch_remat.dispatch.placeholder import Packed, Placeholder, Refusal, add_note, last_refusal, real, unpack
-from torch_remat.dispatch.policy_replay import PolicyReplay
 from torch_remat.dispatch.region.replay_contexts import contexts_of
-from torch_remat.dispatch.replay_ops import ReplayOps
-from torch_remat.dispatch.stale import StaleReads, stale_reads
+from torch_remat.dispatch.handle.answerer import Answerer
+from torch_remat.dispatch.log.stale import StaleReads, stale_reads
 from torch_remat.errors import MismatchError, RematError
 
 if TYPE_CHECKING:
@@ -46,9 +46,9 @@ class Filling(RematMode):
     replaying = True
     stopped = False
     stale: StaleReads | None = None
-    policy_replay = PolicyReplay
+    _starts_over = False
     inner_next = 0  # the place of the next op of an inner region
-    ops: ReplayOps | None
+    ops: Answerer | None
     _refusal: Refusal | None
 
     def __init__(self, region: Region, empty: list[Holder]) -> None:
@@ -64,9 +64,8 @@ class Filling(RematMode):
         # Where early stop may end the replay; without it, past the end.
         self._last = region.tape.last_needed() if region.options.early_stop else self._limit
         self._waiting = sum([type(holder) is OpHolder for holder in empty]) if region.tape.elided else 0
-        self.ops = ReplayOps(self) if region.tape.records else None
+        self.ops = Answerer(self) if region.tape.records or region.tape.calls else None
         self.position = 0
-        self._late: list[tuple[Holder, Placeholder]] = []  # to be filled once the next op has been seen
         self._first_number = sequence_number()
         if region.options is not DEFAULTS:
             value_of = value_function(region.options.determinism_check)
@@ -93,7 +92,6 @@ class Filling(RematMode):
                 self.stale = None if self.ops is None or region.options.policy is not None else stale_reads(self)
                 pack = self.pack_hook() if self.stale is None else self.stale.guarded(self.pack_hook())
                 self.run(region.function, args, kwargs, (pack, unpack), contexts_of(self) + watches)
-                self._fill_late()  # if no op has come since
             except StopReplay as stop:
                 if stop.replay is not self:
                     raise
@@ -172,11 +170,6 @@ class Filling(RematMode):
                     self._stop_at(position)
                 return Packed.of(tensor)
             if tensor.compute is not None:
-                if self.ops is not None and self.ops.compares():  # likely for another op than forward's
-                    self._late.append((holder, tensor))
-                    self._waiting += 1
-                    self.after_next_op(self._fill_late)
-                    return Packed.of(tensor)
                 tensor = tensor.compute("saving it for backward")
                 self.note_loaded(tensor)
         owner: torch.Tensor | None
@@ -230,14 +223,62 @@ class Filling(RematMode):
             self._stop_at(position)
         return value
 
-    def _fill_late(self) -> None:
-        late, self._late = self._late, []
-        for holder, placeholder in late:
-            value = real(placeholder, "saving it for backward")
-            self.note_loaded(value)
-            holder.expect_version_of(value)  # what was kept was changed less often than what it stands for
-            self.explain(holder, value, value, None)
-            self.fill_elided(holder, value.detach())
+    def _call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run the function, as often as replay starts over."""
+        if self.ops is None:
+            return super()._call(function, args, kwargs)
+        given = leaves_of(args, kwargs)
+        while True:
+            if self.ops.ops is not None:
+                self.opening = self.ops.ops.answer
+            try:
+                super()._call(function, args, kwargs)
+            except StartOver as again:
+                if again.replay is not self:
+                    raise
+            except Exception as error:
+                if self.ops is None or self.stopped or not self.ops.starts_over_for(error):
+                    raise
+            else:
+                if not self._starts_over:
+                    return None
+            args, kwargs = self._begin_again(args, kwargs, given)
+
+    def _begin_again(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[Any]
+    ) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """Forget what this replay has done; return its arguments, untouched."""
+        assert self.ops is not None
+        for holder in self._empty:
+            holder.value = None
+        self._starts_over = self.stopped = self.over = False
+        self._limit = len(self._saved)
+        self._waiting = sum([type(holder) is OpHolder for holder in self._empty])
+        self.position = self.inner_next = 0
+        self._unfilled_number = -1
+        self._first_number = sequence_number()
+        if self._values is not None:
+            self._values.forget()
+        last_refusal.set(None)
+        self.ops.suppressed.restore()
+        self.ops.begin_again()
+        if self.region.rng is not None:
+            self.region.rng.restore()
+        fresh = [
+            leaf.detach().requires_grad_(leaf.requires_grad)
+            if isinstance(leaf, Tensor) and not is_parameter(leaf)
+            else leaf
+            for leaf in given
+        ]
+        return with_leaves(args, kwargs, fresh)
+
+    def start_over(self) -> NoReturn:
+        """End this run of the function: the next one begins."""
+        self.over, self._limit = True, 0
+        self._starts_over = self.stopped = True
+        if self.watcher is not None and self.ops is not None:
+            self.watcher = self.ops.aftermath()
+        raise StartOver(self)
 
     def _stop_at(self, position: int) -> None:
         if position == self._last and not self._waiting and self._unfilled_number != sequence_number():
@@ -248,10 +289,10 @@ class Filling(RematMode):
         entry = self._saved[self.position] if self.position < self._limit else None
         return type(entry) is ref and (holder := entry()) is not None and holder.value is None
 
-    def ops_now(self) -> ReplayOps | None:
+    def ops_now(self) -> Answerer | None:
         """Return the ops of this replay; None once it is over, when user code goes on all the same."""
         if self.ops is None and not self.over:
-            self.ops = ReplayOps(self)
+            self.ops = Answerer(self)
         return None if self.over else self.ops
 
     def give_name(self, tensor: torch.Tensor, name: str) -> None:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from torch_remat.dispatch.naming import scope, scope_restored
 from torch_remat.dispatch.observe import Watch, is_watched
 from torch_remat.dispatch.options import DEFAULTS
-from torch_remat.dispatch.replay_ops import ReplayOps
 
 if TYPE_CHECKING:
     from torch_remat.dispatch.region.replay import Filling
@@ -39,8 +38,4 @@ def contexts_of(replay: Filling) -> list[AbstractContextManager[Any]]:
         contexts.append(replay.watch(log))
         if replay.stale is not None:
             replay.stale.run = log
-    if region.tape.calls:
-        replay.ops = replay.ops or ReplayOps(replay)
-        replay.ops.policy = replay.policy_replay(replay, replay.ops.suppressed)
-        replay.opening = replay.ops.policy.answer
     return contexts

@@ -17,7 +17,7 @@ import torch
 from torch.autograd.graph import Node
 
 from torch_remat._compat import node_number
-from torch_remat.dispatch.schema import effects_of
+from torch_remat.dispatch.log.schema import effects_of
 
 T = TypeVar("T")
 
@@ -28,8 +28,8 @@ def read_outputs(
     first: int,
     stop: int,
     skipped: Sequence[tuple[int, int]],
-) -> list[T]:
-    """Return those results that a node reads.
+) -> list[tuple[T, int]]:
+    """Return those results that a node reads, each with the number of that node.
 
     Args:
         boundary: The nodes of the region's outputs.
@@ -38,7 +38,7 @@ def read_outputs(
         stop: Nodes from this sequence number on do not read.
         skipped: Ranges of sequence numbers of nodes that do not read.
     """
-    read: dict[tuple[Node, int], T] = {}
+    read: list[tuple[T, int]] = []
     readers: dict[Node, list[tuple[Node, int]]] = {}
     todo = [node for node in boundary if node is not None]
     seen = set(todo)
@@ -59,10 +59,10 @@ def read_outputs(
             if number >= stop or any(start <= number < end for start, end in skipped):
                 continue
             if not is_view(reader.name()):
-                read[output] = result
+                read.append((result, number))
                 break
             pending += [further for further, _ in readers.get(reader, ())]
-    return list(read.values())
+    return read
 
 
 @cache

@@ -6,22 +6,36 @@ whether it is elided; see NOTE [ What is kept for an op ].
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 from weakref import ref
 
 import torch
 
 from torch_remat._compat import node_number
-from torch_remat.dispatch.elided import Elided
 from torch_remat.dispatch.holder import AUTOCAST_DTYPES, OpHolder, parameter_behind
-from torch_remat.dispatch.record import Record
-from torch_remat.dispatch.same_storage import offset_in_bytes
-
-if TYPE_CHECKING:
-    from torch_remat.dispatch.forward_ops import ForwardOps
+from torch_remat.dispatch.handle.provenance import Provenance
+from torch_remat.dispatch.log.record import Record
+from torch_remat.dispatch.views import Elided, offset_in_bytes
 
 
-def elide(ops: ForwardOps, record: Record, tensor: torch.Tensor, owner: torch.Tensor, holder: OpHolder) -> bool:
+class Ops(Protocol):
+    """What of a region's recorder is asked here."""
+
+    region: Any
+    provenance: Provenance
+    known_args: tuple[Any, ...]
+    watch: Any
+    storages: Any
+
+    @property
+    def has_policy(self) -> bool:
+        """Whether the ops of the whole region are watched."""
+
+    def source_of(self, tensor: torch.Tensor) -> tuple[str, int] | None:
+        """Return the skipped op's output that a tensor is, or is a view of."""
+
+
+def elide(ops: Ops, record: Record, tensor: torch.Tensor, owner: torch.Tensor, holder: OpHolder) -> bool:
     """Let replay take a saved tensor from what it makes again, if it does; return whether it does.
 
     Args:
@@ -35,11 +49,11 @@ def elide(ops: ForwardOps, record: Record, tensor: torch.Tensor, owner: torch.Te
     if made is not None:
         if made.record is record or not made.replayed_as(tensor):
             return False
-        if ops.policy is not None and not ops.policy.runs_writer(tensor):
+        if ops.has_policy and not ops.watch.runs_writer(tensor):
             return False  # written since, past its version counter, by an op that replay need not run
         made.record.elide_output(Elided.of(tensor, holder, made.output, made.tensor(), made.offset_in_bytes))
         return True
-    if ops.policy is not None or (ops.natives is not None and ops.natives.made(tensor)):
+    if ops.has_policy or ops.storages.writer_of(tensor) is not None or ops.storages.has_changed(tensor):
         return False
     inputs = ops.region.inputs
     if inputs is None or inputs.contains(owner):

@@ -5,81 +5,72 @@ In: what a handle's methods are told. Kept: on the tape, the op's record. Out: t
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
-from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import ref
+from collections.abc import Iterable, Mapping, Sequence
+from sys import _getframe
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from torch_remat._compat import has_returned
+from torch_remat.dispatch.handle.body import Body
+from torch_remat.dispatch.handle.op import RematHandle
+from torch_remat.dispatch.handle.provenance import Provenance
+from torch_remat.dispatch.log.record import Output, Record
 from torch_remat.dispatch.offloading import know_parameters
-from torch_remat.dispatch.op import RematHandle
 from torch_remat.dispatch.placeholder import geometry_of, new_tuple
-from torch_remat.dispatch.record import Output, Record
 from torch_remat.errors import UsageError
 from torch_remat.policies.decision import CheckpointPolicy
-
-if TYPE_CHECKING:
-    from torch_remat.dispatch.forward_ops import ForwardOps
 
 _RECOMPUTE = CheckpointPolicy.RECOMPUTE
 
 
-class Body(NamedTuple):
-    """The body of an op while it runs. Unlike the handle it keeps nothing alive: the body may raise.
+class Ops(Protocol):
+    """What of a region's recorder is asked here."""
 
-    Attributes:
-        record: The op's record.
-        ctx: Its autograd context.
-        place: The address of the frame in which the body runs; the frame itself would keep the body's tensors alive.
-        code: The body's code.
-        outer: The body in which it runs, if any.
-    """
+    region: Any
+    opened: Body | None
+    expected: Any
+    skipped_any: bool
+    provenance: Provenance
+    watch: Any
 
-    record: Record
-    ctx: ref[Any]
-    place: int
-    code: CodeType
-    outer: Body | None
+    def note_record(self, record: Record) -> None:
+        """Note what has a name."""
 
-    @classmethod
-    def of(cls, record: Record, ctx: Any, frame: FrameType, outer: Body | None) -> Body:
-        """Return the body that runs in a frame."""
-        made: Body = new_tuple(cls, (record, ref(ctx), id(frame), frame.f_code, outer))
-        return made
+    def forget_expected(self) -> None:
+        """Expect nothing: something else has come."""
 
-    def is_running(self) -> bool:
-        """Whether it is on this thread's stack."""
-        return self._is_at_or_above(sys._getframe(1))
+    def is_part_of_skipped(self, is_running: bool) -> bool:
+        """Whether a skipped op's body runs."""
 
-    def is_around(self, frame: FrameType, ctx: Any) -> bool:
-        """Whether it is on the stack above the body of another op, or is that body.
+    def keep_inputs(self, record: Record, args: Iterable[Any]) -> None:
+        """Keep those inputs of an op in slots that replay would not have."""
 
-        If it has raised, the other body may have its address and its code: then only the context tells them apart.
-        """
-        return self._is_at_or_above(frame if self.ctx() is ctx else frame.f_back)
+    def expect_saved(self, record: Record, named: Mapping[str, Tensor | None], known_args: tuple[Any, ...]) -> None:
+        """Note what autograd saves next."""
 
-    def _is_at_or_above(self, frame: FrameType | None) -> bool:
-        if self.ctx() is None:  # the body has raised
-            return False
-        while frame is not None:
-            if id(frame) == self.place and frame.f_code is self.code:
-                return True
-            frame = frame.f_back
-        return False
+    def note_skipped(self, record: Record, outputs: tuple[Tensor, ...], ctx: Any) -> None:
+        """Note what a SAVE op made."""
 
-    def check_ended(self, region_name: str) -> None:
-        """Raise if it returned without telling its outputs; one that raised may be forgotten."""
-        ctx = self.ctx()
-        if ctx is not None and has_returned(ctx):
-            raise UsageError(
-                "the op's forward returned without handle.record_outputs",
-                region=region_name,
-                op=self.record.name,
-                remedy="End the forward with `return handle.record_outputs(out)`.",
-            )
+
+_BODY = 3  # frames from `begin` to the body: by way of `RematMode.begin_op` and `get_handle`
+
+
+def begin(ops: Ops, name: str, policy: CheckpointPolicy, ctx: Any) -> ForwardOp | None:
+    """Begin an op in forward; see `RematMode.begin_op`."""
+    if ops.expected is not None:
+        ops.forget_expected()
+    frame = _getframe(_BODY)
+    if ops.opened is not None and ops.is_part_of_skipped(ops.opened.is_around(frame, ctx)):
+        return None
+    watch = ops.watch
+    if watch is not None and watch.group:
+        policy = CheckpointPolicy.SAVE  # it follows the native region around it
+    record = Record(name, policy)
+    ops.note_record(record)
+    ops.opened = body = Body.of(record, ctx, frame, ops.opened)
+    if watch is not None and policy is not _RECOMPUTE:
+        watch.skipped_op = body
+    return ForwardOp(ops, body, ctx, name, policy)
 
 
 class ForwardOp(RematHandle):
@@ -93,7 +84,7 @@ class ForwardOp(RematHandle):
 
     __slots__ = ("_args", "_body", "_ops", "_policy", "_random_start")
 
-    def __init__(self, ops: ForwardOps, body: Body, ctx: Any, name: str, policy: CheckpointPolicy) -> None:
+    def __init__(self, ops: Ops, body: Body, ctx: Any, name: str, policy: CheckpointPolicy) -> None:
         self._ctx = ctx
         self._name = name
         self._step = -1

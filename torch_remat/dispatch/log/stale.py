@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torch_remat._compat import without_dispatch_modes
-from torch_remat.dispatch.calls import key_of, still_there, tensors_in, written_arguments
+from torch_remat.dispatch.log.entry import still_there, written_arguments
+from torch_remat.dispatch.log.meta import key_of, tensors_in
 from torch_remat.dispatch.placeholder import Packed, geometry_of
-from torch_remat.dispatch.record import NativeRecord
-from torch_remat.dispatch.schema import effects_of
+from torch_remat.dispatch.log.record import Stretch
+from torch_remat.dispatch.log.schema import effects_of
 from torch_remat.errors import MutationError
 
 if TYPE_CHECKING:
@@ -118,8 +119,8 @@ def stale_reads(replay: Filling) -> StaleReads | None:
     """Return what watches for stale reads; None where no native region has changed what outlives the forward."""
     changed: dict[int, list[tuple[int, torch.Tensor | None]]] = {}
     for at, record in enumerate(replay.region.tape.records.values()):
-        if type(record) is NativeRecord and record.written:
-            for storage, slot, _ in record.written:
+        if type(record) is Stretch and record.left:
+            for storage, slot, _ in record.left:
                 for key in still_there([storage]):
                     kept = slot.kept if isinstance(slot.kept, torch.Tensor) else None  # hooks made it something else
                     changed.setdefault(key, []).append((at, kept))

@@ -5,32 +5,54 @@ In: the op's record. Kept: nothing. Out: placeholders for what a skipped op retu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
-from torch_remat.dispatch.op import SKIPPED, RematHandle
-from torch_remat.dispatch.placeholder import Source, new_tuple, placeholder_at, refuse
-from torch_remat.dispatch.record import Record
+from torch_remat.dispatch.handle.op import SKIPPED, RematHandle
+from torch_remat.dispatch.placeholder import Source, new_tuple, placeholder_at, real, refuse
+from torch_remat.dispatch.log.record import Record
 from torch_remat.policies.decision import CheckpointPolicy
 
-if TYPE_CHECKING:
-    from torch_remat.dispatch.replay_ops import ReplayOps
-
 _RECOMPUTE = CheckpointPolicy.RECOMPUTE
+
+
+class Ops(Protocol):
+    """What of a region's answerer is asked here."""
+
+    region: Any
+    region_name: str
+    made: Any
+    ops: Any
+
+    def fill_elided(self, record: Record, args: Sequence[Any]) -> None:
+        """Give the holders of a skipped op their values."""
+
+    def load_inputs(self, record: Record, args: Sequence[Any], consumer: str) -> list[Any]:
+        """Return inputs with the placeholders among them replaced."""
+
+    def note_made(self, record: Record, outputs: Sequence[torch.Tensor]) -> None:
+        """Note the outputs of an op that SAVE ops wait for."""
+
+    def fail_returned(self, record: Record) -> Any:
+        """End the replay, since an op returned whose body has raised in forward."""
+
+    def start_over(self, entry: Any, place: int, consumer: str) -> Any:
+        """End this run of the function."""
 
 
 class ReplayOp(RematHandle):
     """An op in replay."""
 
-    __slots__ = ("_ops", "_record")
+    __slots__ = ("_again", "_ops", "_record")
 
-    def __init__(self, ops: ReplayOps, record: Record, ctx: Any) -> None:
+    def __init__(self, ops: Ops, record: Record, ctx: Any) -> None:
         self._ctx = ctx
         self._name = record.name
         self._step = -1
+        self._again = False  # whether the body of a SAVE op runs after all
         self._ops = ops
         self._record = record
 
@@ -51,6 +73,12 @@ class ReplayOp(RematHandle):
             return None
         if record.elided_inputs or ops.made:
             ops.fill_elided(record, args)
+        entry = None
+        if ops.ops is not None:
+            entry, kept = ops.ops.load_call(record)
+            if entry.run:
+                self._again = ops.ops.passing = True
+                return None
         if record.drawn is not None:
             record.drawn.restore()
         region = ops.region_name
@@ -59,12 +87,10 @@ class ReplayOp(RematHandle):
             made.append(placeholder_at(geometry, dtype, device, new_tuple(Source, (region, record.name, name))))
         outputs: tuple[Any, ...] = tuple(made)
         source = outputs[0].source
-        if (native := ops.native) is not None:
+        if entry is not None:
             for place, placeholder in enumerate(outputs):
-                placeholder.compute = partial(native.compute_output, record.name, place)
-        if ops.policy is not None:
-            loaded = ops.policy.load_op(record)
-            outputs = tuple([out if real is None else real for out, real in zip(outputs, loaded, strict=True)])
+                placeholder.compute = partial(ops.start_over, entry, place)
+            outputs = tuple([out if one is None else one for out, one in zip(outputs, kept, strict=True)])
         for kept in record.outputs:
             if not kept.differentiable:
                 plain = [out for out, kept in zip(outputs, record.outputs, strict=True) if not kept.differentiable]
@@ -81,15 +107,28 @@ class ReplayOp(RematHandle):
             raise self._out_of_order(1)
         self._step = 1
         record = self._record
-        if record.policy is _RECOMPUTE:  # else its body has raised: nothing was kept for it
+        if self._again:
+            args = tuple([real(arg, record.name) for arg in args])
+        elif record.policy is _RECOMPUTE:  # else its body has raised: nothing was kept for it
             args = tuple(self._ops.load_inputs(record, args, record.name))
         return args[0] if len(args) == 1 else args
+
+    def save_for_backward(self, saved_tensors: Mapping[str, torch.Tensor | None]) -> None:
+        """Save nothing if the body runs after all: forward's holders have what backward needs."""
+        if self._again:
+            self._step = 2
+        else:
+            super().save_for_backward(saved_tensors)
 
     def record(self, outs: tuple[torch.Tensor, ...], as_tuple: bool) -> Any:
         """Note the outputs that SAVE ops wait for."""
         self._end(outs)
         record = self._record
-        if record.policy is not _RECOMPUTE:
+        if self._again:
+            self._ops.ops.passing = False
+            if record.drawn is not None:
+                record.drawn.restore()
+        elif record.policy is not _RECOMPUTE:
             self._ops.fail_returned(record)
         if record.elided_outputs:
             self._ops.note_made(record, outs)

@@ -9,7 +9,7 @@ replay.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -17,12 +17,8 @@ from torch import UntypedStorage
 
 from torch_remat._compat import node_number
 from torch_remat.dispatch.placeholder import Placeholder, new_tuple
-from torch_remat.dispatch.record import Record
+from torch_remat.dispatch.log.record import Record
 from torch_remat.policies.decision import CheckpointPolicy
-
-if TYPE_CHECKING:
-    from torch_remat.dispatch.region.region import Region
-
 
 class Made(NamedTuple):
     """An op's output."""
@@ -47,7 +43,7 @@ class Provenance:
 
     __slots__ = ("_bases", "_region", "_shared", "_storages", "_tensors", "_unindexed")
 
-    def __init__(self, region: Region) -> None:
+    def __init__(self, region: Any) -> None:
         self._region = region
         self._tensors: dict[int, Made] = {}
         # By the storage's address, with the storage, which tells whether another has the address now.

@@ -11,7 +11,7 @@ from collections.abc import Container, Iterable
 import torch
 
 from torch_remat._compat import set_version
-from torch_remat.dispatch.calls import key_of
+from torch_remat.dispatch.log.meta import key_of
 from torch_remat.dispatch.placeholder import Placeholder
 
 

@@ -1,4 +1,4 @@
-"""What tensors from outside were before a region with a policy changed them, for ops that read them before.
+"""Copies of tensors from outside, taken just before a region with a policy overwrites them.
 
 In: each op of forward that is about to write. Kept: a copy of the storage of a tensor from outside, if an op has read
 it that may run again in replay; past the end of forward, if it does. Out: in replay, the op's argument as it was.
@@ -12,24 +12,21 @@ An inner region's replay reads for itself: what one has read counts only if the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from torch_remat._compat import without_dispatch_modes
-from torch_remat.dispatch.calls import key_of
+from torch_remat.dispatch.log.entry import ONE, VIEW, Entry
+from torch_remat.dispatch.log.meta import key_of
+from torch_remat.dispatch.log.results import MakeSlot, Undecided
+from torch_remat.dispatch.log.slot import Slot
+from torch_remat.dispatch.log.storages import Storages
 from torch_remat.dispatch.placeholder import Geometry, Placeholder, geometry_of
-from torch_remat.dispatch.policy_call import ONE, VIEW, PolicyCall
-from torch_remat.dispatch.same_storage import in_same_storage
+from torch_remat.dispatch.views import in_same_storage
 from torch_remat.policies.decision import CheckpointPolicy
 
-if TYPE_CHECKING:
-    from torch_remat.dispatch.departures import Departures
-    from torch_remat.dispatch.record import Slot
-    from torch_remat.dispatch.storages import Storages
-
-
-_PLAIN = object()  # an inner region without a policy
+_WITHOUT_POLICY = object()  # an inner region without one
 
 
 class Earlier:
@@ -37,30 +34,32 @@ class Earlier:
 
     Args:
         storages: The storages of the forward.
-        calls: Its calls, as they come.
+        entries: The log, as it grows.
     """
 
-    def __init__(self, storages: Storages, calls: Sequence[PolicyCall]) -> None:
+    __slots__ = ("_copies", "_entries", "_inner", "_marks", "_readers", "_reading", "_seen", "_storages")
+
+    def __init__(self, storages: Storages, entries: Sequence[Entry]) -> None:
         self._storages = storages
-        self._calls = calls
-        self._seen = 0  # how many calls are among the readers
-        # By the storage from outside that it read: each call since the last change, which of its tensors it was, and
+        self._entries = entries
+        self._seen = 0  # how many entries are among the readers
+        # By the storage from outside that it read: each entry since the last change, which of its tensors it was, and
         # the inner region in which it ran.
-        self._readers: dict[int, list[tuple[PolicyCall, int, object]]] = {}
+        self._readers: dict[int, list[tuple[Entry, int, object]]] = {}
         self._inner: list[object] = [None]  # the inner regions that run
-        self._marks: list[tuple[int, object]] = []  # from which call on which of them runs
+        self._marks: list[tuple[int, object]] = []  # from which entry on which of them runs
         self._reading: object = None  # that of the last reader
-        self._copies: list[tuple[torch.Tensor, list[tuple[PolicyCall, int]]]] = []
+        self._copies: list[tuple[torch.Tensor, list[tuple[Entry, int]]]] = []
 
     def enter(self, has_policy: bool) -> None:
         """Note that an inner region begins."""
-        self._inner.append(object() if has_policy else _PLAIN)
-        self._marks.append((len(self._calls), self._inner[-1]))
+        self._inner.append(object() if has_policy else _WITHOUT_POLICY)
+        self._marks.append((len(self._entries), self._inner[-1]))
 
     def leave(self) -> None:
         """Note that it has ended."""
         self._inner.pop()
-        self._marks.append((len(self._calls), self._inner[-1]))
+        self._marks.append((len(self._entries), self._inner[-1]))
 
     def note_writes(self, written: Sequence[torch.Tensor]) -> None:
         """Copy what an op is about to write, where that comes from outside and was read."""
@@ -70,45 +69,45 @@ class Earlier:
         self._note_readers()
         for tensor in outside:
             read = self._readers.pop(key_of(tensor), ())
-            readers = [(call, at) for call, at, inner in read if inner is self._inner[-1] is not _PLAIN]
+            readers = [(entry, at) for entry, at, inner in read if inner is self._inner[-1] is not _WITHOUT_POLICY]
             if readers and tensor.layout is torch.strided and not isinstance(tensor, Placeholder):
                 # A region around this one sees the copy made, so that in its replay, too, it is of what was.
                 self._copies.append((_storage_of(tensor).clone(), readers))
 
     def _note_readers(self) -> None:
-        marks = iter([*self._marks, (len(self._calls), None)])
+        marks = iter([*self._marks, (len(self._entries), None)])
         until, following = next(marks)
-        for place in range(self._seen, len(self._calls)):
+        for place in range(self._seen, len(self._entries)):
             while until <= place:
                 self._reading = following
                 until, following = next(marks)
-            call = self._calls[place]
-            if call.versions and not (call.kind == VIEW or call.outside or (call.kind == ONE and call.saved)):
-                for at, _ in call.versions:
-                    self._readers.setdefault(call.reads[at], []).append((call, at, self._reading))
-        self._seen, self._reading, self._marks = len(self._calls), self._inner[-1], []
+            entry = self._entries[place]
+            if entry.versions and not (entry.kind == VIEW or entry.outside or (entry.kind == ONE and entry.saved)):
+                for at, _ in entry.versions:
+                    self._readers.setdefault(entry.reads[at], []).append((entry, at, self._reading))
+        self._seen, self._reading, self._marks = len(self._entries), self._inner[-1], []
 
-    def keep(self, departures: Departures) -> None:
-        """At the end of forward: keep what a call that replay runs will read."""
+    def keep(self, make_slot: MakeSlot) -> None:
+        """At the end of forward: keep what an entry that replay runs will read."""
         for copy, readers in self._copies:
             slot: Slot | None = None
-            for call, at in readers:
-                if call.run:
-                    slot = slot or departures.slot_for(
-                        call.native, earlier_label(call, at), copy, CheckpointPolicy.SAVE
+            for entry, at in readers:
+                if entry.run:
+                    slot = slot or make_slot(
+                        entry.group, earlier_label(entry, at), copy, CheckpointPolicy.SAVE, False, False
                     )
-                    call.earlier = {**call.earlier, at: slot}
+                    entry.earlier = {**entry.earlier, at: slot}
         self._copies = []
 
-    def undecided(self) -> Iterator[tuple[str, str, torch.Tensor, CheckpointPolicy]]:
-        """Yield op, name, tensor and policy of each copy."""
+    def undecided(self) -> Iterator[Undecided]:
+        """Yield op, name, tensor and decision of each copy."""
         for copy, readers in self._copies:
-            yield readers[0][0].native, earlier_label(*readers[0]), copy, CheckpointPolicy.SAVE
+            yield readers[0][0].group, earlier_label(*readers[0]), copy, CheckpointPolicy.SAVE
 
 
-def earlier_label(call: PolicyCall, at: int) -> str:
-    """Return the name of what one of a call's tensors was before it was changed."""
-    return f"{call.label(0)} input {at}"
+def earlier_label(entry: Entry, at: int) -> str:
+    """Return the name of what one of an entry's tensors was before it was changed."""
+    return f"{entry.label(0)} input {at}"
 
 
 def as_it_was(tensor: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:

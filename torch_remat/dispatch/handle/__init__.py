@@ -1,0 +1,1 @@
+"""Custom autograd Functions in the log."""

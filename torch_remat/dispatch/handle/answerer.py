@@ -1,0 +1,393 @@
+"""The log of a region in replay: names, calls, native regions, and what SAVE calls wait for.
+
+In: the region's log. Kept: nothing past the replay. Out: the same names in the same order, or an error; placeholders,
+kept inputs, and the values of elided holders.
+
+NOTE [ A placeholder that is read after all ]
+Forward keeps what replay is seen to need. What else reads a placeholder (data taken past all ops, an op without history
+in code that nobody watches) ends the replay: what was filled is emptied, the entry that made the tensor is marked for
+good, `find_needs` tells what else must run for it, and replay starts over. The second such surprise marks all entries.
+An error by which C++ code refuses a placeholder counts as one. So each op runs at its own place, on what the function
+has there. What was kept stays. One warning says who reads what.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor
+
+from torch_remat.dispatch.check.mismatch import SAME_ORDER, mismatched, other_source
+from torch_remat.dispatch.handle.op import RematHandle
+from torch_remat.dispatch.handle.replay_op import ReplayOp
+from torch_remat.dispatch.handle.whole_call import check_call, replayed
+from torch_remat.dispatch.holder import parameter_behind
+from torch_remat.dispatch.log.aftermath import Aftermath
+from torch_remat.dispatch.log.entry import WRITTEN, Entry
+from torch_remat.dispatch.log.needs import find_needs
+from torch_remat.dispatch.log.op_answerer import OpAnswerer, loaded_slots
+from torch_remat.dispatch.log.record import Record, Stretch, WholeCall
+from torch_remat.dispatch.log.suppressed import Suppressed
+from torch_remat.dispatch.placeholder import TORCH_SAYS, Placeholder, Source, real, refuse
+from torch_remat.dispatch.region.inputs import leaves_of, with_leaves
+from torch_remat.dispatch.views import Elided
+from torch_remat.errors import MismatchError, PlaceholderError, RematWarning, qualified_name, raised_at, user_line
+from torch_remat.policies.decision import CheckpointPolicy
+
+_SAYS = (*TORCH_SAYS, Placeholder.__name__)
+
+
+class Replay(Protocol):
+    """What of a region's replay is asked here."""
+
+    region: Any
+    stopped: bool
+    over: bool
+    watcher: Any
+
+    def stop(self) -> NoReturn:
+        """End the replay."""
+
+    def fail(self, error: Any) -> NoReturn:
+        """End the replay with an error."""
+
+    def start_over(self) -> NoReturn:
+        """End this run of the function; the next one begins."""
+
+    def watched(self, watcher: Any, function: Any, args: Any, kwargs: Any) -> Any:
+        """Run a function and show every aten op in it to a watcher."""
+
+    def explain(self, holder: Any, tensor: Any, owner: Any, origin: Any) -> None:
+        """Fail if a tensor is not the one of forward."""
+
+    def fill_elided(self, holder: Any, value: Any) -> None:
+        """Give a holder that was passed over its value."""
+
+
+class Answerer:
+    """The log of one region in one replay.
+
+    Args:
+        replay: The replay.
+    """
+
+    def __init__(self, replay: Replay) -> None:
+        self.region = replay.region
+        self.region_name: str = replay.region.name
+        self._replay = replay
+        self._records = list(replay.region.tape.records.values())
+        self._entries: Sequence[Entry] = replay.region.tape.calls
+        self._slots = loaded_slots(replay.region) if self._entries and replay.region.hooks is not None else {}
+        self._surprises = 0
+        self._over = False
+        self.begin_again()
+
+    def begin_again(self) -> None:
+        """Stand at the start of the log."""
+        self._next = 0
+        self._regions = 0
+        self._loaded: dict[int, torch.Tensor] = {}  # by id, kept so that no other tensor gets the id
+        self.made: dict[str, list[tuple[Elided, Any]]] = {}  # by the SAVE ops that have saved it
+        self.suppressed = Suppressed()
+        self.ops: OpAnswerer | None = None  # of the whole region, or of the native region that runs
+        self._in_skipped = False  # whether the body of a native region runs
+        if self.region.options.policy is not None and self.region.tape.calls:
+            self.ops = self._answerer(self._entries, "")
+
+    def _answerer(self, entries: Sequence[Entry], group: str, left: Any = ()) -> OpAnswerer:
+        return OpAnswerer(self._replay, entries, group, self.suppressed, self._slots, self.start_over, left)
+
+    def begin(self, name: str, policy: CheckpointPolicy, ctx: Any) -> RematHandle | None:
+        """Begin an op; see `RematMode.begin_op`."""
+        if self._in_skipped:
+            policy = CheckpointPolicy.SAVE  # it follows the native region around it
+        place = self._next
+        records = self._records
+        if place < len(records) and (record := records[place]).name == name and record.policy is policy:
+            self._next = place + 1
+            return ReplayOp(self, record, ctx)
+        if self._replay.stopped:
+            return None
+        return ReplayOp(self, self._next_record(name, policy), ctx)
+
+    def run_native(
+        self, name: str, policy: CheckpointPolicy, function: Callable[..., Any], args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:  # fmt: skip
+        """Run a native region; see `RematMode.run_native`."""
+        if self._in_skipped:
+            return function(*args, **kwargs)
+        record = self._next_record(name, policy)
+        if type(record) is WholeCall:
+            check_call(self._replay, record, function, args, kwargs)
+            if record.elided_inputs or self.made:
+                self.fill_elided(record, tuple(args) if not kwargs else (*args, *kwargs.values()))
+            return replayed(self._replay, record, function, args, kwargs, self.start_over)
+        if type(record) is Stretch:
+            return self._run_stretch(record, function, args, kwargs)
+        if self.region.options.policy is not None:
+            self._in_skipped = policy is not CheckpointPolicy.RECOMPUTE
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._in_skipped = False
+        if record.slots:
+            leaves = self.load_inputs(record, leaves_of(args, kwargs), name)
+            args, kwargs = with_leaves(args, kwargs, leaves)
+        return function(*args, **kwargs)
+
+    def _run_stretch(
+        self, stretch: Stretch, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        left = [((one.place[0] - stretch.start, one.place[1]), one) for one in stretch.left]
+        ops = self.ops = self._answerer(self._entries[stretch.start : stretch.end], stretch.name, left)
+        self._in_skipped = True
+        try:
+            result = self._replay.watched(ops.answer, function, args, kwargs)
+        except Exception:
+            if stretch.raised and not self._replay.over:
+                ops.check_complete()
+                self._end_stretch(stretch, ops)
+            raise
+        finally:
+            self._in_skipped = False
+            self.ops = None
+        ops.check_complete()
+        self._end_stretch(stretch, ops)
+        if not stretch.returned:
+            return result
+        leaves = leaves_of((result,), {})
+        for place, slot in stretch.returned.items():
+            leaves[place] = slot.load(self.region_name, stretch.name, str(place))
+            self.note_loaded(leaves[place])
+        return with_leaves((result,), {}, leaves)[0][0]
+
+    def _end_stretch(self, stretch: Stretch, ops: OpAnswerer) -> None:
+        if stretch.drawn is not None:
+            stretch.drawn.restore()
+        ops.finish()
+
+    def start_over(self, entry: Entry, place: int, consumer: str) -> NoReturn:
+        """End this run of the function: see NOTE [ A placeholder that is read after all ].
+
+        Raises:
+            PlaceholderError: The result cannot be made again.
+        """
+        source = Source(self.region_name, entry.group, entry.label(place))
+        if self._over or (entry.run and place not in entry.kept) or not self._mark([entry]):
+            refuse(source, consumer)
+        if self._surprises == 1:
+            file, line = user_line()
+            self._warn(
+                f"{qualified_name(self.region_name, entry.group, entry.label(place))}: {consumer} reads this result in "
+                "replay, which forward was not seen to need, so that it was not kept",
+                file, line,
+            )  # fmt: skip
+        self._replay.start_over()
+
+    def starts_over_for(self, error: Exception) -> bool:
+        """Mark all entries where an error may be of what placeholders lack; return whether replay is to start over."""
+        if isinstance(error, PlaceholderError):
+            record = self.region.tape.records.get(error.op or "")
+            if record is not None and record.outputs:
+                return False  # of an op with a handle, whose body cannot run in replay
+        elif not isinstance(error, RuntimeError | TypeError) or not any(text in str(error) for text in _SAYS):
+            return False
+        if self._over or not any(not entry.run for entry in self._entries) or not self._mark(self._entries):
+            return False
+        if self._surprises == 1:
+            place = raised_at(error)
+            file, _, line = place.rpartition(":")
+            self._warn(
+                f"{qualified_name(self.region_name)}: replay cannot pass over what is saved or needed by nothing with "
+                f"placeholders ({place}: {error})", file, int(line or 0),
+            )  # fmt: skip
+        return True
+
+    def _mark(self, entries: Sequence[Entry]) -> bool:
+        """Let replay run entries, and what they need; return whether it can."""
+        self._surprises += 1
+        if self._surprises > 1:
+            entries = self._entries
+        region = self.region
+        if any(entry.effects.random for entry in entries if not entry.run and entry.effects.namespace == "aten"):
+            # What is drawn depends on all that was drawn before.
+            if region.rng is None and region.options.preserve_rng_state:
+                return False
+            entries = self._entries
+        for entry in entries:
+            entry.always = True
+        needs = find_needs(self._entries, region.tape.roots, _is_kept)
+        for entry in needs.run:
+            entry.run = True
+            entry.before = None if len(entries) == len(self._entries) else entry.before
+        return True
+
+    def _warn(self, what: str, file: str, line: int) -> None:
+        warnings.warn_explicit(
+            f"{what}: replay runs the ops again that make it. The gradients are right all the same. To spare the second "
+            "run, let a native region contain the reader too, let the policy save the tensor, or read it by an op.",
+            RematWarning,
+            file,
+            line,
+        )
+
+    def aftermath(self) -> Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]:
+        """Return what watches the ops of user code that runs on when the replay is over."""
+        return Aftermath(self.suppressed, self.ops.outside if self.ops is not None else set).watch
+
+    def skips(self) -> bool:
+        """Whether a native region runs that replay skips."""
+        return self._in_skipped
+
+    def passes_over(self) -> bool:
+        """Whether what runs now has come in this replay before: it has not."""
+        return False
+
+    def forget(self) -> None:
+        """At the end of the replay: let go of what placeholders that outlive it may know."""
+        self.suppressed.restore()
+        self.made.clear()
+        self._over = True
+        self.ops = None
+
+    def note_loaded(self, tensor: torch.Tensor) -> None:
+        """Note a tensor that was kept, so that it has no history in replay."""
+        self._loaded[id(tensor)] = tensor
+
+    def _next_record(self, name: str, policy: CheckpointPolicy) -> Record:
+        place = self._next
+        expected = self._records[place] if place < len(self._records) else None
+        if expected is None and not self.region.finished:
+            self._replay.stop()  # a backward inside forward, which has not come so far itself
+        if expected is None or expected.name != name:
+            self._replay.fail(self._another_op(name, expected))
+        if expected.policy is not policy:
+            self._replay.fail(
+                mismatched(
+                    self.region,
+                    f"this op has policy {policy.name} in replay and had {expected.policy.name} in forward",
+                    SAME_ORDER,
+                    op=name,
+                )
+            )
+        self._next = place + 1
+        return expected
+
+    def finish(self) -> None:
+        """Raise if the function ended before it came to each op."""
+        if self.ops is not None:
+            self.ops.check_complete()
+        self.check_passed(len(self.region.tape.saved))
+
+    def check_passed(self, last: int) -> None:
+        """Raise if an op has not come that had begun in forward before the tensor at a place was saved."""
+        if self._next < len(self._records) and (missing := self._records[self._next]).saved_before <= last:
+            raise mismatched(self.region, "this op of forward is missing in replay", SAME_ORDER, op=missing.name)
+
+    def load_inputs(self, record: Record, args: Iterable[Any], consumer: str) -> list[Any]:
+        """Return inputs with the placeholders among them replaced by what the slots keep.
+
+        Raises:
+            PlaceholderError: An input is a placeholder that forward did not foresee.
+            MutationError: A kept input was changed in place.
+        """
+        loaded = list(args)
+        slots = record.slots
+        for place, arg in enumerate(loaded):
+            slot = slots.get(place) if slots else None
+            if slot is not None:
+                tensor = slot.load(self.region_name, record.name or consumer, f"input {place}")
+                loaded[place] = self._loaded[id(tensor)] = tensor
+            elif isinstance(arg, Placeholder):
+                tensor = real(arg, consumer).detach().requires_grad_(arg.requires_grad)
+                loaded[place] = self._loaded[id(tensor)] = tensor
+        return loaded
+
+    def compares(self) -> bool:
+        """Whether the aten ops that run are compared with those of forward."""
+        return self.ops is not None
+
+    def begun(self) -> int:
+        """Return how many ops have begun."""
+        return self._next
+
+    def may_fill(self) -> bool:
+        """Whether the op that saves a tensor may be about to fill it; where ops are watched its place tells."""
+        return self.ops is None or self.ops.may_fill()
+
+    def next_name(self) -> str | None:
+        """Return the name of the next op of forward, if there is one."""
+        return self._records[self._next].name if self._next < len(self._records) else None
+
+    def has_loaded(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor came from a slot, so that it has no history in replay."""
+        return id(tensor) in self._loaded
+
+    def enter_region(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """Return an inner region's arguments with the placeholders among them replaced."""
+        if self._next == 0 or self.region.options.policy is not None:
+            return args, kwargs  # before the first op there is nothing that replay would not have
+        place = self._regions
+        self._regions = place + 1
+        regions = self.region.tape.regions
+        if place >= len(regions):
+            self._replay.fail(mismatched(self.region, "replay runs more inner regions than forward", SAME_ORDER))
+        if not regions[place].slots:
+            return args, kwargs
+        leaves = self.load_inputs(regions[place], leaves_of(args, kwargs), "inner region")
+        return with_leaves(args, kwargs, leaves)
+
+    def note_made(self, record: Record, outputs: Sequence[torch.Tensor]) -> None:
+        """Note the outputs of an op that SAVE ops wait for; see NOTE [ When an elided tensor is complete ]."""
+        for elided in record.elided_outputs:
+            holder = elided.holder()
+            if holder is not None and holder.value is None and holder.op is not None:
+                source = outputs[elided.place] if elided.place < len(outputs) else None
+                self.made.setdefault(holder.op, []).append((elided, source))
+
+    def fill_elided(self, record: Record, args: Sequence[Any]) -> None:
+        """Give the holders of a skipped op their values that wait for its inputs, or for what was made before."""
+        if self.made:
+            for elided, source in self.made.pop(record.name, ()):
+                self._fill(elided, source, False)
+        for elided in record.elided_inputs:
+            self._fill(elided, args[elided.place] if elided.place < len(args) else None, True)
+
+    def _fill(self, elided: Elided, source: Any, is_input: bool) -> None:
+        holder = elided.holder()
+        if holder is None or holder.value is not None:
+            return
+        loaded = type(source) is Placeholder
+        if loaded:
+            source = real(source, f"op {holder.op!r}")
+        value = elided.value(source) if isinstance(source, torch.Tensor) else None
+        if value is None or (value.shape, value.dtype, value.device) != holder.metadata[1:]:
+            self._replay.fail(other_source(self.region, holder, source, is_input))
+        if is_input and not loaded:
+            owner = source if source._base is None else source._base
+            if type(owner.grad_fn) is not holder.producer or holder.origin is not None or type(owner) is not Tensor:
+                self._replay.explain(holder, value, owner, parameter_behind(owner))
+        self._replay.fill_elided(holder, value)
+
+    def fail_returned(self, record: Record) -> NoReturn:
+        """End the replay, since an op returned whose body has raised in forward."""
+        what = "this op raised an exception in forward and returned in replay"
+        self._replay.fail(mismatched(self.region, what, SAME_ORDER, op=record.name))
+
+    def _another_op(self, name: str, expected: Record | None) -> MismatchError:
+        if expected is None or name not in self.region.tape.records:
+            return mismatched(self.region, "replay runs this op, forward did not", SAME_ORDER, op=name)
+        return mismatched(
+            self.region,
+            f"replay runs this op where forward ran {expected.name!r}",
+            SAME_ORDER,
+            op=name,
+        )
+
+
+def _is_kept(entry: Entry, place: int) -> bool:
+    return bool(entry.written) if place == WRITTEN else place in entry.kept

@@ -1,0 +1,112 @@
+"""Where replay stands in the log, and the loose ops that are no entries.
+
+In: an op that replay asks for. Kept: nothing. Out: its place, a view or cast that is run on the spot, or the error about
+an op that forward did not run there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from torch_remat.dispatch.check.mismatch import mismatched
+from torch_remat.dispatch.log.entry import Entry
+from torch_remat.dispatch.log.schema import Effects, argument, effects_of
+from torch_remat.dispatch.placeholder import Placeholder, geometry_of
+from torch_remat.errors import MismatchError
+
+
+def place_of(op: Any, effects: Effects, entries: Sequence[Entry], at: int) -> int | None:
+    """Return the place in forward's sequence of an op that replay asks for; None if it is none of the sequence.
+
+    NOTE [ Loose ops ]
+    Some ops are not the user's. On placeholders autograd makes views anew by their own functions, where on tensors it
+    uses ``as_strided``; autocast casts a tensor or has kept the cast of it. So views and casts that only one phase has
+    are passed over; they compute nothing that is kept. And Python asks the right operand of a comparison first if it is
+    a placeholder: ``x > placeholder`` comes as ``placeholder < x``. Autograd makes views anew where one of them was
+    changed in place; if the sequence goes on with a view by the same function, their geometry tells them apart.
+    """
+    if at < len(entries) and (entries[at].op is op or is_mirrored(entries[at].op, op)):
+        return at
+    if effects.viewed is not None or effects.cast:
+        return None
+    return after_loose(entries, at, op)
+
+
+def is_remade_view(entry: Entry, op: Any, effects: Effects, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an op is a view of a placeholder that autograd makes anew, and not the user's next one of that op."""
+    if entry.op is not op or effects.viewed is None or effects.reshapes:
+        return False
+    if not isinstance(argument(effects.viewed, args, kwargs), Placeholder):
+        return False
+    made = Placeholder.__torch_dispatch__(op, (), args, kwargs)
+    if isinstance(made, Placeholder):
+        return geometry_of(made) != getattr(entry.results, "geometry", None)
+    return [geometry_of(view) for view in made] != [getattr(meta, "geometry", None) for meta in entry.results]
+
+
+def is_mirrored(op: Any, other: Any) -> bool:
+    """Whether two comparisons are the same with their operands swapped."""
+    return op is _MIRRORED.get(id(other))
+
+
+_MIRRORED = {
+    id(one): other
+    for one, other in (
+        (torch.ops.aten.lt.Tensor, torch.ops.aten.gt.Tensor),
+        (torch.ops.aten.gt.Tensor, torch.ops.aten.lt.Tensor),
+        (torch.ops.aten.le.Tensor, torch.ops.aten.ge.Tensor),
+        (torch.ops.aten.ge.Tensor, torch.ops.aten.le.Tensor),
+    )
+}
+
+
+def after_loose(entries: Sequence[Entry], at: int, op: Any = None) -> int:
+    """Return the place after the views and casts from here on, or that of an op that comes before; see `place_of`."""
+    place = at
+    while place < len(entries) and entries[place].op is not op:
+        effects = effects_of(entries[place].op)
+        if effects.viewed is None and not effects.cast:
+            return place if op is None else at
+        place += 1
+    return place
+
+
+def run_loose(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run a view or a cast that is none of the sequence, on tensors or placeholders."""
+    if any(isinstance(arg, Placeholder) for arg in args):
+        return Placeholder.__torch_dispatch__(op, (), args, kwargs)
+    return op(*args, **kwargs)
+
+
+_SAME_OPS = (
+    "What is intercepted must run the same ops in both phases: look for state that changed in between and for branches "
+    "on is_recomputing() or on data that torch cannot see."
+)
+
+
+def another_op(region: Any, group: str | None, at: int, entries: Sequence[Entry], ran: Any) -> MismatchError:
+    """Return the error about an op that is not the one that forward ran at its place."""
+    expected = str(entries[at].op) if at < len(entries) else "no further op"
+    found = "ran no further op" if ran is None else f"ran {ran}"
+    return mismatched(
+        region, f"the ops differ from op {at} on: forward ran {expected}, replay {found}", _SAME_OPS, op=group
+    )
+
+
+def other_arguments(
+    region: Any, at: int, entry: Entry, forward: Sequence[Any], replay: Sequence[Any]
+) -> MismatchError:
+    """Return the error about an op that gets other tensors than in forward."""
+    shown = [
+        ", ".join(f"{tuple(shape)} with strides {strides}" for shape, strides in side) for side in (forward, replay)
+    ]
+    return mismatched(
+        region,
+        f"op {at} of forward, {entry.op}, got tensors of {shown[0]} there and of {shown[1]} in replay",
+        _SAME_OPS,
+        tensor=entry.label(0),
+        op=entry.group,
+    )

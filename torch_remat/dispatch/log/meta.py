@@ -1,0 +1,221 @@
+"""What replay must know of an op's results to answer the op without running it.
+
+In: in forward each op's result. Kept: metadata and plain values, no tensor but where none can stand for it (sparse
+layouts). Out: in replay placeholders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, strided
+from torch.nn import Parameter
+
+from torch_remat._compat import is_traceable_wrapper, set_conj, set_neg, shares_storage, storage_key
+from torch_remat.dispatch.placeholder import Geometry, Placeholder, Source, geometry_of, new_tuple, placeholder_at
+
+NOT_LAZY = (False, False)
+_USUAL = frozenset((Tensor, Parameter))
+_DENSE = frozenset((*_USUAL, Placeholder))
+
+
+class Meta(NamedTuple):
+    """What replay must know of a tensor to stand something in for it.
+
+    Attributes:
+        geometry: Where it lies in its storage.
+        dtype: Its dtype.
+        device: Its device.
+        alias: Whether it shares the storage of its op's first argument though the schema does not say so.
+        lazy: Whether it is a lazy conjugate, and a lazy negative.
+    """
+
+    geometry: Geometry
+    dtype: torch.dtype
+    device: torch.device
+    alias: bool
+    lazy: tuple[bool, bool]
+
+    def describes(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor in the same storage is the whole result, and no view of it that shows something else."""
+        if (tensor.shape, tensor.stride()) != self.geometry[:2]:
+            return False
+        return tensor.dtype is self.dtype and (tensor.is_conj(), tensor.is_neg()) == self.lazy
+
+
+class WrapperMeta(NamedTuple):
+    """The same for a tensor subclass that wraps other tensors, such as DTensor.
+
+    Attributes:
+        kind: The subclass.
+        parts: The `Meta` or `WrapperMeta` of each tensor inside, by attribute.
+        context: What the subclass needs besides to be made again.
+        geometry: Shape and strides of the wrapper.
+        alias: As in `Meta`.
+    """
+
+    kind: Any
+    parts: Mapping[str, Any]
+    context: Any
+    geometry: Geometry
+    alias: bool
+
+    def describes(self, _tensor: torch.Tensor) -> bool:
+        """Whether a tensor in the same storage is the whole result: a wrapper is kept as it is."""
+        return True
+
+
+class Given(NamedTuple):
+    """A result that is an argument, though the op's schema does not say so.
+
+    Attributes:
+        place: Which of the tensors among the arguments it is.
+    """
+
+    place: int
+
+
+class Raised(NamedTuple):
+    """What an op raised instead of returning; made anew in replay, since a traceback would keep frames alive."""
+
+    kind: type[Exception]
+    args: tuple[Any, ...]
+
+
+def described(result: Any, first: Any, given: Sequence[torch.Tensor] = ()) -> Any:
+    """Return what replay must know of an op's result.
+
+    Args:
+        result: What the op returned.
+        first: Its first argument.
+        given: The tensors among its arguments, if its schema cannot be trusted to tell which of them it returns.
+    """
+    if isinstance(result, torch.Tensor):
+        for place, tensor in enumerate(given):
+            if tensor is result:
+                return Given(place)
+        return _described_tensor(result, first)
+    if type(result) in (tuple, list):
+        return [described(item, first, given) for item in result]
+    return result
+
+
+def _described_tensor(tensor: torch.Tensor, first: Any) -> Any:
+    kind = type(tensor)
+    if kind in _DENSE and tensor.layout is strided:
+        lazy = (tensor.is_conj(), tensor.is_neg()) if tensor.dtype.is_complex else NOT_LAZY
+        return new_tuple(Meta, (geometry_of(tensor), tensor.dtype, tensor.device, _is_alias(tensor, first), lazy))
+    if kind not in _DENSE and is_traceable_wrapper(tensor):
+        names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        values = {name: getattr(tensor, name) for name in names}  # of DTensor also its mesh, which is no tensor
+        parts = {
+            name: _described_tensor(part, None) if isinstance(part, torch.Tensor) else part
+            for name, part in values.items()
+        }
+        return WrapperMeta(kind, parts, context, geometry_of(tensor), _is_alias(tensor, first))
+    return tensor
+
+
+def _is_alias(tensor: torch.Tensor, first: Any) -> bool:
+    if not isinstance(first, torch.Tensor):
+        return False
+    if type(first) in _USUAL and type(tensor) in _USUAL:
+        return shares_storage(first, tensor)
+    return key_of(first) == key_of(tensor)
+
+
+def stand_in(meta: Any, source: Source, compute: Callable[[str], torch.Tensor] | None) -> torch.Tensor:
+    """Return a placeholder for one result, or a wrapper around placeholders.
+
+    Args:
+        meta: What is known of the result.
+        source: What the placeholder stands for.
+        compute: What a reader of its data is referred to.
+    """
+    if type(meta) is WrapperMeta:
+        parts = {
+            name: stand_in(part, source, compute) if type(part) in (Meta, WrapperMeta) else part
+            for name, part in meta.parts.items()
+        }
+        shape, stride, _ = meta.geometry
+        made: torch.Tensor = meta.kind.__tensor_unflatten__(parts, meta.context, shape, stride)
+        return made
+    placeholder = placeholder_at(meta.geometry, meta.dtype, meta.device, source)
+    placeholder.compute = compute
+    if meta.lazy is not NOT_LAZY:
+        set_conj(placeholder, meta.lazy[0])
+        set_neg(placeholder, meta.lazy[1])
+    return placeholder
+
+
+def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the tensors without tensors inside of which a wrapper consists; the tensor itself if it is none."""
+    if type(tensor) in _DENSE or not is_traceable_wrapper(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+        part = getattr(tensor, name)
+        if isinstance(part, torch.Tensor):
+            yield from parts_of(part)
+
+
+def key_of(tensor: torch.Tensor) -> int:
+    """Return what stands for a tensor's storage.
+
+    Views share it. Sparse tensors and placeholders stand for themselves, a wrapper is known by its first part.
+    """
+    if type(tensor) is Tensor and tensor.layout is strided:  # which is told faster than the others
+        return storage_key(tensor)
+    if type(tensor) not in _DENSE:
+        tensor = next(parts_of(tensor), tensor)
+    if isinstance(tensor, Placeholder):
+        return -id(tensor.source)  # which its views and aliases share
+    if tensor.layout is not strided:
+        return -id(tensor if tensor._base is None else tensor._base)
+    return storage_key(tensor)
+
+
+def keys_of(tensor: torch.Tensor) -> Sequence[int]:
+    """Return the same for all parts of a wrapper."""
+    return (key_of(tensor),) if type(tensor) in _DENSE else [key_of(part) for part in parts_of(tensor)]
+
+
+def has_placeholder(tensor: object) -> bool:
+    """Whether a value is a placeholder, or a wrapper around one."""
+    if type(tensor) in _USUAL or not isinstance(tensor, torch.Tensor):
+        return False
+    return any(isinstance(part, Placeholder) for part in parts_of(tensor))
+
+
+def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors among an op's arguments."""
+    for arg in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(arg, torch.Tensor):
+            yield arg
+        elif isinstance(arg, (list, tuple)):
+            for item in arg:
+                if isinstance(item, torch.Tensor):
+                    yield item
+
+
+def layout_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[torch.Size, tuple[int, ...]]]:
+    """Return shape and strides of the tensors among an op's arguments; none if they cannot be told.
+
+    A placeholder cannot be resized, which ops do with an empty ``out``.
+    """
+    if not kwargs and not any(isinstance(arg, (Tensor, list, tuple)) and type(arg) not in _USUAL for arg in args):
+        return dense_layout(args)
+    layout = []
+    for tensor in tensors_in(args, kwargs):
+        if isinstance(tensor, Placeholder) and tensor.resized:
+            return []
+        if tensor.layout is strided:
+            layout.append((tensor.shape, tensor.stride()))
+    return layout
+
+
+def dense_layout(args: Sequence[Any]) -> list[tuple[torch.Size, tuple[int, ...]]]:
+    """Return the same for arguments that are ordinary tensors, or placeholders, and values that are none."""
+    return [(arg.shape, arg.stride()) for arg in args if type(arg) in _DENSE and arg.layout is strided]

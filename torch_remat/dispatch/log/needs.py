@@ -1,0 +1,91 @@
+"""What replay must run, and which results must be kept for that.
+
+In: the entries of the log with the storages that they read and write, and the storages that replay must have. Kept:
+nothing. Out: the entries that replay runs, and the results to keep.
+
+It is a walk from the last entry to the first over the storages that are needed after each (liveness analysis). An
+entry that makes or writes one of them is kept if it can be, else it runs, and then needs what it reads. A view neither
+makes nor writes anything; replay always has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from operator import itemgetter
+from typing import NamedTuple
+
+from torch_remat.dispatch.log.entry import FIRST, ONE, VIEW, WRITTEN, Entry
+
+Root = tuple[int, int]  # a storage that replay must have, and after how many entries
+
+
+class Needs(NamedTuple):
+    """What replay needs of the log.
+
+    Attributes:
+        run: The entries that replay runs.
+        kept: The entries of which results are needed that can be kept, with their places.
+    """
+
+    run: list[Entry]
+    kept: list[tuple[Entry, Collection[int]]]
+
+
+def find_needs(entries: Sequence[Entry], roots: Sequence[Root], can_keep: Callable[[Entry, int], bool]) -> Needs:
+    """Return which entries replay runs, and what is to be kept of which entries.
+
+    Args:
+        entries: The log, or a part of it.
+        roots: What replay must have.
+        can_keep: Tells of a saved result, by its entry and its place, whether it is there and as the entry left it.
+    """
+    needs = Needs([], [])
+    pending = sorted(roots, key=_after)
+    next_after = pending[-1][1] if pending else -1
+    needed: set[int] = set()
+    for at in range(len(entries) - 1, -1, -1):
+        while next_after > at:
+            needed.add(pending.pop()[0])
+            next_after = pending[-1][1] if pending else -1
+        entry = entries[at]
+        if entry.kind == ONE:  # what most entries are, without the sets
+            runs, storage = entry.always, entry.storage
+            if storage in needed:
+                needed.remove(storage)
+                if entry.saved and can_keep(entry, 0):
+                    needs.kept.append((entry, FIRST))
+                else:
+                    runs = True
+            if runs:
+                needs.run.append(entry)
+                needed.update(entry.reads)
+        elif entry.kind == VIEW and not entry.always:
+            if entry.made:
+                needed.difference_update([storage for _, storage in entry.made])  # replay has it in any case
+        else:
+            _step(entry, needed, can_keep, needs)
+    return needs
+
+
+def _step(entry: Entry, needed: set[int], can_keep: Callable[[Entry, int], bool], needs: Needs) -> None:
+    """Take one entry of any kind."""
+    made = {place for place, storage in entry.made if storage in needed}
+    writes = [storage for storage in entry.writes if storage in needed]
+    if not (made or writes or entry.always):
+        return
+    kept = {place for place in made if place in entry.saved and can_keep(entry, place)}
+    runs = entry.always or len(kept) < len(made)
+    if writes and WRITTEN in entry.saved and entry.whole and can_keep(entry, WRITTEN):
+        kept.add(WRITTEN)
+        needed.difference_update(writes)
+    elif writes:
+        runs = True
+    needed.difference_update([storage for _, storage in entry.made])
+    if runs:
+        needs.run.append(entry)
+        needed.update(entry.reads)
+    if kept:
+        needs.kept.append((entry, kept))
+
+
+_after = itemgetter(1)

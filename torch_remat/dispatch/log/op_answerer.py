@@ -1,0 +1,357 @@
+"""Aten ops in replay: each is answered with a kept value, a placeholder or what forward raised, or it runs.
+
+In: each op that the region's function, or a native region in it, asks for. Kept: nothing past the replay. Out: kept and
+recomputed results, placeholders for what nobody needs.
+
+NOTE [ Writes to what outlives the region ]
+A buffer, a cache or a counter that forward changed is changed already: replay does not change it again, also if it is
+needed. It is the tensor whose storage is that of forward. Its version counter, which autograd moves on all the same, is
+put back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from torch_remat._compat import kernel_of
+from torch_remat.dispatch.log.earlier import as_it_was, earlier_label, with_tensors
+from torch_remat.dispatch.log.entry import CALL, ONE, VIEW, Entry, answered, is_bookkeeping, still_there
+from torch_remat.dispatch.log.matching import (
+    after_loose,
+    another_op,
+    is_mirrored,
+    is_remade_view,
+    other_arguments,
+    place_of,
+    run_loose,
+)
+from torch_remat.dispatch.log.meta import dense_layout, has_placeholder, key_of, layout_of, stand_in, tensors_in
+from torch_remat.dispatch.log.record import Left, Record
+from torch_remat.dispatch.log.schema import WRITES_WITHOUT_SAYING, effects_of
+from torch_remat.dispatch.log.slot import Slot, version_of
+from torch_remat.dispatch.log.suppressed import Suppressed
+from torch_remat.dispatch.placeholder import Placeholder, Source, constant, real
+from torch_remat.dispatch.views import offset_in_bytes, view_of
+from torch_remat.errors import MutationError
+
+
+class Replay(Protocol):
+    """What of a region's replay is asked here."""
+
+    region: Any
+
+    def fail(self, error: Any) -> Any:
+        """End the replay with an error."""
+
+
+class _LeftOver(NamedTuple):
+    """What a saved write left in all of a placeholder's storage.
+
+    Attributes:
+        source: What the placeholder stands for.
+        value: What was written, and kept.
+        offset_in_bytes: Where the written tensor lies in the storage.
+    """
+
+    source: Source
+    value: torch.Tensor
+    offset_in_bytes: int
+
+    def seen_as(self, meta: Any) -> torch.Tensor:
+        """Return a view of it."""
+        return view_of(self.value, self.offset_in_bytes, meta.geometry, meta.dtype, *meta.lazy)
+
+
+class OpAnswerer:
+    """The aten ops of one replay, of a whole region or of one native region in it.
+
+    Args:
+        replay: The replay.
+        entries: The entries that come.
+        group: The native region; empty for a whole region.
+        suppressed: The writes that are not done again.
+        loaded: What slots keep, by the id of the slot, where hooks around the region have given it.
+        start_over: Ends a replay in which something reads a result that was not kept; takes the entry, the place of the
+            result, and who reads it.
+        left: What a native region left in tensors from outside.
+
+    Attributes:
+        passing: Whether the body of an op with a handle runs: its aten ops are no entries.
+    """
+
+    def __init__(
+        self,
+        replay: Replay,
+        entries: Sequence[Entry],
+        group: str,
+        suppressed: Suppressed,
+        loaded: Mapping[int, torch.Tensor],
+        start_over: Callable[[Entry, int, str], Any],
+        left: Iterable[tuple[tuple[int, int], Left]] = (),
+    ) -> None:
+        self._replay = replay
+        self._region = replay.region
+        self._region_name: str = replay.region.name
+        self._entries = entries
+        self._group = group
+        self._at = 0
+        self._suppressed = suppressed
+        self._loaded = loaded
+        self._start_over = start_over
+        self.passing = False
+        self._remakes = False  # whether a placeholder was changed in place, whose views autograd makes anew
+        # What saved writes left in placeholders, by the identity of the source, which all views of one share.
+        self._left_over: dict[int, _LeftOver] = {}
+        self._left = dict(left)
+        self._outside = still_there(one.storage for one in self._left.values()) if self._left else _NOTHING
+        self._written: list[tuple[torch.Tensor, Slot]] = []
+        inputs = self._region.inputs
+        self._restored = inputs is not None and inputs.packed  # by hooks, which may count versions anew
+
+    def answer(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run an op, or answer it without."""
+        next_at = self._at
+        entry = self._entries[next_at] if next_at < len(self._entries) else None
+        if entry is not None and entry.op is op and entry.kind and not self.passing:
+            # What most ops are, without the questions of the others.
+            if self._suppressed.pending:
+                self._suppressed.restore()
+            if entry.run:
+                same = not entry.versions or self._reads_the_same(entry, args)
+                if same and not entry.kept and Placeholder not in map(type, args):
+                    self._at = next_at + 1
+                    return kernel_of(op)(*args, **kwargs)
+            elif entry.kind == VIEW:
+                if type(args[0]) is not Placeholder:
+                    self._at = next_at + 1
+                    return kernel_of(op)(*args, **kwargs)
+            elif entry.kind == ONE and (not entry.layout or entry.layout == dense_layout(args)):
+                self._at = next_at + 1
+                if entry.kept and not self._loaded and (value := entry.kept[0].unchanged()) is not None:
+                    return value
+                return self._make(entry, 0, entry.results)
+        return self._answer_odd(op, args, kwargs)
+
+    def _answer_odd(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Do the same for any op."""
+        effects = effects_of(op)
+        if self.passing or is_bookkeeping(effects, args, kwargs):
+            return op(*args, **kwargs)
+        if self._suppressed.pending:
+            self._suppressed.restore()
+        entries = self._entries
+        at = place_of(op, effects, entries, self._at)
+        remade = self._remakes and at is not None and at < len(entries)
+        if at is None or (remade and is_remade_view(entries[at], op, effects, args, kwargs)):
+            return run_loose(op, args, kwargs)
+        if at >= len(entries) or (entries[at].op is not op and not is_mirrored(entries[at].op, op)):
+            self._replay.fail(another_op(self._region, self._group or None, at, entries, op))
+        self._at = at + 1
+        entry = entries[at]
+        if entry.op is not op:
+            args = args[::-1]  # a comparison with its operands swapped
+        if entry.layout and (found := layout_of(args, kwargs)) and entry.layout != found:
+            self._replay.fail(other_arguments(self._region, at, entry, entry.layout, found))
+        if effects.written and any(map(has_placeholder, tensors_in(args, kwargs))):
+            self._remakes = True
+        if self._left and entry.writes:
+            self._note_written(entry, at, args, kwargs)
+        if entry.run:
+            return self._run(entry, args, kwargs)
+        if entry.written:
+            self._restore_written(entry, args, kwargs)
+        elif effects.written:
+            self._suppressed.add(entry.changed_arguments(args, kwargs), still_there(entry.outside))
+        result = answered(entry, args, kwargs, partial(self._make, entry))
+        if not (effects.written or effects.reshapes):
+            for place, made in enumerate(result if isinstance(result, (list, tuple)) else (result,)):
+                if isinstance(made, Placeholder) and made.compute is not None:
+                    # A view has that of its base.
+                    made.compute = partial(self._value_after_all, made.source, entry, place)
+        return result
+
+    def check_complete(self) -> None:
+        """Raise at the end if an op of forward has not come."""
+        self._at = after_loose(self._entries, self._at)
+        if self._at != len(self._entries):
+            self._replay.fail(another_op(self._region, self._group or None, self._at, self._entries, None))
+
+    def finish(self) -> None:
+        """Leave the recomputed tensors that a native region changed as forward left them."""
+        self._suppressed.restore()
+        for tensor, slot in self._written:
+            if not isinstance(tensor, Placeholder) and key_of(tensor) in self._outside:
+                continue
+            value = slot.load(self._region_name, self._group, "written")
+            if isinstance(tensor, Placeholder):
+                tensor.compute = partial(constant, value)
+            elif tensor.shape == value.shape:
+                tensor.data.copy_(value)  # through `data`, since the change has been counted
+            else:  # it was resized
+                tensor.data = value.detach().clone()
+
+    def outside(self) -> Collection[int]:
+        """Return what `key_of` gives for the tensors outside of the region that forward has changed."""
+        return still_there(storage for entry in self._entries for storage in entry.outside)
+
+    def load_call(self, record: Record) -> tuple[Entry, list[torch.Tensor | None]]:
+        """Return the entry of an op with a handle, and its outputs: the kept ones in order, None for the others."""
+        at = after_loose(self._entries, self._at, record)
+        if at >= len(self._entries) or self._entries[at].op is not record:
+            self._replay.fail(another_op(self._region, record.name, self._at, self._entries, record.name))
+        self._at = at + 1
+        entry = self._entries[at]
+        return entry, [
+            self._value(entry, place, entry.kept[place]) if place in entry.kept else None
+            for place in range(entry.count_of_results)
+        ]
+
+    def may_fill(self) -> bool:
+        """Whether the op that comes next may write what was just saved for it."""
+        entry = self._entries[self._at] if self._at < len(self._entries) else None
+        return entry is not None and entry.kind in (0, CALL)
+
+    def _note_written(self, entry: Entry, at: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Note what a native region changes that was made outside of it."""
+        changed = entry.changed_arguments(args, kwargs)
+        self._suppressed.add(changed, self._outside)
+        for place, tensor in enumerate(changed):
+            left = self._left.get((at, place))
+            if left is not None:
+                self._written.append((tensor, left.slot))
+
+    def _run(self, entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        effects = entry.effects
+        if entry.before is not None:
+            entry.before.restore()
+        args, kwargs = _real_arguments(entry, args, kwargs)
+        if entry.outside:
+            written = entry.changed_arguments(args, kwargs)
+            outside = still_there(entry.outside)
+            if outside and all(key_of(tensor) in outside for tensor in written):
+                self._suppressed.add(written, outside)
+                return answered(entry, args, kwargs, partial(self._make, entry))
+        self._check_versions(entry, args, kwargs, entry.earlier)
+        if entry.earlier:
+            args, kwargs = self._as_earlier(entry, args, kwargs)
+        if effects.name in WRITES_WITHOUT_SAYING:
+            args = [None if place in (3, 4) and args[5] else arg for place, arg in enumerate(args)]
+        result = entry.op(*args, **kwargs)
+        if not entry.kept:
+            return result
+        if isinstance(result, torch.Tensor):
+            return self._value(entry, 0, entry.kept[0])
+        made = list(result)
+        for place, slot in entry.kept.items():
+            made[place] = self._value(entry, place, slot)
+        return made if isinstance(result, list) else tuple(made)
+
+    def _reads_the_same(self, entry: Entry, args: Sequence[Any]) -> bool:
+        """Whether an entry of one of the kinds gets the tensors from outside as they were in forward."""
+        if entry.earlier:
+            return False
+        if self._restored:
+            return True
+        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        return all(tensors[at]._version == version for at, version in entry.versions)
+
+    def _as_earlier(
+        self, entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """Return the arguments of an entry as they were before a later one changed them."""
+        given = list(tensors_in(args, kwargs))
+        tensors = {}
+        for at, slot in entry.earlier.items():
+            loaded = self._loaded.get(id(slot))
+            if loaded is None:
+                loaded = slot.load(self._region_name, entry.group, earlier_label(entry, at))
+            tensors[at] = as_it_was(given[at], loaded)
+        return with_tensors(args, kwargs, tensors)
+
+    def _check_versions(
+        self, entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any], passed: Container[int] = ()
+    ) -> None:
+        """Raise if an op that runs again would read something else than in forward."""
+        if not entry.versions or self._restored:
+            return
+        tensors = list(tensors_in(args, kwargs))
+        for at, version in entry.versions:
+            if at not in passed and version_of(tensors[at]) != version:
+                raise MutationError(
+                    f"{entry.op} runs again in replay and reads a tensor from outside the region (argument {at}, shape "
+                    f"{tuple(tensors[at].shape)}), which was changed in place since it ran in forward",
+                    region=self._region_name,
+                    op=entry.group,
+                    tensor=entry.label(0),
+                    remedy="Let the op read a clone, or let the policy save its result.",
+                )
+
+    def _restore_written(self, entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Leave in the written arguments what forward left there."""
+        outside = still_there(entry.outside)
+        for tensor, slot in zip(entry.changed_arguments(args, kwargs), entry.written, strict=True):
+            if isinstance(tensor, Placeholder):
+                value = self._value(entry, 0, slot)
+                tensor.compute = partial(constant, value)
+                self._left_over[id(tensor.source)] = _LeftOver(tensor.source, value, offset_in_bytes(tensor))
+            elif key_of(tensor) in outside:
+                self._suppressed.add([tensor], outside)
+            else:
+                tensor.copy_(self._value(entry, 0, slot))
+
+    def _make(self, entry: Entry, place: int, meta: Any) -> torch.Tensor:
+        """Return what stands for a result: what is kept, or a placeholder."""
+        slot = entry.kept.get(place)
+        if slot is not None:
+            return self._value(entry, place, slot)
+        source = Source(self._region_name, entry.group, entry.label(place))
+        return stand_in(meta, source, partial(self._value_after_all, source, entry, place))
+
+    def _value_after_all(self, source: Source, entry: Entry, place: int, consumer: str) -> torch.Tensor:
+        """Return what a saved write has left where a placeholder stands; else end this replay."""
+        left = self._left_over.get(id(source))
+        if left is not None:
+            return left.seen_as(entry.meta(place))
+        value: torch.Tensor = self._start_over(entry, place, consumer)
+        return value
+
+    def _value(self, entry: Entry, place: int, slot: Slot) -> torch.Tensor:
+        loaded = self._loaded.get(id(slot))
+        return slot.load(self._region_name, entry.group, entry.label(place)) if loaded is None else loaded.detach()
+
+
+_NOTHING: frozenset[int] = frozenset()
+
+
+def loaded_slots(region: Any) -> dict[int, torch.Tensor]:
+    """Return what all slots of a region's entries keep, by the id of the slot.
+
+    Hooks around the region may run a replay of their own, which cannot be done below autograd.
+    """
+    loaded: dict[int, torch.Tensor] = {}
+    for entry in region.tape.calls:
+        for place, slot in (*entry.kept.items(), *((-1 - at, slot) for at, slot in enumerate(entry.written))):
+            loaded[id(slot)] = slot.load(region.name, entry.group, entry.label(max(place, 0)))
+        for at, slot in entry.earlier.items():
+            if id(slot) not in loaded:
+                loaded[id(slot)] = slot.load(region.name, entry.group, earlier_label(entry, at))
+    return loaded
+
+
+def _real_arguments(
+    entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    if not any(map(has_placeholder, tensors_in(args, kwargs))):
+        return args, kwargs
+    consumer = str(entry.op)
+
+    def resolved(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [real(item, consumer) for item in value]
+        return real(value, consumer)
+
+    return [resolved(arg) for arg in args], {name: resolved(value) for name, value in kwargs.items()}

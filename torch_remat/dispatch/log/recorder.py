@@ -1,0 +1,494 @@
+"""The log of one region's forward: what has a name, the entries, what is kept at once, and what is kept in the end.
+
+In: native regions and ops as they run, and the tensors that autograd saves. Kept: records and entries in the region's
+log; until forward ends, what saved entries returned. Out: residents, and slots for what replay reads.
+
+NOTE [ What is kept ]
+1. A tensor that autograd saves is *resident* if a saved entry made it: its holder has the value from the start.
+2. Of what saved entries returned, that is kept which replay reads: an entry that runs (`needs`), an op with a handle, an
+   inner region, or, where nobody watches, an op that autograd recorded (`readers`). A result without a history, such as
+   a router's choice, is kept wherever replay could read it.
+3. What else may read a result, autograd does not show. Then the entry is made again: replay starts over.
+4. A result that was changed in place by the end of forward is made again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple, Protocol
+from weakref import ref
+
+import torch
+from torch.nn import Parameter
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from torch_remat._compat import SavedTensorHooks, node_number, sequence_number, without_dispatch_modes
+from torch_remat.dispatch.ambient import RngState
+from torch_remat.dispatch.holder import OpHolder, ResidentRef, metadata_of
+from torch_remat.dispatch.log.departures import Departures
+from torch_remat.dispatch.log.entry import CALL, FIRST, ONE, Entry
+from torch_remat.dispatch.log.meta import has_placeholder, key_of, keys_of, parts_of
+from torch_remat.dispatch.log.needs import Needs, find_needs
+from torch_remat.dispatch.log.op_recorder import Observer, OpRecorder
+from torch_remat.dispatch.log.readers import read_outputs
+from torch_remat.dispatch.log.record import Left, Record, Stretch
+from torch_remat.dispatch.log.results import Results, Undecided
+from torch_remat.dispatch.log.slot import Slot
+from torch_remat.dispatch.log.storages import Storages
+from torch_remat.dispatch.region.inputs import leaves_of
+from torch_remat.errors import UsageError
+from torch_remat.policies.decision import CheckpointPolicy
+from torch_remat.policies.kinds import OpPolicy
+
+
+Root = tuple[int, int, int]  # the place of a holder that replay fills, its storage, and after how many entries
+
+
+class Forward(Protocol):
+    """What of a region's forward is asked here."""
+
+    region: Any
+    watcher: Any
+
+    def watched(self, watcher: Any, function: Any, args: Any, kwargs: Any) -> Any:
+        """Run a function and show every aten op in it to a watcher."""
+
+    def unwatched(self) -> Any:
+        """Show no op that runs inside to the watcher."""
+
+
+class Returned(NamedTuple):
+    """A tensor that a native region returned and an entry made.
+
+    Attributes:
+        key: Its storage.
+        node: Its autograd node; None without a history.
+        output: Which of the node's outputs it is.
+        first: The number of the first autograd node that the native region made.
+        last: That of the first one after it.
+        after: How many entries there were by then.
+    """
+
+    key: int
+    node: torch.autograd.graph.Node | None
+    output: int
+    first: int
+    last: int
+    after: int
+
+
+class Recorder:
+    """The log of one region's forward.
+
+    Args:
+        forward: The forward's mode.
+
+    Attributes:
+        entries: The entries, in order.
+        roots: What replay must have for the holders that it fills.
+        watch: The aten ops, once some are watched.
+        packs: Whether it has to be asked about each tensor that autograd saves.
+        skipped_any: Whether there was an op that replay skips, so that it may lack an input of another.
+    """
+
+    def __init__(self, forward: Forward) -> None:
+        self.region = forward.region
+        self.mode = forward
+        self.entries: list[Entry] = []
+        self.roots: list[Root] = []
+        self.storages = Storages(self.region.hooks is not None)
+        self.departures = Departures(forward)
+        options = self.region.options
+        self._allow_mutation: bool = options.allow_cache_entry_mutation
+        self.results = Results(
+            self.storages, self.departures.slot_for, self.region.hooks is not None, self._allow_mutation
+        )
+        self.watch: OpRecorder | None = None
+        self.skipped_any = False
+        self.packs = False
+        self._read: list[tuple[int, int]] = []  # storages that replay reads in any case, each after how many entries
+        self._returned: list[Returned] = []
+        # Of what an unwatched op saves: the number of the first node that replay does not come to if this is the last
+        # tensor that it fills, how many storages were known, and the storage if an entry made it.
+        self._reads: list[tuple[int, int, int]] = []
+        # The ranges of sequence numbers of autograd nodes that replay skips, so that they read nothing.
+        self.skipped: list[tuple[int, int]] = []
+        self._known: set[int] = set()  # the storages that entries made and that code that nobody watches may reach
+        self._changes: dict[int, int] = {}  # how many times native regions have changed a tensor from outside
+
+    # What the recorder of aten ops asks.
+
+    @property
+    def saved_count(self) -> int:
+        """How many tensors the region has saved."""
+        return len(self.region.tape.saved)
+
+    def rng_now(self) -> RngState | None:
+        """Return the present state of the region's generators; None where nobody cares."""
+        rng: RngState | None = self.region.rng
+        return None if rng is None else rng.present()
+
+    def send_waiting(self) -> None:
+        """Send away what waits for that its op is over."""
+        self.departures.send()
+
+    def is_waiting(self) -> bool:
+        """Whether something does."""
+        return bool(self.departures.waiting)
+
+    def in_recomputed_op(self) -> bool:
+        """Whether the body of a RECOMPUTE op runs: replay runs all of it."""
+        return False
+
+    def resident(
+        self, op: str, name: str, tensor: torch.Tensor, policy: CheckpointPolicy, may_change: bool = False
+    ) -> OpHolder:
+        """Return a resident holder for a tensor that replay saves again, as a placeholder, at the same place."""
+        holder = self.holder_for(op, name, tensor)
+        hooks = self.region.hooks
+        if hooks is None and type(tensor) is torch.Tensor:
+            with without_dispatch_modes():
+                holder.value = tensor.detach()
+        else:
+            self.keep(holder, tensor)
+        if policy is CheckpointPolicy.OFFLOAD and hooks is None:
+            self.departures.waiting.append((holder, tensor))
+        if may_change and holder.value is not None:
+            holder.value = holder.value.data  # with a version counter of its own
+            holder.metadata = metadata_of(holder.value)
+        self.region.tape.saved.append(ResidentRef(holder))
+        return holder
+
+    def holder_for(self, op: str, name: str, tensor: torch.Tensor) -> OpHolder:
+        """Return a holder without a value."""
+        holder = OpHolder()
+        holder.region = self.region
+        holder.op = op
+        holder.tensor_name = name
+        holder.metadata = metadata_of(tensor)
+        holder.origin = None
+        holder.plain = False
+        holder.producer = type(None)
+        holder.resident = True
+        holder.value = holder.packed = holder.unpack = None
+        self.region.tape.holders.append(ref(holder))
+        return holder
+
+    def keep(self, holder: OpHolder, tensor: torch.Tensor) -> None:
+        """Give a holder its value, or what the hooks around the region make of it."""
+        hooks: SavedTensorHooks | None = self.region.hooks
+        if hooks is None:
+            holder.value = self._alias_of(tensor)
+        else:
+            pack, holder.unpack = hooks
+            with self.mode.unwatched():
+                holder.packed = pack(tensor)
+
+    def _alias_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        if type(tensor) is not torch.Tensor or self.mode.watcher is None:
+            return tensor.detach()
+        with without_dispatch_modes():
+            return tensor.detach()
+
+    # What runs.
+
+    def watch_all(self, policy: OpPolicy, paths: Sequence[str], observer: Observer | None) -> OpRecorder:
+        """Watch the ops of the whole region, under a policy."""
+        self.packs = True
+        self.watch = OpRecorder(self, policy, paths, self._allow_mutation, observer)
+        return self.watch
+
+    @property
+    def has_policy(self) -> bool:
+        """Whether the ops of the whole region are watched."""
+        return self.region.options.policy is not None
+
+    def skips(self) -> bool:
+        """Whether a native region runs that replay skips."""
+        return self.watch is not None and bool(self.watch.group)
+
+    def note_record(self, record: Record) -> None:
+        """Note what has a name.
+
+        Raises:
+            UsageError: The region already has an op of that name.
+        """
+        records = self.region.tape.records
+        if record.name in records:
+            raise UsageError(
+                "the region already has an op of this name",
+                region=self.region.name,
+                op=record.name,
+                remedy="Give each call a name of its own; remat.name_scope('block.0') prefixes the names inside it.",
+            )
+        records[record.name] = record
+        record.saved_before = len(self.region.tape.saved)
+
+    def run_native(
+        self, name: str, policy: CheckpointPolicy, function: Callable[..., Any], args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:  # fmt: skip
+        """Run a native region; see `RematMode.run_native`."""
+        if policy is CheckpointPolicy.RECOMPUTE:
+            self.note_record(Record(name, policy))
+            if not self.has_policy:
+                self.read_by_replay(leaves_of(args, kwargs))
+            return function(*args, **kwargs)
+        if self.has_policy:
+            assert self.watch is not None
+            self.note_record(Record(name, policy))
+            self.watch.group, self.watch.group_policy = name, policy
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.watch.group, self.watch.group_policy = "", CheckpointPolicy.SAVE
+        self.skipped_any = True
+        return self._run_stretch(Stretch(name, policy), function, args, kwargs)
+
+    def _run_stretch(
+        self, stretch: Stretch, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        self.note_record(stretch)
+        watch = self.watch
+        if watch is None:
+            self.packs = True
+            watch = self.watch = OpRecorder(self, None, ("",), self._allow_mutation, None)
+        stretch.start = len(self.entries)
+        watch.group, watch.group_policy, watch.stretch = stretch.name, stretch.policy, stretch
+        watch.forget_counts()
+        first = sequence_number()
+        leaves: list[Any] = []
+        try:
+            result = self.mode.watched(watch.watch, function, args, kwargs)
+            leaves = [result] if isinstance(result, torch.Tensor) else leaves_of((result,), {})
+            self._name_results(stretch, leaves, isinstance(result, torch.Tensor))
+        except BaseException:
+            stretch.raised = True
+            raise
+        finally:
+            watch.group, watch.group_policy, watch.stretch = "", CheckpointPolicy.SAVE, None
+            self._end_stretch(watch, stretch, first, leaves)
+        return result
+
+    def _name_results(self, stretch: Stretch, leaves: Sequence[Any], single: bool) -> None:
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor):
+                writer = self.storages.writer_of(leaf)
+                if writer is not None and writer[0].group == stretch.name and writer[1] not in writer[0].names:
+                    writer[0].names = {**writer[0].names, writer[1]: "out" if single else str(place)}
+
+    def _end_stretch(self, watch: OpRecorder, stretch: Stretch, first: int, leaves: Sequence[Any]) -> None:
+        stretch.end = after = len(self.entries)
+        last = sequence_number()
+        self.skipped.append((first, last))
+        if self.departures.waiting:
+            self.departures.send()
+        if self.results.unread:
+            self.results.read_versions()
+        if watch.rng is not None:
+            stretch.drawn, watch.rng = watch.rng.drawn(), None
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor) and not self.note_returned(leaf, first, last) and not leaf.is_inference():
+                self.note_returned_view(stretch, place, leaf, last)
+        entries = self.entries[stretch.start :]
+        # Of all that its ops made, only what is reached from outside is held on to.
+        needs = find_needs(entries, [(key, len(entries)) for key in self._known], self.results.can_keep)
+        self.results.drop(entries, needs.kept)
+        self.storages.forget_but(self._known)
+        self._note_left(watch, stretch)
+
+    def note_returned(self, leaf: torch.Tensor, first: int, last: int) -> bool:
+        """Note a tensor that a native region returned; return whether an entry made it."""
+        keys = [key for key in keys_of(leaf) if key in self.storages.writers]
+        for key in keys:
+            self._returned.append(Returned(key, leaf.grad_fn, leaf.output_nr, first, last, len(self.entries)))
+        self._known.update(keys)
+        return bool(keys)
+
+    def note_returned_view(self, stretch: Stretch, place: int, leaf: torch.Tensor, last: int) -> None:
+        """Note a returned tensor that no entry made."""
+
+    def _note_left(self, watch: OpRecorder, stretch: Stretch) -> None:
+        for tensor, place in chain.from_iterable(watch.written.values()):
+            storage = StorageWeakRef(tensor.untyped_storage())
+            slot = self.departures.slot_for(stretch.name, "written", tensor, stretch.policy)
+            stretch.left.append(Left(storage, slot, place))
+        for key, version in watch.versions.items():
+            times = watch.written[key][0][0]._version - version
+            self._changes[key] = self._changes.get(key, 0) + times
+        watch.written, watch.versions = {}, {}
+
+    def pack(self, tensor: torch.Tensor) -> OpHolder | None:
+        """Return the holder for a tensor that a saved entry made; None for one that replay makes again, or has."""
+        held = self._pack_made(tensor) if type(tensor) is not Parameter or self.storages.has_writes else None
+        if self.has_policy:
+            return held
+        number = sequence_number()
+        if self.skips():
+            stop = number
+        else:
+            node = tensor.grad_fn
+            # A result is saved once its op has run, all else before. Of a tensor without a history nobody knows.
+            stop = number if node is None or node_number(node) == number - 1 else number - 1
+            if held is not None:
+                self._reads.append((stop, len(self.entries), key_of(tensor)))
+        buffer = held is None and not tensor.requires_grad and tensor.is_floating_point()
+        self.region.tape.note_number(len(self.region.tape.saved) - (held is not None), number, stop, buffer)
+        return held
+
+    def _pack_made(self, tensor: torch.Tensor) -> OpHolder | None:
+        if self.results.unread:
+            self.results.read_versions()
+        key = key_of(tensor)
+        writer = self.storages.writers.get(key)
+        if writer is None:
+            if type(tensor) is not torch.Tensor:
+                self.roots += [(self.saved_count, key_of(part), len(self.entries)) for part in parts_of(tensor)]
+            return None
+        entry, place = writer
+        if place not in entry.packed:
+            entry.packed = FIRST if place == 0 and not entry.packed else entry.packed | {place}
+        if place not in entry.saved:
+            self.roots.append((self.saved_count, key, len(self.entries)))
+            return None
+        away = place in entry.away
+        policy = CheckpointPolicy.OFFLOAD if away else CheckpointPolicy.SAVE
+        holder = self.resident(entry.group, entry.label(place), tensor, policy, self._allow_mutation)
+        if entry.kind == ONE and not (away or self._allow_mutation) and holder.value is not None:
+            self.results.note_alias(entry, tensor, holder.value)
+        return holder
+
+    def note_reader(self, tensor: torch.Tensor) -> bool:
+        """Note that replay reads a tensor here in any case; return whether an entry made it."""
+        writer = self.storages.writer_of(tensor)
+        if writer is None:
+            return False
+        self._read.append((key_of(tensor), len(self.entries)))
+        return True
+
+    def read_by_replay(self, values: Sequence[Any]) -> None:
+        """Note that replay reads those values that entries made."""
+        for value in values:
+            if isinstance(value, torch.Tensor) and not has_placeholder(value):
+                self.note_reader(value)
+
+    # The end.
+
+    def undecided(self) -> Iterator[Undecided]:
+        """Yield op, name, tensor and decision of what forward holds until its end tells whether anything needs it."""
+        yield from self.results.undecided()
+        if self.watch is not None:
+            yield from self.watch.earlier.undecided()
+
+    def finish(self, boundary: Sequence[torch.autograd.graph.Node | None]) -> None:
+        """Keep what replay or backward needs.
+
+        Raises:
+            PolicyError: An entry of the policy has matched nothing.
+        """
+        region, tape = self.region, self.region.tape
+        if self.watch is not None:
+            self.watch.check_matched(region.name)
+        if self.results.unread:
+            self.results.read_versions()
+        if self.departures.waiting:
+            self.departures.send()
+        if not self.entries:
+            return
+        roots = self._roots(boundary)
+        self.results.let_go_of_graph()
+        needs = find_needs(self.entries, roots, self.results.can_keep)
+        apply(needs)
+        for entry, places in needs.kept:
+            self.results.keep(entry, places)
+        if self.has_policy:
+            self._finish_policy()
+        elif self._changes and region.inputs is not None:
+            # Replay does not change them again.
+            changes = self._changes
+            region.inputs.accept_changes(lambda tensor, times: changes.get(key_of(tensor)) == times)
+        tape.calls, tape.roots = self.entries, roots
+
+    def _finish_policy(self) -> None:
+        watch, region = self.watch, self.region
+        assert watch is not None
+        for entry in self.entries:
+            if entry.kind == CALL:
+                self.results.keep_views(entry)
+        watch.earlier.keep(self.departures.slot_for)
+        if self.storages.has_writes and region.inputs is not None:
+            # Replay writes none of them again.
+            region.inputs.accept_changes(lambda tensor, _: self.storages.has_changed(tensor))
+        if watch.has_random:
+            keep_random(region, self.entries)
+
+    def _roots(self, boundary: Sequence[torch.autograd.graph.Node | None]) -> list[tuple[int, int]]:
+        """Return the storages that replay must have, each after how many entries."""
+        region, entries = self.region, self.entries
+        roots = [
+            # An op may fill what it has saved just before (``F.rrelu`` its noise).
+            (key, after + 1 if after < len(entries) and key in entries[after].writes else after)
+            for place, key, after in self.roots
+            if region.tape.may_need(place, region.hooks)
+        ]
+        roots += self._read
+        if self.has_policy:
+            return roots
+        stop = region.tape.stop(region.hooks, region.options.early_stop)
+        # Also where the graph of what saved it is gone: replay runs it all the same.
+        roots += [(key, after) for number, after, key in self._reads if number <= stop]
+        outputs: dict[tuple[torch.autograd.graph.Node, int], Returned] = {}
+        for returned in self._returned:
+            if returned.last >= stop:
+                continue
+            if returned.node is None:
+                roots.append((returned.key, returned.after))
+            else:
+                outputs[returned.node, returned.output] = returned
+        if outputs and stop:
+            first = min(returned.first for returned in outputs.values())
+            for returned, number in read_outputs(boundary, outputs, first, stop, self.skipped):
+                roots.append((returned.key, self._after(number)))
+        return roots
+
+    def is_read(
+        self, boundary: Sequence[torch.autograd.graph.Node | None], tensor: torch.Tensor, last: int
+    ) -> bool:
+        """Whether replay reads a tensor, at the end of forward; ``last`` is the number of the node from which on it may."""
+        stop = self.region.tape.stop(self.region.hooks, self.region.options.early_stop)
+        node = tensor.grad_fn
+        if last >= stop or node is None:
+            return bool(last < stop)
+        output = {(node, tensor.output_nr): True}
+        return bool(read_outputs(boundary, output, node_number(node), stop, self.skipped))
+
+    def _after(self, number: int) -> int:
+        """Return how many entries there were when the autograd node with a number was made."""
+        return max((returned.after for returned in self._returned if returned.last <= number), default=0)
+
+    def forget(self) -> None:
+        """Let go of the graph."""
+        self.watch = None
+        self._returned = []
+        del self.mode, self.departures
+
+
+def apply(needs: Needs) -> None:
+    """Mark the entries that replay runs."""
+    for entry in needs.run:
+        entry.run = True
+
+
+def keep_random(region: Any, entries: Sequence[Entry]) -> None:
+    """Keep the generators' states where replay skips what drew before, and none if replay draws nothing."""
+    random = [entry for entry in entries if entry.effects.random]
+    skipped = False
+    for entry in random:
+        if not (entry.run and skipped):
+            entry.before = None
+        skipped = not entry.run
+    if region.tape.drawn_by_ops():
+        return
+    if random and not any(entry.run for entry in random) and all(e.effects.namespace == "aten" for e in random):
+        region.rng = None

@@ -1,0 +1,136 @@
+"""A tensor that the log keeps because replay needs it, and the one rule about versions.
+
+In: a tensor, in forward. Kept: an alias of it, or what the hooks around the region made of it. Out: the tensor, for one
+replay, or an error if it was changed in place meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from torch_remat._compat import SavedTensorHooks
+from torch_remat.errors import MutationError
+
+UNCOUNTED = -1
+"""The version of a tensor made in inference mode, which counts no changes."""
+_CHANGED = -2  # no load accepts the tensor
+_NOTHING = torch.empty(0)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was changed in place; `UNCOUNTED` for one made in inference mode."""
+    return UNCOUNTED if tensor.is_inference() else tensor._version
+
+
+def counter_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that shares the version counter of another, but not its data."""
+    counter = tensor.detach()
+    counter.data = _NOTHING
+    return counter
+
+
+class Slot:
+    """A tensor that the log keeps because replay needs it.
+
+    Like a region's inputs it goes through the saved-tensor hooks around the region.
+
+    Args:
+        tensor: The tensor.
+        hooks: The saved-tensor hooks that keep it; None to keep an alias.
+        requires_grad: Whether replay's tensor needs a gradient; by default as the tensor does.
+        unchecked: Whether changes in place are allowed.
+        source: Name and place of the skipped op's output that it is, or is a view of; None where its owner knows.
+
+    Attributes:
+        kept: The alias, or what the hooks made of the tensor.
+        device: Where the tensor was when it was kept.
+    """
+
+    __slots__ = ("_aliases", "_requires_grad", "_unpack", "_version", "device", "kept", "source")
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        hooks: SavedTensorHooks | None,
+        requires_grad: bool | None = None,
+        unchecked: bool = False,
+        source: tuple[str, int] | None = None,
+    ) -> None:
+        self.source = source
+        self.device = tensor.device
+        self._requires_grad = tensor.requires_grad if requires_grad is None else requires_grad
+        self._aliases: Sequence[tuple[torch.Tensor, int]] = ()
+        self._unpack: Callable[[Any], torch.Tensor] | None = None
+        self._version = version_of(tensor)
+        if self._version == UNCOUNTED:
+            self.kept: Any = tensor.clone()  # nothing tells of changes
+        elif hooks is None:
+            self.kept = tensor.detach()
+            if unchecked:
+                self.kept = self.kept.data
+                self._version = self.kept._version
+        else:
+            pack, self._unpack = hooks
+            with torch.no_grad():
+                self.kept = pack(tensor)
+
+    @classmethod
+    def of_alias(cls, alias: torch.Tensor) -> Slot:
+        """Return the slot for an alias without a history, which nobody else has."""
+        slot = cls.__new__(cls)
+        slot.source = slot._unpack = None
+        slot.device = alias.device
+        slot._requires_grad = False
+        slot._version = alias._version
+        slot._aliases = ()
+        slot.kept = alias
+        return slot
+
+    def watch(self, aliases: Sequence[torch.Tensor]) -> None:
+        """Look also at tensors that share the storage and count changes for themselves; see `Storages`."""
+        self._aliases = [(counter_of(alias), alias._version) for alias in aliases]
+
+    def mark_changed(self) -> None:
+        """Note that the tensor was changed in place after it should have been kept: no load accepts it."""
+        self._version = _CHANGED
+        self._unpack = None
+
+    def _is_changed(self) -> bool:
+        if self._version < 0:
+            return self._version == _CHANGED
+        if self._aliases and any(alias._version != at for alias, at in self._aliases):
+            return True
+        changed: bool = self._unpack is None and self.kept._version != self._version
+        return changed  # what hooks have kept, they check themselves
+
+    def unchanged(self) -> torch.Tensor | None:
+        """Return the tensor without a history if it is simply there; else None: `load` has more to do."""
+        kept: torch.Tensor = self.kept
+        return None if self._unpack is not None or self._is_changed() else kept.detach()
+
+    def load(self, region: str, op: str, name: str) -> torch.Tensor:
+        """Return the tensor for one replay; an error calls it ``region::op.name``.
+
+        Raises:
+            MutationError: It was changed in place since forward.
+        """
+        kept: torch.Tensor = self.kept
+        usual = self._unpack is None and self._version >= 0 and not self._aliases
+        if usual and kept._version == self._version:
+            return kept.detach().requires_grad_() if self._requires_grad else kept.detach()
+        if self._is_changed():
+            raise MutationError(
+                "this tensor was changed in place after it was kept for replay",
+                region=region,
+                op=op,
+                tensor=name,
+                remedy="Use the out-of-place form of the op that changes it, change it after backward, or let the "
+                "region recompute it.",
+            )
+        if self._unpack is not None:
+            with torch.no_grad():
+                kept = self._unpack(kept)
+        return kept.detach().requires_grad_(self._requires_grad)

@@ -1,0 +1,249 @@
+"""The table of storages of a region's forward: which entry made each, and which changed it last.
+
+In: each entry with its arguments and results. Kept, until forward ends: addresses. Out: what an entry reads and writes.
+
+A storage is known by its address while forward runs: a new result that lies at a known address means that the old
+storage is gone, and what comes later means the new one. What no entry made comes from outside: from outside of the
+region, or from ops of the region that nobody watched.
+
+NOTE [ Changes that a version counter does not show ]
+Results of ``_unsafe_view`` (which ends ``x @ w`` where x has three dimensions) and of ``unsafe_split`` share a storage
+with their argument, but no version counter. So whether a saved result was changed in forward is told by its storage's
+last writer, and for later its aliases of this kind are kept, with the counters of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import Parameter
+
+from torch_remat._compat import storage_key
+from torch_remat.dispatch.log.entry import LEFT, ONE, SEVERAL, VIEW, WRITTEN, Entry
+from torch_remat.dispatch.log.meta import NOT_LAZY, Given, Meta, described, key_of, keys_of, parts_of, tensors_in
+from torch_remat.dispatch.log.schema import LIFT
+from torch_remat.dispatch.log.slot import UNCOUNTED, version_of
+from torch_remat.dispatch.placeholder import Geometry, new_tuple
+
+_VALUES = frozenset((int, float, bool, complex, type(None), list, torch.dtype, torch.device))
+
+
+class Storages:
+    """The storages of one forward.
+
+    Args:
+        nested: Whether there are saved-tensor hooks around the region, which may be those of another region.
+
+    Attributes:
+        has_writes: Whether an entry has written an argument.
+        writers: The entry that made or changed a storage last, and as which of its results it did; not for those from
+            outside, unless an entry has written them.
+    """
+
+    __slots__ = ("_aliases", "_foreign", "_nested", "_sizes", "has_writes", "writers")
+
+    def __init__(self, nested: bool) -> None:
+        self._nested = nested
+        self.has_writes = False
+        self.writers: dict[int, tuple[Entry, int]] = {}
+        self._foreign: set[int] = set()  # those from outside that an entry has written
+        self._aliases: dict[int, list[torch.Tensor]] = {}
+        self._sizes: dict[int, int] = {}  # how many bytes an entry made, of those that another has written since
+
+    def writer_of(self, tensor: torch.Tensor) -> tuple[Entry, int] | None:
+        """Return the entry that made or changed a tensor last, and as which of its results."""
+        return self.writers.get(key_of(tensor))
+
+    def is_changed(self, entry: Entry, tensor: torch.Tensor) -> bool:
+        """Whether an entry after one that made or wrote a tensor changed it; `Tensor._version` may not tell."""
+        if not self.has_writes:
+            return False
+        writer = self.writers.get(key_of(tensor))
+        return writer is not None and writer[0] is not entry and writer[1] == WRITTEN
+
+    def aliases_of(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return the aliases of a saved result that count their versions for themselves."""
+        return self._aliases.get(key_of(tensor), ()) if self._aliases else ()
+
+    def has_changed(self, tensor: torch.Tensor) -> bool:
+        """Whether an entry has written a tensor from outside."""
+        return key_of(tensor) in self._foreign
+
+    def let_go_of_graph(self) -> None:
+        """Hold aliases without their history."""
+        for aliases in self._aliases.values():
+            aliases[:] = [alias.detach() for alias in aliases]
+
+    def forget_but(self, keys: set[int]) -> None:
+        """Forget the storages that were made by entries, but for those: ops that nobody watches may reuse memory."""
+        for key in [key for key in self.writers if key not in keys and key not in self._foreign]:
+            del self.writers[key]
+
+    def is_foreign(self, key: int) -> bool:
+        """Whether a storage comes from outside."""
+        return key not in self.writers or key in self._foreign
+
+    def note(self, entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Note what an entry reads, writes and makes."""
+        reads: list[int] = []
+        versions = []
+        for at, tensor in enumerate(tensors_in(args, kwargs)):
+            keys = keys_of(tensor)
+            reads += keys
+            if any(map(self.is_foreign, keys)) and (version := version_of(tensor)) != UNCOUNTED:
+                versions.append((at, version))
+        entry.reads = reads
+        entry.versions = versions
+        effects = entry.effects
+        if effects.viewed is not None or effects.reshapes:
+            return
+        if effects.written or effects.namespace != "aten":
+            self._note_writes(entry, args, kwargs)
+        several = isinstance(result, (tuple, list))
+        returned = effects.returned if not several or len(effects.returned) == len(result) else ()
+        made: list[tuple[int, int]] = []
+        for place, item in enumerate(result if several else (result,)):
+            if not isinstance(item, torch.Tensor):
+                continue
+            meta = entry.meta(place)
+            if getattr(meta, "alias", False):
+                self._note_alias(item)
+            elif type(meta) is not Given and not (returned and returned[place] >= 0) and not (
+                several and len(effects.returned) == 1 and effects.returned[0] >= 0
+            ):  # fmt: skip
+                made += [(place, key) for key in self._new(entry, place, item)]
+        entry.made = made
+
+    def note_ordinary(self, entry: Entry, args: Sequence[Any], result: Any) -> bool:
+        """Do the same for an op that makes new tensors and no more; return False if it is not that simple."""
+        writers, foreign = self.writers, self._foreign
+        reads: list[int] = []
+        versions: tuple[tuple[int, int], ...] = ()
+        try:
+            for arg in args:
+                kind = type(arg)
+                if kind is Tensor or kind is Parameter:
+                    key = storage_key(arg)
+                    if key not in writers or key in foreign:
+                        versions += ((len(reads), arg._version),)
+                    reads.append(key)
+                elif kind not in _VALUES and isinstance(arg, Tensor):
+                    return False
+            if type(result) is not Tensor:
+                return self._note_several(entry, reads, versions, result)
+            key = storage_key(result)
+        except RuntimeError:  # sparse tensors have no storage, and inference tensors no version
+            return False
+        dtype = result.dtype
+        if key in reads or dtype.is_complex:  # a view though the schema does not say so
+            return False
+        entry.kind = ONE
+        geometry = new_tuple(Geometry, (result.shape, result.stride(), result.storage_offset()))
+        entry.results = new_tuple(Meta, (geometry, dtype, result.device, False, NOT_LAZY))
+        entry.reads = reads
+        if versions:
+            entry.versions = versions
+        if foreign:
+            foreign.discard(key)
+        writers[key] = entry, 0
+        entry.storage = key
+        return True
+
+    def _note_several(
+        self, entry: Entry, reads: list[int], versions: tuple[tuple[int, int], ...], results: Any
+    ) -> bool:
+        if type(results) is not tuple or any(type(item) is not Tensor or item.dtype.is_complex for item in results):
+            return False
+        keys = [storage_key(item) for item in results]
+        if len({*keys, *reads}) < len(keys) + len({*reads}):
+            return False
+        entry.kind = SEVERAL
+        entry.results = described(results, None)
+        entry.reads = reads
+        entry.versions = versions
+        self._foreign.difference_update(keys)
+        for place, key in enumerate(keys):
+            self.writers[key] = entry, place
+        entry.made = list(enumerate(keys))
+        return True
+
+    def note_view(self, entry: Entry, args: Sequence[Any], result: Any) -> bool:
+        """Do the same for a view op."""
+        base = args[0]
+        kind = type(base)
+        if (kind is not Tensor and kind is not Parameter) or base.layout is not torch.strided:
+            return False
+        key = storage_key(base)
+        entry.kind = VIEW
+        entry.results = described(result, None)
+        entry.reads = (key,)
+        if entry.op is LIFT:  # at the address of something that an entry made and that is gone
+            self.writers.pop(key, None)
+            entry.made = ((0, key),)
+        if self.is_foreign(key) and not base.is_inference():
+            entry.versions = ((0, base._version),)
+        return True
+
+    def note_call(self, entry: Entry, results: Sequence[torch.Tensor]) -> None:
+        """Note what a call has made; views of what was there before are no new storages."""
+        entry.made = [
+            (place, key)
+            for place, tensor in enumerate(results)
+            if isinstance(tensor, torch.Tensor) and tensor._base is None
+            for key in self._new(entry, place, tensor)
+        ]
+
+    def _note_alias(self, tensor: torch.Tensor) -> None:
+        key = key_of(tensor)
+        writer = self.writers.get(key)
+        if writer is not None and writer[1] in writer[0].saved:  # else the alias would keep it alive
+            self._aliases.setdefault(key, []).append(tensor)
+
+    def _new(self, entry: Entry, place: int, tensor: torch.Tensor) -> Sequence[int]:
+        keys = keys_of(tensor)
+        for key in keys:
+            self._foreign.discard(key)
+            self.writers[key] = entry, place
+        return keys
+
+    def _note_writes(self, entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        changed = entry.changed_arguments(args, kwargs)
+        self.has_writes = True
+        writes: list[int] = []
+        outside = []
+        saved = away = bool(changed)
+        for tensor in changed:
+            for part in parts_of(tensor):
+                key = key_of(part)
+                writes.append(key)
+                if self.is_foreign(key):
+                    self._foreign.add(key)
+                    if part.layout is torch.strided:
+                        outside.append(StorageWeakRef(part.untyped_storage()))
+                before = self.writers.get(key)
+                saved = saved and before is not None and before[1] in before[0].saved
+                away = away and before is not None and before[1] in before[0].away
+                if not self._is_whole(part, key, before):
+                    entry.whole = False
+                self.writers[key] = entry, WRITTEN
+        entry.writes = writes
+        entry.outside = outside
+        if saved and entry.whole and not outside:  # what is left of a saved result is saved in its place
+            entry.saved = LEFT
+            entry.away = LEFT if away else entry.away
+
+    def _is_whole(self, tensor: torch.Tensor, key: int, before: tuple[Entry, int] | None) -> bool:
+        """Whether a written tensor is all that there is in its storage."""
+        if tensor.layout is not torch.strided:
+            return False
+        if before is not None and before[1] != WRITTEN:
+            meta = before[0].meta(before[1])
+            self._sizes[key] = meta.geometry.shape.numel() * meta.dtype.itemsize if type(meta) is Meta else -1
+        if (size := self._sizes.get(key)) is not None and before is not None:
+            return tensor.numel() * tensor.dtype.itemsize == size
+        # In the replay of a region around this one placeholders would not tell.
+        return not self._nested and tensor.nbytes == tensor.untyped_storage().nbytes()
