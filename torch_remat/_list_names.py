@@ -9,13 +9,13 @@ from typing import Any, ParamSpec
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from torch_remat.dispatch.calls import Meta
 from torch_remat.dispatch.forward import run_region
 from torch_remat.dispatch.inputs import leaves_of, with_leaves
+from torch_remat.dispatch.kept import results_of
 from torch_remat.dispatch.naming import default_name
 from torch_remat.dispatch.op_policy import FunctionPolicy, as_policy
 from torch_remat.dispatch.options import Options
-from torch_remat.dispatch.policy_call import ONE, WRITTEN, PolicyCall
+from torch_remat.dispatch.policy_call import PolicyCall
 from torch_remat.errors import UsageError
 
 P = ParamSpec("P")
@@ -156,21 +156,8 @@ def _is_inference(leaf: Any) -> bool:
 
 
 def _rows(call: PolicyCall, flops: int) -> Iterator[NamedResult]:
-    results = call.results if type(call.results) is list else [call.results]
-    made = {0} if call.kind == ONE else {place for place, _ in call.made}
-    returned = call.effects.returned
-    for place, meta in enumerate(results):
-        if type(meta) is Meta:
-            changed = place < len(returned) and returned[place] >= 0
-            booked = WRITTEN if changed else place
-            needed = booked in call.packed
-            kept = booked in call.saved and (needed or (bool(call.written) if changed else place in call.kept))
-            owns = (needed or kept) if changed else (call.effects.viewed is None and place in made)
-            yield NamedResult(
-                call.label(place), str(call.op), tuple(meta.geometry.shape), str(meta.dtype).removeprefix("torch."),
-                meta.dtype.itemsize * torch.Size(meta.geometry.shape).numel() if owns else 0,
-                flops if place == 0 else 0, needed, kept,
-            )  # fmt: skip
+    for place, one in enumerate(results_of(call)):
+        yield NamedResult(*one[:5], flops if place == 0 else 0, one.needed, one.kept)
 
 
 def _flops(call: PolicyCall, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
