@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import torch_remat as remat
 from benchmarks.memory import allocations
+from torch_remat.reports.data import KeptTensor, ParameterReport, RegionReport
 from torch_remat.reports.fold import fold
-from torch_remat.reports.model import KeptTensor, MemoryReport, ParameterReport, RegionReport
 
 
 @pytest.fixture(autouse=True)
@@ -385,7 +385,7 @@ def test_picture_has_room_for_long_names_and_sums():
         RegionReport(f"a.rather.long.name.of.a.region.{kind}", (row("x", 2**20), row("y", 2**29, True)), ())
         for kind in ("first", "second")
     ]
-    figure = MemoryReport(tuple(regions), (), ParameterReport(0, 0)).plot()
+    figure = remat.MemoryReport(tuple(regions), (), ParameterReport(0, 0)).plot()
     figure.canvas.draw()
     width, _ = figure.canvas.get_width_height()
     texts = [text for text in figure.axes[0].texts if text.get_text()]

@@ -9,8 +9,8 @@ import torch
 from torch.utils.cpp_extension import load_inline
 
 import torch_remat as remat
-from torch_remat.dispatch.placeholder import Source, make_placeholder
 from torch_remat.dispatch.log.schema import effects_of
+from torch_remat.dispatch.placeholder import Source, make_placeholder
 
 SOURCE = Source("block", "op", "out")
 OTHER = torch.arange(6.0).view(2, 3)

@@ -175,4 +175,4 @@ def test_rules_find_what_breaks_them():
     assert private_names("import torch\ngetattr(torch, '_C')")
     assert not private_names("import torch\ntorch.__version__\ntorch.nn.Module")
     assert foreign_modules("import numpy.linalg", inside) == ["numpy"]
-    assert foreign_modules("import matplotlib", f"{NAME}.reports.plots") == []
+    assert foreign_modules("import matplotlib", f"{NAME}.reports.pictures") == []

@@ -18,7 +18,7 @@ import torch_remat as remat
 from torch_remat.dispatch import observe
 from torch_remat.reports.profile import Memory
 from torch_remat.reports.recorder import GONE, SENT
-from torch_remat.reports.timeline import Sample, Span
+from torch_remat.reports.spans import Sample, Span
 from torch_remat.reports.timeline import Trace as Timeline
 
 

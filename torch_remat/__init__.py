@@ -9,7 +9,7 @@ from torch_remat._names import name_scope
 from torch_remat._native import native_region, native_save_region
 from torch_remat._offload import offload_to
 from torch_remat._save_names import checkpoint_name, offload_names, save_names
-from torch_remat.dispatch.op import RematHandle
+from torch_remat.dispatch.handle.op import RematHandle
 from torch_remat.dispatch.placeholder import is_placeholder
 from torch_remat.errors import (
     MismatchError,

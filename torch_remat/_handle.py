@@ -7,9 +7,9 @@ from typing import Any
 from torch.compiler import is_compiling
 
 from torch_remat._names import scoped
+from torch_remat.dispatch.handle.op import RematHandle
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.naming import scope
-from torch_remat.dispatch.handle.op import RematHandle
 from torch_remat.errors import UsageError
 from torch_remat.policies.decision import CheckpointPolicy
 

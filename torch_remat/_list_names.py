@@ -9,10 +9,10 @@ from typing import Any, ParamSpec
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from torch_remat.dispatch.calls import Meta
+from torch_remat.dispatch.kept import results_of
+from torch_remat.dispatch.log.entry import Entry
 from torch_remat.dispatch.naming import default_name
 from torch_remat.dispatch.options import Options
-from torch_remat.dispatch.policy_call import ONE, WRITTEN, PolicyCall
 from torch_remat.dispatch.region.forward import run_region
 from torch_remat.dispatch.region.inputs import leaves_of, with_leaves
 from torch_remat.errors import UsageError
@@ -125,7 +125,7 @@ def list_names(function: Callable[P, Any], policy: Any = None) -> Callable[P, Na
     chosen = _nothing if policy is None else as_policy(policy)
 
     def run(*args: P.args, **kwargs: P.kwargs) -> NameTable:
-        seen: list[tuple[PolicyCall, int]] = []
+        seen: list[tuple[Entry, int]] = []
         options = Options(
             region_name=default_name(function),
             policy=chosen,
@@ -155,25 +155,12 @@ def _is_inference(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.is_inference()
 
 
-def _rows(call: PolicyCall, flops: int) -> Iterator[NamedResult]:
-    results = call.results if type(call.results) is list else [call.results]
-    made = {0} if call.kind == ONE else {place for place, _ in call.made}
-    returned = call.effects.returned
-    for place, meta in enumerate(results):
-        if type(meta) is Meta:
-            changed = place < len(returned) and returned[place] >= 0
-            booked = WRITTEN if changed else place
-            needed = booked in call.packed
-            kept = booked in call.saved and (needed or (bool(call.written) if changed else place in call.kept))
-            owns = (needed or kept) if changed else (call.effects.viewed is None and place in made)
-            yield NamedResult(
-                call.label(place), str(call.op), tuple(meta.geometry.shape), str(meta.dtype).removeprefix("torch."),
-                meta.dtype.itemsize * torch.Size(meta.geometry.shape).numel() if owns else 0,
-                flops if place == 0 else 0, needed, kept,
-            )  # fmt: skip
+def _rows(call: Entry, flops: int) -> Iterator[NamedResult]:
+    for place, one in enumerate(results_of(call)):
+        yield NamedResult(*one[:5], flops if place == 0 else 0, one.needed, one.kept)
 
 
-def _flops(call: PolicyCall, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+def _flops(call: Entry, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
     formula = flop_registry.get(getattr(call.op, "overloadpacket", call.op))
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
 

@@ -29,9 +29,9 @@ from torch_remat.errors import Carried
 
 if TYPE_CHECKING:
     from torch_remat.dispatch.handle.answerer import Answerer
+    from torch_remat.dispatch.handle.op import RematHandle
     from torch_remat.dispatch.handle.recorder import CallRecorder
     from torch_remat.dispatch.observe import Watch
-    from torch_remat.dispatch.handle.op import RematHandle
     from torch_remat.dispatch.region.region import Region
     from torch_remat.policies.decision import CheckpointPolicy
 

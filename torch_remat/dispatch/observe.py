@@ -52,14 +52,14 @@ class Observer:
     def end_op(self, region: Region, op: WatchedOp, phase: str) -> None:
         """The op has ended, was skipped, or has raised; ``op.outputs_made`` are its outputs, if it ran."""
 
-    def offload_began(self, tensor: torch.Tensor, parcel: Parcel) -> None:
-        """An offloader has taken a tensor's memory; it may let go of it on a thread that no profiler sees."""
+    def offload_began(self, tensor: torch.Tensor, key: int) -> None:
+        """An offloader has taken a tensor's memory, and may free it on a thread that no profiler sees (`Away.key`)."""
 
 
 def tell_offloaded(tensor: torch.Tensor, parcel: Parcel) -> None:
     """Tell observers that an offloader has taken a tensor, now or under an earlier name."""
     for observer in _observers:
-        observer.offload_began(tensor, parcel)
+        observer.offload_began(tensor, id(parcel.trip))
 
 
 @contextmanager

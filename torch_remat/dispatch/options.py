@@ -11,7 +11,7 @@ import torch
 from torch_remat.offload.protocol import Offloader
 
 if TYPE_CHECKING:
-    from torch_remat.dispatch.policy_forward import Observer
+    from torch_remat.dispatch.log.op_recorder import Observer
     from torch_remat.policies.kinds import OpPolicy
 
 ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]

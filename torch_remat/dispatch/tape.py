@@ -12,9 +12,9 @@ from weakref import ref
 
 import torch
 
+from torch_remat._compat import sequence_number
 from torch_remat.dispatch.ambient import RngState
 from torch_remat.dispatch.holder import Holder, OpHolder, ResidentRef
-from torch_remat._compat import sequence_number
 from torch_remat.dispatch.log.record import Record
 
 if TYPE_CHECKING:

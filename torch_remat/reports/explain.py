@@ -10,19 +10,20 @@ from typing import Any
 
 import torch
 
+from torch_remat.dispatch.kept import replay_now
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.observe import Observer, observed_by
 from torch_remat.dispatch.offloading import chosen
 from torch_remat.dispatch.region.forward import run_region
 from torch_remat.dispatch.region.inputs import RegionInputs, leaves_of, with_leaves
 from torch_remat.dispatch.region.region import Region
-from torch_remat.dispatch.region.replay import Filling
 from torch_remat.errors import PlaceholderError, RematError, UsageError, qualified_name
 from torch_remat.offload.cpu import CpuOffloader
 from torch_remat.policies.decision import CheckpointPolicy
+from torch_remat.reports.collect import report_of
 from torch_remat.reports.explanation import Alternative, Explanation
 from torch_remat.reports.graph import is_released, nodes_below
-from torch_remat.reports.notes import CountAten, Notes, OpNotes, RegionNotes, report_of
+from torch_remat.reports.notes import CountAten, Notes, OpNotes, RegionNotes
 from torch_remat.reports.torch_checkpoint import is_of_checkpoint
 from torch_remat.reports.undo import Undo
 from torch_remat.reports.walk import tensors_in
@@ -163,7 +164,7 @@ class _Trials:
     def _others(self, region: Region, op: OpNotes, same: tuple[int, int, int]) -> list[Alternative]:
         found = []
         for policy in CheckpointPolicy:
-            if policy.value != op.policy:
+            if policy is not op.policy:
                 measured = self._measure(region, op.name, policy)
                 if isinstance(measured, str):
                     found.append(Alternative(policy.value, 0, 0, 0, measured))
@@ -196,8 +197,7 @@ class _Trials:
                 assert tried is not None
                 report = report_of(tried)
                 stack.enter_context(CountAten(flops.append))
-                if empty := tried.tape.empty():
-                    Filling(tried, empty).replay()
+                replay_now(tried)
         except PlaceholderError as error:
             return f"{error.consumer} at {error.line} reads {qualified_name(None, error.op, error.tensor)}"
         except RematError as error:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from torch_remat.reports.model import KeptTensor, RegionReport
+from torch_remat.reports.data import KeptTensor, RegionReport
 
 _T = TypeVar("_T")
 _MOST_IN_A_LAYER = 8

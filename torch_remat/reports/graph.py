@@ -1,6 +1,6 @@
-"""What autograd saves in the graph below some tensors, read without unpacking anything.
+"""The autograd graph: what it saves below some tensors, read without unpacking anything; which op reads which result.
 
-In: tensors with a graph. Kept: nothing. Out: saved tensors by node type, the parameters below, and the regions found.
+In: tensors with a graph. Kept: nothing. Out: saved tensors by node type, the parameters below, readers in words.
 
 Unpacking would start replays and call users' hooks, so what stands in a node is read as it is: a tensor, or what
 saved-tensor hooks made of it. Nodes are visited by hand, since a deep graph would exhaust the stack.
@@ -8,18 +8,19 @@ saved-tensor hooks made of it. Nodes are visited by hand, since a deep graph wou
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import Node
 
-from torch_remat.dispatch.holder import is_parameter
+from torch_remat._compat import node_number
+from torch_remat.dispatch.kept import held_in
+from torch_remat.dispatch.log.readers import is_view
 from torch_remat.dispatch.region.region import Region
-from torch_remat.reports.ledger import Ledger, Row
-from torch_remat.reports.model import NodeReport
-from torch_remat.reports.pieces import parameters_in, pieces_in
+from torch_remat.reports.data import NodeReport
+from torch_remat.reports.ledger import Ledger, Row, pieces_in, viewed_parameter
 from torch_remat.reports.torch_checkpoint import TorchCheckpoint, packed_in
 from torch_remat.reports.walk import tensors_in
 
@@ -51,13 +52,19 @@ def parameters_below(nodes: Iterable[Node], checkpoints: Iterable[TorchCheckpoin
     """Yield the parameters whose gradients nodes accumulate, and those that are saved, whole or as views."""
     for node in nodes:
         variable = getattr(node, "variable", None)
-        if isinstance(variable, torch.Tensor) and is_parameter(variable):
+        if isinstance(variable, torch.nn.Parameter):
             yield variable
-        for _, packed in saved_in(node):
-            yield from parameters_in(packed)
+        yield from _parameters_in(saved_in(node))
     for checkpoint in checkpoints:
-        for _, packed in checkpoint.kept():
-            yield from parameters_in(packed)
+        yield from _parameters_in(checkpoint.kept())
+
+
+def _parameters_in(found: Iterator[tuple[str, Any]]) -> Iterator[torch.Tensor]:
+    """Yield the parameters that saved tensors are, or are views of."""
+    for _, packed in found:
+        for tensor in tensors_in(held_in(packed)[1]):
+            if (parameter := viewed_parameter(tensor)) is not None:
+                yield parameter
 
 
 def collect_nodes(
@@ -76,8 +83,8 @@ def collect_nodes(
         kind = type(node).__name__
         found: list[Row] = []
         for attribute, packed in saved_in(node):
-            for piece in pieces_in(packed):
-                ledger.add(piece, f"{kind}.{attribute}", attribute, "saved", found, [f"backward of {kind}"])
+            for piece in pieces_in(held_in(packed)[1]):
+                ledger.add(piece, f"{kind}.{attribute}", attribute, "saved", found, f"backward of {kind}")
         kept = [row for row in found if row.bytes or row.shared_with is None]
         if kept:
             rows.setdefault(kind, []).extend(kept)
@@ -86,9 +93,9 @@ def collect_nodes(
         found = []
         for label, packed in checkpoint.kept():
             refilled = label == "recomputed"
-            for piece in pieces_in(packed):
+            for piece in pieces_in(held_in(packed)[1]):
                 name, needed_by = f"{_CHECKPOINT}.{label}", "backward" if refilled else "replay"
-                ledger.add(piece, name, label, "refilled" if refilled else "saved", found, [needed_by])
+                ledger.add(piece, name, label, "refilled" if refilled else "saved", found, needed_by)
         if any(row.bytes for row in found):
             rows.setdefault(_CHECKPOINT, []).extend(row for row in found if row.bytes)
             counts[_CHECKPOINT] = counts.get(_CHECKPOINT, 0) + 1
@@ -114,7 +121,7 @@ def saved_in(node: Node) -> Iterator[tuple[str, Any]]:
         else:
             yield label, packed_in(saved)
     variable = getattr(node, "variable", None)
-    if isinstance(variable, torch.Tensor) and not is_parameter(variable):
+    if isinstance(variable, torch.Tensor) and not isinstance(variable, torch.nn.Parameter):
         yield "variable", variable  # a leaf: the graph owns it, to give it its gradient
     if isinstance(node, torch.autograd.function.BackwardCFunction):
         for attribute, value in vars(node).items():
@@ -137,3 +144,66 @@ def is_released(node: Node) -> bool:
 @cache
 def _raw_attributes(kind: type) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+
+
+SOME_OP = "an op in replay"
+"""What reads a tensor, where that is all that is known."""
+INNER_REGION = "the replay of an inner region"
+
+
+class Stretch(NamedTuple):
+    """The autograd nodes of an op, or of an inner region.
+
+    Attributes:
+        first: The sequence number of the first.
+        end: The number after the last.
+        phrase: What replay does there; None if it skips it.
+    """
+
+    first: int
+    end: int
+    phrase: str | None
+
+
+def readers_in_graph(
+    boundary: Sequence[Node | None],
+    region: Region,
+    made: Mapping[tuple[str, str], tuple[int, int]],
+    stretches: Sequence[Stretch],
+) -> dict[tuple[str, str], str]:
+    """Return in words, for results of ops, which op reads each first: replay comes to that one if to any.
+
+    A view reads nothing, but what reads the view does.
+
+    Args:
+        boundary: The nodes of the region's outputs.
+        region: The region.
+        made: By op and name, the sequence number of a result's node, and which of the node's outputs it is.
+        stretches: The nodes of ops and inner regions.
+    """
+    readers: dict[tuple[int, int], list[Node]] = {}
+    nodes = [node for node in boundary if node is not None]
+    seen = set(nodes)
+    for node in nodes:  # grows meanwhile
+        for child, place in node.next_functions:
+            if child is not None and node_number(child) >= region.first_number:
+                readers.setdefault((node_number(child), place), []).append(node)
+                if child not in seen:
+                    seen.add(child)
+                    nodes.append(child)
+    told: dict[tuple[str, str], str] = {}
+    for result, output in made.items():
+        phrases: dict[int, str] = {}
+        pending = list(readers.get(output, ()))
+        for reader in pending:  # grows meanwhile
+            number = node_number(reader)
+            stretch = next((one for one in stretches if one.first <= number < one.end), None)
+            if stretch is not None and stretch.phrase is None:
+                continue
+            if is_view(reader.name()):
+                pending += readers.get((number, 0), ())
+            else:
+                phrases[number] = f"{SOME_OP} ({reader.name()})" if stretch is None else stretch.phrase or ""
+        if phrases:
+            told[result] = phrases[min(phrases)]
+    return told

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from html import escape
 
+from torch_remat.reports.data import KeptForBackward, KeptTensor
 from torch_remat.reports.fold import Group, fold
-from torch_remat.reports.model import KeptTensor, MemoryReport
+from torch_remat.reports.spans import Timeline
 from torch_remat.reports.text import describe, format_bytes, format_sum, remarks
-from torch_remat.reports.timeline import Trace
 from torch_remat.reports.trace_text import LEGEND, headline, table
 
 _LEFT = 'style="text-align: left"'
 _HEAD = ("kept", "bytes", "tensor", "policy", "why")
 
 
-def report_as_html(report: MemoryReport) -> str:
+def report_as_html(report: KeptForBackward) -> str:
     """Return a report as a table: sums in bold, each with its parts below it."""
     rows = [_sum_row("kept for backward", report.bytes, report.offloaded_bytes)]
     for group in fold(report.regions):
@@ -32,7 +32,7 @@ def report_as_html(report: MemoryReport) -> str:
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
 
-def trace_as_html(trace: Trace) -> str:
+def trace_as_html(trace: Timeline) -> str:
     """Return a trace as a table: a line for each region, and below it one for each of its ops."""
     head, *rows = table(trace) or [[]]
     body = "".join(f"<tr>{''.join(map(_trace_cell, range(len(row)), row))}</tr>" for row in rows)

@@ -1,61 +1,159 @@
 """Bytes by storage: who was counted first, and under which name.
 
-In: pieces with their names. Kept, while a report is made: the storages and trips behind them. Out: rows, in which the
-bytes of each stand once.
+In: what regions and autograd keep, with names. Kept, while a report is made: the storages behind it, and what stands
+for those that are away, so that no address is used again. Out: rows, in which the bytes of each storage stand once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from torch_remat.reports.model import KeptTensor, Kind, ParameterReport
-from torch_remat.reports.pieces import Piece, storages_of
+from torch_remat.dispatch.kept import Away
+from torch_remat.dispatch.placeholder import is_placeholder
+from torch_remat.reports.data import KeptTensor, Kind, ParameterReport
+from torch_remat.reports.walk import leaves_in
 
 PARAMETER, BUFFER = "parameter", "buffer"
 """What exists anyway."""
 
 
+class Memory(NamedTuple):
+    """Memory that is counted once, however many tensors are in it.
+
+    Attributes:
+        key: Its identity, as long as ``owner`` lives.
+        owner: A storage, or what stands for one that is away.
+        bytes: Its bytes.
+    """
+
+    key: Hashable
+    owner: Any
+    bytes: int
+
+
+class Piece(NamedTuple):
+    """A kept tensor, or one that is away.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its dtype.
+        place: Where it is: a device, or the kind of offloader that has it.
+        memory: What it is in.
+        offloaded: Whether it lies elsewhere than where it was made.
+        besides: Why it is there although it is offloaded, for which another piece stands.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    place: str
+    memory: list[Memory]
+    offloaded: bool = False
+    besides: Literal["not gone yet", "brought back"] | None = None
+
+
+def pieces_in(value: Any, made_on: torch.device | None = None) -> Iterator[Piece]:
+    """Yield the tensors in what is kept; nothing is unpacked or brought back.
+
+    Args:
+        value: A tensor, an `Away`, or what saved-tensor hooks made of a tensor.
+        made_on: Where the tensor was before; what lies elsewhere is offloaded.
+    """
+    if isinstance(value, Away):
+        yield from _pieces_of_away(value)
+        return
+    leaves = [value] if isinstance(value, torch.Tensor) else list(leaves_in(value))
+    if made_on is None:
+        made_on = next((leaf for leaf in leaves if isinstance(leaf, torch.device)), None)
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            moved = made_on is not None and leaf.device != made_on
+            yield Piece(tuple(leaf.shape), leaf.dtype, str(leaf.device), _memory_of(leaf), moved)
+
+
+def _pieces_of_away(away: Away) -> Iterator[Piece]:
+    shape, dtype, here, back = away.shape, away.dtype, away.not_gone, away.came_back
+    if here is not None and away.stays:
+        yield Piece(shape, dtype, str(here.device), _memory_of(here))
+        return
+    yield Piece(shape, dtype, away.offloader, [Memory(("away", away.key), away.owner, away.bytes)], offloaded=True)
+    if here is not None:
+        yield Piece(shape, dtype, str(here.device), _memory_of(here), besides="not gone yet")
+    if back is not None:
+        yield Piece(shape, dtype, str(back.device), _memory_of(back), besides="brought back")
+
+
+def _memory_of(tensor: torch.Tensor) -> list[Memory]:
+    return [Memory(storage._cdata, storage, storage.nbytes()) for storage in storages_of(tensor)]
+
+
+def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
+    """Return the storages behind a tensor: of its parts, if it is sparse or a wrapper around others."""
+    parts: list[torch.Tensor]
+    if is_placeholder(tensor):
+        return []
+    if hasattr(tensor, "__tensor_flatten__"):
+        names = tensor.__tensor_flatten__()[0]
+        parts = [getattr(tensor, name) for name in names]
+    elif tensor.layout is torch.sparse_coo:
+        detached = tensor.detach()
+        parts = [detached._indices(), detached._values()]
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    else:
+        try:
+            return [tensor.untyped_storage()]
+        except (NotImplementedError, RuntimeError, ValueError):  # no storage that Python could see, or none yet
+            return []
+    return [storage for part in parts if isinstance(part, torch.Tensor) for storage in storages_of(part)]
+
+
+def viewed_parameter(tensor: torch.Tensor) -> torch.nn.Parameter | None:
+    """Return the parameter that a tensor is, or is a view of; None for others. A detached one does not tell."""
+    owner = tensor if tensor._base is None else tensor._base
+    return owner if isinstance(owner, torch.nn.Parameter) else None
+
+
 @dataclass
 class Row:
-    """A kept tensor, before aliases and sharing are known to the end."""
+    """A kept tensor, before aliases and sharing are known to the end; see `KeptTensor`."""
 
     name: str
     label: str
     kind: Kind
-    tensor_shape: tuple[int, ...]
-    dtype: str
-    device: str
+    piece: Piece
+    policy: str
+    needed_by: list[str]
     bytes: int = 0
-    needed_by: list[str] = field(default_factory=list)
     aliases: list[str] = field(default_factory=list)
     shared_with: str | None = None
-    offloaded: bool = False
-    policy: str = ""
 
     def finished(self) -> KeptTensor:
         """Return the row as plain data."""
+        piece = self.piece
         return KeptTensor(
             self.name,
             self.label,
-            self.kind,
+            piece.besides or self.kind,
             self.bytes,
-            self.tensor_shape,
-            self.dtype,
-            self.device,
+            piece.shape,
+            str(piece.dtype).removeprefix("torch."),
+            piece.place,
             tuple(dict.fromkeys(self.needed_by)),
             tuple(dict.fromkeys(self.aliases)),
             self.shared_with,
-            self.offloaded,
+            piece.offloaded,
             self.policy,
         )
 
 
 class Ledger:
-    """Counts each storage once, and each trip of what is away.
+    """Counts each storage once, and likewise what is away.
 
     Args:
         momentary: Whether what is offloaded and at this moment in place as well, on its way or for a backward, counts.
@@ -74,11 +172,11 @@ class Ledger:
         if id(parameter) in self._existing[kind]:
             return
         self._existing[kind][id(parameter)] = parameter
-        for storage in storages_of(parameter):
-            if storage._cdata not in self._owners:
-                self._owners[storage._cdata] = kind
+        for key, storage, count in _memory_of(parameter):
+            if key not in self._owners:
+                self._owners[key] = kind
                 self._alive.append(storage)
-                self._existing_bytes[kind] += storage.nbytes()
+                self._existing_bytes[kind] += count
 
     def add_module(self, module: torch.nn.Module) -> None:
         """Count the parameters and buffers of a module."""
@@ -92,14 +190,7 @@ class Ledger:
         return ParameterReport(len(self._existing[kind]), self._existing_bytes[kind])
 
     def add(
-        self,
-        piece: Piece,
-        name: str,
-        label: str,
-        kind: Kind,
-        rows: list[Row],
-        needed_by: Iterable[str] = (),
-        policy: str = "",
+        self, piece: Piece, name: str, label: str, kind: Kind, rows: list[Row], needed_by: str, policy: str = ""
     ) -> None:
         """Count a tensor, and append its row to ``rows``, unless it shares the memory of one that is there.
 
@@ -112,11 +203,7 @@ class Ledger:
             needed_by: What needs it.
             policy: The policy of what it belongs to.
         """
-        dtype = str(piece.dtype).removeprefix("torch.")
-        row = Row(name, label, piece.besides or kind, piece.shape, dtype, piece.place)
-        row.needed_by += needed_by
-        row.offloaded = piece.offloaded
-        row.policy = policy
+        row = Row(name, label, kind, piece, policy, [needed_by])
         met: list[Hashable] = []
         for key, memory, count in piece.memory:
             if key in self._owners:
@@ -129,7 +216,7 @@ class Ledger:
         if met and not row.bytes:
             shown = self._shown.get((id(rows), met[0]))
             if shown is not None and any(shown is one for one in rows):
-                shown.needed_by += row.needed_by
+                shown.needed_by.append(needed_by)
                 if label != shown.label:
                     shown.aliases.append(label)
                 return

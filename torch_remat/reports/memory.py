@@ -10,10 +10,11 @@ import torch
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.region.region import live_regions
 from torch_remat.errors import UsageError
-from torch_remat.reports.collect import collect_parameters, collect_region
+from torch_remat.reports.collect import collect_parameters, collect_region, report_of
+from torch_remat.reports.data import RegionReport
 from torch_remat.reports.graph import checkpoints_below, collect_nodes, nodes_below, parameters_below
 from torch_remat.reports.ledger import BUFFER, PARAMETER, Ledger
-from torch_remat.reports.model import MemoryReport, RegionReport
+from torch_remat.reports.model import MemoryReport
 from torch_remat.reports.text import format_region
 
 
@@ -124,6 +125,4 @@ def _current(function: str) -> RegionReport:
             remedy="Call it in the function that remat.checkpoint runs, or use remat.memory_report(loss) elsewhere. "
             "Under torch.no_grad() and torch.compile there are no regions.",
         )
-    ledger = Ledger()
-    collect_parameters(mode.region, ledger)
-    return collect_region(mode.region, ledger, keep_empty=True)
+    return report_of(mode.region, momentary=True, keep_empty=True)

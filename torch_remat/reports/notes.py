@@ -16,26 +16,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from torch_remat._compat import TorchDispatchMode, node_number
-from torch_remat.dispatch.holder import Holder
+from torch_remat.dispatch.kept import What, decisions_of
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.observe import Observer, WatchedOp
-from torch_remat.dispatch.parcel import Parcel
 from torch_remat.dispatch.placeholder import is_placeholder
 from torch_remat.dispatch.region.region import Region
-from torch_remat.reports.collect import collect_parameters, collect_region
-from torch_remat.reports.consumers import Stretch, readers_in_graph
+from torch_remat.policies.decision import CheckpointPolicy
+from torch_remat.reports.collect import report_of
+from torch_remat.reports.data import RegionReport
 from torch_remat.reports.explanation import Alternative, OpExplanation, RegionExplanation, Replay, TensorExplanation
-from torch_remat.reports.ledger import Ledger
-from torch_remat.reports.model import RegionReport
-from torch_remat.reports.reasons import (
-    Seen,
-    holders_of,
-    is_told_by_aten_op,
-    kept_by_policy,
-    kept_in,
-    never_needed,
-    reasons,
-)
+from torch_remat.reports.graph import INNER_REGION, Stretch, readers_in_graph
+from torch_remat.reports.reasons import Seen, SeenOp, kept_by_policy, never_needed, reasons
 
 
 @dataclass
@@ -47,15 +38,11 @@ class Counts:
 
 
 @dataclass
-class OpNotes:
+class OpNotes(SeenOp):
     """One op."""
 
-    name: str
-    policy: str
     counts: Counts = field(default_factory=Counts)
     replay: Replay = "no replay"
-    saved: list[Seen] = field(default_factory=list)
-    outputs: list[Seen] = field(default_factory=list)
     numbers: tuple[int, int] = (0, 0)
     made: dict[str, tuple[int, int]] = field(default_factory=dict)  # nodes and outputs, by name
     tensors: tuple[TensorExplanation, ...] = ()
@@ -97,7 +84,7 @@ class RegionNotes:
             tuple(
                 OpExplanation(
                     op.name,
-                    op.policy,
+                    op.policy.value,
                     op.replay if op.replay != "no replay" or not self.replays else "not reached",
                     op.counts.flops["forward"],
                     op.counts.flops["replay"],
@@ -133,7 +120,7 @@ class Notes(Observer):
         self._after_forward = after_forward
         self._thread = threading.get_ident()
         self._running = _Running()
-        self._storages: dict[int, StorageWeakRef] = {}  # by the id of the trip, what was sent
+        self._sent: dict[int, StorageWeakRef] = {}  # by `Away.key`
 
     def begin_region(self, region: Region, phase: str) -> None:
         """Begin to count for a region."""
@@ -158,7 +145,7 @@ class Notes(Observer):
         """Begin to count for an op."""
         notes = None if self.paused else self.regions.get(region.serial)
         if notes is not None and phase == "forward":
-            notes.ops.setdefault(op.name, OpNotes(op.name, op.policy.value))
+            notes.ops.setdefault(op.name, OpNotes(op.name, op.policy))
         found = None if notes is None else notes.ops.get(op.name)
         self._running.stack.append(None if found is None else (found.counts, phase))
 
@@ -184,9 +171,9 @@ class Notes(Observer):
             found.saved = [Seen.of(label, tensor) for label, tensor in op.named.items() if tensor is not None]
             found.outputs = [Seen.of(label, tensor) for label, tensor in made.items()]
 
-    def offload_began(self, tensor: torch.Tensor, parcel: Parcel) -> None:
-        """Note which storage a parcel stands for."""
-        self._storages[id(parcel.trip)] = StorageWeakRef(tensor.untyped_storage())
+    def offload_began(self, tensor: torch.Tensor, key: int) -> None:
+        """Note which storage has left."""
+        self._sent[key] = StorageWeakRef(tensor.untyped_storage())
 
     def finish_region(self, region: Region, boundary: Sequence[torch.autograd.graph.Node | None]) -> None:
         """Read the tape, now that forward is over."""
@@ -198,22 +185,16 @@ class Notes(Observer):
                 op.tensors = tuple(never_needed(region, op.name, (*op.saved, *op.outputs)))
             return
         notes.report = report_of(region)
-        notes.by_policy = kept_by_policy(region, notes.report)
+        notes.by_policy = tuple(kept_by_policy(region, notes.report))
         # An op in the body of a skipped one is part of that.
-        notes.ops = {name: op for name, op in notes.ops.items() if name in region.tape.records}
-        notes.unnamed = sum(type(holder) is Holder for holder in region.tape.empty())
-        for name, op in notes.ops.items():
-            if not op.saved:
-                # A native region, of which no name was told.
-                held = [
-                    Seen.of_kept(label, kept_in(one), self._storages) for label, one in holders_of(region, name).items()
-                ]
-                op.saved = [seen for seen in held if seen is not None]
-            if is_told_by_aten_op(region, region.tape.records[name]):
-                op.outputs = []  # they are told by aten op and result
-        records = [(region.tape.records[name], op.saved, op.outputs) for name, op in notes.ops.items()]
-        readers = self._readers(region, notes, boundary)
-        for op, tensors in zip(notes.ops.values(), reasons(region, records, readers), strict=True):
+        notes.ops = {name: notes.ops[name] for name in decisions_of(region) if name in notes.ops}
+        for row in region.kept():
+            notes.unnamed += row.what is What.EMPTY and not row.op
+            if row.what is What.RESULT and row.op in notes.ops:
+                notes.ops[row.op].outputs = []  # they have names of their own, after aten ops
+        ops = list(notes.ops.values())
+        found = reasons(region, ops, self._readers(region, notes, boundary), self._sent)
+        for op, tensors in zip(ops, found, strict=True):
             op.tensors = tensors
         self._after_forward(region, notes)
 
@@ -222,7 +203,7 @@ class Notes(Observer):
     ) -> dict[tuple[str, str], str]:
         """Return what reads the outputs of ops, as far as the graph shows; note that this region reads in another."""
         stretches = [
-            Stretch(*op.numbers, f"the replay of {op.name}" if op.policy == "recompute" else None)
+            Stretch(*op.numbers, f"the replay of {op.name}" if op.policy is CheckpointPolicy.RECOMPUTE else None)
             for op in notes.ops.values()
         ]
         made = {(op.name, label): at for op in notes.ops.values() for label, at in op.made.items()}
@@ -230,8 +211,7 @@ class Notes(Observer):
         mode = current_mode()
         around = None if mode is None else self.regions.get(mode.region.serial)
         if around is not None:
-            whole = Stretch(region.first_number, region.last_number + 1, "the replay of an inner region")
-            around.stretches.append(whole)
+            around.stretches.append(Stretch(region.first_number, region.last_number + 1, INNER_REGION))
         return found
 
     def count(self, flops: int) -> None:
@@ -271,10 +251,3 @@ def flops_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) 
     if packet.__name__ == "_scaled_dot_product_flash_attention_for_cpu":  # as its counterparts on other devices
         return int(sdpa_flop_count(*(tensor.shape for tensor in args[:3])))
     return 0
-
-
-def report_of(region: Region) -> RegionReport:
-    """Return what a region keeps by itself, once what is on its way has left."""
-    ledger = Ledger(momentary=False)
-    collect_parameters(region, ledger)
-    return collect_region(region, ledger)

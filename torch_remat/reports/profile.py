@@ -18,7 +18,7 @@ from itertools import accumulate
 from typing import Any
 
 from torch_remat.reports.recorder import GONE, MARK, SENT, Mark, calls_in_order
-from torch_remat.reports.timeline import Phase, Sample, Span
+from torch_remat.reports.spans import Phase, Sample, Span
 
 _ENGINE = "autograd::engine::evaluate_function: "
 _DEVICES = {0: "cpu", 1: "cuda", 6: "hip", 12: "xpu", 20: "privateuseone"}

@@ -18,11 +18,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch_remat._compat import ProfilerRange, profiler_runs, sequence_number
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.observe import Observer, WatchedOp
-from torch_remat.dispatch.parcel import Parcel
 from torch_remat.dispatch.region.region import Region, live_regions
-from torch_remat.reports.collect import collect_parameters, collect_region
-from torch_remat.reports.ledger import Ledger
-from torch_remat.reports.timeline import Phase
+from torch_remat.reports.collect import report_of
+from torch_remat.reports.spans import Phase
 
 MARK = "torch_remat.trace "
 SENT, GONE = "torch_remat.sent ", "torch_remat.gone "
@@ -111,9 +109,7 @@ class Recorder(Observer):
         marks = self._forwards.pop(region.serial, None)
         if marks is None:
             return
-        ledger = Ledger(momentary=False)
-        collect_parameters(region, ledger)
-        report = collect_region(region, ledger)
+        report = report_of(region)
         own, *ops = marks
         own.end_number = sequence_number()
         own.kept_bytes, own.offloaded_bytes = report.bytes, report.offloaded_bytes
@@ -121,7 +117,7 @@ class Recorder(Observer):
         for mark in ops:
             mark.kept_bytes, mark.offloaded_bytes = kept.get(mark.op or "", (0, 0))
 
-    def offload_began(self, tensor: torch.Tensor, parcel: Parcel) -> None:
+    def offload_began(self, tensor: torch.Tensor, key: int) -> None:
         """Mark where a tensor is that leaves: an offloader's thread may free it, which no profiler sees."""
         storage = tensor.untyped_storage()
         with self._lock:

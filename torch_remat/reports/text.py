@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch_remat.reports.data import KeptForBackward, KeptTensor, NodeReport, OpReport, RegionReport
 from torch_remat.reports.fold import Group, fold
-from torch_remat.reports.model import KeptTensor, MemoryReport, NodeReport, OpReport, RegionReport
 
 
 def format_bytes(count: int) -> str:
@@ -23,7 +23,7 @@ def format_region(region: RegionReport) -> str:
     return "\n".join([_headline(region.name, 1, region.bytes, region.offloaded_bytes), *_body(region)])
 
 
-def format_report(report: MemoryReport) -> str:
+def format_report(report: KeptForBackward) -> str:
     """Return a whole report, with layers that are alike told once."""
     lines = [f"kept for backward: {format_sum(report.bytes, report.offloaded_bytes)}"]
     if len(report.bytes_by_device) > 1:

@@ -1,86 +1,25 @@
-"""What a trace says, as plain data: spans of regions and ops, and the bytes alive over time."""
+"""The trace that users get: its data, and every form in which it is shown."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from torch_remat.errors import UsageError, qualified_name
+from torch_remat.reports.html import trace_as_html
+from torch_remat.reports.pictures import plot_trace
+from torch_remat.reports.spans import Timeline
+from torch_remat.reports.trace_text import format_trace, headline
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Phase = Literal["forward", "replay", "backward"]
+_PROCESS = 1
+_SHOWN = ["call", "kept_bytes", "offloaded_bytes", "allocated_bytes", "freed_bytes", "live_bytes", "peak_bytes"]
 
 
-@dataclass(frozen=True)
-class Span:
-    """One phase of a region or of an op in it, or a part of a phase that other work has cut in two.
-
-    Attributes:
-        region: The region's name.
-        op: The op's name; None for the region itself.
-        phase: ``"forward"``, ``"replay"`` or ``"backward"``.
-        call: Which call of a region it belongs to; calls count from 0, in the order of forward.
-        start_us: When it began, in microseconds since the trace began.
-        duration_us: How long it took. Spans of ops lie within that of their region.
-        thread: The thread's number in the system.
-        allocated_bytes: Bytes allocated meanwhile, on all devices.
-        freed_bytes: Bytes freed meanwhile, of those allocated since the trace began.
-        live_bytes: Bytes alive at its end, of those allocated since the trace began.
-        peak_bytes: The most alive at any moment in it.
-        kept_bytes: After forward, what the region or op keeps in place for backward, as in `memory_report`; else 0. A
-            storage that two regions keep counts for both.
-        offloaded_bytes: After forward, what it keeps elsewhere; else 0.
-    """
-
-    region: str
-    op: str | None
-    phase: Phase
-    call: int
-    start_us: float
-    duration_us: float
-    thread: int
-    allocated_bytes: int
-    freed_bytes: int
-    live_bytes: int
-    peak_bytes: int
-    kept_bytes: int
-    offloaded_bytes: int = 0
-
-    @property
-    def name(self) -> str:
-        """``region::op``, or the region alone."""
-        return qualified_name(self.region, self.op)
-
-    @property
-    def end_us(self) -> float:
-        """When it ended."""
-        return self.start_us + self.duration_us
-
-
-@dataclass(frozen=True)
-class Sample:
-    """The bytes alive from one allocation or release until the next.
-
-    Attributes:
-        time_us: When, in microseconds since the trace began.
-        live_bytes: Bytes alive by device, of those allocated since the trace began.
-    """
-
-    time_us: float
-    live_bytes: dict[str, int]
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes alive on all devices."""
-        return sum(self.live_bytes.values())
-
-
-class Trace:
+class Trace(Timeline):
     """What `torch_remat.trace` has recorded. It is empty until the ``with`` block has been left.
 
     Attributes:
@@ -88,43 +27,6 @@ class Trace:
         samples: Live bytes, in order.
         duration_us: How long the trace took.
     """
-
-    def __init__(self) -> None:
-        self.spans: tuple[Span, ...] = ()
-        self.samples: tuple[Sample, ...] = ()
-        self.duration_us = 0.0
-        self._over = False
-
-    def fill(self, spans: Sequence[Span], samples: Sequence[Sample], duration_us: float) -> None:
-        """Take what was recorded."""
-        self.spans, self.samples, self.duration_us = tuple(spans), tuple(samples), duration_us
-        self._over = True
-
-    def checked(self) -> Trace:
-        """Return the trace itself, if it is over.
-
-        Raises:
-            UsageError: It still records.
-        """
-        if not self._over:
-            raise UsageError(
-                "the trace has not ended yet", remedy="Leave the `with remat.trace() as trace:` block first."
-            )
-        return self
-
-    @property
-    def peak(self) -> Sample | None:
-        """The moment at which the most bytes were alive; None if nothing was allocated."""
-        return max(self.checked().samples, key=lambda sample: sample.total_bytes, default=None)
-
-    def spans_at(self, time_us: float) -> list[Span]:
-        """Return the spans that ran at a moment, the innermost last.
-
-        Args:
-            time_us: Microseconds since the trace began.
-        """
-        running = [span for span in self.checked().spans if span.start_us <= time_us <= span.end_us]
-        return sorted(running, key=lambda span: -span.duration_us)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the trace as dicts, lists, strings and numbers."""
@@ -149,25 +51,17 @@ class Trace:
         Args:
             path: Where to; the usual ending is ``.json``.
         """
-        from torch_remat.reports.chrome import chrome_events
-
-        Path(path).write_text(json.dumps({"traceEvents": chrome_events(self.checked()), "displayTimeUnit": "ms"}))
+        Path(path).write_text(json.dumps({"traceEvents": _chrome_events(self.checked()), "displayTimeUnit": "ms"}))
 
     def __str__(self) -> str:
         """Return a table: a line for each region, and each op in it, with times and bytes."""
-        from torch_remat.reports.trace_text import format_trace
-
         return format_trace(self.checked())
 
     def __repr__(self) -> str:
         """Return the line above the table; it may be asked for while the trace still records."""
-        from torch_remat.reports.trace_text import headline
-
         return f"<remat trace: {headline(self) if self._over else 'it still records'}>"
 
     def _repr_html_(self) -> str:
-        from torch_remat.reports.html import trace_as_html
-
         return trace_as_html(self) if self._over else "<p>it still records</p>"
 
     def plot(self, path: str | Path | None = None) -> Figure:
@@ -182,6 +76,29 @@ class Trace:
         Raises:
             UsageError: matplotlib is not installed.
         """
-        from torch_remat.reports.trace_plot import plot_trace
-
         return plot_trace(self.checked(), path)
+
+
+def _chrome_events(trace: Timeline) -> list[dict[str, Any]]:
+    """Return a trace's events: one for each span, one for each change of live bytes, and names."""
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", "pid": _PROCESS, "tid": 0, "args": {"name": "torch_remat"}}
+    ]
+    events += [
+        {
+            "ph": "X",
+            "name": f"{span.name} [{span.phase}]",
+            "cat": span.phase,
+            "pid": _PROCESS,
+            "tid": span.thread,
+            "ts": span.start_us,
+            "dur": span.duration_us,
+            "args": {name: getattr(span, name) for name in _SHOWN},
+        }
+        for span in trace.spans
+    ]
+    events += [
+        {"ph": "C", "name": "live bytes", "pid": _PROCESS, "tid": 0, "ts": sample.time_us, "args": sample.live_bytes}
+        for sample in trace.samples
+    ]
+    return events

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-from torch_remat.dispatch.holder import Holder
-
 _BEFORE_ARGUMENTS = 2  # an empty tensor and the keyword arguments
 
 
@@ -62,9 +60,9 @@ def packed_in(saved: Any) -> Any:
     """Return what stands in a saved tensor of autograd: a tensor, or what hooks made of it; None if it is released."""
     try:
         packed = saved.data
-        if packed is not None and not isinstance(packed, (torch.Tensor, Holder)):
-            return TorchCheckpoint.behind(saved.unpack_hook) or packed
-        return packed
+        if packed is None or isinstance(packed, torch.Tensor):
+            return packed
+        return TorchCheckpoint.behind(saved.unpack_hook) or packed
     except RuntimeError:  # released meanwhile
         return None
 
@@ -90,13 +88,6 @@ def _arguments(frame: Any) -> Iterator[tuple[int, Any]]:
         for place, at in places.items():
             if place >= _BEFORE_ARGUMENTS:
                 yield place - _BEFORE_ARGUMENTS, saved[at]
-
-
-def _data(argument: Any) -> Any:
-    try:
-        return getattr(argument, "data", None)
-    except RuntimeError:  # released
-        return None
 
 
 def _closure(function: Any) -> dict[str, Any]:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch_remat.reports.fold import fold_series
+from torch_remat.reports.spans import Phase, Span, Timeline
 from torch_remat.reports.text import aligned, format_bytes
-from torch_remat.reports.timeline import Phase, Span, Trace
 
 _PHASES: tuple[Phase, ...] = ("forward", "replay", "backward")
 _HEAD = [
@@ -59,7 +59,7 @@ class _Line:
         return [str(count), *times, *cells, live, format_bytes(self.peak_bytes)]
 
 
-def format_trace(trace: Trace) -> str:
+def format_trace(trace: Timeline) -> str:
     """Return a trace as text; see `Trace.__str__`."""
     lines = [headline(trace)]
     if rows := table(trace):
@@ -67,7 +67,7 @@ def format_trace(trace: Trace) -> str:
     return "\n".join(lines)
 
 
-def table(trace: Trace) -> list[list[str]]:
+def table(trace: Timeline) -> list[list[str]]:
     """Return the cells of a trace's table, its head first; nothing if no region ran. Ops are indented."""
     groups = _groups(trace.spans)
     if not groups:
@@ -80,13 +80,13 @@ def table(trace: Trace) -> list[list[str]]:
     return rows
 
 
-def where(trace: Trace, time_us: float) -> str:
+def where(trace: Timeline, time_us: float) -> str:
     """Return what ran at a moment: ``the replay of layers.7::attention``."""
     running = trace.spans_at(time_us)
     return f"the {running[-1].phase} of {running[-1].name}" if running else "no region"
 
 
-def headline(trace: Trace) -> str:
+def headline(trace: Timeline) -> str:
     """Return how long a trace took, when the most bytes were alive, and how many were in the end."""
     text = f"{trace.duration_us / 1000:.1f} ms"
     if trace.peak is None:

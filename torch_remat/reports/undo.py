@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from torch_remat._compat import TorchDispatchMode, set_version
-from torch_remat.dispatch.calls import key_of, tensors_in
-from torch_remat.dispatch.placeholder import is_placeholder
+from torch_remat.dispatch.log.meta import key_of, tensors_in
 from torch_remat.dispatch.log.schema import argument, effects_of
+from torch_remat.dispatch.placeholder import is_placeholder
 
 # Written by batch norms, of which not all schemas say so.
 _STATISTICS = {"running_mean", "running_var"}

@@ -19,8 +19,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch_remat.dispatch.check.mismatch import SAME_ORDER, mismatched
-from torch_remat.dispatch.placeholder import new_tuple
 from torch_remat.dispatch.log.record import Record
+from torch_remat.dispatch.placeholder import new_tuple
 from torch_remat.errors import MismatchError
 from torch_remat.policies.decision import CheckpointPolicy
 

@@ -12,8 +12,8 @@ from weakref import ref
 import torch
 
 from torch_remat._compat import node_number
-from torch_remat.dispatch.holder import AUTOCAST_DTYPES, OpHolder, parameter_behind
 from torch_remat.dispatch.handle.provenance import Provenance
+from torch_remat.dispatch.holder import AUTOCAST_DTYPES, OpHolder, parameter_behind
 from torch_remat.dispatch.log.record import Record
 from torch_remat.dispatch.views import Elided, offset_in_bytes
 

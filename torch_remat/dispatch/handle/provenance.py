@@ -16,9 +16,10 @@ import torch
 from torch import UntypedStorage
 
 from torch_remat._compat import node_number
-from torch_remat.dispatch.placeholder import Placeholder, new_tuple
 from torch_remat.dispatch.log.record import Record
+from torch_remat.dispatch.placeholder import Placeholder, new_tuple
 from torch_remat.policies.decision import CheckpointPolicy
+
 
 class Made(NamedTuple):
     """An op's output."""

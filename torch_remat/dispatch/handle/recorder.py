@@ -265,4 +265,3 @@ class CallRecorder(Recorder):
         self._views = []
         self.forget_expected()
         super().forget()
-

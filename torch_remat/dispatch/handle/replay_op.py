@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import torch
 
 from torch_remat.dispatch.handle.op import SKIPPED, RematHandle
-from torch_remat.dispatch.placeholder import Source, new_tuple, placeholder_at, real, refuse
 from torch_remat.dispatch.log.record import Record
+from torch_remat.dispatch.placeholder import Source, new_tuple, placeholder_at, real, refuse
 from torch_remat.policies.decision import CheckpointPolicy
 
 _RECOMPUTE = CheckpointPolicy.RECOMPUTE

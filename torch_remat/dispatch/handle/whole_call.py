@@ -228,7 +228,9 @@ def replayed(
     return leaves[0] if record.template is None else with_leaves((record.template,), {}, leaves)[0][0]
 
 
-def check_call(replay: Replay, record: WholeCall, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def check_call(
+    replay: Replay, record: WholeCall, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
     """End the replay if it makes another call than forward."""
     same = function is record.function
     if not same or layout_of(args, kwargs) != record.layout:

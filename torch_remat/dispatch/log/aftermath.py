@@ -29,9 +29,9 @@ import torch
 from torch_remat._compat import without_dispatch_modes
 from torch_remat.dispatch.log.entry import written_arguments
 from torch_remat.dispatch.log.meta import key_of
-from torch_remat.dispatch.placeholder import Placeholder
 from torch_remat.dispatch.log.schema import argument, effects_of
 from torch_remat.dispatch.log.suppressed import Suppressed
+from torch_remat.dispatch.placeholder import Placeholder
 
 
 class Aftermath:

@@ -96,9 +96,7 @@ def another_op(region: Any, group: str | None, at: int, entries: Sequence[Entry]
     )
 
 
-def other_arguments(
-    region: Any, at: int, entry: Entry, forward: Sequence[Any], replay: Sequence[Any]
-) -> MismatchError:
+def other_arguments(region: Any, at: int, entry: Entry, forward: Sequence[Any], replay: Sequence[Any]) -> MismatchError:
     """Return the error about an op that gets other tensors than in forward."""
     shown = [
         ", ".join(f"{tuple(shape)} with strides {strides}" for shape, strides in side) for side in (forward, replay)

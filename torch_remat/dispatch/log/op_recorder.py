@@ -11,14 +11,22 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch.nn import Parameter
 
 from torch_remat._compat import kernel_of
 from torch_remat.dispatch.ambient import RngState
-from torch_remat.dispatch.log.entry import FIRST, ODD, ONE, SEVERAL, VIEW, WRITTEN, CallEntry, Entry
-from torch_remat.dispatch.log.entry import is_bookkeeping, names_of, written_arguments
-from torch_remat.dispatch.log.meta import Meta, Raised, dense_layout, described, key_of, layout_of, parts_of, tensors_in
 from torch_remat.dispatch.log.earlier import Earlier
+from torch_remat.dispatch.log.entry import (
+    FIRST,
+    ODD,
+    ONE,
+    WRITTEN,
+    CallEntry,
+    Entry,
+    is_bookkeeping,
+    names_of,
+    written_arguments,
+)
+from torch_remat.dispatch.log.meta import Raised, dense_layout, described, key_of, layout_of, tensors_in
 from torch_remat.dispatch.log.record import Record, Stretch
 from torch_remat.dispatch.log.results import Results
 from torch_remat.dispatch.log.schema import Effects, effects_of
@@ -81,7 +89,12 @@ class OpRecorder:
     """
 
     def __init__(
-        self, owner: Owner, policy: OpPolicy | None, paths: Sequence[str], allow_mutation: bool, observer: Observer | None
+        self,
+        owner: Owner,
+        policy: OpPolicy | None,
+        paths: Sequence[str],
+        allow_mutation: bool,
+        observer: Observer | None,
     ) -> None:
         self.group = ""
         self.group_policy = CheckpointPolicy.SAVE

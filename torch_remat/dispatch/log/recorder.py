@@ -20,8 +20,8 @@ from typing import Any, NamedTuple, Protocol
 from weakref import ref
 
 import torch
-from torch.nn import Parameter
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import Parameter
 
 from torch_remat._compat import SavedTensorHooks, node_number, sequence_number, without_dispatch_modes
 from torch_remat.dispatch.ambient import RngState
@@ -34,13 +34,11 @@ from torch_remat.dispatch.log.op_recorder import Observer, OpRecorder
 from torch_remat.dispatch.log.readers import read_outputs
 from torch_remat.dispatch.log.record import Left, Record, Stretch
 from torch_remat.dispatch.log.results import Results, Undecided
-from torch_remat.dispatch.log.slot import Slot
 from torch_remat.dispatch.log.storages import Storages
 from torch_remat.dispatch.region.inputs import leaves_of
 from torch_remat.errors import UsageError
 from torch_remat.policies.decision import CheckpointPolicy
 from torch_remat.policies.kinds import OpPolicy
-
 
 Root = tuple[int, int, int]  # the place of a holder that replay fills, its storage, and after how many entries
 
@@ -452,9 +450,7 @@ class Recorder:
                 roots.append((returned.key, self._after(number)))
         return roots
 
-    def is_read(
-        self, boundary: Sequence[torch.autograd.graph.Node | None], tensor: torch.Tensor, last: int
-    ) -> bool:
+    def is_read(self, boundary: Sequence[torch.autograd.graph.Node | None], tensor: torch.Tensor, last: int) -> bool:
         """Whether replay reads a tensor, at the end of forward; ``last`` is the number of the node from which on it may."""
         stop = self.region.tape.stop(self.region.hooks, self.region.options.early_stop)
         node = tensor.grad_fn

@@ -20,9 +20,9 @@ import torch
 from torch_remat._compat import without_dispatch_modes
 from torch_remat.dispatch.log.entry import still_there, written_arguments
 from torch_remat.dispatch.log.meta import key_of, tensors_in
-from torch_remat.dispatch.placeholder import Packed, geometry_of
 from torch_remat.dispatch.log.record import Stretch
 from torch_remat.dispatch.log.schema import effects_of
+from torch_remat.dispatch.placeholder import Packed, geometry_of
 from torch_remat.errors import MutationError
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ to the holders. Out: filled holders, by a replay when one is needed.
 from __future__ import annotations
 
 from _thread import RLock  # without the Python function around it that threading has
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from typing import Any
@@ -22,6 +22,7 @@ from torch_remat.dispatch.check.parameters import parameters_of
 from torch_remat.dispatch.check.values import Values
 from torch_remat.dispatch.generators import generators_of
 from torch_remat.dispatch.holder import Holder, read
+from torch_remat.dispatch.kept import Kept, kept_by
 from torch_remat.dispatch.mode import unseen_by_forward_of
 from torch_remat.dispatch.naming import default_name, scope
 from torch_remat.dispatch.offloading import Offloading, offload_inputs
@@ -121,6 +122,10 @@ class Region:
         if self.options.region_name is not None:
             return self.options.region_name
         return self._past_name if self.function is None else default_name(self.function)
+
+    def kept(self) -> Iterator[Kept]:
+        """Yield all that the region keeps now, and the saved tensors that replay has to make; see `Kept`."""
+        return kept_by(self)
 
     def reach(self, _grad_outputs: Sequence[torch.Tensor | None]) -> None:
         """Prehook of the region's boundary: replay if a holder needs it, before any inner backward runs."""

@@ -21,14 +21,22 @@ from torch_remat.dispatch.check.inner_ops import check_inner, missing_inner
 from torch_remat.dispatch.check.mismatch import another_parameter, fewer_saved, more_saved
 from torch_remat.dispatch.check.parameters import check_parameters
 from torch_remat.dispatch.check.values import Values, difference, value_function
-from torch_remat.dispatch.holder import AUTOCAST_DTYPES, Holder, OpHolder, ResidentRef, is_parameter, metadata_of, parameter_behind
-from torch_remat.dispatch.region.inputs import leaves_of, with_leaves
+from torch_remat.dispatch.handle.answerer import Answerer
+from torch_remat.dispatch.holder import (
+    AUTOCAST_DTYPES,
+    Holder,
+    OpHolder,
+    ResidentRef,
+    is_parameter,
+    metadata_of,
+    parameter_behind,
+)
+from torch_remat.dispatch.log.stale import StaleReads, stale_reads
 from torch_remat.dispatch.mode import RematMode, StartOver, StopReplay
 from torch_remat.dispatch.options import DEFAULTS
-from torch_remat.dispatch.placeholder import Packed, Placeholder, Refusal, add_note, last_refusal, real, unpack
+from torch_remat.dispatch.placeholder import Packed, Placeholder, Refusal, add_note, last_refusal, unpack
+from torch_remat.dispatch.region.inputs import leaves_of, with_leaves
 from torch_remat.dispatch.region.replay_contexts import contexts_of
-from torch_remat.dispatch.handle.answerer import Answerer
-from torch_remat.dispatch.log.stale import StaleReads, stale_reads
 from torch_remat.errors import MismatchError, RematError
 
 if TYPE_CHECKING:

@@ -1,0 +1,181 @@
+"""What memory reports say, as plain data: no tensor, no region, nothing that keeps memory alive.
+
+    MemoryReport (in `model`)
+    ├── regions: RegionReport ─┬─ tensors      inputs, refilled tensors, random state
+    │                          └─ ops: OpReport ── tensors
+    ├── outside: NodeReport ── tensors         what autograd saves outside of regions, by node type
+    └── parameters, buffers: ParameterReport   apart: they exist anyway
+
+Bytes are those of storages, whole, and each storage is counted once, where it was met first; what an offloader has
+is counted as it travelled.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal[
+    "input",
+    "saved",
+    "kept for replay",
+    "undecided",
+    "refilled",
+    "random state",
+    "determinism check",
+    "not gone yet",
+    "brought back",
+]
+"""Why a tensor is there: replay starts from it; backward needs it; replay needs it; a policy for ops holds it until the
+end of forward tells whether anything needs it; a replay has just made it; replay draws its numbers from this state;
+replay's value is compared with it; it is offloaded and is there as well: since it has not left, or since it has come
+back for a backward that goes on."""
+
+
+@dataclass(frozen=True)
+class KeptTensor:
+    """One tensor that is kept.
+
+    Attributes:
+        name: Its full name, ``region::scope/op.tensor``; outside of regions ``Node.attribute``.
+        label: The last part of it.
+        kind: Why it is kept.
+        bytes: The bytes of its storage that are counted here; 0 if they are counted elsewhere.
+        shape: Its shape.
+        dtype: Its dtype, without ``torch.``.
+        device: Where it is; of an offloaded tensor the name of the offloader's class, or the device it was moved to.
+        needed_by: What needs it: ``"backward"``, ``"replay"``, or the name of the op that reads it in replay.
+        aliases: Labels of further tensors of the same op or region that share its storage.
+        shared_with: Where the storage is counted, if not here: a name, or ``"parameter"`` or ``"buffer"``.
+        offloaded: Whether it lies elsewhere than on the device where it was made.
+        policy: The policy of what it belongs to, ``"save"``, ``"offload"`` or ``"recompute"``; empty without one.
+    """
+
+    name: str
+    label: str
+    kind: Kind
+    bytes: int
+    shape: tuple[int, ...]
+    dtype: str
+    device: str
+    needed_by: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+    shared_with: str | None = None
+    offloaded: bool = False
+    policy: str = ""
+
+
+class _Sums(ABC):
+    """Sums over the tensors of a part of a report."""
+
+    @abstractmethod
+    def all_tensors(self) -> Iterator[KeptTensor]:
+        """Yield the tensors of the part."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes kept in place, each storage once."""
+        return sum(tensor.bytes for tensor in self.all_tensors() if not tensor.offloaded)
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes kept elsewhere, each storage once."""
+        return sum(tensor.bytes for tensor in self.all_tensors() if tensor.offloaded)
+
+
+@dataclass(frozen=True)
+class OpReport(_Sums):
+    """What is kept of one op.
+
+    Attributes:
+        name: Its name, with its scopes.
+        policy: Its policy: ``"save"``, ``"recompute"``, ...
+        tensors: What is kept, in the order in which it was saved.
+    """
+
+    name: str
+    policy: str
+    tensors: tuple[KeptTensor, ...]
+
+    def all_tensors(self) -> Iterator[KeptTensor]:
+        """Yield the tensors."""
+        return iter(self.tensors)
+
+
+@dataclass(frozen=True)
+class RegionReport(_Sums):
+    """What one region keeps.
+
+    Attributes:
+        name: Its name.
+        tensors: What is kept of no op: inputs, tensors that a replay has made, random state.
+        ops: Its ops, in the order of forward.
+    """
+
+    name: str
+    tensors: tuple[KeptTensor, ...]
+    ops: tuple[OpReport, ...]
+
+    def all_tensors(self) -> Iterator[KeptTensor]:
+        """Yield the tensors of the region and of its ops."""
+        yield from self.tensors
+        for op in self.ops:
+            yield from op.tensors
+
+
+@dataclass(frozen=True)
+class NodeReport(_Sums):
+    """What autograd saves outside of regions for one type of node.
+
+    Attributes:
+        node: The type's name, such as ``"MmBackward0"``.
+        count: How many such nodes save something.
+        tensors: What they save.
+    """
+
+    node: str
+    count: int
+    tensors: tuple[KeptTensor, ...]
+
+    def all_tensors(self) -> Iterator[KeptTensor]:
+        """Yield the tensors."""
+        return iter(self.tensors)
+
+
+@dataclass(frozen=True)
+class ParameterReport:
+    """Parameters, or buffers, which exist anyway and are in no total.
+
+    Attributes:
+        count: How many.
+        bytes: Their bytes, each storage once.
+    """
+
+    count: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class KeptForBackward(_Sums):
+    """What a `MemoryReport` says; see there."""
+
+    regions: tuple[RegionReport, ...]
+    outside: tuple[NodeReport, ...]
+    parameters: ParameterReport
+    buffers: ParameterReport = ParameterReport(0, 0)
+
+    def all_tensors(self) -> Iterator[KeptTensor]:
+        """Yield all tensors that are kept."""
+        for part in (*self.regions, *self.outside):
+            yield from part.all_tensors()
+
+    @property
+    def bytes_by_device(self) -> dict[str, int]:
+        """Bytes kept, by the device or offloader that has them."""
+        sums: Counter[str] = Counter()
+        for tensor in self.all_tensors():
+            sums[tensor.device] += tensor.bytes
+        return dict(sorted(sums.items()))

@@ -1,0 +1,116 @@
+"""What a trace says, as plain data: spans of regions and ops, and the bytes alive over time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch_remat.errors import UsageError, qualified_name
+
+Phase = Literal["forward", "replay", "backward"]
+
+
+@dataclass(frozen=True)
+class Span:
+    """One phase of a region or of an op in it, or a part of a phase that other work has cut in two.
+
+    Attributes:
+        region: The region's name.
+        op: The op's name; None for the region itself.
+        phase: ``"forward"``, ``"replay"`` or ``"backward"``.
+        call: Which call of a region it belongs to; calls count from 0, in the order of forward.
+        start_us: When it began, in microseconds since the trace began.
+        duration_us: How long it took. Spans of ops lie within that of their region.
+        thread: The thread's number in the system.
+        allocated_bytes: Bytes allocated meanwhile, on all devices.
+        freed_bytes: Bytes freed meanwhile, of those allocated since the trace began.
+        live_bytes: Bytes alive at its end, of those allocated since the trace began.
+        peak_bytes: The most alive at any moment in it.
+        kept_bytes: After forward, what the region or op keeps in place for backward, as in `memory_report`; else 0. A
+            storage that two regions keep counts for both.
+        offloaded_bytes: After forward, what it keeps elsewhere; else 0.
+    """
+
+    region: str
+    op: str | None
+    phase: Phase
+    call: int
+    start_us: float
+    duration_us: float
+    thread: int
+    allocated_bytes: int
+    freed_bytes: int
+    live_bytes: int
+    peak_bytes: int
+    kept_bytes: int
+    offloaded_bytes: int = 0
+
+    @property
+    def name(self) -> str:
+        """``region::op``, or the region alone."""
+        return qualified_name(self.region, self.op)
+
+    @property
+    def end_us(self) -> float:
+        """When it ended."""
+        return self.start_us + self.duration_us
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The bytes alive from one allocation or release until the next.
+
+    Attributes:
+        time_us: When, in microseconds since the trace began.
+        live_bytes: Bytes alive by device, of those allocated since the trace began.
+    """
+
+    time_us: float
+    live_bytes: dict[str, int]
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes alive on all devices."""
+        return sum(self.live_bytes.values())
+
+
+class Timeline:
+    """What a `Trace` says; see there."""
+
+    def __init__(self) -> None:
+        self.spans: tuple[Span, ...] = ()
+        self.samples: tuple[Sample, ...] = ()
+        self.duration_us = 0.0
+        self._over = False
+
+    def fill(self, spans: Sequence[Span], samples: Sequence[Sample], duration_us: float) -> None:
+        """Take what was recorded."""
+        self.spans, self.samples, self.duration_us = tuple(spans), tuple(samples), duration_us
+        self._over = True
+
+    def checked(self) -> Timeline:
+        """Return the trace itself, if it is over.
+
+        Raises:
+            UsageError: It still records.
+        """
+        if not self._over:
+            raise UsageError(
+                "the trace has not ended yet", remedy="Leave the `with remat.trace() as trace:` block first."
+            )
+        return self
+
+    @property
+    def peak(self) -> Sample | None:
+        """The moment at which the most bytes were alive; None if nothing was allocated."""
+        return max(self.checked().samples, key=lambda sample: sample.total_bytes, default=None)
+
+    def spans_at(self, time_us: float) -> list[Span]:
+        """Return the spans that ran at a moment, the innermost last.
+
+        Args:
+            time_us: Microseconds since the trace began.
+        """
+        running = [span for span in self.checked().spans if span.start_us <= time_us <= span.end_us]
+        return sorted(running, key=lambda span: -span.duration_us)
