@@ -137,18 +137,13 @@ HIDDEN_CHANGES = {
 
 @pytest.mark.parametrize("policy", [MM, matmuls, remat.save_names("mm_*")])
 @pytest.mark.parametrize("change", HIDDEN_CHANGES)
-def test_hidden_change_of_a_kept_result_is_an_error_and_without_keeping_it_all_is_right(change, policy):
+def test_result_that_the_region_itself_changes_unseen_by_autograd_is_right_kept_or_not(change, policy):
     function = HIDDEN_CHANGES[change]
     inputs = leaf(2, 3, 4), leaf(4, 4)
-    y = region(policy, region_name="block")(function)(*inputs)
-    with pytest.raises(remat.MutationError) as caught:
-        y.sum().backward()
-    assert caught.value.region == "block"
-    assert caught.value.tensor == "mm_0_0"
-    if change != "data":  # which hides from autograd what it does
-        expected = torch.autograd.grad(function(*inputs).sum(), inputs)
-        kept = region([aten.sigmoid.default])(function)
-        assert_same(expected, torch.autograd.grad(kept(*inputs).sum(), inputs))
+    expected = torch.autograd.grad(function(*inputs).sum(), inputs)
+    for chosen in (policy, [aten.sigmoid.default]) if change != "data" else (policy,):
+        y = region(chosen, region_name="block")(function)(*inputs)
+        assert_same(expected, torch.autograd.grad(y.sum(), inputs))
 
 
 def test_hidden_change_after_the_region_is_an_error():
@@ -176,10 +171,9 @@ def test_aliases_of_kept_results_are_freed_with_the_graph():
 def test_recurrent_cell_that_works_in_place_is_never_silently_wrong():
     cell, x = torch.nn.GRUCell(4, 4), leaf(3, 4)
     expected = torch.autograd.grad(cell(x.sin()).sum(), x)
-    with pytest.raises(remat.MutationError, match="addmm"):
-        region(remat.policies.save_matmuls)(lambda x: cell(x.sin()))(x).sum().backward()
-    kept = region([aten.tanh_.default, aten.sigmoid_.default])(lambda x: cell(x.sin()))(x)
-    assert_same(expected, torch.autograd.grad(kept.sum(), x))
+    for policy in (remat.policies.save_matmuls, [aten.tanh_.default, aten.sigmoid_.default]):
+        kept = region(policy)(lambda x: cell(x.sin()))(x)
+        assert_same(expected, torch.autograd.grad(kept.sum(), x))
 
 
 def test_with_the_check_off_a_saved_op_in_place_may_be_changed_again():

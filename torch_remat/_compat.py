@@ -43,6 +43,7 @@ __all__ = [
     "has_effect",
     "has_returned",
     "is_traceable_wrapper",
+    "in_autocast",
     "kernel_of",
     "make_wrapper_subclass",
     "negative_view",
@@ -200,6 +201,14 @@ class DispatchMode(TorchDispatchMode):
                 cls.__torch_dispatch__.__code__,
                 frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP),
             )
+
+
+
+def in_autocast() -> bool:
+    """Whether an autocast context is entered; inside of an op the public functions say that none is on."""
+    depth = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    return depth > 1
 
 
 # The dispatch modes that are on the stack now: the one whose handler runs is not.

@@ -147,8 +147,8 @@ class Answerer:
         self._in_skipped = True
         try:
             result = self._replay.watched(ops.answer, function, args, kwargs)
-        except Exception:
-            if stretch.raised and not self._replay.over:
+        except BaseException as error:
+            if stretch.raised and not self._replay.over and not _is_of_placeholders(error):
                 ops.check_complete()
                 self._end_stretch(stretch, ops)
             raise
@@ -194,7 +194,7 @@ class Answerer:
             record = self.region.tape.records.get(error.op or "")
             if record is not None and record.outputs:
                 return False  # of an op with a handle, whose body cannot run in replay
-        elif not isinstance(error, RuntimeError | TypeError) or not any(text in str(error) for text in _SAYS):
+        elif not _is_of_placeholders(error):
             return False
         if self._over or not any(not entry.run for entry in self._entries) or not self._mark(self._entries):
             return False
@@ -228,8 +228,8 @@ class Answerer:
 
     def _warn(self, what: str, file: str, line: int) -> None:
         warnings.warn_explicit(
-            f"{what}: replay runs the ops again that make it. The gradients are right all the same. To spare the second "
-            "run, let a native region contain the reader too, let the policy save the tensor, or read it by an op.",
+            f"{what}: replay starts over and runs once more what makes it. The gradients are right all the "
+            "same. To spare the second run, let a native region contain the reader too, let the policy save the tensor, or read it by an op.",
             RematWarning,
             file,
             line,
@@ -387,6 +387,13 @@ class Answerer:
             SAME_ORDER,
             op=name,
         )
+
+
+def _is_of_placeholders(error: BaseException) -> bool:
+    """Whether an error may be that of code that met a placeholder."""
+    if isinstance(error, PlaceholderError):
+        return True
+    return isinstance(error, RuntimeError | TypeError) and any(text in str(error) for text in _SAYS)
 
 
 def _is_kept(entry: Entry, place: int) -> bool:

@@ -170,6 +170,14 @@ class CallRecorder(Recorder):
             return self.calling.pack(tensor)
         return super().pack(tensor)
 
+    def pack_of_call(self, tensor: torch.Tensor) -> OpHolder | None:
+        """Return the holder for the output of a SAVE op that is saved in a native region."""
+        source = self.source_of(tensor) if self.watch is not None and self.watch.stretch is not None else None
+        if source is None or self.watch is None:
+            return None
+        name = f"{source[0].rpartition('/')[2]}_{source[1]}"
+        return self.resident(self.watch.group, name, tensor, self.watch.group_policy)
+
     def hold(self, record: Record, name: str, tensor: torch.Tensor, args: tuple[Any, ...]) -> Holder | Anchor:
         """Return the holder for a tensor that a whole call saves; ``args`` are the call's arguments."""
         self.known_args = args

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torch_remat._compat import any_autocast_enabled
+from torch_remat._compat import in_autocast
 from torch_remat.dispatch.log.meta import Given, Meta, Raised, WrapperMeta, tensors_in
 from torch_remat.dispatch.log.record import Record
 from torch_remat.dispatch.log.schema import UNKNOWN, Effects, argument
@@ -130,6 +130,10 @@ class Entry:
         return found
 
 
+# Where it leaves the random generators its record tells.
+_OF_A_CALL = UNKNOWN._replace(random=False)
+
+
 class CallEntry(Entry):
     """A call that replay may leave out: of what happens inside the log knows nothing.
 
@@ -141,7 +145,7 @@ class CallEntry(Entry):
     kind = CALL
 
     def __init__(self, record: Record, results: list[Any]) -> None:
-        super().__init__(record, 0, results, "", UNKNOWN)
+        super().__init__(record, 0, results, "", _OF_A_CALL)
         self.group = record.name
         self.saved = frozenset(range(len(results)))
         if record.policy is CheckpointPolicy.OFFLOAD:
@@ -168,7 +172,7 @@ def is_bookkeeping(effects: Effects, args: Sequence[Any], kwargs: Mapping[str, A
     first = args[0] if effects.cast else None
     return (
         isinstance(first, torch.Tensor) and first.is_leaf and first.requires_grad
-        and first.dtype is torch.float32 and any_autocast_enabled()
+        and first.dtype is torch.float32 and in_autocast()
         and kwargs.get("dtype") in (torch.bfloat16, torch.float16)
     )  # fmt: skip
 

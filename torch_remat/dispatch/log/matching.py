@@ -13,6 +13,7 @@ import torch
 
 from torch_remat.dispatch.check.mismatch import mismatched
 from torch_remat.dispatch.log.entry import Entry
+from torch_remat.dispatch.log.meta import dense_layout
 from torch_remat.dispatch.log.schema import Effects, argument, effects_of
 from torch_remat.dispatch.placeholder import Placeholder, geometry_of
 from torch_remat.errors import MismatchError
@@ -52,6 +53,12 @@ def is_mirrored(op: Any, other: Any) -> bool:
     return op is _MIRRORED.get(id(other))
 
 
+def is_swapped(entry: Entry, args: Sequence[Any]) -> bool:
+    """Whether a comparison comes with its operands swapped; that for equality is the same op then."""
+    return entry.op in _SYMMETRIC and dense_layout(args) == entry.layout[::-1]
+
+
+_SYMMETRIC = (torch.ops.aten.eq.Tensor, torch.ops.aten.ne.Tensor)
 _MIRRORED = {
     id(one): other
     for one, other in (

@@ -152,10 +152,10 @@ def stand_in(meta: Any, source: Source, compute: Callable[[str], torch.Tensor] |
 
 def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the tensors without tensors inside of which a wrapper consists; the tensor itself if it is none."""
-    if type(tensor) in _DENSE or not is_traceable_wrapper(tensor):
+    if type(tensor) in _DENSE or not hasattr(tensor, "__tensor_flatten__"):
         yield tensor
         return
-    for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+    for name in tensor.__tensor_flatten__()[0]:
         part = getattr(tensor, name)
         if isinstance(part, torch.Tensor):
             yield from parts_of(part)

@@ -19,12 +19,13 @@ import torch
 
 from torch_remat._compat import kernel_of
 from torch_remat.dispatch.log.earlier import as_it_was, earlier_label, with_tensors
-from torch_remat.dispatch.log.entry import CALL, ONE, VIEW, Entry, answered, is_bookkeeping, still_there
+from torch_remat.dispatch.log.entry import CALL, ODD, ONE, VIEW, Entry, answered, is_bookkeeping, still_there
 from torch_remat.dispatch.log.matching import (
     after_loose,
     another_op,
     is_mirrored,
     is_remade_view,
+    is_swapped,
     other_arguments,
     place_of,
     run_loose,
@@ -152,7 +153,7 @@ class OpAnswerer:
             self._replay.fail(another_op(self._region, self._group or None, at, entries, op))
         self._at = at + 1
         entry = entries[at]
-        if entry.op is not op:
+        if entry.op is not op or is_swapped(entry, args):
             args = args[::-1]  # a comparison with its operands swapped
         if entry.layout and (found := layout_of(args, kwargs)) and entry.layout != found:
             self._replay.fail(other_arguments(self._region, at, entry, entry.layout, found))
@@ -213,7 +214,7 @@ class OpAnswerer:
     def may_fill(self) -> bool:
         """Whether the op that comes next may write what was just saved for it."""
         entry = self._entries[self._at] if self._at < len(self._entries) else None
-        return entry is not None and entry.kind in (0, CALL)
+        return entry is not None and entry.run and entry.kind in (ODD, CALL)
 
     def _note_written(self, entry: Entry, at: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Note what a native region changes that was made outside of it."""

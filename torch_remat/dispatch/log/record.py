@@ -165,3 +165,8 @@ class WholeCall(Record):
     def output_name(self, place: int) -> str:
         """Return the name of a result."""
         return "out" if self.template is None else str(place)
+
+    def forget_slots(self) -> None:
+        """Drop what only a further replay would need."""
+        super().forget_slots()
+        self.entry = None

@@ -331,7 +331,7 @@ class Recorder:
             stop = number if node is None or node_number(node) == number - 1 else number - 1
             if held is not None:
                 self._reads.append((stop, len(self.entries), key_of(tensor)))
-        buffer = held is None and not tensor.requires_grad and tensor.is_floating_point()
+        buffer = held is None and not self.skips() and not tensor.requires_grad and tensor.is_floating_point()
         self.region.tape.note_number(len(self.region.tape.saved) - (held is not None), number, stop, buffer)
         return held
 
@@ -343,7 +343,7 @@ class Recorder:
         if writer is None:
             if type(tensor) is not torch.Tensor:
                 self.roots += [(self.saved_count, key_of(part), len(self.entries)) for part in parts_of(tensor)]
-            return None
+            return self.pack_of_call(tensor)
         entry, place = writer
         if place not in entry.packed:
             entry.packed = FIRST if place == 0 and not entry.packed else entry.packed | {place}
@@ -356,6 +356,10 @@ class Recorder:
         if entry.kind == ONE and not (away or self._allow_mutation) and holder.value is not None:
             self.results.note_alias(entry, tensor, holder.value)
         return holder
+
+    def pack_of_call(self, tensor: torch.Tensor) -> OpHolder | None:
+        """Return the holder for a tensor that no entry made, if an op with a handle did and replay will not have it."""
+        return None
 
     def note_reader(self, tensor: torch.Tensor) -> bool:
         """Note that replay reads a tensor here in any case; return whether an entry made it."""
@@ -394,8 +398,11 @@ class Recorder:
             self.departures.send()
         if not self.entries:
             return
+        if self.has_policy:
+            self.results.let_go_of_graph()
         roots = self._roots(boundary)
-        self.results.let_go_of_graph()
+        if not self.has_policy:  # there the graph was asked
+            self.results.let_go_of_graph()
         needs = find_needs(self.entries, roots, self.results.can_keep)
         apply(needs)
         for entry, places in needs.kept:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from torch_remat._compat import without_dispatch_modes
-from torch_remat.dispatch.log.entry import ONE, WRITTEN, Entry
+from torch_remat.dispatch.log.entry import CALL, ONE, WRITTEN, Entry
 from torch_remat.dispatch.log.meta import Meta
 from torch_remat.dispatch.log.slot import Slot, version_of
 from torch_remat.dispatch.log.storages import Storages
@@ -69,7 +69,7 @@ class Results:
 
     def note_one(self, entry: Entry, result: torch.Tensor) -> None:
         """Note the result of an entry of kind `ONE`."""
-        self._ones[entry] = result, result._version
+        self._ones[entry] = result, version_of(result)
 
     def note(self, entry: Entry, result: Any, written: Sequence[torch.Tensor] = ()) -> None:
         """Note what any other entry returned, and the arguments that it wrote."""
@@ -79,7 +79,10 @@ class Results:
             if isinstance(tensor, torch.Tensor) and place in entry.saved:
                 held.tensors[place] = tensor
         held.written += written
-        self.unread.append(entry)
+        if entry.kind == CALL:
+            held.versions = {place: version_of(tensor) for place, tensor in held.tensors.items()}
+        else:
+            self.unread.append(entry)
 
     def note_named(self, entry: Entry, place: int, tensor: torch.Tensor) -> None:
         """Note one result that is saved because of the name that it was given."""
@@ -103,7 +106,7 @@ class Results:
         """Read the version counters, now that the ops are over."""
         for entry in self.unread:
             if (one := self._ones.get(entry)) is not None:
-                self._ones[entry] = one[0], one[0]._version
+                self._ones[entry] = one[0], version_of(one[0])
             elif (held := self._held.get(entry)) is not None:
                 held.versions = {place: version_of(tensor) for place, tensor in held.tensors.items()}
                 held.written_versions = [version_of(tensor) for tensor in held.written]
@@ -126,7 +129,7 @@ class Results:
             return entry in self._ones or entry in self._held
         if (one := self._ones.get(entry)) is not None:
             tensor, version = one
-            return tensor._version == version and not self._storages.is_changed(entry, tensor)
+            return version_of(tensor) == version and not self._storages.is_changed(entry, tensor)
         held = self._held.get(entry)
         if held is None:
             return False

@@ -34,7 +34,7 @@ from torch_remat.dispatch.holder import (
 from torch_remat.dispatch.log.stale import StaleReads, stale_reads
 from torch_remat.dispatch.mode import RematMode, StartOver, StopReplay
 from torch_remat.dispatch.options import DEFAULTS
-from torch_remat.dispatch.placeholder import Packed, Placeholder, Refusal, add_note, last_refusal, unpack
+from torch_remat.dispatch.placeholder import Packed, Placeholder, Refusal, add_note, last_refusal, real, unpack
 from torch_remat.dispatch.region.inputs import leaves_of, with_leaves
 from torch_remat.dispatch.region.replay_contexts import contexts_of
 from torch_remat.errors import MismatchError, RematError
@@ -74,6 +74,7 @@ class Filling(RematMode):
         self._waiting = sum([type(holder) is OpHolder for holder in empty]) if region.tape.elided else 0
         self.ops = Answerer(self) if region.tape.records or region.tape.calls else None
         self.position = 0
+        self._late: list[tuple[Holder, Placeholder]] = []  # to be filled once the next op has been seen
         self._first_number = sequence_number()
         if region.options is not DEFAULTS:
             value_of = value_function(region.options.determinism_check)
@@ -178,6 +179,11 @@ class Filling(RematMode):
                     self._stop_at(position)
                 return Packed.of(tensor)
             if tensor.compute is not None:
+                if self.ops is not None and self.ops.compares():  # the op that comes next may write it
+                    self._late.append((holder, tensor))
+                    self._waiting += 1
+                    self.after_next_op(self._fill_late)
+                    return Packed.of(tensor)
                 tensor = tensor.compute("saving it for backward")
                 self.note_loaded(tensor)
         owner: torch.Tensor | None
@@ -241,6 +247,7 @@ class Filling(RematMode):
                 self.opening = self.ops.ops.answer
             try:
                 super()._call(function, args, kwargs)
+                self._fill_late()  # if no op has come since
             except StartOver as again:
                 if again.replay is not self:
                     raise
@@ -263,6 +270,7 @@ class Filling(RematMode):
         self._limit = len(self._saved)
         self._waiting = sum([type(holder) is OpHolder for holder in self._empty])
         self.position = self.inner_next = 0
+        self._late = []
         self._unfilled_number = -1
         self._first_number = sequence_number()
         if self._values is not None:
@@ -279,6 +287,15 @@ class Filling(RematMode):
             for leaf in given
         ]
         return with_leaves(args, kwargs, fresh)
+
+    def _fill_late(self) -> None:
+        late, self._late = self._late, []
+        for holder, placeholder in late:
+            value = real(placeholder, "saving it for backward")
+            self.note_loaded(value)
+            holder.expect_version_of(value)  # what was kept was changed less often than what it stands for
+            self.explain(holder, value, value, None)
+            self.fill_elided(holder, value.detach())
 
     def start_over(self) -> NoReturn:
         """End this run of the function: the next one begins."""
