@@ -203,7 +203,6 @@ class DispatchMode(TorchDispatchMode):
             )
 
 
-
 def in_autocast() -> bool:
     """Whether an autocast context is entered; inside of an op the public functions say that none is on."""
     depth = torch.autocast_increment_nesting()

@@ -26,7 +26,7 @@ from torch_remat.dispatch.handle.replay_op import ReplayOp
 from torch_remat.dispatch.handle.whole_call import check_call, replayed
 from torch_remat.dispatch.holder import parameter_behind
 from torch_remat.dispatch.log.aftermath import Aftermath
-from torch_remat.dispatch.log.entry import WRITTEN, Entry
+from torch_remat.dispatch.log.entry import VIEW, WRITTEN, Entry
 from torch_remat.dispatch.log.needs import find_needs
 from torch_remat.dispatch.log.op_answerer import OpAnswerer, loaded_slots
 from torch_remat.dispatch.log.record import Record, Stretch, WholeCall
@@ -215,11 +215,11 @@ class Answerer:
         region = self.region
         if any(entry.effects.random for entry in entries if not entry.run and entry.effects.namespace == "aten"):
             # What is drawn depends on all that was drawn before.
-            if region.rng is None and region.options.preserve_rng_state:
+            if region.rng is None:
                 return False
             entries = self._entries
         for entry in entries:
-            entry.always = True
+            entry.always = entry.kind != VIEW  # a view is there in any case
         needs = find_needs(self._entries, region.tape.roots, _is_kept)
         for entry in needs.run:
             entry.run = True
@@ -229,7 +229,8 @@ class Answerer:
     def _warn(self, what: str, file: str, line: int) -> None:
         warnings.warn_explicit(
             f"{what}: replay starts over and runs once more what makes it. The gradients are right all the "
-            "same. To spare the second run, let a native region contain the reader too, let the policy save the tensor, or read it by an op.",
+            "same. To spare the second run, let a native region contain the reader too, let the policy save "
+            "the tensor, or read it by an op.",
             RematWarning,
             file,
             line,

@@ -277,7 +277,7 @@ class OpAnswerer:
         self, entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any], passed: Container[int] = ()
     ) -> None:
         """Raise if an op that runs again would read something else than in forward."""
-        if not entry.versions or self._restored:
+        if not entry.versions or self._restored or entry.effects.viewed is not None:
             return
         tensors = list(tensors_in(args, kwargs))
         for at, version in entry.versions:

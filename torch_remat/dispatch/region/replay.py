@@ -251,11 +251,16 @@ class Filling(RematMode):
             except StartOver as again:
                 if again.replay is not self:
                     raise
+            except StopReplay as stop:
+                refusal = self._refusal if stop.replay is self and self._error is None else None
+                if refusal is None or not self.ops.starts_over_for(refusal.error()):
+                    raise
             except Exception as error:
                 if self.ops is None or self.stopped or not self.ops.starts_over_for(error):
                     raise
             else:
-                if not self._starts_over:
+                swallowed = None if self._starts_over or self.stopped else last_refusal.get()
+                if not self._starts_over and (swallowed is None or not self.ops.starts_over_for(swallowed.error())):
                     return None
             args, kwargs = self._begin_again(args, kwargs, given)
 
