@@ -30,13 +30,7 @@ def collect_parameters(region: Region, ledger: Ledger) -> None:
 
 
 def collect_region(region: Region, ledger: Ledger, *, keep_empty: bool = False) -> RegionReport:
-    """Return what a region keeps.
-
-    Args:
-        region: The region.
-        ledger: What was counted before, the region's parameters among it.
-        keep_empty: Whether ops that keep nothing get a report, too.
-    """
+    """Return what a region keeps, whose parameters the ledger has counted; see `report_of`."""
     decisions = decisions_of(region)
     own: list[Row] = []
     by_op: dict[str, list[Row]] = {name: [] for name in decisions}

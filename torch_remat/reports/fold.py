@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar
 
 from torch_remat.reports.data import KeptTensor, RegionReport
 
@@ -18,8 +18,7 @@ _MOST_IN_A_LAYER = 8
 _NUMBER = re.compile(r"\d+")
 
 
-@dataclass(frozen=True)
-class Group:
+class Group(NamedTuple):
     """Regions in a row that are alike.
 
     Attributes:
@@ -28,22 +27,12 @@ class Group:
     """
 
     label: str
-    regions: tuple[RegionReport, ...]
-
-    @property
-    def bytes(self) -> int:
-        """Bytes that all of them keep in place."""
-        return sum(region.bytes for region in self.regions)
-
-    @property
-    def offloaded_bytes(self) -> int:
-        """Bytes that all of them keep elsewhere."""
-        return sum(region.offloaded_bytes for region in self.regions)
+    regions: list[RegionReport]
 
 
 def fold(regions: Sequence[RegionReport]) -> list[Group]:
     """Return regions in groups, in order."""
-    return [Group(label, tuple(group)) for label, group in fold_series(regions, lambda region: region.name, _contents)]
+    return [Group(*group) for group in fold_series(regions, lambda region: region.name, _contents)]
 
 
 def fold_series(
@@ -120,21 +109,9 @@ def series_label(names: Sequence[str]) -> str | None:
 
 
 def _contents(region: RegionReport) -> Any:
-    return [_facts(tensor) for tensor in region.tensors], [
-        (op.name, op.policy, [_facts(tensor) for tensor in op.tensors]) for op in region.ops
-    ]
+    return _facts(region.tensors), [(op.name, op.policy, _facts(op.tensors)) for op in region.ops]
 
 
-def _facts(tensor: KeptTensor) -> Any:
-    return (
-        tensor.label,
-        tensor.kind,
-        tensor.bytes,
-        tensor.shape,
-        tensor.dtype,
-        tensor.device,
-        tensor.aliases,
-        tensor.shared_with is None,
-        tensor.offloaded,
-        tensor.policy,
-    )
+def _facts(tensors: Sequence[KeptTensor]) -> list[KeptTensor]:
+    """Return tensors without what tells layers apart that are alike: names of regions and what refers to them."""
+    return [replace(one, name="", needed_by=(), shared_with=one.shared_with and "another") for one in tensors]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd.graph import Node
@@ -20,9 +20,8 @@ from torch_remat.dispatch.kept import held_in
 from torch_remat.dispatch.readers import is_view
 from torch_remat.dispatch.region import Region
 from torch_remat.reports.data import NodeReport
-from torch_remat.reports.ledger import Ledger, Row, pieces_in, viewed_parameter
+from torch_remat.reports.ledger import Ledger, Row, pieces_in, tensors_in, viewed_parameter
 from torch_remat.reports.torch_checkpoint import TorchCheckpoint, packed_in
-from torch_remat.reports.walk import tensors_in
 
 _CHECKPOINT = "torch.utils.checkpoint"
 
@@ -72,10 +71,8 @@ def collect_nodes(
 ) -> tuple[NodeReport, ...]:
     """Return what nodes save outside of regions, by type, the largest first.
 
-    Args:
-        nodes: The nodes.
-        checkpoints: The checkpoints of ``torch.utils.checkpoint`` that belong to them, or that regions lie in.
-        ledger: What was counted before, parameters and regions among it.
+    The checkpoints are those of ``torch.utils.checkpoint`` that the nodes belong to, or that regions lie in; parameters
+    and regions were counted before.
     """
     rows: dict[str, list[Row]] = {}
     counts: dict[str, int] = {}
@@ -151,18 +148,9 @@ SOME_OP = "an op in replay"
 INNER_REGION = "the replay of an inner region"
 
 
-class Stretch(NamedTuple):
-    """The autograd nodes of an op, or of an inner region.
-
-    Attributes:
-        first: The sequence number of the first.
-        end: The number after the last.
-        phrase: What replay does there; None if it skips it.
-    """
-
-    first: int
-    end: int
-    phrase: str | None
+Stretch = tuple[int, int, str | None]
+"""The autograd nodes of an op, or of an inner region: the sequence number of the first, the one after the last, and in
+words what replay does there; None if it skips it."""
 
 
 def readers_in_graph(
@@ -197,13 +185,12 @@ def readers_in_graph(
         pending = list(readers.get(output, ()))
         for reader in pending:  # grows meanwhile
             number = node_number(reader)
-            stretch = next((one for one in stretches if one.first <= number < one.end), None)
-            if stretch is not None and stretch.phrase is None:
-                continue
-            if is_view(reader.name()):
+            own = f"{SOME_OP} ({reader.name()})"
+            phrase = next((phrase for first, end, phrase in stretches if first <= number < end), own)
+            if phrase is not None and is_view(reader.name()):
                 pending += readers.get((number, 0), ())
-            else:
-                phrases[number] = f"{SOME_OP} ({reader.name()})" if stretch is None else stretch.phrase or ""
+            elif phrase is not None:
+                phrases[number] = phrase
         if phrases:
             told[result] = phrases[min(phrases)]
     return told

@@ -7,8 +7,7 @@ from html import escape
 from torch_remat.reports.data import KeptForBackward, KeptTensor
 from torch_remat.reports.fold import Group, fold
 from torch_remat.reports.spans import Timeline
-from torch_remat.reports.text import describe, format_bytes, format_sum, remarks
-from torch_remat.reports.trace_text import LEGEND, headline, table
+from torch_remat.reports.text import LEGEND, describe, format_bytes, format_sum, headline, remarks, table
 
 _LEFT = 'style="text-align: left"'
 _HEAD = ("kept", "bytes", "tensor", "policy", "why")
@@ -54,7 +53,7 @@ def _group_rows(group: Group) -> list[str]:
     region, count = group.regions[0], len(group.regions)
     each = format_sum(region.bytes, region.offloaded_bytes)
     label = group.label if count == 1 else f"{group.label} ({count} of {each} each)"
-    rows = [_sum_row(label, group.bytes, group.offloaded_bytes)]
+    rows = [_sum_row(label, count * region.bytes, count * region.offloaded_bytes)]
     rows += [_tensor_row(tensor, tensor.label) for tensor in region.tensors]
     for op in region.ops:
         rows += [_tensor_row(tensor, f"{op.name}.{tensor.label}") for tensor in op.tensors]

@@ -6,19 +6,24 @@ for those that are away, so that no address is used again. Out: rows, in which t
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, fields, is_dataclass
+from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
+import optree
 import torch
 
+from torch_remat._compat import PYTREE_NAMESPACE, adopt_pytree_node
 from torch_remat.dispatch.kept import Away
 from torch_remat.dispatch.placeholder import is_placeholder
 from torch_remat.reports.data import KeptTensor, Kind, ParameterReport
-from torch_remat.reports.walk import leaves_in
 
 PARAMETER, BUFFER = "parameter", "buffer"
 """What exists anyway."""
+
+_SIMPLE = (torch.Tensor, str, bytes, int, float, complex, type(None), type)
 
 
 class Memory(NamedTuple):
@@ -72,6 +77,44 @@ def pieces_in(value: Any, made_on: torch.device | None = None) -> Iterator[Piece
         if isinstance(leaf, torch.Tensor):
             moved = made_on is not None and leaf.device != made_on
             yield Piece(tuple(leaf.shape), leaf.dtype, str(leaf.device), _memory_of(leaf), moved)
+
+
+def leaves_in(value: Any) -> Iterator[Any]:
+    """Yield the values in a value that have no parts; the value itself if it is one. Each container is entered once.
+
+    Containers are those of any type, dataclasses, and what is registered with torch's pytrees. Objects of other classes
+    are not entered: their attributes may lead anywhere.
+    """
+    waiting, entered = [value], {}
+    while waiting:
+        one = waiting.pop()
+        parts = _parts(one)
+        if parts is None:
+            yield one
+        elif id(one) not in entered:
+            entered[id(one)] = one
+            waiting += parts[::-1]
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a value."""
+    return (leaf for leaf in leaves_in(value) if isinstance(leaf, torch.Tensor))
+
+
+def _parts(value: Any) -> Sequence[Any] | None:
+    if isinstance(value, _SIMPLE):
+        return None
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, (tuple, list, Set, deque)):
+        return list(value)
+    if isinstance(value, SimpleNamespace):
+        return list(vars(value).values())
+    if is_dataclass(value):
+        return [getattr(value, field.name, None) for field in fields(value)]
+    adopt_pytree_node(type(value))
+    found, spec = optree.tree_flatten(value, namespace=PYTREE_NAMESPACE)
+    return None if spec.is_leaf() else found
 
 
 def _pieces_of_away(away: Away) -> Iterator[Piece]:
@@ -136,20 +179,10 @@ class Row:
     def finished(self) -> KeptTensor:
         """Return the row as plain data."""
         piece = self.piece
-        return KeptTensor(
-            self.name,
-            self.label,
-            piece.besides or self.kind,
-            self.bytes,
-            piece.shape,
-            str(piece.dtype).removeprefix("torch."),
-            piece.place,
-            tuple(dict.fromkeys(self.needed_by)),
-            tuple(dict.fromkeys(self.aliases)),
-            self.shared_with,
-            piece.offloaded,
-            self.policy,
-        )
+        what = (self.name, self.label, piece.besides or self.kind, self.bytes)
+        look = (piece.shape, str(piece.dtype).removeprefix("torch."), piece.place)
+        others = (tuple(dict.fromkeys(self.needed_by)), tuple(dict.fromkeys(self.aliases)), self.shared_with)
+        return KeptTensor(*what, *look, *others, piece.offloaded, self.policy)
 
 
 class Ledger:
@@ -192,17 +225,7 @@ class Ledger:
     def add(
         self, piece: Piece, name: str, label: str, kind: Kind, rows: list[Row], needed_by: str, policy: str = ""
     ) -> None:
-        """Count a tensor, and append its row to ``rows``, unless it shares the memory of one that is there.
-
-        Args:
-            piece: What is kept.
-            name: Its full name.
-            label: Its name within the op or region.
-            kind: Why it is kept.
-            rows: The rows of the same op or region.
-            needed_by: What needs it.
-            policy: The policy of what it belongs to.
-        """
+        """Count a tensor, and append its row to ``rows``, unless it shares the memory of one that is there."""
         row = Row(name, label, kind, piece, policy, [needed_by])
         met: list[Hashable] = []
         for key, memory, count in piece.memory:

@@ -87,21 +87,11 @@ def _tell_of(watch: _Watch, error: BaseException, handled: int) -> None:
 
 
 def on_device_out_of_memory(device: int, requested: int, total: int, free: int) -> None:
-    """Tell of a failed allocation; the CUDA allocator calls this before it raises.
-
-    Args:
-        device: The device's index.
-        requested: The bytes that were asked for.
-        total: The device's bytes.
-        free: Those of them that are free.
-    """
+    """Tell of a failed allocation, in bytes; the CUDA allocator calls this before it raises."""
     for watch in tuple(_active):
         watch.told = True
-        _tell(
-            watch,
-            f"{format_bytes(requested)} were asked for on cuda:{device}, which has {format_bytes(free)} free "
-            f"of {format_bytes(total)}",
-        )
+        had = f"which has {format_bytes(free)} free of {format_bytes(total)}"
+        _tell(watch, f"{format_bytes(requested)} were asked for on cuda:{device}, {had}")
 
 
 def _attach() -> None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torch_remat.dispatch.kept import Kept, Stayed, What, Where, Why, parameters_of
+from torch_remat.dispatch.kept import Kept, Stayed, What, Where, Why, decisions_of, parameters_of
 from torch_remat.dispatch.policy import CheckpointPolicy
 from torch_remat.dispatch.region import Region
 from torch_remat.errors import qualified_name
@@ -153,6 +153,7 @@ class _Reasons:
         self._region = region
         self._readers = readers
         self._sent = sent
+        self._decisions = decisions_of(region)
         self._saved: dict[str, dict[str, Kept]] = {}  # by op and name
         self._results: dict[str, list[Kept]] = {}  # by op
         self._slots: dict[tuple[str, str], list[Kept]] = {}
@@ -193,9 +194,9 @@ class _Reasons:
         # Of a native region no name was told.
         saved = op.saved or [seen for row in rows.values() if (seen := Seen.of_kept(row, self._sent)) is not None]
         for seen in saved:
-            if op.policy is CheckpointPolicy.RECOMPUTE and not seen.parameter:
+            if self._is_recomputed(op) and not seen.parameter:
                 yield _Told(seen, "recomputed", f"the replay of {op.name} makes it for its backward")
-            elif op.policy is not CheckpointPolicy.RECOMPUTE and seen.label in rows:
+            elif not self._is_recomputed(op) and seen.label in rows:
                 yield self._held(op, seen, rows[seen.label])
             else:
                 why = _PARAMETER if seen.parameter else f"no backward of {op.name} is to come"
@@ -221,7 +222,7 @@ class _Reasons:
 
     def of_output(self, op: SeenOp, seen: Seen) -> _Told:
         """Return what is to be told of an op's output."""
-        if op.policy is CheckpointPolicy.RECOMPUTE:
+        if self._is_recomputed(op):
             return _Told(seen, "recomputed", f"the replay of {op.name} makes it again")
         slots = self._slots.get((op.name, seen.label))
         if slots:
@@ -249,6 +250,9 @@ class _Reasons:
             if shown is not None or not readers:
                 readers[shown or SOME_OP] = None
         return list(readers)
+
+    def _is_recomputed(self, op: SeenOp) -> bool:
+        return self._decisions[op.name] is CheckpointPolicy.RECOMPUTE  # in a native region not its own policy
 
     def _state_of(self, row: Kept) -> State:
         pieces = list(pieces_in(row.value, row.made_on))

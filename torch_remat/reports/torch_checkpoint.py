@@ -8,6 +8,7 @@ fails.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -91,15 +92,9 @@ def _arguments(frame: Any) -> Iterator[tuple[int, Any]]:
 
 
 def _closure(function: Any) -> dict[str, Any]:
-    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
-    if code is None or cells is None:
-        return {}
-    return {name: cell.cell_contents for name, cell in zip(code.co_freevars, cells, strict=True) if _is_set(cell)}
-
-
-def _is_set(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
+    names, cells = getattr(getattr(function, "__code__", None), "co_freevars", ()), getattr(function, "__closure__", ())
+    found = {}
+    for name, cell in zip(names, cells or (), strict=False):
+        with suppress(ValueError):  # it is not set
+            found[name] = cell.cell_contents
+    return found
