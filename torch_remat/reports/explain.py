@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from operator import sub
 from threading import get_ident
 from typing import Any
 
@@ -156,17 +157,14 @@ class _Trials:
         for name, found in self._known[kind].items():
             notes.ops[name].alternatives = found
 
-    def _others(self, region: Region, op: OpNotes, same: tuple[int, int, int]) -> list[Alternative]:
-        found = []
+    def _others(self, region: Region, op: OpNotes, same: tuple[int, int, int]) -> Iterator[Alternative]:
         for policy in CheckpointPolicy:
             if policy is not op.policy:
                 measured = self._measure(region, op.name, policy)
                 if isinstance(measured, str):
-                    found.append(Alternative(policy.value, 0, 0, 0, measured))
+                    yield Alternative(policy.value, 0, 0, 0, measured)
                 else:
-                    kept, offloaded, flops = (after - before for after, before in zip(measured, same, strict=True))
-                    found.append(Alternative(policy.value, kept, offloaded, flops))
-        return found
+                    yield Alternative(policy.value, *map(sub, measured, same))
 
     def _measure(self, region: Region, op: str | None, policy: CheckpointPolicy | None) -> tuple[int, int, int] | str:
         """Run a region's forward and replay; return kept and offloaded bytes and replay's FLOPs, or what went wrong."""
@@ -262,7 +260,6 @@ class _Undo(TorchDispatchMode):
                 storage.copy_(before)
         for tensor, version in self._versions[::-1]:
             set_version(tensor, version)
-        self._before, self._versions = {}, []
 
 
 def _written(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:

@@ -19,14 +19,9 @@ _NUMBER = re.compile(r"\d+")
 
 
 class Group(NamedTuple):
-    """Regions in a row that are alike.
+    """Regions in a row that are alike."""
 
-    Attributes:
-        label: The name of one, or ``layers.0-31``, or ``Block x12`` where all have the same name.
-        regions: The regions.
-    """
-
-    label: str
+    label: str  # the name of one, or ``layers.0-31``, or ``Block x12`` where all have the same name
     regions: list[RegionReport]
 
 
@@ -38,15 +33,10 @@ def fold(regions: Sequence[RegionReport]) -> list[Group]:
 def fold_series(
     items: Sequence[_T], name_of: Callable[[_T], str], facts_of: Callable[[_T], Any]
 ) -> list[tuple[str, list[_T]]]:
-    """Return items in groups that are alike, each with one label, in order.
+    """Return items in groups, in order, each with one label: their facts are equal, and their names make a series.
 
     A model may have several regions in each layer: items that take turns (attention, MLP, attention, MLP) are folded to
     one group for each of them.
-
-    Args:
-        items: What is folded.
-        name_of: An item's name.
-        facts_of: What must be equal, besides the name.
     """
     facts = [facts_of(item) for item in items]
     names = [name_of(item) for item in items]

@@ -8,8 +8,10 @@ saved-tensor hooks made of it. Nodes are visited by hand, since a deep graph wou
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import torch
@@ -47,20 +49,13 @@ def checkpoints_below(nodes: Iterable[Node], regions: Iterable[Region]) -> list[
     return TorchCheckpoint.with_those_around(found)
 
 
-def parameters_below(nodes: Iterable[Node], checkpoints: Iterable[TorchCheckpoint]) -> Iterator[torch.Tensor]:
+def parameters_below(nodes: Sequence[Node], checkpoints: Iterable[TorchCheckpoint]) -> Iterator[torch.Tensor]:
     """Yield the parameters whose gradients nodes accumulate, and those that are saved, whole or as views."""
     for node in nodes:
         variable = getattr(node, "variable", None)
         if isinstance(variable, torch.nn.Parameter):
             yield variable
-        yield from _parameters_in(saved_in(node))
-    for checkpoint in checkpoints:
-        yield from _parameters_in(checkpoint.kept())
-
-
-def _parameters_in(found: Iterator[tuple[str, Any]]) -> Iterator[torch.Tensor]:
-    """Yield the parameters that saved tensors are, or are views of."""
-    for _, packed in found:
+    for _, packed in chain(*map(saved_in, nodes), *(checkpoint.kept() for checkpoint in checkpoints)):
         for tensor in tensors_in(held_in(packed)[1]):
             if (parameter := viewed_parameter(tensor)) is not None:
                 yield parameter
@@ -75,7 +70,7 @@ def collect_nodes(
     and regions were counted before.
     """
     rows: dict[str, list[Row]] = {}
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     for node in nodes:
         kind = type(node).__name__
         found: list[Row] = []
@@ -85,7 +80,7 @@ def collect_nodes(
         kept = [row for row in found if row.bytes or row.shared_with is None]
         if kept:
             rows.setdefault(kind, []).extend(kept)
-            counts[kind] = counts.get(kind, 0) + 1
+            counts[kind] += 1
     for checkpoint in checkpoints:
         found = []
         for label, packed in checkpoint.kept():
@@ -95,7 +90,7 @@ def collect_nodes(
                 ledger.add(piece, name, label, "refilled" if refilled else "saved", found, needed_by)
         if any(row.bytes for row in found):
             rows.setdefault(_CHECKPOINT, []).extend(row for row in found if row.bytes)
-            counts[_CHECKPOINT] = counts.get(_CHECKPOINT, 0) + 1
+            counts[_CHECKPOINT] += 1
     reports = [NodeReport(kind, counts[kind], tuple(row.finished() for row in rows[kind])) for kind in rows]
     return tuple(sorted(reports, key=lambda report: (-report.bytes - report.offloaded_bytes, report.node)))
 
@@ -161,13 +156,8 @@ def readers_in_graph(
 ) -> dict[tuple[str, str], str]:
     """Return in words, for results of ops, which op reads each first: replay comes to that one if to any.
 
-    A view reads nothing, but what reads the view does.
-
-    Args:
-        boundary: The nodes of the region's outputs.
-        region: The region.
-        made: By op and name, the sequence number of a result's node, and which of the node's outputs it is.
-        stretches: The nodes of ops and inner regions.
+    A view reads nothing, but what reads the view does. ``boundary`` are the nodes of the region's outputs; ``made``
+    tells, by op and name, the number of a result's node, and which of the node's outputs it is.
     """
     readers: dict[tuple[int, int], list[Node]] = {}
     nodes = [node for node in boundary if node is not None]

@@ -27,46 +27,27 @@ _SIMPLE = (torch.Tensor, str, bytes, int, float, complex, type(None), type)
 
 
 class Memory(NamedTuple):
-    """Memory that is counted once, however many tensors are in it.
+    """Memory that is counted once, however many tensors are in it."""
 
-    Attributes:
-        key: Its identity, as long as ``owner`` lives.
-        owner: A storage, or what stands for one that is away.
-        bytes: Its bytes.
-    """
-
-    key: Hashable
-    owner: Any
+    key: Hashable  # its identity, as long as the owner lives
+    owner: Any  # a storage, or what stands for one that is away
     bytes: int
 
 
 class Piece(NamedTuple):
-    """A kept tensor, or one that is away.
-
-    Attributes:
-        shape: Its shape.
-        dtype: Its dtype.
-        place: Where it is: a device, or the kind of offloader that has it.
-        memory: What it is in.
-        offloaded: Whether it lies elsewhere than where it was made.
-        besides: Why it is there although it is offloaded, for which another piece stands.
-    """
+    """A kept tensor, or one that is away."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    place: str
-    memory: list[Memory]
-    offloaded: bool = False
+    place: str  # where it is: a device, or the kind of offloader that has it
+    memory: list[Memory]  # what it is in
+    offloaded: bool = False  # whether it lies elsewhere than where it was made
+    # Why it is there, too, although it is offloaded; another piece stands for that.
     besides: Literal["not gone yet", "brought back"] | None = None
 
 
 def pieces_in(value: Any, made_on: torch.device | None = None) -> Iterator[Piece]:
-    """Yield the tensors in what is kept; nothing is unpacked or brought back.
-
-    Args:
-        value: A tensor, an `Away`, or what saved-tensor hooks made of a tensor.
-        made_on: Where the tensor was before; what lies elsewhere is offloaded.
-    """
+    """Yield the tensors in a value of `Kept`; what lies elsewhere than where it was made counts as offloaded."""
     if isinstance(value, Away):
         yield from _pieces_of_away(value)
         return

@@ -84,13 +84,9 @@ class _Running(threading.local):
 
 
 class Notes(Observer):
-    """Takes notes of all regions whose forward this thread runs outside of replays.
+    """Takes notes of all regions whose forward this thread runs outside of replays, by their serial numbers.
 
-    Args:
-        after_forward: Called with each region and its notes once its forward is over; meanwhile nothing is noted.
-
-    Attributes:
-        regions: Notes by the regions' serial numbers.
+    ``after_forward`` is called with each region and its notes once its forward is over; meanwhile nothing is noted.
     """
 
     def __init__(self, after_forward: Callable[[Region, RegionNotes], None] | None) -> None:
@@ -144,9 +140,8 @@ class Notes(Observer):
                 if isinstance(tensor, torch.Tensor)
             }
             found.numbers = op.numbers
-            for label, tensor in made.items():
-                if tensor.grad_fn is not None:
-                    found.made[label] = node_number(tensor.grad_fn), tensor.output_nr
+            nodes = {label: one.grad_fn for label, one in made.items()}
+            found.made = {label: (node_number(node), made[label].output_nr) for label, node in nodes.items() if node}
             found.saved = [Seen.of(label, tensor) for label, tensor in op.named.items() if tensor is not None]
             found.outputs = [Seen.of(label, tensor) for label, tensor in made.items()]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch_remat.errors import UsageError
-from torch_remat.reports.data import KeptForBackward
+from torch_remat.reports.data import KeptForBackward, Kind
 from torch_remat.reports.fold import fold
 from torch_remat.reports.spans import Phase, Span, Timeline
 from torch_remat.reports.text import format_bytes, format_sum, where
@@ -24,28 +24,18 @@ if TYPE_CHECKING:
 # Fill and hatch of a bar's parts: told apart without colour.
 _INK, _GREY, _LIGHT = "#222222", "#9a9a9a", "#e6e6e6"
 
-# What a bar is made of, from the left: name, fill, hatch.
-_PARTS: tuple[tuple[str, str, str], ...] = (
-    ("inputs", _LIGHT, ""),
-    ("saved by name", _GREY, ""),
-    ("kept for replay", "white", "////"),
-    ("made by replay", "white", "...."),
-    ("offloaded, but here too", _LIGHT, "||||"),
-    ("random state", _INK, ""),
-    ("outside of regions", "white", "xxxx"),
-    ("offloaded", "white", "----"),
+# What a bar is made of, from the left: name, fill, hatch, and the kinds of tensors that it shows.
+_PARTS: tuple[tuple[str, str, str, tuple[Kind, ...]], ...] = (
+    ("inputs", _LIGHT, "", ("input",)),
+    ("saved by name", _GREY, "", ("saved",)),
+    ("kept for replay", "white", "////", ("kept for replay", "undecided", "determinism check")),
+    ("made by replay", "white", "....", ("refilled",)),
+    ("offloaded, but here too", _LIGHT, "||||", ("not gone yet", "brought back")),
+    ("random state", _INK, "", ("random state",)),
+    ("outside of regions", "white", "xxxx", ()),
+    ("offloaded", "white", "----", ()),
 )
-_PART_OF_KIND = {
-    "input": "inputs",
-    "saved": "saved by name",
-    "kept for replay": "kept for replay",
-    "undecided": "kept for replay",
-    "determinism check": "kept for replay",
-    "refilled": "made by replay",
-    "random state": "random state",
-    "not gone yet": "offloaded, but here too",
-    "brought back": "offloaded, but here too",
-}
+_PART_OF_KIND = {kind: part for part, _, _, kinds in _PARTS for kind in kinds}
 _MOST_BARS = 24
 _BARS_INCHES = 5.5
 _LETTER_INCHES = 0.085
@@ -55,8 +45,8 @@ _LETTER = 0.0075
 _LANES: dict[Phase, tuple[str, str]] = {"forward": (_LIGHT, ""), "replay": ("white", "////"), "backward": (_GREY, "")}
 
 
-def _new_figure(width: float, height: float, title: str) -> tuple[Figure, Axes]:
-    """Return a figure with one pair of axes; it is in no window and no global list, so nothing has to close it.
+def _new_figure(width: float, height: float, title: str) -> Figure:
+    """Return an empty figure; it is in no window and no global list, so nothing has to close it.
 
     Raises:
         UsageError: matplotlib is not installed.
@@ -71,14 +61,13 @@ def _new_figure(width: float, height: float, title: str) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontweight="bold")
-    axes = figure.add_subplot()
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    return figure, axes
+    return figure
 
 
-def _saved(figure: Figure, path: str | Path | None) -> Figure:
-    """Write a figure, if there is a path, and return it."""
+def _finished(figure: Figure, path: str | Path | None) -> Figure:
+    """Take away the lines above and beside the axes, write the figure, if there is a path, and return it."""
+    for axes in figure.axes:
+        axes.spines[["top", "right"]].set_visible(False)
     if path is not None:
         figure.savefig(path, dpi=150)
     return figure
@@ -101,11 +90,12 @@ def plot_report(report: KeptForBackward, path: str | Path | None) -> Figure:
     labels = [label for label, _ in bars]
     # Long names widen the picture, so that the bars keep their room.
     width = _BARS_INCHES + _LETTER_INCHES * max([len(label) for label in labels], default=0)
-    figure, axes = _new_figure(max(8.0, width), 1.6 + 0.32 * max(3, len(bars)), title)
+    figure = _new_figure(max(8.0, width), 1.6 + 0.32 * max(3, len(bars)), title)
+    axes = figure.add_subplot()
     most = max([sum(parts.values()) for _, parts in bars], default=0)
     unit, name = _unit_of(most)
     left = [0.0] * len(bars)
-    for part, fill, hatch in _PARTS:
+    for part, fill, hatch, _ in _PARTS:
         widths = [parts.get(part, 0) / unit for _, parts in bars]
         if any(widths):
             look: dict[str, Any] = {"color": fill, "hatch": hatch, "edgecolor": _INK, "linewidth": 0.8}
@@ -123,7 +113,7 @@ def plot_report(report: KeptForBackward, path: str | Path | None) -> Figure:
     axes.set_xlabel(f"{name}; each storage counted once")
     if bars:
         figure.legend(loc="outside lower center", ncols=4, frameon=False)
-    return _saved(figure, path)
+    return _finished(figure, path)
 
 
 def _bars(report: KeptForBackward) -> list[tuple[str, dict[str, int]]]:
@@ -148,17 +138,13 @@ def _bars(report: KeptForBackward) -> list[tuple[str, dict[str, int]]]:
 
 def plot_trace(trace: Timeline, path: str | Path | None) -> Figure:
     """Draw a trace; see `Trace.plot`."""
-    figure, axes = _new_figure(10.0, 5.2, "Live bytes over one trace")
-    axes.remove()
+    figure = _new_figure(10.0, 5.2, "Live bytes over one trace")
     curve, lanes = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1.2])
-    for one in (curve, lanes):
-        for side in ("top", "right"):
-            one.spines[side].set_visible(False)
     _draw_curve(trace, curve)
     _draw_lanes(trace, lanes)
     lanes.set_xlim(0, trace.duration_us / 1000)
     lanes.set_xlabel("milliseconds")
-    return _saved(figure, path)
+    return _finished(figure, path)
 
 
 def _draw_curve(trace: Timeline, axes: Axes) -> None:
@@ -212,12 +198,11 @@ def _short_names(names: set[str]) -> dict[str, str]:
         '1'
     """
     parts = [name.split(".") for name in names]
-    common = min([len(one) for one in parts], default=1) - 1 if len(parts) > 1 else 0
+    common = min(map(len, parts)) - 1 if len(parts) > 1 else 0
     first = next((place for place in range(common) if len({one[place] for one in parts}) > 1), common)
-    last = next(
-        (place for place in range(common - first) if len({one[-1 - place] for one in parts}) > 1), common - first
-    )
-    return {name: ".".join(name.split(".")[first : len(name.split(".")) - last]) for name in names}
+    left = common - first
+    last = next((place for place in range(left) if len({one[-1 - place] for one in parts}) > 1), left)
+    return {".".join(one): ".".join(one[first : len(one) - last]) for one in parts}
 
 
 def _draw_lanes(trace: Timeline, axes: Axes) -> None:

@@ -33,8 +33,7 @@ class Memory:
 
     def __init__(self, events: Sequence[Event]) -> None:
         self.times: list[float] = []
-        self.devices: list[str] = []
-        self._changes: list[int] = []
+        self._changes: list[tuple[str, int]] = []  # devices and bytes
         self._alive: dict[tuple[str, int], tuple[int, int]] = {}  # by device and address: number and bytes
         kinds: set[str] = set()
         sent: dict[str, tuple[tuple[str, int], int]] = {}  # by the tensor's number: the block, and its number
@@ -54,9 +53,9 @@ class Memory:
                 block, count = block_sent
                 if self._alive.get(block, (-1, 0))[0] == count:
                     self._free(block, time)
-        self.live = list(accumulate(self._changes))
-        self._allocated = [0, *accumulate(max(change, 0) for change in self._changes)]
-        self._freed = [0, *accumulate(max(-change, 0) for change in self._changes)]
+        self.live = list(accumulate(change for _, change in self._changes))
+        self._allocated = [0, *accumulate(max(change, 0) for _, change in self._changes)]
+        self._freed = [0, *accumulate(max(-change, 0) for _, change in self._changes)]
 
     def _change(self, block: tuple[str, int], size: int, time: float) -> None:
         if block in self._alive:
@@ -70,14 +69,13 @@ class Memory:
 
     def _note(self, device: str, change: int, time: float) -> None:
         self.times.append(time)
-        self.devices.append(device)
-        self._changes.append(change)
+        self._changes.append((device, change))
 
     def samples(self, start: float) -> list[Sample]:
         """Return what was alive after each change; a time of ``start`` is 0."""
         live: dict[str, int] = {}
         found = []
-        for time, device, change in zip(self.times, self.devices, self._changes, strict=True):
+        for time, (device, change) in zip(self.times, self._changes, strict=True):
             live[device] = live.get(device, 0) + change
             found.append(Sample(time - start, dict(live)))
         return found
@@ -151,19 +149,15 @@ def _backward_of(
         if not mark.first_number <= number < mark.end_number:
             going_on = False
             continue
-        interval = _after(_interval(event), replays)
-        if going_on and stretches[-1][0] == event["tid"] and interval[0] == event["ts"]:
-            stretches[-1] = (event["tid"], (stretches[-1][1][0], interval[1]))
+        begin, end = _interval(event)
+        # Replays come first, in a hook or at the first read.
+        start = max((stop for at, stop in replays if begin <= at and stop <= end), default=begin)
+        if going_on and stretches[-1][0] == event["tid"] and start == begin:
+            stretches[-1] = (event["tid"], (stretches[-1][1][0], end))
         else:
-            stretches.append((event["tid"], interval))
+            stretches.append((event["tid"], (start, end)))
         going_on = True
     return stretches
-
-
-def _after(interval: Interval, replays: Sequence[Interval]) -> Interval:
-    """Return what is left of an interval after the replays in it: they come first, in a hook or at the first read."""
-    start, end = interval
-    return max((stop for begin, stop in replays if start <= begin and stop <= end), default=start), end
 
 
 def _interval(event: Event) -> Interval:

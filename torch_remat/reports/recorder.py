@@ -29,27 +29,16 @@ SENT, GONE = "torch_remat.sent ", "torch_remat.gone "
 
 @dataclass
 class Mark:
-    """One phase of a region or op, before its times are known.
-
-    Attributes:
-        region: The region's name.
-        op: The op's name, or None.
-        phase: The phase.
-        call: The serial number of the region.
-        first_number: The sequence number of the first autograd node that was made in it.
-        end_number: The one after the last; equal to the first if none counts.
-        kept_bytes: What is kept in place after forward.
-        offloaded_bytes: What is kept elsewhere then.
-    """
+    """One phase of a region or op, before its times are known."""
 
     region: str
     op: str | None
     phase: Phase
-    call: int
-    first_number: int = 0
-    end_number: int = 0
-    kept_bytes: int = 0
-    offloaded_bytes: int = 0
+    call: int  # the serial number of the region
+    first_number: int = 0  # the sequence number of the first autograd node that was made in it
+    end_number: int = 0  # the one after the last; equal to the first if none counts
+    kept_bytes: int = 0  # what is kept in place after forward
+    offloaded_bytes: int = 0  # what is kept elsewhere then
 
 
 class _Open(threading.local):

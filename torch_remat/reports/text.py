@@ -20,12 +20,19 @@ LEGEND = "times and bytes are means of the calls; live: at most after forward; p
 
 def format_bytes(count: int) -> str:
     """Return bytes with a binary unit: ``512 B``, ``24.0 MiB``."""
-    amount, unit = float(count), "B"
-    for bigger in ("KiB", "MiB", "GiB", "TiB"):
-        if abs(amount) < 1024:
-            break
-        amount, unit = amount / 1024, bigger
-    return f"{count} B" if unit == "B" else f"{amount:.1f} {unit}"
+    return _scaled(count, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
+
+
+def format_flops(count: int) -> str:
+    """Return floating-point operations with a decimal unit: ``134.2 MFLOP``."""
+    return _scaled(count, 1000, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"))
+
+
+def _scaled(count: int, base: int, units: Sequence[str]) -> str:
+    amount, place = float(count), 0
+    while abs(amount) >= base and place < len(units) - 1:
+        amount, place = amount / base, place + 1
+    return f"{amount:.1f} {units[place]}" if place else f"{count} {units[0]}"
 
 
 def format_region(region: RegionReport) -> str:
@@ -42,10 +49,9 @@ def format_report(report: KeptForBackward) -> str:
     for name, existing in (("parameters", report.parameters), ("buffers", report.buffers)):
         if existing.count:
             lines.append(f"{name}, apart: {format_bytes(existing.bytes)} in {existing.count}")
-    groups = fold(report.regions)
-    if groups:
+    if report.regions:
         lines += ["", f"in {plural(len(report.regions), 'region')}: {_sum_of(report.regions)}"]
-    for group in groups:
+    for group in fold(report.regions):
         lines += [f"  {line}" for line in _group_lines(group)]
     if report.outside:
         lines += ["", f"outside of regions: {_sum_of(report.outside)}"]
@@ -144,7 +150,10 @@ def table(trace: Timeline) -> list[list[str]]:
         return []
     rows = [_TRACE_HEAD]
     for label, spans in groups:
-        rows += _rows(label, spans)
+        lines: dict[str | None, list[Span]] = {None: []}
+        for span in sorted(spans, key=lambda span: span.start_us):
+            lines.setdefault(span.op, []).append(span)
+        rows += [[label if op is None else f"  {op}", *_trace_cells(line)] for op, line in lines.items()]
     if not any(span.offloaded_bytes for span in trace.spans):
         rows = [[*row[:_OFFLOADED], *row[_OFFLOADED + 1 :]] for row in rows]
     return rows
@@ -177,22 +186,10 @@ def _groups(spans: Sequence[Span]) -> list[tuple[str, list[Span]]]:
     return [(label, [span for name in names for span in by_region[name]]) for label, names in groups]
 
 
-def _shape(spans: Sequence[Span]) -> list[tuple[str, str, int, int]]:
+def _shape(spans: Sequence[Span]) -> set[tuple[str | None, Phase, int, int]]:
     """Return what must be alike: which ops ran in which phase, and what they keep."""
-    return sorted(
-        {
-            (span.op or "", span.phase, span.kept_bytes, span.offloaded_bytes)
-            for span in spans
-            if span.phase != "backward"
-        }
-    )
-
-
-def _rows(label: str, spans: Sequence[Span]) -> list[list[str]]:
-    lines: dict[str | None, list[Span]] = {None: []}
-    for span in sorted(spans, key=lambda span: span.start_us):
-        lines.setdefault(span.op, []).append(span)
-    return [[label if op is None else f"  {op}", *_trace_cells(line)] for op, line in lines.items()]
+    ran = [span for span in spans if span.phase != "backward"]
+    return {(span.op, span.phase, span.kept_bytes, span.offloaded_bytes) for span in ran}
 
 
 def _trace_cells(spans: Sequence[Span]) -> list[str]:

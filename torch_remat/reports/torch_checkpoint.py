@@ -81,14 +81,10 @@ def _arguments(frame: Any) -> Iterator[tuple[int, Any]]:
     # Before 2.12 torch has them saved by an autograd node, among other things.
     node: Any = getattr(getattr(frame, "input_saver", None), "grad_fn", None)
     places = _closure(getattr(node, "get_args", None)).get("idx2saved_idx")
-    if isinstance(places, dict):
-        try:
-            saved = node._raw_saved_tensors
-        except RuntimeError:  # released
-            return
-        for place, at in places.items():
+    with suppress(RuntimeError):  # released
+        for place, at in places.items() if isinstance(places, dict) else ():
             if place >= _BEFORE_ARGUMENTS:
-                yield place - _BEFORE_ARGUMENTS, saved[at]
+                yield place - _BEFORE_ARGUMENTS, node._raw_saved_tensors[at]
 
 
 def _closure(function: Any) -> dict[str, Any]:
