@@ -8,5 +8,5 @@
     recorder, profile, trace                   the trace
     explanation, reasons, notes, explain       the explanation: its data and text, why, watching a run, trials
 
-All of it reads `Region.kept`, which knows nothing of it, and keeps no tensor.
+Reports read `Region.kept`, keep no tensor, and are never imported by the runtime.
 """

@@ -115,7 +115,7 @@ def _backward(output: Any) -> str | None:
 
 
 class _Override(Observer):
-    """Gives one op of one function's regions another policy."""
+    """Gives one op another policy in the first region that this thread begins."""
 
     def __init__(self, op: str, policy: CheckpointPolicy) -> None:
         self._op = op
@@ -200,7 +200,7 @@ class _Trials:
 
 
 def _arguments_of(region: Region, inputs: RegionInputs) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """Return a region's arguments, such that those will be offloaded which were."""
+    """Return a region's arguments; those that were offloaded are such that a new region offloads them, too."""
     args, kwargs = inputs.restore(region)
     leaves = leaves_of(args, kwargs)
     copies = {id(leaves[place]): leaves[place].clone() for place in inputs.offloaded()}  # a leaf would not travel
@@ -208,7 +208,7 @@ def _arguments_of(region: Region, inputs: RegionInputs) -> tuple[Sequence[Any], 
 
 
 def _kind(region: Region, notes: RegionNotes) -> Any:
-    """Return what two regions have in common if a trial of one tells of the other."""
+    """Return a key that is equal for two regions if a trial of one holds for the other as well."""
     options, counts, report = region.options, notes.counts, notes.report
     ops = tuple((op.name, op.policy, tuple((one.label, one.bytes) for one in op.outputs)) for op in notes.ops.values())
     return (

@@ -53,7 +53,7 @@ def fold_series(
 
 
 def _longest_run(facts: Sequence[Any], names: Sequence[str], at: int) -> tuple[int, int]:
-    """Return how many items take turns from a place on, and how often: what covers the most, with the fewest."""
+    """Return how many items take turns from a place on, and how often: the choice that covers the most items."""
     best = (1, 1)
     for period in range(1, _MOST_IN_A_LAYER + 1):
         turns = 1
@@ -103,5 +103,5 @@ def _contents(region: RegionReport) -> Any:
 
 
 def _facts(tensors: Sequence[KeptTensor]) -> list[KeptTensor]:
-    """Return tensors without what tells layers apart that are alike: names of regions and what refers to them."""
+    """Return tensors without names of regions, which differ between layers that are alike."""
     return [replace(one, name="", needed_by=(), shared_with=one.shared_with and "another") for one in tensors]

@@ -1,4 +1,4 @@
-"""The autograd graph: what it saves below some tensors, read without unpacking anything; which op reads which result.
+"""The autograd graph: what it saves below some tensors, read without unpacking anything; and who reads a result.
 
 In: tensors with a graph. Kept: nothing. Out: saved tensors by node type, the parameters below, readers in words.
 
@@ -139,7 +139,7 @@ def _raw_attributes(kind: type) -> tuple[str, ...]:
 
 
 SOME_OP = "an op in replay"
-"""What reads a tensor, where that is all that is known."""
+"""The reader of a tensor, where no more is known of it."""
 INNER_REGION = "the replay of an inner region"
 
 

@@ -1,4 +1,4 @@
-"""Bytes by storage: who was counted first, and under which name.
+"""Counts the bytes of each storage once, under the name that it was met with first.
 
 In: what regions and autograd keep, with names. Kept, while a report is made: the storages behind it, and what stands
 for those that are away, so that no address is used again. Out: rows, in which the bytes of each storage stand once.
@@ -21,7 +21,7 @@ from torch_remat.dispatch.placeholder import is_placeholder
 from torch_remat.reports.data import KeptTensor, Kind, ParameterReport
 
 PARAMETER, BUFFER = "parameter", "buffer"
-"""What exists anyway."""
+"""Kinds of tensors that exist anyway."""
 
 _SIMPLE = (torch.Tensor, str, bytes, int, float, complex, type(None), type)
 
@@ -61,7 +61,7 @@ def pieces_in(value: Any, made_on: torch.device | None = None) -> Iterator[Piece
 
 
 def leaves_in(value: Any) -> Iterator[Any]:
-    """Yield the values in a value that have no parts; the value itself if it is one. Each container is entered once.
+    """Yield all values inside containers, or the value itself if it is no container. Each container is entered once.
 
     Containers are those of any type, dataclasses, and what is registered with torch's pytrees. Objects of other classes
     are not entered: their attributes may lead anywhere.
@@ -138,14 +138,14 @@ def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
 
 
 def viewed_parameter(tensor: torch.Tensor) -> torch.nn.Parameter | None:
-    """Return the parameter that a tensor is, or is a view of; None for others. A detached one does not tell."""
+    """Return the parameter that a tensor is, or is a view of; None for others, detached parameters among them."""
     owner = tensor if tensor._base is None else tensor._base
     return owner if isinstance(owner, torch.nn.Parameter) else None
 
 
 @dataclass
 class Row:
-    """A kept tensor, before aliases and sharing are known to the end; see `KeptTensor`."""
+    """A `KeptTensor` in the making: later tensors may turn out to share its memory."""
 
     name: str
     label: str
@@ -167,10 +167,11 @@ class Row:
 
 
 class Ledger:
-    """Counts each storage once, and likewise what is away.
+    """Counts each storage once, and each offloaded tensor once.
 
     Args:
-        momentary: Whether what is offloaded and at this moment in place as well, on its way or for a backward, counts.
+        momentary: Whether to count the copy of an offloaded tensor that is in place for a moment: it has not left yet,
+            or a backward has brought it back.
     """
 
     def __init__(self, momentary: bool = True) -> None:
@@ -200,7 +201,7 @@ class Ledger:
             self.add_parameter(buffer, BUFFER)
 
     def existing(self, kind: str) -> ParameterReport:
-        """Return what was counted of the parameters or buffers."""
+        """Return how many parameters, or buffers, were counted, and their bytes."""
         return ParameterReport(len(self._existing[kind]), self._existing_bytes[kind])
 
     def add(

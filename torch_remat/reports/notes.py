@@ -77,7 +77,7 @@ class RegionNotes:
 
 
 class _Running(threading.local):
-    """What runs in this thread: the counts to add to, with the phase; None hides what is around."""
+    """What runs in this thread, innermost last: the counts to add to, and the phase; None if it is not noted."""
 
     def __init__(self) -> None:
         self.stack: list[tuple[Counts, str] | None] = []
@@ -109,7 +109,7 @@ class Notes(Observer):
             notes.replays += 1
 
     def end_region(self, region: Region, phase: str) -> None:
-        """Count for the region around, if any; after replay, note what is there now."""
+        """Count for the region around again, if any; after replay, note what the region holds now."""
         self._running.stack.pop()
         notes = self._of(region)
         if notes is not None and phase == "replay":
@@ -153,7 +153,7 @@ class Notes(Observer):
         self._sent[key] = StorageWeakRef(tensor.untyped_storage())
 
     def finish_region(self, region: Region, boundary: Sequence[torch.autograd.graph.Node | None]) -> None:
-        """Read the tape, now that forward is over."""
+        """Explain what the region keeps, now that its forward is over."""
         notes = self._of(region)
         if notes is None:
             return
@@ -163,12 +163,12 @@ class Notes(Observer):
             return
         notes.report = report_of(region)
         notes.by_policy = tuple(kept_by_policy(region, notes.report))
-        # An op in the body of a skipped one is part of that.
+        # Left out: ops in the body of a skipped op, which are part of that.
         notes.ops = {name: notes.ops[name] for name in decisions_of(region) if name in notes.ops}
         for row in region.kept():
             notes.unnamed += row.what is What.EMPTY and not row.op
             if row.what is What.RESULT and row.op in notes.ops:
-                notes.ops[row.op].outputs = []  # they have names of their own, after aten ops
+                notes.ops[row.op].outputs = []  # its results are explained by their own names, those of aten ops
         ops = list(notes.ops.values())
         found = reasons(region, ops, self._readers(region, notes, boundary), self._sent)
         for op, tensors in zip(ops, found, strict=True):
@@ -183,7 +183,7 @@ class Notes(Observer):
     def _readers(
         self, region: Region, notes: RegionNotes, boundary: Sequence[torch.autograd.graph.Node | None]
     ) -> dict[tuple[str, str], str]:
-        """Return what reads the outputs of ops, as far as the graph shows; note that this region reads in another."""
+        """Return what reads the outputs of ops, as far as the graph shows; note this region as a reader in the one around."""
         stretches: list[Stretch] = [
             (*op.numbers, f"the replay of {op.name}" if op.policy is CheckpointPolicy.RECOMPUTE else None)
             for op in notes.ops.values()
@@ -197,7 +197,7 @@ class Notes(Observer):
         return found
 
     def count(self, flops: int) -> None:
-        """Count an aten op for all that runs in this thread, up to what hides the rest."""
+        """Count an aten op for every op and region that runs in this thread."""
         if self._paused:
             return
         for running in self._running.stack[::-1]:

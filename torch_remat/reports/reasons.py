@@ -75,7 +75,7 @@ class SeenOp:
 
     name: str
     policy: CheckpointPolicy
-    saved: list[Seen] = field(default_factory=list)  # what it saved; nothing if no name was told
+    saved: list[Seen] = field(default_factory=list)  # what it saved; empty for a native region, which names nothing
     outputs: list[Seen] = field(default_factory=list)  # what it returned
 
 
@@ -103,7 +103,7 @@ def reasons(
             shared_with = reasons.shared_with(seen, state, row, name)
             yield TensorExplanation(name, seen.label, state, seen.bytes, why, shared_with)
 
-    saved = [tuple(explained(op, reasons.of_saved(op))) for op in ops]  # all of them before any output
+    saved = [tuple(explained(op, reasons.of_saved(op))) for op in ops]  # those of all ops before any output
     for op, told in zip(ops, saved, strict=True):
         yield (*told, *explained(op, (reasons.of_output(op, seen) for seen in op.outputs)))
 
@@ -127,7 +127,7 @@ def kept_by_policy(region: Region, report: RegionReport) -> Iterator[TensorExpla
 
 
 class _Reasons:
-    """The rows of one region by op, and which tensor was told first of those in the same memory."""
+    """The rows of one region by op; of tensors in the same memory, the one that was explained first."""
 
     def __init__(self, region: Region, readers: Readers, sent: Sent) -> None:
         self._region = region
@@ -136,7 +136,7 @@ class _Reasons:
         self._decisions = decisions_of(region)
         self._rows: dict[str, list[Kept]] = {}  # by op
         self._inputs: dict[Hashable, Kept] = {}  # by their memory
-        # By memory, in place or away, and by the storage as it was seen: what was told first, the inputs before all.
+        # By memory, in place or away, and by the storage as it was seen: what was explained first, beginning with inputs.
         self._first: dict[Hashable, tuple[str, State]] = {}
         exists = {storage._cdata for parameter in parameters_of(region) for storage in storages_of(parameter)}
         for row in region.kept():
@@ -161,9 +161,9 @@ class _Reasons:
         return None if found == own else found
 
     def of_saved(self, op: SeenOp) -> Iterator[_Told]:
-        """Yield what is to be told of the tensors that an op saved, and of the aten ops in it."""
+        """Yield the states of the tensors that an op saved, and of the results that aten ops inside it keep."""
         rows = self._saved_by(op)
-        # Of a native region no name was told.
+        # A native region names nothing, so its holders tell.
         saved = op.saved or [seen for row in rows.values() if (seen := Seen.of_kept(row, self._sent)) is not None]
         for seen in saved:
             if self._is_recomputed(op) and not seen.parameter:
@@ -196,7 +196,7 @@ class _Reasons:
         return _Told(seen, state, why + self._why_it_stayed(row), row)
 
     def of_output(self, op: SeenOp, seen: Seen) -> _Told:
-        """Return what is to be told of an op's output."""
+        """Return the state of an op's output."""
         if self._is_recomputed(op):
             return _Told(seen, "recomputed", f"the replay of {op.name} makes it again")
         rows = self._rows.get(op.name, ())
@@ -218,7 +218,7 @@ class _Reasons:
     def _readers_of(self, op: SeenOp, seen: Seen, slots: Sequence[Kept]) -> list[str]:
         readers = dict.fromkeys(_reader(row) for row in slots if row.why in (Why.ENTRY, Why.INNER_REGION))
         others = [row for row in slots if row.why not in (Why.ENTRY, Why.INNER_REGION)]
-        if not readers:  # else an aten op that reads it may be one in the body of an entry that is told of
+        if not readers:  # else an aten op that reads it may be part of one of these
             readers = dict.fromkeys(_reader(row) for row in others if row.why is Why.OP)
             others = [row for row in others if row.why is not Why.OP]
         if others:

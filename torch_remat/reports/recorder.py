@@ -24,7 +24,7 @@ from torch_remat.reports.spans import Phase
 
 MARK = "torch_remat.trace "
 SENT, GONE = "torch_remat.sent ", "torch_remat.gone "
-"""Before the number of an offloaded tensor, ranges without length: it is on its way, at an address; it is gone."""
+"""Names of ranges without length, each before the number of an offloaded tensor: it leaves its address; it is gone."""
 
 
 @dataclass

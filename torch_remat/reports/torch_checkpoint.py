@@ -17,7 +17,7 @@ _BEFORE_ARGUMENTS = 2  # an empty tensor and the keyword arguments
 
 
 class TorchCheckpoint:
-    """Stands for a saved tensor that ``torch.utils.checkpoint`` recomputes; it has what that keeps instead."""
+    """One call of ``torch.utils.checkpoint``, which keeps its arguments instead of saved tensors."""
 
     def __init__(self, frame: Any) -> None:
         self._frame = frame
@@ -40,7 +40,7 @@ class TorchCheckpoint:
 
     @classmethod
     def behind(cls, hook: Any) -> TorchCheckpoint | None:
-        """Return it if an unpack hook is that of such a checkpoint."""
+        """Return the checkpoint that an unpack hook belongs to, if any."""
         if not is_of_checkpoint(hook):
             return None
         frame = _closure(hook).get("frame")
