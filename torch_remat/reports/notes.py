@@ -183,7 +183,7 @@ class Notes(Observer):
     def _readers(
         self, region: Region, notes: RegionNotes, boundary: Sequence[torch.autograd.graph.Node | None]
     ) -> dict[tuple[str, str], str]:
-        """Return what reads the outputs of ops, as far as the graph shows; note that the region around has a reader here."""
+        """Return what reads the outputs of ops, as far as the graph shows; note this region as a reader."""
         stretches: list[Stretch] = [
             (*op.numbers, f"the replay of {op.name}" if op.policy is CheckpointPolicy.RECOMPUTE else None)
             for op in notes.ops.values()

@@ -136,7 +136,7 @@ class _Reasons:
         self._decisions = decisions_of(region)
         self._rows: dict[str, list[Kept]] = {}  # by op
         self._inputs: dict[Hashable, Kept] = {}  # by their memory
-        # By memory, in place or away, and by the storage as it was seen: what was explained first; inputs are.
+        # By memory, in place or away, and by the storage as it was seen: what was explained first; inputs come first.
         self._first: dict[Hashable, tuple[str, State]] = {}
         exists = {storage._cdata for parameter in parameters_of(region) for storage in storages_of(parameter)}
         for row in region.kept():
