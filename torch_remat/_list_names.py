@@ -11,7 +11,6 @@ from torch.utils.flop_counter import flop_registry
 
 from torch_remat.dispatch.forward import run_region
 from torch_remat.dispatch.inputs import leaves_of, with_leaves
-from torch_remat.dispatch.kept import results_of
 from torch_remat.dispatch.naming import default_name
 from torch_remat.dispatch.op_policy import FunctionPolicy, as_policy
 from torch_remat.dispatch.options import Options
@@ -156,6 +155,8 @@ def _is_inference(leaf: Any) -> bool:
 
 
 def _rows(call: PolicyCall, flops: int) -> Iterator[NamedResult]:
+    from torch_remat.dispatch.kept import results_of  # loaded when something is listed
+
     for place, one in enumerate(results_of(call)):
         yield NamedResult(*one[:5], flops if place == 0 else 0, one.needed, one.kept)
 
