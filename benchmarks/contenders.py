@@ -10,7 +10,8 @@ import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import torch_remat as remat
-from torch_remat.dispatch import forward, observe, region, replay
+from torch_remat.dispatch import observe
+from torch_remat.dispatch.region import forward, region, replay
 
 from . import peers
 

@@ -10,7 +10,7 @@ from offloaders import OFFLOAD, Counting
 
 import torch_remat as remat
 from torch_remat.dispatch.kept import Kept, Stayed, What, Where, Why, decisions_of, parameters_of
-from torch_remat.dispatch.region import Region, live_regions
+from torch_remat.dispatch.region.region import Region, live_regions
 
 
 @pytest.fixture(autouse=True)

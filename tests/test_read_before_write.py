@@ -20,7 +20,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.nn import functional as F
 
 import torch_remat as remat
-from torch_remat.dispatch.region import live_regions
+from torch_remat.dispatch.region.region import live_regions
 
 
 def _after(tensor):

@@ -11,7 +11,6 @@ from torch_remat._offload import offload_to
 from torch_remat._save_names import checkpoint_name, offload_names, save_names
 from torch_remat.dispatch.op import RematHandle
 from torch_remat.dispatch.placeholder import is_placeholder
-from torch_remat.dispatch.policy import CheckpointPolicy
 from torch_remat.errors import (
     MismatchError,
     MutationError,
@@ -25,6 +24,7 @@ from torch_remat.errors import (
     UsageError,
 )
 from torch_remat.offload import CpuOffloader, DiskOffloader, Offloader, OffloadInfo
+from torch_remat.policies.decision import CheckpointPolicy
 from torch_remat.reports.explain import explain
 from torch_remat.reports.explanation import Explanation
 from torch_remat.reports.memory import format_current_memory_report, memory_report, print_current_memory_report

@@ -12,8 +12,8 @@ import torch
 from torch_remat._handle import get_handle
 from torch_remat._names import scoped
 from torch_remat.dispatch.op import RematHandle
-from torch_remat.dispatch.policy import CheckpointPolicy
 from torch_remat.errors import UsageError
+from torch_remat.policies.decision import CheckpointPolicy
 
 # The name and policy that `op` gives to the next forward, and a list that tells it whether one took them.
 _given: ContextVar[tuple[str, CheckpointPolicy, list[bool]] | None] = ContextVar("torch_remat_op", default=None)

@@ -11,15 +11,15 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from torch_remat._offload import OFFLOADER, is_offloader
-from torch_remat.dispatch.forward import run_region
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.naming import default_name
-from torch_remat.dispatch.op_policy import as_policy
 from torch_remat.dispatch.options import DEFAULTS, ContextFn, DeterminismCheck, Options
-from torch_remat.dispatch.outputs import tensors_of
-from torch_remat.dispatch.policy_for_torch import for_torch
+from torch_remat.dispatch.region.forward import run_region
+from torch_remat.dispatch.region.outputs import tensors_of
 from torch_remat.errors import UsageError
 from torch_remat.offload.protocol import Offloader
+from torch_remat.policies.for_torch import for_torch
+from torch_remat.policies.kinds import as_policy
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -10,8 +10,8 @@ from torch_remat._names import scoped
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.naming import scope
 from torch_remat.dispatch.op import RematHandle
-from torch_remat.dispatch.policy import CheckpointPolicy
 from torch_remat.errors import UsageError
+from torch_remat.policies.decision import CheckpointPolicy
 
 
 def get_handle(ctx: Any, op_name: str, remat_policy: CheckpointPolicy) -> RematHandle:

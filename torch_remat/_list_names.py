@@ -9,13 +9,13 @@ from typing import Any, ParamSpec
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from torch_remat.dispatch.forward import run_region
-from torch_remat.dispatch.inputs import leaves_of, with_leaves
 from torch_remat.dispatch.naming import default_name
-from torch_remat.dispatch.op_policy import FunctionPolicy, as_policy
 from torch_remat.dispatch.options import Options
 from torch_remat.dispatch.policy_call import PolicyCall
+from torch_remat.dispatch.region.forward import run_region
+from torch_remat.dispatch.region.inputs import leaves_of, with_leaves
 from torch_remat.errors import UsageError
+from torch_remat.policies.kinds import FunctionPolicy, as_policy
 
 P = ParamSpec("P")
 

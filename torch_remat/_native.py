@@ -9,8 +9,8 @@ import torch
 
 from torch_remat._names import scoped
 from torch_remat.dispatch.mode import current_mode
-from torch_remat.dispatch.policy import CheckpointPolicy
 from torch_remat.errors import UsageError
+from torch_remat.policies.decision import CheckpointPolicy
 
 P = ParamSpec("P")
 R = TypeVar("R")

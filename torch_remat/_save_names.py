@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from torch_remat.dispatch.mode import current_mode
-from torch_remat.dispatch.name_policy import NamePolicy
-from torch_remat.dispatch.op_policy import Decision, OpPolicy
 from torch_remat.errors import PolicyError, UsageError
+from torch_remat.policies.kinds import Decision, OpPolicy
+from torch_remat.policies.names import NamePolicy
 
 
 def save_names(*patterns: str) -> OpPolicy:

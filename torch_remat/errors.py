@@ -158,6 +158,28 @@ class RematWarning(UserWarning):
     """Something costs more than it should, and the user can do something about it."""
 
 
+class Carried(BaseException):
+    """Carries a TypeError through an op to the end of the region's function.
+
+    Operators such as ``@`` would make "unsupported operand" of it.
+
+    Args:
+        error: The error.
+    """
+
+    def __init__(self, error: TypeError) -> None:
+        self._error: TypeError | None = error
+        self.args = ()  # which hold the error too
+
+    def take(self, region: str | None = None) -> TypeError:
+        """Return the error, which knows this as its context, with the name of the region, and forget it."""
+        error, self._error = self._error, None
+        assert error is not None
+        if isinstance(error, RematError) and error.region is None:
+            error.region = region
+        return error
+
+
 def qualified_name(region: str | None, op: str | None = None, tensor: str | None = None) -> str:
     """Return ``region::op.tensor``, the form in which every message and report names a tensor."""
     inner = ".".join(part for part in (op, tensor) if part)

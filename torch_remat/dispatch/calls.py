@@ -14,7 +14,7 @@ from torch import Tensor, strided
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torch_remat._compat import set_conj, set_neg, shares_storage, storage_key
-from torch_remat.dispatch.mismatch import mismatched
+from torch_remat.dispatch.check.mismatch import mismatched
 from torch_remat.dispatch.placeholder import (
     Geometry,
     Placeholder,
@@ -27,7 +27,7 @@ from torch_remat.dispatch.placeholder import (
 from torch_remat.dispatch.schema import Effects, argument, effects_of
 
 if TYPE_CHECKING:
-    from torch_remat.dispatch.region import Region
+    from torch_remat.dispatch.region.region import Region
     from torch_remat.errors import MismatchError
 
 

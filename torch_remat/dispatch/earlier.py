@@ -19,9 +19,9 @@ import torch
 from torch_remat._compat import without_dispatch_modes
 from torch_remat.dispatch.calls import key_of
 from torch_remat.dispatch.placeholder import Geometry, Placeholder, geometry_of
-from torch_remat.dispatch.policy import CheckpointPolicy
 from torch_remat.dispatch.policy_call import ONE, VIEW, PolicyCall
 from torch_remat.dispatch.same_storage import in_same_storage
+from torch_remat.policies.decision import CheckpointPolicy
 
 if TYPE_CHECKING:
     from torch_remat.dispatch.departures import Departures

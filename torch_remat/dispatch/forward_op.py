@@ -17,9 +17,9 @@ from torch_remat._compat import has_returned
 from torch_remat.dispatch.offloading import know_parameters
 from torch_remat.dispatch.op import RematHandle
 from torch_remat.dispatch.placeholder import geometry_of, new_tuple
-from torch_remat.dispatch.policy import CheckpointPolicy
 from torch_remat.dispatch.record import Output, Record
 from torch_remat.errors import UsageError
+from torch_remat.policies.decision import CheckpointPolicy
 
 if TYPE_CHECKING:
     from torch_remat.dispatch.forward_ops import ForwardOps

@@ -14,24 +14,24 @@ from weakref import ref
 import torch
 
 from torch_remat._compat import node_number, sequence_number, without_dispatch_modes
+from torch_remat.dispatch.check.inner_ops import Around
 from torch_remat.dispatch.departures import Departures
 from torch_remat.dispatch.elision import elide
 from torch_remat.dispatch.forward_op import Body, ForwardOp
 from torch_remat.dispatch.holder import Anchor, Holder, OpHolder, ResidentRef, is_parameter, metadata_of
-from torch_remat.dispatch.inner_ops import Around
-from torch_remat.dispatch.inputs import leaves_of
 from torch_remat.dispatch.natives import Natives
 from torch_remat.dispatch.offloading import offload_resident, slot_hooks
 from torch_remat.dispatch.options import DEFAULTS
-from torch_remat.dispatch.policy import CheckpointPolicy
 from torch_remat.dispatch.policy_forward import PolicyForward
 from torch_remat.dispatch.provenance import Provenance
 from torch_remat.dispatch.record import NativeRecord, Record, Slot, WholeCallRecord
+from torch_remat.dispatch.region.inputs import leaves_of
 from torch_remat.dispatch.whole_call import is_whole_call
 from torch_remat.errors import UsageError
+from torch_remat.policies.decision import CheckpointPolicy
 
 if TYPE_CHECKING:
-    from torch_remat.dispatch.forward import Recording
+    from torch_remat.dispatch.region.forward import Recording
 
 _R = TypeVar("_R", bound=Record)
 _BODY = 3  # frames from `ForwardOps.begin` to the body: by way of `RematMode.begin_op` and `get_handle`

@@ -30,7 +30,7 @@ from torch_remat._compat import graph_exec_group, graph_is_kept, without_dispatc
 from torch_remat.errors import MutationError
 
 if TYPE_CHECKING:
-    from torch_remat.dispatch.region import Region
+    from torch_remat.dispatch.region.region import Region
 
 
 # The version of a tensor that was changed in place after it was saved: no read accepts it.

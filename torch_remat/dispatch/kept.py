@@ -28,13 +28,13 @@ from torch_remat.dispatch.holder import Holder, is_parameter
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.offloading import Offloaded
 from torch_remat.dispatch.parcel import may_travel
-from torch_remat.dispatch.policy import CheckpointPolicy
 from torch_remat.dispatch.policy_call import ONE, WRITTEN, PolicyCall, SkippedOp
 from torch_remat.dispatch.record import NativeRecord, Record, WholeCallRecord
+from torch_remat.policies.decision import CheckpointPolicy
 
 if TYPE_CHECKING:
     from torch_remat.dispatch.record import Slot
-    from torch_remat.dispatch.region import Region
+    from torch_remat.dispatch.region.region import Region
 
 
 class What(Enum):

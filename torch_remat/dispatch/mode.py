@@ -25,15 +25,15 @@ from torch_remat._compat import (
     push_saved_tensors_hooks,
 )
 from torch_remat.dispatch.schema import effects_of
-from torch_remat.errors import RematError
+from torch_remat.errors import Carried
 
 if TYPE_CHECKING:
     from torch_remat.dispatch.forward_ops import ForwardOps
     from torch_remat.dispatch.observe import Watch
     from torch_remat.dispatch.op import RematHandle
-    from torch_remat.dispatch.policy import CheckpointPolicy
-    from torch_remat.dispatch.region import Region
+    from torch_remat.dispatch.region.region import Region
     from torch_remat.dispatch.replay_ops import ReplayOps
+    from torch_remat.policies.decision import CheckpointPolicy
 
 _Watcher = Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]
 
@@ -45,28 +45,6 @@ class StopReplay(BaseException):
 
     def __init__(self, replay: RematMode) -> None:
         self.replay = replay
-
-
-class Carried(BaseException):
-    """Carries a TypeError through an op to the end of the region's function.
-
-    Operators such as ``@`` would make "unsupported operand" of it.
-
-    Args:
-        error: The error.
-    """
-
-    def __init__(self, error: TypeError) -> None:
-        self._error: TypeError | None = error
-        self.args = ()  # which hold the error too
-
-    def take(self, region: str | None = None) -> TypeError:
-        """Return the error, which knows this as its context, with the name of the region, and forget it."""
-        error, self._error = self._error, None
-        assert error is not None
-        if isinstance(error, RematError) and error.region is None:
-            error.region = region
-        return error
 
 
 class RematMode(DispatchMode):

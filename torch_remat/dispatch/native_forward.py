@@ -38,10 +38,10 @@ from torch_remat.dispatch.calls import (
     tensors_in,
 )
 from torch_remat.dispatch.holder import OpHolder
-from torch_remat.dispatch.inputs import leaves_of
 from torch_remat.dispatch.native import Native, Returned
 from torch_remat.dispatch.placeholder import geometry_of
 from torch_remat.dispatch.record import NativeRecord, Record, Written
+from torch_remat.dispatch.region.inputs import leaves_of
 from torch_remat.dispatch.schema import LIFT, Effects, effects_of
 
 if TYPE_CHECKING:

@@ -25,10 +25,10 @@ from torch_remat.dispatch.calls import (
     placeholder_for,
     still_there,
 )
-from torch_remat.dispatch.inputs import leaves_of, with_leaves
 from torch_remat.dispatch.loose import after_loose, is_mirrored, is_remade_view, place_of, run_loose
 from torch_remat.dispatch.placeholder import Placeholder, Source, constant, last_refusal, real, refuse
 from torch_remat.dispatch.real_run import RealRun, may_run, warn_of_real_run
+from torch_remat.dispatch.region.inputs import leaves_of, with_leaves
 from torch_remat.dispatch.schema import effects_of
 from torch_remat.dispatch.suppressed import Suppressed
 from torch_remat.dispatch.whole_call import warn_of_rerun
@@ -36,7 +36,7 @@ from torch_remat.dispatch.whole_call import warn_of_rerun
 if TYPE_CHECKING:
     from torch_remat.dispatch.ambient import RngState
     from torch_remat.dispatch.record import NativeRecord, Slot
-    from torch_remat.dispatch.replay import Filling
+    from torch_remat.dispatch.region.replay import Filling
 
 _NOTHING: frozenset[int] = frozenset()
 

@@ -22,8 +22,8 @@ from torch_remat.dispatch.whole_call import WholeCall
 
 if TYPE_CHECKING:
     from torch_remat.dispatch.forward_ops import ForwardOps
-    from torch_remat.dispatch.policy import CheckpointPolicy
     from torch_remat.dispatch.record import NativeRecord, WholeCallRecord
+    from torch_remat.policies.decision import CheckpointPolicy
 
 
 class Natives:

@@ -18,7 +18,7 @@ from torch_remat.dispatch.policy_call import FIRST, ONE, VIEW, WRITTEN
 
 if TYPE_CHECKING:
     from torch_remat.dispatch.policy_call import PolicyCall
-    from torch_remat.dispatch.region import Region
+    from torch_remat.dispatch.region.region import Region
 
 
 Root = tuple[int, int]  # a storage that replay must have, and after how many calls

@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torch_remat._compat import ProfilerRange, node_number, profiler_runs, sequence_number
-from torch_remat.dispatch.inputs import leaves_of
 from torch_remat.dispatch.op import RematHandle
-from torch_remat.dispatch.policy import CheckpointPolicy
+from torch_remat.dispatch.region.inputs import leaves_of
 from torch_remat.errors import qualified_name
+from torch_remat.policies.decision import CheckpointPolicy
 
 if TYPE_CHECKING:
     from torch_remat.dispatch.mode import RematMode
     from torch_remat.dispatch.parcel import Parcel
-    from torch_remat.dispatch.region import Region
+    from torch_remat.dispatch.region.region import Region
 
 # Of the whole process, since backward runs in threads of its own, which have no context variables of their callers.
 _observers: tuple[Observer, ...] = ()

@@ -27,7 +27,7 @@ from torch_remat.offload.protocol import Offloader, OffloadInfo
 
 if TYPE_CHECKING:
     from torch_remat.dispatch.holder import OpHolder
-    from torch_remat.dispatch.region import Region
+    from torch_remat.dispatch.region.region import Region
 
 # What `remat.offload_to` has chosen for the regions that are called inside.
 chosen: ContextVar[Offloader | None] = ContextVar("torch_remat_offloader", default=None)

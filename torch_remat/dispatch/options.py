@@ -11,8 +11,8 @@ import torch
 from torch_remat.offload.protocol import Offloader
 
 if TYPE_CHECKING:
-    from torch_remat.dispatch.op_policy import OpPolicy
     from torch_remat.dispatch.policy_forward import Observer
+    from torch_remat.policies.kinds import OpPolicy
 
 ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 DeterminismCheck = str | Callable[[torch.Tensor], Any]

@@ -27,21 +27,21 @@ from torch_remat.dispatch.calls import (
 )
 from torch_remat.dispatch.earlier import Earlier
 from torch_remat.dispatch.holder import OpHolder
-from torch_remat.dispatch.module_path import ModulePath
 from torch_remat.dispatch.needs import find_needs, keep_random
-from torch_remat.dispatch.op_policy import OpContext
-from torch_remat.dispatch.policy import CheckpointPolicy
 from torch_remat.dispatch.policy_call import FIRST, ONE, WRITTEN, PolicyCall, SkippedOp, names_of
 from torch_remat.dispatch.record import Record
+from torch_remat.dispatch.region.module_path import ModulePath
 from torch_remat.dispatch.saved_results import SavedResults
 from torch_remat.dispatch.schema import UNKNOWN, Effects, effects_of
 from torch_remat.dispatch.storages import Storages, parts_of
 from torch_remat.errors import PolicyError
+from torch_remat.policies.decision import CheckpointPolicy
+from torch_remat.policies.kinds import OpContext
 
 if TYPE_CHECKING:
     from torch_remat.dispatch.forward_op import Body
     from torch_remat.dispatch.forward_ops import ForwardOps
-    from torch_remat.dispatch.op_policy import OpPolicy
+    from torch_remat.policies.kinds import OpPolicy
 
 _Noter = Callable[[PolicyCall, Sequence[Any], Any], bool]
 # Of an op: its effects; what notes a call of it in the short way, if it has one; whether the policy keeps its results,

@@ -19,12 +19,12 @@ from torch_remat.dispatch.placeholder import unpack
 from torch_remat.dispatch.policy_call import PolicyCall, SkippedOp
 from torch_remat.dispatch.policy_replay import PolicyReplay
 from torch_remat.dispatch.real_run import RealRun, may_run, warn_of_real_run
-from torch_remat.dispatch.replay import Filling
+from torch_remat.dispatch.region.replay import Filling
 from torch_remat.dispatch.schema import effects_of
 
 if TYPE_CHECKING:
     from torch_remat.dispatch.holder import Holder
-    from torch_remat.dispatch.region import Region
+    from torch_remat.dispatch.region.region import Region
     from torch_remat.dispatch.suppressed import Suppressed
 
 

@@ -46,7 +46,7 @@ from torch_remat.errors import MutationError, RematWarning, user_line
 
 if TYPE_CHECKING:
     from torch_remat.dispatch.record import Record
-    from torch_remat.dispatch.replay import Filling
+    from torch_remat.dispatch.region.replay import Filling
 
 
 class _Left(NamedTuple):

@@ -17,11 +17,11 @@ from torch import UntypedStorage
 
 from torch_remat._compat import node_number
 from torch_remat.dispatch.placeholder import Placeholder, new_tuple
-from torch_remat.dispatch.policy import CheckpointPolicy
 from torch_remat.dispatch.record import Record
+from torch_remat.policies.decision import CheckpointPolicy
 
 if TYPE_CHECKING:
-    from torch_remat.dispatch.region import Region
+    from torch_remat.dispatch.region.region import Region
 
 
 class Made(NamedTuple):

@@ -24,7 +24,7 @@ from torch_remat.dispatch.schema import Effects, argument, effects_of
 from torch_remat.errors import PlaceholderError, RematWarning, qualified_name, raised_at
 
 if TYPE_CHECKING:
-    from torch_remat.dispatch.region import Region
+    from torch_remat.dispatch.region.region import Region
 
 _SAYS = (*TORCH_SAYS, Placeholder.__name__)
 _VALUES = (bool, int, float, complex)

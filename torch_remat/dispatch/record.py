@@ -15,8 +15,8 @@ import torch
 from torch_remat._compat import SavedTensorHooks
 from torch_remat.dispatch.holder import CHANGED
 from torch_remat.dispatch.placeholder import Geometry
-from torch_remat.dispatch.policy import CheckpointPolicy
 from torch_remat.errors import MutationError
+from torch_remat.policies.decision import CheckpointPolicy
 
 if TYPE_CHECKING:
     from torch.multiprocessing.reductions import StorageWeakRef
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch_remat.dispatch.ambient import RngState
     from torch_remat.dispatch.calls import NativeCall
     from torch_remat.dispatch.elided import Elided
-    from torch_remat.dispatch.region import Region
+    from torch_remat.dispatch.region.region import Region
 
 
 class Output(NamedTuple):

@@ -13,8 +13,8 @@ import torch
 
 from torch_remat.dispatch.op import SKIPPED, RematHandle
 from torch_remat.dispatch.placeholder import Source, new_tuple, placeholder_at, refuse
-from torch_remat.dispatch.policy import CheckpointPolicy
 from torch_remat.dispatch.record import Record
+from torch_remat.policies.decision import CheckpointPolicy
 
 if TYPE_CHECKING:
     from torch_remat.dispatch.replay_ops import ReplayOps

@@ -14,24 +14,24 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from torch_remat.dispatch.aftermath import Aftermath
 from torch_remat.dispatch.again import Again
+from torch_remat.dispatch.check.mismatch import SAME_ORDER, mismatched, other_source
 from torch_remat.dispatch.elided import Elided
 from torch_remat.dispatch.holder import parameter_behind
-from torch_remat.dispatch.inputs import leaves_of, with_leaves
-from torch_remat.dispatch.mismatch import SAME_ORDER, mismatched, other_source
 from torch_remat.dispatch.mode import StopReplay
 from torch_remat.dispatch.native_replay import NativeReplay
 from torch_remat.dispatch.op import RematHandle
 from torch_remat.dispatch.placeholder import Placeholder, last_refusal, real, unpack
-from torch_remat.dispatch.policy import CheckpointPolicy
 from torch_remat.dispatch.policy_replay import PolicyReplay
 from torch_remat.dispatch.record import NativeRecord, Record, WholeCallRecord
+from torch_remat.dispatch.region.inputs import leaves_of, with_leaves
 from torch_remat.dispatch.replay_op import ReplayOp
 from torch_remat.dispatch.suppressed import Suppressed
 from torch_remat.dispatch.whole_call import WholeCallReplay
 from torch_remat.errors import MismatchError
+from torch_remat.policies.decision import CheckpointPolicy
 
 if TYPE_CHECKING:
-    from torch_remat.dispatch.replay import Filling
+    from torch_remat.dispatch.region.replay import Filling
 
 
 class ReplayOps:

@@ -13,10 +13,10 @@ import torch
 
 from torch_remat._compat import without_dispatch_modes
 from torch_remat.dispatch.calls import Meta, tensors_in
-from torch_remat.dispatch.policy import CheckpointPolicy
 from torch_remat.dispatch.policy_call import ONE, WRITTEN, PolicyCall, SkippedOp
 from torch_remat.dispatch.record import Slot
 from torch_remat.dispatch.same_storage import in_same_storage
+from torch_remat.policies.decision import CheckpointPolicy
 
 if TYPE_CHECKING:
     from torch_remat.dispatch.forward_ops import ForwardOps

@@ -25,7 +25,7 @@ from torch_remat.dispatch.schema import effects_of
 from torch_remat.errors import MutationError
 
 if TYPE_CHECKING:
-    from torch_remat.dispatch.replay import Filling
+    from torch_remat.dispatch.region.replay import Filling
 
 _PackHook = Callable[[torch.Tensor], "torch.Tensor | Packed"]
 

@@ -17,7 +17,7 @@ from torch_remat.dispatch.holder import Holder, OpHolder, ResidentRef
 from torch_remat.dispatch.record import Record
 
 if TYPE_CHECKING:
-    from torch_remat.dispatch.inner_ops import InnerOp
+    from torch_remat.dispatch.check.inner_ops import InnerOp
     from torch_remat.dispatch.policy_call import PolicyCall
 
 

@@ -23,11 +23,11 @@ from torch.nn import functional as F
 
 from torch_remat._compat import PYTREE_NAMESPACE, any_autocast_enabled, node_number, sequence_number
 from torch_remat.dispatch.calls import Meta, described, key_of, layout_of, placeholder_for
-from torch_remat.dispatch.inputs import leaves_of, with_leaves
-from torch_remat.dispatch.mismatch import mismatched
+from torch_remat.dispatch.check.mismatch import mismatched
 from torch_remat.dispatch.native import Native, Returned
 from torch_remat.dispatch.placeholder import Placeholder, Source, refuse, unpack
 from torch_remat.dispatch.record import WholeCallRecord
+from torch_remat.dispatch.region.inputs import leaves_of, with_leaves
 from torch_remat.dispatch.schema import may_draw
 from torch_remat.errors import RematWarning, qualified_name, user_line
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch_remat.dispatch.ambient import RngState
     from torch_remat.dispatch.forward_ops import ForwardOps
     from torch_remat.dispatch.holder import Anchor, Holder
-    from torch_remat.dispatch.replay import Filling
+    from torch_remat.dispatch.region.replay import Filling
     from torch_remat.dispatch.replay_ops import ReplayOps
 
 

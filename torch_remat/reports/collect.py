@@ -6,7 +6,7 @@ In: a region, in whatever state it is. Kept: nothing. Out: its report. Nothing i
 from __future__ import annotations
 
 from torch_remat.dispatch.kept import Kept, What, Where, Why, decisions_of, parameters_of
-from torch_remat.dispatch.region import Region
+from torch_remat.dispatch.region.region import Region
 from torch_remat.errors import qualified_name
 from torch_remat.reports.data import Kind, OpReport, RegionReport
 from torch_remat.reports.ledger import Ledger, Row, pieces_in

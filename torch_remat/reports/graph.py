@@ -20,7 +20,7 @@ from torch.autograd.graph import Node
 from torch_remat._compat import node_number
 from torch_remat.dispatch.kept import held_in
 from torch_remat.dispatch.readers import is_view
-from torch_remat.dispatch.region import Region
+from torch_remat.dispatch.region.region import Region
 from torch_remat.reports.data import NodeReport
 from torch_remat.reports.ledger import Ledger, Row, pieces_in, tensors_in, viewed_parameter
 from torch_remat.reports.torch_checkpoint import TorchCheckpoint, packed_in

@@ -10,7 +10,7 @@ import torch
 
 from torch_remat.dispatch.kept import parameters_of
 from torch_remat.dispatch.mode import current_mode
-from torch_remat.dispatch.region import live_regions
+from torch_remat.dispatch.region.region import live_regions
 from torch_remat.errors import UsageError
 from torch_remat.reports.collect import collect_region, report_of
 from torch_remat.reports.data import RegionReport

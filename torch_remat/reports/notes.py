@@ -21,8 +21,8 @@ from torch_remat.dispatch.kept import What, decisions_of
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.observe import Observer, WatchedOp
 from torch_remat.dispatch.placeholder import is_placeholder
-from torch_remat.dispatch.policy import CheckpointPolicy
-from torch_remat.dispatch.region import Region
+from torch_remat.dispatch.region.region import Region
+from torch_remat.policies.decision import CheckpointPolicy
 from torch_remat.reports.collect import report_of
 from torch_remat.reports.data import RegionReport
 from torch_remat.reports.explanation import Alternative, OpExplanation, RegionExplanation, Replay, TensorExplanation

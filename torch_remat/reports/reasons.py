@@ -14,9 +14,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torch_remat.dispatch.kept import Kept, Stayed, What, Where, Why, decisions_of, parameters_of
-from torch_remat.dispatch.policy import CheckpointPolicy
-from torch_remat.dispatch.region import Region
+from torch_remat.dispatch.region.region import Region
 from torch_remat.errors import qualified_name
+from torch_remat.policies.decision import CheckpointPolicy
 from torch_remat.reports.data import RegionReport
 from torch_remat.reports.explanation import State, TensorExplanation
 from torch_remat.reports.graph import INNER_REGION, SOME_OP

@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch_remat._compat import ProfilerRange, profiler_runs, sequence_number
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.observe import Observer, WatchedOp
-from torch_remat.dispatch.region import Region, live_regions
+from torch_remat.dispatch.region.region import Region, live_regions
 from torch_remat.reports.collect import report_of
 from torch_remat.reports.spans import Phase
 

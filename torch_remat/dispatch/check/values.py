@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torch_remat._compat import sequence_number
+from torch_remat.dispatch.check.mismatch import other_value
 from torch_remat.dispatch.holder import Holder
-from torch_remat.dispatch.mismatch import other_value
 from torch_remat.errors import RematError, UsageError
 
 if TYPE_CHECKING:
-    from torch_remat.dispatch.region import Region
+    from torch_remat.dispatch.region.region import Region
 
 ValueOf = Callable[[torch.Tensor], Any]
 

@@ -18,15 +18,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from torch_remat.dispatch.mismatch import SAME_ORDER, mismatched
+from torch_remat.dispatch.check.mismatch import SAME_ORDER, mismatched
 from torch_remat.dispatch.placeholder import new_tuple
-from torch_remat.dispatch.policy import CheckpointPolicy
 from torch_remat.dispatch.record import Record
 from torch_remat.errors import MismatchError
+from torch_remat.policies.decision import CheckpointPolicy
 
 if TYPE_CHECKING:
     from torch_remat.dispatch.mode import RematMode
-    from torch_remat.dispatch.replay import Filling
+    from torch_remat.dispatch.region.replay import Filling
     from torch_remat.dispatch.tape import Tape
 
 

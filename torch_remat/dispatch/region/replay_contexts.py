@@ -14,7 +14,7 @@ from torch_remat.dispatch.options import DEFAULTS
 from torch_remat.dispatch.replay_ops import ReplayOps
 
 if TYPE_CHECKING:
-    from torch_remat.dispatch.replay import Filling
+    from torch_remat.dispatch.region.replay import Filling
 
 
 def contexts_of(replay: Filling) -> list[AbstractContextManager[Any]]:

@@ -17,9 +17,8 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy as TorchPolicy
 
 from torch_remat._compat import OperatorBase, OpOverloadPacket
-from torch_remat.dispatch.mode import Carried
-from torch_remat.dispatch.policy import CheckpointPolicy
-from torch_remat.errors import PolicyError
+from torch_remat.errors import Carried, PolicyError
+from torch_remat.policies.decision import CheckpointPolicy
 
 
 class Decision(IntEnum):

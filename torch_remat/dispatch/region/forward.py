@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from torch_remat._compat import node_number, without_dispatch_modes
-from torch_remat.dispatch.determinism import Values, keep_value, value_function
+from torch_remat.dispatch.check.parameters import versions_of
+from torch_remat.dispatch.check.values import Values, keep_value, value_function
 from torch_remat.dispatch.forward_ops import ForwardOps
 from torch_remat.dispatch.holder import (
     AUTOCAST_DTYPES,
@@ -29,14 +30,13 @@ from torch_remat.dispatch.holder import (
     read,
 )
 from torch_remat.dispatch.mode import RematMode, current_mode
-from torch_remat.dispatch.module_path import ModulePath
 from torch_remat.dispatch.observe import Watch, is_watched
-from torch_remat.dispatch.op_policy import OpPolicy
 from torch_remat.dispatch.options import DEFAULTS, Options
-from torch_remat.dispatch.outputs import boundary_nodes, node_of, tensors_of
-from torch_remat.dispatch.parameters import versions_of
 from torch_remat.dispatch.policy_forward import PolicyForward
-from torch_remat.dispatch.region import Region
+from torch_remat.dispatch.region.module_path import ModulePath
+from torch_remat.dispatch.region.outputs import boundary_nodes, node_of, tensors_of
+from torch_remat.dispatch.region.region import Region
+from torch_remat.policies.kinds import OpPolicy
 
 
 def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options) -> Any:

@@ -14,7 +14,7 @@ from torch_remat.dispatch.holder import Holder, OpHolder
 from torch_remat.errors import MismatchError, MutationError
 
 if TYPE_CHECKING:
-    from torch_remat.dispatch.region import Region
+    from torch_remat.dispatch.region.region import Region
 
 _SAME_OPS = (
     "The function must do the same in both phases: look for state that changed in between (a counter, a cache, a "

@@ -11,8 +11,8 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torch_remat.dispatch.op_policy import Decider, Decision, OpContext, OpPolicy
 from torch_remat.errors import PolicyError
+from torch_remat.policies.kinds import Decider, Decision, OpContext, OpPolicy
 
 
 class NamePolicy(OpPolicy):

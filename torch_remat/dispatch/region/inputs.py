@@ -24,7 +24,7 @@ from torch_remat.errors import MutationError
 
 if TYPE_CHECKING:
     from torch_remat.dispatch.offloading import Offloaded
-    from torch_remat.dispatch.region import Region
+    from torch_remat.dispatch.region.region import Region
 
 
 class RegionInputs:

@@ -16,23 +16,23 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from torch_remat._compat import sequence_number, set_grad_enabled, without_dispatch_modes
-from torch_remat.dispatch.comparison import what_differs
-from torch_remat.dispatch.determinism import Values, difference, value_function
+from torch_remat.dispatch.check.comparison import what_differs
+from torch_remat.dispatch.check.inner_ops import check_inner, missing_inner
+from torch_remat.dispatch.check.mismatch import another_parameter, fewer_saved, more_saved
+from torch_remat.dispatch.check.parameters import check_parameters
+from torch_remat.dispatch.check.values import Values, difference, value_function
 from torch_remat.dispatch.holder import AUTOCAST_DTYPES, Holder, OpHolder, ResidentRef, metadata_of, parameter_behind
-from torch_remat.dispatch.inner_ops import check_inner, missing_inner
-from torch_remat.dispatch.mismatch import another_parameter, fewer_saved, more_saved
 from torch_remat.dispatch.mode import RematMode, StopReplay
 from torch_remat.dispatch.options import DEFAULTS
-from torch_remat.dispatch.parameters import check_parameters
 from torch_remat.dispatch.placeholder import Packed, Placeholder, Refusal, add_note, last_refusal, real, unpack
 from torch_remat.dispatch.policy_replay import PolicyReplay
-from torch_remat.dispatch.replay_contexts import contexts_of
+from torch_remat.dispatch.region.replay_contexts import contexts_of
 from torch_remat.dispatch.replay_ops import ReplayOps
 from torch_remat.dispatch.stale import StaleReads, stale_reads
 from torch_remat.errors import MismatchError, RematError
 
 if TYPE_CHECKING:
-    from torch_remat.dispatch.region import Region
+    from torch_remat.dispatch.region.region import Region
 
 
 class Filling(RematMode):

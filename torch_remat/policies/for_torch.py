@@ -11,9 +11,8 @@ from typing import Any
 
 from torch.utils.checkpoint import CheckpointPolicy as TorchPolicy
 
-from torch_remat.dispatch.mode import Carried
-from torch_remat.dispatch.op_policy import OF_TORCH, OpContext, OpPolicy
-from torch_remat.errors import PolicyError, RematError
+from torch_remat.errors import Carried, PolicyError, RematError
+from torch_remat.policies.kinds import OF_TORCH, OpContext, OpPolicy
 
 _FOR_TORCH = {decision: TorchPolicy[name] for name, decision in OF_TORCH.items()}
 

@@ -24,12 +24,12 @@ import torch
 from torch.nn import Module, Parameter
 
 from torch_remat._compat import DispatchMode
+from torch_remat.dispatch.check.mismatch import changed_parameter, replaced_parameter
 from torch_remat.dispatch.generators import among_attributes
-from torch_remat.dispatch.mismatch import changed_parameter, replaced_parameter
 from torch_remat.errors import RematError
 
 if TYPE_CHECKING:
-    from torch_remat.dispatch.region import Region
+    from torch_remat.dispatch.region.region import Region
 
 # A region inside a method of a whole model would otherwise walk the model in every region.
 MAX_MODULES = 64

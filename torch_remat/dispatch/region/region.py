@@ -17,20 +17,20 @@ import torch
 
 from torch_remat._compat import graph_exec_group, graph_is_kept, graph_task, sequence_number, top_saved_tensors_hooks
 from torch_remat.dispatch.ambient import RngState, capture_ambient
-from torch_remat.dispatch.determinism import Values
+from torch_remat.dispatch.check.debug_log import OpLog
+from torch_remat.dispatch.check.parameters import parameters_of
+from torch_remat.dispatch.check.values import Values
 from torch_remat.dispatch.generators import generators_of
 from torch_remat.dispatch.holder import Holder, read
-from torch_remat.dispatch.inputs import RegionInputs
 from torch_remat.dispatch.mode import unseen_by_forward_of
 from torch_remat.dispatch.naming import default_name, scope
 from torch_remat.dispatch.offloading import Offloading, offload_inputs
-from torch_remat.dispatch.oplog import OpLog
 from torch_remat.dispatch.options import Options
-from torch_remat.dispatch.parameters import parameters_of
 from torch_remat.dispatch.part import own_hooks
 from torch_remat.dispatch.placeholder import unpack
 from torch_remat.dispatch.policy_real import replay_with_policy
-from torch_remat.dispatch.replay import Filling
+from torch_remat.dispatch.region.inputs import RegionInputs
+from torch_remat.dispatch.region.replay import Filling
 from torch_remat.dispatch.tape import Tape
 from torch_remat.errors import ReleasedError
 

@@ -12,8 +12,8 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 from torch_remat._compat import node_number, without_dispatch_modes
+from torch_remat.dispatch.check.mismatch import another_parameter, other_metadata, other_producer, outside_changed
 from torch_remat.dispatch.holder import CHANGED, Holder
-from torch_remat.dispatch.mismatch import another_parameter, other_metadata, other_producer, outside_changed
 from torch_remat.dispatch.placeholder import Placeholder, refuse
 from torch_remat.errors import RematError
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch_remat._compat import has_effect
-from torch_remat.dispatch.op_policy import FunctionPolicy, OpContext
+from torch_remat.policies.kinds import FunctionPolicy, OpContext
 
 __all__ = ["never_replay_effects", "save_attention", "save_discrete", "save_every_other_matmul", "save_matmuls"]
 

@@ -1,0 +1,1 @@
+"""Every region: its forward, its replay, and what is kept between them."""
