@@ -105,7 +105,7 @@ def reasons(
 
     saved = [tuple(explained(op, reasons.of_saved(op))) for op in ops]  # those of all ops before any output
     for op, told in zip(ops, saved, strict=True):
-        yield (*told, *explained(op, (reasons.of_output(op, seen) for seen in op.outputs)))
+        yield (*told, *explained(op, [reasons.of_output(op, seen) for seen in op.outputs]))
 
 
 def never_needed(region: Region, op: str, tensors: Sequence[Seen]) -> Iterator[TensorExplanation]:
