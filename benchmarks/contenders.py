@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import torch_remat as remat
 from torch_remat.dispatch import observe
-from torch_remat.dispatch.region import forward, region, replay
+from torch_remat.dispatch.region.region import forward, region, replay
 
 from . import peers
 

@@ -151,13 +151,13 @@ def test_file_imports_nothing_but_torch_optree_and_the_standard_library(path):
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_file_is_short_and_says_what_it_is_for(path):
     source = path.read_text(encoding="utf-8")
-    assert len(source.splitlines()) <= 350
+    assert len(source.splitlines()) <= 500
     assert ast.get_docstring(ast.parse(source))
 
 
 def test_rules_find_what_breaks_them():
     face = next(path.stem for path in FILES if layer(module_of(path)) == 3)
-    inside = f"{NAME}.dispatch.region.region"
+    inside = f"{NAME}.dispatch.observe"
     assert wrong_directions(f"from .. import {face}", inside)
     assert wrong_directions(f"def f():\n    from torch_remat.{face} import x", inside)
     assert wrong_directions("from .dispatch import region", f"{NAME}.errors")

@@ -9,7 +9,6 @@ from typing import Any, ParamSpec
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from torch_remat.dispatch.kept import results_of
 from torch_remat.dispatch.log.entry import Entry
 from torch_remat.dispatch.naming import default_name
 from torch_remat.dispatch.options import Options
@@ -156,6 +155,8 @@ def _is_inference(leaf: Any) -> bool:
 
 
 def _rows(call: Entry, flops: int) -> Iterator[NamedResult]:
+    from torch_remat.dispatch.kept import results_of  # loaded when something is listed
+
     for place, one in enumerate(results_of(call)):
         yield NamedResult(*one[:5], flops if place == 0 else 0, one.needed, one.kept)
 

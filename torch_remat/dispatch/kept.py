@@ -34,7 +34,6 @@ from torch_remat.policies.decision import CheckpointPolicy
 
 if TYPE_CHECKING:
     from torch_remat.dispatch.log.slot import Slot
-    from torch_remat.dispatch.region.region import Region
 
 
 class What(Enum):
@@ -192,12 +191,12 @@ class Kept(NamedTuple):
     stayed: Stayed | None = None
 
 
-def decisions_of(region: Region) -> dict[str, CheckpointPolicy]:
+def decisions_of(region: Any) -> dict[str, CheckpointPolicy]:
     """Return the decision about each entry that has a name, in the order of forward; aten ops have none."""
     return {name: record.policy for name, record in list(region.tape.records.items())}
 
 
-def parameters_of(region: Region) -> Iterator[torch.Tensor]:
+def parameters_of(region: Any) -> Iterator[torch.Tensor]:
     """Yield the parameters that a region knows, some several times: they exist anyway, and so does their memory."""
     saved = [entry for entry in list(region.tape.saved) if isinstance(entry, torch.Tensor) and is_parameter(entry)]
     inputs = region.inputs
@@ -222,13 +221,13 @@ def held_in(packed: Any) -> tuple[Where, Any]:
     return Where.HOOKS, packed
 
 
-def replay_now(region: Region) -> None:
+def replay_now(region: Any) -> None:
     """Replay a region as a backward that reads all of its saved tensors would; not if they are all there."""
     if empty := region.tape.empty():
         region.refill(empty[0])
 
 
-def kept_by(region: Region) -> Iterator[Kept]:
+def kept_by(region: Any) -> Iterator[Kept]:
     """Yield the rows of `Region.kept`."""
     rows = _Rows(region)
     yield from rows.of_region()
@@ -244,7 +243,7 @@ def kept_by(region: Region) -> Iterator[Kept]:
 class _Rows:
     """What the rows of one region have in common."""
 
-    def __init__(self, region: Region) -> None:
+    def __init__(self, region: Any) -> None:
         self.region = region
         self.calls = list(region.tape.calls)
         self.undecided = list(_undecided_in(region))
@@ -362,7 +361,7 @@ class _Rows:
         return str(place) if record is not None and record.as_tuple else "out"
 
 
-def _undecided_in(region: Region) -> Iterator[tuple[str, str, torch.Tensor, CheckpointPolicy]]:
+def _undecided_in(region: Any) -> Iterator[tuple[str, str, torch.Tensor, CheckpointPolicy]]:
     """Yield what the region holds until the end of its forward, if that runs in this thread."""
     mode = current_mode()
     while mode is not None and mode.region is not region:

@@ -1,11 +1,12 @@
-"""Seeing what is kept: reports, traces, explanations.
+"""Seeing what is kept: memory reports, traces, explanations. Files import only those above them.
 
-    model       plain data: what one report says
-    ledger      bytes by storage: each is counted once
-    collect     one region's tape, read into rows
-    graph       the autograd graph below some tensors
-    fold        layers that are alike, told once
-    text, html, plots    the same data, for people
+    data, spans                                what reports and traces say, as plain data
+    fold, text, html, pictures                 the same for people; layers that are alike are told once
+    model, timeline                            what users get: the data with every form in which it is shown
+    ledger, collect, graph, torch_checkpoint   gathering: what is kept, each storage counted once
+    memory, oom                                the memory report, when asked for, and when memory runs out
+    recorder, profile, trace                   the trace
+    explanation, reasons, notes, explain       the explanation: its data and text, why, watching a run, trials
 
-All of it only reads the runtime, which never imports it, and keeps no tensor.
+Reports read `Region.kept`, keep no tensor, and are never imported by the runtime.
 """

@@ -23,20 +23,8 @@ _KINDS: dict[What, Kind] = {
 }
 
 
-def collect_parameters(region: Region, ledger: Ledger) -> None:
-    """Count the parameters that a region knows."""
-    for parameter in parameters_of(region):
-        ledger.add_parameter(parameter)
-
-
 def collect_region(region: Region, ledger: Ledger, *, keep_empty: bool = False) -> RegionReport:
-    """Return what a region keeps.
-
-    Args:
-        region: The region.
-        ledger: What was counted before, the region's parameters among it.
-        keep_empty: Whether ops that keep nothing get a report, too.
-    """
+    """Return what a region keeps, whose parameters the ledger has counted already; see `report_of`."""
     decisions = decisions_of(region)
     own: list[Row] = []
     by_op: dict[str, list[Row]] = {name: [] for name in decisions}
@@ -60,15 +48,13 @@ def collect_region(region: Region, ledger: Ledger, *, keep_empty: bool = False) 
 
 
 def report_of(region: Region, *, momentary: bool = False, keep_empty: bool = False) -> RegionReport:
-    """Return what a region keeps by itself.
+    """Return what a region keeps by itself, also of ops that keep nothing if ``keep_empty``.
 
-    Args:
-        region: The region.
-        momentary: Whether what is offloaded counts in place, too, while it has not left or has come back.
-        keep_empty: Whether ops that keep nothing get a report, too.
+    With ``momentary``, what is offloaded counts in place, too, while it has not left or has come back.
     """
     ledger = Ledger(momentary)
-    collect_parameters(region, ledger)
+    for parameter in parameters_of(region):
+        ledger.add_parameter(parameter)
     return collect_region(region, ledger, keep_empty=keep_empty)
 
 

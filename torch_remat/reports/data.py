@@ -12,7 +12,6 @@ is counted as it travelled.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -68,12 +67,14 @@ class KeptTensor:
     policy: str = ""
 
 
-class _Sums(ABC):
+class _Sums:
     """Sums over the tensors of a part of a report."""
 
-    @abstractmethod
+    tensors: tuple[KeptTensor, ...]
+
     def all_tensors(self) -> Iterator[KeptTensor]:
-        """Yield the tensors of the part."""
+        """Yield all tensors of the part."""
+        return iter(self.tensors)
 
     @property
     def bytes(self) -> int:
@@ -99,10 +100,6 @@ class OpReport(_Sums):
     name: str
     policy: str
     tensors: tuple[KeptTensor, ...]
-
-    def all_tensors(self) -> Iterator[KeptTensor]:
-        """Yield the tensors."""
-        return iter(self.tensors)
 
 
 @dataclass(frozen=True)
@@ -139,10 +136,6 @@ class NodeReport(_Sums):
     node: str
     count: int
     tensors: tuple[KeptTensor, ...]
-
-    def all_tensors(self) -> Iterator[KeptTensor]:
-        """Yield the tensors."""
-        return iter(self.tensors)
 
 
 @dataclass(frozen=True)

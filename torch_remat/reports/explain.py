@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from operator import sub
 from threading import get_ident
 from typing import Any
 
 import torch
 
+from torch_remat._compat import TorchDispatchMode, set_version
 from torch_remat.dispatch.kept import replay_now
+from torch_remat.dispatch.log.meta import key_of
+from torch_remat.dispatch.log.meta import tensors_in as arguments_in
+from torch_remat.dispatch.log.schema import argument, effects_of
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.observe import Observer, observed_by
 from torch_remat.dispatch.offloading import chosen
+from torch_remat.dispatch.placeholder import is_placeholder
 from torch_remat.dispatch.region.forward import run_region
 from torch_remat.dispatch.region.inputs import RegionInputs, leaves_of, with_leaves
 from torch_remat.dispatch.region.region import Region
@@ -23,10 +29,12 @@ from torch_remat.policies.decision import CheckpointPolicy
 from torch_remat.reports.collect import report_of
 from torch_remat.reports.explanation import Alternative, Explanation
 from torch_remat.reports.graph import is_released, nodes_below
+from torch_remat.reports.ledger import tensors_in
 from torch_remat.reports.notes import CountAten, Notes, OpNotes, RegionNotes
 from torch_remat.reports.torch_checkpoint import is_of_checkpoint
-from torch_remat.reports.undo import Undo
-from torch_remat.reports.walk import tensors_in
+
+# Written by batch norms, of which not all schemas say so.
+_STATISTICS = {"running_mean", "running_var"}
 
 
 def explain(function: Callable[..., Any], *, alternatives: bool = True) -> Callable[..., Explanation]:
@@ -81,18 +89,12 @@ def explain(function: Callable[..., Any], *, alternatives: bool = True) -> Calla
     def explained(*args: Any, **kwargs: Any) -> Explanation:
         if current_mode() is not None:
             raise UsageError("explain() was called inside a region", remedy="Call it around the whole model.")
-        trials = _Trials()
-        notes = Notes(trials.try_others if alternatives else _no_trials)
-        trials.notes = notes
+        notes = Notes(_Trials().try_others if alternatives else None)
         with torch.enable_grad(), observed_by(notes), CountAten(notes.count):
             no_backward = _backward(function(*args, **kwargs))
         return Explanation(tuple(region.explained() for region in notes.regions.values()), no_backward)
 
     return explained
-
-
-def _no_trials(region: Region, notes: RegionNotes) -> None:
-    pass
 
 
 def _backward(output: Any) -> str | None:
@@ -113,7 +115,7 @@ def _backward(output: Any) -> str | None:
 
 
 class _Override(Observer):
-    """Gives one op of one function's regions another policy."""
+    """Gives one op another policy in the first region that this thread begins."""
 
     def __init__(self, op: str, policy: CheckpointPolicy) -> None:
         self._op = op
@@ -134,8 +136,6 @@ class _Override(Observer):
 class _Trials:
     """Tries out other policies for the ops of a region, once for each kind of region."""
 
-    notes: Notes
-
     def __init__(self) -> None:
         self._known: dict[Any, dict[str, tuple[Alternative, ...]]] = {}
         self._offloader = CpuOffloader()
@@ -148,30 +148,23 @@ class _Trials:
             return  # that would count what a trial saves
         kind = _kind(region, notes)
         if kind not in self._known:
-            self.notes.paused = True
-            try:
-                same = self._measure(region, None, None)
-                self._known[kind] = {
-                    # What cannot run as it is will fail in backward, with an error of its own.
-                    name: () if isinstance(same, str) else tuple(self._others(region, op, same))
-                    for name, op in notes.ops.items()
-                }
-            finally:
-                self.notes.paused = False
+            same = self._measure(region, None, None)
+            self._known[kind] = {
+                # What cannot run as it is will fail in backward, with an error of its own.
+                name: () if isinstance(same, str) else tuple(self._others(region, op, same))
+                for name, op in notes.ops.items()
+            }
         for name, found in self._known[kind].items():
             notes.ops[name].alternatives = found
 
-    def _others(self, region: Region, op: OpNotes, same: tuple[int, int, int]) -> list[Alternative]:
-        found = []
+    def _others(self, region: Region, op: OpNotes, same: tuple[int, int, int]) -> Iterator[Alternative]:
         for policy in CheckpointPolicy:
             if policy is not op.policy:
                 measured = self._measure(region, op.name, policy)
                 if isinstance(measured, str):
-                    found.append(Alternative(policy.value, 0, 0, 0, measured))
+                    yield Alternative(policy.value, 0, 0, 0, measured)
                 else:
-                    kept, offloaded, flops = (after - before for after, before in zip(measured, same, strict=True))
-                    found.append(Alternative(policy.value, kept, offloaded, flops))
-        return found
+                    yield Alternative(policy.value, *map(sub, measured, same))
 
     def _measure(self, region: Region, op: str | None, policy: CheckpointPolicy | None) -> tuple[int, int, int] | str:
         """Run a region's forward and replay; return kept and offloaded bytes and replay's FLOPs, or what went wrong."""
@@ -179,7 +172,7 @@ class _Trials:
         override = _Override(op or "", policy or CheckpointPolicy.SAVE)
         assert region.function is not None
         assert region.inputs is not None
-        options, undo = region.options, Undo()
+        options, undo = region.options, _Undo()
         if options.offloader is None and chosen.get() is None:
             options = options._replace(offloader=self._offloader)
         try:
@@ -206,43 +199,73 @@ class _Trials:
         return report.bytes, report.offloaded_bytes, sum(flops)
 
 
-class _Alias(torch.autograd.Function):
-    """The same memory as a result, not as a leaf: a leaf would not travel."""
-
-    @staticmethod
-    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
-        return leaf.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad
-
-
 def _arguments_of(region: Region, inputs: RegionInputs) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """Return a region's arguments, such that those will be offloaded which were."""
+    """Return a region's arguments; those that were offloaded are such that a new region offloads them, too."""
     args, kwargs = inputs.restore(region)
-    away = inputs.offloaded()
-    if not away:
-        return args, kwargs
     leaves = leaves_of(args, kwargs)
-    aliases = {id(leaves[place]): _Alias.apply(leaves[place]) for place in away}
-    return with_leaves(args, kwargs, [aliases.get(id(leaf), leaf) for leaf in leaves])
+    copies = {id(leaves[place]): leaves[place].clone() for place in inputs.offloaded()}  # a leaf would not travel
+    return with_leaves(args, kwargs, [copies.get(id(leaf), leaf) for leaf in leaves]) if copies else (args, kwargs)
 
 
 def _kind(region: Region, notes: RegionNotes) -> Any:
-    """Return what two regions have in common if a trial of one tells of the other."""
-    function = region.function
-    report = notes.report
+    """Return a key that is equal for two regions if a trial of one holds for the other as well."""
+    options, counts, report = region.options, notes.counts, notes.report
+    ops = tuple((op.name, op.policy, tuple((one.label, one.bytes) for one in op.outputs)) for op in notes.ops.values())
     return (
-        type(function),
-        getattr(function, "__code__", None),
-        region.options._replace(region_name=None, offloader=None),
-        id(region.options.offloader),
-        notes.counts.flops["forward"],
-        notes.counts.ops["forward"],
-        tuple(
-            (op.name, op.policy, tuple((seen.label, seen.bytes) for seen in op.outputs)) for op in notes.ops.values()
-        ),
+        *(type(region.function), getattr(region.function, "__code__", None)),
+        *(options._replace(region_name=None, offloader=None), id(options.offloader)),
+        *(counts["forward_flops"], counts["forward_ops"], ops, notes.unnamed),
         None if report is None else (report.bytes, report.offloaded_bytes),
-        notes.unnamed,
     )
+
+
+class _Undo(TorchDispatchMode):
+    """Puts back what a trial changes in place in tensors from before: running statistics, caches, counters.
+
+    It copies each storage from outside that an op writes, before that, and keeps the copies until the trial is over.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: set[int] = set()
+        self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._versions: list[tuple[torch.Tensor, int]] = []
+
+    def __torch_dispatch__(
+        self, op: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Copy what the op will write, and run it."""
+        kwargs = kwargs or {}
+        given = {key_of(tensor) for tensor in arguments_in(args, kwargs)}
+        for tensor in _written(op, args, kwargs):
+            self._note(tensor)
+        result = op(*args, **kwargs)
+        results = result if isinstance(result, (list, tuple)) else (result,)
+        self._made.update(key for tensor in arguments_in(results, {}) if (key := key_of(tensor)) not in given)
+        return result
+
+    def _note(self, tensor: torch.Tensor) -> None:
+        if is_placeholder(tensor) or tensor.layout is not torch.strided or (key := key_of(tensor)) in self._made:
+            return
+        if key not in self._before:
+            storage = tensor.untyped_storage()
+            self._before[key] = storage, storage.clone()
+        if not tensor.is_inference():
+            self._versions.append((tensor, tensor._version))
+
+    def restore(self) -> None:
+        """Put back what was changed."""
+        for storage, before in self._before.values():
+            if storage.nbytes() == before.nbytes():  # else it was resized: its tensor is another one now
+                storage.copy_(before)
+        for tensor, version in self._versions[::-1]:
+            set_version(tensor, version)
+
+
+def _written(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    effects = effects_of(op)
+    where = list(effects.written)
+    schema = getattr(op, "_schema", None)
+    if schema is not None and "batch_norm" in effects.name:
+        where += [(place, one.name) for place, one in enumerate(schema.arguments) if one.name in _STATISTICS]
+    return arguments_in([argument(one, args, kwargs) for one in where], {})

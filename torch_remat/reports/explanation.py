@@ -8,12 +8,13 @@ Explanation
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from html import escape
 from typing import Any, Literal
 
 from torch_remat.reports.fold import fold_series
-from torch_remat.reports.text import aligned, format_bytes, format_sum, plural
+from torch_remat.reports.text import aligned, format_bytes, format_flops, format_sum, plural
 
 State = Literal["kept", "offloaded", "elided", "recomputed", "not kept"]
 """Where a tensor is between forward and backward: in place; elsewhere; with what replay makes or has anyway; nowhere,
@@ -152,8 +153,7 @@ class Explanation:
         if not self.regions:
             return "no region ran"
         groups = fold_series(self.regions, lambda region: region.name, _facts)
-        folded = [(label, group[0], len(group)) for label, group in groups]
-        texts = [_region_text(label, region, count) for label, region, count in folded]
+        texts = [_region_text(label, group[0], len(group)) for label, group in groups]
         if self.no_backward is not None and any(map(_waits, self.regions)):
             texts.insert(0, f"explain() ran no backward: {self.no_backward}")
         return "\n\n".join(texts)
@@ -162,51 +162,31 @@ class Explanation:
         return f"<pre>{escape(str(self))}</pre>"
 
 
-def format_flops(count: int) -> str:
-    """Return floating-point operations with a decimal unit: ``134.2 MFLOP``."""
-    amount, unit = float(count), ""
-    for bigger in ("k", "M", "G", "T", "P"):
-        if abs(amount) < 1000:
-            break
-        amount, unit = amount / 1000, bigger
-    return f"{amount:.1f} {unit}FLOP" if unit else f"{count} FLOP"
-
-
 def _facts(region: RegionExplanation) -> Any:
     """Return all that is told of a region but its name."""
-    return (
-        json.dumps(asdict(region))
-        .replace(json.dumps(f"{region.name}::")[1:-1], "")
-        .replace(json.dumps(region.name), "")
-    )
+    told = json.dumps(asdict(region)).replace(json.dumps(f"{region.name}::")[1:-1], "")
+    return told.replace(json.dumps(region.name), "")
 
 
 def _region_text(label: str, region: RegionExplanation, count: int) -> str:
-    each = f" (each of {count})" if count > 1 else ""
     keeps = format_sum(region.kept_bytes, region.offloaded_bytes)
-    inputs = format_sum(region.input_bytes, region.offloaded_input_bytes)
-    lines = [
-        f"{label}{each}",
-        f"  keeps {keeps}, of which {inputs} inputs"
-        + (f"; without recomputing {format_bytes(region.refilled_bytes)}" if region.replays else ""),
-        f"  forward: {plural(region.forward_ops, 'op')}, {format_flops(region.forward_flops)}; "
-        + (
-            f"replay: {plural(region.replay_ops, 'op')}, {format_flops(region.replay_flops)}"
-            if region.replays
-            else f"no replay: {'no backward came to it' if _waits(region) else 'nothing has to be recomputed'}"
-        ),
-    ]
+    keeps += f", of which {format_sum(region.input_bytes, region.offloaded_input_bytes)} inputs"
+    forward = f"{plural(region.forward_ops, 'op')}, {format_flops(region.forward_flops)}"
+    replay = f"no replay: {'no backward came to it' if _waits(region) else 'nothing has to be recomputed'}"
+    if region.replays:
+        keeps += f"; without recomputing {format_bytes(region.refilled_bytes)}"
+        replay = f"replay: {plural(region.replay_ops, 'op')}, {format_flops(region.replay_flops)}"
+    head = f"{label} (each of {count})" if count > 1 else label
+    lines = [head, f"  keeps {keeps}", f"  forward: {forward}; {replay}"]
     if region.unnamed:
         lines.append(f"  {plural(region.unnamed, 'saved tensor')} without a name: recomputed")
-    rows = [[one.label, one.state, format_bytes(one.bytes), _reason(region, one)] for one in region.by_policy]
-    lines += [f"  {line}" for line in aligned(rows, right={2})]
+    lines += [f"  {line}" for line in _tensor_lines(region, region.by_policy)]
     for op in region.ops:
         lines.append(
             f"  {op.name}: {op.policy}, replay: {op.replay}, "
             f"{format_flops(op.forward_flops)} in forward, {format_flops(op.replay_flops)} in replay"
         )
-        rows = [[one.label, one.state, format_bytes(one.bytes), _reason(region, one)] for one in op.tensors]
-        lines += [f"    {line}" for line in aligned(rows, right={2})]
+        lines += [f"    {line}" for line in _tensor_lines(region, op.tensors)]
         lines += [f"    {_alternative_text(other)}" for other in op.alternatives]
     return "\n".join(lines)
 
@@ -217,12 +197,13 @@ def _waits(region: RegionExplanation) -> bool:
     return region.replays == 0 and (region.unnamed > 0 or elided)
 
 
-def _reason(region: RegionExplanation, tensor: TensorExplanation) -> str:
-    if tensor.shared_with is None:
-        return tensor.why
-    other = tensor.shared_with.removeprefix(f"{region.name}::")
-    is_told = f"input {other}," in tensor.why
-    return tensor.why if is_told else f"{tensor.why} (same memory as {other})"
+def _tensor_lines(region: RegionExplanation, tensors: Sequence[TensorExplanation]) -> list[str]:
+    rows = []
+    for one in tensors:
+        other = (one.shared_with or "").removeprefix(f"{region.name}::")
+        same = f" (same memory as {other})" if other and f"input {other}," not in one.why else ""
+        rows.append([one.label, one.state, format_bytes(one.bytes), one.why + same])
+    return aligned(rows, right={2})
 
 
 def _alternative_text(other: Alternative) -> str:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar
 
 from torch_remat.reports.data import KeptTensor, RegionReport
 
@@ -18,46 +18,25 @@ _MOST_IN_A_LAYER = 8
 _NUMBER = re.compile(r"\d+")
 
 
-@dataclass(frozen=True)
-class Group:
-    """Regions in a row that are alike.
+class Group(NamedTuple):
+    """Regions in a row that are alike."""
 
-    Attributes:
-        label: The name of one, or ``layers.0-31``, or ``Block x12`` where all have the same name.
-        regions: The regions.
-    """
-
-    label: str
-    regions: tuple[RegionReport, ...]
-
-    @property
-    def bytes(self) -> int:
-        """Bytes that all of them keep in place."""
-        return sum(region.bytes for region in self.regions)
-
-    @property
-    def offloaded_bytes(self) -> int:
-        """Bytes that all of them keep elsewhere."""
-        return sum(region.offloaded_bytes for region in self.regions)
+    label: str  # the name of one, or ``layers.0-31``, or ``Block x12`` where all have the same name
+    regions: list[RegionReport]
 
 
 def fold(regions: Sequence[RegionReport]) -> list[Group]:
     """Return regions in groups, in order."""
-    return [Group(label, tuple(group)) for label, group in fold_series(regions, lambda region: region.name, _contents)]
+    return [Group(*group) for group in fold_series(regions, lambda region: region.name, _contents)]
 
 
 def fold_series(
     items: Sequence[_T], name_of: Callable[[_T], str], facts_of: Callable[[_T], Any]
 ) -> list[tuple[str, list[_T]]]:
-    """Return items in groups that are alike, each with one label, in order.
+    """Return items in groups, in order, each with one label: their facts are equal, and their names make a series.
 
     A model may have several regions in each layer: items that take turns (attention, MLP, attention, MLP) are folded to
     one group for each of them.
-
-    Args:
-        items: What is folded.
-        name_of: An item's name.
-        facts_of: What must be equal, besides the name.
     """
     facts = [facts_of(item) for item in items]
     names = [name_of(item) for item in items]
@@ -74,7 +53,7 @@ def fold_series(
 
 
 def _longest_run(facts: Sequence[Any], names: Sequence[str], at: int) -> tuple[int, int]:
-    """Return how many items take turns from a place on, and how often: what covers the most, with the fewest."""
+    """Return how many items take turns from a place on, and how often: the choice that covers the most items."""
     best = (1, 1)
     for period in range(1, _MOST_IN_A_LAYER + 1):
         turns = 1
@@ -120,21 +99,9 @@ def series_label(names: Sequence[str]) -> str | None:
 
 
 def _contents(region: RegionReport) -> Any:
-    return [_facts(tensor) for tensor in region.tensors], [
-        (op.name, op.policy, [_facts(tensor) for tensor in op.tensors]) for op in region.ops
-    ]
+    return _facts(region.tensors), [(op.name, op.policy, _facts(op.tensors)) for op in region.ops]
 
 
-def _facts(tensor: KeptTensor) -> Any:
-    return (
-        tensor.label,
-        tensor.kind,
-        tensor.bytes,
-        tensor.shape,
-        tensor.dtype,
-        tensor.device,
-        tensor.aliases,
-        tensor.shared_with is None,
-        tensor.offloaded,
-        tensor.policy,
-    )
+def _facts(tensors: Sequence[KeptTensor]) -> list[KeptTensor]:
+    """Return tensors without names of regions, which differ between layers that are alike."""
+    return [replace(one, name="", needed_by=(), shared_with=one.shared_with and "another") for one in tensors]

@@ -1,4 +1,4 @@
-"""The autograd graph: what it saves below some tensors, read without unpacking anything; which op reads which result.
+"""The autograd graph: what it saves below some tensors, read without unpacking anything; and who reads a result.
 
 In: tensors with a graph. Kept: nothing. Out: saved tensors by node type, the parameters below, readers in words.
 
@@ -8,9 +8,11 @@ saved-tensor hooks made of it. Nodes are visited by hand, since a deep graph wou
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any
 
 import torch
 from torch.autograd.graph import Node
@@ -20,9 +22,8 @@ from torch_remat.dispatch.kept import held_in
 from torch_remat.dispatch.log.readers import is_view
 from torch_remat.dispatch.region.region import Region
 from torch_remat.reports.data import NodeReport
-from torch_remat.reports.ledger import Ledger, Row, pieces_in, viewed_parameter
+from torch_remat.reports.ledger import Ledger, Row, pieces_in, tensors_in, viewed_parameter
 from torch_remat.reports.torch_checkpoint import TorchCheckpoint, packed_in
-from torch_remat.reports.walk import tensors_in
 
 _CHECKPOINT = "torch.utils.checkpoint"
 
@@ -48,20 +49,13 @@ def checkpoints_below(nodes: Iterable[Node], regions: Iterable[Region]) -> list[
     return TorchCheckpoint.with_those_around(found)
 
 
-def parameters_below(nodes: Iterable[Node], checkpoints: Iterable[TorchCheckpoint]) -> Iterator[torch.Tensor]:
+def parameters_below(nodes: Sequence[Node], checkpoints: Iterable[TorchCheckpoint]) -> Iterator[torch.Tensor]:
     """Yield the parameters whose gradients nodes accumulate, and those that are saved, whole or as views."""
     for node in nodes:
         variable = getattr(node, "variable", None)
         if isinstance(variable, torch.nn.Parameter):
             yield variable
-        yield from _parameters_in(saved_in(node))
-    for checkpoint in checkpoints:
-        yield from _parameters_in(checkpoint.kept())
-
-
-def _parameters_in(found: Iterator[tuple[str, Any]]) -> Iterator[torch.Tensor]:
-    """Yield the parameters that saved tensors are, or are views of."""
-    for _, packed in found:
+    for _, packed in chain(*map(saved_in, nodes), *(checkpoint.kept() for checkpoint in checkpoints)):
         for tensor in tensors_in(held_in(packed)[1]):
             if (parameter := viewed_parameter(tensor)) is not None:
                 yield parameter
@@ -72,13 +66,11 @@ def collect_nodes(
 ) -> tuple[NodeReport, ...]:
     """Return what nodes save outside of regions, by type, the largest first.
 
-    Args:
-        nodes: The nodes.
-        checkpoints: The checkpoints of ``torch.utils.checkpoint`` that belong to them, or that regions lie in.
-        ledger: What was counted before, parameters and regions among it.
+    The checkpoints are those of ``torch.utils.checkpoint`` that the nodes belong to, or that regions lie in; parameters
+    and regions were counted before.
     """
     rows: dict[str, list[Row]] = {}
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     for node in nodes:
         kind = type(node).__name__
         found: list[Row] = []
@@ -88,7 +80,7 @@ def collect_nodes(
         kept = [row for row in found if row.bytes or row.shared_with is None]
         if kept:
             rows.setdefault(kind, []).extend(kept)
-            counts[kind] = counts.get(kind, 0) + 1
+            counts[kind] += 1
     for checkpoint in checkpoints:
         found = []
         for label, packed in checkpoint.kept():
@@ -98,7 +90,7 @@ def collect_nodes(
                 ledger.add(piece, name, label, "refilled" if refilled else "saved", found, needed_by)
         if any(row.bytes for row in found):
             rows.setdefault(_CHECKPOINT, []).extend(row for row in found if row.bytes)
-            counts[_CHECKPOINT] = counts.get(_CHECKPOINT, 0) + 1
+            counts[_CHECKPOINT] += 1
     reports = [NodeReport(kind, counts[kind], tuple(row.finished() for row in rows[kind])) for kind in rows]
     return tuple(sorted(reports, key=lambda report: (-report.bytes - report.offloaded_bytes, report.node)))
 
@@ -147,22 +139,13 @@ def _raw_attributes(kind: type) -> tuple[str, ...]:
 
 
 SOME_OP = "an op in replay"
-"""What reads a tensor, where that is all that is known."""
+"""The reader of a tensor, where no more is known of it."""
 INNER_REGION = "the replay of an inner region"
 
 
-class Stretch(NamedTuple):
-    """The autograd nodes of an op, or of an inner region.
-
-    Attributes:
-        first: The sequence number of the first.
-        end: The number after the last.
-        phrase: What replay does there; None if it skips it.
-    """
-
-    first: int
-    end: int
-    phrase: str | None
+Stretch = tuple[int, int, str | None]
+"""The autograd nodes of an op, or of an inner region: the sequence number of the first, the one after the last, and in
+words what replay does there; None if it skips it."""
 
 
 def readers_in_graph(
@@ -173,13 +156,8 @@ def readers_in_graph(
 ) -> dict[tuple[str, str], str]:
     """Return in words, for results of ops, which op reads each first: replay comes to that one if to any.
 
-    A view reads nothing, but what reads the view does.
-
-    Args:
-        boundary: The nodes of the region's outputs.
-        region: The region.
-        made: By op and name, the sequence number of a result's node, and which of the node's outputs it is.
-        stretches: The nodes of ops and inner regions.
+    A view reads nothing, but what reads the view does. ``boundary`` are the nodes of the region's outputs; ``made``
+    tells, by op and name, the number of a result's node, and which of the node's outputs it is.
     """
     readers: dict[tuple[int, int], list[Node]] = {}
     nodes = [node for node in boundary if node is not None]
@@ -197,13 +175,12 @@ def readers_in_graph(
         pending = list(readers.get(output, ()))
         for reader in pending:  # grows meanwhile
             number = node_number(reader)
-            stretch = next((one for one in stretches if one.first <= number < one.end), None)
-            if stretch is not None and stretch.phrase is None:
-                continue
-            if is_view(reader.name()):
+            own = f"{SOME_OP} ({reader.name()})"
+            phrase = next((phrase for first, end, phrase in stretches if first <= number < end), own)
+            if phrase is not None and is_view(reader.name()):
                 pending += readers.get((number, 0), ())
-            else:
-                phrases[number] = f"{SOME_OP} ({reader.name()})" if stretch is None else stretch.phrase or ""
+            elif phrase is not None:
+                phrases[number] = phrase
         if phrases:
             told[result] = phrases[min(phrases)]
     return told

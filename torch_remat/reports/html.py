@@ -7,10 +7,9 @@ from html import escape
 from torch_remat.reports.data import KeptForBackward, KeptTensor
 from torch_remat.reports.fold import Group, fold
 from torch_remat.reports.spans import Timeline
-from torch_remat.reports.text import describe, format_bytes, format_sum, remarks
-from torch_remat.reports.trace_text import LEGEND, headline, table
+from torch_remat.reports.text import LEGEND, describe, format_bytes, format_sum, headline, remarks, table
 
-_LEFT = 'style="text-align: left"'
+_LEFT, _RIGHT = 'style="text-align: left"', 'style="text-align: right"'
 _HEAD = ("kept", "bytes", "tensor", "policy", "why")
 
 
@@ -45,7 +44,7 @@ def trace_as_html(trace: Timeline) -> str:
 
 def _trace_cell(place: int, cell: str) -> str:
     if place:
-        return f'<td style="text-align: right">{escape(cell)}</td>'
+        return f"<td {_RIGHT}>{escape(cell)}</td>"
     op = cell.lstrip(" ")
     return f"<td {_LEFT}>\N{EM SPACE}{escape(op)}</td>" if op != cell else f"<th {_LEFT}>{escape(cell)}</th>"
 
@@ -54,7 +53,7 @@ def _group_rows(group: Group) -> list[str]:
     region, count = group.regions[0], len(group.regions)
     each = format_sum(region.bytes, region.offloaded_bytes)
     label = group.label if count == 1 else f"{group.label} ({count} of {each} each)"
-    rows = [_sum_row(label, group.bytes, group.offloaded_bytes)]
+    rows = [_sum_row(label, count * region.bytes, count * region.offloaded_bytes)]
     rows += [_tensor_row(tensor, tensor.label) for tensor in region.tensors]
     for op in region.ops:
         rows += [_tensor_row(tensor, f"{op.name}.{tensor.label}") for tensor in op.tensors]
@@ -71,8 +70,5 @@ def _sum_row(label: str, count: int, offloaded_bytes: int) -> str:
 
 
 def _row(*cells: str) -> str:
-    inner = "".join(
-        f'<td style="text-align: {"right" if place == 1 else "left"}">{escape(cell)}</td>'
-        for place, cell in enumerate(cells)
-    )
-    return f"<tr>{inner}</tr>"
+    inner = [f"<td {_RIGHT if place == 1 else _LEFT}>{escape(cell)}</td>" for place, cell in enumerate(cells)]
+    return f"<tr>{''.join(inner)}</tr>"

@@ -1,4 +1,4 @@
-"""Bytes by storage: who was counted first, and under which name.
+"""Counts the bytes of each storage once, under the name that it was met with first.
 
 In: what regions and autograd keep, with names. Kept, while a report is made: the storages behind it, and what stands
 for those that are away, so that no address is used again. Out: rows, in which the bytes of each storage stand once.
@@ -6,62 +6,48 @@ for those that are away, so that no address is used again. Out: rows, in which t
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, fields, is_dataclass
+from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
+import optree
 import torch
 
+from torch_remat._compat import PYTREE_NAMESPACE, adopt_pytree_node
 from torch_remat.dispatch.kept import Away
 from torch_remat.dispatch.placeholder import is_placeholder
 from torch_remat.reports.data import KeptTensor, Kind, ParameterReport
-from torch_remat.reports.walk import leaves_in
 
 PARAMETER, BUFFER = "parameter", "buffer"
-"""What exists anyway."""
+"""Kinds of tensors that exist anyway."""
+
+_SIMPLE = (torch.Tensor, str, bytes, int, float, complex, type(None), type)
 
 
 class Memory(NamedTuple):
-    """Memory that is counted once, however many tensors are in it.
+    """Memory that is counted once, however many tensors are in it."""
 
-    Attributes:
-        key: Its identity, as long as ``owner`` lives.
-        owner: A storage, or what stands for one that is away.
-        bytes: Its bytes.
-    """
-
-    key: Hashable
-    owner: Any
+    key: Hashable  # its identity, as long as the owner lives
+    owner: Any  # a storage, or what stands for one that is away
     bytes: int
 
 
 class Piece(NamedTuple):
-    """A kept tensor, or one that is away.
-
-    Attributes:
-        shape: Its shape.
-        dtype: Its dtype.
-        place: Where it is: a device, or the kind of offloader that has it.
-        memory: What it is in.
-        offloaded: Whether it lies elsewhere than where it was made.
-        besides: Why it is there although it is offloaded, for which another piece stands.
-    """
+    """A kept tensor, or one that is away."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    place: str
-    memory: list[Memory]
-    offloaded: bool = False
+    place: str  # where it is: a device, or the kind of offloader that has it
+    memory: list[Memory]  # what it is in
+    offloaded: bool = False  # whether it lies elsewhere than where it was made
+    # Why it is there, too, although it is offloaded; another piece stands for that.
     besides: Literal["not gone yet", "brought back"] | None = None
 
 
 def pieces_in(value: Any, made_on: torch.device | None = None) -> Iterator[Piece]:
-    """Yield the tensors in what is kept; nothing is unpacked or brought back.
-
-    Args:
-        value: A tensor, an `Away`, or what saved-tensor hooks made of a tensor.
-        made_on: Where the tensor was before; what lies elsewhere is offloaded.
-    """
+    """Yield the tensors in a value of `Kept`; what lies elsewhere than where it was made counts as offloaded."""
     if isinstance(value, Away):
         yield from _pieces_of_away(value)
         return
@@ -72,6 +58,44 @@ def pieces_in(value: Any, made_on: torch.device | None = None) -> Iterator[Piece
         if isinstance(leaf, torch.Tensor):
             moved = made_on is not None and leaf.device != made_on
             yield Piece(tuple(leaf.shape), leaf.dtype, str(leaf.device), _memory_of(leaf), moved)
+
+
+def leaves_in(value: Any) -> Iterator[Any]:
+    """Yield all values inside containers, or the value itself if it is no container. Each container is entered once.
+
+    Containers are those of any type, dataclasses, and what is registered with torch's pytrees. Objects of other classes
+    are not entered: their attributes may lead anywhere.
+    """
+    waiting, entered = [value], {}
+    while waiting:
+        one = waiting.pop()
+        parts = _parts(one)
+        if parts is None:
+            yield one
+        elif id(one) not in entered:
+            entered[id(one)] = one
+            waiting += parts[::-1]
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a value."""
+    return (leaf for leaf in leaves_in(value) if isinstance(leaf, torch.Tensor))
+
+
+def _parts(value: Any) -> Sequence[Any] | None:
+    if isinstance(value, _SIMPLE):
+        return None
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, (tuple, list, Set, deque)):
+        return list(value)
+    if isinstance(value, SimpleNamespace):
+        return list(vars(value).values())
+    if is_dataclass(value):
+        return [getattr(value, field.name, None) for field in fields(value)]
+    adopt_pytree_node(type(value))
+    found, spec = optree.tree_flatten(value, namespace=PYTREE_NAMESPACE)
+    return None if spec.is_leaf() else found
 
 
 def _pieces_of_away(away: Away) -> Iterator[Piece]:
@@ -114,14 +138,14 @@ def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
 
 
 def viewed_parameter(tensor: torch.Tensor) -> torch.nn.Parameter | None:
-    """Return the parameter that a tensor is, or is a view of; None for others. A detached one does not tell."""
+    """Return the parameter that a tensor is, or is a view of; None for others, detached parameters among them."""
     owner = tensor if tensor._base is None else tensor._base
     return owner if isinstance(owner, torch.nn.Parameter) else None
 
 
 @dataclass
 class Row:
-    """A kept tensor, before aliases and sharing are known to the end; see `KeptTensor`."""
+    """A `KeptTensor` in the making: later tensors may turn out to share its memory."""
 
     name: str
     label: str
@@ -136,27 +160,18 @@ class Row:
     def finished(self) -> KeptTensor:
         """Return the row as plain data."""
         piece = self.piece
-        return KeptTensor(
-            self.name,
-            self.label,
-            piece.besides or self.kind,
-            self.bytes,
-            piece.shape,
-            str(piece.dtype).removeprefix("torch."),
-            piece.place,
-            tuple(dict.fromkeys(self.needed_by)),
-            tuple(dict.fromkeys(self.aliases)),
-            self.shared_with,
-            piece.offloaded,
-            self.policy,
-        )
+        what = (self.name, self.label, piece.besides or self.kind, self.bytes)
+        look = (piece.shape, str(piece.dtype).removeprefix("torch."), piece.place)
+        others = (tuple(dict.fromkeys(self.needed_by)), tuple(dict.fromkeys(self.aliases)), self.shared_with)
+        return KeptTensor(*what, *look, *others, piece.offloaded, self.policy)
 
 
 class Ledger:
-    """Counts each storage once, and likewise what is away.
+    """Counts each storage once, and each offloaded tensor once.
 
     Args:
-        momentary: Whether what is offloaded and at this moment in place as well, on its way or for a backward, counts.
+        momentary: Whether to count the copy of an offloaded tensor that is in place for a moment: it has not left yet,
+            or a backward has brought it back.
     """
 
     def __init__(self, momentary: bool = True) -> None:
@@ -186,23 +201,13 @@ class Ledger:
             self.add_parameter(buffer, BUFFER)
 
     def existing(self, kind: str) -> ParameterReport:
-        """Return what was counted of the parameters or buffers."""
+        """Return how many parameters, or buffers, were counted, and their bytes."""
         return ParameterReport(len(self._existing[kind]), self._existing_bytes[kind])
 
     def add(
         self, piece: Piece, name: str, label: str, kind: Kind, rows: list[Row], needed_by: str, policy: str = ""
     ) -> None:
-        """Count a tensor, and append its row to ``rows``, unless it shares the memory of one that is there.
-
-        Args:
-            piece: What is kept.
-            name: Its full name.
-            label: Its name within the op or region.
-            kind: Why it is kept.
-            rows: The rows of the same op or region.
-            needed_by: What needs it.
-            policy: The policy of what it belongs to.
-        """
+        """Count a tensor, and append its row to ``rows``, unless it shares the memory of one that is there."""
         row = Row(name, label, kind, piece, policy, [needed_by])
         met: list[Hashable] = []
         for key, memory, count in piece.memory:

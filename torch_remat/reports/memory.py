@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
+from itertools import chain
 from typing import TextIO
 
 import torch
 
+from torch_remat.dispatch.kept import parameters_of
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.region.region import live_regions
 from torch_remat.errors import UsageError
-from torch_remat.reports.collect import collect_parameters, collect_region, report_of
+from torch_remat.reports.collect import collect_region, report_of
 from torch_remat.reports.data import RegionReport
 from torch_remat.reports.graph import checkpoints_below, collect_nodes, nodes_below, parameters_below
 from torch_remat.reports.ledger import BUFFER, PARAMETER, Ledger
@@ -60,10 +62,8 @@ def memory_report(*roots: torch.Tensor | torch.nn.Module) -> MemoryReport:
     for root in roots:
         if isinstance(root, torch.nn.Module):
             ledger.add_module(root)
-    for parameter in parameters_below(nodes, checkpoints):
+    for parameter in chain(parameters_below(nodes, checkpoints), *map(parameters_of, regions)):
         ledger.add_parameter(parameter)
-    for region in regions:
-        collect_parameters(region, ledger)
     reports = [collect_region(region, ledger) for region in regions]
     return MemoryReport(
         tuple(report for report in reports if report.tensors or report.ops),

@@ -7,6 +7,7 @@ each region. FLOPs are those of ``torch.utils.flop_counter``.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,25 +29,26 @@ from torch_remat.reports.explanation import Alternative, OpExplanation, RegionEx
 from torch_remat.reports.graph import INNER_REGION, Stretch, readers_in_graph
 from torch_remat.reports.reasons import Seen, SeenOp, kept_by_policy, never_needed, reasons
 
-
-@dataclass
-class Counts:
-    """Aten ops that compute something, and their FLOPs, by phase."""
-
-    ops: dict[str, int] = field(default_factory=lambda: {"forward": 0, "replay": 0})
-    flops: dict[str, int] = field(default_factory=lambda: {"forward": 0, "replay": 0})
+Counts = Counter[str]
+"""How many aten ops computed something, and their FLOPs: ``forward_ops``, ``replay_flops``, ..."""
 
 
 @dataclass
 class OpNotes(SeenOp):
     """One op."""
 
-    counts: Counts = field(default_factory=Counts)
+    counts: Counts = field(default_factory=Counter)
     replay: Replay = "no replay"
     numbers: tuple[int, int] = (0, 0)
     made: dict[str, tuple[int, int]] = field(default_factory=dict)  # nodes and outputs, by name
     tensors: tuple[TensorExplanation, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
+
+    def explained(self, replays: int) -> OpExplanation:
+        """Return the notes as plain data."""
+        flops = self.counts["forward_flops"], self.counts["replay_flops"]
+        replay = self.replay if self.replay != "no replay" or not replays else "not reached"
+        return OpExplanation(self.name, self.policy.value, replay, *flops, self.tensors, self.alternatives)
 
 
 @dataclass
@@ -54,7 +56,7 @@ class RegionNotes:
     """One region."""
 
     name: str
-    counts: Counts = field(default_factory=Counts)
+    counts: Counts = field(default_factory=Counter)
     ops: dict[str, OpNotes] = field(default_factory=dict)
     report: RegionReport | None = None
     by_policy: tuple[TensorExplanation, ...] = ()
@@ -65,58 +67,31 @@ class RegionNotes:
 
     def explained(self) -> RegionExplanation:
         """Return the notes as plain data."""
-        report, counts = self.report, self.counts
-        inputs = [tensor for tensor in report.tensors if tensor.kind == "input"] if report else []
-        return RegionExplanation(
-            self.name,
-            report.bytes if report else 0,
-            report.offloaded_bytes if report else 0,
-            sum(tensor.bytes for tensor in inputs if not tensor.offloaded),
-            sum(tensor.bytes for tensor in inputs if tensor.offloaded),
-            self.unnamed,
-            self.refilled_bytes,
-            self.replays,
-            counts.ops["forward"],
-            counts.ops["replay"],
-            counts.flops["forward"],
-            counts.flops["replay"],
-            self.by_policy,
-            tuple(
-                OpExplanation(
-                    op.name,
-                    op.policy.value,
-                    op.replay if op.replay != "no replay" or not self.replays else "not reached",
-                    op.counts.flops["forward"],
-                    op.counts.flops["replay"],
-                    op.tensors,
-                    op.alternatives,
-                )
-                for op in self.ops.values()
-            ),
-        )
+        report, counts = self.report or RegionReport(self.name, (), ()), self.counts
+        inputs = RegionReport("", tuple(tensor for tensor in report.tensors if tensor.kind == "input"), ())
+        kept = report.bytes, report.offloaded_bytes, inputs.bytes, inputs.offloaded_bytes
+        counted = counts["forward_ops"], counts["replay_ops"], counts["forward_flops"], counts["replay_flops"]
+        ops = tuple(op.explained(self.replays) for op in self.ops.values())
+        again = self.unnamed, self.refilled_bytes, self.replays
+        return RegionExplanation(self.name, *kept, *again, *counted, self.by_policy, ops)
 
 
 class _Running(threading.local):
-    """What runs in this thread: the counts to add to, with the phase; None hides what is around."""
+    """What runs in this thread, innermost last: the counts to add to, and the phase; None if it is not noted."""
 
     def __init__(self) -> None:
         self.stack: list[tuple[Counts, str] | None] = []
 
 
 class Notes(Observer):
-    """Takes notes of all regions whose forward this thread runs outside of replays.
+    """Takes notes of all regions whose forward this thread runs outside of replays, by their serial numbers.
 
-    Args:
-        after_forward: Called with each region and its notes once its forward is over.
-
-    Attributes:
-        regions: Notes by the regions' serial numbers.
-        paused: Whether regions are passed over.
+    ``after_forward`` is called with each region and its notes once its forward is over; meanwhile nothing is noted.
     """
 
-    def __init__(self, after_forward: Callable[[Region, RegionNotes], None]) -> None:
+    def __init__(self, after_forward: Callable[[Region, RegionNotes], None] | None) -> None:
         self.regions: dict[int, RegionNotes] = {}
-        self.paused = False
+        self._paused = False
         self._after_forward = after_forward
         self._thread = threading.get_ident()
         self._running = _Running()
@@ -125,25 +100,25 @@ class Notes(Observer):
     def begin_region(self, region: Region, phase: str) -> None:
         """Begin to count for a region."""
         mode = current_mode()
-        mine = threading.get_ident() == self._thread and not self.paused
+        mine = threading.get_ident() == self._thread and not self._paused
         if phase == "forward" and mine and mode is not None and not mode.recomputing:
             self.regions[region.serial] = RegionNotes(region.name)
-        notes = None if self.paused else self.regions.get(region.serial)
+        notes = self._of(region)
         self._running.stack.append(None if notes is None else (notes.counts, phase))
         if notes is not None and phase == "replay":
             notes.replays += 1
 
     def end_region(self, region: Region, phase: str) -> None:
-        """Count for the region around, if any; after replay, note what is there now."""
+        """Count for the region around again, if any; after replay, note what the region holds now."""
         self._running.stack.pop()
-        notes = None if self.paused else self.regions.get(region.serial)
+        notes = self._of(region)
         if notes is not None and phase == "replay":
             report = report_of(region)
             notes.refilled_bytes = max(notes.refilled_bytes, report.bytes + report.offloaded_bytes)
 
     def begin_op(self, region: Region, op: WatchedOp, phase: str) -> None:
         """Begin to count for an op."""
-        notes = None if self.paused else self.regions.get(region.serial)
+        notes = self._of(region)
         if notes is not None and phase == "forward":
             notes.ops.setdefault(op.name, OpNotes(op.name, op.policy))
         found = None if notes is None else notes.ops.get(op.name)
@@ -152,7 +127,7 @@ class Notes(Observer):
     def end_op(self, region: Region, op: WatchedOp, phase: str) -> None:
         """Note what an op saved and returned."""
         self._running.stack.pop()
-        notes = None if self.paused else self.regions.get(region.serial)
+        notes = self._of(region)
         found = None if notes is None else notes.ops.get(op.name)
         if found is None:
             return
@@ -165,19 +140,21 @@ class Notes(Observer):
                 if isinstance(tensor, torch.Tensor)
             }
             found.numbers = op.numbers
-            for label, tensor in made.items():
-                if tensor.grad_fn is not None:
-                    found.made[label] = node_number(tensor.grad_fn), tensor.output_nr
+            nodes = {label: one.grad_fn for label, one in made.items()}
+            found.made = {label: (node_number(node), made[label].output_nr) for label, node in nodes.items() if node}
             found.saved = [Seen.of(label, tensor) for label, tensor in op.named.items() if tensor is not None]
             found.outputs = [Seen.of(label, tensor) for label, tensor in made.items()]
+
+    def _of(self, region: Region) -> RegionNotes | None:
+        return None if self._paused else self.regions.get(region.serial)
 
     def offload_began(self, tensor: torch.Tensor, key: int) -> None:
         """Note which storage has left."""
         self._sent[key] = StorageWeakRef(tensor.untyped_storage())
 
     def finish_region(self, region: Region, boundary: Sequence[torch.autograd.graph.Node | None]) -> None:
-        """Read the tape, now that forward is over."""
-        notes = None if self.paused else self.regions.get(region.serial)
+        """Explain what the region keeps, now that its forward is over."""
+        notes = self._of(region)
         if notes is None:
             return
         if region.last_number < 0:  # it does not outlive its forward
@@ -186,24 +163,29 @@ class Notes(Observer):
             return
         notes.report = report_of(region)
         notes.by_policy = tuple(kept_by_policy(region, notes.report))
-        # An op in the body of a skipped one is part of that.
+        # Left out: ops in the body of a skipped op, which are part of that.
         notes.ops = {name: notes.ops[name] for name in decisions_of(region) if name in notes.ops}
         for row in region.kept():
             notes.unnamed += row.what is What.EMPTY and not row.op
             if row.what is What.RESULT and row.op in notes.ops:
-                notes.ops[row.op].outputs = []  # they have names of their own, after aten ops
+                notes.ops[row.op].outputs = []  # its results are explained by their own names, those of aten ops
         ops = list(notes.ops.values())
         found = reasons(region, ops, self._readers(region, notes, boundary), self._sent)
         for op, tensors in zip(ops, found, strict=True):
             op.tensors = tensors
-        self._after_forward(region, notes)
+        if self._after_forward is not None:
+            self._paused = True
+            try:
+                self._after_forward(region, notes)
+            finally:
+                self._paused = False
 
     def _readers(
         self, region: Region, notes: RegionNotes, boundary: Sequence[torch.autograd.graph.Node | None]
     ) -> dict[tuple[str, str], str]:
-        """Return what reads the outputs of ops, as far as the graph shows; note that this region reads in another."""
-        stretches = [
-            Stretch(*op.numbers, f"the replay of {op.name}" if op.policy is CheckpointPolicy.RECOMPUTE else None)
+        """Return what reads the outputs of ops, as far as the graph shows; note this region as a reader."""
+        stretches: list[Stretch] = [
+            (*op.numbers, f"the replay of {op.name}" if op.policy is CheckpointPolicy.RECOMPUTE else None)
             for op in notes.ops.values()
         ]
         made = {(op.name, label): at for op in notes.ops.values() for label, at in op.made.items()}
@@ -211,18 +193,18 @@ class Notes(Observer):
         mode = current_mode()
         around = None if mode is None else self.regions.get(mode.region.serial)
         if around is not None:
-            around.stretches.append(Stretch(region.first_number, region.last_number + 1, INNER_REGION))
+            around.stretches.append((region.first_number, region.last_number + 1, INNER_REGION))
         return found
 
     def count(self, flops: int) -> None:
-        """Count an aten op for all that runs in this thread, up to what hides the rest."""
-        if self.paused:
+        """Count an aten op for every op and region that runs in this thread."""
+        if self._paused:
             return
         for running in self._running.stack[::-1]:
             if running is not None:
                 counts, phase = running
-                counts.ops[phase] += 1
-                counts.flops[phase] += flops
+                counts[f"{phase}_ops"] += 1
+                counts[f"{phase}_flops"] += flops
 
 
 class CountAten(TorchDispatchMode):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from typing import TextIO
 
 import torch
@@ -28,7 +29,6 @@ class _Watch:
 
 
 _active: list[_Watch] = []
-_attached = False
 
 
 @contextmanager
@@ -87,30 +87,19 @@ def _tell_of(watch: _Watch, error: BaseException, handled: int) -> None:
 
 
 def on_device_out_of_memory(device: int, requested: int, total: int, free: int) -> None:
-    """Tell of a failed allocation; the CUDA allocator calls this before it raises.
-
-    Args:
-        device: The device's index.
-        requested: The bytes that were asked for.
-        total: The device's bytes.
-        free: Those of them that are free.
-    """
+    """Tell of a failed allocation, in bytes; the CUDA allocator calls this before it raises."""
     for watch in tuple(_active):
         watch.told = True
-        _tell(
-            watch,
-            f"{format_bytes(requested)} were asked for on cuda:{device}, which has {format_bytes(free)} free "
-            f"of {format_bytes(total)}",
-        )
+        had = f"which has {format_bytes(free)} free of {format_bytes(total)}"
+        _tell(watch, f"{format_bytes(requested)} were asked for on cuda:{device}, {had}")
 
 
+@cache
 def _attach() -> None:
-    # Once and for all: there is no way to detach an observer.
-    global _attached
-    if not _attached and attach_oom_observer is not None and torch.cuda.is_available():
+    """Attach the observer, once and for all: there is no way to detach one."""
+    if attach_oom_observer is not None and torch.cuda.is_available():
         torch.cuda.init()
         attach_oom_observer(on_device_out_of_memory)
-        _attached = True
 
 
 def _tell(watch: _Watch, what: str) -> None:

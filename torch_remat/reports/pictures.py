@@ -6,61 +6,47 @@ them when regions ran, a lane for each phase.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch_remat.errors import UsageError
-from torch_remat.reports.data import KeptForBackward, KeptTensor
+from torch_remat.reports.data import KeptForBackward, Kind
 from torch_remat.reports.fold import fold
 from torch_remat.reports.spans import Phase, Span, Timeline
-from torch_remat.reports.text import format_bytes, format_sum
-from torch_remat.reports.trace_text import where
+from torch_remat.reports.text import format_bytes, format_sum, where
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # Fill and hatch of a bar's parts: told apart without colour.
-INK, GREY, LIGHT = "#222222", "#9a9a9a", "#e6e6e6"
+_INK, _GREY, _LIGHT = "#222222", "#9a9a9a", "#e6e6e6"
 
-# What a bar is made of, from the left: name, fill, hatch.
-_PARTS: tuple[tuple[str, str, str], ...] = (
-    ("inputs", LIGHT, ""),
-    ("saved by name", GREY, ""),
-    ("kept for replay", "white", "////"),
-    ("made by replay", "white", "...."),
-    ("offloaded, but here too", LIGHT, "||||"),
-    ("random state", INK, ""),
-    ("outside of regions", "white", "xxxx"),
-    ("offloaded", "white", "----"),
+# What a bar is made of, from the left: name, fill, hatch, and the kinds of tensors that it shows.
+_PARTS: tuple[tuple[str, str, str, tuple[Kind, ...]], ...] = (
+    ("inputs", _LIGHT, "", ("input",)),
+    ("saved by name", _GREY, "", ("saved",)),
+    ("kept for replay", "white", "////", ("kept for replay", "undecided", "determinism check")),
+    ("made by replay", "white", "....", ("refilled",)),
+    ("offloaded, but here too", _LIGHT, "||||", ("not gone yet", "brought back")),
+    ("random state", _INK, "", ("random state",)),
+    ("outside of regions", "white", "xxxx", ()),
+    ("offloaded", "white", "----", ()),
 )
-_PART_OF_KIND = {
-    "input": "inputs",
-    "saved": "saved by name",
-    "kept for replay": "kept for replay",
-    "undecided": "kept for replay",
-    "determinism check": "kept for replay",
-    "refilled": "made by replay",
-    "random state": "random state",
-    "not gone yet": "offloaded, but here too",
-    "brought back": "offloaded, but here too",
-}
+_PART_OF_KIND = {kind: part for part, _, _, kinds in _PARTS for kind in kinds}
 _MOST_BARS = 24
 _BARS_INCHES = 5.5
 _LETTER_INCHES = 0.085
 
 # The width of a letter in a lane, as a share of the whole.
 _LETTER = 0.0075
-_LANES: tuple[tuple[Phase, str, str], ...] = (
-    ("forward", LIGHT, ""),
-    ("replay", "white", "////"),
-    ("backward", GREY, ""),
-)
+_LANES: dict[Phase, tuple[str, str]] = {"forward": (_LIGHT, ""), "replay": ("white", "////"), "backward": (_GREY, "")}
 
 
-def _new_figure(width: float, height: float, title: str) -> tuple[Figure, Axes]:
-    """Return a figure with one pair of axes; it is in no window and no global list, so nothing has to close it.
+def _new_figure(width: float, height: float, title: str) -> Figure:
+    """Return an empty figure; it is in no window and no global list, so nothing has to close it.
 
     Raises:
         UsageError: matplotlib is not installed.
@@ -75,14 +61,13 @@ def _new_figure(width: float, height: float, title: str) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontweight="bold")
-    axes = figure.add_subplot()
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    return figure, axes
+    return figure
 
 
-def _saved(figure: Figure, path: str | Path | None) -> Figure:
-    """Write a figure, if there is a path, and return it."""
+def _finished(figure: Figure, path: str | Path | None) -> Figure:
+    """Take away the lines above and beside the axes, write the figure, if there is a path, and return it."""
+    for axes in figure.axes:
+        axes.spines[["top", "right"]].set_visible(False)
     if path is not None:
         figure.savefig(path, dpi=150)
     return figure
@@ -105,89 +90,61 @@ def plot_report(report: KeptForBackward, path: str | Path | None) -> Figure:
     labels = [label for label, _ in bars]
     # Long names widen the picture, so that the bars keep their room.
     width = _BARS_INCHES + _LETTER_INCHES * max([len(label) for label in labels], default=0)
-    figure, axes = _new_figure(max(8.0, width), 1.6 + 0.32 * max(3, len(bars)), title)
+    figure = _new_figure(max(8.0, width), 1.6 + 0.32 * max(3, len(bars)), title)
+    axes = figure.add_subplot()
     most = max([sum(parts.values()) for _, parts in bars], default=0)
     unit, name = _unit_of(most)
     left = [0.0] * len(bars)
-    for part, fill, hatch in _PARTS:
+    for part, fill, hatch, _ in _PARTS:
         widths = [parts.get(part, 0) / unit for _, parts in bars]
         if any(widths):
-            axes.barh(
-                range(len(bars)), widths, left=left, color=fill, hatch=hatch, edgecolor=INK, linewidth=0.8, label=part
-            )
+            look: dict[str, Any] = {"color": fill, "hatch": hatch, "edgecolor": _INK, "linewidth": 0.8}
+            axes.barh(range(len(bars)), widths, left=left, label=part, **look)
             left = [start + width for start, width in zip(left, widths, strict=True)]
     whole = most / unit or 1.0
     for place, (end, (_, parts)) in enumerate(zip(left, bars, strict=True)):
         away = parts.get("offloaded", 0)
         text = format_sum(sum(parts.values()) - away, away)
         whole = max(whole, end / (1 - _LETTER_INCHES * (len(text) + 1) / _BARS_INCHES))
-        axes.annotate(
-            text,
-            (end, place),
-            xytext=(4, 0),
-            textcoords="offset points",
-            va="center",
-        )
+        axes.annotate(text, (end, place), xytext=(4, 0), textcoords="offset points", va="center")
     axes.set_yticks(range(len(bars)), labels, parse_math=False)  # a name may have dollar signs
     axes.set_ylim(len(bars) - 0.4, -0.6)
     axes.set_xlim(0, whole)
     axes.set_xlabel(f"{name}; each storage counted once")
     if bars:
         figure.legend(loc="outside lower center", ncols=4, frameon=False)
-    return _saved(figure, path)
+    return _finished(figure, path)
 
 
 def _bars(report: KeptForBackward) -> list[tuple[str, dict[str, int]]]:
+    """Return the label of each bar, and its parts in bytes; where there are too many, the smallest become one."""
     bars = []
     for group in fold(report.regions):
-        parts: dict[str, int] = {}
-        for region in group.regions:
-            for tensor in region.all_tensors():
-                _add(parts, tensor)
-        label = f"{group.label} (all {len(group.regions)})" if len(group.regions) > 1 else group.label
-        bars.append((label, parts))
+        parts: Counter[str] = Counter()
+        for tensor in (one for region in group.regions for one in region.all_tensors()):
+            parts["offloaded" if tensor.offloaded else _PART_OF_KIND[tensor.kind]] += tensor.bytes
+        bars.append((f"{group.label} (all {len(group.regions)})" if len(group.regions) > 1 else group.label, parts))
     for node in report.outside:
-        parts = {"outside of regions": node.bytes, "offloaded": node.offloaded_bytes}
+        parts = Counter({"outside of regions": node.bytes, "offloaded": node.offloaded_bytes})
         if any(parts.values()):
             bars.append((node.node, parts))
-    return _without_the_smallest(bars)
-
-
-def _add(parts: dict[str, int], tensor: KeptTensor) -> None:
-    part = "offloaded" if tensor.offloaded else _PART_OF_KIND[tensor.kind]
-    parts[part] = parts.get(part, 0) + tensor.bytes
-
-
-def _without_the_smallest(bars: list[tuple[str, dict[str, int]]]) -> list[tuple[str, dict[str, int]]]:
-    """Return at most `_MOST_BARS` bars: the smallest become one."""
     if len(bars) <= _MOST_BARS:
-        return bars
-
-    def size(bar: tuple[str, dict[str, int]]) -> Any:
-        return sum(bar[1].values())
-
-    kept = sorted(bars, key=size, reverse=True)[: _MOST_BARS - 1]
-    rest: dict[str, int] = {}
-    small = [bar for bar in bars if bar not in kept]
-    for _, parts in small:
-        for part, count in parts.items():
-            rest[part] = rest.get(part, 0) + count
-    return [*(bar for bar in bars if bar in kept), (f"{len(small)} smaller", rest)]
+        return [*bars]
+    places = sorted(range(len(bars)), key=lambda place: -bars[place][1].total())
+    small = sorted(places[_MOST_BARS - 1 :])
+    rest = sum((bars[place][1] for place in small), Counter[str]())
+    return [*(bar for place, bar in enumerate(bars) if place not in small), (f"{len(small)} smaller", rest)]
 
 
 def plot_trace(trace: Timeline, path: str | Path | None) -> Figure:
     """Draw a trace; see `Trace.plot`."""
-    figure, axes = _new_figure(10.0, 5.2, "Live bytes over one trace")
-    axes.remove()
+    figure = _new_figure(10.0, 5.2, "Live bytes over one trace")
     curve, lanes = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1.2])
-    for one in (curve, lanes):
-        for side in ("top", "right"):
-            one.spines[side].set_visible(False)
     _draw_curve(trace, curve)
     _draw_lanes(trace, lanes)
     lanes.set_xlim(0, trace.duration_us / 1000)
     lanes.set_xlabel("milliseconds")
-    return _saved(figure, path)
+    return _finished(figure, path)
 
 
 def _draw_curve(trace: Timeline, axes: Axes) -> None:
@@ -195,7 +152,7 @@ def _draw_curve(trace: Timeline, axes: Axes) -> None:
     unit, name = _unit_of(peak.total_bytes if peak else 1)
     times = [0.0, *(sample.time_us / 1000 for sample in trace.samples), trace.duration_us / 1000]
     live = [0.0, *(sample.total_bytes / unit for sample in trace.samples)]
-    axes.plot(times, [*live, live[-1]], drawstyle="steps-post", color=INK, linewidth=1.4)
+    axes.plot(times, [*live, live[-1]], drawstyle="steps-post", color=_INK, linewidth=1.4)
     axes.fill_between(times, [*live, live[-1]], step="post", color="#f0f0f0")
     for span in trace.spans:
         if span.op is None and span.phase == "replay":
@@ -213,7 +170,7 @@ def _draw_curve(trace: Timeline, axes: Axes) -> None:
             ha="left" if right else "right",
             va="center",
             parse_math=False,  # a name may have dollar signs
-            arrowprops={"arrowstyle": "->", "color": INK},
+            arrowprops={"arrowstyle": "->", "color": _INK},
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5},
         )
 
@@ -241,29 +198,28 @@ def _short_names(names: set[str]) -> dict[str, str]:
         '1'
     """
     parts = [name.split(".") for name in names]
-    common = min([len(one) for one in parts], default=1) - 1 if len(parts) > 1 else 0
+    common = min(map(len, parts)) - 1 if len(parts) > 1 else 0
     first = next((place for place in range(common) if len({one[place] for one in parts}) > 1), common)
-    last = next(
-        (place for place in range(common - first) if len({one[-1 - place] for one in parts}) > 1), common - first
-    )
-    return {name: ".".join(name.split(".")[first : len(name.split(".")) - last]) for name in names}
+    left = common - first
+    last = next((place for place in range(left) if len({one[-1 - place] for one in parts}) > 1), left)
+    return {".".join(one): ".".join(one[first : len(one) - last]) for one in parts}
 
 
 def _draw_lanes(trace: Timeline, axes: Axes) -> None:
     whole_ms = trace.duration_us / 1000 or 1.0
     short = _short_names({span.region for span in trace.spans})
-    for place, (phase, fill, hatch) in enumerate(_LANES):
+    for place, (phase, (fill, hatch)) in enumerate(_LANES.items()):
         spans = [span for span in trace.spans if span.op is None and span.phase == phase]
         for depth, is_empty, span in _nested(spans):
             start, width = span.start_us / 1000, span.duration_us / 1000
             height = 0.7 * 0.7**depth
-            axes.barh(place, width, left=start, height=height, color=fill, hatch=hatch, edgecolor=INK, linewidth=0.7)
+            axes.barh(place, width, left=start, height=height, color=fill, hatch=hatch, edgecolor=_INK, linewidth=0.7)
             names = (span.region, short[span.region], span.region.rpartition(".")[2])
             label = next((one for one in names if width / whole_ms > _LETTER * (len(one) + 1)), None)
             if label is not None and is_empty:
                 box = {"facecolor": "white", "edgecolor": "none", "pad": 1.0} if hatch else None
                 look: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8, "bbox": box, "parse_math": False}
                 axes.text(start + width / 2, place, label, **look)
-    axes.set_yticks(range(len(_LANES)), [phase for phase, _, _ in _LANES])
+    axes.set_yticks(range(len(_LANES)), list(_LANES))
     axes.set_ylim(len(_LANES) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)

@@ -15,9 +15,10 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from operator import itemgetter
 from typing import Any
 
-from torch_remat.reports.recorder import GONE, MARK, SENT, Mark, calls_in_order
+from torch_remat.reports.recorder import GONE, MARK, SENT, Mark
 from torch_remat.reports.spans import Phase, Sample, Span
 
 _ENGINE = "autograd::engine::evaluate_function: "
@@ -32,13 +33,12 @@ class Memory:
 
     def __init__(self, events: Sequence[Event]) -> None:
         self.times: list[float] = []
-        self.devices: list[str] = []
-        self._changes: list[int] = []
+        self._changes: list[tuple[str, int]] = []  # devices and bytes
         self._alive: dict[tuple[str, int], tuple[int, int]] = {}  # by device and address: number and bytes
         kinds: set[str] = set()
         sent: dict[str, tuple[tuple[str, int], int]] = {}  # by the tensor's number: the block, and its number
-        relevant = [event for event in events if _is_about_memory(event.get("name", ""))]
-        for event in sorted(relevant, key=_time):  # stable: events of one time are listed in order
+        relevant = [event for event in events if event.get("name", "").startswith(("[memory]", SENT, GONE))]
+        for event in sorted(relevant, key=itemgetter("ts")):  # stable: events of one time are listed in order
             name, time = event["name"], event["ts"]
             if name == "[memory]":
                 args = event["args"]
@@ -53,9 +53,9 @@ class Memory:
                 block, count = block_sent
                 if self._alive.get(block, (-1, 0))[0] == count:
                     self._free(block, time)
-        self.live = list(accumulate(self._changes))
-        self._allocated = [0, *accumulate(max(change, 0) for change in self._changes)]
-        self._freed = [0, *accumulate(max(-change, 0) for change in self._changes)]
+        self.live = list(accumulate(change for _, change in self._changes))
+        self._allocated = [0, *accumulate(max(change, 0) for _, change in self._changes)]
+        self._freed = [0, *accumulate(max(-change, 0) for _, change in self._changes)]
 
     def _change(self, block: tuple[str, int], size: int, time: float) -> None:
         if block in self._alive:
@@ -69,14 +69,13 @@ class Memory:
 
     def _note(self, device: str, change: int, time: float) -> None:
         self.times.append(time)
-        self.devices.append(device)
-        self._changes.append(change)
+        self._changes.append((device, change))
 
     def samples(self, start: float) -> list[Sample]:
         """Return what was alive after each change; a time of ``start`` is 0."""
         live: dict[str, int] = {}
         found = []
-        for time, device, change in zip(self.times, self.devices, self._changes, strict=True):
+        for time, (device, change) in zip(self.times, self._changes, strict=True):
             live[device] = live.get(device, 0) + change
             found.append(Sample(time - start, dict(live)))
         return found
@@ -87,21 +86,8 @@ class Memory:
         before = self.live[first - 1] if first else 0
         after = self.live[last - 1] if last else 0
         peak = max(self.live[first:last], default=before)
-        return (
-            self._allocated[last] - self._allocated[first],
-            self._freed[last] - self._freed[first],
-            after,
-            max(before, peak),
-        )
-
-
-def _is_about_memory(name: str) -> bool:
-    return name == "[memory]" or name.startswith((SENT, GONE))
-
-
-def _time(event: Event) -> float:
-    time: float = event["ts"]
-    return time
+        allocated, freed = (sums[last] - sums[first] for sums in (self._allocated, self._freed))
+        return allocated, freed, after, max(before, peak)
 
 
 def spans_and_samples(events: Sequence[Event], marks: Sequence[Mark]) -> tuple[list[Span], list[Sample], float]:
@@ -119,13 +105,17 @@ def spans_and_samples(events: Sequence[Event], marks: Sequence[Mark]) -> tuple[l
             found.append((mark, mark.phase, _interval(event), event["tid"]))
             if mark.phase == "replay" and mark.op is None:
                 replays.setdefault(mark.call, []).append(_interval(event))
-    engine = _numbered(sorted(timed, key=lambda event: event["ts"]), [one for all_ in replays.values() for one in all_])
+    engine = _numbered(sorted(timed, key=itemgetter("ts")), [one for all_ in replays.values() for one in all_])
     for mark in marks:
         if mark.end_number > mark.first_number:
             for thread, interval in _backward_of(mark, engine, replays.get(mark.call, [])):
                 found.append((mark, "backward", interval, thread))
-    calls = calls_in_order(mark for mark, *_ in found)
-    spans = [_span(*one, memory, start, calls) for one in found]
+    calls = {serial: place for place, serial in enumerate(sorted({mark.call for mark, *_ in found}))}
+    spans = []
+    for mark, phase, (begin, end), thread in found:
+        kept = (mark.kept_bytes, mark.offloaded_bytes) if phase == "forward" else (0, 0)
+        place = (mark.region, mark.op, phase, calls[mark.call])
+        spans.append(Span(*place, begin - start, end - begin, thread, *memory.within(begin, end), *kept))
     return sorted(spans, key=lambda span: (span.start_us, -span.duration_us)), memory.samples(start), whole["dur"]
 
 
@@ -159,42 +149,15 @@ def _backward_of(
         if not mark.first_number <= number < mark.end_number:
             going_on = False
             continue
-        interval = _after(_interval(event), replays)
-        if going_on and stretches[-1][0] == event["tid"] and interval[0] == event["ts"]:
-            stretches[-1] = (event["tid"], (stretches[-1][1][0], interval[1]))
+        begin, end = _interval(event)
+        # Replays come first, in a hook or at the first read.
+        start = max((stop for at, stop in replays if begin <= at and stop <= end), default=begin)
+        if going_on and stretches[-1][0] == event["tid"] and start == begin:
+            stretches[-1] = (event["tid"], (stretches[-1][1][0], end))
         else:
-            stretches.append((event["tid"], interval))
+            stretches.append((event["tid"], (start, end)))
         going_on = True
     return stretches
-
-
-def _after(interval: Interval, replays: Sequence[Interval]) -> Interval:
-    """Return what is left of an interval after the replays in it: they come first, in a hook or at the first read."""
-    start, end = interval
-    return max((stop for begin, stop in replays if start <= begin and stop <= end), default=start), end
-
-
-def _span(
-    mark: Mark, phase: Phase, interval: Interval, thread: int, memory: Memory, start: float, calls: Mapping[int, int]
-) -> Span:
-    begin, end = interval
-    kept, offloaded = (mark.kept_bytes, mark.offloaded_bytes) if phase == "forward" else (0, 0)
-    allocated, freed, live, peak = memory.within(begin, end)
-    return Span(
-        mark.region,
-        mark.op,
-        phase,
-        calls[mark.call],
-        begin - start,
-        end - begin,
-        thread,
-        allocated,
-        freed,
-        live,
-        peak,
-        kept,
-        offloaded,
-    )
 
 
 def _interval(event: Event) -> Interval:

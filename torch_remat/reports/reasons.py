@@ -6,14 +6,14 @@ nothing. Out: a state and a reason for each tensor.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torch_remat.dispatch.kept import Kept, Stayed, What, Where, Why, parameters_of
+from torch_remat.dispatch.kept import Kept, Stayed, What, Where, Why, decisions_of, parameters_of
 from torch_remat.dispatch.region.region import Region
 from torch_remat.errors import qualified_name
 from torch_remat.policies.decision import CheckpointPolicy
@@ -31,23 +31,20 @@ _STAYED = {
     Stayed.DECLINED: "; the offloader did not take it",
 }
 
+Readers = Mapping[tuple[str, str], str]
+Sent = Mapping[int, StorageWeakRef]
+"""The storages that were offloaded, by `Away.key`."""
+
 
 @dataclass(frozen=True)
 class Seen:
-    """A named tensor of an op, as it was when the op's body ended.
-
-    Attributes:
-        label: Its name.
-        bytes: Its storage's bytes.
-        memory: The identity of its storage, or of what stands for it while it is away.
-        parameter: Whether it is a parameter or a view of one.
-        guard: A weak reference, so that no other storage is taken for this one once it is freed.
-    """
+    """A named tensor of an op, as it was when the op's body ended."""
 
     label: str
-    bytes: int
-    memory: Hashable
-    parameter: bool = False
+    bytes: int  # its storage's bytes
+    memory: Hashable  # the identity of its storage, or of what stands for it while it is away
+    parameter: bool = False  # whether it is a parameter or a view of one
+    # Weak, so that no other storage is taken for this one once it is freed.
     guard: StorageWeakRef | None = None
 
     @classmethod
@@ -59,8 +56,8 @@ class Seen:
         return cls(label, size, guard.cdata if guard else 0, viewed_parameter(tensor) is not None, guard)
 
     @classmethod
-    def of_kept(cls, row: Kept, sent: Mapping[int, StorageWeakRef]) -> Seen | None:
-        """Describe what is kept, in place or elsewhere; ``sent`` are storages by `Away.key`."""
+    def of_kept(cls, row: Kept, sent: Sent) -> Seen | None:
+        """Describe what is kept, in place or elsewhere."""
         memory = [one for piece in pieces_in(row.value) if piece.besides is None for one in piece.memory]
         if not memory:
             return None
@@ -74,19 +71,12 @@ class Seen:
 
 @dataclass
 class SeenOp:
-    """An op after forward.
-
-    Attributes:
-        name: Its name.
-        policy: Its policy.
-        saved: What it saved; nothing if no name was told.
-        outputs: What it returned.
-    """
+    """An op after forward."""
 
     name: str
     policy: CheckpointPolicy
-    saved: list[Seen] = field(default_factory=list)
-    outputs: list[Seen] = field(default_factory=list)
+    saved: list[Seen] = field(default_factory=list)  # what it saved; empty for a native region, which names nothing
+    outputs: list[Seen] = field(default_factory=list)  # what it returned
 
 
 class _Told(NamedTuple):
@@ -99,31 +89,23 @@ class _Told(NamedTuple):
 
 
 def reasons(
-    region: Region,
-    ops: Sequence[SeenOp],
-    readers: Mapping[tuple[str, str], str],
-    sent: Mapping[int, StorageWeakRef],
+    region: Region, ops: Sequence[SeenOp], readers: Readers, sent: Sent
 ) -> Iterator[tuple[TensorExplanation, ...]]:
     """Yield, for each op, an explanation for each tensor that it saved or returned.
 
-    Args:
-        region: The region.
-        ops: Its ops, in order.
-        readers: What reads outputs, by op and name, as far as the graph shows; see `readers_in_graph`.
-        sent: The storages that were offloaded, by `Away.key`.
+    ``readers`` are those of `readers_in_graph`.
     """
     reasons = _Reasons(region, readers, sent)
-    told_of_saved = [list(reasons.of_saved(op)) for op in ops]
-    for op, told in zip(ops, told_of_saved, strict=True):
-        for one in told:
-            reasons.shared_with(one, qualified_name(region.name, op.name, one.seen.label))
-    for op, told in zip(ops, told_of_saved, strict=True):
-        explained = []
-        for one in (*told, *(reasons.of_output(op, seen) for seen in op.outputs)):
-            name, label, size = qualified_name(region.name, op.name, one.seen.label), one.seen.label, one.seen.bytes
-            shared_with = reasons.shared_with(one, name)
-            explained.append(TensorExplanation(name, label, one.state, size, one.why, shared_with))
-        yield tuple(explained)
+
+    def explained(op: SeenOp, told: Iterable[_Told]) -> Iterator[TensorExplanation]:
+        for seen, state, why, row in told:
+            name = qualified_name(region.name, op.name, seen.label)
+            shared_with = reasons.shared_with(seen, state, row, name)
+            yield TensorExplanation(name, seen.label, state, seen.bytes, why, shared_with)
+
+    saved = [tuple(explained(op, reasons.of_saved(op))) for op in ops]  # those of all ops before any output
+    for op, told in zip(ops, saved, strict=True):
+        yield (*told, *explained(op, [reasons.of_output(op, seen) for seen in op.outputs]))
 
 
 def never_needed(region: Region, op: str, tensors: Sequence[Seen]) -> Iterator[TensorExplanation]:
@@ -145,66 +127,60 @@ def kept_by_policy(region: Region, report: RegionReport) -> Iterator[TensorExpla
 
 
 class _Reasons:
-    """The rows of one region by op, and which tensor was told first of those in the same memory."""
+    """The rows of one region by op; of tensors in the same memory, the one that was explained first."""
 
-    def __init__(
-        self, region: Region, readers: Mapping[tuple[str, str], str], sent: Mapping[int, StorageWeakRef]
-    ) -> None:
+    def __init__(self, region: Region, readers: Readers, sent: Sent) -> None:
         self._region = region
         self._readers = readers
         self._sent = sent
-        self._saved: dict[str, dict[str, Kept]] = {}  # by op and name
-        self._results: dict[str, list[Kept]] = {}  # by op
-        self._slots: dict[tuple[str, str], list[Kept]] = {}
+        self._decisions = decisions_of(region)
+        self._rows: dict[str, list[Kept]] = {}  # by op
         self._inputs: dict[Hashable, Kept] = {}  # by their memory
-        # By memory, in place or away, and by the storage as it was seen: what was told first, the inputs before all.
+        # By memory, in place or away, and by the storage as it was seen: what was explained first; inputs come first.
         self._first: dict[Hashable, tuple[str, State]] = {}
         exists = {storage._cdata for parameter in parameters_of(region) for storage in storages_of(parameter)}
         for row in region.kept():
-            if row.what in (What.RESIDENT, What.VALUE, What.EMPTY) and row.op:
-                self._saved.setdefault(row.op, {})[row.tensor] = row
-            elif row.what is What.RESULT:
-                self._results.setdefault(row.op, []).append(row)
-            elif row.what is What.SLOT:
-                self._slots.setdefault((row.op, row.tensor), []).append(row)
-            elif row.what is What.INPUT:
-                for key in _memory_of(row):
-                    self._inputs.setdefault(key, row)
-                    if key not in exists:
-                        told = qualified_name(region.name, None, row.tensor), self._state_of(row)
-                        self._first.setdefault(key, told)
-                        self._first.setdefault(("seen", key), told)
+            self._rows.setdefault(row.op, []).append(row)
+            for key in _memory_of(row) if row.what is What.INPUT else ():
+                self._inputs.setdefault(key, row)
+                if key not in exists:
+                    told = qualified_name(region.name, None, row.tensor), self._state_of(row)
+                    self._first.setdefault(key, told)
+                    self._first.setdefault(("seen", key), told)
 
-    def shared_with(self, told: _Told, own: str) -> str | None:
+    def shared_with(self, seen: Seen, state: State, row: Kept | None, own: str) -> str | None:
         """Return the first tensor that is kept where this one is, unless it is the first, or is not kept."""
-        if told.state not in ("kept", "offloaded"):
+        if state not in ("kept", "offloaded"):
             return None
         # The same memory may be in place for one op and away for another.
-        seen = ("seen", told.seen.memory)
-        where = _memory_of(told.row) or {seen}
+        as_seen = ("seen", seen.memory)
+        where = _memory_of(row) or {as_seen}
         found = next((self._first[key][0] for key in where if key in self._first), own)
-        for key in (*where, seen):
-            self._first.setdefault(key, (found, told.state))
+        for key in (*where, as_seen):
+            self._first.setdefault(key, (found, state))
         return None if found == own else found
 
     def of_saved(self, op: SeenOp) -> Iterator[_Told]:
-        """Yield what is to be told of the tensors that an op saved, and of the aten ops in it."""
-        rows = self._saved.get(op.name, {})
-        # Of a native region no name was told.
+        """Yield the states of the tensors that an op saved, and of the results that aten ops inside it keep."""
+        rows = self._saved_by(op)
+        # A native region names nothing, so its holders tell.
         saved = op.saved or [seen for row in rows.values() if (seen := Seen.of_kept(row, self._sent)) is not None]
         for seen in saved:
-            if op.policy is CheckpointPolicy.RECOMPUTE and not seen.parameter:
+            if self._is_recomputed(op) and not seen.parameter:
                 yield _Told(seen, "recomputed", f"the replay of {op.name} makes it for its backward")
-            elif op.policy is not CheckpointPolicy.RECOMPUTE and seen.label in rows:
+            elif not self._is_recomputed(op) and seen.label in rows:
                 yield self._held(op, seen, rows[seen.label])
             else:
                 why = _PARAMETER if seen.parameter else f"no backward of {op.name} is to come"
                 yield _Told(seen, "not kept", why)
-        for row in self._results.get(op.name, ()):
-            found = None if row.tensor in rows else Seen.of_kept(row, {})
-            if found is not None:
-                why = f"{_reader(row)} reads it"
-                yield _Told(found, self._state_of(row), why + self._why_it_stayed(row), row)
+        for row in self._rows.get(op.name, ()):
+            if row.what is What.RESULT and row.tensor not in rows and (found := Seen.of_kept(row, {})) is not None:
+                why = f"{_reader(row)} reads it{self._why_it_stayed(row)}"
+                yield _Told(found, self._state_of(row), why, row)
+
+    def _saved_by(self, op: SeenOp) -> dict[str, Kept]:
+        saved = (What.RESIDENT, What.VALUE, What.EMPTY)
+        return {row.tensor: row for row in self._rows.get(op.name, ()) if row.what in saved}
 
     def _held(self, op: SeenOp, seen: Seen, row: Kept) -> _Told:
         if row.what is not What.RESIDENT:
@@ -220,17 +196,18 @@ class _Reasons:
         return _Told(seen, state, why + self._why_it_stayed(row), row)
 
     def of_output(self, op: SeenOp, seen: Seen) -> _Told:
-        """Return what is to be told of an op's output."""
-        if op.policy is CheckpointPolicy.RECOMPUTE:
+        """Return the state of an op's output."""
+        if self._is_recomputed(op):
             return _Told(seen, "recomputed", f"the replay of {op.name} makes it again")
-        slots = self._slots.get((op.name, seen.label))
+        rows = self._rows.get(op.name, ())
+        slots = [row for row in rows if row.what is What.SLOT and row.tensor == seen.label]
         if slots:
             readers = self._readers_of(op, seen, slots)
             states = [self._state_of(row) for row in slots]
             state: State = "kept" if "kept" in states else states[0]
             why = f"{', '.join(readers)} {'reads' if len(readers) == 1 else 'read'} it"
             return _Told(seen, state, why + self._why_it_stayed(slots[0]), slots[0])
-        row = self._saved.get(op.name, {}).get(seen.label)
+        row = self._saved_by(op).get(seen.label)
         if row is not None and row.what is What.RESIDENT:
             return _Told(seen, self._state_of(row), "a backward outside of it reads it", row)
         first = self._first.get(("seen", seen.memory))
@@ -241,7 +218,7 @@ class _Reasons:
     def _readers_of(self, op: SeenOp, seen: Seen, slots: Sequence[Kept]) -> list[str]:
         readers = dict.fromkeys(_reader(row) for row in slots if row.why in (Why.ENTRY, Why.INNER_REGION))
         others = [row for row in slots if row.why not in (Why.ENTRY, Why.INNER_REGION)]
-        if not readers:  # else an aten op that reads it may be one in the body of an entry that is told of
+        if not readers:  # else an aten op that reads it may be part of one of these
             readers = dict.fromkeys(_reader(row) for row in others if row.why is Why.OP)
             others = [row for row in others if row.why is not Why.OP]
         if others:
@@ -249,6 +226,9 @@ class _Reasons:
             if shown is not None or not readers:
                 readers[shown or SOME_OP] = None
         return list(readers)
+
+    def _is_recomputed(self, op: SeenOp) -> bool:
+        return self._decisions[op.name] is CheckpointPolicy.RECOMPUTE  # in a native region not its own policy
 
     def _state_of(self, row: Kept) -> State:
         pieces = list(pieces_in(row.value, row.made_on))

@@ -7,9 +7,9 @@ each span, which a range of the same number stands for in the profile, and which
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -24,39 +24,28 @@ from torch_remat.reports.spans import Phase
 
 MARK = "torch_remat.trace "
 SENT, GONE = "torch_remat.sent ", "torch_remat.gone "
-"""Before the number of an offloaded tensor, ranges without length: it is on its way, at an address; it is gone."""
+"""Names of ranges without length, each before the number of an offloaded tensor: it leaves its address; it is gone."""
 
 
 @dataclass
 class Mark:
-    """One phase of a region or op, before its times are known.
-
-    Attributes:
-        region: The region's name.
-        op: The op's name, or None.
-        phase: The phase.
-        call: The serial number of the region.
-        first_number: The sequence number of the first autograd node that was made in it.
-        end_number: The one after the last; equal to the first if none counts.
-        kept_bytes: What is kept in place after forward.
-        offloaded_bytes: What is kept elsewhere then.
-    """
+    """One phase of a region or op, before its times are known."""
 
     region: str
     op: str | None
     phase: Phase
-    call: int
-    first_number: int = 0
-    end_number: int = 0
-    kept_bytes: int = 0
-    offloaded_bytes: int = 0
+    call: int  # the serial number of the region
+    first_number: int = 0  # the sequence number of the first autograd node that was made in it
+    end_number: int = 0  # the one after the last; equal to the first if none counts
+    kept_bytes: int = 0  # what is kept in place after forward
+    offloaded_bytes: int = 0  # what is kept elsewhere then
 
 
-@dataclass
 class _Open(threading.local):
     """What has begun and not ended, in one thread."""
 
-    stack: list[tuple[Mark, AbstractContextManager[Any]]] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.stack: list[tuple[Mark, AbstractContextManager[Any]]] = []
 
 
 class Recorder(Observer):
@@ -76,7 +65,7 @@ class Recorder(Observer):
         self._lock = threading.Lock()
         self._forwards: dict[int, list[Mark]] = {}  # by the region's serial number: its own mark, then its ops'
         self._sent: dict[int, StorageWeakRef] = {}
-        self._sent_count = 0
+        self._next_sent = count().__next__
 
     def begin_region(self, region: Region, phase: Any) -> None:
         """Begin a region's span."""
@@ -121,8 +110,7 @@ class Recorder(Observer):
         """Mark where a tensor is that leaves: an offloader's thread may free it, which no profiler sees."""
         storage = tensor.untyped_storage()
         with self._lock:
-            number = self._sent_count
-            self._sent_count += 1
+            number = self._next_sent()
             self._sent[number] = StorageWeakRef(storage)
         _note(f"{SENT}{number} {storage.data_ptr()}")
 
@@ -160,8 +148,3 @@ def _note(what: str) -> None:
     if profiler_runs():
         with ProfilerRange(what):
             pass
-
-
-def calls_in_order(marks: Iterable[Mark]) -> dict[int, int]:
-    """Return, by serial number, the place of each region among those of the trace."""
-    return {serial: place for place, serial in enumerate(sorted({mark.call for mark in marks}))}

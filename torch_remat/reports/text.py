@@ -1,26 +1,43 @@
-"""Reports as text, for terminals: aligned columns, no line that a person would not read."""
+"""Memory reports and traces as text, for terminals: aligned columns, layers that are alike told once.
+
+A trace has a line for each region, and below it one for each of its ops.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from torch_remat.reports.data import KeptForBackward, KeptTensor, NodeReport, OpReport, RegionReport
-from torch_remat.reports.fold import Group, fold
+from torch_remat.reports.data import KeptForBackward, KeptTensor, NodeReport, RegionReport
+from torch_remat.reports.fold import Group, fold, fold_series
+from torch_remat.reports.spans import Phase, Span, Timeline
+
+_PHASES: tuple[Phase, ...] = ("forward", "replay", "backward")
+_TIMES = [f"{phase} ms" for phase in _PHASES]
+_TRACE_HEAD = ["", "calls", *_TIMES, "kept", "offloaded", "freed in backward", "live", "peak"]
+_OFFLOADED = _TRACE_HEAD.index("offloaded")
+LEGEND = "times and bytes are means of the calls; live: at most after forward; peak: at most at any moment"
 
 
 def format_bytes(count: int) -> str:
     """Return bytes with a binary unit: ``512 B``, ``24.0 MiB``."""
-    amount, unit = float(count), "B"
-    for bigger in ("KiB", "MiB", "GiB", "TiB"):
-        if abs(amount) < 1024:
-            break
-        amount, unit = amount / 1024, bigger
-    return f"{count} B" if unit == "B" else f"{amount:.1f} {unit}"
+    return _scaled(count, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
+
+
+def format_flops(count: int) -> str:
+    """Return floating-point operations with a decimal unit: ``134.2 MFLOP``."""
+    return _scaled(count, 1000, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"))
+
+
+def _scaled(count: int, base: int, units: Sequence[str]) -> str:
+    amount, place = float(count), 0
+    while abs(amount) >= base and place < len(units) - 1:
+        amount, place = amount / base, place + 1
+    return f"{amount:.1f} {units[place]}" if place else f"{count} {units[0]}"
 
 
 def format_region(region: RegionReport) -> str:
     """Return one region's report."""
-    return "\n".join([_headline(region.name, 1, region.bytes, region.offloaded_bytes), *_body(region)])
+    return "\n".join(_group_lines(Group(region.name, [region])))
 
 
 def format_report(report: KeptForBackward) -> str:
@@ -32,22 +49,28 @@ def format_report(report: KeptForBackward) -> str:
     for name, existing in (("parameters", report.parameters), ("buffers", report.buffers)):
         if existing.count:
             lines.append(f"{name}, apart: {format_bytes(existing.bytes)} in {existing.count}")
-    groups = fold(report.regions)
-    if groups:
+    if report.regions:
         lines += ["", f"in {plural(len(report.regions), 'region')}: {_sum_of(report.regions)}"]
-    for group in groups:
-        lines += [_indented(line) for line in format_group(group).splitlines()]
+    for group in fold(report.regions):
+        lines += [f"  {line}" for line in _group_lines(group)]
     if report.outside:
         lines += ["", f"outside of regions: {_sum_of(report.outside)}"]
         lines += [f"  {line}" for line in aligned([_node_cells(node) for node in report.outside], right={1})]
     return "\n".join(lines)
 
 
-def format_group(group: Group) -> str:
-    """Return regions that are alike, as one."""
-    region = group.regions[0]
-    count = len(group.regions)
-    return "\n".join([_headline(group.label, count, region.bytes, region.offloaded_bytes), *_body(region)])
+def _group_lines(group: Group) -> list[str]:
+    """Return regions that are alike, as one: a line for the sum, and one for each tensor."""
+    region, count = group.regions[0], len(group.regions)
+    head = f"{group.label}: {format_sum(region.bytes, region.offloaded_bytes)}"
+    if count > 1:
+        head += f" each, {format_sum(count * region.bytes, count * region.offloaded_bytes)} in {count}"
+    rows = [_cells(tensor, tensor.label) for tensor in region.tensors]
+    for op in region.ops:
+        rows += [_cells(tensor, f"{op.name}.{tensor.label}") for tensor in op.tensors]
+        if not op.tensors:
+            rows.append([op.name, "0 B", "", op.policy])
+    return [head, *(f"  {line}" for line in aligned(rows, right={1}))]
 
 
 def aligned(rows: Sequence[Sequence[str]], right: set[int] | None = None) -> list[str]:
@@ -86,25 +109,6 @@ def remarks(tensor: KeptTensor) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def _headline(label: str, count: int, bytes_kept: int, offloaded_bytes: int) -> str:
-    each = " each" if count > 1 else ""
-    total = f", {format_sum(count * bytes_kept, count * offloaded_bytes)} in {count}" if count > 1 else ""
-    return f"{label}: {format_sum(bytes_kept, offloaded_bytes)}{each}{total}"
-
-
-def _body(region: RegionReport) -> list[str]:
-    rows = [_cells(tensor, tensor.label) for tensor in region.tensors]
-    for op in region.ops:
-        rows += _op_rows(op)
-    return [_indented(line) for line in aligned(rows, right={1})]
-
-
-def _op_rows(op: OpReport) -> list[list[str]]:
-    if not op.tensors:
-        return [[f"{op.name}", "0 B", "", op.policy]]
-    return [_cells(tensor, f"{op.name}.{tensor.label}") for tensor in op.tensors]
-
-
 def _cells(tensor: KeptTensor, label: str) -> list[str]:
     note = ", ".join(part for part in (tensor.policy, remarks(tensor)) if part)
     return [label, format_bytes(tensor.bytes), describe(tensor), note]
@@ -131,5 +135,77 @@ def plural(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
-def _indented(line: str) -> str:
-    return f"  {line}"
+def format_trace(trace: Timeline) -> str:
+    """Return a trace as text; see `Trace.__str__`."""
+    lines = [headline(trace)]
+    if rows := table(trace):
+        lines += ["", *aligned(rows, right=set(range(1, len(rows[0])))), LEGEND]
+    return "\n".join(lines)
+
+
+def table(trace: Timeline) -> list[list[str]]:
+    """Return the cells of a trace's table, its head first; nothing if no region ran. Ops are indented."""
+    groups = _groups(trace.spans)
+    if not groups:
+        return []
+    rows = [_TRACE_HEAD]
+    for label, spans in groups:
+        lines: dict[str | None, list[Span]] = {None: []}
+        for span in sorted(spans, key=lambda span: span.start_us):
+            lines.setdefault(span.op, []).append(span)
+        rows += [[label if op is None else f"  {op}", *_trace_cells(line)] for op, line in lines.items()]
+    if not any(span.offloaded_bytes for span in trace.spans):
+        rows = [[*row[:_OFFLOADED], *row[_OFFLOADED + 1 :]] for row in rows]
+    return rows
+
+
+def where(trace: Timeline, time_us: float) -> str:
+    """Return what ran at a moment: ``the replay of layers.7::attention``."""
+    running = trace.spans_at(time_us)
+    return f"the {running[-1].phase} of {running[-1].name}" if running else "no region"
+
+
+def headline(trace: Timeline) -> str:
+    """Return how long a trace took, when the most bytes were alive, and how many were in the end."""
+    text = f"{trace.duration_us / 1000:.1f} ms"
+    if trace.peak is None:
+        return f"{text}, nothing allocated"
+    last = trace.samples[-1].total_bytes
+    return (
+        f"{text}, peak {format_bytes(trace.peak.total_bytes)} at {trace.peak.time_us / 1000:.1f} ms in "
+        f"{where(trace, trace.peak.time_us)}, {format_bytes(last)} alive at the end"
+    )
+
+
+def _groups(spans: Sequence[Span]) -> list[tuple[str, list[Span]]]:
+    """Return spans by region, regions in a row that are alike as one, in the order of forward."""
+    by_region: dict[str, list[Span]] = {}
+    for span in sorted(spans, key=lambda span: span.call):
+        by_region.setdefault(span.region, []).append(span)
+    groups = fold_series(list(by_region), lambda name: name, lambda name: _shape(by_region[name]))
+    return [(label, [span for name in names for span in by_region[name]]) for label, names in groups]
+
+
+def _shape(spans: Sequence[Span]) -> set[tuple[str | None, Phase, int, int]]:
+    """Return what must be alike: which ops ran in which phase, and what they keep."""
+    ran = [span for span in spans if span.phase != "backward"]
+    return {(span.op, span.phase, span.kept_bytes, span.offloaded_bytes) for span in ran}
+
+
+def _trace_cells(spans: Sequence[Span]) -> list[str]:
+    count = len({span.call for span in spans})
+    of = {phase: [span for span in spans if span.phase == phase] for phase in _PHASES}
+    ran, after = of["forward"], of["backward"]
+
+    def mean(sizes: Iterable[int], known: Sequence[Span]) -> str:
+        return format_bytes(sum(sizes) // count) if known else "-"
+
+    return [
+        str(count),
+        *(f"{sum(one.duration_us for one in of[p]) / count / 1000:.3f}" if of[p] else "-" for p in _PHASES),
+        mean((span.kept_bytes for span in ran), ran),
+        mean((span.offloaded_bytes for span in ran), ran),
+        mean((span.freed_bytes for span in after), after),
+        format_bytes(max(span.live_bytes for span in ran)) if ran else "-",
+        format_bytes(max((span.peak_bytes for span in spans), default=0)),
+    ]

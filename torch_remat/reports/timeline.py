@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch_remat.reports.html import trace_as_html
 from torch_remat.reports.pictures import plot_trace
 from torch_remat.reports.spans import Timeline
-from torch_remat.reports.trace_text import format_trace, headline
+from torch_remat.reports.text import format_trace, headline
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

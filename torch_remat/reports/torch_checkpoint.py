@@ -8,6 +8,7 @@ fails.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ _BEFORE_ARGUMENTS = 2  # an empty tensor and the keyword arguments
 
 
 class TorchCheckpoint:
-    """Stands for a saved tensor that ``torch.utils.checkpoint`` recomputes; it has what that keeps instead."""
+    """One call of ``torch.utils.checkpoint``, which keeps its arguments instead of saved tensors."""
 
     def __init__(self, frame: Any) -> None:
         self._frame = frame
@@ -39,7 +40,7 @@ class TorchCheckpoint:
 
     @classmethod
     def behind(cls, hook: Any) -> TorchCheckpoint | None:
-        """Return it if an unpack hook is that of such a checkpoint."""
+        """Return the checkpoint that an unpack hook belongs to, if any."""
         if not is_of_checkpoint(hook):
             return None
         frame = _closure(hook).get("frame")
@@ -80,26 +81,16 @@ def _arguments(frame: Any) -> Iterator[tuple[int, Any]]:
     # Before 2.12 torch has them saved by an autograd node, among other things.
     node: Any = getattr(getattr(frame, "input_saver", None), "grad_fn", None)
     places = _closure(getattr(node, "get_args", None)).get("idx2saved_idx")
-    if isinstance(places, dict):
-        try:
-            saved = node._raw_saved_tensors
-        except RuntimeError:  # released
-            return
-        for place, at in places.items():
+    with suppress(RuntimeError):  # released
+        for place, at in places.items() if isinstance(places, dict) else ():
             if place >= _BEFORE_ARGUMENTS:
-                yield place - _BEFORE_ARGUMENTS, saved[at]
+                yield place - _BEFORE_ARGUMENTS, node._raw_saved_tensors[at]
 
 
 def _closure(function: Any) -> dict[str, Any]:
-    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
-    if code is None or cells is None:
-        return {}
-    return {name: cell.cell_contents for name, cell in zip(code.co_freevars, cells, strict=True) if _is_set(cell)}
-
-
-def _is_set(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
+    names, cells = getattr(getattr(function, "__code__", None), "co_freevars", ()), getattr(function, "__closure__", ())
+    found = {}
+    for name, cell in zip(names, cells or (), strict=False):
+        with suppress(ValueError):  # it is not set
+            found[name] = cell.cell_contents
+    return found

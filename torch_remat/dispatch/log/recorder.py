@@ -277,7 +277,7 @@ class Recorder:
                     writer[0].names = {**writer[0].names, writer[1]: "out" if single else str(place)}
 
     def _end_stretch(self, watch: OpRecorder, stretch: Stretch, first: int, leaves: Sequence[Any]) -> None:
-        stretch.end = after = len(self.entries)
+        stretch.end = len(self.entries)
         last = sequence_number()
         self.skipped.append((first, last))
         if self.departures.waiting:

@@ -10,7 +10,7 @@ from _thread import RLock  # without the Python function around it that threadin
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import finalize, ref
 
 import torch
@@ -22,7 +22,6 @@ from torch_remat.dispatch.check.parameters import parameters_of
 from torch_remat.dispatch.check.values import Values
 from torch_remat.dispatch.generators import generators_of
 from torch_remat.dispatch.holder import Holder, read
-from torch_remat.dispatch.kept import Kept, kept_by
 from torch_remat.dispatch.mode import unseen_by_forward_of
 from torch_remat.dispatch.naming import default_name, scope
 from torch_remat.dispatch.offloading import Offloading, offload_inputs
@@ -33,6 +32,9 @@ from torch_remat.dispatch.region.inputs import RegionInputs
 from torch_remat.dispatch.region.replay import Filling
 from torch_remat.dispatch.tape import Tape
 from torch_remat.errors import ReleasedError
+
+if TYPE_CHECKING:
+    from torch_remat.dispatch.kept import Kept
 
 # Weak references to all regions by their addresses, for reports. Dead ones stay until the address is used again.
 _regions: dict[int, ref[Region]] = {}
@@ -125,6 +127,8 @@ class Region:
 
     def kept(self) -> Iterator[Kept]:
         """Yield all that the region keeps now, and the saved tensors that replay has to make; see `Kept`."""
+        from torch_remat.dispatch.kept import kept_by  # loaded when something is reported
+
         return kept_by(self)
 
     def reach(self, _grad_outputs: Sequence[torch.Tensor | None]) -> None:
