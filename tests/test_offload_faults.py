@@ -17,7 +17,7 @@ from helpers import assert_same, checkpointed, collector_off, leaf
 
 import torch_remat as remat
 from torch_remat.offload import files
-from torch_remat.offload.entry import Entry
+from torch_remat.offload.store import DiskTicket, Stage
 
 ROOT = str(Path(__file__).parent.parent)
 
@@ -152,7 +152,7 @@ def test_error_about_a_damaged_file_that_was_to_be_read_ahead_keeps_nothing_aliv
         offloader.flush()
         os.truncate(ticket.path, 0)
         offloader.prefetch(ticket)
-        assert soon(lambda: ticket.ahead.is_done)
+        assert soon(lambda: ticket.ahead.stage is Stage.FAILED)
         with pytest.raises(remat.OffloadError, match="0 bytes instead of 400"):
             offloader.onload(ticket)
         return ref(marker)
@@ -337,10 +337,11 @@ def test_offloader_in_a_cycle_is_closed_by_a_collection_in_its_own_thread(tmp_pa
     gc.disable()
     try:
         store, offloader.cycle = offloader._store, offloader
-        with store.guard.lock:
-            store._look_after_crew()
+        with store._lock:
+            store._start_threads()
             del offloader
-        store._crew.add(Entry(torch.ones(10), remat.OffloadInfo("r", "o", "t", "residual", 40), None))
+        path = files.new_path(str(tmp_path))
+        store.put(DiskTicket(path, torch.ones(10), remat.OffloadInfo("r", "o", "t", "residual", 40), None), None)
         assert soon(lambda: store._closed)
         assert soon(lambda: list(tmp_path.iterdir()) == [])
         assert collected[0] > 0
@@ -355,10 +356,10 @@ def test_bytes_of_released_tensors_are_not_counted_while_another_thread_has_the_
     ticket = offloader.offload(torch.randn(100), info)
     offloader.flush()
     assert len([path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size == 400]) == 1
-    guard, taken, released = offloader._store.guard, threading.Event(), threading.Event()
+    lock, taken, released = offloader._store._lock, threading.Event(), threading.Event()
 
     def hold():
-        with guard.lock:
+        with lock:
             taken.set()
             released.wait()
 

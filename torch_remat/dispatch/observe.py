@@ -23,8 +23,8 @@ from torch_remat.policies.decision import CheckpointPolicy
 
 if TYPE_CHECKING:
     from torch_remat.dispatch.mode import RematMode
-    from torch_remat.dispatch.parcel import Parcel
     from torch_remat.dispatch.region.region import Region
+    from torch_remat.offload.transfer import Transfer
 
 # Of the whole process, since backward runs in threads of its own, which have no context variables of their callers.
 _observers: tuple[Observer, ...] = ()
@@ -52,14 +52,14 @@ class Observer:
     def end_op(self, region: Region, op: WatchedOp, phase: str) -> None:
         """The op has ended, was skipped, or has raised; ``op.outputs_made`` are its outputs, if it ran."""
 
-    def offload_began(self, tensor: torch.Tensor, parcel: Parcel) -> None:
+    def offload_began(self, tensor: torch.Tensor, transfer: Transfer) -> None:
         """An offloader has taken a tensor's memory; it may let go of it on a thread that no profiler sees."""
 
 
-def tell_offloaded(tensor: torch.Tensor, parcel: Parcel) -> None:
+def tell_offloaded(tensor: torch.Tensor, transfer: Transfer) -> None:
     """Tell observers that an offloader has taken a tensor, now or under an earlier name."""
     for observer in _observers:
-        observer.offload_began(tensor, parcel)
+        observer.offload_began(tensor, transfer)
 
 
 @contextmanager

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import os
-import warnings
 from pathlib import Path
 from weakref import finalize
 
 import torch
 
-from torch_remat.errors import UsageError
 from torch_remat.offload import files
-from torch_remat.offload.entry import Entry
 from torch_remat.offload.protocol import OffloadInfo
-from torch_remat.offload.store import Store
+from torch_remat.offload.shared import require_numbers
+from torch_remat.offload.store import DiskTicket, Stage, Store
 
 
 class DiskOffloader:
     """Keeps offloaded tensors in raw files, of which backward reads back what it needs.
 
     Threads in the background write the files. Until a file is written, its tensor is kept and used; if it cannot be
-    written (the disk is full, the directory is gone), the tensor simply stays, and one warning says so. Files have a
-    checksum, which is compared when they are read. They are private (mode 0600), one for each tensor, and removed when
-    the tensor is released, when the graph dies, with the offloader, and at exit. Those of a process that was killed are
-    removed by the next offloader on the same directory, machine and user.
+    written (the disk is full, the directory is gone, the thread died), the tensor simply stays. One warning says so, at
+    the next tensor that is offloaded or read, in `flush`, or when the offloader goes. Files have a checksum, which is
+    compared when they are read. They are private (mode 0600), one for each tensor, and removed when the tensor is
+    released, when the graph dies, with the offloader, and at exit. Those of a process that was killed are removed by
+    the next offloader on the same directory, machine and user.
 
     The space is really used: choose a directory on a local disk, not one in memory (``/tmp`` often is).
 
@@ -62,13 +61,9 @@ class DiskOffloader:
         threads: int = 2,
         queue_bytes: int = 256 << 20,
     ) -> None:
-        for name, value, least in (("max_bytes", 0 if max_bytes is None else max_bytes, 0), ("min_bytes", min_bytes, 0),
-                                   ("prefetch_bytes", prefetch_bytes, 0), ("threads", threads, 1),
-                                   ("queue_bytes", queue_bytes, 0)):  # fmt: skip
-            if not isinstance(value, int) or value < least:
-                raise UsageError(
-                    f"DiskOffloader({name}={value!r}) is not possible", remedy=f"{name} is a number from {least} on."
-                )
+        require_numbers("DiskOffloader", max_bytes=(max_bytes or 0, 0), min_bytes=(min_bytes, 0),
+                        prefetch_bytes=(prefetch_bytes, 0), threads=(threads, 1),
+                        queue_bytes=(queue_bytes, 0))  # fmt: skip
         self.directory = os.path.abspath(directory)
         self.max_bytes = max_bytes
         self.min_bytes = min_bytes
@@ -76,73 +71,60 @@ class DiskOffloader:
         Path(self.directory).mkdir(mode=0o700, parents=True, exist_ok=True)
         files.remove_orphans(self.directory)
         self._store = Store(self.directory, threads, queue_bytes)
-        self._said: set[str] = set()
-        finalize(self, self._store.abandon)  # also at exit
+        finalize(self, self._store.close)  # also at exit
 
     @property
     def offloaded_bytes(self) -> int:
         """Bytes of the tensors that are away now, with those whose files are being written, without those that stay."""
         return self._store.used_bytes()
 
-    def offload(self, tensor: torch.Tensor, info: OffloadInfo) -> Entry | None:
+    def offload(self, tensor: torch.Tensor, info: OffloadInfo) -> DiskTicket | None:
         """Queue the tensor to be written; see `Offloader.offload`."""
-        self._tell_failure()
+        self._store.tell_failure()
         if info.bytes < max(1, self.min_bytes):
             return None
         ready = None
         if tensor.device.type == "cuda":
             ready = torch.cuda.current_stream(tensor.device).record_event()
-        entry = Entry(tensor, info, ready)
-        if not self._store.put(entry, self.max_bytes):
-            self._say("full", f"{info.name} ({info.bytes:,} bytes) would exceed max_bytes={self.max_bytes}")
+        ticket = DiskTicket(files.new_path(self.directory), tensor, info, ready)
+        if not self._store.put(ticket, self.max_bytes):
+            self._store.warn_once(
+                "full",
+                f"DiskOffloader({self.directory!r}): {info.name} ({info.bytes:,} bytes) would exceed "
+                f"max_bytes={self.max_bytes}. It stays in memory, as other tensors may; training goes on.",
+            )
             return None
-        return entry
+        return ticket
 
-    def prefetch(self, ticket: Entry) -> None:
+    def prefetch(self, ticket: DiskTicket) -> None:
         """Have the file read in the background; see `Offloader.prefetch`."""
         self._store.read_ahead(ticket)
 
-    def onload(self, ticket: Entry) -> torch.Tensor:
+    def onload(self, ticket: DiskTicket) -> torch.Tensor:
         """Return the tensor; see `Offloader.onload`.
 
         Raises:
             OffloadError: The file is missing or damaged.
         """
-        self._tell_failure()
+        self._store.tell_failure()
         value = self._store.get(ticket)
         if value.device == ticket.device and value.dtype == ticket.dtype:
             return value
         return value.view(ticket.dtype).to(ticket.device)
 
-    def release(self, ticket: Entry) -> None:
+    def release(self, ticket: DiskTicket) -> None:
         """Remove the file; see `Offloader.release`."""
         self._store.release(ticket)
 
-    def still_here(self, ticket: Entry) -> torch.Tensor | None:
+    def still_here(self, ticket: DiskTicket) -> torch.Tensor | None:
         """Return the tensor while its file is not written, or if it cannot be; see `Offloader`."""
         return ticket.tensor
 
-    def stays(self, ticket: Entry) -> bool:
+    def stays(self, ticket: DiskTicket) -> bool:
         """Whether the file could not be written, so that the tensor stays; see `Offloader`."""
-        return bool(ticket.result)
+        return ticket.stage is Stage.FAILED
 
     def flush(self) -> None:
-        """Wait until everything that was offloaded is in its file, or cannot be."""
+        """Wait until everything that was offloaded is in its file, or cannot be; warn if something could not."""
         self._store.flush()
-        self._tell_failure()
-
-    def _tell_failure(self) -> None:
-        failure = self._store.failure
-        if failure is not None:
-            self._store.failure = None
-            self._say("failed", f"no file could be written for {failure}")
-
-    def _say(self, kind: str, what: str) -> None:
-        if kind not in self._said:
-            self._said.add(kind)
-            warnings.warn(
-                f"DiskOffloader({self.directory!r}): {what}. It stays in memory, as other tensors may; training goes "
-                "on.",
-                RuntimeWarning,
-                stacklevel=4,
-            )
+        self._store.tell_failure()

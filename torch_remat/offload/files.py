@@ -9,10 +9,6 @@ ends this process (SIGBUS), and who changes it changes what was checked already.
 A name is ``torch_remat-<machine>-<pid>-<start time of the process>-<number>.raw``. A process that finds files of its
 own machine whose process is gone (no such pid, or another start time) removes them. Files of other machines, of
 other pid namespaces and of other users are left alone.
-
-NOTE [ Files of threads that are killed ]
-A thread may be killed between any two bytecodes, most of all just after a call that waits (see `crew`). So a file is
-opened, and its descriptor put where it will be closed, in one call of C code.
 """
 
 from __future__ import annotations
@@ -51,21 +47,13 @@ def write(path: str, content: torch.Tensor) -> int:
     Raises:
         OSError: The disk is full, the directory is gone, ... What was written of the file stays.
     """
-    checksum = 0
-    memory = _memory_of(content)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
-    opened: list[int] = []
-    try:
-        opened += map(os.open, (path,), (flags,), (0o600,))  # see NOTE [ Files of threads that are killed ]
-        (descriptor,) = opened
+    checksum, memory = 0, _memory_of(content)
+    with open(path, "xb", buffering=0, opener=_open_private) as file:
         for start in range(0, len(memory), _CHUNK_BYTES):
             chunk = memory[start : start + _CHUNK_BYTES]
             checksum = zlib.crc32(chunk, checksum)
             while len(chunk):
-                chunk = chunk[os.write(descriptor, chunk) :]
-    finally:
-        for descriptor in opened:
-            os.close(descriptor)
+                chunk = chunk[os.write(file.fileno(), chunk) :]
     return checksum
 
 
@@ -81,26 +69,18 @@ def read(path: str, count: int, checksum: int) -> torch.Tensor:
         OSError: The file cannot be read.
         ValueError: It has another length or other content than when it was written.
     """
-    # Without O_NONBLOCK, to open a pipe would wait for someone who writes to it.
-    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-    opened: list[int] = []
-    try:
-        opened += map(os.open, (path,), (flags,))
-        (descriptor,) = opened
-        about = os.fstat(descriptor)
+    with open(path, "rb", buffering=0, opener=_open_private) as file:
+        about = os.fstat(file.fileno())
         if not stat.S_ISREG(about.st_mode):
             raise ValueError("it is no regular file any more")
         if about.st_size != count:
             raise ValueError(f"it has {about.st_size:,} bytes instead of {count:,}")
         content = mmap.mmap(-1, count, access=mmap.ACCESS_COPY)
         length = found = 0
-        with open(descriptor, "rb", buffering=0, closefd=False) as file, memoryview(content) as memory:
+        with memoryview(content) as memory:
             while got := file.readinto(memory[length : length + _CHUNK_BYTES]):
                 found = zlib.crc32(memory[length : length + got], found)
                 length += got
-    finally:
-        for descriptor in opened:
-            os.close(descriptor)
     if found != checksum:
         raise ValueError("its checksum is not that of what was written")
     return torch.frombuffer(content, dtype=torch.uint8)
@@ -136,6 +116,11 @@ def _prefix(pid: int) -> str:
     return f"torch_remat-{_machine()}-{pid}-{_start_time(pid) or 0}"
 
 
+def _open_private(path: str, flags: int) -> int:
+    # Without O_NONBLOCK, to open a pipe would wait for someone who writes to it.
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), 0o600)
+
+
 def _memory_of(content: torch.Tensor) -> memoryview:
     array = (ctypes.c_char * content.nbytes).from_address(content.data_ptr())
     return memoryview(array).cast("B")
@@ -143,16 +128,12 @@ def _memory_of(content: torch.Tensor) -> memoryview:
 
 def _is_alive(pid: int, start_time: int) -> bool:
     present = _start_time(pid)
-    if present is not None:
+    if present is not None or Path("/proc/self/stat").exists():
         return present == start_time
-    if Path("/proc/self/stat").exists():
-        return False
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
+    except OSError as error:
+        return not isinstance(error, ProcessLookupError)
     return True
 
 

@@ -6,11 +6,15 @@ Out: the same bits, on the same device.
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
 from torch_remat.errors import qualified_name
+
+Kind = Literal["residual", "input"]
+"""Whether a backward needs a tensor, or replay does."""
 
 
 class OffloadInfo(NamedTuple):
@@ -34,7 +38,7 @@ class OffloadInfo(NamedTuple):
     region: str
     op: str | None
     tensor: str
-    kind: Literal["residual", "input"]
+    kind: Kind
     bytes: int
 
     @property
@@ -125,3 +129,7 @@ class Offloader(Protocol):
         it must not wait for a lock that they hold: put the ticket on a ``collections.deque`` and look at that later.
         It must not raise.
         """
+
+
+chosen: ContextVar[Offloader | None] = ContextVar("torch_remat_offloader", default=None)
+"""What `offload_to` has chosen for the regions that are called inside."""

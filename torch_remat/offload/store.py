@@ -1,227 +1,317 @@
-"""A directory of raw files, and what is in it: what is behind `DiskOffloader`.
+"""A directory of raw files, and the threads that fill it: what is behind `DiskOffloader`.
 
-In: tensors, in a queue with a bound. Kept: entries, each with its tensor until its file is written, for good if it
-cannot be. Out: the tensor itself, or what its file has.
+In: tensors, in a queue with a bound. Kept: each tensor until its file is written, for good if it cannot be. Out: the
+tensor itself, or what its file has.
 
-The threads of a crew write and read the files; they may be killed. What is counted here changes under the guard's lock,
-which only other threads take: they settle what the crew has ended. A thread that dies leaves its entry stuck, and
-the next call starts another one. A forked child has no threads, and no files either: what was written belongs to the
-parent, and may be read; what was not is stuck.
+NOTE [ Life of a disk ticket ]
+1. QUEUED and RUNNING: it has the tensor, which may be read; a thread writes the file. DONE: the tensor is let go of,
+   and the file is read. FAILED: there is no file; the tensor stays until it is released, and the first failure is told.
+2. What is released while it is QUEUED is not written. What is RUNNING then, its thread drops when it is done.
+3. All of that changes under the store's lock. A thread that dies of an exception leaves its ticket FAILED, and the next
+   call that needs threads starts another one.
+4. A forked child has no threads, and no files either: what was written belongs to the parent, and may be read; what was
+   not has FAILED, which nobody needs to be told.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
+from enum import Enum
 from functools import partial
-from typing import TypeVar
-from weakref import WeakSet
 
 import torch
 
+from torch_remat.errors import OffloadError
 from torch_remat.offload import files
-from torch_remat.offload.crew import Crew, rings
-from torch_remat.offload.entry import Entry, Reading, read
-from torch_remat.offload.guard import Guard, here
+from torch_remat.offload.protocol import OffloadInfo
+from torch_remat.offload.shared import Shared, locked
+from torch_remat.offload.streams import host_copy
 
-R = TypeVar("R")
+_LOST = (
+    "The gradient cannot be computed without it: run the step again. Look for what else writes to or clears the "
+    "directory, and at the health of the disk."
+)
+_DIED = "the thread that wrote the file died"
 
 
-class Store:
+class Stage(Enum):
+    """How far a thread has come with a file; see NOTE [ Life of a disk ticket ]."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+
+
+class _ReadAhead:
+    """A file that is read before it is asked for; who asks for one that failed reads it again."""
+
+    __slots__ = ("stage", "value")
+
+    def __init__(self) -> None:
+        self.stage = Stage.QUEUED
+        self.value: torch.Tensor | None = None
+
+
+class DiskTicket:
+    """One tensor in a file, or on its way there; see NOTE [ Life of a disk ticket ].
+
+    Args:
+        path: Where its file shall be.
+        tensor: The tensor.
+        info: What it is.
+        ready: On a CUDA device: the event after what made it.
+    """
+
+    __slots__ = ("ahead", "checksum", "device", "dtype", "info", "path", "ready", "released", "stage", "tensor")
+
+    def __init__(self, path: str, tensor: torch.Tensor, info: OffloadInfo, ready: torch.cuda.Event | None) -> None:
+        self.path = path
+        self.tensor: torch.Tensor | None = tensor
+        self.info = info
+        self.ready = ready
+        self.dtype, self.device = tensor.dtype, tensor.device
+        self.stage = Stage.QUEUED
+        self.released = False
+        self.checksum = 0
+        self.ahead: _ReadAhead | None = None
+
+    def read(self) -> torch.Tensor:
+        """Return what the file has, as bytes of the CPU; may raise ``OSError`` or ``ValueError``."""
+        return files.read(self.path, self.info.bytes, self.checksum)
+
+
+class Store(Shared[DiskTicket]):
     """A directory of raw files, and the threads that fill it.
 
     Args:
         directory: Where the files are.
         threads: How many threads write and read.
         queue_bytes: How many bytes may wait for a thread; `put` blocks beyond that.
-
-    Attributes:
-        guard: Its lock.
-        failure: What went wrong with the latest file that could not be written, until someone has told of it.
     """
 
     def __init__(self, directory: str, threads: int, queue_bytes: int) -> None:
+        super().__init__()
         self.directory = directory
-        self.failure: str | None = None
         self._count = threads
         self._queue_bytes = queue_bytes
         self._used_bytes = 0
-        self.guard: Guard[Entry] = Guard(self._forget)
+        self._closed = False
         self._start_empty()
-        _stores.add(self)
 
     def _start_empty(self) -> None:
-        self._crew: Crew[Reading, Entry] = Crew(self._count)
-        self._unwritten: dict[Entry, None] = {}  # and what is not settled yet
-        self._queued_bytes = 0  # of those
+        self._has_work = threading.Condition(self._lock)
+        self._progress = threading.Condition(self._lock)  # something was written, read or released
+        self._writes: deque[DiskTicket] = deque()
+        self._writing: set[DiskTicket] = set()
+        self._reads: deque[tuple[DiskTicket, _ReadAhead]] = deque()
+        self._reading: set[_ReadAhead] = set()
+        self._queued_bytes = 0  # of what is to be written and of what is being written
         self._paths: set[str] = set()
-        self._closed = False
+        self._threads: set[threading.Thread] = set()
 
+    @locked
     def used_bytes(self) -> int:
         """Return the bytes that are in files or on the way there."""
-        return self._locked(lambda: self._used_bytes)
+        return self._used_bytes
 
-    def put(self, entry: Entry, max_bytes: int | None) -> bool:
+    @locked
+    def put(self, ticket: DiskTicket, max_bytes: int | None) -> bool:
         """Queue a tensor to be written; blocks while the queue is full. False if there would be too many bytes."""
-        entry.path = files.new_path(self.directory)
-        return self._until(partial(self._put_now, entry, max_bytes))
+        count = ticket.info.bytes
+        self._start_threads()
+        while self._queued_bytes and self._queued_bytes + count > self._queue_bytes:
+            self._wait()
+        if self._closed or (max_bytes is not None and self._used_bytes + count > max_bytes):
+            return False
+        self._used_bytes += count
+        self._queued_bytes += count
+        self._writes.append(ticket)
+        self._has_work.notify()
+        return True
 
-    def read_ahead(self, entry: Entry) -> None:
+    @locked
+    def read_ahead(self, ticket: DiskTicket) -> None:
         """Have a thread read a file that is about to be needed."""
-        if entry.result == "" and entry.ahead is None:
-            entry.ahead = Reading(entry)
-            self._crew.add_urgent(entry.ahead)
-            self._locked(self._look_after_crew)
+        if ticket.stage is Stage.DONE and ticket.ahead is None:
+            self._start_threads()
+            ticket.ahead = _ReadAhead()
+            self._reads.append((ticket, ticket.ahead))
+            self._has_work.notify()
 
-    def get(self, entry: Entry) -> torch.Tensor:
+    def get(self, ticket: DiskTicket) -> torch.Tensor:
         """Return the tensor that was put, or what its file has, as bytes of the CPU.
 
         Raises:
             OffloadError: The file is missing or has other content.
         """
-        tensor = entry.tensor
-        if tensor is not None:
-            return tensor
-        reading, entry.ahead = entry.ahead, None
-        if reading is None or reading.take(None):  # no thread has begun: this one is faster
-            return read(entry)
-        while not reading.is_done and (rings(reading.bell) or not self._locked(reading.taker_died)):
-            pass
-        value, reading.value = reading.value, None
-        return read(entry) if value is None else value
+        value = self._at_hand(ticket)
+        if value is not None:
+            return value
+        try:
+            return ticket.read()
+        except (OSError, ValueError) as error:
+            info = ticket.info
+            raise OffloadError(
+                f"the file {ticket.path} that holds this tensor cannot be used: {error}",
+                region=info.region,
+                op=info.op,
+                tensor=info.tensor,
+                file=ticket.path,
+                remedy=_LOST,
+            ) from None
 
-    def release(self, entry: Entry) -> None:
-        """Forget a tensor. Does not wait, and may be called from anywhere."""
-        entry.release()
-        self.guard.add(entry)
-
+    @locked
     def flush(self) -> None:
-        """Wait until each tensor is written, or stuck."""
-        self._until(self._is_flushed)
+        """Wait until each tensor is written, or cannot be."""
+        while self._writes or self._writing:
+            self._wait()
 
-    def abandon(self) -> None:
-        """Close, wherever the last reference was dropped."""
-        if here.mortal:  # by a garbage collection in a thread that takes no lock, and cannot wait for itself
-            threading.Thread(target=self.close, daemon=True).start()
-        else:
-            self.close()
+    def _wait(self) -> None:
+        self._start_threads()  # in the place of those that died
+        self._progress.wait()
 
     def close(self) -> None:
-        """Stop the threads and remove the files."""
-        self._locked(self._refuse_all)
-        self._crew.close()
+        """Stop the threads, remove the files, and tell what nobody was told yet."""
+        if threading.current_thread() in self._threads:  # a garbage collection came there; it cannot wait for itself
+            threading.Thread(target=self.close, daemon=True).start()
+            return
+        for thread in self._stop():
+            thread.join()
         while self._paths:
             files.remove(self._paths.pop())
+        if os.path.isdir(self.directory):  # else its owner was done with it, as with a temporary one
+            self.tell_failure()
 
-    def after_fork(self) -> None:
-        """Begin anew in a forked child."""
-        unwritten = [*self._unwritten]
-        self._start_empty()
-        for entry in unwritten:
-            self._unwritten[entry] = None
-            if entry.result is None:
-                entry.end("the process was forked")
-            self._settle(entry)
-
-    def _until(self, attempt: Callable[[], bool | None]) -> bool:
-        """Try something under the lock, again whenever an entry is settled; return what it returns but None."""
-        done = self._locked(attempt)
-        if done is None:
-            with self._crew.news() as wait:
-                while (done := self._locked(attempt)) is None:
-                    if not wait():
-                        self._locked(self._mend_crew)
-        return done
-
-    def _locked(self, work: Callable[[], R]) -> R:
-        return self.guard.run(partial(self._settled, work))
-
-    def _settled(self, work: Callable[[], R]) -> R:
-        while self._crew.ended:
-            self._settle(self._crew.ended.popleft())
-        return work()
-
-    def _put_now(self, entry: Entry, max_bytes: int | None) -> bool | None:
-        count = entry.info.bytes
-        self._look_after_crew()
-        if self._unwritten and self._queued_bytes + count > self._queue_bytes:
-            return None
-        if self._closed or (max_bytes is not None and self._used_bytes + count > max_bytes):
-            return False
-        if not self._crew.threads:
-            raise RuntimeError("no thread can be started")
-        self._used_bytes += count
-        entry.counted = True
-        self._queued_bytes += count
-        self._unwritten[entry] = None
-        self._paths.add(entry.path)
-        self._crew.add(entry)
-        return True
-
-    def _is_flushed(self) -> bool | None:
-        self._look_after_crew()
-        return None if self._unwritten else True
-
-    def _refuse_all(self) -> None:
+    @locked
+    def _stop(self) -> list[threading.Thread]:
         self._closed = True
-        self._unwritten.clear()
+        self._has_work.notify_all()
+        return list(self._threads)
 
-    def _look_after_crew(self) -> None:
-        if not (self._closed or self._crew.is_whole()):
-            self._mend_crew()
+    def _after_fork(self) -> None:
+        super()._after_fork()
+        for ticket in (*self._writes, *self._writing):
+            ticket.stage = Stage.FAILED
+            if not ticket.released:
+                self._used_bytes -= ticket.info.bytes
+        for ahead in self._reading:
+            ahead.stage = Stage.FAILED
+        self._start_empty()
 
-    def _mend_crew(self) -> None:
-        """Start threads in the place of those that died, and settle what those had in their hands."""
-        if self._closed:
-            return
-        for entry in [*self._unwritten]:
-            if entry.taker_died() and entry.result is None:
-                entry.end("the thread that wrote the file died")
-            if entry.result is not None:
-                self._settle(entry)
-        problem = self._crew.make_whole(entry for entry in self._unwritten if not entry.taken)
-        if problem is not None:  # nobody is there to do it
-            for entry in [*self._unwritten]:
-                if entry.take(None):
-                    entry.end(problem)
-                    self._settle(entry)
+    @locked
+    def _at_hand(self, ticket: DiskTicket) -> torch.Tensor | None:
+        """Return the tensor if it is there, or has been read ahead."""
+        ahead, ticket.ahead = ticket.ahead, None
+        while ahead is not None and ahead.stage is Stage.RUNNING:
+            self._progress.wait()
+        return ticket.tensor if ahead is None else ahead.value
 
-    def _settle(self, entry: Entry) -> None:
-        """Count an entry that has a result."""
-        if entry not in self._unwritten:
-            return
-        del self._unwritten[entry]
-        self._queued_bytes = self._queued_bytes - entry.info.bytes if self._unwritten else 0
-        entry.tidy()  # in case that the thread that brought the result died before it did
-        if entry.result:
-            self._uncount(entry)
-            if not entry.released and entry.pid == os.getpid() and self.failure is None:
-                self.failure = f"{entry.info.name} ({entry.info.bytes:,} bytes): {entry.result}"
-        if entry.result or entry.released:
-            self._paths.discard(entry.path)
-        self._crew.ring()
+    def _forget(self, ticket: DiskTicket) -> None:
+        ticket.released = True
+        ticket.ahead = None
+        if ticket.stage is not Stage.FAILED:
+            self._used_bytes -= ticket.info.bytes
+        if ticket.stage is Stage.QUEUED:
+            self._queued_bytes -= ticket.info.bytes
+            self._progress.notify_all()
+        if ticket.stage is not Stage.RUNNING:
+            ticket.tensor = ticket.ready = None
+            self._remove_file(ticket)
 
-    def _forget(self, entry: Entry) -> None:
-        """Count an entry that was released."""
-        self._uncount(entry)
-        if entry.result is not None:
-            self._settle(entry)
-            self._paths.discard(entry.path)
+    def _remove_file(self, ticket: DiskTicket) -> None:
+        if ticket.path in self._paths:  # else there is none, or it belongs to the parent of this process
+            self._paths.discard(ticket.path)
+            files.remove(ticket.path)
 
-    def _uncount(self, entry: Entry) -> None:
-        if entry.counted:
-            entry.counted = False
-            self._used_bytes -= entry.info.bytes
+    def _start_threads(self) -> None:
+        """Start the threads that are missing; RuntimeError if there are none then."""
+        while len(self._threads) < self._count and not self._closed:
+            thread = threading.Thread(target=self._work, name="torch_remat files", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                if not self._threads:
+                    raise RuntimeError("no thread can be started") from error
+                return
+            self._threads.add(thread)
 
+    def _work(self) -> None:
+        try:
+            while (job := self._next_job()) is not None:
+                job()
+                del job
+        finally:
+            self._end_thread()
 
-_stores: WeakSet[Store] = WeakSet()
+    @locked
+    def _next_job(self) -> Callable[[], None] | None:
+        while not self._closed:
+            while self._reads:
+                ticket, ahead = self._reads.popleft()
+                if ticket.ahead is ahead:  # nobody has asked for it meanwhile
+                    ahead.stage = Stage.RUNNING
+                    self._reading.add(ahead)
+                    return partial(self._read, ticket, ahead)
+            while self._writes:
+                ticket = self._writes.popleft()
+                if not ticket.released:
+                    ticket.stage = Stage.RUNNING
+                    self._writing.add(ticket)
+                    self._paths.add(ticket.path)
+                    return partial(self._write, ticket)
+            self._progress.notify_all()
+            self._has_work.wait()
+        return None
 
+    def _write(self, ticket: DiskTicket) -> None:
+        failure = _DIED
+        try:
+            assert ticket.tensor is not None
+            ticket.checksum = files.write(ticket.path, host_copy(ticket.tensor, ticket.ready))
+            failure = ""
+        except Exception as error:
+            failure = f"{type(error).__name__}: {error}"
+        finally:
+            self._end_write(ticket, failure)
 
-def _after_fork() -> None:
-    for store in list(_stores):
-        store.after_fork()
+    @locked
+    def _end_write(self, ticket: DiskTicket, failure: str) -> None:
+        self._writing.discard(ticket)
+        self._queued_bytes -= ticket.info.bytes
+        ticket.stage = Stage.FAILED if failure else Stage.DONE
+        if failure:
+            self._fail(
+                f"DiskOffloader({self.directory!r}): no file could be written for {ticket.info.name} "
+                f"({ticket.info.bytes:,} bytes): {failure}. It stays in memory, as other tensors may; training goes on."
+            )
+            if not ticket.released:
+                self._used_bytes -= ticket.info.bytes
+        if failure or ticket.released:
+            self._remove_file(ticket)
+        if not failure or ticket.released:
+            ticket.tensor = ticket.ready = None
+        self._progress.notify_all()
 
+    def _read(self, ticket: DiskTicket, ahead: _ReadAhead) -> None:
+        value = None
+        try:
+            with suppress(Exception):  # who asks for it reads it again, and tells
+                value = ticket.read()
+        finally:
+            self._end_read(ahead, value)
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+    @locked
+    def _end_read(self, ahead: _ReadAhead, value: torch.Tensor | None) -> None:
+        self._reading.discard(ahead)
+        ahead.value, ahead.stage = value, Stage.FAILED if value is None else Stage.DONE
+        self._progress.notify_all()
+
+    @locked
+    def _end_thread(self) -> None:
+        self._threads.discard(threading.current_thread())
+        self._progress.notify_all()

@@ -12,13 +12,13 @@ import torch
 
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.observe import Observer, observed_by
-from torch_remat.dispatch.offloading import chosen
 from torch_remat.dispatch.region.forward import run_region
 from torch_remat.dispatch.region.inputs import RegionInputs, leaves_of, with_leaves
 from torch_remat.dispatch.region.region import Region
 from torch_remat.dispatch.region.replay import Filling
 from torch_remat.errors import PlaceholderError, RematError, UsageError, qualified_name
 from torch_remat.offload.cpu import CpuOffloader
+from torch_remat.offload.protocol import chosen
 from torch_remat.policies.decision import CheckpointPolicy
 from torch_remat.reports.explanation import Alternative, Explanation
 from torch_remat.reports.graph import is_released, nodes_below

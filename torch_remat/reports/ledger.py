@@ -1,6 +1,6 @@
 """Bytes by storage: who was counted first, and under which name.
 
-In: pieces with their names. Kept, while a report is made: the storages and trips behind them. Out: rows, in which the
+In: pieces with their names. Kept, while a report is made: the storages and copies behind them. Out: rows, in which the
 bytes of each stand once.
 """
 
@@ -55,7 +55,7 @@ class Row:
 
 
 class Ledger:
-    """Counts each storage once, and each trip of what is away.
+    """Counts each storage once, and each stored copy of what is away.
 
     Args:
         momentary: Whether what is offloaded and at this moment in place as well, on its way or for a backward, counts.

@@ -19,9 +19,9 @@ from torch_remat._compat import TorchDispatchMode, node_number
 from torch_remat.dispatch.holder import Holder
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.observe import Observer, WatchedOp
-from torch_remat.dispatch.parcel import Parcel
 from torch_remat.dispatch.placeholder import is_placeholder
 from torch_remat.dispatch.region.region import Region
+from torch_remat.offload.transfer import Transfer
 from torch_remat.reports.collect import collect_parameters, collect_region
 from torch_remat.reports.consumers import Stretch, readers_in_graph
 from torch_remat.reports.explanation import Alternative, OpExplanation, RegionExplanation, Replay, TensorExplanation
@@ -133,7 +133,7 @@ class Notes(Observer):
         self._after_forward = after_forward
         self._thread = threading.get_ident()
         self._running = _Running()
-        self._storages: dict[int, StorageWeakRef] = {}  # by the id of the trip, what was sent
+        self._storages: dict[int, StorageWeakRef] = {}  # by the id of the stored copy, what was sent
 
     def begin_region(self, region: Region, phase: str) -> None:
         """Begin to count for a region."""
@@ -184,9 +184,9 @@ class Notes(Observer):
             found.saved = [Seen.of(label, tensor) for label, tensor in op.named.items() if tensor is not None]
             found.outputs = [Seen.of(label, tensor) for label, tensor in made.items()]
 
-    def offload_began(self, tensor: torch.Tensor, parcel: Parcel) -> None:
-        """Note which storage a parcel stands for."""
-        self._storages[id(parcel.trip)] = StorageWeakRef(tensor.untyped_storage())
+    def offload_began(self, tensor: torch.Tensor, transfer: Transfer) -> None:
+        """Note which storage a transfer stands for."""
+        self._storages[id(transfer.copy)] = StorageWeakRef(tensor.untyped_storage())
 
     def finish_region(self, region: Region, boundary: Sequence[torch.autograd.graph.Node | None]) -> None:
         """Read the tape, now that forward is over."""

@@ -1,7 +1,7 @@
 """What stands behind a kept tensor: the memory that it is in, wherever that is.
 
 In: tensors, and what saved-tensor hooks and offloaders made of them. Kept, while a report is made: the storages and
-trips, so that no address is used again. Out: pieces, which the ledger counts.
+stored copies, so that no address is used again. Out: pieces, which the ledger counts.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from torch_remat.dispatch.holder import Holder, is_parameter
-from torch_remat.dispatch.offloading import Offloaded
-from torch_remat.dispatch.parcel import Parcel
 from torch_remat.dispatch.placeholder import is_placeholder
 from torch_remat.dispatch.region.region import Region
+from torch_remat.offload.sender import Offloaded
+from torch_remat.offload.transfer import Transfer
 from torch_remat.reports.walk import leaves_in, tensors_in
 
 Besides = Literal["not gone yet", "brought back"]
@@ -26,7 +26,7 @@ class Memory(NamedTuple):
 
     Attributes:
         key: Its identity, as long as ``owner`` lives.
-        owner: A storage, or the trip of what is away.
+        owner: A storage, or the stored copy of what is away.
         bytes: Its bytes.
     """
 
@@ -103,24 +103,24 @@ def viewed_parameter(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _offloaded(kept: Offloaded) -> Iterator[Piece]:
-    parcel, placement = kept.parcel, kept.placement
-    here = _still_there(parcel)
-    if here is not None and parcel.trip.stays():
+    transfer, placement = kept.transfer, kept.placement
+    here = _still_there(transfer)
+    if here is not None and transfer.copy.stays():
         yield Piece(placement.shape, placement.dtype, str(here.device), _memory_of(here))
         return
-    away = Memory(("trip", id(parcel.trip)), parcel.trip, parcel.trip.bytes)
-    yield Piece(placement.shape, placement.dtype, type(parcel.trip.offloader).__name__, [away], offloaded=True)
+    away = Memory(("copy", id(transfer.copy)), transfer.copy, transfer.copy.bytes)
+    yield Piece(placement.shape, placement.dtype, type(transfer.copy.offloader).__name__, [away], offloaded=True)
     both: Sequence[tuple[torch.Tensor | None, Besides]] = (
         (here, "not gone yet"),
-        (parcel.value, "brought back"),
+        (transfer.value, "brought back"),
     )
     for tensor, why in both:
         if tensor is not None:
             yield Piece(placement.shape, placement.dtype, str(tensor.device), _memory_of(tensor), besides=why)
 
 
-def _still_there(parcel: Parcel) -> torch.Tensor | None:
-    tensor = parcel.trip.told("still_here")
+def _still_there(transfer: Transfer) -> torch.Tensor | None:
+    tensor = transfer.copy.told("still_here")
     return tensor if isinstance(tensor, torch.Tensor) else None
 
 

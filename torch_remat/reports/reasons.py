@@ -15,12 +15,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from torch_remat.dispatch.elided import Elided
 from torch_remat.dispatch.holder import Holder, OpHolder
-from torch_remat.dispatch.offloading import Offloaded
-from torch_remat.dispatch.parcel import may_travel
 from torch_remat.dispatch.policy_call import PolicyCall, SkippedOp
 from torch_remat.dispatch.record import NativeRecord, Record, Slot, WholeCallRecord
 from torch_remat.dispatch.region.region import Region
 from torch_remat.errors import qualified_name
+from torch_remat.offload.sender import Offloaded
+from torch_remat.offload.transfer import may_travel
 from torch_remat.policies.decision import CheckpointPolicy
 from torch_remat.reports.collect import output_name
 from torch_remat.reports.consumers import SOME_OP, reader_among
@@ -37,7 +37,7 @@ class Seen:
     Attributes:
         label: Its name.
         bytes: Its storage's bytes.
-        memory: The identity of its storage, or of its trip away.
+        memory: The identity of its storage, or of its copy away.
         parameter: Whether it is a parameter or a view of one.
         guard: A weak reference, so that no other storage is taken for this one once it is freed.
     """
@@ -60,7 +60,7 @@ class Seen:
 
     @classmethod
     def of_kept(cls, label: str, kept: Any, sent: Mapping[int, StorageWeakRef]) -> Seen | None:
-        """Describe what is kept under a name, in place or elsewhere; ``sent`` are storages by the ids of trips."""
+        """Describe what is kept under a name, in place or elsewhere; ``sent``: storages by the ids of their copies."""
         memory = [one for piece in pieces_in(kept) if piece.besides is None for one in piece.memory]
         if not memory:
             return None

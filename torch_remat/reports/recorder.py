@@ -18,8 +18,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch_remat._compat import ProfilerRange, profiler_runs, sequence_number
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.observe import Observer, WatchedOp
-from torch_remat.dispatch.parcel import Parcel
 from torch_remat.dispatch.region.region import Region, live_regions
+from torch_remat.offload.transfer import Transfer
 from torch_remat.reports.collect import collect_parameters, collect_region
 from torch_remat.reports.ledger import Ledger
 from torch_remat.reports.timeline import Phase
@@ -121,7 +121,7 @@ class Recorder(Observer):
         for mark in ops:
             mark.kept_bytes, mark.offloaded_bytes = kept.get(mark.op or "", (0, 0))
 
-    def offload_began(self, tensor: torch.Tensor, parcel: Parcel) -> None:
+    def offload_began(self, tensor: torch.Tensor, transfer: Transfer) -> None:
         """Mark where a tensor is that leaves: an offloader's thread may free it, which no profiler sees."""
         storage = tensor.untyped_storage()
         with self._lock:

@@ -1,19 +1,19 @@
-"""Parcels: parts of storages that are away, each sent once, however many places need it.
+"""Transfers: parts of storages that are away, each sent once, however many places need it.
 
-In: tensors that may leave, and an offloader. Kept: the offloader's ticket, and a copy of the tensor's version counter
-without its data. Out: the same bytes; the ticket's release, once, when the last place that needs them is gone.
+In: tensors that may leave, and an offloader. Kept: the offloader's ticket, and the tensor's version counter without its
+data. Out: the same bytes; the ticket's release, once, when the last place that needs them is gone.
 
 NOTE [ What travels ]
 1. Plain strided tensors with data, but no leaf that requires a gradient and no parameter, nor a view of one: autograd's
    graph holds those anyway.
-2. The tensor's storage, or its part of a much larger one; a second tensor on that part is rebuilt from the same parcel,
-   if both are views of one tensor and nothing changed it in between. What only shares memory, through ``detach()`` or
+2. The tensor's storage, or its part of a much larger one; a second tensor on it is rebuilt from the same transfer, if
+   both are views of one tensor and nothing changed it in between. What only shares memory, through ``detach()`` or
    ``.data``, may have a version counter of its own, which does not tell whether the memory was changed since. If both
-   are sent in one batch, with nothing run in between, then it was not: they are two parcels on one trip, each with
-   its counter, and each with a value of its own. Otherwise it travels by itself.
+   are sent in one batch, with nothing run in between, then it was not: they are two transfers of one stored copy, each
+   with its counter, and each with a value of its own. Otherwise it travels by itself.
 3. The value that comes back has the version that the tensor had, so that in-place changes are noticed as ever: of the
-   tensor that was sent, since a copy of its counter is kept, and of the value by a backward that reads it.
-4. A value is kept from its first read until the parcel is gone, since autograd may unpack it again, and others may be
+   tensor that was sent, since its counter is kept, and of the value by a backward that reads it.
+4. A value is kept from its first read until the transfer is gone, since autograd may unpack it again, and others may be
    views of it; where the graph is kept, it is given away with each read.
 5. `onload` makes a value usable on the stream that is current. Readers on other streams wait for that one, and the
    allocator is told of them, as the value's memory may belong to none of these streams.
@@ -22,44 +22,37 @@ NOTE [ What travels ]
 from __future__ import annotations
 
 import threading
-from contextlib import suppress
-from typing import Any, Literal, NamedTuple
-from weakref import ref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from weakref import finalize, ref
 
 import torch
 
 from torch_remat._compat import graph_is_kept, set_version, storage_key
 from torch_remat.errors import MutationError, OffloadError
-from torch_remat.offload.lanes import Arrival, arrival_of
 from torch_remat.offload.placement import Placement, Span, flattened
 from torch_remat.offload.protocol import Offloader, OffloadInfo
+from torch_remat.offload.streams import Arrival, arrival_of
 
 _NOTHING = torch.empty(0)
 
 
-Name = tuple[str, str | None, str, Literal["residual", "input"]]
-"""The first four fields of an `OffloadInfo`."""
-
-
-class Trip:
-    """A tensor's way from offload to release: what releases it knows no more than this.
+class StoredCopy:
+    """What an offloader holds under one ticket; released when the last transfer that shares it is gone.
 
     Attributes:
         bytes: How many bytes travel.
         lock: Held while the offloader brings it back.
-        further: One item for each parcel but the first.
-        asked_on: The books in which it stands while it was asked for ahead and not read yet.
     """
 
-    __slots__ = ("asked_on", "bytes", "further", "lock", "offloader", "ticket")
+    __slots__ = ("__weakref__", "bytes", "lock", "offloader", "ticket")
 
     def __init__(self, offloader: Offloader, ticket: Any, count: int) -> None:
         self.offloader = offloader
         self.ticket = ticket
         self.bytes = count
         self.lock = threading.Lock()
-        self.further: list[None] = []
-        self.asked_on: dict[Trip, Any] | None = None
+        finalize(self, offloader.release, ticket).atexit = False
 
     def told(self, method: str) -> Any:
         """Return what one of the offloader's optional methods tells of the tensor; None if it tells nothing."""
@@ -82,22 +75,22 @@ class _Form(NamedTuple):
     device: torch.device
 
 
-class Parcel:
+class Transfer:
     """A part of a storage that is away; see NOTE [ What travels ].
 
     Attributes:
-        trip: Its ticket.
+        copy: What the offloader holds.
         span: Which bytes of the storage.
         value: The tensor that came back, as long as it is kept.
     """
 
     __slots__ = (
         *("__weakref__", "_arrival", "_counter", "_form", "_not_in", "_owner", "_version"),
-        *("span", "trip", "value"),
+        *("copy", "span", "value"),
     )
 
-    def __init__(self, trip: Trip, flat: torch.Tensor, owner: torch.Tensor, span: Span) -> None:
-        self.trip = trip
+    def __init__(self, copy: StoredCopy, flat: torch.Tensor, owner: torch.Tensor, span: Span) -> None:
+        self.copy = copy
         self.span = span
         self.value: torch.Tensor | None = None
         self._arrival: Arrival | None = None
@@ -108,13 +101,12 @@ class Parcel:
         self._counter = flat.detach()
         self._counter.data = _NOTHING
 
-    def shared_by(self, tensor: torch.Tensor, placement: Placement, owner: torch.Tensor) -> Parcel:
-        """Return another parcel on the same trip, for a tensor with the same memory and perhaps another counter."""
-        other = Parcel(self.trip, flattened(tensor, placement.span), owner, self.span)
+    def shared_by(self, tensor: torch.Tensor, placement: Placement, owner: torch.Tensor) -> Transfer:
+        """Return another transfer of the same copy, for a tensor with the same memory and perhaps another counter."""
+        other = Transfer(self.copy, flattened(tensor, placement.span), owner, self.span)
         other._form = self._form
         # What comes back may be the first tensor itself, with that one's counter.
         other._not_in = storage_key(tensor)
-        self.trip.further.append(None)
         return other
 
     def serves(self, owner: torch.Tensor, version: int, placement: Placement) -> bool:
@@ -124,6 +116,9 @@ class Parcel:
     def is_unchanged(self, placement: Placement) -> bool:
         """Whether another view of the storage that travelled can be rebuilt from this as it is now."""
         return self._counter._version == self._version and self._holds(placement)
+
+    def _holds(self, placement: Placement) -> bool:
+        return self.span.covers(placement.span) and placement.dtype.itemsize <= self._form.dtype.itemsize
 
     def take(self, info: OffloadInfo) -> tuple[torch.Tensor, bool]:
         """Return the bytes, one-dimensional, and whether they had to be brought back for it.
@@ -135,7 +130,7 @@ class Parcel:
             MutationError: The tensor that was sent, or the value that came back, was changed in place.
             OffloadError: The offloader failed.
         """
-        with self.trip.lock:
+        with self.copy.lock:
             value = self.value
             missing = value is None
             if self._counter._version != self._version or (value is not None and value._version != self._version):
@@ -154,38 +149,11 @@ class Parcel:
             self.value = None if graph_is_kept() else value
         return value, missing
 
-    def ask_ahead(self) -> bool:
-        """Have the offloader bring it back soon; return whether it was asked."""
-        if not self.trip.lock.acquire(blocking=False):
-            return False
-        try:
-            if self.value is not None:
-                return False
-            self.trip.offloader.prefetch(self.trip.ticket)
-        except Exception:
-            return False  # `onload` will tell
-        finally:
-            self.trip.lock.release()
-        return True
-
-    def drop_asked(self) -> None:
-        """Let go of what was brought back ahead of a backward that did not need it."""
-        if self.trip.lock.acquire(blocking=False):
-            try:
-                if self.value is None:
-                    with suppress(Exception):  # nobody needs it
-                        self.trip.offloader.onload(self.trip.ticket)
-            finally:
-                self.trip.lock.release()
-
-    def _holds(self, placement: Placement) -> bool:
-        return self.span.covers(placement.span) and placement.dtype.itemsize <= self._form.dtype.itemsize
-
     def _bring_back(self, info: OffloadInfo) -> torch.Tensor:
-        offloader = self.trip.offloader
+        offloader = self.copy.offloader
         try:
-            flat = offloader.onload(self.trip.ticket)
-        except OffloadError:
+            flat = offloader.onload(self.copy.ticket)
+        except (OffloadError, Warning):  # the user has made errors of warnings
             raise
         except Exception as error:
             raise _failed(offloader, info, f"could not bring this tensor back: {error!r}") from error
@@ -205,6 +173,18 @@ class Parcel:
         if flat._version != self._version:
             set_version(flat, self._version)
         return flat
+
+    def unless_read(self, method: Callable[[Any], object]) -> bool:
+        """Call an offloader's method with the ticket, unless the value is there or on its way; whether it worked."""
+        if self.value is None and self.copy.lock.acquire(blocking=False):
+            try:
+                method(self.copy.ticket)
+                return True
+            except Exception:
+                return False  # the next `onload` will tell
+            finally:
+                self.copy.lock.release()
+        return False
 
 
 def may_travel(tensor: torch.Tensor) -> bool:
