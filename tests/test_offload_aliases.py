@@ -11,8 +11,8 @@ from helpers import assert_same, checkpointed, collector_off, leaf, no_other_reg
 from offloaders import OFFLOAD, Counting
 
 import torch_remat as remat
-from torch_remat.offload.table import Batch, Table
 from torch_remat.offload import files
+from torch_remat.offload.table import Batch, Table
 
 INFO = remat.OffloadInfo("r", None, "t", "input", 0)
 
@@ -181,7 +181,7 @@ def test_ticket_of_several_transfers_is_released_once_by_the_thread_that_drops_t
     table = Table()
     for step in range(100):
         h = torch.ones(4)
-        batch = Batch(step)
+        batch = Batch()
         transfers = [[table.send(offloader, tensor, INFO, batch)] for tensor in (h, h.detach(), h.data, h.detach())]
         together = threading.Barrier(len(transfers))
 

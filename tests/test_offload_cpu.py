@@ -18,7 +18,7 @@ from offloaders import OFFLOAD, Counting
 import torch_remat as remat
 from torch_remat.offload.cpu import CpuOffloader
 from torch_remat.offload.streams import Arrival
-from torch_remat.offload.table import Table
+from torch_remat.offload.table import Batch, Table
 
 
 @pytest.fixture(autouse=True)
@@ -249,7 +249,7 @@ def test_each_stream_that_reads_a_value_waits_until_it_is_there(monkeypatch):
     monkeypatch.setattr("torch_remat.offload.transfer.graph_is_kept", lambda: False)
     monkeypatch.setattr("torch_remat.offload.transfer.arrival_of", lambda value: Arrival(streams[current]))
     tensor = torch.randn(8)
-    transfer = Table().send(Counting(), tensor, info(tensor))
+    transfer = Table().send(Counting(), tensor, info(tensor), Batch())
     for current in "abacb":  # noqa: B007
         assert_same(transfer.take(info(tensor))[0], tensor)
     assert [streams[name].waits for name in "abc"] == [[], ["now on a"], ["now on a"]]

@@ -21,7 +21,7 @@ from torch_remat.policies.decision import CheckpointPolicy
 if TYPE_CHECKING:
     from torch_remat.dispatch.holder import OpHolder
     from torch_remat.dispatch.mode import RematMode
-    from torch_remat.offload.sender import Offloaded
+    from torch_remat.dispatch.sender import Offloaded
 
 
 class Sent(NamedTuple):

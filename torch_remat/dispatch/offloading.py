@@ -6,7 +6,7 @@ or replay needs it.
 It takes the way of saved-tensor hooks around a region: what is kept is packed, and unpacked with each read. Where
 there are such hooks, they decide, and nothing is offloaded: an enclosing region recomputes what this one would send.
 
-`offload.sender`, and with it all that moves tensors, is imported when the first tensor is to leave.
+`sender`, and with it all that moves tensors, is imported when the first tensor is to leave.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch_remat.dispatch.observe import tell_offloaded
 from torch_remat.dispatch.options import Options
 
 if TYPE_CHECKING:
-    from torch_remat.offload.sender import Offloaded, Sender
+    from torch_remat.dispatch.sender import Offloaded, Sender
 
 
 class Holder(Protocol):
@@ -91,7 +91,7 @@ def offload_inputs(region: Region, args: Sequence[Any], kwargs: Mapping[str, Any
 
 def _sender_of(region: Region) -> Sender:
     if region.offloading is None:
-        from torch_remat.offload.sender import Sender
+        from torch_remat.dispatch.sender import Sender
 
         region.offloading = Sender(region.name, region.options.offloader, tell_offloaded)
         region.offloading.know_parameters(region.parameters)

@@ -1,7 +1,6 @@
 """Where offloaded tensors go: the protocol of an offloader, its two implementations, and what is away with each.
 
-Nothing here knows of regions. The runtime decides what leaves and when: it sends a region's tensors by a `Sender`, and
-loads what the sender returned. To import the package or its `protocol` loads none of the rest.
+Nothing here knows of regions. To import the package or its `protocol` loads none of the rest.
 """
 
 from torch_remat.offload.protocol import Offloader, OffloadInfo

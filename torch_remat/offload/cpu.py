@@ -1,8 +1,5 @@
 """`CpuOffloader`: tensors of a device wait in host memory.
 
-In: tensors of a device. Kept: their bytes in host memory, and each tensor itself until its copy is done. Out: new
-tensors, brought back on a side stream, ahead of their use where the runtime asks for it.
-
 Only copies from and to pinned memory overlap with a device's other work. PyTorch keeps what was pinned, in powers of
 two, and hands it out again once all copies from and to it are done.
 """
@@ -29,28 +26,20 @@ class _Ticket:
         event: After the last copy from or to there.
         failure: Why the copy to the host failed, if it did.
         value: What a prefetch has brought back, with the event after that copy.
-        counted: Whether it is among what is away.
     """
 
-    __slots__ = ("copier", "counted", "event", "failure", "name", "source", "stored", "value")
+    __slots__ = ("copier", "event", "failure", "name", "source", "stored", "value")
 
     def __init__(self, source: torch.Tensor, stored: torch.Tensor, name: str, copier: Copier) -> None:
         self.source: torch.Tensor | None = source
-        self.stored = stored
-        self.name = name
-        self.copier = copier
+        self.stored, self.name, self.copier = stored, name, copier
         self.event = copier.to_host(source, stored)
-        self.failure: str | None = None
-        self.value: tuple[torch.Tensor, Event | None] | None = None
-        self.counted = True
+        self.failure = ""
+        self.value: tuple[torch.Tensor, Event] | None = None
 
-    def has_left(self) -> bool:
+    def has_left(self, wait: bool = False) -> bool:
         """Whether the copy to the host is done; the tensor on the device is let go then."""
-        return self.is_settled() and self.failure is None
-
-    def is_settled(self, wait: bool = False) -> bool:
-        """Whether the copy to the host is done or has failed."""
-        if self.source is not None and self.failure is None:
+        if self.source is not None and not self.failure:
             try:
                 if wait and self.event is not None:
                     self.event.synchronize()
@@ -58,23 +47,22 @@ class _Ticket:
                     self.source = None
             except RuntimeError as error:
                 self.failure = str(error)
-        return self.source is None or self.failure is not None
+        return self.source is None
 
-    def bring_back(self) -> tuple[torch.Tensor, Event | None]:
+    def bring_back(self) -> tuple[torch.Tensor, Event]:
         """Start the copy back."""
         value = self.copier.to_device(self.stored, self.event)
         self.event = value[1]
         return value
 
 
-class CpuOffloader(Shared[_Ticket]):
+class CpuOffloader(Shared):
     """Keeps offloaded tensors in host memory.
 
     Tensors of a CUDA device are copied to pinned memory on a side stream, while the device goes on; the device's memory
     is free once the copy is done and the offloader is called again. They come back on another side stream, ahead of
-    backward. The GPU part of this has not run: no GPU was at hand. Other devices work with plain, blocking copies.
-    Tensors of the CPU are copied from memory to memory, which saves nothing and costs two copies: that is for tests,
-    and one warning says so.
+    backward. The GPU part of this has not run: no GPU was at hand. Other devices work with blocking copies. Tensors of
+    the CPU are copied from memory to memory, which saves nothing: that is for tests, and one warning says so.
 
     PyTorch pins memory in powers of two, and that is how it counts here; it keeps what was pinned for later tensors.
 
@@ -106,8 +94,8 @@ class CpuOffloader(Shared[_Ticket]):
         max_pending_bytes: int = 1 << 30,
         copier: Callable[[torch.device], Copier] = copier_for,
     ) -> None:
-        require_numbers("CpuOffloader", max_bytes=(max_bytes or 0, 0), min_bytes=(min_bytes, 0),
-                        prefetch_bytes=(prefetch_bytes, 0), max_pending_bytes=(max_pending_bytes, 0))  # fmt: skip
+        require_numbers("CpuOffloader", max_bytes=max_bytes or 0, min_bytes=min_bytes, prefetch_bytes=prefetch_bytes,
+                        max_pending_bytes=max_pending_bytes)  # fmt: skip
         super().__init__()
         self.prefetch_bytes = prefetch_bytes
         self.min_bytes = min_bytes
@@ -134,8 +122,8 @@ class CpuOffloader(Shared[_Ticket]):
         """Start the copy to host memory; see `Offloader.offload`."""
         if info.bytes < self.min_bytes:
             return None
-        ticket = self._send(tensor, info)
         self.tell_failure()
+        ticket = self._send(tensor, info)
         if ticket is None:
             self.warn_once(
                 "full",
@@ -163,10 +151,9 @@ class CpuOffloader(Shared[_Ticket]):
         source = ticket.source
         if source is not None and not ticket.has_left():
             return source
-        value, ticket.value = ticket.value, None
-        tensor, event = value or ticket.bring_back()
-        ticket.copier.use(tensor, event)
-        return tensor
+        value, ticket.value = ticket.value or ticket.bring_back(), None
+        ticket.copier.use(*value)
+        return value[0]
 
     def still_here(self, ticket: _Ticket) -> torch.Tensor | None:
         """Return the tensor on the device while it is kept for its copy; see `Offloader`."""
@@ -174,7 +161,7 @@ class CpuOffloader(Shared[_Ticket]):
 
     def stays(self, ticket: _Ticket) -> bool:
         """Whether the copy failed, so that the tensor stays on the device; see `Offloader`."""
-        return ticket.failure is not None
+        return ticket.failure != ""
 
     @locked
     def _send(self, tensor: torch.Tensor, info: OffloadInfo) -> _Ticket | None:
@@ -198,14 +185,9 @@ class CpuOffloader(Shared[_Ticket]):
         return ticket
 
     def _forget(self, ticket: _Ticket) -> None:
-        self._uncount(ticket)
         ticket.value = None
-
-    def _uncount(self, ticket: _Ticket) -> None:
-        if ticket.counted:
-            ticket.counted = False
-            self._offloaded_bytes -= ticket.stored.nbytes
-            self._host_bytes -= _host_bytes_of(ticket.stored.nbytes)
+        self._offloaded_bytes -= ticket.stored.nbytes
+        self._host_bytes -= _host_bytes_of(ticket.stored.nbytes)
 
     def _look_after_pending(self) -> None:
         if self._pending:
@@ -213,11 +195,10 @@ class CpuOffloader(Shared[_Ticket]):
 
     def _drop_settled(self, wait: bool = False) -> None:
         """Forget copies that are done or have failed, the oldest first; with ``wait``, at least one."""
-        while self._pending and self._pending[0].is_settled(wait):
+        while self._pending and (self._pending[0].has_left(wait) or self._pending[0].failure):
             ticket, wait = self._pending.popleft(), False
-            if ticket.failure is not None:
-                self._uncount(ticket)
-                self._fail(
+            if ticket.failure and not self._failure:
+                self._failure = (
                     f"CpuOffloader: {ticket.name} ({ticket.stored.nbytes:,} bytes) could not be copied to host memory: "
                     f"{ticket.failure}. It stays on the device, as other tensors may; training goes on."
                 )

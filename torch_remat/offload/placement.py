@@ -1,8 +1,4 @@
-"""Tensors as places in memory: what of a storage travels, and how a view is rebuilt on it.
-
-In: a tensor, with whatever strides. Kept: numbers. Out: a one-dimensional tensor that covers it, and later the same
-view of another such tensor.
-"""
+"""Tensors as places in memory: what of a storage travels, and how a view is rebuilt on it."""
 
 from __future__ import annotations
 
@@ -29,16 +25,7 @@ class Span(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """Where and how a tensor lies in its storage.
-
-    Attributes:
-        shape: Its shape.
-        stride: Its strides, in elements.
-        offset_bytes: Where its first element lies in the storage.
-        dtype: Its dtype.
-        conjugated: Whether it is a lazy conjugate.
-        negated: Whether it is a lazy negative.
-    """
+    """Where and how a tensor lies in its storage; ``stride`` is in elements, and conjugates and negatives are lazy."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]

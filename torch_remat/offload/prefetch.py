@@ -1,7 +1,4 @@
-"""What a region sent, and what backward will need next.
-
-In: transfers, in the order of forward. Kept: weak references to them. Out: prefetches, in the order in which backward
-will reach the tensors, within a bound of bytes.
+"""What backward will need next, and asking for it ahead, within a bound of bytes.
 
 Backward reaches a thread's regions in reverse. Of each it first needs what replay starts from, in the order of forward,
 then the residuals, in reverse.
@@ -13,85 +10,64 @@ import threading
 from weakref import WeakKeyDictionary, ref
 
 from torch_remat._compat import graph_task
+from torch_remat.offload.protocol import Kind
 from torch_remat.offload.transfer import StoredCopy, Transfer
 
 PREFETCH_BYTES = 256 << 20
 
 
 class RegionTransfers:
-    """What one region sent to one offloader.
+    """What one region sent to one offloader; ``before`` is what the thread's region before sent."""
 
-    Args:
-        prefetcher: That of the thread that runs the region.
-
-    Attributes:
-        inputs: What replay needs, region inputs and slots, in the order of forward.
-        residuals: What backward needs, in the order of forward.
-        before: What the region before sent.
-    """
-
-    __slots__ = ("__weakref__", "before", "inputs", "prefetcher", "residuals")
+    __slots__ = ("__weakref__", "_inputs", "_residuals", "before", "prefetcher")
 
     def __init__(self, prefetcher: Prefetcher) -> None:
         self.prefetcher = prefetcher
-        self.inputs: list[ref[Transfer]] = []
-        self.residuals: list[ref[Transfer]] = []
         self.before = prefetcher.latest
         prefetcher.latest = ref(self)
+        self._inputs: list[ref[Transfer]] = []  # what replay needs, with slots, in the order of forward
+        self._residuals: list[ref[Transfer]] = []  # what backward needs, in the order of forward
 
-    def add(self, transfer: Transfer, kind: str) -> int:
-        """Note a transfer; return its place among those of its kind."""
-        transfers = self.inputs if kind == "input" else self.residuals
+    def add(self, transfer: Transfer, kind: Kind) -> int:
+        """Note a transfer; return its place, from the start or, if it is negative, from the end of backward."""
+        transfers = self._inputs if kind == "input" else self._residuals
         transfers.append(ref(transfer))
-        return len(transfers) - 1
-
-    def step_of(self, kind: str, place: int) -> int:
-        """Return the place of a tensor in the order of backward."""
-        return place if kind == "input" else len(self) - 1 - place
+        return len(transfers) - 1 if kind == "input" else -len(transfers)
 
     def at(self, step: int) -> Transfer | None:
         """Return the transfer at a place in the order of backward, if it is still there."""
-        count = len(self.inputs)
-        return self.inputs[step]() if step < count else self.residuals[count - step - 1]()
+        count = len(self._inputs)
+        return self._inputs[step]() if step < count else self._residuals[count - step - 1]()
 
     def __len__(self) -> int:
-        return len(self.inputs) + len(self.residuals)
+        return len(self._inputs) + len(self._residuals)
 
 
 class Prefetcher:
-    """Asks one offloader ahead for what one thread's regions sent to it, in the order of backward.
+    """Asks one offloader ahead for what one thread's regions, up to the ``latest``, sent to it."""
 
-    Attributes:
-        latest: What the latest region sent.
-        asked: What was asked for ahead and not read yet: the transfer, and the backward that asked.
-    """
-
-    __slots__ = ("_lock", "_next", "asked", "latest")
+    __slots__ = ("_asked", "_lock", "_next", "latest")
 
     def __init__(self) -> None:
         self.latest: ref[RegionTransfers] | None = None
-        self.asked: WeakKeyDictionary[StoredCopy, tuple[ref[Transfer], int]] = WeakKeyDictionary()
+        # What was asked for ahead and not read yet, with the backward that asked.
+        self._asked: WeakKeyDictionary[StoredCopy, tuple[ref[Transfer], int]] = WeakKeyDictionary()
         self._lock = threading.Lock()
         self._next: tuple[ref[RegionTransfers] | None, int] = (None, 0)
 
-    def reached(self, region: RegionTransfers, kind: str, place: int, transfer: Transfer, missing: bool) -> None:
-        """Note that backward has read a tensor, and ask for the next ones.
+    def reached(self, region: RegionTransfers, place: int, transfer: Transfer, missing: bool) -> None:
+        """Note that backward has read a region's tensor, which had to be brought back if it was ``missing``.
 
-        Args:
-            region: What its region sent.
-            kind: What the tensor was sent as.
-            place: Its place among those of its kind.
-            transfer: Its transfer.
-            missing: Whether it had to be brought back for that.
+        Then ask for the next ones.
         """
-        foreseen = self.asked.pop(transfer.copy, None) is not None
+        foreseen = self._asked.pop(transfer.copy, None) is not None
         limit = getattr(transfer.copy.offloader, "prefetch_bytes", PREFETCH_BYTES)
         if limit <= 0 or not self._lock.acquire(blocking=False):
             return
         try:
             if missing and not foreseen:
                 self._drop_stale()
-                self._next = (ref(region), region.step_of(kind, place) + 1)
+                self._next = (ref(region), (place if place >= 0 else len(region) + place) + 1)
             self._ask(limit)
         finally:
             self._lock.release()
@@ -99,12 +75,12 @@ class Prefetcher:
     def _ask(self, limit: int) -> None:
         while (transfer := self._ahead()) is not None:
             copy = transfer.copy
-            if transfer.value is None and copy not in self.asked:
-                waiting = sum(asked.bytes for asked in list(self.asked))
+            if transfer.value is None and copy not in self._asked:
+                waiting = sum(asked.bytes for asked in list(self._asked))
                 if waiting and waiting + copy.bytes > limit:
                     return
                 if transfer.unless_read(copy.offloader.prefetch):
-                    self.asked[copy] = (ref(transfer), graph_task())
+                    self._asked[copy] = (ref(transfer), graph_task())
             region, step = self._next
             self._next = (region, step + 1)
 
@@ -125,9 +101,9 @@ class Prefetcher:
     def _drop_stale(self) -> None:
         """Give back what an earlier backward asked for and never read."""
         now = graph_task()
-        for copy, (known, task) in list(self.asked.items()):
+        for copy, (known, task) in list(self._asked.items()):
             if task != now:
-                self.asked.pop(copy, None)
+                self._asked.pop(copy, None)
                 transfer = known()
                 if transfer is not None:
                     transfer.unless_read(copy.offloader.onload)

@@ -1,8 +1,4 @@
-"""What an offloader is: the contract between the runtime and whoever stores tensors elsewhere.
-
-In: one-dimensional tensors, each with a description. Kept: what the offloader likes, under a ticket of its own kind.
-Out: the same bits, on the same device.
-"""
+"""What an offloader is: the contract between the runtime and whoever stores tensors elsewhere."""
 
 from __future__ import annotations
 
@@ -76,18 +72,12 @@ class Offloader(Protocol):
         >>> import torch_remat as remat
         >>> class Halves:  # keeps half the bytes, where they are; bits are lost, so gradients are approximate
         ...     def offload(self, tensor, info):
-        ...         if tensor.dtype is not torch.float32 or info.bytes < 1 << 20:
-        ...             return None
-        ...         return tensor.to(torch.bfloat16)
-        ...
-        ...     def prefetch(self, ticket):
-        ...         pass
+        ...         return tensor.to(torch.bfloat16) if tensor.dtype is torch.float32 else None
         ...
         ...     def onload(self, ticket):
         ...         return ticket.float()
         ...
-        ...     def release(self, ticket):
-        ...         pass
+        ...     prefetch = release = lambda self, ticket: None
         >>> block = remat.checkpoint(offloader=Halves(), offload_inputs=True)(torch.nn.Linear(8, 8))
     """
 

@@ -1,8 +1,4 @@
-"""What our two offloaders share: a lock that `release` never waits for, and what users are told.
-
-In: tickets that are released while a method holds the lock. Kept: those, until the holder lets go. Out: each of them,
-forgotten once under the lock.
-"""
+"""What our two offloaders share: a lock that `release` never waits for, and what users are told."""
 
 from __future__ import annotations
 
@@ -13,18 +9,15 @@ import warnings
 from collections import deque
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+from typing import Any, TypeVar, cast
 from weakref import WeakSet
 
 from torch_remat.errors import UsageError
 
-T = TypeVar("T")
-S = TypeVar("S", bound="Shared[Any]")
-P = ParamSpec("P")
-R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-class Shared(Generic[T]):
+class Shared:
     """State that threads share under one lock, and that hears of releases from inside garbage collections.
 
     A collection may interrupt a method that holds the lock, on the same thread. So `release` only queues the ticket,
@@ -33,19 +26,15 @@ class Shared(Generic[T]):
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._released: deque[T] = deque()
+        self._released: deque[Any] = deque()
         self._failure: str | None = None
         self._warned: set[str] = set()
         _alive.add(self)
 
-    def release(self, ticket: T) -> None:
+    def release(self, ticket: Any) -> None:
         """Forget a tensor, now or soon; see `Offloader.release`."""
         self._released.append(ticket)
         self._forget_if_free()
-
-    def _fail(self, what: str) -> None:
-        """Note why a tensor that was taken cannot leave; the first reason is told by the next `tell_failure`."""
-        self._failure = self._failure or what
 
     def tell_failure(self) -> None:
         """Warn, once, if a tensor that was taken could not leave."""
@@ -58,11 +47,7 @@ class Shared(Generic[T]):
             self._warned.add(kind)
             warn_user(message)
 
-    def _after_fork(self) -> None:
-        """Begin anew in a forked child: a thread that it does not have may have held the lock."""
-        self._lock = threading.Lock()
-
-    def _forget(self, ticket: T) -> None:
+    def _forget(self, ticket: Any) -> None:
         """Forget a released ticket; called under the lock."""
         raise NotImplementedError
 
@@ -76,12 +61,15 @@ class Shared(Generic[T]):
             with self._lock:
                 self._forget_released()
 
+    def _after_fork(self) -> None:
+        self._lock = threading.Lock()  # a thread that the child does not have may have held the other
 
-def locked(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+
+def locked(method: F) -> F:
     """Let a method of `Shared` run under the lock, with what was released before and meanwhile forgotten."""
 
     @wraps(method)
-    def run(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+    def run(self: Shared, *args: Any, **kwargs: Any) -> Any:
         try:
             with self._lock:
                 self._forget_released()
@@ -89,29 +77,25 @@ def locked(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P]
         finally:
             self._forget_if_free()
 
-    return run
+    return cast(F, run)
 
 
-def require_numbers(owner: str, **numbers: tuple[object, int]) -> None:
-    """Raise a `UsageError` unless each number is an integer and at least as large as the second of its pair."""
-    for name, (value, least) in numbers.items():
+def require_numbers(owner: str, least: int = 0, **numbers: object) -> None:
+    """Raise a `UsageError` unless all numbers are integers, and not less than ``least``."""
+    for name, value in numbers.items():
         if not isinstance(value, int) or value < least:
-            raise UsageError(
-                f"{owner}({name}={value!r}) is not possible", remedy=f"{name} is a whole number from {least} on."
-            )
+            raise UsageError(f"{owner}({name}={value!r}) is not possible", remedy=f"{name} is an int from {least} on.")
 
 
 def warn_user(message: str) -> None:
     """Warn at the nearest line outside of this library and torch."""
     frame, level = sys._getframe(1), 2
-    while (
-        frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "torch_remat") and frame.f_back is not None
-    ):
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "torch_remat"):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, RuntimeWarning, stacklevel=level)
 
 
-_alive: WeakSet[Shared[Any]] = WeakSet()
+_alive: WeakSet[Shared] = WeakSet()
 
 
 def _after_fork() -> None:

@@ -1,37 +1,24 @@
 """Copies between a device and host memory, off the device's main stream.
 
-In: a tensor on the device, or its bytes in host memory. Kept: two side streams for each device, one for each direction.
-Out: events, by which other streams and the host know when a copy is done.
-
 NOTE [ Who waits for whom ]
-1. A copy to the host starts when the stream is done that was current when it was asked for: the tensor is made by then.
-   The device's memory stays with the tensor until the copy is done (its ticket holds it).
-2. A copy back starts when the copy to the host is done. Its memory belongs to the side stream, so that the main stream
-   need not be waited for.
+1. A copy to the host waits for the stream that was current when it was asked for, which makes the tensor. The ticket
+   keeps the tensor until the copy is done.
+2. A copy back waits for the copy to the host. Its memory belongs to the side stream, so it waits for no other stream.
 3. Who uses a tensor that came back makes its stream wait for the copy, and has the allocator keep the memory until that
    stream's work is done (``record_stream``).
 4. PyTorch hands pinned memory out again when the streams have done all copies from and to it.
-5. A value that is read more than once may be read on several streams. The first reader's stream has waited for the
-   copy; the others wait for that one (`Arrival`), whoever made the copy.
+5. A value that is read again may be read on another stream. The first reader's stream has waited for the copy; the
+   others wait for that one (`Arrival`).
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any
 
 import torch
 
-
-class Event(Protocol):
-    """A point in a stream's work, such as a ``torch.cuda.Event``."""
-
-    def query(self) -> bool:
-        """Whether the work before it is done."""
-        ...
-
-    def synchronize(self) -> None:
-        """Wait until it is."""
-        ...
+Event = Any
+"""A point in a stream's work with ``query()`` and ``synchronize()``: a ``torch.cuda.Event``, or None if it is past."""
 
 
 class Copier:
@@ -43,16 +30,16 @@ class Copier:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def to_host(self, tensor: torch.Tensor, stored: torch.Tensor) -> Event | None:
+    def to_host(self, tensor: torch.Tensor, stored: torch.Tensor) -> Event:
         """Copy a tensor into host memory of the same form; return the event after it."""
         stored.copy_(tensor)
         return None
 
-    def to_device(self, stored: torch.Tensor, after: Event | None) -> tuple[torch.Tensor, Event | None]:
+    def to_device(self, stored: torch.Tensor, after: Event) -> tuple[torch.Tensor, Event]:
         """Copy host memory into new memory of the device; return the tensor, and the event after the copy."""
         return torch.empty_like(stored, device=self._device, pin_memory=False).copy_(stored), None
 
-    def use(self, tensor: torch.Tensor, event: Event | None) -> None:
+    def use(self, tensor: torch.Tensor, event: Event) -> None:
         """Make a tensor that came back usable on the current stream."""
 
 
@@ -64,27 +51,26 @@ class CudaCopier(Copier):
         self._to_host = torch.cuda.Stream(device)
         self._to_device = torch.cuda.Stream(device)
 
-    def to_host(self, tensor: torch.Tensor, stored: torch.Tensor) -> Event | None:
+    def to_host(self, tensor: torch.Tensor, stored: torch.Tensor) -> Event:
         """Copy on the side stream, once the current stream is done."""
         self._to_host.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._to_host):
             stored.copy_(tensor, non_blocking=True)
-            event: Event = self._to_host.record_event()
-        return event
+            return self._to_host.record_event()
 
-    def to_device(self, stored: torch.Tensor, after: Event | None) -> tuple[torch.Tensor, Event | None]:
+    def to_device(self, stored: torch.Tensor, after: Event) -> tuple[torch.Tensor, Event]:
         """Copy on the other side stream, once the copy to the host is done."""
-        if isinstance(after, torch.cuda.Event):
+        if after is not None:
             self._to_device.wait_event(after)
         with torch.cuda.stream(self._to_device):
             tensor = torch.empty_like(stored, device=self._device, pin_memory=False)
             tensor.copy_(stored, non_blocking=True)
             return tensor, self._to_device.record_event()
 
-    def use(self, tensor: torch.Tensor, event: Event | None) -> None:
+    def use(self, tensor: torch.Tensor, event: Event) -> None:
         """Make the current stream wait for the copy."""
         current = torch.cuda.current_stream(self._device)
-        if isinstance(event, torch.cuda.Event):
+        if event is not None:
             current.wait_event(event)
         tensor.record_stream(current)
 
@@ -94,26 +80,23 @@ def copier_for(device: torch.device) -> Copier:
     return CudaCopier(device) if device.type == "cuda" else Copier(device)
 
 
-def host_copy(tensor: torch.Tensor, ready: torch.cuda.Event | None) -> torch.Tensor:
-    """Return a tensor in host memory; from a CUDA device by a stream of its own, once the tensor is ``ready``."""
-    if tensor.device.type == "cpu":
-        return tensor
+def event_after(tensor: torch.Tensor) -> Event:
+    """Return the event after what makes a tensor on the current stream of a CUDA device; None for other devices."""
+    return torch.cuda.current_stream(tensor.device).record_event() if tensor.device.type == "cuda" else None
+
+
+def host_copy(tensor: torch.Tensor, ready: Event) -> torch.Tensor:
+    """Return a tensor in host memory; from a CUDA device by a stream of its own, once the event has come."""
     if ready is None:
         return tensor.cpu()
     stream = torch.cuda.Stream(tensor.device)
     stream.wait_event(ready)
     with torch.cuda.stream(stream):
-        copied = tensor.to("cpu", non_blocking=True)
-    stream.synchronize()
-    return copied
+        return tensor.cpu()
 
 
 class Arrival:
-    """Where a value came back, so that its later readers can wait on their own streams; see NOTE, 5.
-
-    Args:
-        stream: The stream on which it is usable.
-    """
+    """Where a value came back, so that its later readers can wait on their own streams; see NOTE, 5."""
 
     __slots__ = ("_event", "_streams")
 

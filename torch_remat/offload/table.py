@@ -1,15 +1,11 @@
-"""What is away with one offloader, so that nothing is sent twice.
-
-In: tensors that may leave. Kept: weak references to the transfers of those that have left. Out: the transfer of a
-tensor, a new one if there was none; see NOTE [ What travels ], 2.
-"""
+"""What is away with one offloader, so that nothing is sent twice; see NOTE [ What travels ], 2."""
 
 from __future__ import annotations
 
 import threading
 from contextlib import suppress
 from typing import Any
-from weakref import ref
+from weakref import WeakSet, WeakValueDictionary, ref
 
 import torch
 
@@ -20,104 +16,77 @@ from torch_remat.offload.protocol import Offloader, OffloadInfo
 from torch_remat.offload.shared import warn_user
 from torch_remat.offload.transfer import StoredCopy, Transfer
 
-
-class Batch:
-    """Tensors that are sent together, with nothing run in between that could change their memory.
-
-    Attributes:
-        key: What tells it from other batches.
-        fresh: What was sent in it, by the storages of the tensors, which live as long as it lasts.
-    """
-
-    __slots__ = ("fresh", "key")
-
-    def __init__(self, key: object) -> None:
-        self.key = key
-        self.fresh: dict[int, ref[Transfer]] = {}
+Batch = WeakValueDictionary[int, Transfer]
+"""What was sent with nothing run in between that could change it, by the storages, which live as long as it lasts."""
 
 
 class Table:
     """The transfers to one offloader."""
 
     def __init__(self) -> None:
-        self._transfers: dict[int, list[ref[Transfer]]] = {}  # by the id of the tensor that all are views of
+        self._transfers: dict[int, WeakSet[Transfer]] = {}  # by the id of the tensor that all are views of
+        self._limit = 64
         self._of_thread = threading.local()
         self._warned = False
 
     @property
     def prefetcher(self) -> Prefetcher:
         """This thread's prefetcher."""
-        known: Prefetcher | None = getattr(self._of_thread, "prefetcher", None)
-        if known is None:
-            known = self._of_thread.prefetcher = Prefetcher()
-        return known
+        if not hasattr(self._of_thread, "prefetcher"):
+            self._of_thread.prefetcher = Prefetcher()
+        prefetcher: Prefetcher = self._of_thread.prefetcher
+        return prefetcher
 
-    def send(
-        self, offloader: Offloader, tensor: torch.Tensor, info: OffloadInfo, batch: Batch | None = None
-    ) -> Transfer | None:
+    def send(self, offloader: Offloader, tensor: torch.Tensor, info: OffloadInfo, batch: Batch) -> Transfer | None:
         """Return a tensor's transfer, after sending it if there was none; None if it stays.
 
-        Args:
-            offloader: The offloader.
-            tensor: The tensor.
-            info: What it is called; its bytes are not known yet.
-            batch: What it is sent together with.
+        Of ``info`` the bytes are not known yet; ``batch`` is what the tensor is sent together with.
         """
         owner = tensor if tensor._base is None else tensor._base
         placement = Placement.of(tensor)
-        for known in self._transfers.get(id(owner), ()):
-            transfer = known()
-            if transfer is not None and transfer.serves(owner, tensor._version, placement):
-                return transfer
-        fresh = None if batch is None else batch.fresh.get(storage_key(tensor))
-        transfer = None if fresh is None else fresh()
+        for known in list(self._transfers.get(id(owner), ())):
+            if known.serves(owner, tensor._version, placement):
+                return known
+        transfer = batch.get(storage_key(tensor))
         with torch.no_grad(), without_dispatch_modes():
             if transfer is not None and transfer.copy.offloader is offloader and transfer.is_unchanged(placement):
                 return self._noted(transfer.shared_by(tensor, placement, owner), owner)
             span = travelling_span(tensor, placement)
             flat = flattened(tensor, span)
-            info = info._replace(bytes=flat.nbytes)
-            try:
-                ticket = offloader.offload(flat, info)
-            except Warning:
-                raise  # the user has made errors of warnings
-            except Exception as error:
-                self._warn(offloader, info, error)
-                return None
+            ticket = self._offload(offloader, flat, info._replace(bytes=flat.nbytes))
             if ticket is None:
                 return None
             transfer = self._noted(Transfer(StoredCopy(offloader, ticket, flat.nbytes), flat, owner, span), owner)
-        if batch is not None:
-            batch.fresh[storage_key(tensor)] = ref(transfer)
+        batch[storage_key(tensor)] = transfer
         return transfer
+
+    def _offload(self, offloader: Offloader, flat: torch.Tensor, info: OffloadInfo) -> Any | None:
+        try:
+            return offloader.offload(flat, info)
+        except Warning:
+            raise  # the user has made errors of warnings
+        except Exception as error:
+            if not self._warned:
+                self._warned = True
+                warn_user(
+                    f"{type(offloader).__name__} could not take {info.name} ({info.bytes:,} bytes): {error!r}. "
+                    "It stays where it is, as other tensors may; training goes on."
+                )
+            return None
 
     def _noted(self, transfer: Transfer, owner: torch.Tensor) -> Transfer:
-        key, table = id(owner), ref(self)
-
-        def forget(_: ref[Transfer]) -> None:
-            known = table()
-            if known is not None:
-                alive = [one for one in known._transfers.pop(key, ()) if one() is not None]
-                if alive:
-                    known._transfers.setdefault(key, []).extend(alive)
-
-        self._transfers.setdefault(key, []).append(ref(transfer, forget))
+        if len(self._transfers) > self._limit:  # forget those that are gone
+            self._transfers = {key: known for key, known in list(self._transfers.items()) if known}
+            self._limit = 2 * len(self._transfers) + 64
+        self._transfers.setdefault(id(owner), WeakSet()).add(transfer)
         return transfer
-
-    def _warn(self, offloader: Offloader, info: OffloadInfo, error: Exception) -> None:
-        if not self._warned:
-            self._warned = True
-            warn_user(
-                f"{type(offloader).__name__} could not take {info.name} ({info.bytes:,} bytes): {error!r}. It stays "
-                "where it is, as other tensors may; training goes on."
-            )
 
 
 _tables: dict[int, tuple[ref[Any], Table]] = {}
 
 
 def table_of(offloader: Offloader) -> Table:
-    """Return what is known of an offloader; nothing of one that cannot be known weakly."""
+    """Return an offloader's table; a new one for an offloader that cannot be known weakly."""
     key = id(offloader)
     known = _tables.get(key)
     if known is not None and known[0]() is offloader:

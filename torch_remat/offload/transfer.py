@@ -1,29 +1,28 @@
 """Transfers: parts of storages that are away, each sent once, however many places need it.
 
-In: tensors that may leave, and an offloader. Kept: the offloader's ticket, and the tensor's version counter without its
-data. Out: the same bytes; the ticket's release, once, when the last place that needs them is gone.
+Kept are the offloader's ticket, and the tensor's version counter without its data. The ticket is released, once, when
+the last place that needs the tensor is gone.
 
 NOTE [ What travels ]
 1. Plain strided tensors with data, but no leaf that requires a gradient and no parameter, nor a view of one: autograd's
    graph holds those anyway.
 2. The tensor's storage, or its part of a much larger one; a second tensor on it is rebuilt from the same transfer, if
    both are views of one tensor and nothing changed it in between. What only shares memory, through ``detach()`` or
-   ``.data``, may have a version counter of its own, which does not tell whether the memory was changed since. If both
-   are sent in one batch, with nothing run in between, then it was not: they are two transfers of one stored copy, each
-   with its counter, and each with a value of its own. Otherwise it travels by itself.
+   ``.data``, may have a version counter of its own, which does not tell of changes. If both are sent in one batch, with
+   nothing run in between, they are two transfers of one stored copy, each with its counter and its value. Otherwise it
+   travels by itself.
 3. The value that comes back has the version that the tensor had, so that in-place changes are noticed as ever: of the
    tensor that was sent, since its counter is kept, and of the value by a backward that reads it.
 4. A value is kept from its first read until the transfer is gone, since autograd may unpack it again, and others may be
    views of it; where the graph is kept, it is given away with each read.
-5. `onload` makes a value usable on the stream that is current. Readers on other streams wait for that one, and the
-   allocator is told of them, as the value's memory may belong to none of these streams.
+5. `onload` makes a value usable on the current stream; readers on other streams wait for that one (`Arrival`).
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import finalize, ref
 
 import torch
@@ -38,12 +37,7 @@ _NOTHING = torch.empty(0)
 
 
 class StoredCopy:
-    """What an offloader holds under one ticket; released when the last transfer that shares it is gone.
-
-    Attributes:
-        bytes: How many bytes travel.
-        lock: Held while the offloader brings it back.
-    """
+    """What an offloader holds under one ticket, so many bytes; the lock is held while it brings them back."""
 
     __slots__ = ("__weakref__", "bytes", "lock", "offloader", "ticket")
 
@@ -53,26 +47,6 @@ class StoredCopy:
         self.bytes = count
         self.lock = threading.Lock()
         finalize(self, offloader.release, ticket).atexit = False
-
-    def told(self, method: str) -> Any:
-        """Return what one of the offloader's optional methods tells of the tensor; None if it tells nothing."""
-        ask = getattr(self.offloader, method, None)
-        try:
-            return None if ask is None else ask(self.ticket)
-        except Exception:
-            return None  # a report does not fail because of an offloader
-
-    def stays(self) -> bool:
-        """Whether the tensor was taken and could not leave after all."""
-        return self.told("stays") is True
-
-
-class _Form(NamedTuple):
-    """What is sent, and has to come back: so many elements of a dtype on a device."""
-
-    length: int
-    dtype: torch.dtype
-    device: torch.device
 
 
 class Transfer:
@@ -95,7 +69,7 @@ class Transfer:
         self.value: torch.Tensor | None = None
         self._arrival: Arrival | None = None
         self._owner = ref(owner)
-        self._form = _Form(flat.numel(), flat.dtype, flat.device)
+        self._form = flat.numel(), flat.dtype, flat.device  # what has to come back
         self._not_in = 0
         self._version = flat._version
         self._counter = flat.detach()
@@ -118,13 +92,10 @@ class Transfer:
         return self._counter._version == self._version and self._holds(placement)
 
     def _holds(self, placement: Placement) -> bool:
-        return self.span.covers(placement.span) and placement.dtype.itemsize <= self._form.dtype.itemsize
+        return self.span.covers(placement.span) and placement.dtype.itemsize <= self._form[1].itemsize
 
     def take(self, info: OffloadInfo) -> tuple[torch.Tensor, bool]:
         """Return the bytes, one-dimensional, and whether they had to be brought back for it.
-
-        Args:
-            info: Who asks.
 
         Raises:
             MutationError: The tensor that was sent, or the value that came back, was changed in place.
@@ -160,7 +131,7 @@ class Transfer:
         if not (
             type(flat) is torch.Tensor
             and flat.dim() == 1
-            and _Form(flat.numel(), flat.dtype, flat.device) == self._form
+            and (flat.numel(), flat.dtype, flat.device) == self._form
             and flat.layout is torch.strided
             and flat.is_contiguous()
             and not flat.requires_grad

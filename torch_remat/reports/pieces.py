@@ -14,7 +14,7 @@ import torch
 from torch_remat.dispatch.holder import Holder, is_parameter
 from torch_remat.dispatch.placeholder import is_placeholder
 from torch_remat.dispatch.region.region import Region
-from torch_remat.offload.sender import Offloaded
+from torch_remat.dispatch.sender import Offloaded
 from torch_remat.offload.transfer import Transfer
 from torch_remat.reports.walk import leaves_in, tensors_in
 
@@ -104,8 +104,10 @@ def viewed_parameter(tensor: torch.Tensor) -> torch.Tensor | None:
 
 def _offloaded(kept: Offloaded) -> Iterator[Piece]:
     transfer, placement = kept.transfer, kept.placement
-    here = _still_there(transfer)
-    if here is not None and transfer.copy.stays():
+    here = _told(transfer, "still_here")
+    if not isinstance(here, torch.Tensor):
+        here = None
+    if here is not None and _told(transfer, "stays") is True:
         yield Piece(placement.shape, placement.dtype, str(here.device), _memory_of(here))
         return
     away = Memory(("copy", id(transfer.copy)), transfer.copy, transfer.copy.bytes)
@@ -119,9 +121,13 @@ def _offloaded(kept: Offloaded) -> Iterator[Piece]:
             yield Piece(placement.shape, placement.dtype, str(tensor.device), _memory_of(tensor), besides=why)
 
 
-def _still_there(transfer: Transfer) -> torch.Tensor | None:
-    tensor = transfer.copy.told("still_here")
-    return tensor if isinstance(tensor, torch.Tensor) else None
+def _told(transfer: Transfer, method: str) -> Any:
+    """Return what one of the offloader's optional methods tells of what was sent; None if it tells nothing."""
+    ask = getattr(transfer.copy.offloader, method, None)
+    try:
+        return None if ask is None else ask(transfer.copy.ticket)
+    except Exception:
+        return None  # a report does not fail because of an offloader
 
 
 def _memory_of(tensor: torch.Tensor) -> list[Memory]:

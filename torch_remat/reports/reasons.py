@@ -18,8 +18,8 @@ from torch_remat.dispatch.holder import Holder, OpHolder
 from torch_remat.dispatch.policy_call import PolicyCall, SkippedOp
 from torch_remat.dispatch.record import NativeRecord, Record, Slot, WholeCallRecord
 from torch_remat.dispatch.region.region import Region
+from torch_remat.dispatch.sender import Offloaded
 from torch_remat.errors import qualified_name
-from torch_remat.offload.sender import Offloaded
 from torch_remat.offload.transfer import may_travel
 from torch_remat.policies.decision import CheckpointPolicy
 from torch_remat.reports.collect import output_name

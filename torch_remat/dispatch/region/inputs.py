@@ -24,7 +24,7 @@ from torch_remat.errors import MutationError
 
 if TYPE_CHECKING:
     from torch_remat.dispatch.region.region import Region
-    from torch_remat.offload.sender import Offloaded
+    from torch_remat.dispatch.sender import Offloaded
 
 
 class RegionInputs:

@@ -35,7 +35,7 @@ from torch_remat.dispatch.tape import Tape
 from torch_remat.errors import ReleasedError
 
 if TYPE_CHECKING:
-    from torch_remat.offload.sender import Sender
+    from torch_remat.dispatch.sender import Sender
 
 # Weak references to all regions by their addresses, for reports. Dead ones stay until the address is used again.
 _regions: dict[int, ref[Region]] = {}

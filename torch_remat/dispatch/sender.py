@@ -58,12 +58,12 @@ class Offloaded:
         """
         with torch.no_grad(), without_dispatch_modes():
             flat, missing = self.transfer.take(self.info)
-            self._sent.prefetcher.reached(self._sent, self.info.kind, self._place, self.transfer, missing)
+            self._sent.prefetcher.reached(self._sent, self._place, self.transfer, missing)
             return self.placement.rebuilt_on(flat, self.transfer.span.start)
 
 
 class Sender:
-    """Sends what one region keeps; to its own offloader, that of `offload_to`, or the default one.
+    """Sends what one region keeps: to its own offloader, that of `offload_to`, or the default one.
 
     Args:
         region: The region's name.
@@ -80,7 +80,7 @@ class Sender:
         self._region = region
         self._offloader = offloader
         self._sent: dict[int, RegionTransfers] = {}  # by the id of the offloader, which the transfers keep alive
-        self._batch: Batch | None = None
+        self._batch: tuple[object, Batch] = (None, Batch())
         self._staying: set[int] = set()
 
     def know_parameters(self, values: Iterable[Any]) -> None:
@@ -88,12 +88,7 @@ class Sender:
         self._staying.update(storage_key(value) for value in values if type(value) is torch.nn.Parameter)
 
     def send(
-        self,
-        tensor: torch.Tensor,
-        op: str | None,
-        name: str,
-        kind: Kind,
-        together: object = None,
+        self, tensor: torch.Tensor, op: str | None, name: str, kind: Kind, together: object = None
     ) -> Offloaded | None:
         """Send a tensor away; None if it stays.
 
@@ -102,16 +97,16 @@ class Sender:
             op: The op that needs it; empty or None for none.
             name: What it is called.
             kind: What it is needed for.
-            together: Equal for those that are sent in one `Batch`; None for what is sent by itself.
+            together: Equal for those that are sent with nothing run in between; None for what is sent by itself.
         """
         if not may_travel(tensor) or storage_key(tensor) in self._staying:
             return None
         offloader = self._offloader or chosen.get() or default_offloader()
         table = table_of(offloader)
         info = OffloadInfo(self._region, op or None, name, kind, 0)
-        if together is not None and (self._batch is None or self._batch.key != together):
-            self._batch = Batch(together)
-        transfer = table.send(offloader, tensor, info, None if together is None else self._batch)
+        if together is not None and self._batch[0] != together:
+            self._batch = (together, Batch())
+        transfer = table.send(offloader, tensor, info, Batch() if together is None else self._batch[1])
         if transfer is None:
             return None
         sent = self._sent.get(id(offloader))
