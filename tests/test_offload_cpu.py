@@ -207,6 +207,71 @@ def test_copy_that_cannot_begin_leaves_the_tensor_and_one_warning_says_so():
     assert_same(reference(x), torch.autograd.grad(y.sum(), x))
 
 
+class FailingEvent(LateEvent):
+    """Work that fails, as is noticed when somebody asks for it."""
+
+    def query(self):
+        raise RuntimeError("CUDA error: misaligned address")
+
+    synchronize = query
+
+
+class FailingCopier(LateCopier):
+    """A copier whose third copy to the host fails."""
+
+    def to_host(self, tensor, buffer):
+        self.copies = getattr(self, "copies", 0) + 1
+        if self.copies == 3:
+            return FailingEvent(self, None)
+        return super().to_host(tensor, buffer)
+
+
+@pytest.mark.parametrize("max_pending_bytes", [0, 1 << 30])
+def test_copy_that_fails_later_leaves_the_tensor_and_one_warning_says_so(max_pending_bytes):
+    copier, x = FailingCopier(likely=1.0), leaf(8, 8)
+    offloader = CpuOffloader(min_bytes=0, max_pending_bytes=max_pending_bytes, copier=lambda _: copier)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            y = model(remat.checkpoint(offloader=offloader, offload_inputs=True), x)
+            assert_same(reference(x), torch.autograd.grad(y.sum(), x))
+    told = [one for one in map(str, (one.message for one in caught)) if "could not be copied to host memory" in one]
+    assert len(told) == 1
+    assert "CUDA error: misaligned address" in told[0]
+    assert offloader.offloaded_bytes == offloader.host_bytes == 0
+
+
+def test_tensor_whose_copy_failed_is_told_to_stay():
+    copier = FailingCopier()
+    copier.copies = 2
+    offloader, tensor = CpuOffloader(min_bytes=0, copier=lambda _: copier), torch.randn(9)
+    ticket = offloader.offload(tensor, info(tensor))
+    assert offloader.stays(ticket)
+    with pytest.warns(RuntimeWarning, match=r"r::o\.t \(36 bytes\) could not be copied"):
+        assert offloader.onload(ticket).data_ptr() == tensor.data_ptr()
+    assert offloader.still_here(ticket).data_ptr() == tensor.data_ptr()
+
+
+def test_copy_back_that_fails_ahead_of_its_use_is_tried_again():
+    class Once(LateCopier):
+        def to_device(self, buffer, after):
+            self.failed = getattr(self, "failed", 0) + 1
+            if self.failed % 2:
+                raise RuntimeError("CUDA error: out of memory")
+            return super().to_device(buffer, after)
+
+    copier, x = Once(likely=1.0), leaf(8, 8)
+    offloader = CpuOffloader(min_bytes=0, prefetch_bytes=1, copier=lambda _: copier)
+    tensor = torch.randn(9)
+    ticket = offloader.offload(tensor, info(tensor))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        offloader.prefetch(ticket)  # the runtime ignores that
+    assert_same(offloader.onload(ticket), tensor)
+    y = model(remat.checkpoint(offloader=offloader), x)
+    with pytest.raises(remat.OffloadError, match=r"could not bring this tensor back.*out of memory"):
+        y.sum().backward()  # the first is not asked for ahead
+
+
 def test_tensors_of_the_cpu_are_told_to_save_nothing_once():
     offloader = CpuOffloader(min_bytes=0)
     with pytest.warns(RuntimeWarning, match="is there already.*saves nothing") as caught:

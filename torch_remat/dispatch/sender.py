@@ -7,17 +7,23 @@ backward or replay needs it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 import torch
 
 from torch_remat._compat import storage_key, without_dispatch_modes
-from torch_remat.offload.cpu import default_offloader
-from torch_remat.offload.placement import Placement
+from torch_remat.offload.cpu import CpuOffloader
 from torch_remat.offload.prefetch import RegionTransfers
 from torch_remat.offload.protocol import Kind, Offloader, OffloadInfo, chosen
 from torch_remat.offload.table import Batch, table_of
-from torch_remat.offload.transfer import Transfer, may_travel
+from torch_remat.offload.transfer import Placement, Transfer, may_travel
+
+
+@cache
+def default_offloader() -> CpuOffloader:
+    """Return the offloader that all regions share that name none."""
+    return CpuOffloader()
 
 
 class Offloaded:

@@ -140,13 +140,13 @@ class CpuOffloader(Shared):
 
     def prefetch(self, ticket: _Ticket) -> None:
         """Start the copy back; see `Offloader.prefetch`."""
-        self._look_after_pending()
+        locked(CpuOffloader._drop_settled)(self)
         if ticket.value is None and ticket.has_left():
             ticket.value = ticket.bring_back()
 
     def onload(self, ticket: _Ticket) -> torch.Tensor:
         """Return the tensor, usable on the current stream; see `Offloader.onload`."""
-        self._look_after_pending()
+        locked(CpuOffloader._drop_settled)(self)
         self.tell_failure()
         source = ticket.source
         if source is not None and not ticket.has_left():
@@ -172,10 +172,9 @@ class CpuOffloader(Shared):
             stored = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=_pins())
         except (RuntimeError, MemoryError):
             return None
-        copier = self._copiers.get(tensor.device)
-        if copier is None:
-            copier = self._copiers[tensor.device] = self._make_copier(tensor.device)
-        ticket = _Ticket(tensor, stored, info.name, copier)
+        if tensor.device not in self._copiers:
+            self._copiers[tensor.device] = self._make_copier(tensor.device)
+        ticket = _Ticket(tensor, stored, info.name, self._copiers[tensor.device])
         self._host_bytes += room
         self._offloaded_bytes += info.bytes
         self._pending.append(ticket)
@@ -188,10 +187,6 @@ class CpuOffloader(Shared):
         ticket.value = None
         self._offloaded_bytes -= ticket.stored.nbytes
         self._host_bytes -= _host_bytes_of(ticket.stored.nbytes)
-
-    def _look_after_pending(self) -> None:
-        if self._pending:
-            locked(CpuOffloader._drop_settled)(self)
 
     def _drop_settled(self, wait: bool = False) -> None:
         """Forget copies that are done or have failed, the oldest first; with ``wait``, at least one."""
@@ -211,9 +206,3 @@ def _pins() -> bool:
 
 def _host_bytes_of(count: int) -> int:
     return 1 << (count - 1).bit_length() if _pins() else count
-
-
-@cache
-def default_offloader() -> CpuOffloader:
-    """Return the offloader that all regions share that name none."""
-    return CpuOffloader()

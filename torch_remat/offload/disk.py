@@ -27,10 +27,9 @@ class DiskOffloader:
 
     Threads in the background write the files. Until a file is written, its tensor is kept and used; if it cannot be
     written (the disk is full, the directory is gone, the thread died), the tensor simply stays. One warning says so, at
-    the next tensor that is offloaded or read, in `flush`, or when the offloader goes. Files have a checksum, which is
-    compared when they are read. They are private (mode 0600), one for each tensor, and removed when the tensor is
-    released, when the graph dies, with the offloader, and at exit. Those of a process that was killed are removed by
-    the next offloader on the same directory, machine and user.
+    the next tensor that is sent or read, in `flush`, or when the offloader goes. Files are private (mode 0600), and
+    have checksums, compared when they are read. They are removed when the tensor is released, when the graph dies, with
+    the offloader, and at exit; those of a process that was killed, by the next offloader on the same directory.
 
     The space is really used: choose a directory on a local disk, not one in memory (``/tmp`` often is).
 
@@ -167,7 +166,7 @@ class _Store(Shared):
         """Queue a tensor to be written; blocks while the queue is full. False if there would be too many bytes."""
         count = ticket.info.bytes
         self._start_threads()
-        while self._queued_bytes and self._queued_bytes + count > self._queue_bytes:
+        while (self._writes or self._running) and self._queued_bytes + count > self._queue_bytes:
             self._wait()
         if max_bytes is not None and self._used_bytes + count > max_bytes:
             return False
@@ -188,11 +187,7 @@ class _Store(Shared):
             self._has_work.notify()
 
     def get(self, ticket: DiskTicket) -> torch.Tensor:
-        """Return the tensor that was put, or what its file has, as bytes of the CPU.
-
-        Raises:
-            OffloadError: The file is missing or has other content.
-        """
+        """Return the tensor that was put, or what its file has, as bytes of the CPU; may raise `OffloadError`."""
         value, info = self._at_hand(ticket), ticket.info
         try:
             return ticket.read() if value is None else value
@@ -228,18 +223,15 @@ class _Store(Shared):
         if threading.current_thread() in self._threads:  # a garbage collection came there; it cannot wait for itself
             threading.Thread(target=self.close, daemon=True).start()
             return
-        for thread in self._stop():
+        with self._lock:
+            self._closed = True
+            self._has_work.notify_all()
+        for thread in list(self._threads):
             thread.join()
         while self._paths:
             files.remove(self._paths.pop())
         if os.path.isdir(self.directory):  # else its owner was done with it, as with a temporary one
             self.tell_failure()
-
-    @locked
-    def _stop(self) -> tuple[threading.Thread, ...]:
-        self._closed = True
-        self._has_work.notify_all()
-        return (*self._threads,)
 
     def _after_fork(self) -> None:
         super()._after_fork()
@@ -262,9 +254,6 @@ class _Store(Shared):
     def _drop(self, ticket: DiskTicket) -> None:
         ticket.stage = Stage.FAILED
         ticket.tensor = ticket.ahead = ticket.ready = None
-        self._remove_file(ticket)
-
-    def _remove_file(self, ticket: DiskTicket) -> None:
         if ticket.path in self._paths:  # else it belongs to the parent of this process
             self._paths.discard(ticket.path)
             files.remove(ticket.path)
@@ -308,6 +297,7 @@ class _Store(Shared):
     def _end_thread(self, ticket: DiskTicket | None) -> None:
         self._end_job(ticket)
         self._threads.discard(threading.current_thread())
+        self._progress.notify_all()  # who waits starts another one
 
     def _end_job(self, ticket: DiskTicket | None) -> None:
         if ticket is None or ticket not in self._running:
@@ -322,7 +312,6 @@ class _Store(Shared):
         elif not ticket.released:
             self._used_bytes -= ticket.info.bytes
         if ticket.failure:
-            self._remove_file(ticket)
             self._failure = self._failure or (
                 f"DiskOffloader({self.directory!r}): no file could be written for {ticket.info.name} "
                 f"({ticket.info.bytes:,} bytes): {ticket.failure}. It stays in memory, as other tensors may; training "

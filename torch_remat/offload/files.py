@@ -84,19 +84,19 @@ class DiskTicket:
         except Exception as error:
             if self.failure:
                 self.failure = f"{type(error).__name__}: {error}"
+        finally:
+            if self.failure:
+                remove(self.path)
 
 
 def new_path(directory: str) -> str:
     """Return a path for a new file of this process."""
-    return os.path.join(directory, f"{_prefix(os.getpid())}-{next(_numbers)}.raw")
+    pid = os.getpid()
+    return os.path.join(directory, f"torch_remat-{_machine()}-{pid}-{_start_time(pid) or 0}-{next(_numbers)}.raw")
 
 
 def write(path: str, content: torch.Tensor) -> int:
-    """Write a contiguous tensor of the CPU to a new private file, and return a checksum.
-
-    Raises:
-        OSError: The disk is full, the directory is gone, ... What was written of the file stays.
-    """
+    """Write a contiguous tensor of the CPU to a new private file, and return a checksum; may raise ``OSError``."""
     checksum, memory = 0, memoryview((ctypes.c_char * content.nbytes).from_address(content.data_ptr())).cast("B")
     with open(path, "xb", buffering=0, opener=_open_private) as file:
         for start in range(0, len(memory), _CHUNK_BYTES):
@@ -108,12 +108,7 @@ def write(path: str, content: torch.Tensor) -> int:
 
 
 def read(path: str, count: int, checksum: int) -> torch.Tensor:
-    """Return a file's bytes as a tensor, if there are ``count`` and their checksum is that of `write`.
-
-    Raises:
-        OSError: The file cannot be read.
-        ValueError: It has another length or other content than when it was written.
-    """
+    """Return a file's bytes; ``OSError`` or, if their count or checksum is another than in `write`, ``ValueError``."""
     with open(path, "rb", buffering=0, opener=_open_private) as file:
         about = os.fstat(file.fileno())
         if not stat.S_ISREG(about.st_mode):
@@ -137,9 +132,8 @@ def remove(path: str) -> None:
         os.unlink(path)
 
 
-def remove_orphans(directory: str) -> list[str]:
-    """Remove the files in a directory that belong to processes that are gone; return their names."""
-    removed: list[str] = []
+def remove_orphans(directory: str) -> None:
+    """Remove the files in a directory that belong to processes that are gone."""
     with suppress(OSError):
         for name in os.listdir(directory) if os.name == "posix" else ():
             match, path = _NAME.fullmatch(name), os.path.join(directory, name)
@@ -147,14 +141,6 @@ def remove_orphans(directory: str) -> list[str]:
                 about = os.lstat(path)
                 if stat.S_ISREG(about.st_mode) and about.st_uid == os.geteuid():
                     remove(path)
-                    removed.append(name)
-    return removed
-
-
-@cache
-def _prefix(pid: int) -> str:
-    """Return how the names of this process begin; a forked child has a pid of its own."""
-    return f"torch_remat-{_machine()}-{pid}-{_start_time(pid) or 0}"
 
 
 def _open_private(path: str, flags: int) -> int:

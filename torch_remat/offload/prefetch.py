@@ -104,6 +104,5 @@ class Prefetcher:
         for copy, (known, task) in list(self._asked.items()):
             if task != now:
                 self._asked.pop(copy, None)
-                transfer = known()
-                if transfer is not None:
+                if (transfer := known()) is not None:
                     transfer.unless_read(copy.offloader.onload)

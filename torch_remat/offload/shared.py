@@ -27,7 +27,7 @@ class Shared:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._released: deque[Any] = deque()
-        self._failure: str | None = None
+        self._failure = ""
         self._warned: set[str] = set()
         _alive.add(self)
 
@@ -38,17 +38,15 @@ class Shared:
 
     def tell_failure(self) -> None:
         """Warn, once, if a tensor that was taken could not leave."""
-        if self._failure is not None:
-            self.warn_once("failure", self._failure)
+        self.warn_once("failure", self._failure)
 
     def warn_once(self, kind: str, message: str) -> None:
-        """Warn if there was no warning of this kind yet."""
-        if kind not in self._warned:
+        """Warn, unless the message is empty or there was a warning of this kind."""
+        if message and kind not in self._warned:
             self._warned.add(kind)
             warn_user(message)
 
     def _forget(self, ticket: Any) -> None:
-        """Forget a released ticket; called under the lock."""
         raise NotImplementedError
 
     def _forget_released(self) -> None:
@@ -95,13 +93,11 @@ def warn_user(message: str) -> None:
     warnings.warn(message, RuntimeWarning, stacklevel=level)
 
 
-_alive: WeakSet[Shared] = WeakSet()
-
-
 def _after_fork() -> None:
     for shared in list(_alive):
         shared._after_fork()
 
 
+_alive: WeakSet[Shared] = WeakSet()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)

@@ -1,8 +1,7 @@
 """Copies between a device and host memory, off the device's main stream.
 
 NOTE [ Who waits for whom ]
-1. A copy to the host waits for the stream that was current when it was asked for, which makes the tensor. The ticket
-   keeps the tensor until the copy is done.
+1. A copy to the host waits for the stream that is current, which makes the tensor; the ticket keeps it until then.
 2. A copy back waits for the copy to the host. Its memory belongs to the side stream, so it waits for no other stream.
 3. Who uses a tensor that came back makes its stream wait for the copy, and has the allocator keep the memory until that
    stream's work is done (``record_stream``).
@@ -22,10 +21,7 @@ Event = Any
 
 
 class Copier:
-    """Copies for one device, done when the call returns: for the CPU, and for devices other than CUDA's.
-
-    What returns no event is done already; see NOTE [ Who waits for whom ].
-    """
+    """Copies for one device, done when the call returns: for the CPU, and for devices other than CUDA's."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

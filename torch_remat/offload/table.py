@@ -10,11 +10,10 @@ from weakref import WeakSet, WeakValueDictionary, ref
 import torch
 
 from torch_remat._compat import storage_key, without_dispatch_modes
-from torch_remat.offload.placement import Placement, flattened, travelling_span
 from torch_remat.offload.prefetch import Prefetcher
 from torch_remat.offload.protocol import Offloader, OffloadInfo
 from torch_remat.offload.shared import warn_user
-from torch_remat.offload.transfer import StoredCopy, Transfer
+from torch_remat.offload.transfer import Placement, StoredCopy, Transfer, flattened, travelling_span
 
 Batch = WeakValueDictionary[int, Transfer]
 """What was sent with nothing run in between that could change it, by the storages, which live as long as it lasts."""
@@ -38,10 +37,7 @@ class Table:
         return prefetcher
 
     def send(self, offloader: Offloader, tensor: torch.Tensor, info: OffloadInfo, batch: Batch) -> Transfer | None:
-        """Return a tensor's transfer, after sending it if there was none; None if it stays.
-
-        Of ``info`` the bytes are not known yet; ``batch`` is what the tensor is sent together with.
-        """
+        """Return a tensor's transfer, after sending it if there was none; None if it stays. ``info`` lacks bytes."""
         owner = tensor if tensor._base is None else tensor._base
         placement = Placement.of(tensor)
         for known in list(self._transfers.get(id(owner), ())):

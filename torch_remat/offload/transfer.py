@@ -22,18 +22,91 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import finalize, ref
 
 import torch
 
-from torch_remat._compat import graph_is_kept, set_version, storage_key
+from torch_remat._compat import graph_is_kept, negative_view, set_version, storage_key
 from torch_remat.errors import MutationError, OffloadError
-from torch_remat.offload.placement import Placement, Span, flattened
 from torch_remat.offload.protocol import Offloader, OffloadInfo
 from torch_remat.offload.streams import Arrival, arrival_of
 
 _NOTHING = torch.empty(0)
+
+# Where a part of a storage is cut out, it starts at a multiple of this: kernels may take another path on memory that is
+# aligned in another way, and give other last bits.
+ALIGNMENT_BYTES = 512
+
+
+class Span(NamedTuple):
+    """A range of bytes in a storage."""
+
+    start: int
+    stop: int
+
+    def covers(self, other: Span) -> bool:
+        """Whether another range lies within this one."""
+        return self.start <= other.start and other.stop <= self.stop
+
+
+class Placement(NamedTuple):
+    """Where and how a tensor lies in its storage; ``stride`` is in elements, and conjugates and negatives are lazy."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset_bytes: int
+    dtype: torch.dtype
+    conjugated: bool
+    negated: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Placement:
+        """Describe a strided tensor."""
+        offset_bytes = int(tensor.storage_offset()) * tensor.dtype.itemsize
+        return cls(tuple(tensor.shape), tensor.stride(), offset_bytes, tensor.dtype, tensor.is_conj(), tensor.is_neg())
+
+    @property
+    def span(self) -> Span:
+        """The bytes from its first to its last element, in between those of others too."""
+        last = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+        return Span(self.offset_bytes, self.offset_bytes + (last + 1) * self.dtype.itemsize)
+
+    def rebuilt_on(self, flat: torch.Tensor, start: int) -> torch.Tensor:
+        """Return the same view of ``flat``, whose first element is byte ``start`` of the former storage.
+
+        The elements of ``flat`` are as large as this one's or larger. The view shares its version counter.
+        """
+        base = flat if flat.dtype == self.dtype else flat.view(self.dtype)
+        offset = int(base.storage_offset()) + (self.offset_bytes - start) // self.dtype.itemsize
+        value = base.as_strided(self.shape, self.stride, offset)
+        if self.conjugated:
+            value = value.conj()
+        return negative_view(value) if self.negated else value
+
+
+def travelling_span(tensor: torch.Tensor, placement: Placement) -> Span:
+    """Return which part of its storage a tensor takes along: its own, or all if it reaches over half of it or more.
+
+    Then the rest is probably needed too, by views that will come (query, key and value of one projection).
+    """
+    item = placement.dtype.itemsize
+    start, stop = placement.span
+    total = tensor.untyped_storage().nbytes()
+    if 2 * (stop - start) >= total:
+        return Span(0, total - total % item)
+    return Span(start - start % ALIGNMENT_BYTES, stop)
+
+
+def flattened(tensor: torch.Tensor, span: Span) -> torch.Tensor:
+    """Return a part of a tensor's storage as a one-dimensional alias; it shares the tensor's version counter."""
+    base = tensor.detach()
+    if base.is_conj():
+        base = base.conj()
+    if base.is_neg():
+        base = negative_view(base)
+    item = base.dtype.itemsize
+    return base.as_strided(((span.stop - span.start) // item,), (1,), span.start // item)
 
 
 class StoredCopy:
@@ -95,12 +168,7 @@ class Transfer:
         return self.span.covers(placement.span) and placement.dtype.itemsize <= self._form[1].itemsize
 
     def take(self, info: OffloadInfo) -> tuple[torch.Tensor, bool]:
-        """Return the bytes, one-dimensional, and whether they had to be brought back for it.
-
-        Raises:
-            MutationError: The tensor that was sent, or the value that came back, was changed in place.
-            OffloadError: The offloader failed.
-        """
+        """Return the bytes, one-dimensional, and whether they had to be brought back for it; ``info`` is for errors."""
         with self.copy.lock:
             value = self.value
             missing = value is None
@@ -128,14 +196,8 @@ class Transfer:
             raise
         except Exception as error:
             raise _failed(offloader, info, f"could not bring this tensor back: {error!r}") from error
-        if not (
-            type(flat) is torch.Tensor
-            and flat.dim() == 1
-            and (flat.numel(), flat.dtype, flat.device) == self._form
-            and flat.layout is torch.strided
-            and flat.is_contiguous()
-            and not flat.requires_grad
-        ):
+        form = (flat.numel(), flat.dtype, flat.device) if type(flat) is torch.Tensor and flat.dim() == 1 else None
+        if form != self._form or flat.layout is not torch.strided or not flat.is_contiguous() or flat.requires_grad:
             wanted = "{:,} {} on {}".format(*self._form)
             got = f"{tuple(flat.shape)} {flat.dtype} on {flat.device}" if isinstance(flat, torch.Tensor) else flat
             raise _failed(offloader, info, f"brought back {got} where {wanted} were sent, contiguous and without graph")
