@@ -20,7 +20,7 @@ from test_policies_bytes import run as run_program
 from torch.nn import functional as F
 
 import torch_remat as remat
-from torch_remat.offload.cpu import default_offloader
+from torch_remat.dispatch.sender import default_offloader
 
 
 @pytest.fixture(autouse=True)
@@ -156,13 +156,13 @@ def test_explanation_of_a_model_leaves_no_file_and_no_ticket_behind(tmp_path):
 
 
 def test_offloader_for_trials_is_not_the_one_that_all_share():
-    before, said = default_offloader().offloaded_bytes, set(default_offloader()._said)
+    before, said = default_offloader().offloaded_bytes, set(default_offloader()._warned)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         (told,) = remat.explain(checkpointed(lambda x: op(Both, "b", SAVE, x.sin())))(leaf(200, 200)).regions
     other = told.ops[0].alternatives[1]
     assert (other.policy, other.bytes_change, other.offloaded_bytes_change) == ("offload", -160_000, 160_000)
-    assert (default_offloader().offloaded_bytes, default_offloader()._said) == (before, said)
+    assert (default_offloader().offloaded_bytes, default_offloader()._warned) == (before, said)
 
 
 def test_tensor_that_did_not_leave_says_why():

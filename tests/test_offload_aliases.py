@@ -11,8 +11,10 @@ from helpers import assert_same, checkpointed, collector_off, leaf, no_other_reg
 from offloaders import OFFLOAD, Counting
 
 import torch_remat as remat
-from torch_remat.dispatch.port import Batch, Port
 from torch_remat.offload import files
+from torch_remat.offload.table import Batch, Table
+
+INFO = remat.OffloadInfo("r", None, "t", "input", 0)
 
 ALIASES = {
     "detach": lambda x: x.detach(),
@@ -174,23 +176,20 @@ def test_reports_count_what_aliases_share_once():
         del y
 
 
-def test_ticket_of_several_parcels_is_released_once_by_the_thread_that_drops_the_last():
+def test_ticket_of_several_transfers_is_released_once_by_the_thread_that_drops_the_last():
     offloader = Counting()
-    port = Port()
+    table = Table()
     for step in range(100):
         h = torch.ones(4)
-        batch = Batch(step)
-        parcels = [
-            [port.send(offloader, tensor, ("r", None, "t", "input"), batch)]
-            for tensor in (h, h.detach(), h.data, h.detach())
-        ]
-        together = threading.Barrier(len(parcels))
+        batch = Batch()
+        transfers = [[table.send(offloader, tensor, INFO, batch)] for tensor in (h, h.detach(), h.data, h.detach())]
+        together = threading.Barrier(len(transfers))
 
         def drop(held, together=together):
             together.wait()
             held.clear()
 
-        threads = [threading.Thread(target=drop, args=(held,)) for held in parcels]
+        threads = [threading.Thread(target=drop, args=(held,)) for held in transfers]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -1,7 +1,7 @@
-"""`CpuOffloader`: its pool of buffers, and its copies, with the device played by the CPU and copies that come late.
+"""`CpuOffloader`: its copies, with the device played by the CPU and copies that come late.
 
-A `LateLane` is what a CUDA device does at its worst: no copy is done before somebody waits for it. What reads too
-early, or uses a buffer again too early, reads garbage here.
+A `LateCopier` is what a CUDA device does at its worst: no copy is done before somebody waits for it. What reads too
+early reads garbage here.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from helpers import LiveStorages, alive, assert_same, leaf, watch
 from offloaders import OFFLOAD, Counting
 
 import torch_remat as remat
-from torch_remat.dispatch.port import Port
 from torch_remat.offload.cpu import CpuOffloader
-from torch_remat.offload.lanes import Arrival
-from torch_remat.offload.pool import BufferPool
+from torch_remat.offload.streams import Arrival
+from torch_remat.offload.table import Batch, Table
 
 
 @pytest.fixture(autouse=True)
@@ -29,38 +28,38 @@ def _host_memory_is_the_device():
         yield
 
 
-class LateMark:
+class LateEvent:
     """Work of a stream that is done when somebody waits for it, or when chance has it."""
 
-    def __init__(self, lane, work):
-        self.lane, self.work = lane, work
+    def __init__(self, copier, work):
+        self.copier, self.work = copier, work
 
     def query(self):
-        if self.lane.chance.random() < self.lane.likely:
+        if self.copier.chance.random() < self.copier.likely:
             self.synchronize()
-        return self not in self.lane.queue
+        return self not in self.copier.queue
 
     def synchronize(self):
-        while self in self.lane.queue:
-            mark = self.lane.queue.pop(0)
-            mark.work, work = None, mark.work
+        while self in self.copier.queue:
+            event = self.copier.queue.pop(0)
+            event.work, work = None, event.work
             work()
 
 
-class LateLane:
-    """A lane whose copies are queued. Both directions share a stream; a mark waits for all before it."""
+class LateCopier:
+    """A copier whose copies are queued. Both directions share a stream; an event waits for all before it."""
 
     def __init__(self, likely=0.0, seed=0):
         self.queue, self.likely, self.chance = [], likely, random.Random(seed)
 
     def enqueue(self, work):
-        self.queue.append(mark := LateMark(self, work))
-        return mark
+        self.queue.append(event := LateEvent(self, work))
+        return event
 
-    def away(self, tensor, buffer):
+    def to_host(self, tensor, buffer):
         return self.enqueue(lambda: buffer.copy_(tensor))
 
-    def back(self, buffer, after):
+    def to_device(self, buffer, after):
         tensor = torch.empty_like(buffer).fill_(-77)
 
         def work():
@@ -70,9 +69,9 @@ class LateLane:
 
         return tensor, self.enqueue(work)
 
-    def arrive(self, tensor, mark):
-        if mark is not None:
-            mark.synchronize()
+    def use(self, tensor, event):
+        if event is not None:
+            event.synchronize()
 
 
 def info(tensor):
@@ -95,8 +94,10 @@ def model(wrap, x, depth=4):
 @pytest.mark.parametrize("likely", [0.0, 0.1, 0.5, 1.0])
 @pytest.mark.parametrize("prefetch_bytes", [0, 2000])
 def test_training_steps_with_late_copies_are_equal(likely, prefetch_bytes):
-    lane = LateLane(likely)
-    offloader = CpuOffloader(min_bytes=0, prefetch_bytes=prefetch_bytes, max_pending_bytes=1500, lane=lambda _: lane)
+    copier = LateCopier(likely)
+    offloader = CpuOffloader(
+        min_bytes=0, prefetch_bytes=prefetch_bytes, max_pending_bytes=1500, copier=lambda _: copier
+    )
     wrap = remat.checkpoint(offloader=offloader, offload_inputs=True)
     for step in range(6):
         torch.manual_seed(step)
@@ -121,34 +122,16 @@ def reference(x, depth=4):
     return torch.autograd.grad(h.sum(), x)
 
 
-def test_buffer_is_not_used_again_before_the_last_copy_from_it_is_done():
-    lane = LateLane()
-    offloader = CpuOffloader(min_bytes=0, lane=lambda _: lane)
-    first, second = torch.randn(100), torch.randn(100)
-    ticket = offloader.offload(first, info(first))
-    lane.queue[0].synchronize()
-    offloader.prefetch(ticket)  # a copy from the buffer that nobody waited for
-    value = ticket.value[0]
-    offloader.release(ticket)
-    other = offloader.offload(second, info(second))
-    assert other.buffer is not ticket.buffer
-    for mark in list(lane.queue):
-        mark.synchronize()
-    assert torch.equal(value, first)
-    third = offloader.offload(first, info(first))
-    assert third.buffer is ticket.buffer
-
-
 def test_tensor_is_kept_until_its_copy_is_done_and_then_let_go():
-    lane = LateLane()
-    offloader = CpuOffloader(min_bytes=0, lane=lambda _: lane)
+    copier = LateCopier()
+    offloader = CpuOffloader(min_bytes=0, copier=lambda _: copier)
     tensor = torch.randn(100)
     expected, (source,) = tensor.clone(), watch(tensor)
     ticket = offloader.offload(tensor, info(tensor))
     del tensor
     assert alive([source]) == 1
     assert offloader.onload(ticket).untyped_storage()._cdata == source.cdata  # it has not left yet
-    lane.queue[0].synchronize()
+    copier.queue[0].synchronize()
     offloader.prefetch(ticket)
     assert alive([source]) == 0
     assert torch.equal(offloader.onload(ticket), expected)
@@ -156,22 +139,22 @@ def test_tensor_is_kept_until_its_copy_is_done_and_then_let_go():
 
 
 def test_released_ticket_keeps_its_tensor_only_until_the_copy_is_done():
-    lane = LateLane()
-    offloader = CpuOffloader(min_bytes=0, lane=lambda _: lane)
+    copier = LateCopier()
+    offloader = CpuOffloader(min_bytes=0, copier=lambda _: copier)
     tensor = torch.randn(100)
     (source,) = watch(tensor)
     offloader.release(offloader.offload(tensor, info(tensor)))
     del tensor
     assert alive([source]) == 1  # the copy reads it
-    lane.queue[0].synchronize()
+    copier.queue[0].synchronize()
     other = torch.randn(100)
     offloader.offload(other, info(other))
     assert alive([source]) == 0
 
 
 def test_bytes_that_wait_for_their_copy_are_bounded():
-    lane = LateLane()
-    offloader = CpuOffloader(min_bytes=0, max_pending_bytes=1000, lane=lambda _: lane)
+    copier = LateCopier()
+    offloader = CpuOffloader(min_bytes=0, max_pending_bytes=1000, copier=lambda _: copier)
     tensors = [torch.randn(100) for _ in range(6)]
     sources = watch(*tensors)
     tickets = [offloader.offload(tensor, info(tensor)) for tensor in tensors]
@@ -190,12 +173,16 @@ def test_without_host_memory_a_tensor_stays_and_one_warning_says_so():
     assert_same(reference(x), torch.autograd.grad(y.sum(), x))
 
 
-def test_without_memory_that_can_be_pinned_a_tensor_stays():
-    def fail(count):
-        raise RuntimeError("CUDA error: out of memory")
+def test_without_memory_that_can_be_pinned_a_tensor_stays(monkeypatch):
+    empty = torch.empty
+
+    def fail(*args, **options):
+        if "pin_memory" in options:
+            raise RuntimeError("CUDA error: out of memory")
+        return empty(*args, **options)
 
     offloader, x = CpuOffloader(min_bytes=0), leaf(8, 8)
-    offloader._pool._allocate = fail
+    monkeypatch.setattr(torch, "empty", fail)
     with pytest.warns(RuntimeWarning, match="no host memory left"):
         y = model(remat.checkpoint(offloader=offloader), x)
     assert_same(reference(x), torch.autograd.grad(y.sum(), x))
@@ -208,16 +195,81 @@ def test_small_tensors_stay_and_large_ones_travel():
     assert offloader.offloaded_bytes == 256
 
 
-def test_copy_that_fails_gives_its_buffer_back():
-    class Failing(LateLane):
-        def away(self, tensor, buffer):
+def test_copy_that_cannot_begin_leaves_the_tensor_and_one_warning_says_so():
+    class Failing(LateCopier):
+        def to_host(self, tensor, buffer):
             raise RuntimeError("CUDA error")
 
-    offloader, x = CpuOffloader(min_bytes=0, lane=lambda _: Failing()), leaf(8, 8)
+    offloader, x = CpuOffloader(min_bytes=0, copier=lambda _: Failing()), leaf(8, 8)
     with pytest.warns(RuntimeWarning, match="could not take"):
         y = model(remat.checkpoint(offloader=offloader), x)
-    assert offloader.host_bytes == 256
+    assert offloader.host_bytes == offloader.offloaded_bytes == 0
     assert_same(reference(x), torch.autograd.grad(y.sum(), x))
+
+
+class FailingEvent(LateEvent):
+    """Work that fails, as is noticed when somebody asks for it."""
+
+    def query(self):
+        raise RuntimeError("CUDA error: misaligned address")
+
+    synchronize = query
+
+
+class FailingCopier(LateCopier):
+    """A copier whose third copy to the host fails."""
+
+    def to_host(self, tensor, buffer):
+        self.copies = getattr(self, "copies", 0) + 1
+        if self.copies == 3:
+            return FailingEvent(self, None)
+        return super().to_host(tensor, buffer)
+
+
+@pytest.mark.parametrize("max_pending_bytes", [0, 1 << 30])
+def test_copy_that_fails_later_leaves_the_tensor_and_one_warning_says_so(max_pending_bytes):
+    copier, x = FailingCopier(likely=1.0), leaf(8, 8)
+    offloader = CpuOffloader(min_bytes=0, max_pending_bytes=max_pending_bytes, copier=lambda _: copier)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            y = model(remat.checkpoint(offloader=offloader, offload_inputs=True), x)
+            assert_same(reference(x), torch.autograd.grad(y.sum(), x))
+    told = [one for one in map(str, (one.message for one in caught)) if "could not be copied to host memory" in one]
+    assert len(told) == 1
+    assert "CUDA error: misaligned address" in told[0]
+    assert offloader.offloaded_bytes == offloader.host_bytes == 0
+
+
+def test_tensor_whose_copy_failed_is_told_to_stay():
+    copier = FailingCopier()
+    copier.copies = 2
+    offloader, tensor = CpuOffloader(min_bytes=0, copier=lambda _: copier), torch.randn(9)
+    ticket = offloader.offload(tensor, info(tensor))
+    assert offloader.stays(ticket)
+    with pytest.warns(RuntimeWarning, match=r"r::o\.t \(36 bytes\) could not be copied"):
+        assert offloader.onload(ticket).data_ptr() == tensor.data_ptr()
+    assert offloader.still_here(ticket).data_ptr() == tensor.data_ptr()
+
+
+def test_copy_back_that_fails_ahead_of_its_use_is_tried_again():
+    class Once(LateCopier):
+        def to_device(self, buffer, after):
+            self.failed = getattr(self, "failed", 0) + 1
+            if self.failed % 2:
+                raise RuntimeError("CUDA error: out of memory")
+            return super().to_device(buffer, after)
+
+    copier, x = Once(likely=1.0), leaf(8, 8)
+    offloader = CpuOffloader(min_bytes=0, prefetch_bytes=1, copier=lambda _: copier)
+    tensor = torch.randn(9)
+    ticket = offloader.offload(tensor, info(tensor))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        offloader.prefetch(ticket)  # the runtime ignores that
+    assert_same(offloader.onload(ticket), tensor)
+    y = model(remat.checkpoint(offloader=offloader), x)
+    with pytest.raises(remat.OffloadError, match=r"could not bring this tensor back.*out of memory"):
+        y.sum().backward()  # the first is not asked for ahead
 
 
 def test_tensors_of_the_cpu_are_told_to_save_nothing_once():
@@ -225,43 +277,6 @@ def test_tensors_of_the_cpu_are_told_to_save_nothing_once():
     with pytest.warns(RuntimeWarning, match="is there already.*saves nothing") as caught:
         model(remat.checkpoint(offloader=offloader), leaf(4, 4))
     assert len(caught) == 1
-
-
-def test_pool_uses_buffers_again_within_its_limit():
-    pool = BufferPool(1000, lambda count: torch.empty(count, dtype=torch.uint8))
-    one, two = pool.take(400), pool.take(500)
-    assert pool.take(400) is None
-    pool.give(one, None)
-    assert pool.take(390) is one  # a little larger than asked for
-    pool.give(one, None)
-    pool.give(two, None)
-    assert pool.take(450) is two
-    assert pool.take(500).nbytes == 500  # in the place of the free one
-    assert pool.total_bytes == 1000
-    assert pool.take(1001) is None
-
-
-def test_pool_waits_for_a_copy_before_it_gives_a_buffer_away():
-    lane, done = LateLane(), []
-    pool = BufferPool(1000, lambda count: torch.empty(count, dtype=torch.uint8))
-    pool.give(pool.take(600), lane.enqueue(lambda: done.append(1)))
-    assert pool.take(600) is not None
-    assert done == [1]
-
-
-def test_pool_counts_what_is_really_taken_and_gives_back_what_it_drops():
-    given_back = []
-    powers = lambda count: 1 << (count - 1).bit_length()  # noqa: E731
-    allocate = lambda count: torch.empty(count, dtype=torch.uint8)  # noqa: E731
-    pool = BufferPool(1024, allocate, powers, lambda: given_back.append(pool.total_bytes))
-    one = pool.take(257)
-    assert (one.nbytes, pool.total_bytes, pool.take(600)) == (512, 512, None)
-    pool.give(one, None)
-    assert pool.take(300) is one
-    pool.give(one, None)
-    assert given_back == []
-    assert pool.take(513).nbytes == pool.total_bytes == 1024
-    assert given_back == [0]
 
 
 def test_what_comes_back_and_buffers_make_no_garbage():
@@ -296,11 +311,11 @@ def test_each_stream_that_reads_a_value_waits_until_it_is_there(monkeypatch):
     current = "a"
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[current])
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda value, stream: told.append(stream.name))
-    monkeypatch.setattr("torch_remat.dispatch.parcel.graph_is_kept", lambda: False)
-    monkeypatch.setattr("torch_remat.dispatch.parcel.arrival_of", lambda value: Arrival(streams[current]))
+    monkeypatch.setattr("torch_remat.offload.transfer.graph_is_kept", lambda: False)
+    monkeypatch.setattr("torch_remat.offload.transfer.arrival_of", lambda value: Arrival(streams[current]))
     tensor = torch.randn(8)
-    parcel = Port().send(Counting(), tensor, ("r", None, "args[0]", "input"))
+    transfer = Table().send(Counting(), tensor, info(tensor), Batch())
     for current in "abacb":  # noqa: B007
-        assert_same(parcel.take(info(tensor))[0], tensor)
+        assert_same(transfer.take(info(tensor))[0], tensor)
     assert [streams[name].waits for name in "abc"] == [[], ["now on a"], ["now on a"]]
     assert told == ["b", "c"]

@@ -127,7 +127,7 @@ def test_two_streams_that_read_one_tensor_both_wait_for_its_copy():
     for _ in range(5):
         y = remat.checkpoint(offloader=offloader)(forward)(OFFLOAD)
         torch.cuda.synchronize()
-        with torch.cuda.stream(offloader._lanes[x.device]._back):
+        with torch.cuda.stream(offloader._copiers[x.device]._to_device):
             torch.cuda._sleep(50_000_000)
         assert_same(torch.autograd.grad(y.sum(), x)[0], expected)
 

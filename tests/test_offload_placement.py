@@ -8,7 +8,7 @@ from helpers import assert_same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torch_remat.offload.placement import ALIGNMENT_BYTES, Placement, flattened, travelling_span
+from torch_remat.offload.transfer import ALIGNMENT_BYTES, Placement, flattened, travelling_span
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
 

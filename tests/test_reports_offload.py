@@ -22,7 +22,6 @@ from torch import nn
 
 import torch_remat as remat
 from torch_remat.offload import files
-from torch_remat.offload.entry import Entry
 
 
 @pytest.fixture(autouse=True)
@@ -276,11 +275,11 @@ def test_what_cannot_be_written_is_in_place(tmp_path):
 
 
 def test_what_cannot_be_written_is_explained_as_kept(tmp_path, monkeypatch):
-    def fail_at_once(self):
-        self.end("OSError: no")
+    def fail_at_once(path, content):
+        raise OSError("no")
 
     offloader = remat.DiskOffloader(tmp_path, min_bytes=0)
-    monkeypatch.setattr(Entry, "do", fail_at_once)
+    monkeypatch.setattr(files, "write", fail_at_once)
     tell = offloader.offload
 
     def offload(tensor, info):

@@ -23,7 +23,9 @@ from torch_remat.errors import (
     RematWarning,
     UsageError,
 )
-from torch_remat.offload import CpuOffloader, DiskOffloader, Offloader, OffloadInfo
+from torch_remat.offload.cpu import CpuOffloader
+from torch_remat.offload.disk import DiskOffloader
+from torch_remat.offload.protocol import Offloader, OffloadInfo
 from torch_remat.policies.decision import CheckpointPolicy
 from torch_remat.reports.explain import explain
 from torch_remat.reports.explanation import Explanation

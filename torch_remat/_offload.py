@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch_remat.dispatch.offloading import chosen
 from torch_remat.errors import UsageError
-from torch_remat.offload.protocol import Offloader
+from torch_remat.offload.protocol import Offloader, chosen
 
 OFFLOADER = "an object with the methods offload, prefetch, onload and release, such as remat.CpuOffloader()"
 

@@ -28,8 +28,8 @@ from torch_remat.dispatch.log.entry import CALL, ONE, WRITTEN, Entry
 from torch_remat.dispatch.log.meta import Meta
 from torch_remat.dispatch.log.record import Record, Stretch, WholeCall
 from torch_remat.dispatch.mode import current_mode
-from torch_remat.dispatch.offloading import Offloaded
-from torch_remat.dispatch.parcel import may_travel
+from torch_remat.dispatch.sender import Offloaded
+from torch_remat.offload.transfer import may_travel
 from torch_remat.policies.decision import CheckpointPolicy
 
 if TYPE_CHECKING:
@@ -144,19 +144,28 @@ class Away(NamedTuple):
     @classmethod
     def of(cls, kept: Offloaded) -> Away:
         """Describe what stands for a tensor that is away."""
-        trip, placement = kept.parcel.trip, kept.placement
-        here = trip.told("still_here")
+        copy, placement = kept.transfer.copy, kept.placement
+        here = _told(copy, "still_here")
         return cls(
-            id(trip),
-            trip,
-            trip.bytes,
-            type(trip.offloader).__name__,
+            id(copy),
+            copy,
+            copy.bytes,
+            type(copy.offloader).__name__,
             tuple(placement.shape),
             placement.dtype,
             here if isinstance(here, torch.Tensor) else None,
-            kept.parcel.value,
-            trip.stays(),
+            kept.transfer.value,
+            _told(copy, "stays") is True,
         )
+
+
+def _told(copy: Any, method: str) -> Any:
+    """Return what one of the offloader's optional methods tells of what was sent; None if it tells nothing."""
+    ask = getattr(copy.offloader, method, None)
+    try:
+        return None if ask is None else ask(copy.ticket)
+    except Exception:
+        return None  # a report does not fail because of an offloader
 
 
 class Kept(NamedTuple):

@@ -23,8 +23,8 @@ from torch_remat.policies.decision import CheckpointPolicy
 
 if TYPE_CHECKING:
     from torch_remat.dispatch.mode import RematMode
-    from torch_remat.dispatch.parcel import Parcel
     from torch_remat.dispatch.region.region import Region
+    from torch_remat.offload.transfer import Transfer
 
 # Of the whole process, since backward runs in threads of its own, which have no context variables of their callers.
 _observers: tuple[Observer, ...] = ()
@@ -56,10 +56,10 @@ class Observer:
         """An offloader has taken a tensor's memory, and may free it on a thread that no profiler sees (`Away.key`)."""
 
 
-def tell_offloaded(tensor: torch.Tensor, parcel: Parcel) -> None:
+def tell_offloaded(tensor: torch.Tensor, transfer: Transfer) -> None:
     """Tell observers that an offloader has taken a tensor, now or under an earlier name."""
     for observer in _observers:
-        observer.offload_began(tensor, id(parcel.trip))
+        observer.offload_began(tensor, id(transfer.copy))
 
 
 @contextmanager

@@ -1,11 +1,8 @@
-"""Where offloaded tensors go: the protocol of an offloader, and the two that come with the library.
+"""Where offloaded tensors go: the protocol of an offloader, its two implementations, and what is away with each.
 
-Nothing here knows of regions. The runtime decides what travels and when; an offloader takes one-dimensional tensors
-away and brings them back.
+Nothing here knows of regions. To import the package or its `protocol` loads none of the rest.
 """
 
-from torch_remat.offload.cpu import CpuOffloader
-from torch_remat.offload.disk import DiskOffloader
 from torch_remat.offload.protocol import Offloader, OffloadInfo
 
-__all__ = ["CpuOffloader", "DiskOffloader", "OffloadInfo", "Offloader"]
+__all__ = ["OffloadInfo", "Offloader"]

@@ -1,16 +1,15 @@
-"""What an offloader is: the contract between the runtime and whoever stores tensors elsewhere.
-
-In: one-dimensional tensors, each with a description. Kept: what the offloader likes, under a ticket of its own kind.
-Out: the same bits, on the same device.
-"""
+"""What an offloader is: the contract between the runtime and whoever stores tensors elsewhere."""
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
 from torch_remat.errors import qualified_name
+
+Kind = Literal["residual", "input"]
 
 
 class OffloadInfo(NamedTuple):
@@ -34,7 +33,7 @@ class OffloadInfo(NamedTuple):
     region: str
     op: str | None
     tensor: str
-    kind: Literal["residual", "input"]
+    kind: Kind
     bytes: int
 
     @property
@@ -47,9 +46,8 @@ class OffloadInfo(NamedTuple):
 class Offloader(Protocol):
     """Takes tensors away in forward and brings them back in backward. Any object with these four methods is one.
 
-    The life of a ticket: one `offload`; then any number of `prefetch` and `onload`, in any order, none at all if the
-    graph is dropped; at last exactly one `release`. For one ticket the runtime never runs two of `prefetch` and
-    `onload` at once, and none of them during or after `release`. For different tickets anything may run at once, on
+    The life of a ticket: one `offload`; then any number of `prefetch` and `onload`, in any order, perhaps none; at last
+    exactly one `release`. For one ticket no two of them run at once. For different tickets anything may run at once, on
     different threads, so state that tickets share needs a lock.
 
     What travels is one-dimensional, contiguous, detached and strided: the runtime takes storages apart and rebuilds
@@ -60,10 +58,9 @@ class Offloader(Protocol):
     The optional attribute ``prefetch_bytes`` bounds how many bytes the runtime asks for ahead (256 MiB without it; one
     tensor is always asked for; 0 or less means never).
 
-    The optional method ``still_here(ticket)`` returns the tensor that `offload` was given as long as the offloader
-    keeps it, else None. The optional method ``stays(ticket)`` returns whether a tensor that was taken could not leave
-    after all, and is kept until `release`. Memory reports ask both, on any thread, to tell what has not left yet and
-    what never will; they must not wait.
+    Memory reports ask two optional methods, on any thread, which must not wait. ``still_here(ticket)`` returns the
+    tensor that `offload` was given as long as the offloader keeps it, else None. ``stays(ticket)`` returns whether a
+    tensor that was taken could not leave after all, and is kept until `release`.
 
     `remat.testing.check_offloader` checks an implementation against all of this.
 
@@ -72,18 +69,12 @@ class Offloader(Protocol):
         >>> import torch_remat as remat
         >>> class Halves:  # keeps half the bytes, where they are; bits are lost, so gradients are approximate
         ...     def offload(self, tensor, info):
-        ...         if tensor.dtype is not torch.float32 or info.bytes < 1 << 20:
-        ...             return None
-        ...         return tensor.to(torch.bfloat16)
-        ...
-        ...     def prefetch(self, ticket):
-        ...         pass
+        ...         return tensor.to(torch.bfloat16) if tensor.dtype is torch.float32 else None
         ...
         ...     def onload(self, ticket):
         ...         return ticket.float()
         ...
-        ...     def release(self, ticket):
-        ...         pass
+        ...     prefetch = release = lambda self, ticket: None
         >>> block = remat.checkpoint(offloader=Halves(), offload_inputs=True)(torch.nn.Linear(8, 8))
     """
 
@@ -91,9 +82,8 @@ class Offloader(Protocol):
         """Begin to take a tensor away, and return a ticket for it; None leaves the tensor where it is.
 
         Called in forward, on the thread that runs the region, with the stream current that made the tensor: a copy on
-        another stream must wait for that one. The tensor shares its memory with the user's. Keep a reference until
-        the copy is done, and not longer: its memory is free only then. Should the user change it in place meanwhile,
-        backward raises `MutationError`, whatever was copied.
+        another stream must wait for that one. The tensor shares its memory with the user's. Keep a reference until the
+        copy is done, and not longer. Should the user change it meanwhile, backward raises `MutationError`.
 
         May raise any ``Exception``: the tensor then stays where it is, and one warning says so.
         """
@@ -110,10 +100,9 @@ class Offloader(Protocol):
         """Return the tensor: same length, dtype and device, contiguous, without a graph.
 
         Called in backward, on the thread that runs it, with the stream current on which the tensor is used: it must be
-        ready there; for readers on other streams the runtime sees to it. Called again after ``retain_graph=True``. The
-        result belongs to the caller, which may change it in place, so it must share memory neither with what is stored
-        nor with an earlier result. The one exception is the very tensor that `offload` was given, which may be returned
-        as long as it is still there.
+        ready there. Called again after ``retain_graph=True``. The result belongs to the caller, which may change it in
+        place, so it must share memory neither with what is stored nor with an earlier result. The one exception is the
+        very tensor that `offload` was given, which may be returned as long as it is still there.
 
         May raise: an `OffloadError` passes as it is, any other ``Exception`` becomes the cause of one.
         """
@@ -125,3 +114,7 @@ class Offloader(Protocol):
         it must not wait for a lock that they hold: put the ticket on a ``collections.deque`` and look at that later.
         It must not raise.
         """
+
+
+# What `offload_to` has chosen for the regions that are called inside.
+chosen: ContextVar[Offloader | None] = ContextVar("torch_remat_offloader", default=None)

@@ -18,13 +18,13 @@ from torch_remat.dispatch.log.meta import tensors_in as arguments_in
 from torch_remat.dispatch.log.schema import argument, effects_of
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.observe import Observer, observed_by
-from torch_remat.dispatch.offloading import chosen
 from torch_remat.dispatch.placeholder import is_placeholder
 from torch_remat.dispatch.region.forward import run_region
 from torch_remat.dispatch.region.inputs import RegionInputs, leaves_of, with_leaves
 from torch_remat.dispatch.region.region import Region
 from torch_remat.errors import PlaceholderError, RematError, UsageError, qualified_name
 from torch_remat.offload.cpu import CpuOffloader
+from torch_remat.offload.protocol import chosen
 from torch_remat.policies.decision import CheckpointPolicy
 from torch_remat.reports.collect import report_of
 from torch_remat.reports.explanation import Alternative, Explanation

@@ -14,13 +14,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch_remat._compat import with_shared_versions, without_dispatch_modes
 from torch_remat.dispatch.log.meta import key_of
 from torch_remat.dispatch.log.slot import Slot
-from torch_remat.dispatch.offloading import Offloaded, load, offload_resident, slot_hooks
+from torch_remat.dispatch.offloading import load, offload_resident, slot_hooks
 from torch_remat.dispatch.placeholder import Geometry, geometry_of
 from torch_remat.policies.decision import CheckpointPolicy
 
 if TYPE_CHECKING:
     from torch_remat.dispatch.holder import OpHolder
     from torch_remat.dispatch.mode import RematMode
+    from torch_remat.dispatch.sender import Offloaded
 
 
 class Sent(NamedTuple):

@@ -23,8 +23,8 @@ from torch_remat.dispatch.holder import is_parameter
 from torch_remat.errors import MutationError
 
 if TYPE_CHECKING:
-    from torch_remat.dispatch.offloading import Offloaded
     from torch_remat.dispatch.region.region import Region
+    from torch_remat.dispatch.sender import Offloaded
 
 
 class RegionInputs:

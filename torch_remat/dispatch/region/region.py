@@ -24,7 +24,7 @@ from torch_remat.dispatch.generators import generators_of
 from torch_remat.dispatch.holder import Holder, read
 from torch_remat.dispatch.mode import unseen_by_forward_of
 from torch_remat.dispatch.naming import default_name, scope
-from torch_remat.dispatch.offloading import Offloading, offload_inputs
+from torch_remat.dispatch.offloading import offload_inputs
 from torch_remat.dispatch.options import Options
 from torch_remat.dispatch.part import own_hooks
 from torch_remat.dispatch.placeholder import unpack
@@ -35,6 +35,7 @@ from torch_remat.errors import ReleasedError
 
 if TYPE_CHECKING:
     from torch_remat.dispatch.kept import Kept
+    from torch_remat.dispatch.sender import Sender
 
 # Weak references to all regions by their addresses, for reports. Dead ones stay until the address is used again.
 _regions: dict[int, ref[Region]] = {}
@@ -110,7 +111,7 @@ class Region:
         self.replay_context: AbstractContextManager[Any] | None = None
         self.op_log = OpLog() if options.debug and options.policy is None else None
         self.scope = scope.get()
-        self.offloading: Offloading | None = None
+        self.offloading: Sender | None = None
         if options.offload_inputs and hooks is None:
             offload_inputs(self, args, kwargs)
         self._lock = RLock()
