@@ -8,6 +8,7 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
 from torch_remat._handle import get_handle
 from torch_remat._names import scoped
@@ -67,6 +68,8 @@ def auto_forward(*tensor_names: str) -> Callable[[Callable[..., Any]], Callable[
 
         @wraps(forward)
         def aware(ctx: Any, *args: Any) -> Any:
+            if is_compiling():
+                return forward(ctx, *args)
             given = _given.get()
             if given is None:
                 if len(args) < 2:
@@ -128,6 +131,8 @@ def op(
         )
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        if is_compiling():
+            return function(*args, **kwargs)
         taken: list[bool] = []
         token = _given.set((op_name, policy, taken))
         try:

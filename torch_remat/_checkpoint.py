@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch.compiler import is_compiling
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from torch_remat._offload import OFFLOADER, is_offloader
 from torch_remat.dispatch.forward import run_region
@@ -17,7 +17,7 @@ from torch_remat.dispatch.naming import default_name
 from torch_remat.dispatch.op_policy import as_policy
 from torch_remat.dispatch.options import DEFAULTS, ContextFn, DeterminismCheck, Options
 from torch_remat.dispatch.outputs import tensors_of
-from torch_remat.dispatch.policy_for_torch import for_torch
+from torch_remat.dispatch.policy_for_torch import contexts_for_torch
 from torch_remat.errors import UsageError
 from torch_remat.offload.protocol import Offloader
 
@@ -133,14 +133,14 @@ def _binder(options: Options) -> Callable[[Callable[P, R]], Callable[P, R]]:
             raise UsageError(f"checkpoint() cannot run a {type(function).__name__}", remedy=_FORM)
 
         def checkpointed(*args: P.args, **kwargs: P.kwargs) -> R:
-            if torch.compiler.is_compiling():
+            if is_compiling():
                 return _compiled(options, function, args, kwargs)
             if not torch.is_grad_enabled():
                 return _plain(options, function, args, kwargs)
             output: R = run_region(function, args, kwargs, options)
             return output
 
-        return _named_after(function, checkpointed)
+        return checkpointed if is_compiling() else _named_after(function, checkpointed)
 
     return bind
 
@@ -202,7 +202,7 @@ def is_recomputing() -> bool:
         >>> remat.is_recomputing()
         False
     """
-    mode = current_mode()
+    mode = None if is_compiling() else current_mode()
     return mode is not None and mode.recomputing
 
 
@@ -265,7 +265,8 @@ def _compiled(options: Options, function: Callable[..., R], args: Any, kwargs: A
     if options.context_fn is not None:
         more["context_fn"] = options.context_fn
     elif options.policy is not None:
-        more["context_fn"] = partial(create_selective_checkpoint_contexts, for_torch(options.policy))
+        parts = options.policy.parts()
+        more["context_fn"] = partial(contexts_for_torch, options.allow_cache_entry_mutation, *parts)
 
     def call(*args: Any) -> R:
         return function(*args, **kwargs)

@@ -46,6 +46,7 @@ __all__ = [
     "make_wrapper_subclass",
     "negative_view",
     "node_number",
+    "past_the_compiler",
     "pop_saved_tensors_hooks",
     "profiler_runs",
     "push_saved_tensors_hooks",
@@ -265,3 +266,18 @@ def has_effect(op: object) -> bool:
         return bool(has_effects(op))
     except TypeError:  # earlier releases asked for the arguments too
         return bool(has_effects(op, (), {}))  # type: ignore[call-arg]
+
+
+def past_the_compiler(error: Exception) -> Exception:
+    """Return an error that reaches the caller of compiled code as what it is.
+
+    Of what is raised while the compiler traces a graph it makes a ``BackendCompilerFailed``, but not of errors of this
+    kind; torch has no public way to say that.
+    """
+    from torch._dynamo.exc import ShortenTraceback  # not at the top: it imports the whole compiler
+
+    kind: Any = type(type(error).__name__, (type(error), ShortenTraceback), {"__module__": type(error).__module__})
+    passed: Exception = kind.__new__(kind, *error.args)
+    of_the_compiler = ("first_useful_frame", "_torch_dynamo_tracer_output", "frame_exec_strategy")
+    passed.__dict__.update(vars(error), **dict.fromkeys(of_the_compiler))
+    return passed
