@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.compiler import is_compiling
 
+from torch_remat._compiled import compiled_part
 from torch_remat._handle import get_handle
 from torch_remat._names import scoped
 from torch_remat.dispatch.op import RematHandle
@@ -132,7 +133,7 @@ def op(
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if is_compiling():
-            return function(*args, **kwargs)
+            return compiled_part(policy is not CheckpointPolicy.RECOMPUTE, function, args, kwargs)
         taken: list[bool] = []
         token = _given.set((op_name, policy, taken))
         try:

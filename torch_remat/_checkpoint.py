@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.compiler import is_compiling
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from torch_remat._compiled import compiled_region
 from torch_remat._offload import OFFLOADER, is_offloader
 from torch_remat.dispatch.forward import run_region
 from torch_remat.dispatch.mode import current_mode
@@ -17,7 +16,6 @@ from torch_remat.dispatch.naming import default_name
 from torch_remat.dispatch.op_policy import as_policy
 from torch_remat.dispatch.options import DEFAULTS, ContextFn, DeterminismCheck, Options
 from torch_remat.dispatch.outputs import tensors_of
-from torch_remat.dispatch.policy_for_torch import contexts_for_torch
 from torch_remat.errors import UsageError
 from torch_remat.offload.protocol import Offloader
 
@@ -134,7 +132,8 @@ def _binder(options: Options) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
         def checkpointed(*args: P.args, **kwargs: P.kwargs) -> R:
             if is_compiling():
-                return _compiled(options, function, args, kwargs)
+                traced: R = compiled_region(options, function, args, kwargs)
+                return traced
             if not torch.is_grad_enabled():
                 return _plain(options, function, args, kwargs)
             output: R = run_region(function, args, kwargs, options)
@@ -257,26 +256,3 @@ def _chained(functions: list[Callable[..., Any]]) -> Callable[[Any], Any]:
         return value
 
     return chain
-
-
-def _compiled(options: Options, function: Callable[..., R], args: Any, kwargs: Any) -> R:
-    """Hand over to torch's own checkpoint, which the compiler knows; our engine is not needed in a compiled graph."""
-    more: dict[str, Any] = {}
-    if options.context_fn is not None:
-        more["context_fn"] = options.context_fn
-    elif options.policy is not None:
-        parts = options.policy.parts()
-        more["context_fn"] = partial(contexts_for_torch, options.allow_cache_entry_mutation, *parts)
-
-    def call(*args: Any) -> R:
-        return function(*args, **kwargs)
-
-    output: R = torch_checkpoint(
-        call,
-        *args,
-        use_reentrant=False,
-        preserve_rng_state=options.preserve_rng_state,
-        determinism_check="none" if options.determinism_check == "none" else "default",
-        **more,
-    )
-    return output

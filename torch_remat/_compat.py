@@ -192,6 +192,11 @@ class DispatchMode(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return _set_strategy is None
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled code run compiled under this mode, which sees only the ops that the compiled code runs."""
+        return True
+
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         if _set_strategy is not None and "__torch_dispatch__" in cls.__dict__:

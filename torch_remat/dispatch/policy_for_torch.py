@@ -22,7 +22,7 @@ _FOR_TORCH = {decision: TorchPolicy[name] for name, decision in OF_TORCH.items()
 
 
 def contexts_for_torch(allow_cache_entry_mutation: bool, *parts: Any) -> tuple[Any, Any]:
-    """Return the contexts of torch's own checkpoint for one region; the compiler calls it when it has traced the region.
+    """Return the contexts of torch's own checkpoint for one region; the compiler calls it past its trace.
 
     Args:
         allow_cache_entry_mutation: Whether what the policy keeps may be changed in place.
@@ -34,12 +34,14 @@ def contexts_for_torch(allow_cache_entry_mutation: bool, *parts: Any) -> tuple[A
     if NamePolicy in parts:
         raise past_the_compiler(_no_names())
     policy = Combined([kind(argument) for kind, argument in zip(parts[::2], parts[1::2], strict=True)])
-    return create_selective_checkpoint_contexts(_for_torch(policy), allow_cache_entry_mutation)
+    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(_for_torch(policy), allow_cache_entry_mutation)
+    return contexts
 
 
 def all_saved() -> tuple[Any, Any]:
     """Return the contexts of torch's own checkpoint for a part of a region that is not run again."""
-    return create_selective_checkpoint_contexts(_save)
+    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(_save)
+    return contexts
 
 
 def _save(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> TorchPolicy:
