@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from torch_remat._compat import node_number, without_dispatch_modes
+from torch_remat._compat import CompiledCode, keep_from_compiler, node_number, without_dispatch_modes
 from torch_remat.dispatch.determinism import Values, keep_value, value_function
 from torch_remat.dispatch.forward_ops import ForwardOps
 from torch_remat.dispatch.holder import (
@@ -112,6 +112,7 @@ class Recording(RematMode):
             forward_context, region.replay_context = region.options.context_fn()
             contexts.append(forward_context)
         if region.op_log is not None:
+            self.lets_compiled_code_run = True
             contexts.append(self.watch(region.op_log.forward))
         if region.options.policy is not None:
             contexts += self._policy_contexts(region.options.policy)
@@ -126,7 +127,8 @@ class Recording(RematMode):
             self.ops, policy, path, region.options.allow_cache_entry_mutation, region.options.observer
         )
         self.opening = self.ops.policy.watch
-        return [path]
+        self.lets_compiled_code_run = CompiledCode.is_noticed
+        return [path, self.ops.policy.compiled_code]
 
     def pack_hook(self) -> Callable[[torch.Tensor], Holder | Anchor]:
         """Return the pack hook: it makes what autograd keeps instead of a tensor.
@@ -293,6 +295,7 @@ class Recording(RematMode):
         self.ops = self.observed = None
 
 
+keep_from_compiler(Recording.pack_hook)
 _version_of = attrgetter("_version")
 SMALL_BYTES = 4096
 _NOTHING = torch.empty(0)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import Parameter
 
-from torch_remat._compat import kernel_of
+from torch_remat._compat import CompiledCode, kernel_of
 from torch_remat.dispatch.calls import (
     Meta,
     Raised,
@@ -89,6 +89,7 @@ class PolicyForward:
         self.results = SavedResults(ops, self._storages, allow_mutation)
         self.earlier = Earlier(self._storages, self._calls)
         self._roots: list[tuple[int, int, int]] = []
+        self.compiled_code = CompiledCode()
 
     def watch(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run an op, ask the policy, and note what it did."""
@@ -299,6 +300,13 @@ class PolicyForward:
             for place, storage, after in self._roots
             if tape.may_need(place, hooks)
         ]
+        if self.compiled_code.ran:
+            # It may read whatever there is, so that replay runs all ops and has the results of the others.
+            for at, call in enumerate(calls):
+                if type(call) is SkippedOp:
+                    roots += [(storage, at + 1) for _, storage in call.made]
+                else:
+                    call.always = True
         for call, places in find_needs(calls, roots):
             self.results.keep(call, places)
         for call in self._calls:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from torch_remat._compat import sequence_number, set_grad_enabled, without_dispatch_modes
+from torch_remat._compat import keep_from_compiler, sequence_number, set_grad_enabled, without_dispatch_modes
 from torch_remat.dispatch.comparison import what_differs
 from torch_remat.dispatch.determinism import Values, difference, value_function
 from torch_remat.dispatch.holder import AUTOCAST_DTYPES, Holder, OpHolder, ResidentRef, metadata_of, parameter_behind
@@ -334,3 +334,6 @@ class Filling(RematMode):
                 raise fewer_saved(region, holder, self.position)
         if region.finished and not region.options.early_stop and self.position != len(self._saved):
             raise more_saved(region, self.position)
+
+
+keep_from_compiler(Filling.pack_hook)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+from torch_remat._compat import CompiledCode
 from torch_remat.dispatch.naming import scope, scope_restored
 from torch_remat.dispatch.observe import Watch, is_watched
 from torch_remat.dispatch.options import DEFAULTS
@@ -27,7 +28,7 @@ def contexts_of(replay: Filling) -> list[AbstractContextManager[Any]]:
     if scope.get() != region.scope:
         contexts.append(scope_restored(region.scope))
     if replay.stale is not None:
-        replay.opening = replay.stale.watch
+        replay.opening, replay.lets_compiled_code_run = replay.stale.watch, True
     if region.options is DEFAULTS and region.rng is None:
         return contexts
     if region.rng is not None:
@@ -36,11 +37,12 @@ def contexts_of(replay: Filling) -> list[AbstractContextManager[Any]]:
         contexts.append(region.replay_context)
     if region.op_log is not None:
         log = region.op_log.begin_replay()
+        replay.lets_compiled_code_run = True
         contexts.append(replay.watch(log))
         if replay.stale is not None:
             replay.stale.run = log
     if region.tape.calls:
         replay.ops = replay.ops or ReplayOps(replay)
         replay.ops.policy = replay.policy_replay(replay, replay.ops.suppressed)
-        replay.opening = replay.ops.policy.answer
+        replay.opening, replay.lets_compiled_code_run = replay.ops.policy.answer, CompiledCode.is_noticed
     return contexts

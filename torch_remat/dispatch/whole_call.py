@@ -21,10 +21,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 from torch.nn import functional as F
 
-from torch_remat._compat import PYTREE_NAMESPACE, any_autocast_enabled, node_number, sequence_number
+from torch_remat._compat import PYTREE_NAMESPACE, any_autocast_enabled, is_compiled, node_number, sequence_number
 from torch_remat.dispatch.calls import Meta, described, key_of, layout_of, placeholder_for
 from torch_remat.dispatch.inputs import leaves_of, with_leaves
 from torch_remat.dispatch.mismatch import mismatched
+from torch_remat.dispatch.naming import default_name
 from torch_remat.dispatch.native import Native, Returned
 from torch_remat.dispatch.placeholder import Placeholder, Source, refuse, unpack
 from torch_remat.dispatch.record import WholeCallRecord
@@ -40,10 +41,12 @@ if TYPE_CHECKING:
 
 
 def is_whole_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function is one of torch's own, called with plain tensors, which changes none of them.
+    """Whether a function is one of torch's own, called with plain tensors, which changes none of them, or compiled.
 
-    Under autocast it makes casts besides, and parameters' casts are not to be kept.
+    Under autocast one of torch's own makes casts besides, and parameters' casts are not to be kept.
     """
+    if is_compiled(function):
+        return all(map(_is_plain, args)) and all(map(_is_plain, kwargs.values()))
     if type(function) is not BuiltinFunctionType or not _is_pure(function) or any_autocast_enabled():
         return False
     if kwargs and ("out" in kwargs or any(not _is_plain(value) for value in kwargs.values())):
@@ -78,7 +81,9 @@ def _nothing(_leaf: Any) -> int:
 
 
 def may_draw_in(function: Callable[..., Any]) -> bool:
-    """Whether one of torch's own functions may draw random numbers."""
+    """Whether such a function may draw random numbers."""
+    if is_compiled(function):
+        return True
     draws = _draws.get(id(function))
     if draws is None:
         draws = _draws[id(function)] = may_draw(function.__name__)
@@ -203,8 +208,8 @@ class WholeCallReplay:
         region = mode.region
         same = function is record.function
         if not same or layout_of(args, kwargs) != record.layout:
-            ran = record.function.__name__
-            found = "tensors of other shapes or strides" if same else getattr(function, "__name__", repr(function))
+            ran = default_name(record.function)
+            found = "tensors of other shapes or strides" if same else default_name(function)
             mode.fail(
                 mismatched(
                     region,
