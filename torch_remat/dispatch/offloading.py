@@ -21,7 +21,6 @@ from torch_remat.dispatch.manifest import Manifest, route_of
 from torch_remat.dispatch.observe import tell_offloaded
 from torch_remat.dispatch.parcel import Parcel, may_travel
 from torch_remat.dispatch.port import Batch, port_of
-from torch_remat.offload.cpu import default_offloader
 from torch_remat.offload.placement import Placement
 from torch_remat.offload.protocol import Offloader, OffloadInfo
 
@@ -129,7 +128,11 @@ class Offloading:
         """
         if not may_travel(tensor) or tensor.untyped_storage()._cdata in self._parameters:
             return None
-        offloader = region.options.offloader or chosen.get() or default_offloader()
+        offloader = region.options.offloader or chosen.get()
+        if offloader is None:
+            from torch_remat.offload.cpu import default_offloader  # few offload
+
+            offloader = default_offloader()
         port = port_of(offloader)
         op = op or None  # of what a policy keeps, it is empty
         batch = self._batch

@@ -14,6 +14,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 from torch.utils.checkpoint import CheckpointPolicy as TorchPolicy
 
 from torch_remat._compat import OperatorBase, OpOverloadPacket
@@ -139,8 +140,9 @@ class FunctionPolicy(OpPolicy):
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
-        self.__doc__ = getattr(function, "__doc__", None)  # the compiler's partials have none
-        self.__module__ = getattr(function, "__module__", __name__)  # where pickle looks for it
+        if not is_compiling():  # whose partials have no attributes
+            self.__doc__ = function.__doc__
+            self.__module__ = getattr(function, "__module__", __name__)  # where pickle looks for it
 
     def __repr__(self) -> str:
         return getattr(self._function, "__qualname__", repr(self._function))

@@ -55,7 +55,7 @@ def _for_torch(policy: OpPolicy) -> Callable[..., TorchPolicy]:
         try:
             said = decider.decide(_Context(ctx), op, args, kwargs)
         except Carried as carried:
-            raise _for_operators(carried.take()) from None
+            raise past_the_compiler(_for_operators(carried.take())) from None
         except PolicyError as error:
             raise past_the_compiler(_for_operators(error)) from None
         return _FOR_TORCH.get(max(said), TorchPolicy.PREFER_RECOMPUTE)

@@ -301,6 +301,7 @@ class PolicyForward:
             if tape.may_need(place, hooks)
         ]
         if self.compiled_code.ran:
+            tape.ran_compiled = True
             # It may read whatever there is, so that replay runs all ops and has the results of the others.
             for at, call in enumerate(calls):
                 if type(call) is SkippedOp:

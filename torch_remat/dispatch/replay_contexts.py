@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from torch_remat._compat import CompiledCode
+from torch_remat.dispatch.module_path import ModulePath
 from torch_remat.dispatch.naming import scope, scope_restored
 from torch_remat.dispatch.observe import Watch, is_watched
 from torch_remat.dispatch.options import DEFAULTS
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 def contexts_of(replay: Filling) -> list[AbstractContextManager[Any]]:
     """Return the contexts, and set up what watches the ops, where something does."""
     region = replay.region
+    assert region.function is not None
     contexts: list[AbstractContextManager[Any]] = region.ambient.contexts()
     if is_watched():
         replay.observed = Watch(replay)
@@ -42,6 +44,8 @@ def contexts_of(replay: Filling) -> list[AbstractContextManager[Any]]:
         if replay.stale is not None:
             replay.stale.run = log
     if region.tape.calls:
+        if region.tape.ran_compiled:
+            contexts.append(ModulePath(region.function))
         replay.ops = replay.ops or ReplayOps(replay)
         replay.ops.policy = replay.policy_replay(replay, replay.ops.suppressed)
         replay.opening, replay.lets_compiled_code_run = replay.ops.policy.answer, CompiledCode.is_noticed

@@ -34,10 +34,22 @@ class Tape:
         regions: The inner regions that were called after the first op, as records of what they get from SAVE ops.
         inner: The ops of inner regions, in the order in which they began.
         calls: The aten ops of a region with a policy for them.
+        ran_compiled: Whether compiled code ran while a policy watched; its replay has the module hooks of forward, for
+            which the compiler makes other code.
         backward_inside: Whether a backward that ran inside forward has read a tensor that the region saved.
     """
 
-    __slots__ = ("backward_inside", "calls", "elided", "holders", "inner", "records", "regions", "saved")
+    __slots__ = (
+        "backward_inside",
+        "calls",
+        "elided",
+        "holders",
+        "inner",
+        "ran_compiled",
+        "records",
+        "regions",
+        "saved",
+    )
 
     def __init__(self) -> None:
         self.saved: list[ref[Holder] | ResidentRef | torch.Tensor | None] = []
@@ -47,7 +59,7 @@ class Tape:
         self.regions: list[Record] = []
         self.inner: list[InnerOp] | tuple[()] = ()
         self.calls: Sequence[PolicyCall] = ()
-        self.backward_inside = False
+        self.backward_inside = self.ran_compiled = False
 
     def position_of(self, holder: Holder) -> int:
         """Return the place of a live holder."""

@@ -3,9 +3,3 @@
 Nothing here knows of regions. The runtime decides what travels and when; an offloader takes one-dimensional tensors
 away and brings them back.
 """
-
-from torch_remat.offload.cpu import CpuOffloader
-from torch_remat.offload.disk import DiskOffloader
-from torch_remat.offload.protocol import Offloader, OffloadInfo
-
-__all__ = ["CpuOffloader", "DiskOffloader", "OffloadInfo", "Offloader"]
