@@ -13,6 +13,7 @@ from helpers import Mlp, Stack, assert_same, checkpointed, leaf, parameter_gradi
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import SelectiveCheckpointContext, create_selective_checkpoint_contexts
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -569,6 +570,7 @@ AROUND_COMPILED = {
 }
 
 
+@pytest.mark.skipif(not CompiledCode.is_noticed, reason="before torch 2.13 it runs as it is written")
 @pytest.mark.filterwarnings("ignore:Using `torch.compile:UserWarning")  # of torch, where hooks follow the modules
 @pytest.mark.parametrize("around", AROUND_COMPILED)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
@@ -614,3 +616,45 @@ def test_compiled_code_inside_a_watched_native_region_gives_right_gradients():
 
     actual = torch.autograd.grad(remat.checkpoint(debug=True)(region)(x).sum(), [x])
     assert_same(actual, torch.autograd.grad(model(x.sin()).exp().cos().sum(), [x]))
+
+
+@pytest.mark.skipif(not CompiledCode.is_noticed, reason="before torch 2.13 it runs as it is written")
+@pytest.mark.parametrize("options", [{}, {"policy": READY}, {"debug": True}], ids=["plain", "policy", "debug"])
+def test_compiler_leaves_the_library_alone(options):
+    def block(x):
+        for _ in range(2):  # the compiler gives up on what breaks the graph in a loop, and looks at all that is called
+            x = (x @ x).sin().t()
+            torch._dynamo.graph_break()
+        return x @ x
+
+    backend = Recording()
+    compiled, x = torch.compile(block, backend=backend), leaf(4, 4)
+    for _ in range(2):
+        y = remat.checkpoint(**options)(lambda x: compiled(x.sin()).exp())(x)
+        actual = torch.autograd.grad(y.sum(), x)
+    assert_same(actual, torch.autograd.grad(block(x.sin()).exp().sum(), x))
+    assert not backend.graphs
+
+
+@pytest.mark.skipif(not CompiledCode.is_noticed, reason="before torch 2.13 it runs as it is written")
+def test_ops_around_compiled_code_run_again_and_what_the_policy_names_is_kept():
+    model, x = mlp(), leaf(4, 8)
+    compiled = torch.compile(lambda x: model(x), backend="inductor")
+    compiled(x)
+    ran = []
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            ran.append(op)
+            return op(*args, **(kwargs or {}))
+
+        @classmethod
+        def ignore_compile_internals(cls):
+            return True
+
+    y = remat.checkpoint(policy=[EXP])(lambda x: compiled(x.exp()).sin())(x)
+    assert "exp" in str(remat.memory_report(y))
+    with Watching():
+        actual = torch.autograd.grad(y.sum(), x)
+    assert ran.count(EXP) == 1  # compiled code reads what it will
+    torch.testing.assert_close(actual[0], torch.autograd.grad(model(x.exp()).sin().sum(), x)[0])
