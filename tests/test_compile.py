@@ -658,3 +658,28 @@ def test_ops_around_compiled_code_run_again_and_what_the_policy_names_is_kept():
         actual = torch.autograd.grad(y.sum(), x)
     assert ran.count(EXP) == 1  # compiled code reads what it will
     torch.testing.assert_close(actual[0], torch.autograd.grad(model(x.exp()).sin().sum(), x)[0])
+
+
+def test_compiled_code_that_changes_the_argument_of_its_native_region_is_an_error():
+    compiled, x = torch.compile(lambda x: x.mul_(2).sin(), backend="aot_eager"), leaf(4)
+    with pytest.raises(remat.UsageError, match=r"::op: a compiled function .* changed its argument in place") as caught:
+        remat.checkpoint()(lambda x: remat.native_save_region("op", compiled, x.exp()))(x)
+    assert caught.value.op == "op"
+
+
+def test_native_region_of_compiled_code_with_buffers_and_dropout_is_equal():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.GELU())
+    x = leaf(4, 8)
+    compiled = torch.compile(model, backend="aot_eager")
+    results = []
+    for wrap in (plain, checkpointed):
+        torch.manual_seed(1)
+        model[1].reset_running_stats()
+        y = wrap(lambda x: torch.nn.functional.dropout(remat.native_save_region("op", compiled, x.sin()).exp()))(x)
+        y.sum().backward()
+        results.append([y, x.grad, *parameter_gradients(model), *model[1].buffers(), torch.get_rng_state()])
+        results[-1] = [tensor.clone() for tensor in results[-1]]
+        x.grad = None
+        model.zero_grad()
+    assert_same(*results)

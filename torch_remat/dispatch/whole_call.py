@@ -30,7 +30,7 @@ from torch_remat.dispatch.native import Native, Returned
 from torch_remat.dispatch.placeholder import Placeholder, Source, refuse, unpack
 from torch_remat.dispatch.record import WholeCallRecord
 from torch_remat.dispatch.schema import may_draw
-from torch_remat.errors import RematWarning, qualified_name, user_line
+from torch_remat.errors import RematWarning, UsageError, qualified_name, user_line
 
 if TYPE_CHECKING:
     from torch_remat.dispatch.ambient import RngState
@@ -45,9 +45,9 @@ def is_whole_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 
     Under autocast one of torch's own makes casts besides, and parameters' casts are not to be kept.
     """
-    if is_compiled(function):
-        return all(map(_is_plain, args)) and all(map(_is_plain, kwargs.values()))
-    if type(function) is not BuiltinFunctionType or not _is_pure(function) or any_autocast_enabled():
+    if type(function) is not BuiltinFunctionType:
+        return is_compiled(function) and all(map(_is_plain, args)) and all(map(_is_plain, kwargs.values()))
+    if not _is_pure(function) or any_autocast_enabled():
         return False
     if kwargs and ("out" in kwargs or any(not _is_plain(value) for value in kwargs.values())):
         return False
@@ -76,13 +76,17 @@ def _is_pure(function: Any) -> bool:
     return pure
 
 
+def _versions_of(args: Sequence[Any]) -> list[int]:
+    return [arg._version for arg in args if isinstance(arg, torch.Tensor) and not arg.is_inference()]
+
+
 def _nothing(_leaf: Any) -> int:
     return 0
 
 
 def may_draw_in(function: Callable[..., Any]) -> bool:
     """Whether such a function may draw random numbers."""
-    if is_compiled(function):
+    if type(function) is not BuiltinFunctionType:
         return True
     draws = _draws.get(id(function))
     if draws is None:
@@ -111,6 +115,7 @@ class WholeCall(Native):
         self._saved = 0
         self._args = tuple(args) if not kwargs else (*args, *kwargs.values())
         record.layout = layout_of(args, kwargs)
+        self._versions = None if type(record.function) is BuiltinFunctionType else _versions_of(self._args)
         rng = ops.region.rng if may_draw_in(record.function) else None
         self._rng = None if rng is None else rng.present()
 
@@ -126,6 +131,13 @@ class WholeCall(Native):
         """Note what the call returns."""
         self.last_number = sequence_number()
         record = self.record
+        if self._versions is not None and self._versions != _versions_of(self._args):
+            raise UsageError(
+                "a compiled function in a native region changed its argument in place, which replay would not repeat",
+                region=self._ops.region.name,
+                op=record.name,
+                remedy="Return the new value from it, or give the native region the policy RECOMPUTE.",
+            )
         leaves = (result,) if isinstance(result, torch.Tensor) else leaves_of((result,), {})
         if leaves and all(map(self._is_view_of_argument, leaves)):
             record.views = self.views = True
