@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import handles, kept, offload, tables
+from . import handles, imports, kept, offload, tables
 from .bars import judge
 from .measure import ROUNDS, Result, measure
 from .memory import check_counter
@@ -16,7 +16,7 @@ from .workloads import WORKLOADS as RECOMPUTED
 
 WORKLOADS = {**RECOMPUTED, **handles.WORKLOADS, **kept.WORKLOADS}
 # What measures itself, for it needs another clock; it has no bars.
-REPORTS = {"offload": offload.report}
+REPORTS = {"offload": offload.report, "import": imports.report}
 NAMES = [*WORKLOADS, *REPORTS]
 
 

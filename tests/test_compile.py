@@ -8,11 +8,17 @@ import gc
 import pytest
 import torch
 import torch._dynamo
+from functorch.compile import min_cut_rematerialization_partition
 from helpers import Mlp, Stack, assert_same, checkpointed, leaf, parameter_gradients, plain
 from torch import nn
-from torch.utils.checkpoint import SelectiveCheckpointContext
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import SelectiveCheckpointContext, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import torch_remat as remat
+from torch_remat._compat import CompiledCode
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning",
@@ -87,8 +93,6 @@ def test_inductor_has_equal_gradients():
 
 
 def test_compiled_region_recomputes_in_backward():
-    from torch._dynamo.backends.common import aot_autograd
-
     matmuls = {}
 
     def count(name):
@@ -259,11 +263,423 @@ def test_policy_under_the_compiler_may_go_by_the_output():
     torch.testing.assert_close(torch.autograd.grad(region(x).sum(), x), expected)
 
 
-def test_handler_of_a_region_with_a_policy_is_not_compiled():
+RECOMPUTE, OFFLOAD = remat.CheckpointPolicy.RECOMPUTE, remat.CheckpointPolicy.OFFLOAD
+EXP = torch.ops.aten.exp.default
+MATMULS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+GELU = torch.ops.aten.gelu.default
+READY = remat.policies.save_matmuls
+BOTH = READY | [GELU]
+
+
+def by_function(ctx, op, *args, **kwargs):
+    return remat.CheckpointPolicy.SAVE if op in MATMULS else None
+
+
+class ByObject:
+    def __call__(self, ctx, op, *args, **kwargs):
+        return op in MATMULS
+
+
+by_object = ByObject()
+POLICIES = {
+    "list": lambda: MATMULS,
+    "set": lambda: frozenset(MATMULS),
+    "op": lambda: torch.ops.aten.addmm.default,
+    "ready": lambda: READY,
+    "combined outside": lambda: BOTH,
+    "combined inside": lambda: READY | [GELU],
+    "combined from the right": lambda: [GELU] | READY,
+    "function": lambda: by_function,
+    "partial": lambda: functools.partial(by_function),
+    "object": lambda: by_object,
+    "decisions of torch": lambda: remat.policies.save_every_other_matmul,
+}
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 8))
+
+
+def one_graph(function, *args, backend="aot_eager"):
+    """Compile and run a function forward and backward; return the gradients if that made one graph."""
+    counter = CompileCounterWithBackend(backend)
+    results = torch.compile(function, backend=counter, fullgraph=True)(*args)
+    gradients = torch.autograd.grad(results.sum(), args)
+    assert counter.frame_count == 1
+    return gradients
+
+
+@pytest.mark.parametrize("kind", POLICIES)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_region_with_a_policy_compiles_to_one_graph(kind, backend):
+    model, x = mlp(), leaf(4, 8)
+    gradients = one_graph(lambda x: remat.checkpoint(policy=POLICIES[kind]())(model)(x.sin()).cos(), x, backend=backend)
+    expected = torch.autograd.grad(model(x.sin()).cos().sum(), [x])
+    for one, other in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(
+            one, other, rtol=0 if backend == "aot_eager" else None, atol=0 if backend == "aot_eager" else None
+        )
+
+
+def test_policy_function_of_the_compiled_function_itself_compiles_to_one_graph():
+    def region(x):
+        def policy(ctx, op, *args, **kwargs):
+            return op in MATMULS
+
+        return remat.checkpoint(policy=policy)(model)(x)
+
+    model, x = mlp(), leaf(4, 8)
+    assert_same(one_graph(region, x), torch.autograd.grad(model(x).sum(), [x]))
+
+
+class Scale(torch.autograd.Function):
+    @staticmethod
+    @remat.auto_forward("y")
+    def forward(ctx, x):
+        y = x.exp()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        (y,) = ctx.saved_tensors
+        return y * grad
+
+
+class NamedScale(torch.autograd.Function):
+    @staticmethod
+    @remat.auto_forward("y")
+    def forward(ctx, x, op_name, remat_policy):
+        y = x.exp()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        (y,) = ctx.saved_tensors
+        return y * grad, None, None
+
+
+class ByHand(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, op_name, remat_policy):
+        handle = remat.get_handle(ctx, op_name, remat_policy)
+        if (ret := handle.maybe_load_saved()) is not None:
+            return ret
+        x = handle.save_or_load_inputs(x)
+        y = x.exp()
+        handle.save_for_backward({"y": y})
+        return handle.record_outputs(y)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (y,) = ctx.saved_tensors
+        return y * grad, None, None
+
+
+def in_scope(x):
+    with remat.name_scope("block"):
+        return remat.native_save_region("op", torch.exp, x)
+
+
+offloader = remat.CpuOffloader()
+
+
+def offloaded(x):
+    with remat.offload_to(offloader):
+        return remat.checkpoint(offload_inputs=True)(torch.exp)(x)
+
+
+def several(x):
+    found = remat.native_save_region("op", lambda x: (x.sin(), {"a": x.exp(), "b": None}, 3), x)
+    return found[1]["a"] + 0 * found[0] * found[2]
+
+
+# Each is exp, so that one test knows the gradient of all.
+FORMS = {
+    "native_save_region, a function of torch's": lambda x: remat.native_save_region("op", torch.exp, x),
+    "native_save_region, a Python function": lambda x: remat.native_save_region("op", lambda: x.exp()),
+    "native_save_region, several results": several,
+    "native_region": lambda x: remat.native_region("op")(torch.exp)(x),
+    "native_region, recomputed": lambda x: remat.native_region("op", policy=RECOMPUTE)(torch.exp)(x),
+    "native_region, offloaded": lambda x: remat.native_region("op", policy=OFFLOAD)(torch.exp)(x),
+    "name_scope": in_scope,
+    "op": lambda x: remat.op(Scale.apply, "op")(x),
+    "op, recomputed": lambda x: remat.op(Scale.apply, "op", policy=remat.CheckpointPolicy.RECOMPUTE)(x),
+    "auto_forward": lambda x: NamedScale.apply(x, "op", remat.CheckpointPolicy.SAVE),
+    "get_handle": lambda x: ByHand.apply(x, "op", remat.CheckpointPolicy.SAVE),
+    "checkpoint_name": lambda x: remat.checkpoint_name(x.exp(), "name"),
+    "is_recomputing": lambda x: x.exp() if not remat.is_recomputing() else x,
+    "partial": lambda x: remat.checkpoint()(functools.partial(torch.exp))(x),
+    "partial of a method": lambda x: remat.checkpoint()(functools.partial(torch.Tensor.exp, x))(),
+    "checkpoint_sequential": lambda x: remat.checkpoint_sequential([torch.exp, lambda x: x * 1, lambda x: x + 0], 2, x),
+    "offload_to": offloaded,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("where", ["alone", "in a region", "in a region with a policy", "in two regions"])
+def test_form_compiles_to_one_graph(form, where):
+    def program(x):
+        def body(x):
+            return FORMS[form](x.sin()).cos()
+
+        if where == "alone":
+            return body(x)
+        if where == "in a region":
+            return remat.checkpoint()(body)(x)
+        if where == "in two regions":
+            return remat.checkpoint()(lambda x: remat.checkpoint()(body)(x.tanh()))(x)
+        return remat.checkpoint(policy=[torch.ops.aten.cos.default])(body)(x)
+
+    x = leaf(4)
+    y = x.tanh() if where == "in two regions" else x
+    assert_same(one_graph(program, x), torch.autograd.grad(y.sin().exp().cos().sum(), [x]))
+
+
+def kept_and_rerun(function, *args):
+    """Return the bytes that the compiled forward hands to its backward, and the ops that backward runs."""
+    found = {}
+
+    def forward(graph, example_inputs):
+        (outputs,) = (node for node in graph.graph.nodes if node.op == "output")
+        values = [node.meta["val"] for node in outputs.args[0][1:] if node.meta["val"] is not None]
+        found["bytes"] = sum(value.numel() * value.element_size() for value in values)
+        return graph.forward
+
+    def backward(graph, example_inputs):
+        found["ops"] = [node.target for node in graph.graph.nodes if node.op == "call_function"]
+        return graph.forward
+
+    torch._dynamo.reset()
+    backend = aot_autograd(fw_compiler=forward, bw_compiler=backward, partition_fn=min_cut_rematerialization_partition)
+    torch.compile(function, backend=backend, fullgraph=True)(*args).sum().backward()
+    return found["bytes"], found["ops"]
+
+
+def matmuls_first(ctx, op, *args, **kwargs):
+    decisions = torch.utils.checkpoint.CheckpointPolicy
+    return decisions.MUST_SAVE if op in MATMULS else decisions.PREFER_RECOMPUTE
+
+
+@pytest.mark.parametrize("policy", [MATMULS, READY, by_function, matmuls_first, [GELU]], ids=str)
+def test_compiled_region_keeps_what_selective_checkpointing_of_torch_keeps(policy):
+    model, x = mlp(), leaf(4, 8)
+    for_torch = [GELU] if policy == [GELU] else MATMULS
+    contexts = functools.partial(create_selective_checkpoint_contexts, for_torch)
+    theirs = kept_and_rerun(lambda x: torch_checkpoint(model, x, use_reentrant=False, context_fn=contexts).cos(), x)
+    ours = kept_and_rerun(lambda x: remat.checkpoint(policy=policy)(model)(x).cos(), x)
+    nothing = kept_and_rerun(lambda x: remat.checkpoint()(model)(x).cos(), x)
+    assert ours == theirs
+    assert ours[0] > nothing[0]
+    assert len(ours[1]) < len(nothing[1])
+
+
+def saving(how):
+    def body(x, w):
+        if how == "native":
+            return remat.native_save_region("op", lambda x: (x @ w).sigmoid(), x)
+        if how == "offloaded":
+            return remat.native_region("op", policy=remat.CheckpointPolicy.OFFLOAD)(lambda x: (x @ w).sigmoid())(x)
+        if how == "op":
+            return remat.op(MatmulSigmoid.apply, "op")(x, w)
+        if how == "op in a native region":
+            return remat.native_save_region("around", lambda x: remat.op(MatmulSigmoid.apply, "op")(x, w), x)
+        return (x @ w).sigmoid()
+
+    return body
+
+
+class MatmulSigmoid(torch.autograd.Function):
+    @staticmethod
+    @remat.auto_forward("x", "w", "y")
+    def forward(ctx, x, w):
+        y = (x @ w).sigmoid()
+        ctx.save_for_backward(x, w, y)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w, y = ctx.saved_tensors
+        grad = grad * y * (1 - y)
+        return grad @ w.T, x.T @ grad
+
+
+@pytest.mark.parametrize("options", [{}, {"policy": [torch.ops.aten.exp.default]}], ids=["plain", "policy"])
+@pytest.mark.parametrize("how", ["native", "offloaded", "op", "op in a native region"])
+def test_what_is_saved_inside_a_compiled_region_does_not_run_again(how, options):
+    def program(how):
+        return lambda x, w: remat.checkpoint(**options)(lambda x: (saving(how)(x.sin(), w) @ w).exp().cos())(x)
+
+    def count(found):
+        return [found[1].count(op) for op in (torch.ops.aten.mm.default, torch.ops.aten.sigmoid.default)]
+
+    x, w = leaf(8, 8), leaf(8, 8)
+    nothing = kept_and_rerun(program("nothing"), x, w)
+    found = kept_and_rerun(program(how), x, w)
+    assert [before - after for before, after in zip(count(nothing), count(found), strict=True)] == [1, 1]
+    assert found[0] > nothing[0]
+    expected = torch.autograd.grad((saving(how)(x.sin(), w) @ w).exp().cos().sum(), [x, w])
+    assert_same(one_graph(program(how), x, w), expected)
+
+
+def test_native_region_outside_of_regions_leaves_the_choice_to_the_compiler():
+    x, w = leaf(8, 8), leaf(8, 8)
+    plain = kept_and_rerun(lambda x, w: ((x.sin() @ w).sigmoid() @ w).cos(), x, w)
+    assert kept_and_rerun(lambda x, w: (saving("native")(x.sin(), w) @ w).cos(), x, w) == plain
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_policy_by_name_is_an_error_of_ours_under_the_compiler(fullgraph):
+    model = mlp()
+    region = torch.compile(
+        lambda x: remat.checkpoint(policy=remat.save_names("*") | MATMULS)(model)(x),
+        backend="aot_eager",
+        fullgraph=fullgraph,
+    )
+    with pytest.raises(remat.PolicyError, match=r"(?s)policy by name .* no names.*Use a list of ops"):
+        region(leaf(4, 8))
+
+
+def test_policy_that_returns_something_else_is_an_error_of_ours_under_the_compiler():
+    region = torch.compile(
+        lambda x: remat.checkpoint(policy=lambda *_, **__: "save")(torch.exp)(x), backend="aot_eager"
+    )
+    with pytest.raises(remat.RematError, match="the policy returned 'save'"):
+        region(leaf(4, 8))
+
+
+AROUND_COMPILED = {
+    "plain": lambda f: remat.checkpoint()(lambda x: f(x.sin()).exp()),
+    "policy": lambda f: remat.checkpoint(policy=READY)(lambda x: f(x.sin()).exp()),
+    "policy for another op": lambda f: remat.checkpoint(policy=[torch.ops.aten.exp.default])(
+        lambda x: f(x.sin()).exp()
+    ),
+    "policy for all ops": lambda f: remat.checkpoint(policy=lambda *_, **__: True)(lambda x: f(x.sin()).exp()),
+    "policy by name": lambda f: remat.checkpoint(policy=remat.save_names("sin*"))(lambda x: f(x.sin()).exp()),
+    "debug": lambda f: remat.checkpoint(debug=True)(lambda x: f(x.sin()).exp()),
+    "bitwise": lambda f: remat.checkpoint(determinism_check="bitwise")(lambda x: f(x.sin()).exp()),
+    "native region": lambda f: remat.checkpoint()(lambda x: remat.native_save_region("f", f, x.sin()).exp()),
+    "native region, recomputed": lambda f: remat.checkpoint()(
+        lambda x: remat.native_region("f", policy=remat.CheckpointPolicy.RECOMPUTE)(f)(x.sin()).exp()
+    ),
+    "native region under a policy": lambda f: remat.checkpoint(policy=[torch.ops.aten.exp.default])(
+        lambda x: remat.native_save_region("f", f, x.sin()).exp()
+    ),
+}
+
+
+@pytest.mark.skipif(not CompiledCode.is_noticed, reason="before torch 2.13 it runs as it is written")
+@pytest.mark.filterwarnings("ignore:Using `torch.compile:UserWarning")  # of torch, where hooks follow the modules
+@pytest.mark.parametrize("around", AROUND_COMPILED)
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("warm", [False, True])
+def test_compiled_code_in_a_region_runs_compiled(around, backend, warm):
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.5), nn.Linear(16, 8))
+    compiled, x, runs = torch.compile(model, backend=backend), leaf(4, 8), CompiledCode()
+
+    def step(function):
+        model.zero_grad()
+        x.grad = None
+        torch.manual_seed(3)
+        with runs:
+            y = function(x)
+        y.sum().backward()
+        return [y, x.grad, *parameter_gradients(model), torch.get_rng_state()]
+
+    expected = step(lambda x: compiled(x.sin()).exp()) if warm else None
+    actual = step(AROUND_COMPILED[around](compiled))
+    assert runs.ran
+    assert_same(expected or step(lambda x: compiled(x.sin()).exp()), actual)
+
+
+def test_native_region_that_is_compiled_code_runs_once():
+    runs = []
+
+    def backend(graph, example_inputs):
+        return lambda *args: runs.append(1) or graph.forward(*args)
+
+    compiled = torch.compile(torch.nn.Sequential(nn.Linear(8, 8), nn.GELU()), backend=backend)
+    x = leaf(4, 8)
+    remat.checkpoint()(lambda x: remat.native_save_region("f", compiled, x).sin())(x).sum().backward()
+    assert len(runs) == 1
+
+
+def test_compiled_code_inside_a_watched_native_region_gives_right_gradients():
+    model, x = mlp(), leaf(4, 8)
+    compiled = torch.compile(model, backend="inductor")
+    compiled(x)
+
+    def region(x):
+        return remat.native_save_region("f", lambda x: compiled(x.sin()).exp(), x).cos()
+
+    actual = torch.autograd.grad(remat.checkpoint(debug=True)(region)(x).sum(), [x])
+    assert_same(actual, torch.autograd.grad(model(x.sin()).exp().cos().sum(), [x]))
+
+
+@pytest.mark.skipif(not CompiledCode.is_noticed, reason="before torch 2.13 it runs as it is written")
+@pytest.mark.parametrize("options", [{}, {"policy": READY}, {"debug": True}], ids=["plain", "policy", "debug"])
+def test_compiler_leaves_the_library_alone(options):
+    def block(x):
+        for _ in range(2):  # the compiler gives up on what breaks the graph in a loop, and looks at all that is called
+            x = (x @ x).sin().t()
+            torch._dynamo.graph_break()
+        return x @ x
+
     backend = Recording()
-    compiled = torch.compile(lambda x: x.sin().cos(), backend=backend)
-    x = leaf(3)
-    y = remat.checkpoint(policy=[torch.ops.aten.sin.default])(compiled)(x)
-    y.sum().backward()
-    assert_same(torch.cos(torch.sin(x)), y)
-    assert not any("aten." in target for target in backend.targets())  # ops one by one, as the handler runs them
+    compiled, x = torch.compile(block, backend=backend), leaf(4, 4)
+    for _ in range(2):
+        y = remat.checkpoint(**options)(lambda x: compiled(x.sin()).exp())(x)
+        actual = torch.autograd.grad(y.sum(), x)
+    assert_same(actual, torch.autograd.grad(block(x.sin()).exp().sum(), x))
+    assert not backend.graphs
+
+
+@pytest.mark.skipif(not CompiledCode.is_noticed, reason="before torch 2.13 it runs as it is written")
+def test_ops_around_compiled_code_run_again_and_what_the_policy_names_is_kept():
+    model, x = mlp(), leaf(4, 8)
+    compiled = torch.compile(lambda x: model(x), backend="inductor")
+    compiled(x)
+    ran = []
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            ran.append(op)
+            return op(*args, **(kwargs or {}))
+
+        @classmethod
+        def ignore_compile_internals(cls):
+            return True
+
+    y = remat.checkpoint(policy=[EXP])(lambda x: compiled(x.exp()).sin())(x)
+    assert "exp" in str(remat.memory_report(y))
+    with Watching():
+        actual = torch.autograd.grad(y.sum(), x)
+    assert ran.count(EXP) == 1  # compiled code reads what it will
+    torch.testing.assert_close(actual[0], torch.autograd.grad(model(x.exp()).sin().sum(), x)[0])
+
+
+def test_compiled_code_that_changes_the_argument_of_its_native_region_is_an_error():
+    compiled, x = torch.compile(lambda x: x.mul_(2).sin(), backend="aot_eager"), leaf(4)
+    with pytest.raises(remat.UsageError, match=r"::op: a compiled function .* changed its argument in place") as caught:
+        remat.checkpoint()(lambda x: remat.native_save_region("op", compiled, x.exp()))(x)
+    assert caught.value.op == "op"
+
+
+def test_native_region_of_compiled_code_with_buffers_and_dropout_is_equal():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.GELU())
+    x = leaf(4, 8)
+    compiled = torch.compile(model, backend="aot_eager")
+    results = []
+    for wrap in (plain, checkpointed):
+        torch.manual_seed(1)
+        model[1].reset_running_stats()
+        y = wrap(lambda x: torch.nn.functional.dropout(remat.native_save_region("op", compiled, x.sin()).exp()))(x)
+        y.sum().backward()
+        results.append([y, x.grad, *parameter_gradients(model), *model[1].buffers(), torch.get_rng_state()])
+        results[-1] = [tensor.clone() for tensor in results[-1]]
+        x.grad = None
+        model.zero_grad()
+    assert_same(*results)

@@ -2,22 +2,69 @@
 
 from __future__ import annotations
 
+import ast
+import os
+import subprocess
+import sys
 import types
 from importlib import resources
+from pathlib import Path
+
+import pytest
 
 import torch_remat
 
 
 def test_all_is_sorted_and_holds_every_public_name():
-    public = [
-        name
-        for name, value in vars(torch_remat).items()
-        if not name.startswith("_") and not isinstance(value, types.ModuleType)
-    ]
-    exported = [name for name in torch_remat.__all__ if not name.startswith("__")]
-    modules = [name for name in exported if isinstance(getattr(torch_remat, name), types.ModuleType)]
     assert list(torch_remat.__all__) == sorted(torch_remat.__all__)
-    assert sorted(set(exported) - set(modules)) == sorted(name for name in public if name != "annotations")
+    public = {
+        name
+        for name in dir(torch_remat)
+        if not name.startswith("_") and not isinstance(getattr(torch_remat, name), types.ModuleType)
+    }
+    modules = {name for name in torch_remat.__all__ if isinstance(getattr(torch_remat, name), types.ModuleType)}
+    assert modules == {"policies", "testing"}
+    assert public - {"TYPE_CHECKING", "Any", "import_module"} == set(torch_remat.__all__) - modules
+
+
+LATER = ("_list_names", "testing", "reports", "offload.cpu", "offload.disk")
+
+
+def test_import_leaves_out_what_a_training_step_may_do_without():
+    program = """
+import sys
+import torch_remat
+loaded = [name for name in sys.modules if name.startswith("torch_remat.")]
+assert not set(torch_remat.__all__) - set(dir(torch_remat))
+assert loaded == [name for name in sys.modules if name.startswith("torch_remat.")]  # dir() loads nothing
+print(*loaded)
+for name in torch_remat.__all__:
+    getattr(torch_remat, name)
+print(*(name for name in sys.modules if name.startswith("torch_remat.")))
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=True, env=os.environ
+    )
+    at_first, in_the_end = (set(line.split()) for line in done.stdout.splitlines())
+    for module in LATER:
+        name = f"torch_remat.{module}"
+        assert not {found for found in at_first if found == name or found.startswith(name + ".")}, module
+        assert {found for found in in_the_end if found == name or found.startswith(name + ".")}, module
+
+
+def test_what_loads_later_is_known_to_type_checkers_and_is_what_it_should_be():
+    source = Path(torch_remat.__file__).read_text(encoding="utf-8")
+    (block,) = (node for node in ast.parse(source).body if isinstance(node, ast.If))
+    told = {alias.name: node.module for node in block.body for alias in node.names}
+    for name, module in torch_remat._MODULE_OF.items():
+        assert told.pop(name) == ("torch_remat" if module == name else f"torch_remat.{module}")
+        assert getattr(torch_remat, name).__name__ in (name, f"torch_remat.{name}")
+    assert not told
+
+
+def test_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="has no attribute 'chekpoint'"):
+        torch_remat.chekpoint  # noqa: B018
 
 
 def test_names_of_the_issue_are_exported():

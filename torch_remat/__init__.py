@@ -1,10 +1,12 @@
 """Explicit activation rematerialization for PyTorch."""
 
-from torch_remat import policies, testing
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from torch_remat import policies
 from torch_remat._auto_forward import auto_forward, op
 from torch_remat._checkpoint import checkpoint, checkpoint_sequential, is_recomputing
 from torch_remat._handle import get_handle
-from torch_remat._list_names import NamedResult, NameTable, list_names
 from torch_remat._names import name_scope
 from torch_remat._native import native_region, native_save_region
 from torch_remat._offload import offload_to
@@ -23,17 +25,21 @@ from torch_remat.errors import (
     RematWarning,
     UsageError,
 )
-from torch_remat.offload.cpu import CpuOffloader
-from torch_remat.offload.disk import DiskOffloader
 from torch_remat.offload.protocol import Offloader, OffloadInfo
 from torch_remat.policies.decision import CheckpointPolicy
-from torch_remat.reports.explain import explain
-from torch_remat.reports.explanation import Explanation
-from torch_remat.reports.memory import format_current_memory_report, memory_report, print_current_memory_report
-from torch_remat.reports.model import MemoryReport
-from torch_remat.reports.oom import report_on_oom
-from torch_remat.reports.timeline import Trace
-from torch_remat.reports.trace import trace
+
+if TYPE_CHECKING:
+    from torch_remat import testing
+    from torch_remat._list_names import NamedResult, NameTable, list_names
+    from torch_remat.offload.cpu import CpuOffloader
+    from torch_remat.offload.disk import DiskOffloader
+    from torch_remat.reports.explain import explain
+    from torch_remat.reports.explanation import Explanation
+    from torch_remat.reports.memory import format_current_memory_report, memory_report, print_current_memory_report
+    from torch_remat.reports.model import MemoryReport
+    from torch_remat.reports.oom import report_on_oom
+    from torch_remat.reports.timeline import Trace
+    from torch_remat.reports.trace import trace
 
 __all__ = [
     "CheckpointPolicy",
@@ -81,3 +87,31 @@ __all__ = [
     "testing",
     "trace",
 ]
+
+# What a training step may do without is loaded when it is first asked for: by module, its names.
+_LOADED_ON_USE = {
+    "_list_names": ("NamedResult", "NameTable", "list_names"),
+    "offload.cpu": ("CpuOffloader",),
+    "offload.disk": ("DiskOffloader",),
+    "reports.explain": ("explain",),
+    "reports.explanation": ("Explanation",),
+    "reports.memory": ("format_current_memory_report", "memory_report", "print_current_memory_report"),
+    "reports.model": ("MemoryReport",),
+    "reports.oom": ("report_on_oom",),
+    "reports.timeline": ("Trace",),
+    "reports.trace": ("trace",),
+    "testing": ("testing",),
+}
+_MODULE_OF = {name: module for module, names in _LOADED_ON_USE.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = import_module(f"{__name__}.{_MODULE_OF[name]}")
+    value = globals()[name] = module if name == _MODULE_OF[name] else getattr(module, name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

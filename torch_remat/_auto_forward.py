@@ -8,7 +8,9 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
+from torch_remat._compiled import compiled_part
 from torch_remat._handle import get_handle
 from torch_remat._names import scoped
 from torch_remat.dispatch.handle.op import RematHandle
@@ -67,6 +69,8 @@ def auto_forward(*tensor_names: str) -> Callable[[Callable[..., Any]], Callable[
 
         @wraps(forward)
         def aware(ctx: Any, *args: Any) -> Any:
+            if is_compiling():
+                return forward(ctx, *args)
             given = _given.get()
             if given is None:
                 if len(args) < 2:
@@ -128,6 +132,8 @@ def op(
         )
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        if is_compiling():
+            return compiled_part(policy is not CheckpointPolicy.RECOMPUTE, function, args, kwargs)
         taken: list[bool] = []
         token = _given.set((op_name, policy, taken))
         try:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torch.compiler import is_compiling
 
+from torch_remat._compiled import compiled_region
 from torch_remat._offload import OFFLOADER, is_offloader
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.naming import default_name
@@ -18,7 +17,6 @@ from torch_remat.dispatch.region.forward import run_region
 from torch_remat.dispatch.region.outputs import tensors_of
 from torch_remat.errors import UsageError
 from torch_remat.offload.protocol import Offloader
-from torch_remat.policies.for_torch import for_torch
 from torch_remat.policies.kinds import as_policy
 
 P = ParamSpec("P")
@@ -133,14 +131,15 @@ def _binder(options: Options) -> Callable[[Callable[P, R]], Callable[P, R]]:
             raise UsageError(f"checkpoint() cannot run a {type(function).__name__}", remedy=_FORM)
 
         def checkpointed(*args: P.args, **kwargs: P.kwargs) -> R:
-            if torch.compiler.is_compiling():
-                return _compiled(options, function, args, kwargs)
+            if is_compiling():
+                traced: R = compiled_region(options, function, args, kwargs)
+                return traced
             if not torch.is_grad_enabled():
                 return _plain(options, function, args, kwargs)
             output: R = run_region(function, args, kwargs, options)
             return output
 
-        return _named_after(function, checkpointed)
+        return checkpointed if is_compiling() else _named_after(function, checkpointed)
 
     return bind
 
@@ -202,7 +201,7 @@ def is_recomputing() -> bool:
         >>> remat.is_recomputing()
         False
     """
-    mode = current_mode()
+    mode = None if is_compiling() else current_mode()
     return mode is not None and mode.recomputing
 
 
@@ -257,25 +256,3 @@ def _chained(functions: list[Callable[..., Any]]) -> Callable[[Any], Any]:
         return value
 
     return chain
-
-
-def _compiled(options: Options, function: Callable[..., R], args: Any, kwargs: Any) -> R:
-    """Hand over to torch's own checkpoint, which the compiler knows; our engine is not needed in a compiled graph."""
-    more: dict[str, Any] = {}
-    if options.context_fn is not None:
-        more["context_fn"] = options.context_fn
-    elif options.policy is not None:
-        more["context_fn"] = partial(create_selective_checkpoint_contexts, for_torch(options.policy))
-
-    def call(*args: Any) -> R:
-        return function(*args, **kwargs)
-
-    output: R = torch_checkpoint(
-        call,
-        *args,
-        use_reentrant=False,
-        preserve_rng_state=options.preserve_rng_state,
-        determinism_check="none" if options.determinism_check == "none" else "default",
-        **more,
-    )
-    return output

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
 from operator import attrgetter, methodcaller
+from types import CodeType
 from typing import Any
 
 import optree
@@ -23,6 +24,7 @@ from torch.utils._pytree import SUPPORTED_NODES
 __all__ = [
     "PYTREE_NAMESPACE",
     "ZERO_TENSOR",
+    "CompiledCode",
     "DispatchMode",
     "OpOverloadPacket",
     "OperatorBase",
@@ -44,10 +46,13 @@ __all__ = [
     "has_returned",
     "is_traceable_wrapper",
     "in_autocast",
+    "is_compiled",
+    "keep_from_compiler",
     "kernel_of",
     "make_wrapper_subclass",
     "negative_view",
     "node_number",
+    "past_the_compiler",
     "pop_saved_tensors_hooks",
     "profiler_runs",
     "push_saved_tensors_hooks",
@@ -182,6 +187,18 @@ storage_key: Callable[[torch.Tensor], int] = torch._C._storage_address  # type: 
 _set_strategy = getattr(torch._C._dynamo.eval_frame, "set_code_exec_strategy", None)
 
 
+def keep_from_compiler(function: Any) -> None:
+    """Have the compiler leave a function alone, the functions in it, and all that they call; it costs no call anything.
+
+    Of the functions that a module defines: hooks are called while the compiler looks for code of the user.
+    """
+    if _set_strategy is None:
+        return
+    frames = torch._C._dynamo.eval_frame
+    for code in (function.__code__, *(const for const in function.__code__.co_consts if isinstance(const, CodeType))):
+        _set_strategy(code, frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP))
+
+
 class DispatchMode(TorchDispatchMode):
     """A dispatch mode whose handler the compiler leaves alone, without the Python functions that torch wraps it in.
 
@@ -193,14 +210,53 @@ class DispatchMode(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return _set_strategy is None
 
+    # Whether compiled code runs compiled under this mode. Torch asks when the mode goes on the stack.
+    lets_compiled_code_run = False
+
+    def ignore_compile_internals(self) -> bool:  # type: ignore[override]
+        """Answer torch, which asks modes and not their classes."""
+        return self.lets_compiled_code_run
+
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        if _set_strategy is not None and "__torch_dispatch__" in cls.__dict__:
-            frames = torch._C._dynamo.eval_frame
-            _set_strategy(
-                cls.__torch_dispatch__.__code__,
-                frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP),
-            )
+        if "__torch_dispatch__" in cls.__dict__:
+            keep_from_compiler(cls.__torch_dispatch__)
+
+
+# Counts the compiled frames that this thread runs, from 0 on; -1 stops. Torch has no public way to notice that compiled
+# code runs, which no dispatch mode sees: of its ops only those that it takes from libraries. Missing before torch 2.13.
+_count_frames: Callable[[int], int] | None
+_count_frames = getattr(torch._C._dynamo.eval_frame, "set_fullgraph_compiled_frame_count", None)
+
+
+class CompiledCode:
+    """A context that notes whether compiled code runs in it.
+
+    Attributes:
+        is_noticed: Whether this release of torch tells.
+        ran: Whether some ran.
+    """
+
+    is_noticed = _count_frames is not None
+    ran = False
+
+    def __enter__(self) -> None:
+        if _count_frames is not None:
+            self._before = _count_frames(0)  # which starts nothing anew where something counts already
+
+    def __exit__(self, *_: object) -> None:
+        if _count_frames is not None:
+            self.ran = _count_frames(0) > max(self._before, 0)
+            if self._before < 0:
+                _count_frames(-1)
+
+
+def is_compiled(function: Any) -> bool:
+    """Whether a function or module is what ``torch.compile`` returns; torch has no public way to ask."""
+    return "_torchdynamo_orig_callable" in getattr(function, "__dict__", ()) or (
+        isinstance(function, torch.nn.Module)
+        and (function._compiled_call_impl is not None or "_orig_mod" in function._modules)
+    )
 
 
 def in_autocast() -> bool:
@@ -277,3 +333,18 @@ def has_effect(op: object) -> bool:
         return bool(has_effects(op))
     except TypeError:  # earlier releases asked for the arguments too
         return bool(has_effects(op, (), {}))  # type: ignore[call-arg]
+
+
+def past_the_compiler(error: Exception) -> Exception:
+    """Return an error that reaches the caller of compiled code as what it is.
+
+    Of what is raised while the compiler traces a graph it makes a ``BackendCompilerFailed``, but not of errors of this
+    kind; torch has no public way to say that.
+    """
+    from torch._dynamo.exc import ShortenTraceback  # not at the top: it imports the whole compiler
+
+    kind: Any = type(type(error).__name__, (type(error), ShortenTraceback), {"__module__": type(error).__module__})
+    passed: Exception = kind.__new__(kind, *error.args)
+    of_the_compiler = ("first_useful_frame", "_torch_dynamo_tracer_output", "frame_exec_strategy")
+    passed.__dict__.update(vars(error), **dict.fromkeys(of_the_compiler))
+    return passed

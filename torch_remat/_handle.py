@@ -50,7 +50,8 @@ def get_handle(ctx: Any, op_name: str, remat_policy: CheckpointPolicy) -> RematH
         >>> y = remat.checkpoint()(lambda x: Square.apply(x, "square", remat.CheckpointPolicy.SAVE))(x)
         >>> y.sum().backward()
     """
-    name = scope.get() + op_name if type(op_name) is str and op_name else scoped(op_name)
+    compiling = is_compiling()
+    name = scope.get() + op_name if type(op_name) is str and op_name and not compiling else scoped(op_name)
     if type(remat_policy) is not CheckpointPolicy:
         raise UsageError(
             f"{remat_policy!r} is no policy",
@@ -65,7 +66,7 @@ def get_handle(ctx: Any, op_name: str, remat_policy: CheckpointPolicy) -> RematH
             op=name,
             remedy="Call it first thing in `forward(ctx, ...)`, with that ctx.",
         )
-    if not is_compiling() and (mode := current_mode()) is not None:
+    if not compiling and (mode := current_mode()) is not None:
         handle = mode.begin_op(name, remat_policy, ctx)
         if handle is not None:
             return handle
@@ -73,5 +74,5 @@ def get_handle(ctx: Any, op_name: str, remat_policy: CheckpointPolicy) -> RematH
 
 
 def _region_name() -> str | None:
-    mode = current_mode()
+    mode = None if is_compiling() else current_mode()
     return None if mode is None else mode.region.name

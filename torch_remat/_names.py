@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from torch.compiler import is_compiling
+
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.naming import scope, scope_restored
 from torch_remat.errors import UsageError
@@ -33,6 +35,9 @@ def name_scope(name: str) -> Iterator[None]:
             f"name_scope({name!r}) is not possible",
             remedy="The name of a scope is a non-empty string without '/'; nest scopes instead.",
         )
+    if is_compiling():  # where ops have no names
+        yield
+        return
     with scope_restored(f"{scope.get()}{name}/"):
         yield
 
@@ -44,11 +49,11 @@ def scoped(name: object) -> str:
         UsageError: The name is empty or no string.
     """
     if not isinstance(name, str) or not name:
-        mode = current_mode()
+        mode = None if is_compiling() else current_mode()
         raise UsageError(
             f"{name!r} is no name for an op",
             region=None if mode is None else mode.region.name,
             op=repr(name),
             remedy="An op's name is a non-empty string, unique within its region.",
         )
-    return scope.get() + name
+    return name if is_compiling() else scope.get() + name

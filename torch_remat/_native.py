@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
-import torch
+from torch.compiler import is_compiling
 
+from torch_remat._compiled import compiled_part
 from torch_remat._names import scoped
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.errors import UsageError
@@ -106,8 +107,12 @@ def native_region(
 def _run(
     name: str, policy: CheckpointPolicy, function: Callable[..., R], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> R:
-    mode = None if torch.compiler.is_compiling() else current_mode()
+    result: R
+    if is_compiling():
+        result = compiled_part(policy is not CheckpointPolicy.RECOMPUTE, function, args, kwargs)
+        return result
+    mode = current_mode()
     if mode is None:
         return function(*args, **kwargs)
-    result: R = mode.run_native(name, policy, function, args, kwargs)
+    result = mode.run_native(name, policy, function, args, kwargs)
     return result

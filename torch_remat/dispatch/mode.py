@@ -183,10 +183,13 @@ class RematMode(DispatchMode):
         """Run a function and show every aten op in it to a watcher; see `watch`."""
         previous, self.watcher = self.watcher, watcher
         try:
-            if previous is not None and any(mode is self for mode in active_modes()):
-                return function(*args, **kwargs)
-            with self:
-                return function(*args, **kwargs)
+            if previous is None or not any(mode is self for mode in active_modes()):
+                with self:
+                    return function(*args, **kwargs)
+            if self.lets_compiled_code_run:
+                with _Uncompiled():
+                    return function(*args, **kwargs)
+            return function(*args, **kwargs)
         finally:
             self.watcher = previous
 
@@ -248,6 +251,16 @@ def unseen_by_forward_of(region: Region) -> Iterator[None]:
             if isinstance(mode, RematMode) and mode.region is region:
                 stack.enter_context(mode.unwatched())
         yield
+
+
+class _Uncompiled(DispatchMode):
+    """Has compiled code run as it is written, where something watches its ops inside of what lets it run compiled."""
+
+    def __torch_dispatch__(
+        self, op: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run the op."""
+        return op(*args, **(kwargs or {}))
 
 
 def current_mode() -> RematMode | None:

@@ -35,6 +35,8 @@ class Tape:
         inner: The ops of inner regions, in the order in which they began.
         regions: The inner regions that were called after the first op, as records of what they get from SAVE ops.
         calls: The entries of the log.
+        ran_compiled: Whether compiled code ran while a policy watched; its replay has the module hooks of forward, for
+            which the compiler makes other code.
         roots: The storages that replay must have, each after how many entries.
         backward_inside: Whether a backward that ran inside forward has read a tensor that the region saved.
     """
@@ -47,6 +49,7 @@ class Tape:
         "elided",
         "holders",
         "inner",
+        "ran_compiled",
         "records",
         "regions",
         "roots",
@@ -62,7 +65,7 @@ class Tape:
         self.calls: Sequence[Entry] = ()
         self.regions: list[Record] = []
         self.roots: Sequence[tuple[int, int]] = ()
-        self.backward_inside = False
+        self.backward_inside = self.ran_compiled = False
         self._numbers: dict[int, tuple[int, int, bool]] = {}
         self._elided_numbers: list[tuple[ref[OpHolder], int]] = []
 

@@ -1,7 +1,7 @@
 """Policies for ops as torch's own checkpoint asks them, to which the compiler's regions are handed.
 
-In: a policy for the ops of a region. Kept: what it keeps while one forward runs. Out: a function for
-``torch.utils.checkpoint.create_selective_checkpoint_contexts``.
+In: the parts of a policy, which the compiler holds as constants. Kept: what the policy keeps while one forward is
+traced. Out: the contexts that ``torch.utils.checkpoint.checkpoint`` takes from its ``context_fn``.
 """
 
 from __future__ import annotations
@@ -10,27 +10,53 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.utils.checkpoint import CheckpointPolicy as TorchPolicy
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
+from torch_remat._compat import past_the_compiler
 from torch_remat.errors import Carried, PolicyError, RematError
-from torch_remat.policies.kinds import OF_TORCH, OpContext, OpPolicy
+from torch_remat.policies.kinds import OF_TORCH, Combined, OpContext, OpPolicy
+from torch_remat.policies.names import NamePolicy
 
 _FOR_TORCH = {decision: TorchPolicy[name] for name, decision in OF_TORCH.items()}
 
 
-def for_torch(policy: OpPolicy) -> Callable[..., TorchPolicy]:
-    """Return a policy as a function for torch's own checkpoint.
+def contexts_for_torch(allow_cache_entry_mutation: bool, *parts: Any) -> tuple[Any, Any]:
+    """Return the contexts of torch's own checkpoint for one region; the compiler calls it past its trace.
 
-    Automatic names are known in eager mode only.
+    Args:
+        allow_cache_entry_mutation: Whether what the policy keeps may be changed in place.
+        *parts: Those of the region's policy; see `OpPolicy.parts`.
+
+    Raises:
+        PolicyError: The policy asks for names.
     """
+    if NamePolicy in parts:
+        raise past_the_compiler(_no_names())
+    policy = Combined([kind(argument) for kind, argument in zip(parts[::2], parts[1::2], strict=True)])
+    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(_for_torch(policy), allow_cache_entry_mutation)
+    return contexts
+
+
+def all_saved() -> tuple[Any, Any]:
+    """Return the contexts of torch's own checkpoint for a part of a region that is not run again."""
+    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(_save)
+    return contexts
+
+
+def _save(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> TorchPolicy:
+    return TorchPolicy.MUST_SAVE
+
+
+def _for_torch(policy: OpPolicy) -> Callable[..., TorchPolicy]:
     decider = policy.begin()
 
     def decide(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> TorchPolicy:
         try:
             said = decider.decide(_Context(ctx), op, args, kwargs)
         except Carried as carried:
-            raise _for_operators(carried.take()) from None
+            raise past_the_compiler(_for_operators(carried.take())) from None
         except PolicyError as error:
-            raise _for_operators(error) from None
+            raise past_the_compiler(_for_operators(error)) from None
         return _FOR_TORCH.get(max(said), TorchPolicy.PREFER_RECOMPUTE)
 
     return decide
@@ -48,7 +74,7 @@ class _Context(OpContext):
 
     def __init__(self, told: Any) -> None:
         self.is_recompute = told.is_recompute
-        self._names = _no_names
+        self._names = _raise_no_names
         self._told = told
 
     @property
@@ -63,8 +89,12 @@ class _Context(OpContext):
             ) from None
 
 
-def _no_names() -> Sequence[str]:
-    raise PolicyError(
+def _raise_no_names() -> Sequence[str]:
+    raise _no_names()
+
+
+def _no_names() -> PolicyError:
+    return PolicyError(
         "a policy by name was used under torch.compile, where ops have no names",
         remedy="Use a list of ops or a function that does not ask for ctx.name there.",
     )

@@ -14,6 +14,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 from torch.utils.checkpoint import CheckpointPolicy as TorchPolicy
 
 from torch_remat._compat import OperatorBase, OpOverloadPacket
@@ -100,6 +101,10 @@ class OpPolicy(ABC):
     def begin(self) -> Decider:
         """Begin one forward."""
 
+    @abstractmethod
+    def parts(self) -> tuple[Any, ...]:
+        """Return kinds of policy, each followed by the one argument that makes it: constants to the compiler."""
+
     def __or__(self, other: Any) -> OpPolicy:
         """Combine with another policy."""
         return Combined((self, as_policy(other)))
@@ -134,8 +139,9 @@ class FunctionPolicy(OpPolicy):
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
-        self.__doc__ = function.__doc__
-        self.__module__ = getattr(function, "__module__", __name__)  # where pickle looks for it
+        if not is_compiling():  # whose partials have no attributes
+            self.__doc__ = function.__doc__
+            self.__module__ = getattr(function, "__module__", __name__)  # where pickle looks for it
 
     def __repr__(self) -> str:
         return getattr(self._function, "__qualname__", repr(self._function))
@@ -149,6 +155,10 @@ class FunctionPolicy(OpPolicy):
     def begin(self) -> Decider:
         """Begin one forward."""
         return _FunctionDecider(self._function)
+
+    def parts(self) -> tuple[Any, ...]:
+        """Return the kind and the function."""
+        return FunctionPolicy, self._function
 
     def __call__(self, *call: Any, **kwargs: Any) -> Any:
         """Decide as the function does, so that a policy function can ask this one; without arguments return itself."""
@@ -208,6 +218,10 @@ class OpListPolicy(OpPolicy):
         """Begin one forward."""
         return _OpListDecider(self._ops)
 
+    def parts(self) -> tuple[Any, ...]:
+        """Return the kind and the ops."""
+        return OpListPolicy, tuple(self._ops)
+
 
 def _path_of(op: Any) -> str:
     return str(op) if hasattr(op, "overloadpacket") else f"higher_order.{op}"
@@ -257,6 +271,10 @@ class Combined(OpPolicy):
     def begin(self) -> Decider:
         """Begin one forward."""
         return _CombinedDecider([policy.begin() for policy in self._policies])
+
+    def parts(self) -> tuple[Any, ...]:
+        """Return the kinds and arguments of all of them."""
+        return tuple(part for policy in self._policies for part in policy.parts())
 
 
 class _CombinedDecider(Decider):

@@ -26,6 +26,10 @@ class NamePolicy(OpPolicy):
         kind = "offload_names" if self._decision.offloads else "save_names"
         return f"{kind}({', '.join(map(repr, self._patterns))})"
 
+    def parts(self) -> tuple[Any, ...]:
+        """Return the kind and the patterns."""
+        return NamePolicy, tuple(self._patterns)
+
     def begin(self) -> Decider:
         """Begin one forward."""
         return _NameDecider(self._patterns, self._decision)

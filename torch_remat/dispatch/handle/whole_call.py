@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 from torch.nn import functional as F
 
-from torch_remat._compat import PYTREE_NAMESPACE, any_autocast_enabled, node_number, sequence_number
+from torch_remat._compat import PYTREE_NAMESPACE, any_autocast_enabled, is_compiled, node_number, sequence_number
 from torch_remat.dispatch.check.mismatch import mismatched
 from torch_remat.dispatch.holder import Anchor, Holder
 from torch_remat.dispatch.log.entry import CallEntry, Entry
@@ -28,17 +28,20 @@ from torch_remat.dispatch.log.meta import Meta, WrapperMeta, described, keys_of,
 from torch_remat.dispatch.log.record import WholeCall
 from torch_remat.dispatch.log.schema import may_draw
 from torch_remat.dispatch.log.slot import version_of
+from torch_remat.dispatch.naming import default_name
 from torch_remat.dispatch.placeholder import Placeholder, Source, real, unpack
 from torch_remat.dispatch.region.inputs import leaves_of, with_leaves
-from torch_remat.errors import MutationError
+from torch_remat.errors import MutationError, UsageError
 
 
 def is_whole_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function is one of torch's own, called with ordinary tensors, which changes none of them.
+    """Whether a function is one of torch's own, called with ordinary tensors, which changes none of them, or compiled.
 
-    Under autocast it makes casts besides, and parameters' casts are not to be kept.
+    Under autocast one of torch's own makes casts besides, and parameters' casts are not to be kept.
     """
-    if type(function) is not BuiltinFunctionType or not _is_pure(function) or any_autocast_enabled():
+    if type(function) is not BuiltinFunctionType:
+        return is_compiled(function) and all(map(_is_ordinary, args)) and all(map(_is_ordinary, kwargs.values()))
+    if not _is_pure(function) or any_autocast_enabled():
         return False
     if kwargs and ("out" in kwargs or any(not _is_ordinary(value) for value in kwargs.values())):
         return False
@@ -67,12 +70,18 @@ def _is_pure(function: Any) -> bool:
     return pure
 
 
+def _versions_of(args: Sequence[Any]) -> list[int]:
+    return [version_of(arg) for arg in args if isinstance(arg, torch.Tensor)]
+
+
 def _nothing(_leaf: Any) -> int:
     return 0
 
 
 def may_draw_in(function: Callable[..., Any]) -> bool:
-    """Whether one of torch's own functions may draw random numbers."""
+    """Whether such a function may draw random numbers."""
+    if type(function) is not BuiltinFunctionType:
+        return True
     draws = _draws.get(id(function))
     if draws is None:
         draws = _draws[id(function)] = may_draw(function.__name__)
@@ -116,6 +125,7 @@ class CallForward:
         self._first = sequence_number()
         self._args = tuple(args) if not kwargs else (*args, *kwargs.values())
         record.layout = layout_of(args, kwargs)
+        self._versions = None if type(record.function) is BuiltinFunctionType else _versions_of(self._args)
         rng = ops.region.rng if may_draw_in(record.function) else None
         self._rng = None if rng is None else rng.present()
 
@@ -130,6 +140,13 @@ class CallForward:
     def returns(self, result: Any) -> None:
         """Note what the call returns."""
         ops, record = self._ops, self._record
+        if self._versions is not None and self._versions != _versions_of(self._args):
+            raise UsageError(
+                "a compiled function in a native region changed its argument in place, which replay would not repeat",
+                region=ops.region.name,
+                op=record.name,
+                remedy="Return the new value from it, or give the native region the policy RECOMPUTE.",
+            )
         leaves = (result,) if isinstance(result, torch.Tensor) else leaves_of((result,), {})
         if leaves and all(map(self._is_view_of_argument, leaves)):
             self._end()
@@ -234,8 +251,8 @@ def check_call(
     """End the replay if it makes another call than forward."""
     same = function is record.function
     if not same or layout_of(args, kwargs) != record.layout:
-        ran = record.function.__name__
-        found = "tensors of other shapes or strides" if same else getattr(function, "__name__", repr(function))
+        ran = default_name(record.function)
+        found = "tensors of other shapes or strides" if same else default_name(function)
         replay.fail(
             mismatched(
                 replay.region,

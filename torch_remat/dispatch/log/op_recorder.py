@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from torch_remat._compat import kernel_of
+from torch_remat._compat import CompiledCode, kernel_of
 from torch_remat.dispatch.ambient import RngState
 from torch_remat.dispatch.log.earlier import Earlier
 from torch_remat.dispatch.log.entry import (
@@ -85,6 +85,7 @@ class OpRecorder:
         stretch: Its record, in a region without a policy.
         skipped_op: The body of an op with a handle and policy SAVE; replay does not run it.
         earlier: What tensors from outside were before the region changed them.
+        compiled_code: Notes whether compiled code runs, whose ops are not seen.
         has_random: Whether an op may have drawn random numbers.
     """
 
@@ -101,6 +102,7 @@ class OpRecorder:
         self.stretch: Stretch | None = None
         self.skipped_op: Body | None = None
         self.has_random = False
+        self.compiled_code = CompiledCode()
         self._owner = owner
         self._entries = owner.entries
         self._storages = owner.storages

@@ -437,6 +437,8 @@ class Recorder:
             for place, key, after in self.roots
             if region.tape.may_need(place, region.hooks)
         ]
+        if self.watch is not None and self.watch.compiled_code.ran:
+            roots += self._read_by_compiled_code()
         roots += self._read
         if self.has_policy:
             return roots
@@ -455,6 +457,17 @@ class Recorder:
             first = min(returned.first for returned in outputs.values())
             for returned, number in read_outputs(boundary, outputs, first, stop, self.skipped):
                 roots.append((returned.key, self._after(number)))
+        return roots
+
+    def _read_by_compiled_code(self) -> list[tuple[int, int]]:
+        """Let replay run all ops, since compiled code may read whatever there is; return what ops with handles made."""
+        self.region.tape.ran_compiled = True
+        roots = []
+        for at, entry in enumerate(self.entries):
+            if entry.kind == CALL:
+                roots += [(key, at + 1) for _, key in entry.made]
+            else:
+                entry.always = True
         return roots
 
     def is_read(self, boundary: Sequence[torch.autograd.graph.Node | None], tensor: torch.Tensor, last: int) -> bool:

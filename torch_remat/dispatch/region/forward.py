@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from torch_remat._compat import node_number, without_dispatch_modes
+from torch_remat._compat import CompiledCode, keep_from_compiler, node_number, without_dispatch_modes
 from torch_remat.dispatch.check.parameters import versions_of
 from torch_remat.dispatch.check.values import Values, keep_value, value_function
 from torch_remat.dispatch.handle.recorder import CallRecorder
@@ -111,6 +111,7 @@ class Recording(RematMode):
             forward_context, region.replay_context = region.options.context_fn()
             contexts.append(forward_context)
         if region.op_log is not None:
+            self.lets_compiled_code_run = True
             contexts.append(self.watch(region.op_log.forward))
         if region.options.policy is not None:
             contexts += self._policy_contexts(region.options.policy)
@@ -121,8 +122,10 @@ class Recording(RematMode):
         assert region.function is not None
         path = ModulePath(region.function)
         self.ops = CallRecorder(self)
-        self.opening = self.ops.watch_all(policy, path.stack, region.options.observer).watch
-        return [path]
+        watch = self.ops.watch_all(policy, path.stack, region.options.observer)
+        self.opening = watch.watch
+        self.lets_compiled_code_run = CompiledCode.is_noticed
+        return [path, watch.compiled_code]
 
     def pack_hook(self) -> Callable[[torch.Tensor], Holder | Anchor]:
         """Return the pack hook: it makes what autograd keeps instead of a tensor.
@@ -285,6 +288,7 @@ class Recording(RematMode):
         self.ops = self.observed = None
 
 
+keep_from_compiler(Recording.pack_hook)
 _version_of = attrgetter("_version")
 SMALL_BYTES = 4096
 _NOTHING = torch.empty(0)

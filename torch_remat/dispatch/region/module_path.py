@@ -15,6 +15,7 @@ from threading import get_ident
 from typing import Any
 from weakref import ref
 
+from torch.compiler import is_compiling
 from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
@@ -60,6 +61,8 @@ class ModulePath:
             self._names.setdefault(ref(inner), path + "." if path else "")
 
     def _enter(self, module: Module, _args: Any) -> None:
+        if is_compiling():
+            return
         if get_ident() == self._thread:
             if not self._names:
                 self._learn_root()
@@ -70,5 +73,7 @@ class ModulePath:
             self.stack.append(name)
 
     def _leave(self, _module: Module, _args: Any, _output: Any) -> None:
+        if is_compiling():
+            return
         if get_ident() == self._thread and len(self.stack) > 1:
             self.stack.pop()

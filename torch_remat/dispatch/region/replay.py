@@ -15,7 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from torch_remat._compat import sequence_number, set_grad_enabled, without_dispatch_modes
+from torch_remat._compat import (
+    CompiledCode,
+    keep_from_compiler,
+    sequence_number,
+    set_grad_enabled,
+    without_dispatch_modes,
+)
 from torch_remat.dispatch.check.comparison import what_differs
 from torch_remat.dispatch.check.inner_ops import check_inner, missing_inner
 from torch_remat.dispatch.check.mismatch import another_parameter, fewer_saved, more_saved
@@ -244,7 +250,7 @@ class Filling(RematMode):
         given = leaves_of(args, kwargs)
         while True:
             if self.ops.ops is not None:
-                self.opening = self.ops.ops.answer
+                self.opening, self.lets_compiled_code_run = self.ops.ops.answer, CompiledCode.is_noticed
             try:
                 super()._call(function, args, kwargs)
                 self._fill_late()  # if no op has come since
@@ -405,3 +411,6 @@ class Filling(RematMode):
                 raise fewer_saved(region, holder, self.position)
         if region.finished and not region.options.early_stop and self.position != len(self._saved):
             raise more_saved(region, self.position)
+
+
+keep_from_compiler(Filling.pack_hook)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch_remat.dispatch.naming import scope, scope_restored
 from torch_remat.dispatch.observe import Watch, is_watched
 from torch_remat.dispatch.options import DEFAULTS
+from torch_remat.dispatch.region.module_path import ModulePath
 
 if TYPE_CHECKING:
     from torch_remat.dispatch.region.replay import Filling
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 def contexts_of(replay: Filling) -> list[AbstractContextManager[Any]]:
     """Return the contexts, and set up what watches the ops, where something does."""
     region = replay.region
+    assert region.function is not None
     contexts: list[AbstractContextManager[Any]] = region.ambient.contexts()
     if is_watched():
         replay.observed = Watch(replay)
@@ -26,7 +28,7 @@ def contexts_of(replay: Filling) -> list[AbstractContextManager[Any]]:
     if scope.get() != region.scope:
         contexts.append(scope_restored(region.scope))
     if replay.stale is not None:
-        replay.opening = replay.stale.watch
+        replay.opening, replay.lets_compiled_code_run = replay.stale.watch, True
     if region.options is DEFAULTS and region.rng is None:
         return contexts
     if region.rng is not None:
@@ -35,7 +37,10 @@ def contexts_of(replay: Filling) -> list[AbstractContextManager[Any]]:
         contexts.append(region.replay_context)
     if region.op_log is not None:
         log = region.op_log.begin_replay()
+        replay.lets_compiled_code_run = True
         contexts.append(replay.watch(log))
         if replay.stale is not None:
             replay.stale.run = log
+    if region.tape.ran_compiled:
+        contexts.append(ModulePath(region.function))
     return contexts
