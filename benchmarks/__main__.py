@@ -10,7 +10,7 @@ from pathlib import Path
 from time import perf_counter
 
 from . import handles, kept, offload, real, tables
-from .bars import judge, judge_times
+from .bars import judge, judge_times, only_judged
 from .contenders import UnavailableError, compare_with
 from .measure import ROUNDS, Result, measure
 from .memory import check_counter
@@ -56,6 +56,8 @@ def _measured(name: str, factories: dict[str, Callable[[], Workload]], options: 
     except UnavailableError as error:
         _say(f"### {name}\n\nSkipped: {error}")
         return []
+    if options.quick:
+        workloads = [only_judged(workload) for workload in workloads]
     rounds = options.rounds or (ROUNDS_OF_ONE if options.only else ROUNDS)
     results = measure(workloads, rounds, QUICK_SECONDS * len(workloads) if options.quick else None)
     if options.quick:

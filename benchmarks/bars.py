@@ -8,10 +8,11 @@ replays, which ours may not exceed. A bar is judged where its workload was measu
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .contenders import (
     BLIND,
+    NONE,
     OURS,
     OURS_CLOSURE,
     OURS_FUNCTION,
@@ -22,10 +23,12 @@ from .contenders import (
     REMAT_0_2,
     SAC,
     TORCH,
+    before,
 )
 from .handles import ALTERNATING_OPS
 from .measure import Result
 from .real import TINY
+from .workloads import Workload
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,14 @@ class Verdict:
     bar: str
     measured: str
     passed: bool
+
+
+def only_judged(workload: Workload) -> Workload:
+    """Return the workload with those contenders only that a bar names, no checkpointing, and what ours were before."""
+    peers = {peer for name, _, peer in BARS if name == workload.name}
+    ours = (*workload.ours, *map(before, workload.ours))
+    names = {NONE, *ours, *peers, *([workload.twin] if workload.twin else [])}
+    return replace(workload, forwards={name: run for name, run in workload.forwards.items() if name in names})
 
 
 def judge_times(results: Mapping[str, Result]) -> list[TimeVerdict]:

@@ -22,7 +22,7 @@ from time import perf_counter, process_time_ns
 import torch
 
 from . import memory
-from .contenders import FLOOR, NONE
+from .contenders import FLOOR, NONE, before
 from .replayed import replayed_ops
 from .workloads import Workload, clear_gradients
 
@@ -40,6 +40,8 @@ class Measurement:
         samples_us: Microseconds a step, one sample for each round.
         retained_bytes: What forward left allocated.
         peak_bytes: Most that was allocated during a step.
+
+    Bytes are 0 where they were not counted.
     """
 
     samples_us: tuple[float, ...]
@@ -103,7 +105,8 @@ def measure(workloads: Sequence[Workload], rounds: int = ROUNDS, seconds: float 
     Args:
         workloads: The work. What is compared between workloads is only fair between those of one call.
         rounds: Samples of each contender.
-        seconds: How long to take times at most: fewer rounds, but not fewer than ``LEAST_ROUNDS``.
+        seconds: How long to take times at most: fewer rounds, but not fewer than ``LEAST_ROUNDS``. Bytes are then
+            counted only where a bar asks for them: of ours and of the twin.
 
     Raises:
         GradientMismatchError: A contender computes something else; nothing is timed.
@@ -111,10 +114,7 @@ def measure(workloads: Sequence[Workload], rounds: int = ROUNDS, seconds: float 
     with undisturbed():
         failed = [check_gradients(workload) for workload in workloads]
         workloads = [_without(workload, names) for workload, names in zip(workloads, failed, strict=True)]
-        retained_and_peak = [
-            {name: memory.retained_and_peak_bytes(workload, name) for name in workload.forwards}
-            for workload in workloads
-        ]
+        retained_and_peak = [_bytes(workload, all_contenders=seconds is None) for workload in workloads]
         replayed = [{} if workload.twin is None else replayed_ops(workload) for workload in workloads]
         samples = take_times(workloads, rounds, seconds)
     return [
@@ -169,7 +169,7 @@ def take_times(workloads: Sequence[Workload], rounds: int, seconds: float | None
     """Return, for each workload and contender, the microseconds a step in each round."""
     samples: list[dict[str, list[float]]] = [{name: [] for name in workload.forwards} for workload in workloads]
     start = perf_counter()
-    for index in range(-WARMUP_ROUNDS, rounds):
+    for index in range(-(WARMUP_ROUNDS if seconds is None else 1), rounds):
         if seconds is not None and index >= LEAST_ROUNDS and perf_counter() - start > seconds:
             break
         for workload, taken in zip(workloads, samples, strict=True):
@@ -204,6 +204,14 @@ def _order(names: list[str], index: int) -> list[str]:
     start = index % len(names)
     rotated = names[start:] + names[:start]
     return rotated[::-1] if index % 2 else rotated
+
+
+def _bytes(workload: Workload, *, all_contenders: bool) -> dict[str, tuple[int, int]]:
+    named = {*workload.ours, *map(before, workload.ours), workload.twin}
+    return {
+        name: memory.retained_and_peak_bytes(workload, name) if all_contenders or name in named else (0, 0)
+        for name in workload.forwards
+    }
 
 
 def _without(workload: Workload, names: Mapping[str, str]) -> Workload:
