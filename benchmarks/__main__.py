@@ -24,8 +24,12 @@ REPORTS = {"offload": offload.report}
 NAMES = [*GROUPS, *REPORTS]
 
 ROUNDS_OF_ONE = 3 * ROUNDS
+SECONDS_OF_ONE = 180.0
 QUICK_SECONDS = 1.5
 """How long ``--quick`` takes times of each workload; gradients and bytes take as long again."""
+MARKS = ("<!-- figures -->", "<!-- end of figures -->")
+"""Between these lines of a document ``--docs`` writes."""
+_said: list[str] = []
 NOT_QUICK = ("saved-tensors", "regions", "watching", "handles-save", "offload")
 
 
@@ -36,7 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     start = perf_counter()
     check_counter()
     if options.compare:
-        compare_with(options.compare)
+        try:
+            compare_with(options.compare)
+        except FileNotFoundError as error:
+            raise SystemExit(str(error)) from None
     results: dict[str, Result] = {}
     for name, factories in selected.items():
         if name in REPORTS:
@@ -59,7 +66,8 @@ def _measured(name: str, factories: dict[str, Callable[[], Workload]], options: 
     if options.quick:
         workloads = [only_judged(workload) for workload in workloads]
     rounds = options.rounds or (ROUNDS_OF_ONE if options.only else ROUNDS)
-    results = measure(workloads, rounds, QUICK_SECONDS * len(workloads) if options.quick else None)
+    seconds = QUICK_SECONDS * len(workloads) if options.quick else SECONDS_OF_ONE if options.only else None
+    results = measure(workloads, rounds, None if options.rounds else seconds, all_bytes=not options.quick)
     if options.quick:
         sys.stderr.write(f"{name}: {perf_counter() - start:.0f} s\n")
     return results
@@ -79,19 +87,27 @@ def _conclude(results: dict[str, Result], options: argparse.Namespace, start: fl
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(tables.plain_data(results, times, verdicts), indent=2) + "\n")
+    if options.docs:
+        _write_into(options.docs)
     return 0 if all(verdict.passed for verdict in (*times, *verdicts)) else 1
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument(
-        "names", nargs="*", metavar="name", help=f"what to measure (default: all): {', '.join(NAMES)}, or one row of these"
+        "names",
+        nargs="*",
+        metavar="name",
+        help=f"what to measure (default: all): {', '.join(NAMES)}, or one row of these",
     )
-    parser.add_argument("--only", metavar="ROW", help=f"one row, with {ROUNDS_OF_ONE} rounds")
-    parser.add_argument("--quick", action="store_true", help="all rows with bars on time, in two minutes; the ratios only")
+    parser.add_argument("--only", metavar="ROW", help=f"one row, with {ROUNDS_OF_ONE} rounds, in three minutes at most")
+    parser.add_argument(
+        "--quick", action="store_true", help="all rows with bars on time, in two minutes; the ratios only"
+    )
     parser.add_argument("--rounds", type=_positive, help=f"samples of each contender (default: {ROUNDS})")
     parser.add_argument("--compare", type=Path, metavar="PATH", help="another checkout, which takes part as `before`")
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write everything that was measured to PATH")
+    parser.add_argument("--docs", type=Path, metavar="PATH", help="also write all tables into this Markdown file")
     parser.add_argument("--no-bars", action="store_true", help="print the tables only, and judge nothing")
     return parser
 
@@ -111,7 +127,7 @@ def _selected(options: argparse.Namespace) -> dict[str, dict[str, Callable[[], W
     if options.only and (options.only not in rows or options.names):
         raise SystemExit(f"--only takes one row and no other names; there are: {', '.join(sorted(rows))}")
     if unknown:
-        raise SystemExit(f"nothing is called {unknown[0]!r}; there are: {', '.join(NAMES)}, {', '.join(sorted(rows))}")
+        raise SystemExit(f"nothing is called {unknown[0]!r}; there are: {', '.join(sorted({*NAMES, *rows}))}")
     if not names:
         names = [name for name in NAMES if not (options.quick and name in NOT_QUICK)]
     chosen = {}
@@ -128,8 +144,19 @@ def _selected(options: argparse.Namespace) -> dict[str, dict[str, Callable[[], W
 def _say(*texts: str | None) -> None:
     for text in texts:
         if text:
+            _said.append(text)
             sys.stdout.write(f"{text}\n\n")
     sys.stdout.flush()
+
+
+def _write_into(document: Path) -> None:
+    """Put what was printed between the two marks in a document."""
+    text = document.read_text()
+    start, end = (text.find(mark) for mark in MARKS)
+    if not 0 <= start < end:
+        raise SystemExit(f"{document} has no lines {MARKS[0]} and {MARKS[1]} to write between")
+    before, after = text[: start + len(MARKS[0])], text[end:]
+    document.write_text("\n\n".join([before, *_said, after]))
 
 
 if __name__ == "__main__":

@@ -87,9 +87,7 @@ def region(package: ModuleType, function: Function, **options: Any) -> Function:
 def selectively(ops: list[Any], function: Function) -> Function:
     """Return a function that runs under selective activation checkpointing, with a list of ops to keep."""
     contexts = partial(create_selective_checkpoint_contexts, ops)
-    return lambda *args, **kwargs: torch_checkpoint(
-        function, *args, use_reentrant=False, context_fn=contexts, **kwargs
-    )
+    return lambda *args, **kwargs: torch_checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
 def policy_function(ops: list[Any]) -> Callable[..., bool]:

@@ -49,7 +49,9 @@ def handles_alternating(ops: int) -> Workload:
 
     torch_remat 0.2.2 has no handles; there each Function stands in a ``region()``, which means the same.
     """
-    x, chains = _sine_functions(ops=ops, with_handle=tuple(versions(OURS)), in_region=(REMAT_0_2,), without=(NONE, FLOOR, TORCH))
+    x, chains = _sine_functions(
+        ops=ops, with_handle=tuple(versions(OURS)), in_region=(REMAT_0_2,), without=(NONE, FLOOR, TORCH)
+    )
     return Workload(
         name=f"handles-alternating-{ops}",
         about=f"one region, {ops} calls of an autograd Function (sin of 4 x 16 floats), SAVE and RECOMPUTE in turn",

@@ -80,7 +80,7 @@ class Way:
 
 
 def ways(ops: list[Any], *contenders: str) -> dict[str, Way]:
-    """Return how each of the contenders keeps the results of ``ops``; SAC, which all are compared with, is the first."""
+    """Return how SAC, which all are compared with, and each of the contenders keep the results of ``ops``."""
     found = {SAC: Way(partial(selectively, ops), plainly)}
     for contender in contenders:
         if contender == REMAT_0_2:

@@ -27,7 +27,7 @@ from .replayed import replayed_ops
 from .workloads import Workload, clear_gradients
 
 ROUNDS = 150
-WARMUP_ROUNDS = 3
+WARMUP_ROUNDS = 2
 LEAST_ROUNDS = 7
 """Are measured, however little time there is."""
 
@@ -99,14 +99,16 @@ class GradientMismatchError(AssertionError):
     """A contender's output or gradient is not, bit for bit, that of the code without checkpointing."""
 
 
-def measure(workloads: Sequence[Workload], rounds: int = ROUNDS, seconds: float | None = None) -> list[Result]:
+def measure(
+    workloads: Sequence[Workload], rounds: int = ROUNDS, seconds: float | None = None, *, all_bytes: bool = True
+) -> list[Result]:
     """Compare gradients, count bytes and take times, for all contenders of each workload.
 
     Args:
         workloads: The work. What is compared between workloads is only fair between those of one call.
         rounds: Samples of each contender.
-        seconds: How long to take times at most: fewer rounds, but not fewer than ``LEAST_ROUNDS``. Bytes are then
-            counted only where a bar asks for them: of ours and of the twin.
+        seconds: How long to take times at most: fewer rounds, but not fewer than ``LEAST_ROUNDS``.
+        all_bytes: Count the bytes of all contenders; else only those that a bar asks for, ours and the twin's.
 
     Raises:
         GradientMismatchError: A contender computes something else; nothing is timed.
@@ -114,12 +116,15 @@ def measure(workloads: Sequence[Workload], rounds: int = ROUNDS, seconds: float 
     with undisturbed():
         failed = [check_gradients(workload) for workload in workloads]
         workloads = [_without(workload, names) for workload, names in zip(workloads, failed, strict=True)]
-        retained_and_peak = [_bytes(workload, all_contenders=seconds is None) for workload in workloads]
+        retained_and_peak = [_bytes(workload, all_contenders=all_bytes) for workload in workloads]
         replayed = [{} if workload.twin is None else replayed_ops(workload) for workload in workloads]
         samples = take_times(workloads, rounds, seconds)
     return [
         Result(
-            workload, {name: Measurement(tuple(taken[name]), *counted[name]) for name in workload.forwards}, ops, missing
+            workload,
+            {name: Measurement(tuple(taken[name]), *counted[name]) for name in workload.forwards},
+            ops,
+            missing,
         )
         for workload, counted, ops, taken, missing in zip(
             workloads, retained_and_peak, replayed, samples, failed, strict=True
@@ -165,11 +170,13 @@ def check_gradients(workload: Workload) -> dict[str, str]:
     return failed
 
 
-def take_times(workloads: Sequence[Workload], rounds: int, seconds: float | None = None) -> list[dict[str, list[float]]]:
+def take_times(
+    workloads: Sequence[Workload], rounds: int, seconds: float | None = None
+) -> list[dict[str, list[float]]]:
     """Return, for each workload and contender, the microseconds a step in each round."""
     samples: list[dict[str, list[float]]] = [{name: [] for name in workload.forwards} for workload in workloads]
     start = perf_counter()
-    for index in range(-(WARMUP_ROUNDS if seconds is None else 1), rounds):
+    for index in range(-WARMUP_ROUNDS, rounds):
         if seconds is not None and index >= LEAST_ROUNDS and perf_counter() - start > seconds:
             break
         for workload, taken in zip(workloads, samples, strict=True):

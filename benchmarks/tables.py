@@ -107,7 +107,8 @@ def before_table(results: Mapping[str, Result]) -> str | None:
                 now, then = result.measurements[ours], result.measurements[before(ours)]
                 rows.append([
                     name, ours, f"{result.ratio(ours, before(ours)):.3f}", f"{low:.3f} - {high:.3f}",
-                    f"{now.retained_bytes:,}", f"{then.retained_bytes:,}", f"{now.peak_bytes:,}", f"{then.peak_bytes:,}",
+                    f"{now.retained_bytes:,}", f"{then.retained_bytes:,}",
+                    f"{now.peak_bytes:,}", f"{then.peak_bytes:,}",
                 ])  # fmt: skip
     header = ["workload", "", "now / before", "quartiles", "retained B", "before", "peak B", "before"]
     return f"### now and before\n\n{markdown(header, rows, left=2)}" if rows else None
