@@ -82,8 +82,8 @@ def _conclude(results: dict[str, Result], options: argparse.Namespace, start: fl
         tables.times_table(times) if times else None,
         tables.verdicts_table(verdicts, only_failed=options.quick) if verdicts else None,
         tables.before_table(results),
-        f"Done in {perf_counter() - start:.0f} s.",
     )
+    sys.stdout.write(f"Done in {perf_counter() - start:.0f} s.\n")
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(tables.plain_data(results, times, verdicts), indent=2) + "\n")
