@@ -37,7 +37,7 @@ coverage: $(INSTALLED)  ## run the tests and show the branches that they miss
 	$(VENV_PYTHON) -m coverage run -m pytest $(PYTEST_ARGS)
 	$(VENV_PYTHON) -m coverage report
 
-bench: $(INSTALLED)  ## run the benchmarks; BENCH_ARGS=--help lists their options
+bench: .venv/.bench  ## run the benchmarks; BENCH_ARGS=--help lists their options
 	$(VENV_PYTHON) -m benchmarks $(BENCH_ARGS)
 
 demo: $(INSTALLED)  ## run docs/examples/demo.py
@@ -59,4 +59,9 @@ clean:  ## remove caches and build output; .venv stays
 $(INSTALLED): pyproject.toml .venv/.torch | .venv/bin/pip
 	$(PIP) install '$(TORCH)'
 	$(PIP) install --editable '.[test,dev,plot,demo]'
+	@touch $@
+
+# Real models to measure; large, so only where they are asked for.
+.venv/.bench: $(INSTALLED)
+	$(PIP) install --editable '.[bench]'
 	@touch $@

@@ -5,55 +5,109 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from time import perf_counter
 
-from . import handles, imports, kept, offload, tables
-from .bars import judge
+from . import handles, imports, kept, offload, real, tables
+from .bars import judge, judge_times, only_judged
+from .contenders import UnavailableError, compare_with
 from .measure import ROUNDS, Result, measure
 from .memory import check_counter
 from .workloads import WORKLOADS as RECOMPUTED
+from .workloads import Workload
 
-WORKLOADS = {**RECOMPUTED, **handles.WORKLOADS, **kept.WORKLOADS}
-# What measures itself, for it needs another clock; it has no bars.
+GROUPS = {**RECOMPUTED, **handles.WORKLOADS, **kept.WORKLOADS, **real.WORKLOADS}
+"""Workloads that are measured in the same rounds, by their own names and by that of the group."""
 REPORTS = {"offload": offload.report, "import": imports.report}
-NAMES = [*WORKLOADS, *REPORTS]
+"""What measures itself, for it needs another clock; it has no bars."""
+NAMES = [*GROUPS, *REPORTS]
+
+ROUNDS_OF_ONE = 3 * ROUNDS
+SECONDS_OF_ONE = 180.0
+QUICK_SECONDS = 1.5
+"""How long ``--quick`` takes times of each workload; gradients and bytes take as long again."""
+MARKS = ("<!-- figures -->", "<!-- end of figures -->")
+"""Between these lines of a document ``--docs`` writes."""
+_said: list[str] = []
+NOT_QUICK = ("saved-tensors", "regions", "watching", "handles-save", "offload", "import")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmarks that the command line asks for and return the exit code."""
     options = _parser().parse_args(arguments)
+    selected = _selected(options)
+    start = perf_counter()
     check_counter()
+    if options.compare:
+        try:
+            compare_with(options.compare)
+        except FileNotFoundError as error:
+            raise SystemExit(str(error)) from None
     results: dict[str, Result] = {}
-    for name in _selected(options.names):
+    for name, factories in selected.items():
         if name in REPORTS:
-            _say(REPORTS[name](options.rounds))
+            _say(REPORTS[name](options.rounds or ROUNDS))
             continue
-        for result in measure(WORKLOADS[name](), options.rounds):
+        for result in _measured(name, factories, options):
             results[result.workload.name] = result
-            _say(tables.contenders_table(result))
-            replayed = tables.replayed_table(result)
-            if replayed:
-                _say(replayed)
-    scaling = tables.saved_tensors_table(results)
-    if scaling:
-        _say(scaling)
+            if not options.quick:
+                _say(tables.contenders_table(result), tables.replayed_table(result))
+    return _conclude(results, options, start)
+
+
+def _measured(name: str, factories: dict[str, Callable[[], Workload]], options: argparse.Namespace) -> list[Result]:
+    start = perf_counter()
+    try:
+        workloads = [build() for build in factories.values()]
+    except UnavailableError as error:
+        _say(f"### {name}\n\nSkipped: {error}")
+        return []
+    if options.quick:
+        workloads = [only_judged(workload) for workload in workloads]
+    rounds = options.rounds or (ROUNDS_OF_ONE if options.only else ROUNDS)
+    seconds = QUICK_SECONDS * len(workloads) if options.quick else SECONDS_OF_ONE if options.only else None
+    results = measure(workloads, rounds, None if options.rounds else seconds, all_bytes=not options.quick)
+    if options.quick:
+        sys.stderr.write(f"{name}: {perf_counter() - start:.0f} s\n")
+    return results
+
+
+def _conclude(results: dict[str, Result], options: argparse.Namespace, start: float) -> int:
+    """Print what concerns more than one workload, write all of it to a file, and return the exit code."""
+    times = [] if options.no_bars else judge_times(results)
     verdicts = [] if options.no_bars else judge(results)
-    if verdicts:
-        _say(tables.verdicts_table(verdicts))
+    _say(
+        tables.saved_tensors_table(results),
+        tables.times_table(times) if times else None,
+        tables.verdicts_table(verdicts, only_failed=options.quick) if verdicts else None,
+        tables.before_table(results),
+    )
+    sys.stdout.write(f"Done in {perf_counter() - start:.0f} s.\n")
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(tables.plain_data(results, verdicts), indent=2) + "\n")
-    return 0 if all(verdict.passed for verdict in verdicts) else 1
+        options.json.write_text(json.dumps(tables.plain_data(results, times, verdicts), indent=2) + "\n")
+    if options.docs:
+        _write_into(options.docs)
+    return 0 if all(verdict.passed for verdict in (*times, *verdicts)) else 1
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="name", help=f"a workload (default: all): {', '.join(NAMES)}")
     parser.add_argument(
-        "--rounds", type=_positive, default=ROUNDS, help="samples of each contender (default: %(default)s)"
+        "names",
+        nargs="*",
+        metavar="name",
+        help=f"what to measure (default: all): {', '.join(NAMES)}, or one row of these",
     )
+    parser.add_argument("--only", metavar="ROW", help=f"one row, with {ROUNDS_OF_ONE} rounds, in three minutes at most")
+    parser.add_argument(
+        "--quick", action="store_true", help="all rows with bars on time, in two minutes; the ratios only"
+    )
+    parser.add_argument("--rounds", type=_positive, help=f"samples of each contender (default: {ROUNDS})")
+    parser.add_argument("--compare", type=Path, metavar="PATH", help="another checkout, which takes part as `before`")
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write everything that was measured to PATH")
+    parser.add_argument("--docs", type=Path, metavar="PATH", help="also write all tables into this Markdown file")
     parser.add_argument("--no-bars", action="store_true", help="print the tables only, and judge nothing")
     return parser
 
@@ -65,17 +119,44 @@ def _positive(text: str) -> int:
     return number
 
 
-def _selected(names: Sequence[str]) -> list[str]:
-    """Return the workloads to measure, in the order of ``NAMES``; all of them where none is named."""
-    unknown = [name for name in names if name not in NAMES]
+def _selected(options: argparse.Namespace) -> dict[str, dict[str, Callable[[], Workload]]]:
+    """Return the groups to measure, and of each the rows, in the order of ``NAMES``; all where none is named."""
+    names = [*options.names, *([options.only] if options.only else [])]
+    rows = {row for group in GROUPS.values() for row in group}
+    unknown = [name for name in names if name not in NAMES and name not in rows]
+    if options.only and (options.only not in rows or options.names):
+        raise SystemExit(f"--only takes one row and no other names; there are: {', '.join(sorted(rows))}")
     if unknown:
-        raise SystemExit(f"no workload is called {unknown[0]!r}; there are: {', '.join(NAMES)}")
-    return [name for name in NAMES if not names or name in names]
+        raise SystemExit(f"nothing is called {unknown[0]!r}; there are: {', '.join(sorted({*NAMES, *rows}))}")
+    if not names:
+        names = [name for name in NAMES if not (options.quick and name in NOT_QUICK)]
+    chosen = {}
+    for name in NAMES:
+        group = GROUPS.get(name, {})
+        picked = {row: build for row, build in group.items() if row in names or name in names}
+        if options.only:
+            picked = {row: build for row, build in group.items() if row == options.only}
+        if picked or (name in names and name in REPORTS):
+            chosen[name] = picked
+    return chosen
 
 
-def _say(text: str) -> None:
-    sys.stdout.write(f"{text}\n\n")
+def _say(*texts: str | None) -> None:
+    for text in texts:
+        if text:
+            _said.append(text)
+            sys.stdout.write(f"{text}\n\n")
     sys.stdout.flush()
+
+
+def _write_into(document: Path) -> None:
+    """Put what was printed between the two marks in a document."""
+    text = document.read_text()
+    start, end = (text.find(mark) for mark in MARKS)
+    if not 0 <= start < end:
+        raise SystemExit(f"{document} has no lines {MARKS[0]} and {MARKS[1]} to write between")
+    before, after = text[: start + len(MARKS[0])], text[end:]
+    document.write_text("\n\n".join([before, *_said, after]))
 
 
 if __name__ == "__main__":

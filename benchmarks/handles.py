@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .contenders import FLOOR, NONE, OURS, REMAT_0_1, REMAT_0_2, TORCH, Wrap, full_recompute, package_of
+from .contenders import FLOOR, NONE, OURS, REMAT_0_1, REMAT_0_2, TORCH, Wrap, full_recompute, package_of, versions
 from .workloads import Workload
 
 HANDLES = 512
@@ -18,7 +18,7 @@ ALTERNATING_OPS = (8, 64, 512)
 
 def handles_recompute() -> Workload:
     """Calls of a small autograd Function with a handle, all replayed: what a handle costs."""
-    x, chains = _sine_functions(("RECOMPUTE",), with_handle=(REMAT_0_1, OURS), without=(NONE, FLOOR, TORCH))
+    x, chains = _sine_functions(("RECOMPUTE",), with_handle=(REMAT_0_1, *versions(OURS)), without=(NONE, FLOOR, TORCH))
     return Workload(
         name="handles",
         about=f"one region, {HANDLES} calls of an autograd Function (sin of 4 x 16 floats), handles with RECOMPUTE",
@@ -32,7 +32,7 @@ def handles_recompute() -> Workload:
 
 def handles_save() -> Workload:
     """The same with all outputs kept, so that no body runs again. 0.1.0 is left out: its SAVE needs a CUDA build."""
-    x, chains = _sine_functions(("SAVE",), with_handle=(OURS,), without=(NONE, FLOOR, TORCH))
+    x, chains = _sine_functions(("SAVE",), with_handle=tuple(versions(OURS)), without=(NONE, FLOOR, TORCH))
     return Workload(
         name="handles-save",
         about=f"one region, {HANDLES} calls of an autograd Function (sin of 4 x 16 floats), handles with SAVE",
@@ -49,7 +49,9 @@ def handles_alternating(ops: int) -> Workload:
 
     torch_remat 0.2.2 has no handles; there each Function stands in a ``region()``, which means the same.
     """
-    x, chains = _sine_functions(ops=ops, with_handle=(OURS,), in_region=(REMAT_0_2,), without=(NONE, FLOOR, TORCH))
+    x, chains = _sine_functions(
+        ops=ops, with_handle=tuple(versions(OURS)), in_region=(REMAT_0_2,), without=(NONE, FLOOR, TORCH)
+    )
     return Workload(
         name=f"handles-alternating-{ops}",
         about=f"one region, {ops} calls of an autograd Function (sin of 4 x 16 floats), SAVE and RECOMPUTE in turn",
@@ -62,12 +64,12 @@ def handles_alternating(ops: int) -> Workload:
     )
 
 
-WORKLOADS: dict[str, Callable[[], list[Workload]]] = {
-    "handles": lambda: [handles_recompute()],
-    "handles-save": lambda: [handles_save()],
-    "handles-alternating": lambda: [handles_alternating(ops) for ops in ALTERNATING_OPS],
+WORKLOADS: dict[str, dict[str, Callable[[], Workload]]] = {
+    "handles": {"handles": handles_recompute},
+    "handles-save": {"handles-save": handles_save},
+    "handles-alternating": {f"handles-alternating-{ops}": partial(handles_alternating, ops) for ops in ALTERNATING_OPS},
 }
-"""By the name on the command line."""
+"""By the name on the command line: workloads that are measured in the same rounds, by their own names."""
 
 
 class Sine(torch.autograd.Function):

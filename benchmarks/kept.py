@@ -2,27 +2,44 @@
 
 Each contender keeps the results of the same ops: all matrix products, or the attention. Selective activation
 checkpointing (SAC) gets a list of ops, and so do our policies; native regions, ours and those of 0.2.2, are written
-around the calls.
+around the calls. A native region takes a function of torch's own, with its arguments, or one written in Python.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-import torch_remat as remat
-
-from .contenders import FLOOR, NONE, OURS_CLOSURE, OURS_NATIVE, OURS_POLICY, REMAT_0_2, SAC, full_recompute, package_of
+from .contenders import (
+    FLOOR,
+    NONE,
+    OURS,
+    OURS_CLOSURE,
+    OURS_FUNCTION,
+    OURS_NATIVE,
+    OURS_POLICY,
+    REMAT_0_2,
+    SAC,
+    Wrap,
+    full_recompute,
+    package_of,
+    policy_function,
+    region,
+    selectively,
+    versions,
+)
 from .workloads import SineBlock, TransformerBlock, Workload
 
 aten = torch.ops.aten
+
+SMALL_BLOCKS = 32
 
 KEPT_OPS = {
     "overhead": [aten.mm.default],
@@ -31,59 +48,131 @@ KEPT_OPS = {
 }
 """The ops whose results are kept, as lists for SAC and for our policies."""
 
-RETAINED_BYTES = {"overhead": 1_792, "attention": 1_056_768, "matmuls": 4_718_592}
+RETAINED_BYTES = {
+    "overhead": 1_792,
+    "attention": 1_056_768,
+    "matmuls": 4_718_592,
+    "blocks": SMALL_BLOCKS * (4_096 + 4_096 + 256),
+}
 """What has to stay, counted by hand.
 
 Of the small block six products, which the sines save, and the output. Of the transformer block the output, 524,288
 bytes, and: what the attention returned with its logarithms (524,288 + 8,192), or the products of ``qkv``, ``proj`` and
-``fc1`` (1,572,864 + 524,288 + 2,097,152); that of ``fc2`` is needed by nobody.
+``fc1`` (1,572,864 + 524,288 + 2,097,152); that of ``fc2`` is needed by nobody. Of each small transformer block the
+output, 4,096 bytes, and what the attention returned (4,096 + 256).
 """
 
 Block = Callable[[Tensor], Tensor]
 Keep = Callable[..., Tensor]  # (name, function, *args, **kwargs)
 
 
-def natives() -> list[Workload]:
-    """The small block, where native regions cost what they cost, and the transformer block."""
-    blocks = {SAC: _plainly, REMAT_0_2: _in_region, OURS_NATIVE: remat.native_save_region}
-    return [
-        _overhead("native-overhead", {**blocks, OURS_CLOSURE: _closed}),
-        _transformer("native-attention", "attention", blocks),
-        _transformer("native-matmuls", "matmuls", blocks),
-    ]
+@dataclass(frozen=True)
+class Way:
+    """How one contender keeps the results of some ops.
+
+    Attributes:
+        wrap: Makes a block a region.
+        keep: Runs a call inside, whose result is to be kept.
+    """
+
+    wrap: Wrap
+    keep: Keep
 
 
-def policies() -> list[Workload]:
+def ways(ops: list[Any], *contenders: str) -> dict[str, Way]:
+    """Return how SAC, which all are compared with, and each of the contenders keep the results of ``ops``."""
+    found = {SAC: Way(partial(selectively, ops), plainly)}
+    for contender in contenders:
+        if contender == REMAT_0_2:
+            found[contender] = Way(full_recompute()[REMAT_0_2], _in_region)
+            continue
+        for name, package in versions(contender).items():
+            found[name] = _way_of_ours(contender, package, ops)
+    return found
+
+
+def _way_of_ours(contender: str, package: ModuleType, ops: list[Any]) -> Way:
+    if contender == OURS_NATIVE:
+        return Way(partial(region, package), package.native_save_region)
+    if contender == OURS_CLOSURE:
+        return Way(partial(region, package), partial(_closed, package))
+    policy = {OURS_POLICY: ops, OURS_FUNCTION: policy_function(ops)}[contender]
+    return Way(partial(region, package, policy=policy), plainly)
+
+
+def native_overhead() -> Workload:
+    """The small block, where native regions cost what they cost."""
+    return _overhead("native-overhead", REMAT_0_2, OURS_NATIVE, OURS_CLOSURE)
+
+
+def policies_overhead() -> Workload:
     """The same, where a policy for the whole region chooses the ops."""
-    blocks = {SAC: _plainly, OURS_POLICY: _plainly}
-    return [
-        _overhead("policies-overhead", blocks),
-        _transformer("policies-attention", "attention", blocks),
-        _transformer("policies-matmuls", "matmuls", blocks),
-    ]
+    return _overhead("policies-overhead", OURS_POLICY, OURS_FUNCTION)
 
 
-WORKLOADS: dict[str, Callable[[], list[Workload]]] = {"native": natives, "policies": policies}
-"""By the name on the command line: what builds the workloads that are measured in the same rounds."""
-
-
-def _overhead(name: str, blocks: dict[str, Keep]) -> Workload:
+def native_blocks() -> Workload:
+    """Many small blocks whose attention, a function in Python, a native region keeps."""
     torch.manual_seed(0)
-    plain = SineBlock(layers=6)
-    x = torch.randn(4, SineBlock.WIDTH).requires_grad_()
+    blocks = [TransformerBlock(width=32, heads=2) for _ in range(SMALL_BLOCKS)]
+    x = torch.randn(2, 16, 32).requires_grad_()
+    weights = [named for index, block in enumerate(blocks) for named in block.named_parameters(f"{index}")]
 
-    def keeping(keep: Keep) -> Block:
-        return plain if keep is _plainly else partial(_sines, keep, plain.weights)
+    def keeping(way: Way) -> list[Block]:
+        return [AnnotatedBlock(block, mix=partial(way.keep, "attention", causal_attention)) for block in blocks]
+
+    def forward(wrap: Wrap, functions: list[Block]) -> Tensor:
+        h = x
+        for function in functions:
+            h = wrap(function)(h)
+        return h
+
+    chosen = {**_references(), **ways(KEPT_OPS["attention"], OURS_NATIVE)}
+    return Workload(
+        name="native-blocks",
+        about=f"{SMALL_BLOCKS} regions, transformer blocks of d=32, 2 heads, 2 x 16 tokens; kept: attention, in Python",
+        leaves={"x": x, **dict(weights)},
+        output_grad=torch.randn_like(x),
+        forwards={name: partial(forward, way.wrap, keeping(way)) for name, way in chosen.items()},
+        ideal_retained_bytes=RETAINED_BYTES["blocks"],
+        steps=1,
+        **_contenders(chosen),
+    )
+
+
+WORKLOADS: dict[str, dict[str, Callable[[], Workload]]] = {
+    "native": {
+        "native-overhead": native_overhead,
+        "native-attention": lambda: _transformer("native-attention", "attention", REMAT_0_2, OURS_NATIVE),
+        "native-matmuls": lambda: _transformer("native-matmuls", "matmuls", REMAT_0_2, OURS_NATIVE),
+    },
+    "native-blocks": {"native-blocks": native_blocks},
+    "policies": {
+        "policies-overhead": policies_overhead,
+        "policies-attention": lambda: _transformer("policies-attention", "attention", OURS_POLICY),
+        "policies-matmuls": lambda: _transformer("policies-matmuls", "matmuls", OURS_POLICY),
+    },
+}
+"""By the name on the command line: workloads that are measured in the same rounds, by their own names."""
+
+
+def _overhead(name: str, *contenders: str) -> Workload:
+    torch.manual_seed(0)
+    block = SineBlock(layers=6)
+    x = torch.randn(4, SineBlock.WIDTH).requires_grad_()
+    chosen = {**_references(), **ways(KEPT_OPS["overhead"], *contenders)}
+
+    def keeping(way: Way) -> Block:
+        return block if way.keep is plainly else partial(_sines, way.keep, block.weights)
 
     return Workload(
         name=name,
         about="one region, 6 x (matmul, sin, scaled add) on 4 x 16 floats, every matmul kept",
-        leaves={"x": x, **dict(plain.named_parameters())},
+        leaves={"x": x, **dict(block.named_parameters())},
         output_grad=torch.randn_like(x),
-        forwards=_forwards(x, plain, {who: keeping(keep) for who, keep in blocks.items()}, KEPT_OPS["overhead"]),
+        forwards={name: partial(_run, way.wrap, keeping(way), x) for name, way in chosen.items()},
         ideal_retained_bytes=RETAINED_BYTES["overhead"],
         steps=10,
-        **_contenders(blocks),
+        **_contenders(chosen),
     )
 
 
@@ -93,33 +182,54 @@ def _sines(keep: Keep, weights: list[Tensor], x: Tensor) -> Tensor:
     return x
 
 
-def _transformer(name: str, kept: str, blocks: dict[str, Keep]) -> Workload:
+def _transformer(name: str, kept: str, *contenders: str) -> Workload:
     torch.manual_seed(0)
-    plain = TransformerBlock(width=256, heads=4)
+    block = TransformerBlock(width=256, heads=4)
     x = torch.randn(4, 128, 256).requires_grad_()
+    chosen = {**_references(), **ways(KEPT_OPS[kept], *contenders)}
 
-    def keeping(keep: Keep) -> Block:
-        return plain if keep is _plainly else _AnnotatedBlock(plain, kept, keep)
+    def keeping(way: Way) -> Block:
+        if way.keep is plainly:
+            return block
+        if kept == "matmuls":
+            return AnnotatedBlock(block, linear=way.keep)
+        return AnnotatedBlock(block, mix=partial(way.keep, "attention", F.scaled_dot_product_attention, is_causal=True))
 
     return Workload(
         name=name,
         about=f"one region, transformer block of d=256, 4 heads, sequence 128, batch 4; kept: {kept}",
-        leaves={"x": x, **dict(plain.named_parameters())},
+        leaves={"x": x, **dict(block.named_parameters())},
         output_grad=torch.randn_like(x),
-        forwards=_forwards(x, plain, {who: keeping(keep) for who, keep in blocks.items()}, KEPT_OPS[kept]),
+        forwards={name: partial(_run, way.wrap, keeping(way), x) for name, way in chosen.items()},
         ideal_retained_bytes=RETAINED_BYTES[kept],
         steps=1,
-        **_contenders(blocks),
+        **_contenders(chosen),
     )
 
 
-class _AnnotatedBlock:
-    """The transformer block, written around calls that are kept."""
+def plainly(name: str, function: Keep, *args: Any, **kwargs: Any) -> Tensor:
+    """Run a call and keep nothing."""
+    return function(*args, **kwargs)
 
-    def __init__(self, block: TransformerBlock, kept: str, keep: Keep) -> None:
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attention as a function in Python, whose ops a native region has to watch."""
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+class AnnotatedBlock:
+    """The transformer block, written around calls that are kept.
+
+    Args:
+        block: Whose weights it uses.
+        linear: Runs ``(name, F.linear, x, weight, bias)``.
+        mix: Runs the attention on query, key and value.
+    """
+
+    def __init__(self, block: TransformerBlock, linear: Keep = plainly, mix: Keep = causal_attention) -> None:
         self.block = block
-        self.linear = keep if kept == "matmuls" else _plainly
-        self.mix = keep if kept == "attention" else _plainly
+        self.linear = linear
+        self.mix = mix
 
     def __call__(self, x: Tensor) -> Tensor:
         block = self.block
@@ -131,52 +241,34 @@ class _AnnotatedBlock:
         heads = self.block.heads
         qkv = self._apply("qkv", x).view(batch, length, 3, heads, width // heads)
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        mixed = self.mix("attention", F.scaled_dot_product_attention, query, key, value, is_causal=True)
-        return mixed.transpose(1, 2).reshape(batch, length, width)
+        return self.mix(query, key, value).transpose(1, 2).reshape(batch, length, width)
 
     def _apply(self, name: str, x: Tensor) -> Tensor:
         layer = getattr(self.block, name)
         return self.linear(name, F.linear, x, layer.weight, layer.bias)
 
 
-def _plainly(name: str, function: Block, *args: Any, **kwargs: Any) -> Tensor:
-    return function(*args, **kwargs)
+def _closed(package: ModuleType, name: str, function: Keep, *args: Any, **kwargs: Any) -> Tensor:
+    result: Tensor = package.native_save_region(name, lambda: function(*args, **kwargs))
+    return result
 
 
-def _closed(name: str, function: Block, *args: Any, **kwargs: Any) -> Tensor:
-    return remat.native_save_region(name, lambda: function(*args, **kwargs))
-
-
-def _in_region(name: str, function: Block, *args: Any, **kwargs: Any) -> Tensor:
+def _in_region(name: str, function: Keep, *args: Any, **kwargs: Any) -> Tensor:
     package = package_of(REMAT_0_2)
     result: Tensor = package.region(function, name, recompute=False)(*args, **kwargs)
     package.recompute_needs_tensor(result)
     return result
 
 
-def _forwards(x: Tensor, plain: Block, blocks: dict[str, Block], ops: list[Any]) -> dict[str, Callable[[], Tensor]]:
+def _references() -> dict[str, Way]:
     wraps = full_recompute()
-    regions: dict[str, Callable[[Block], Block]] = {
-        SAC: partial(_selectively, ops),
-        REMAT_0_2: wraps[REMAT_0_2],
-        OURS_NATIVE: lambda block: lambda x: remat.checkpoint()(block)(x),
-        OURS_CLOSURE: lambda block: lambda x: remat.checkpoint()(block)(x),
-        OURS_POLICY: lambda block: lambda x: remat.checkpoint(policy=ops)(block)(x),
-    }
-    kept = {who: partial(_run, regions[who], block, x) for who, block in blocks.items()}
-    return {NONE: partial(plain, x), FLOOR: partial(_run, wraps[FLOOR], plain, x), **kept}
+    return {name: Way(wraps[name], plainly) for name in (NONE, FLOOR)}
 
 
-def _run(wrap: Callable[[Block], Block], block: Block, x: Tensor) -> Tensor:
+def _run(wrap: Wrap, block: Block, x: Tensor) -> Tensor:
     # Wrapped anew in each call, as a model's forward does it.
     return wrap(block)(x)
 
 
-def _selectively(ops: list[Any], block: Block) -> Block:
-    contexts = partial(create_selective_checkpoint_contexts, ops)
-    return lambda x: torch_checkpoint(block, x, use_reentrant=False, context_fn=contexts)
-
-
-def _contenders(blocks: dict[str, Keep]) -> dict[str, Any]:
-    ours = tuple(name for name in blocks if name in (OURS_NATIVE, OURS_CLOSURE, OURS_POLICY))
-    return {"ours": ours, "twin": SAC}
+def _contenders(chosen: dict[str, Way]) -> dict[str, Any]:
+    return {"ours": tuple(name for name in chosen if name.startswith(OURS)), "twin": SAC}

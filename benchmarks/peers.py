@@ -1,10 +1,11 @@
-"""Released versions of torch_remat, installed and loaded beside the one under test.
+"""Other versions of torch_remat, loaded beside the one under test: releases, and another checkout.
 
 The releases on PyPI have the package name of this repository, so each is installed into a folder of its own,
 ``.peers/torch_remat-<version>``, and loaded under a module name of its own, ``torch_remat_<version>``. Their
 modules import each other as ``torch_remat...``, at the top and inside functions. The loader here renames those
 imports in the syntax tree before it compiles a module: nothing in ``sys.modules`` is swapped, imports that run
-late find the right package too, and what runs is otherwise the released code.
+late find the right package too, and what runs is otherwise the code as it was released. Another checkout of this
+repository is loaded in the same way, from its own folder.
 """
 
 from __future__ import annotations
@@ -27,9 +28,19 @@ FOLDER = Path(__file__).resolve().parent.parent / ".peers"
 
 def load(version: str) -> ModuleType:
     """Return the release ``version`` of torch_remat, installed first if it is not there yet."""
-    alias = f"{PACKAGE}_{version.replace('.', '_')}"
+    return _load(f"{PACKAGE}_{version.replace('.', '_')}", install(version))
+
+
+def load_checkout(folder: Path) -> ModuleType:
+    """Return the package in another checkout of this repository, under the name ``torch_remat_before``."""
+    if not (folder / PACKAGE / "__init__.py").is_file():
+        raise FileNotFoundError(f"{folder} is no checkout: it has no {PACKAGE}/__init__.py")
+    return _load(f"{PACKAGE}_before", folder)
+
+
+def _load(alias: str, folder: Path) -> ModuleType:
     if alias not in sys.modules:
-        sys.meta_path.insert(0, _PeerFinder(alias, install(version)))
+        sys.meta_path.insert(0, _PeerFinder(alias, folder))
     return importlib.import_module(alias)
 
 
@@ -57,7 +68,7 @@ def install(version: str) -> Path:
 
 
 class _PeerFinder(importlib.abc.MetaPathFinder):
-    """Finds ``alias`` and its submodules in the folder of one release."""
+    """Finds ``alias`` and its submodules in the folder of one version."""
 
     def __init__(self, alias: str, folder: Path) -> None:
         self.alias = alias
@@ -81,7 +92,7 @@ class _PeerFinder(importlib.abc.MetaPathFinder):
 
 
 class _RenamingLoader(importlib.machinery.SourceFileLoader):
-    """Compiles a module from its source, with imports of ``torch_remat`` turned to the alias of its release."""
+    """Compiles a module from its source, with imports of ``torch_remat`` turned to the alias of its version."""
 
     def get_code(self, fullname: str) -> CodeType:
         # Not through the bytecode cache: pip fills that with the code before renaming.
@@ -105,6 +116,15 @@ class _RenameImports(ast.NodeTransformer):
                 name.asname = PACKAGE  # the module's own code still says torch_remat
             name.name = self._renamed(name.name)
         return node
+
+    def visit_Call(self, node: ast.Call) -> ast.Call:
+        # import_module("torch_remat.reports"), however it is called: what loads on first use may be named so.
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        if name == "import_module":
+            for argument in node.args:
+                if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+                    argument.value = self._renamed(argument.value)
+        return self.generic_visit(node)  # type: ignore[return-value]
 
     def _renamed(self, module: str) -> str:
         root, dot, rest = module.partition(".")

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from .bars import Verdict, us_per_saved_tensor
-from .contenders import FLOOR, NONE, OURS
+from .bars import TimeVerdict, Verdict, us_per_saved_tensor
+from .contenders import FLOOR, NONE, OURS, before
 from .measure import Result, quartiles
 
 
 def contenders_table(result: Result) -> str:
     """Return one workload's table: a row for each contender."""
-    ours = result.workload.ours[0]
+    ours = result.ours
     ratio = f"{ours} / it"
     header = ["contender", "us/step", "quartiles", ratio, "quartiles", "over floor, us", "retained B", "peak B"]
     rows = []
@@ -35,8 +35,10 @@ def contenders_table(result: Result) -> str:
             ]
         )
     workload = result.workload
-    ideal = f"ideal retained: {workload.ideal_retained_bytes:,} B"
-    return f"### {workload.name}\n\n{workload.about}; {ideal}\n\n{markdown(header, rows)}"
+    ideal = workload.ideal_retained_bytes
+    about = workload.about if ideal is None else f"{workload.about}; ideal retained: {ideal:,} B"
+    missing = "".join(f"\n\n{name} could not run: {reason}" for name, reason in result.failed.items())
+    return f"### {workload.name}\n\n{about}\n\n{markdown(header, rows)}{missing}"
 
 
 def replayed_table(result: Result) -> str | None:
@@ -73,13 +75,48 @@ def saved_tensors_table(results: Mapping[str, Result]) -> str | None:
     return f"### saved tensors in one region\n\n{markdown(header, rows)}"
 
 
-def verdicts_table(verdicts: Sequence[Verdict]) -> str:
-    """Return the bars, each with what was measured."""
-    rows = [["pass" if verdict.passed else "FAIL", verdict.bar, verdict.measured] for verdict in verdicts]
-    return f"### bars\n\n{markdown(['', 'bar', 'measured'], rows, left=3)}"
+def times_table(verdicts: Sequence[TimeVerdict]) -> str:
+    """Return all ratios that there is a bar for: what they must be, what they should, and whether they are."""
+    header = ["", "ours", "to", "ratio", "quartiles", "must", "aim"]
+    rows = []
+    for each in verdicts:
+        ratio, low, high = each.ratio or (0.0, 0.0, 0.0)
+        measured = [f"{ratio:.3f}", f"{low:.3f} - {high:.3f}"] if each.ratio else ["", ""]
+        limits = ["" if limit is None else f"{limit:.2f}" for limit in (each.bar.must, each.bar.aim)]
+        rows.append([each.status, each.label, each.peer, *measured, *limits])
+    reasons = [f"{each.label} could not run: {each.failed}" for each in verdicts if each.failed]
+    return "\n\n".join(["### ratios of times", markdown(header, rows, left=3), *reasons])
 
 
-def plain_data(results: Mapping[str, Result], verdicts: Sequence[Verdict]) -> dict[str, Any]:
+def verdicts_table(verdicts: Sequence[Verdict], *, only_failed: bool) -> str:
+    """Return the other bars, each with what was measured, or only how many pass and those that do not."""
+    shown = [verdict for verdict in verdicts if not (only_failed and verdict.passed)]
+    passed = sum(verdict.passed for verdict in verdicts)
+    rows = [["pass" if verdict.passed else "FAIL", verdict.bar, verdict.measured] for verdict in shown]
+    table = f"\n\n{markdown(['', 'bar', 'measured'], rows, left=3)}" if rows else ""
+    return f"### bytes, ops in replay, time that does not grow: {passed} of {len(verdicts)} bars pass{table}"
+
+
+def before_table(results: Mapping[str, Result]) -> str | None:
+    """Return how much of its own time before each of ours takes, or None where no other checkout took part."""
+    rows = []
+    for name, result in results.items():
+        for ours in result.measurements:
+            if before(ours) != ours and before(ours) in result.measurements:
+                low, high = result.ratio_quartiles(ours, before(ours))
+                now, then = result.measurements[ours], result.measurements[before(ours)]
+                rows.append([
+                    name, ours, f"{result.ratio(ours, before(ours)):.3f}", f"{low:.3f} - {high:.3f}",
+                    f"{now.retained_bytes:,}", f"{then.retained_bytes:,}",
+                    f"{now.peak_bytes:,}", f"{then.peak_bytes:,}",
+                ])  # fmt: skip
+    header = ["workload", "", "now / before", "quartiles", "retained B", "before", "peak B", "before"]
+    return f"### now and before\n\n{markdown(header, rows, left=2)}" if rows else None
+
+
+def plain_data(
+    results: Mapping[str, Result], times: Sequence[TimeVerdict], verdicts: Sequence[Verdict]
+) -> dict[str, Any]:
     """Return everything that was measured, every sample included, in types that JSON knows."""
     return {
         "torch": torch.__version__,
@@ -89,12 +126,13 @@ def plain_data(results: Mapping[str, Result], verdicts: Sequence[Verdict]) -> di
                 "about": result.workload.about,
                 "steps_per_sample": result.workload.steps,
                 "ideal_retained_bytes": result.workload.ideal_retained_bytes,
+                "failed": dict(result.failed),
                 "replayed_ops": {contender: dict(counts) for contender, counts in result.replayed.items()},
                 "contenders": {
                     contender: {
                         "median_us": measurement.median_us,
                         "quartiles_us": quartiles(list(measurement.samples_us)),
-                        "ours_to_it": result.ratio(result.workload.ours[0], contender),
+                        "ours_to_it": result.ratio(result.ours, contender),
                         "retained_bytes": measurement.retained_bytes,
                         "peak_bytes": measurement.peak_bytes,
                         "samples_us": [round(sample, 3) for sample in measurement.samples_us],
@@ -104,6 +142,18 @@ def plain_data(results: Mapping[str, Result], verdicts: Sequence[Verdict]) -> di
             }
             for name, result in results.items()
         },
+        "times": [
+            {
+                "ours": each.label,
+                "peer": each.peer,
+                "ratio": each.ratio and each.ratio[0],
+                "quartiles": each.ratio and each.ratio[1:],
+                "must": each.bar.must,
+                "aim": each.bar.aim,
+                "status": each.status,
+            }
+            for each in times
+        ],
         "bars": [{"bar": each.bar, "measured": each.measured, "passed": each.passed} for each in verdicts],
     }
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from gpt import GPT, GPTConfig, RunBlock
+from gpt import GPT, Attend, GPTConfig, RunBlock, causal_attention
 from live_bytes import LiveBytes, StepMemory, phase
 from torch import Tensor
 
@@ -44,19 +44,24 @@ class Trainer:
         model: Sizes of the model.
         training: How it is trained.
         run_block: How its blocks are run.
+        attend: How they mix values.
 
     Attributes:
         model: The model.
         losses: The loss of each step so far, in nats per byte.
-        step_seconds: The time of each step so far that was not recorded.
+        step_seconds: The time of each step so far that was not recorded: of the process on a CPU, so that other
+            programs do not count; on the wall with a GPU, whose work the process only waits for.
     """
 
-    def __init__(self, model: GPTConfig, training: TrainingConfig, run_block: RunBlock) -> None:
+    def __init__(
+        self, model: GPTConfig, training: TrainingConfig, run_block: RunBlock, attend: Attend = causal_attention
+    ) -> None:
         self.losses: list[float] = []
         self.step_seconds: list[float] = []
         self._device = training.device
+        self._clock = time.process_time if self._device.type == "cpu" else time.perf_counter
         torch.manual_seed(training.seed)
-        self.model = GPT(model, run_block).to(self._device)
+        self.model = GPT(model, run_block, attend).to(self._device)
         self._optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=training.learning_rate, betas=(0.9, 0.95), fused=True
         )
@@ -67,10 +72,10 @@ class Trainer:
         """Take one step and time it."""
         with self._own_random_states():
             self._synchronize()
-            start = time.perf_counter()
+            start = self._clock()
             loss = self._step(batch)
             self._synchronize()
-            self.step_seconds.append(time.perf_counter() - start)
+            self.step_seconds.append(self._clock() - start)
         self._after_step(loss)
 
     def train_recorded(self, batch: tuple[Tensor, Tensor]) -> StepMemory:
