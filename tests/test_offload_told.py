@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import signal
 import threading
 import warnings
 from pathlib import Path
@@ -171,39 +169,3 @@ def test_thread_that_dies_while_it_waits_is_replaced_and_nothing_is_lost(tmp_pat
         assert_same(torch.autograd.grad(y.sum(), x)[0], expected_gradient(x, 1))
         del y
     assert (stored(offloader), offloader.offloaded_bytes) == ([], 0)
-
-
-@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timer")
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_interrupts_of_the_main_thread_leave_no_lock_taken(tmp_path):
-    """Ctrl-C comes between any two lines of the main thread, and the notebook goes on."""
-    offloader, tensor = remat.DiskOffloader(tmp_path, min_bytes=0), torch.ones(100)
-    lock, interrupted = offloader._store._lock, 0
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    def work():
-        signal.setitimer(signal.ITIMER_REAL, 0.0001 + (interrupted % 97) * 1e-5)
-        for _ in range(100):
-            ticket = offloader.offload(tensor, INFO)
-            offloader.prefetch(ticket)
-            offloader.onload(ticket)
-            offloader.release(ticket)
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        while interrupted < 300:
-            with contextlib.suppress(KeyboardInterrupt):
-                work()
-            interrupted += 1
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    assert soon(lambda: not lock.locked())
-    ticket = offloader.offload(tensor, INFO)
-    flushing = threading.Thread(target=offloader.flush, daemon=True)
-    flushing.start()
-    flushing.join(20)
-    assert not flushing.is_alive(), "it hangs"
-    assert_same(offloader.onload(ticket), tensor)

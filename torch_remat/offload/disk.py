@@ -260,6 +260,7 @@ class _Store(Shared):
 
     def _wait(self) -> None:
         self._start_threads()  # in the place of those that died
+        self._has_work.notify_all()  # an exception may have come before `put` could
         self._progress.wait()
 
     def _start_threads(self) -> None:
