@@ -59,7 +59,7 @@ def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
             mode.observed = Watch(mode)
             contexts = (mode.observed, *contexts)
         output = mode.run(function, args, kwargs, (mode.pack_hook(), read), contexts)
-        nodes = [node_of(output)] if type(output) is Tensor else boundary_nodes(tensors_of(output, region.name))
+        nodes = [node_of(output)] if type(output) is Tensor else boundary_nodes(tensors_of(output))
         mode.finish(nodes)
         observed = mode.observed
     finally:
