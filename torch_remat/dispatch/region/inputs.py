@@ -36,7 +36,7 @@ class RegionInputs:
         hooks: The saved-tensor hooks around the region, if any.
     """
 
-    __slots__ = ("_away", "_inside", "_leaves", "_originals", "_owners", "_spec", "_tensors", "_unpack")
+    __slots__ = ("_attributes", "_away", "_inside", "_leaves", "_originals", "_owners", "_spec", "_tensors", "_unpack")
 
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any], hooks: SavedTensorHooks | None = None) -> None:
         self._leaves: list[Any] = list(args)
@@ -46,6 +46,9 @@ class RegionInputs:
         self._unpack: Callable[[Any], torch.Tensor] | None = None
         self._away: dict[int, Offloaded] | None = None  # by index of the leaf; set only if inputs are offloaded
         self._owners: tuple[ref[torch.Tensor], ...] = ()  # the parameters that arguments are views of
+        self._attributes: dict[int, dict[str, Any]] | None = (
+            None  # by index of the leaf: what Python code has set on it
+        )
         # `_inside`, set only where there are such: the leaves that the region itself has changed, and may not have.
         # id of each tensor argument to its first leaf, and of each tensor that one is a view of; valid during forward.
         self._originals: dict[int, int | None] = {}
@@ -58,6 +61,8 @@ class RegionInputs:
                 originals[id(leaf)] = index
                 self._tensors.append((index, leaf.requires_grad, -1 if leaf.is_inference() else leaf._version))
                 leaves[index] = leaf.detach()
+                if leaf.__dict__:
+                    self._keep_attributes(index, leaf)
             elif isinstance(leaf, Tensor):
                 self._keep(index, leaf, hooks)
 
@@ -75,6 +80,8 @@ class RegionInputs:
                     self._owners += (ref(base),)
             version = (_UNPACKED if hooks else -1) if tensor.is_inference() else tensor._version
             self._tensors.append((index, tensor.requires_grad, version))
+            if tensor.__dict__:
+                self._keep_attributes(index, tensor)
         if hooks is None or tensor.is_inference():  # no hooks are asked for what autograd cannot save
             self._leaves[index] = tensor.detach()
         else:
@@ -84,6 +91,15 @@ class RegionInputs:
                 self._leaves[index] = pack(tensor)
         if first != index:
             self._leaves[index] = _SameAs(first)
+
+    def _keep_attributes(self, index: int, tensor: torch.Tensor) -> None:
+        """Note what Python code has set on a tensor, but not what a subclass keeps of itself in the same place."""
+        attributes = tensor.__dict__.copy()
+        if type(tensor) is not Tensor:
+            for own in tensor.detach().__dict__:
+                attributes.pop(own, None)
+        if attributes:
+            self._attributes = {**(self._attributes or {}), index: attributes}
 
     @property
     def packed(self) -> bool:
@@ -194,6 +210,9 @@ class RegionInputs:
             elif version >= 0 and kept._version != version:
                 raise self._changed(region.name, index)
             leaves[index] = kept.detach().requires_grad_(requires_grad)
+        if self._attributes is not None:
+            for index, attributes in self._attributes.items():
+                leaves[index].__dict__.update(attributes)
         if len(self._tensors) != len(leaves):
             for index, leaf in enumerate(leaves):
                 if type(leaf) is _SameAs:
