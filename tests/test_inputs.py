@@ -24,8 +24,6 @@ from helpers import (
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-import torch_remat as remat
-
 Pair = namedtuple("Pair", ["one", "two"])
 
 BATCHES = [OptreeBatch, TorchBatch, OpaqueBatch]

@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 from torch_remat._compat import node_number, without_dispatch_modes
 from torch_remat.dispatch.check.parameters import versions_of
-from torch_remat.dispatch.check.values import Values, keep_value, value_function
+from torch_remat.dispatch.check.values import TrainedStatistics, Values, keep_value, value_function
 from torch_remat.dispatch.forward_ops import ForwardOps
 from torch_remat.dispatch.holder import (
     AUTOCAST_DTYPES,
@@ -113,6 +113,8 @@ class Recording(RematMode):
             contexts.append(forward_context)
         if region.op_log is not None:
             contexts.append(self.watch(region.op_log.forward))
+        if self._values is not None:
+            contexts.append(TrainedStatistics(self._values))
         if region.options.policy is not None:
             contexts += self._policy_contexts(region.options.policy)
         return contexts

@@ -46,9 +46,7 @@ class RegionInputs:
         self._unpack: Callable[[Any], torch.Tensor] | None = None
         self._away: dict[int, Offloaded] | None = None  # by index of the leaf; set only if inputs are offloaded
         self._owners: tuple[ref[torch.Tensor], ...] = ()  # the parameters that arguments are views of
-        self._attributes: dict[int, dict[str, Any]] | None = (
-            None  # by index of the leaf: what Python code has set on it
-        )
+        self._attributes: dict[int, dict[str, Any]] | None = None  # by leaf: what Python code set on it
         # `_inside`, set only where there are such: the leaves that the region itself has changed, and may not have.
         # id of each tensor argument to its first leaf, and of each tensor that one is a view of; valid during forward.
         self._originals: dict[int, int | None] = {}
