@@ -88,6 +88,22 @@ metadata_of: Callable[[torch.Tensor], tuple[int, torch.Size, torch.dtype, torch.
 metadata_of = attrgetter("_version", "shape", "dtype", "device")
 
 
+# How a view lies in the tensor that it is a view of: its strides, its offset there, and the strides of that tensor.
+Layout = tuple[tuple[int, ...], int, tuple[int, ...]]
+
+
+def layout_of(tensor: torch.Tensor, owner: torch.Tensor) -> Layout | None:
+    """Return how a view lies in its owner; None where it lies as the owner does, and where that has no strides."""
+    if tensor is owner:
+        return None
+    try:
+        strides, own = tensor.stride(), owner.stride()
+        offset = int(tensor.storage_offset()) - int(owner.storage_offset())
+    except RuntimeError:  # sparse tensors and nested ones have none
+        return None
+    return None if strides == own and not offset else (strides, offset, own)
+
+
 def mark_changed(holder: Holder) -> None:
     """Note that the tensor was changed in place after it was saved: no version of it is right any more."""
     holder.metadata = (CHANGED, *holder.metadata[1:])

@@ -6,16 +6,26 @@ where the difference is harmless.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
 from torch.autograd.function import BackwardCFunction
 
 from torch_remat._compat import node_number, without_dispatch_modes
-from torch_remat.dispatch.check.mismatch import another_parameter, other_metadata, other_producer, outside_changed
-from torch_remat.dispatch.holder import CHANGED, Holder
+from torch_remat.dispatch.check.mismatch import (
+    another_parameter,
+    other_layout,
+    other_metadata,
+    other_producer,
+    outside_changed,
+)
+from torch_remat.dispatch.holder import CHANGED, Holder, Layout
 from torch_remat.dispatch.placeholder import Placeholder, refuse
 from torch_remat.errors import RematError
+
+if TYPE_CHECKING:
+    from torch_remat.dispatch.region.region import Region
 
 
 def what_differs(
@@ -44,7 +54,7 @@ def what_differs(
         return None  # an error if backward reads it, as in plain autograd
     if _is_another(holder, owner, origin, first_number):
         return another_parameter(region, holder.name, holder.op, None, tensor)
-    if region.options.determinism_check in ("default", "bitwise"):
+    if region.options.determinism_check in _COMPARING:
         if metadata != [tensor.shape, tensor.dtype, tensor.device]:
             return other_metadata(region, holder, tensor)
         if not loaded and _is_by_another_op(holder, owner, first_number):
@@ -89,3 +99,25 @@ def _is_by_another_op(holder: Holder, owner: torch.Tensor, first_number: int) ->
         return False  # from outside: `_is_another` has judged it
     kinds = {holder.producer, type(node)}
     return len(kinds) > 1 and not any(issubclass(kind, BackwardCFunction) for kind in kinds)
+
+
+def lies_otherwise(region: Region, position: int, now: Layout | None) -> RematError | None:
+    """Return the error about a view that lies otherwise in what it is a view of than in forward, if it does.
+
+    Where that itself lies otherwise, as inputs may that hooks around the region restored, nothing can be told.
+
+    Args:
+        region: The region.
+        position: Which of the saved tensors it is.
+        now: What `layout_of` says of replay's tensor.
+    """
+    before = region.tape.layouts.get(position, _AS_OWNER)
+    if before is None or before == (now or _AS_OWNER) or region.options.determinism_check not in _COMPARING:
+        return None
+    if (before[2:] != now[2:]) if before and now else region.inputs is None or not region.inputs.as_given:
+        return None
+    return other_layout(region, f"saved tensor {position}", before[:2], (now or _AS_OWNER)[:2])
+
+
+_AS_OWNER: Any = ()
+_COMPARING = ("default", "bitwise")

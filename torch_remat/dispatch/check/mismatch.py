@@ -6,6 +6,7 @@ in-place change explains it; with ``debug=True`` it shows the ops of both phases
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -80,6 +81,15 @@ def other_producer(region: Region, holder: Holder, owner: torch.Tensor) -> Misma
 
 def _node_name(kind: type) -> str:
     return "no recorded op" if kind is type(None) else kind.__name__.removesuffix("0")
+
+
+def other_layout(region: Region, place: str, before: Sequence[Any], now: Sequence[Any]) -> MismatchError:
+    """Forward and replay saved views that lie otherwise in what they are views of, such as a transposed one."""
+    forward, replay = (
+        "all of a tensor as it is" if not layout else "a view with strides {} from element {} on".format(*layout)
+        for layout in (before, now)
+    )
+    return mismatched(region, f"forward saved {forward} here, replay {replay}", _SAME_OPS, place)
 
 
 def other_value(region: Region, holder: Holder, value: Any) -> MismatchError:

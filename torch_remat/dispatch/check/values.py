@@ -63,7 +63,7 @@ def checksum(tensor: torch.Tensor) -> bytes:
 class TrainedStatistics(DispatchMode):
     """Leaves the running statistics of batch norms in training out of the comparison, while a forward runs.
 
-    Autograd saves them, each run changes them, and their backward in training does not read them. In evaluation it does.
+    Autograd saves them, each run changes them, and backward does not read them. In evaluation it does.
     Instance norms are batch norms too, on copies of the statistics.
 
     Args:

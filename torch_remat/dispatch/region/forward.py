@@ -24,6 +24,7 @@ from torch_remat.dispatch.holder import (
     AUTOCAST_DTYPES,
     Anchor,
     Holder,
+    layout_of,
     mark_changed,
     metadata_of,
     parameter_behind,
@@ -187,16 +188,21 @@ class Recording(RematMode):
         if type(tensor) is Parameter:
             self._saved.append(tensor)
             return (tensor, tensor._version, self.region)
+        inputs = self.region.inputs
+        assert inputs is not None
         owner = tensor._base
         if owner is None:
             owner = tensor
+        elif inputs.is_base(owner):  # replay will not know it
+            self.region.tape.layouts[len(self._saved)] = None
+        elif (layout := layout_of(tensor, owner)) is not None:
+            self.region.tape.layouts[len(self._saved)] = layout
         origin = None
         if type(owner) is not torch.Tensor or tensor.dtype in AUTOCAST_DTYPES:
             origin = parameter_behind(owner)
             if origin is owner:
-                assert self.region.inputs is not None
                 # An argument that is a view of a parameter comes back from the inputs without its base.
-                self._saved.append(None if self.region.inputs.contains(owner) else owner)
+                self._saved.append(None if inputs.contains(owner) else owner)
                 return (tensor if tensor is owner else self._alias_of(tensor), tensor._version, self.region)
         holder = Holder()
         self._saved.append(ref(holder))

@@ -36,7 +36,18 @@ class RegionInputs:
         hooks: The saved-tensor hooks around the region, if any.
     """
 
-    __slots__ = ("_attributes", "_away", "_inside", "_leaves", "_originals", "_owners", "_spec", "_tensors", "_unpack")
+    __slots__ = (
+        "_attributes",
+        "_away",
+        "_bases",
+        "_inside",
+        "_leaves",
+        "_originals",
+        "_owners",
+        "_spec",
+        "_tensors",
+        "_unpack",
+    )
 
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any], hooks: SavedTensorHooks | None = None) -> None:
         self._leaves: list[Any] = list(args)
@@ -46,6 +57,7 @@ class RegionInputs:
         self._unpack: Callable[[Any], torch.Tensor] | None = None
         self._away: dict[int, Offloaded] | None = None  # by index of the leaf; set only if inputs are offloaded
         self._owners: tuple[ref[torch.Tensor], ...] = ()  # the parameters that arguments are views of
+        self._bases: set[int] = set()  # id of each tensor that an argument is a view of; valid during forward
         self._attributes: dict[int, dict[str, Any]] | None = None  # by leaf: what Python code set on it
         # `_inside`, set only where there are such: the leaves that the region itself has changed, and may not have.
         # id of each tensor argument to its first leaf, and of each tensor that one is a view of; valid during forward.
@@ -74,6 +86,7 @@ class RegionInputs:
             base = tensor._base
             if base is not None:
                 self._originals.setdefault(id(base), None)
+                self._bases.add(id(base))
                 if is_parameter(base):
                     self._owners += (ref(base),)
             version = (_UNPACKED if hooks else -1) if tensor.is_inference() else tensor._version
@@ -104,6 +117,11 @@ class RegionInputs:
         """Whether saved-tensor hooks around the region hold the tensors."""
         return self._unpack is not None
 
+    @property
+    def as_given(self) -> bool:
+        """Whether replay gets the tensors with the strides that forward got: none was packed or offloaded."""
+        return self._unpack is None and not self._away
+
     def kept(self) -> Iterator[tuple[str, Any]]:
         """Yield each tensor's place in the call, and the tensor, or what stands in for it."""
         away = self._away or {}
@@ -119,6 +137,10 @@ class RegionInputs:
     def contains(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is an argument, or one that an argument is a view of; asked only while forward runs."""
         return id(tensor) in self._originals
+
+    def is_base(self, tensor: torch.Tensor) -> bool:
+        """Whether an argument is a view of a tensor, so that replay's argument is none; asked while forward runs."""
+        return id(tensor) in self._bases
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's memory stays with the inputs; asked only while forward runs."""

@@ -16,12 +16,20 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from torch_remat._compat import sequence_number, set_grad_enabled, without_dispatch_modes
-from torch_remat.dispatch.check.comparison import what_differs
+from torch_remat.dispatch.check.comparison import lies_otherwise, what_differs
 from torch_remat.dispatch.check.inner_ops import check_inner, missing_inner
 from torch_remat.dispatch.check.mismatch import another_parameter, fewer_saved, more_saved
 from torch_remat.dispatch.check.parameters import check_parameters
 from torch_remat.dispatch.check.values import Values, difference, value_function
-from torch_remat.dispatch.holder import AUTOCAST_DTYPES, Holder, OpHolder, ResidentRef, metadata_of, parameter_behind
+from torch_remat.dispatch.holder import (
+    AUTOCAST_DTYPES,
+    Holder,
+    OpHolder,
+    ResidentRef,
+    layout_of,
+    metadata_of,
+    parameter_behind,
+)
 from torch_remat.dispatch.mode import RematMode, StopReplay
 from torch_remat.dispatch.options import DEFAULTS
 from torch_remat.dispatch.placeholder import Packed, Placeholder, Refusal, add_note, last_refusal, real, unpack
@@ -216,6 +224,7 @@ class Filling(RematMode):
                 self.explain(holder, tensor, owner, origin)
                 if self.over:
                     return value
+            self._compare_layouts(position, tensor, owner)
             if holder.value is None:
                 holder.value = value
                 if self._values is not None:
@@ -226,6 +235,8 @@ class Filling(RematMode):
                     self._unfilled_number = sequence_number()
         elif isinstance(entry, torch.Tensor) and origin is not entry:
             self.fail(another_parameter(self.region, f"saved tensor {position}", None, entry, tensor))
+        elif entry is not None and type(entry) is not ResidentRef:
+            self._compare_layouts(position, tensor, owner)
         if type(value) is not Placeholder:  # else its reader comes next, which the error is to name
             self._stop_at(position)
         return value
@@ -304,6 +315,16 @@ class Filling(RematMode):
                 self.after_next_op(partial(self.fail, error))  # if that is another op, it says more
             else:
                 self.fail(error)
+
+    def _compare_layouts(self, position: int, tensor: torch.Tensor, owner: torch.Tensor) -> None:
+        """Fail if a view lies otherwise in what it is a view of than in forward."""
+        if tensor is owner and position not in self.region.tape.layouts:
+            return
+        if self.ops is not None and (self.ops.has_loaded(owner) or type(tensor) is Placeholder):
+            return  # what was kept for replay has lost its base
+        error = lies_otherwise(self.region, position, layout_of(tensor, owner))
+        if error is not None:
+            self.fail(error)
 
     def _compare_value(self, holder: Holder, value: Any) -> None:
         if self._error is None:
