@@ -11,8 +11,9 @@ NOTE [ Life of a holder ]
    that of after forward; a later read replays again. (Not while another thread replays the region, which counts on
    what it has filled.) Inside a ``GraphExecGroup`` it keeps the value until the group
    is gone, since the group's backwards share one replay.
-4. Parameters and views of them exist anyway. Autograd keeps them itself, in an `Anchor`, and replay does not fill
-   them; it only makes sure that the same parameter stands at the same place.
+4. Parameters, other leaves that require a gradient, and views of these exist anyway: the graph owns them. Autograd
+   keeps them itself, in an `Anchor`, and replay does not fill them; it only makes sure that the same one stands at the
+   same place. Forward alone asks what is a leaf, and of the region's inputs none counts as one: in replay all are.
 5. Every read compares version counters, as autograd does for tensors that it saves itself.
 """
 
@@ -48,12 +49,13 @@ class Holder:
     Attributes:
         region: The region that refills it.
         value: The saved tensor, without a graph, or None while the holder is empty.
-        origin: What replay must find again here: the parameter that the tensor is autocast's copy of; a weak reference
-            to another tensor that is older than the region and no input; else None.
+        origin: What replay must find again here: the leaf that the tensor is autocast's copy of; a weak reference to
+            another tensor that is older than the region and no input; else None.
         metadata: What `metadata_of` said of the tensor when it was saved.
-        plain: Whether replay compares its metadata and its producer and nothing else: an op of the region made the
-            tensor, with a gradient, and it is neither a view nor a copy by autocast.
-        producer: The type of the autograd node that made the tensor; `NoneType` for inputs and leaves.
+        plain: Whether replay compares its metadata, its layout and its producer and nothing else: an op of the region
+            made the tensor, with a gradient, and it is no copy by autocast; or it is an input, or a view of one.
+        producer: The type of the autograd node that made the tensor, or what it is a view of; `NoneType` for inputs and
+            leaves.
         fingerprint: The value that the determinism check compares; set only where it compares values.
     """
 
@@ -156,19 +158,23 @@ def is_parameter(tensor: torch.Tensor) -> bool:
 
 
 def parameter_behind(owner: torch.Tensor) -> torch.Tensor | None:
-    """Return the parameter that a tensor is, or of which it is autocast's copy in a smaller dtype; else None.
+    """Return the parameter that a tensor is, or the leaf of which it is autocast's copy in a smaller dtype; else None.
 
-    Both phases must find the same parameter, and only its identity tells: its values may change in between.
+    Both phases must find the same one, and only its identity tells: its values may change in between.
     """
     if is_parameter(owner):
         return owner
     if owner.dtype in AUTOCAST_DTYPES:
         node = owner.grad_fn
-        if node is not None and type(node).__name__ == "ToCopyBackward0":
-            variable: torch.Tensor | None = getattr(node.next_functions[0][0], "variable", None)
-            if variable is not None and is_parameter(variable):
-                return variable
+        if node is not None and type(node) is CAST:
+            leaf: torch.Tensor | None = getattr(node.next_functions[0][0], "variable", None)
+            return leaf
     return None
+
+
+with torch.enable_grad():
+    # The type of the node of a cast, such as those that autocast makes of weights.
+    CAST = type(torch.zeros((), requires_grad=True, device="cpu").to(torch.float64).grad_fn)
 
 
 def read(packed: Holder | Anchor) -> torch.Tensor:
@@ -183,7 +189,7 @@ def read(packed: Holder | Anchor) -> torch.Tensor:
             return _read_of_op(packed)
         value, version, region = packed
         if value._version != version:
-            raise changed_in_place(region, "parameter", value.shape)
+            raise changed_in_place(region, "parameter" if is_parameter(value) else "leaf", value.shape)
         return value
     kept = packed.value
     if kept is None:

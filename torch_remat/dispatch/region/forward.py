@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter
+from types import NoneType
 from typing import Any
 from weakref import ref
 
@@ -21,9 +22,10 @@ from torch_remat.dispatch.check.parameters import versions_of
 from torch_remat.dispatch.check.values import TrainedStatistics, Values, keep_value, value_function
 from torch_remat.dispatch.forward_ops import ForwardOps
 from torch_remat.dispatch.holder import (
-    AUTOCAST_DTYPES,
+    CAST,
     Anchor,
     Holder,
+    is_parameter,
     layout_of,
     mark_changed,
     metadata_of,
@@ -134,92 +136,117 @@ class Recording(RematMode):
     def pack_hook(self) -> Callable[[torch.Tensor], Holder | Anchor]:
         """Return the pack hook: it makes what autograd keeps instead of a tensor.
 
-        It is a closure over local names, since it runs for each saved tensor. It does itself what a plain small tensor
-        needs, and leaves all others to `pack`.
+        It is a closure over local names, since it runs for each saved tensor. It does itself what an ordinary tensor
+        needs: a leaf, an input, a result with a gradient, or a view of one of these. All others it leaves to `pack`,
+        which does the same for any tensor.
         """
+        if self._values is not None:
+            return self._pack_among_ops
         region, first_number = self.region, self._first_number
-        saved, count, values = self._saved.append, self._counters.append, self._values
+        assert region.inputs is not None
+        entries, layouts, originals = region.tape.saved, region.tape.layouts, region.inputs.originals
+        is_base = region.inputs.is_base
+        saved, count = entries.append, self._counters.append
+        room = ROOM_BYTES
 
         def pack(tensor: torch.Tensor) -> Holder | Anchor:
-            ops = self.ops
-            if ops is not None:
-                held: Holder | Anchor | None = None
-                if ops.expected is not None:
-                    held = ops.pack(tensor)
-                elif ops.policy is not None:
-                    held = ops.policy.pack(tensor)
-                elif ops.natives is not None:
-                    held = ops.natives.pack(tensor)
-                if held is not None:
-                    return held
-            if values is not None:
-                return self.pack(tensor)
-            try:
-                small = type(tensor) is Tensor and tensor._base is None and tensor.nbytes <= SMALL_BYTES
-            except RuntimeError:
-                small = False  # sparse tensors have no such number
-            if small:
-                node = tensor.grad_fn
-                metadata = metadata_of(tensor)
-                if (
-                    node is not None
-                    and not metadata[0]
-                    and node_number(node) >= first_number
-                    and metadata[2] not in AUTOCAST_DTYPES
-                ):
-                    holder = Holder()
-                    holder.region = region
-                    holder.value = holder.origin = None
-                    holder.metadata = metadata
-                    holder.producer = type(node)
-                    holder.plain = True
-                    saved(ref(holder))
-                    count(tensor)
-                    return holder
-            elif type(tensor) is Parameter:
+            nonlocal room
+            if self.ops is not None:
+                return self._pack_among_ops(tensor)
+            if type(tensor) is Parameter:
                 saved(tensor)
                 return (tensor, tensor._version, region)
-            return self.pack(tensor)
+            if type(tensor) is not Tensor:
+                return self.pack(tensor)
+            owner = tensor._base
+            if owner is None:
+                owner = tensor
+            node = owner.grad_fn
+            producer = type(node)
+            if id(owner) in originals:
+                ordinary = type(owner) is Tensor
+                producer = NoneType  # replay passes inputs without their history
+            elif node is not None:
+                ordinary = node_number(node) >= first_number and producer is not CAST
+            elif owner is tensor and tensor.requires_grad:
+                saved(tensor)
+                return (tensor, tensor._version, region)
+            else:
+                return self.pack(tensor)
+            metadata = metadata_of(tensor)
+            try:
+                size = owner.nbytes
+            except RuntimeError:  # sparse tensors have no such number
+                size = room + 1
+            if not ordinary or metadata[0] or (size > SMALL_BYTES and size > room):
+                return self.pack(tensor)
+            room -= size
+            if owner is not tensor:
+                if is_base(owner):
+                    layouts[len(entries)] = None
+                elif (layout := layout_of(tensor, owner)) is not None:
+                    layouts[len(entries)] = layout
+            holder = Holder()
+            holder.region = region
+            holder.value = holder.origin = None
+            holder.metadata = metadata
+            holder.producer = producer
+            holder.plain = True
+            saved(ref(holder))
+            count(owner)
+            return holder
 
         return pack
 
+    def _pack_among_ops(self, tensor: torch.Tensor) -> Holder | Anchor:
+        """Do what the pack hook does where something of the region is kept, or where values are compared."""
+        ops = self.ops
+        if ops is not None:
+            held: Holder | Anchor | None = None
+            if ops.expected is not None:
+                held = ops.pack(tensor)
+            elif ops.policy is not None:
+                held = ops.policy.pack(tensor)
+            elif ops.natives is not None:
+                held = ops.natives.pack(tensor)
+            if held is not None:
+                return held
+        return self.pack(tensor)
+
     def pack(self, tensor: torch.Tensor) -> Holder | Anchor:
         """Do what the pack hook does, for any tensor that is not saved by a SAVE op."""
-        if type(tensor) is Parameter:
-            self._saved.append(tensor)
-            return (tensor, tensor._version, self.region)
-        inputs = self.region.inputs
+        region, place = self.region, len(self._saved)
+        inputs = region.inputs
         assert inputs is not None
         owner = tensor._base
         if owner is None:
             owner = tensor
-        elif inputs.is_base(owner):  # replay will not know it
-            self.region.tape.layouts[len(self._saved)] = None
+        elif inputs.is_base(owner):
+            region.tape.layouts[place] = None  # replay's argument is no view of it
         elif (layout := layout_of(tensor, owner)) is not None:
-            self.region.tape.layouts[len(self._saved)] = layout
-        origin = None
-        if type(owner) is not torch.Tensor or tensor.dtype in AUTOCAST_DTYPES:
-            origin = parameter_behind(owner)
-            if origin is owner:
-                # An argument that is a view of a parameter comes back from the inputs without its base.
-                self._saved.append(None if inputs.contains(owner) else owner)
-                return (tensor if tensor is owner else self._alias_of(tensor), tensor._version, self.region)
+            region.tape.layouts[place] = layout
+        node, is_input = owner.grad_fn, inputs.contains(owner)
+        if is_parameter(owner) or (node is None and owner.requires_grad and not is_input):
+            # An argument that is a view of a parameter comes back from the inputs without its base.
+            self._saved.append(None if is_input else owner)
+            return (tensor if tensor is owner else self._alias_of(tensor), tensor._version, region)
         holder = Holder()
         self._saved.append(ref(holder))
-        holder.region = self.region
-        holder.value = None
-        holder.origin = origin
-        holder.plain = False
+        holder.region = region
+        holder.value = holder.origin = None
         holder.metadata = metadata = metadata_of(tensor)
         if metadata[0]:
             self._any_version = 1
-        node = owner.grad_fn
-        holder.producer = type(node)
-        if owner.requires_grad if node is None else node_number(node) < self._first_number:
-            self._look_outside(holder, owner)
+        holder.plain = False
+        holder.producer = NoneType if is_input else type(node)
+        if node is not None and not is_input:
+            cast_of = parameter_behind(owner)
+            if cast_of is not None:
+                holder.origin = None if inputs.contains(cast_of) else cast_of
+            elif node_number(node) < self._first_number:
+                holder.origin = ref(owner)
         self._counters.append(self._counter_of(owner))
-        if self._values is not None:
-            self.note_value(holder, tensor)
+        self.note_value(holder, tensor)
         return holder
 
     def note_value(self, holder: Holder, tensor: torch.Tensor) -> None:
@@ -242,16 +269,6 @@ class Recording(RematMode):
             return tensor.detach()
         with without_dispatch_modes():
             return tensor.detach()
-
-    def _look_outside(self, holder: Holder, owner: torch.Tensor) -> None:
-        """Note where a saved tensor comes from that is older than the region, or a leaf."""
-        inputs = self.region.inputs
-        assert inputs is not None
-        if inputs.contains(owner):
-            holder.producer = type(None)  # replay passes inputs without their history
-            holder.origin = None
-        elif holder.origin is None:
-            holder.origin = ref(owner)
 
     def ops_now(self) -> ForwardOps:
         """Return the ops of this forward."""
@@ -302,7 +319,9 @@ class Recording(RematMode):
 
 
 _version_of = attrgetter("_version")
+# What is so small is kept until forward ends rather than described, and of what is larger so much in a region.
 SMALL_BYTES = 4096
+ROOM_BYTES = 1 << 20
 _NOTHING = torch.empty(0)
 
 

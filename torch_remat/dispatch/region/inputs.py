@@ -34,6 +34,10 @@ class RegionInputs:
         args: The positional arguments of the region's function.
         kwargs: Its keyword arguments.
         hooks: The saved-tensor hooks around the region, if any.
+
+    Attributes:
+        originals: The id of each tensor argument, with its first leaf, and of each tensor that one is a view of;
+            filled only while forward runs.
     """
 
     __slots__ = (
@@ -42,11 +46,11 @@ class RegionInputs:
         "_bases",
         "_inside",
         "_leaves",
-        "_originals",
         "_owners",
         "_spec",
         "_tensors",
         "_unpack",
+        "originals",
     )
 
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any], hooks: SavedTensorHooks | None = None) -> None:
@@ -60,11 +64,10 @@ class RegionInputs:
         self._bases: set[int] = set()  # id of each tensor that an argument is a view of; valid during forward
         self._attributes: dict[int, dict[str, Any]] | None = None  # by leaf: what Python code set on it
         # `_inside`, set only where there are such: the leaves that the region itself has changed, and may not have.
-        # id of each tensor argument to its first leaf, and of each tensor that one is a view of; valid during forward.
-        self._originals: dict[int, int | None] = {}
+        self.originals: dict[int, int | None] = {}
         if kwargs or not all(map(_is_tensor, args)):
             self._leaves, self._spec = _flatten((tuple(args), dict(kwargs)))
-        leaves, originals = self._leaves, self._originals
+        leaves, originals = self._leaves, self.originals
         for index, leaf in enumerate(leaves):
             if type(leaf) is Tensor and hooks is None and leaf._base is None and id(leaf) not in originals:
                 # What `_keep` does, for the usual input.
@@ -80,12 +83,12 @@ class RegionInputs:
         if type(tensor) is not torch.Tensor and is_parameter(tensor):
             self._tensors.append((index, None, tensor._version))
             return
-        first = self._originals.get(id(tensor))
+        first = self.originals.get(id(tensor))
         if first is None:
-            first = self._originals[id(tensor)] = index
+            first = self.originals[id(tensor)] = index
             base = tensor._base
             if base is not None:
-                self._originals.setdefault(id(base), None)
+                self.originals.setdefault(id(base), None)
                 self._bases.add(id(base))
                 if is_parameter(base):
                     self._owners += (ref(base),)
@@ -136,7 +139,7 @@ class RegionInputs:
 
     def contains(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is an argument, or one that an argument is a view of; asked only while forward runs."""
-        return id(tensor) in self._originals
+        return id(tensor) in self.originals
 
     def is_base(self, tensor: torch.Tensor) -> bool:
         """Whether an argument is a view of a tensor, so that replay's argument is none; asked while forward runs."""
@@ -144,7 +147,7 @@ class RegionInputs:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's memory stays with the inputs; asked only while forward runs."""
-        return self._away is None and id(tensor) in self._originals
+        return self._away is None and id(tensor) in self.originals
 
     def give_away(
         self,
@@ -182,7 +185,7 @@ class RegionInputs:
 
     def forget_originals(self) -> None:
         """Forget what only forward asks for."""
-        self._originals.clear()
+        self.originals.clear()
 
     def parameters(self) -> Iterator[Any]:
         """Yield the parameters among the arguments."""

@@ -13,10 +13,9 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from torch_remat._compat import sequence_number, set_grad_enabled, without_dispatch_modes
-from torch_remat.dispatch.check.comparison import lies_otherwise, what_differs
+from torch_remat.dispatch.check.comparison import is_same_leaf, lies_otherwise, what_differs
 from torch_remat.dispatch.check.inner_ops import check_inner, missing_inner
 from torch_remat.dispatch.check.mismatch import another_parameter, fewer_saved, more_saved
 from torch_remat.dispatch.check.parameters import check_parameters
@@ -26,6 +25,7 @@ from torch_remat.dispatch.holder import (
     Holder,
     OpHolder,
     ResidentRef,
+    is_parameter,
     layout_of,
     metadata_of,
     parameter_behind,
@@ -75,7 +75,6 @@ class Filling(RematMode):
         self.ops = ReplayOps(self) if region.tape.records else None
         self.position = 0
         self._late: list[tuple[Holder, Placeholder]] = []  # to be filled once the next op has been seen
-        self._first_number = sequence_number()
         if region.options is not DEFAULTS:
             value_of = value_function(region.options.determinism_check)
             self._values = None if value_of is None else Values(value_of, self._compare_value)
@@ -126,13 +125,19 @@ class Filling(RematMode):
                 last_refusal.set(None)
 
     def pack_hook(self) -> Callable[[torch.Tensor], torch.Tensor | Packed]:
-        """Return the pack hook: it takes a value for the next holder and returns what replay's own graph keeps."""
-        saved, last, values = self._saved, self._last, self._values
+        """Return the pack hook: it takes a value for the next holder and returns what replay's own graph keeps.
+
+        As in forward, it does itself what an ordinary tensor needs, and leaves all others to `pack`.
+        """
+        if self._values is not None:
+            return self._pack_among_ops
+        saved, last, layouts = self._saved, self._last, self.region.tape.layouts
 
         def pack(tensor: torch.Tensor) -> torch.Tensor | Packed:
+            if self.ops is not None:
+                return self._pack_among_ops(tensor)
             position = self.position
-            ops = self.ops
-            if position >= self._limit or values is not None or (ops is not None and ops.suppressed.pending):
+            if position >= self._limit:
                 return self.pack(tensor)
             entry = saved[position]
             if type(entry) is ref:
@@ -143,29 +148,37 @@ class Filling(RematMode):
                     and holder.value is None
                     and type(tensor) is Tensor
                     and metadata_of(tensor) == holder.metadata
-                    # What came from a slot has no history.
-                    and (type(tensor.grad_fn) is holder.producer or (ops is not None and ops.has_loaded(tensor)))
                 ):
-                    self.position = position + 1
-                    if self.watcher is None:
+                    owner = tensor._base
+                    if (
+                        type(tensor.grad_fn) is holder.producer and position not in layouts
+                        if owner is None
+                        else type(owner.grad_fn) is holder.producer
+                        and layouts.get(position, layout := layout_of(tensor, owner)) == layout
+                        and (layout is None) is (position not in layouts)
+                    ):
+                        self.position = position + 1
                         holder.value = value = tensor.detach()
-                    else:
-                        with without_dispatch_modes():
-                            holder.value = value = tensor.detach()
-                    if position == last:
-                        self._stop_at(position)
-                    return value
-            elif position == last:
-                pass
-            elif entry is tensor and type(tensor) is Parameter:
+                        if position == last:
+                            self._stop_at(position)
+                        return value
+            elif entry is tensor and position != last:
                 self.position = position + 1
                 return tensor
-            elif type(entry) is ResidentRef and type(tensor) is Tensor:
-                self.position = position + 1
-                return entry.value_like(tensor)
             return self.pack(tensor)
 
         return pack
+
+    def _pack_among_ops(self, tensor: torch.Tensor) -> torch.Tensor | Packed:
+        """Do what the pack hook does where something of the region is kept, or where values are compared."""
+        position, ops = self.position, self.ops
+        if position >= self._limit or self._values is not None or (ops is not None and ops.suppressed.pending):
+            return self.pack(tensor)
+        entry = self._saved[position]
+        if type(entry) is ResidentRef and type(tensor) is Tensor and position != self._last:
+            self.position = position + 1
+            return entry.value_like(tensor)
+        return self.pack(tensor)
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | Packed:
         """Do what the pack hook does, for any tensor."""
@@ -174,38 +187,15 @@ class Filling(RematMode):
         if self.ops is not None and self.ops.suppressed.pending:
             self.ops.suppressed.restore()
         if type(tensor) is Placeholder:
-            entry = self._saved[position] if position < self._limit else None
-            if type(entry) is not ref or (holder := entry()) is None or holder.value is not None:
-                if self._limit:
-                    self._stop_at(position)
-                return Packed.of(tensor)
-            if tensor.compute is not None:
-                if self.ops is not None and self.ops.compares():  # likely for another op than forward's
-                    self._late.append((holder, tensor))
-                    self._waiting += 1
-                    self.after_next_op(self._fill_late)
-                    return Packed.of(tensor)
-                tensor = tensor.compute("saving it for backward")
-                self.note_loaded(tensor)
-        owner: torch.Tensor | None
-        origin: torch.Tensor | None
-        value: torch.Tensor
-        if type(tensor) is Parameter:
-            owner = origin = value = tensor
-        else:
-            owner = tensor._base
-            if owner is None:
-                owner = tensor
-            origin = None
-            if type(owner) is not torch.Tensor or tensor.dtype in AUTOCAST_DTYPES:
-                origin = parameter_behind(owner)
-            if origin is tensor:
-                value = tensor
-            elif self.watcher is None or type(tensor) is not torch.Tensor:
-                value = tensor.detach()
-            else:
-                with without_dispatch_modes():
-                    value = tensor.detach()
+            if (packed := self._pack_placeholder(position, tensor)) is not None:
+                return packed
+            assert tensor.compute is not None
+            tensor = tensor.compute("saving it for backward")
+            self.note_loaded(tensor)
+        owner = tensor._base
+        if owner is None:
+            owner = tensor
+        value = tensor if is_parameter(tensor) else self._alias_of(tensor)
         if position >= self._limit:
             return value
         entry = self._saved[position]
@@ -213,33 +203,66 @@ class Filling(RematMode):
             holder = entry()
             if holder is None:
                 return value
-            if (
-                origin is not holder.origin
-                or metadata_of(tensor) != holder.metadata
-                or (
-                    type(owner.grad_fn) is not holder.producer
-                    and not (self.ops is not None and self.ops.has_loaded(owner))  # a slot has no history
-                )
-            ):
-                self.explain(holder, tensor, owner, origin)
-                if self.over:
-                    return value
-            self._compare_layouts(position, tensor, owner)
+            self._compare(position, holder, tensor, owner)
+            if self.over:
+                return value
             if holder.value is None:
-                holder.value = value
-                if self._values is not None:
-                    with self.unwatched():
-                        self._values.add(holder, value)
-                is_buffer = not tensor.requires_grad and value.is_floating_point()
-                if is_buffer and (self.ops is None or self.ops.may_fill()):
-                    self._unfilled_number = sequence_number()
-        elif isinstance(entry, torch.Tensor) and origin is not entry:
-            self.fail(another_parameter(self.region, f"saved tensor {position}", None, entry, tensor))
-        elif entry is not None and type(entry) is not ResidentRef:
+                self._give(holder, tensor, value)
+        elif isinstance(entry, torch.Tensor):
+            if owner is not entry and not is_same_leaf(entry, owner):
+                self.fail(another_parameter(self.region, f"saved tensor {position}", None, entry, tensor))
             self._compare_layouts(position, tensor, owner)
         if type(value) is not Placeholder:  # else its reader comes next, which the error is to name
             self._stop_at(position)
         return value
+
+    def _pack_placeholder(self, position: int, tensor: Placeholder) -> Packed | None:
+        """Return what replay's own graph keeps of a placeholder; None if a holder needs its value now."""
+        entry = self._saved[position] if position < self._limit else None
+        if type(entry) is not ref or (holder := entry()) is None or holder.value is not None:
+            if self._limit:
+                self._stop_at(position)
+            return Packed.of(tensor)
+        if self.ops is None or not self.ops.compares():
+            return None
+        self._late.append((holder, tensor))  # likely for another op than forward's
+        self._waiting += 1
+        self.after_next_op(self._fill_late)
+        return Packed.of(tensor)
+
+    def _compare(self, position: int, holder: Holder, tensor: torch.Tensor, owner: torch.Tensor) -> None:
+        """Compare what is saved with what forward saved at the same place, and fail where they differ."""
+        origin = None
+        if type(owner) is not torch.Tensor or tensor.dtype in AUTOCAST_DTYPES:
+            origin = parameter_behind(owner)
+            if holder.origin is None and origin is not None and not is_parameter(origin):
+                origin = None  # an input, which is a leaf in replay
+        if (
+            origin is not holder.origin
+            or metadata_of(tensor) != holder.metadata
+            or (
+                type(owner.grad_fn) is not holder.producer
+                and not (self.ops is not None and self.ops.has_loaded(owner))  # a slot has no history
+            )
+        ):
+            self.explain(holder, tensor, owner, origin)
+        if not self.over:
+            self._compare_layouts(position, tensor, owner)
+
+    def _give(self, holder: Holder, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        holder.value = value
+        if self._values is not None:
+            with self.unwatched():
+                self._values.add(holder, value)
+        is_buffer = not tensor.requires_grad and value.is_floating_point()
+        if is_buffer and (self.ops is None or self.ops.may_fill()):
+            self._unfilled_number = sequence_number()
+
+    def _alias_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.watcher is None or type(tensor) is not torch.Tensor:
+            return tensor.detach()
+        with without_dispatch_modes():
+            return tensor.detach()
 
     def _fill_late(self) -> None:
         late, self._late = self._late, []
@@ -305,7 +328,7 @@ class Filling(RematMode):
     def explain(self, holder: Holder, tensor: torch.Tensor, owner: torch.Tensor, origin: torch.Tensor | None) -> None:
         """Tell apart what differs from forward, and fail unless it is harmless."""
         loaded = self.ops is not None and self.ops.has_loaded(owner)
-        error = what_differs(holder, tensor, owner, origin, self._first_number, loaded)
+        error = what_differs(holder, tensor, owner, origin, loaded)
         if error is not None:
             name = None if self.ops is None or type(holder) is OpHolder else self.ops.next_name()
             if name is not None and type(error) is MismatchError:
