@@ -318,7 +318,7 @@ def test_variable_from_outside_that_is_another_tensor_in_replay_is_an_error_in_a
 @pytest.mark.parametrize("threaded", [False, True])
 @pytest.mark.parametrize("kind", ["result", "view of a result", "leaf", "view of a leaf"])
 def test_variable_from_outside_that_stays_is_equal_in_any_thread(kind, threaded):
-    s, make = outside(kind)
+    _, make = outside(kind)
     x, t = leaf(4, 4), make(2.0)
     y = checkpointed(lambda v: (v.sin() * t).cos())(x)
     run_in_threads(lambda: y.sum().backward()) if threaded else y.sum().backward()

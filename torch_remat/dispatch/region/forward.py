@@ -6,7 +6,7 @@ with a hook on each of its nodes that starts the replay.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter
 from types import NoneType
@@ -17,8 +17,14 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from torch_remat._compat import node_number, without_dispatch_modes
-from torch_remat.dispatch.check.parameters import versions_of
+from torch_remat._compat import (
+    node_number,
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
+    sequence_number,
+    without_dispatch_modes,
+)
+from torch_remat.dispatch.check.parameters import used_leaves, versions_of
 from torch_remat.dispatch.check.values import TrainedStatistics, Values, keep_value, value_function
 from torch_remat.dispatch.forward_ops import ForwardOps
 from torch_remat.dispatch.holder import (
@@ -32,18 +38,51 @@ from torch_remat.dispatch.holder import (
     parameter_behind,
     read,
 )
-from torch_remat.dispatch.mode import RematMode, current_mode
+from torch_remat.dispatch.mode import RematMode, current_mode, make_current
 from torch_remat.dispatch.observe import Watch, is_watched
 from torch_remat.dispatch.options import DEFAULTS, Options
 from torch_remat.dispatch.policy_forward import PolicyForward
 from torch_remat.dispatch.region.module_path import ModulePath
 from torch_remat.dispatch.region.outputs import boundary_nodes, node_of, tensors_of
 from torch_remat.dispatch.region.region import Region
+from torch_remat.errors import Carried
 from torch_remat.policies.kinds import OpPolicy
 
 
 def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options) -> Any:
     """Run a function as a checkpointed region and return its output."""
+    parent = current_mode()
+    if options is DEFAULTS and (parent is None or parent.ops is None) and not is_watched():
+        return _run_plain(function, args, kwargs)
+    return run_any(function, args, kwargs, options)
+
+
+def _run_plain(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Do what `run_any` does, in one go, for the usual call: default options, and nothing around it that takes part."""
+    region = Region(function, args, kwargs, DEFAULTS)
+    mode = Recording(region)
+    try:
+        push_saved_tensors_hooks(mode.pack_hook(), read)
+        mode.parent = parent = current_mode()
+        make_current(mode)
+        try:
+            output = function(*args, **kwargs)
+        except Carried as carried:
+            raise carried.take(region.name) from None
+        finally:
+            pop_saved_tensors_hooks()
+            make_current(parent)
+            mode.parent = None
+        nodes = (node_of(output),) if type(output) is Tensor else boundary_nodes(tensors_of(output))
+        mode.finish(nodes)
+    finally:
+        mode.forget()
+    _start_replay_from(nodes, region)
+    return output
+
+
+def run_any(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options) -> Any:
+    """Do what `run_region` does, for any call."""
     parent = current_mode()
     is_part = False
     earlier = None
@@ -69,6 +108,13 @@ def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
         mode.forget()
         if earlier is not None:
             earlier.leave()
+    _start_replay_from(nodes, region)
+    if observed is not None:
+        observed.finish(nodes)
+    return output
+
+
+def _start_replay_from(nodes: Iterable[torch.autograd.graph.Node | None], region: Region) -> None:
     for node in nodes:
         # An output that is an input, or comes from outside, has an older node: a hook there would tie the region
         # to a graph that it may own through its function.
@@ -76,9 +122,6 @@ def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
             node.register_prehook(region.reach)
             if number > region.last_number:
                 region.last_number = number
-    if observed is not None:
-        observed.finish(nodes)
-    return output
 
 
 class Recording(RematMode):
@@ -92,17 +135,15 @@ class Recording(RematMode):
     """
 
     replaying = False
-    ops: ForwardOps | None
+    ops: ForwardOps | None = None
+    _values: Values | None = None
+    _any_version = 0
 
     def __init__(self, region: Region) -> None:
         self.region = region
-        self.ops = None
-        self._values: Values | None = None
-        self.watcher = None
         self._first_number = region.first_number
         self._saved = region.tape.saved
         self._counters: list[torch.Tensor] = []
-        self._any_version = 0
         if region.options is not DEFAULTS:
             value_of = value_function(region.options.determinism_check)
             self._values = region.values = None if value_of is None else Values(value_of, keep_value)
@@ -288,16 +329,29 @@ class Recording(RematMode):
             self._values.flush()
         if self._any_version or any(map(_version_of, self._counters)):
             self._find_changed()
+        if self.ops is None and region.options is DEFAULTS and self._counters:
+            region.tail_is_tiny = self._tail_is_tiny()
         self._counters.clear()  # before the ops look for what is alive
         if self.ops is not None:
             self.ops.finish(boundary)
-        if region.rng is not None and not region.rng.keep_drawn(region.tape.drawn_by_ops()):
+        if region.rng is not None and not region.rng.keep_drawn(region.tape.drawn_by_ops() if self.ops else ()):
             region.rng = None
         if region.parameters:
             region.versions = versions_of(region.parameters)
         if region.inputs is not None:
+            region.leaves = used_leaves(boundary, region.first_number, region.inputs.originals)
+            region.leaf_versions = list(map(_version_of, region.leaves))
             region.inputs.forget_originals()
         region.finished = True
+
+    def _tail_is_tiny(self) -> bool:
+        """Whether so little follows the last save that to stop replay there by an exception would take longer."""
+        node = self._counters[-1].grad_fn
+        if node is None or not 0 <= sequence_number() - node_number(node) <= TINY_NODES:
+            return False
+        saved: list[torch.Tensor] = [entry for entry in self._saved[-TINY_NODES:] if isinstance(entry, Tensor)]
+        # What only the counter is left of was large; it has no bytes now.
+        return all(0 < tensor.nbytes <= SMALL_BYTES for tensor in (*saved, *self._counters[-TINY_NODES:]))
 
     def _find_changed(self) -> None:
         counters = iter(self._counters)
@@ -312,16 +366,20 @@ class Recording(RematMode):
         self._counters.clear()
         if self.ops is not None:
             self.ops.forget()
+            self.ops = None
         if self._values is not None:
             self._values.forget()
             self._values = self.region.values = None
-        self.ops = self.observed = None
+        if self.observed is not None:
+            self.observed = None
 
 
 _version_of = attrgetter("_version")
 # What is so small is kept until forward ends rather than described, and of what is larger so much in a region.
 SMALL_BYTES = 4096
 ROOM_BYTES = 1 << 20
+# Of a replay that would stop before so few ops on small tensors, the exception would be the dearest part.
+TINY_NODES = 4
 _NOTHING = torch.empty(0)
 
 

@@ -218,6 +218,18 @@ class RegionInputs:
             MutationError: A tensor was changed in place since the region was called.
         """
         leaves = list(self._leaves)
+        if (
+            len(leaves) == 1
+            and self._spec is None
+            and self._unpack is None
+            and self._away is None
+            and not self._attributes
+        ):
+            # What the rest does, for the usual call.
+            ((_, requires_grad, version),) = self._tensors
+            (kept,) = leaves
+            if requires_grad is not None and (version < 0 or kept._version == version):
+                return (kept.detach().requires_grad_(requires_grad),), _NO_KWARGS
         if self._away is not None:
             for index, away in self._away.items():
                 leaves[index] = away.load()
@@ -271,6 +283,7 @@ class RegionInputs:
         return optree.PyTreeAccessor(path).codify(("args", "kwargs")[root.entry])
 
 
+_NO_KWARGS: Mapping[str, Any] = {}
 _UNPACKED = -2  # the version of an input that did not go through the hooks around the region
 
 

@@ -10,6 +10,7 @@ from _thread import RLock  # without the Python function around it that threadin
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import count
+from types import FunctionType
 from typing import Any
 from weakref import finalize, ref
 
@@ -23,7 +24,7 @@ from torch_remat.dispatch.check.values import Values
 from torch_remat.dispatch.generators import generators_of
 from torch_remat.dispatch.holder import Holder, read
 from torch_remat.dispatch.mode import unseen_by_forward_of
-from torch_remat.dispatch.naming import default_name, scope
+from torch_remat.dispatch.naming import default_name, scope, short_name
 from torch_remat.dispatch.offloading import Offloading, offload_inputs
 from torch_remat.dispatch.options import Options
 from torch_remat.dispatch.part import own_hooks
@@ -69,6 +70,8 @@ class Region:
         "hooks",
         "inputs",
         "last_number",
+        "leaf_versions",
+        "leaves",
         "offloading",
         "op_log",
         "options",
@@ -77,6 +80,7 @@ class Region:
         "rng",
         "scope",
         "serial",
+        "tail_is_tiny",
         "tape",
         "values",
         "versions",
@@ -98,11 +102,16 @@ class Region:
         generators = [*self.inputs.generators(), *generators_of(function)] if options.preserve_rng_state else None
         self.parameters = parameters_of(function, self.inputs.modules(), generators)
         self.versions: Sequence[int] = ()  # of the parameters at the end of forward
+        self.leaves: Sequence[torch.Tensor] = ()  # of the graph that forward has made; versions as those of parameters
+        self.leaf_versions: Sequence[int] = []
         self.ambient = capture_ambient()
         self.rng = None if generators is None else RngState(generators)
         self.tape = Tape()
         self.values: Values | None = None  # of the determinism check, while forward takes them
         self.finished = self.filling = False
+        self.tail_is_tiny = (
+            False  # whether replay runs to the function's end, since what follows the last save is little
+        )
         self.first_number = sequence_number()  # of the autograd nodes that it makes
         self.last_number = -1  # of those that lead to its outputs
         self.replay_context: AbstractContextManager[Any] | None = None
@@ -121,7 +130,7 @@ class Region:
         """The name that messages and reports use."""
         if self.options.region_name is not None:
             return self.options.region_name
-        return self._past_name if self.function is None else default_name(self.function)
+        return short_name(self._past_name) if self.function is None else default_name(self.function)
 
     def reach(self, _grad_outputs: Sequence[torch.Tensor | None]) -> None:
         """Prehook of the region's boundary: replay if a holder needs it, before any inner backward runs."""
@@ -168,11 +177,11 @@ class Region:
                 self.values.flush()
             self.filling = True
             try:
-                with nullcontext() if self.finished else unseen_by_forward_of(self):
-                    if self.tape.calls:
-                        replay_with_policy(self, empty)
-                    else:
-                        Filling(self, empty).replay()
+                if self.finished and not self.tape.calls:
+                    Filling(self, empty).replay()
+                else:
+                    with nullcontext() if self.finished else unseen_by_forward_of(self):
+                        replay_with_policy(self, empty) if self.tape.calls else Filling(self, empty).replay()
             finally:
                 self.filling = False
         self._replayed_in = graph_task()
@@ -186,7 +195,9 @@ class Region:
     def _release(self) -> None:
         """Drop what only a further replay would need."""
         # Of the function no more than a name: it may own tensors.
-        self._past_name = self.name
-        self.parameters = ()
-        self.tape.forget_slots()
+        function = self.function
+        self._past_name = function.__qualname__ if type(function) is FunctionType else self.name
+        self.parameters = self.leaves = ()
+        if self.tape.records or self.tape.regions or self.tape.calls or self.tape.inner:
+            self.tape.forget_slots()
         self.inputs = self.function = self.hooks = self.rng = self.replay_context = self.op_log = None

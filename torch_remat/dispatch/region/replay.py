@@ -71,6 +71,8 @@ class Filling(RematMode):
         self._limit = len(self._saved)  # 0 once the replay is over, so that the pack hook has one thing to look at
         # Where early stop may end the replay; without it, past the end.
         self._last = region.tape.last_needed() if region.options.early_stop else self._limit
+        if region.tail_is_tiny and self._last == self._limit - 1:
+            self._last = self._limit  # an exception would take longer
         self._waiting = sum([type(holder) is OpHolder for holder in empty]) if region.tape.elided else 0
         self.ops = ReplayOps(self) if region.tape.records else None
         self.position = 0
@@ -93,7 +95,7 @@ class Filling(RematMode):
             last_refusal.set(None)
         grad_enabled = torch.is_grad_enabled()
         try:
-            watches = check_parameters(region, self.fail) if region.parameters else []
+            watches = check_parameters(region, self.fail) if region.parameters or region.leaves else []
             args, kwargs = region.inputs.restore(region)
             set_grad_enabled(True)
             try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+from torch_remat.dispatch.ambient import capture_ambient
 from torch_remat.dispatch.naming import scope, scope_restored
 from torch_remat.dispatch.observe import Watch, is_watched
 from torch_remat.dispatch.options import DEFAULTS
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
 def contexts_of(replay: Filling) -> list[AbstractContextManager[Any]]:
     """Return the contexts, and set up what watches the ops, where something does."""
     region = replay.region
-    contexts: list[AbstractContextManager[Any]] = region.ambient.contexts()
+    contexts: list[AbstractContextManager[Any]] = []
+    if capture_ambient() is not region.ambient:
+        contexts += region.ambient.contexts()
     if is_watched():
         replay.observed = Watch(replay)
         contexts.insert(0, replay.observed)
