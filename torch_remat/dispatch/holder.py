@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from weakref import ref
 
 import torch
@@ -30,8 +30,29 @@ from torch.nn import Parameter
 from torch_remat._compat import graph_exec_group, graph_is_kept, without_dispatch_modes
 from torch_remat.errors import MutationError
 
-if TYPE_CHECKING:
-    from torch_remat.dispatch.region.region import Region
+
+class OwnRegion(Protocol):
+    """What a holder, and the checks of what fills it, ask of the region that it belongs to."""
+
+    tape: Any
+    inputs: Any
+    options: Any
+    op_log: Any
+
+    @property
+    def name(self) -> str:
+        """The name that messages use."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether forward is over."""
+
+    @property
+    def filling(self) -> bool:
+        """Whether a replay runs."""
+
+    def refill(self, holder: Holder) -> torch.Tensor:
+        """Return the value of a holder that was found empty, by a replay."""
 
 
 # The version of a tensor that was changed in place after it was saved: no read accepts it.
@@ -61,7 +82,7 @@ class Holder:
 
     __slots__ = ("__weakref__", "fingerprint", "metadata", "origin", "plain", "producer", "region", "value")
 
-    region: Region
+    region: Any  # an `OwnRegion`
     value: torch.Tensor | None
     origin: torch.Tensor | ref[torch.Tensor] | None
     metadata: tuple[int, torch.Size, torch.dtype, torch.device]
@@ -83,7 +104,7 @@ class Holder:
 
 
 # What autograd keeps of a parameter or a view of one: (value, version, region).
-Anchor = tuple[torch.Tensor, int, "Region"]
+Anchor = tuple[torch.Tensor, int, Any]
 
 # (version, shape, dtype, device) of a tensor, in one call. The version counter counts its changes in place.
 metadata_of: Callable[[torch.Tensor], tuple[int, torch.Size, torch.dtype, torch.device]]
@@ -219,7 +240,7 @@ def _read_of_op(holder: Any) -> torch.Tensor:
 
 
 def changed_in_place(
-    region: Region, kind: str, shape: torch.Size, name: str | None = None, op: str | None = None
+    region: OwnRegion, kind: str, shape: torch.Size, name: str | None = None, op: str | None = None
 ) -> MutationError:
     """Return the error about a saved tensor that was changed in place."""
     return MutationError(

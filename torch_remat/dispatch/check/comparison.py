@@ -6,7 +6,7 @@ where the difference is harmless.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import ref
 
 import torch
@@ -20,12 +20,9 @@ from torch_remat.dispatch.check.mismatch import (
     other_producer,
     outside_changed,
 )
-from torch_remat.dispatch.holder import CHANGED, Holder, Layout, is_parameter
+from torch_remat.dispatch.holder import CHANGED, Holder, Layout, OwnRegion, is_parameter
 from torch_remat.dispatch.placeholder import Placeholder, refuse
 from torch_remat.errors import RematError
-
-if TYPE_CHECKING:
-    from torch_remat.dispatch.region.region import Region
 
 
 def what_differs(
@@ -102,7 +99,7 @@ def _is_by_another_op(holder: Holder, owner: torch.Tensor) -> bool:
     return len(kinds) > 1 and not any(issubclass(kind, BackwardCFunction) for kind in kinds)
 
 
-def lies_otherwise(region: Region, position: int, now: Layout | None) -> RematError | None:
+def lies_otherwise(region: OwnRegion, position: int, now: Layout | None) -> RematError | None:
     """Return the error about a view that lies otherwise in what it is a view of than in forward, if it does.
 
     Where that itself lies otherwise, as inputs may that hooks around the region restored, nothing can be told.

@@ -23,7 +23,7 @@ from functools import partial
 from itertools import zip_longest
 from operator import attrgetter, is_
 from types import FunctionType, MethodType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import optree
 import torch
@@ -33,10 +33,8 @@ from torch.nn import Module, Parameter
 from torch_remat._compat import DispatchMode, node_number
 from torch_remat.dispatch.check.mismatch import changed_parameter, replaced_parameter
 from torch_remat.dispatch.generators import among_attributes
+from torch_remat.dispatch.holder import OwnRegion
 from torch_remat.errors import RematError
-
-if TYPE_CHECKING:
-    from torch_remat.dispatch.region.region import Region
 
 _REACHING = frozenset((FunctionType, MethodType, partial))
 # The usual ones of torch's own, to which nobody adds a generator, are not searched for one.
@@ -121,7 +119,19 @@ def versions_of(parameters: Sequence[torch.Tensor | None]) -> Sequence[int]:
         return ()
 
 
-def check_parameters(region: Region, fail: Callable[[RematError], NoReturn]) -> list[AbstractContextManager[Any]]:
+class ReachingRegion(OwnRegion, Protocol):
+    """What is asked of a region whose parameters are compared."""
+
+    function: Callable[..., Any] | None
+    parameters: Sequence[torch.Tensor | None]
+    versions: Sequence[int]
+    leaves: Sequence[torch.Tensor]
+    leaf_versions: Sequence[int]
+
+
+def check_parameters(
+    region: ReachingRegion, fail: Callable[[RematError], NoReturn]
+) -> list[AbstractContextManager[Any]]:
     """Compare the parameters with those of forward, at the start of a replay.
 
     Args:
@@ -200,7 +210,7 @@ def _reached(function: Callable[..., Any], arguments: Sequence[Module]) -> Itera
             values += value
 
 
-def _name_of(region: Region, place: int, parameter: torch.Tensor | None) -> str:
+def _name_of(region: ReachingRegion, place: int, parameter: torch.Tensor | None) -> str:
     """Return what an error calls a parameter: its place, and its name in the module that has it, if one has."""
     assert region.function is not None
     assert region.inputs is not None

@@ -14,17 +14,14 @@ from __future__ import annotations
 import ctypes
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from torch_remat._compat import DispatchMode, sequence_number
 from torch_remat.dispatch.check.mismatch import other_value
-from torch_remat.dispatch.holder import Holder
+from torch_remat.dispatch.holder import Holder, OwnRegion
 from torch_remat.errors import RematError, UsageError
-
-if TYPE_CHECKING:
-    from torch_remat.dispatch.region.region import Region
 
 ValueOf = Callable[[torch.Tensor], Any]
 
@@ -145,7 +142,7 @@ def keep_value(holder: Holder, value: Any) -> None:
     holder.fingerprint = value
 
 
-def difference(region: Region, holder: Holder, value: Any) -> RematError | None:
+def difference(region: OwnRegion, holder: Holder, value: Any) -> RematError | None:
     """Return the error about a value of replay that does not equal forward's, if it does not."""
     before = holder.fingerprint
     if before is _NOT_COMPARED:

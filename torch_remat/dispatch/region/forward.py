@@ -7,7 +7,7 @@ with a hook on each of its nodes that starts the replay.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 from types import NoneType
 from typing import Any
@@ -38,13 +38,15 @@ from torch_remat.dispatch.holder import (
     parameter_behind,
     read,
 )
-from torch_remat.dispatch.mode import RematMode, current_mode, make_current
+from torch_remat.dispatch.mode import RematMode, current_mode, make_current, unseen_by_forward_of
 from torch_remat.dispatch.observe import Watch, is_watched
 from torch_remat.dispatch.options import DEFAULTS, Options
 from torch_remat.dispatch.policy_forward import PolicyForward
+from torch_remat.dispatch.policy_real import replay_with_policy
 from torch_remat.dispatch.region.module_path import ModulePath
 from torch_remat.dispatch.region.outputs import boundary_nodes, node_of, tensors_of
 from torch_remat.dispatch.region.region import Region
+from torch_remat.dispatch.region.replay import Filling
 from torch_remat.errors import Carried
 from torch_remat.policies.kinds import OpPolicy
 
@@ -59,7 +61,7 @@ def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
 
 def _run_plain(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Do what `run_any` does, in one go, for the usual call: default options, and nothing around it that takes part."""
-    region = Region(function, args, kwargs, DEFAULTS)
+    region = Region(function, args, kwargs, DEFAULTS, _replay)
     mode = Recording(region)
     try:
         push_saved_tensors_hooks(mode.pack_hook(), read)
@@ -93,7 +95,7 @@ def run_any(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
         is_part = parent.ops.skips()
         if not is_part:
             args, kwargs = parent.ops.enter_region(args, kwargs)
-    region = Region(function, args, kwargs, options, is_part)
+    region = Region(function, args, kwargs, options, _replay, is_part)
     mode = Recording(region)
     try:
         contexts: Sequence[AbstractContextManager[Any]] = () if options is DEFAULTS else mode.contexts()
@@ -122,6 +124,14 @@ def _start_replay_from(nodes: Iterable[torch.autograd.graph.Node | None], region
             node.register_prehook(region.reach)
             if number > region.last_number:
                 region.last_number = number
+
+
+def _replay(region: Region, empty: list[Holder]) -> None:
+    if region.finished and not region.tape.calls:
+        Filling(region, empty).replay()
+        return
+    with nullcontext() if region.finished else unseen_by_forward_of(region):
+        replay_with_policy(region, empty) if region.tape.calls else Filling(region, empty).replay()
 
 
 class Recording(RematMode):
@@ -194,20 +204,22 @@ class Recording(RematMode):
             nonlocal room
             if self.ops is not None:
                 return self._pack_among_ops(tensor)
-            if type(tensor) is Parameter:
+            kind = type(tensor)
+            if kind is not Tensor:
+                if kind is not Parameter:
+                    return self.pack(tensor)
                 saved(tensor)
                 return (tensor, tensor._version, region)
-            if type(tensor) is not Tensor:
-                return self.pack(tensor)
             owner = tensor._base
             if owner is None:
                 owner = tensor
             node = owner.grad_fn
-            producer = type(node)
+            producer: type
             if id(owner) in originals:
-                ordinary = type(owner) is Tensor
                 producer = NoneType  # replay passes inputs without their history
+                ordinary = type(owner) is Tensor
             elif node is not None:
+                producer = type(node)
                 ordinary = node_number(node) >= first_number and producer is not CAST
             elif owner is tensor and tensor.requires_grad:
                 saved(tensor)
@@ -215,13 +227,16 @@ class Recording(RematMode):
             else:
                 return self.pack(tensor)
             metadata = metadata_of(tensor)
+            if not ordinary or metadata[0]:
+                return self.pack(tensor)
             try:
                 size = owner.nbytes
             except RuntimeError:  # sparse tensors have no such number
-                size = room + 1
-            if not ordinary or metadata[0] or (size > SMALL_BYTES and size > room):
                 return self.pack(tensor)
-            room -= size
+            if size > SMALL_BYTES:
+                if size > room:
+                    return self.pack(tensor)
+                room -= size
             if owner is not tensor:
                 if is_base(owner):
                     layouts[len(entries)] = None

@@ -19,12 +19,11 @@ from torch import Tensor
 from torch.nn import Module
 
 from torch_remat._compat import PYTREE_NAMESPACE, SavedTensorHooks, adopt_pytree_node
-from torch_remat.dispatch.holder import is_parameter
+from torch_remat.dispatch.holder import OwnRegion, is_parameter
 from torch_remat.errors import MutationError
 
 if TYPE_CHECKING:
     from torch_remat.dispatch.offloading import Offloaded
-    from torch_remat.dispatch.region.region import Region
 
 
 class RegionInputs:
@@ -211,7 +210,7 @@ class RegionInputs:
             return ()
         return [leaf for leaf in self._leaves if isinstance(leaf, Module)]
 
-    def restore(self, region: Region) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    def restore(self, region: OwnRegion) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """Return ``(args, kwargs)`` for one replay, with tensors that no earlier replay has touched.
 
         Raises:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from _thread import RLock  # without the Python function around it that threading has
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from itertools import count
 from types import FunctionType
 from typing import Any
@@ -23,15 +23,12 @@ from torch_remat.dispatch.check.parameters import parameters_of
 from torch_remat.dispatch.check.values import Values
 from torch_remat.dispatch.generators import generators_of
 from torch_remat.dispatch.holder import Holder, read
-from torch_remat.dispatch.mode import unseen_by_forward_of
 from torch_remat.dispatch.naming import default_name, scope, short_name
 from torch_remat.dispatch.offloading import Offloading, offload_inputs
 from torch_remat.dispatch.options import Options
 from torch_remat.dispatch.part import own_hooks
 from torch_remat.dispatch.placeholder import unpack
-from torch_remat.dispatch.policy_real import replay_with_policy
 from torch_remat.dispatch.region.inputs import RegionInputs
-from torch_remat.dispatch.region.replay import Filling
 from torch_remat.dispatch.tape import Tape
 from torch_remat.errors import ReleasedError
 
@@ -54,6 +51,7 @@ class Region:
         args: Its positional arguments.
         kwargs: Its keyword arguments.
         options: What the user chose.
+        replay: What fills the given holders of a region by running its function again.
         is_part: Whether it runs in a native region that replay skips; see `part`.
     """
 
@@ -61,6 +59,7 @@ class Region:
         "__weakref__",
         "_lock",
         "_past_name",
+        "_replay",
         "_replayed_in",
         "ambient",
         "filling",
@@ -92,10 +91,12 @@ class Region:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         options: Options,
+        replay: Callable[[Region, list[Holder]], None],
         is_part: bool = False,
     ) -> None:
         self.function: Callable[..., Any] | None = function
         self.options = options
+        self._replay = replay
         hooks = top_saved_tensors_hooks()
         self.inputs: RegionInputs | None = RegionInputs(args, kwargs, hooks)
         self.hooks = own_hooks(self.name) if is_part and hooks is not None and hooks[1] in (read, unpack) else hooks
@@ -177,11 +178,7 @@ class Region:
                 self.values.flush()
             self.filling = True
             try:
-                if self.finished and not self.tape.calls:
-                    Filling(self, empty).replay()
-                else:
-                    with nullcontext() if self.finished else unseen_by_forward_of(self):
-                        replay_with_policy(self, empty) if self.tape.calls else Filling(self, empty).replay()
+                self._replay(self, empty)
             finally:
                 self.filling = False
         self._replayed_in = graph_task()

@@ -7,6 +7,7 @@ own autograd graph dies with it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import ref
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from torch_remat._compat import sequence_number, set_grad_enabled, without_dispatch_modes
+from torch_remat.dispatch.ambient import capture_ambient
 from torch_remat.dispatch.check.comparison import is_same_leaf, lies_otherwise, what_differs
 from torch_remat.dispatch.check.inner_ops import check_inner, missing_inner
 from torch_remat.dispatch.check.mismatch import another_parameter, fewer_saved, more_saved
@@ -31,10 +33,11 @@ from torch_remat.dispatch.holder import (
     parameter_behind,
 )
 from torch_remat.dispatch.mode import RematMode, StopReplay
+from torch_remat.dispatch.naming import scope, scope_restored
+from torch_remat.dispatch.observe import Watch, is_watched
 from torch_remat.dispatch.options import DEFAULTS
 from torch_remat.dispatch.placeholder import Packed, Placeholder, Refusal, add_note, last_refusal, real, unpack
 from torch_remat.dispatch.policy_replay import PolicyReplay
-from torch_remat.dispatch.region.replay_contexts import contexts_of
 from torch_remat.dispatch.replay_ops import ReplayOps
 from torch_remat.dispatch.stale import StaleReads, stale_reads
 from torch_remat.errors import MismatchError, RematError
@@ -101,7 +104,7 @@ class Filling(RematMode):
             try:
                 self.stale = None if self.ops is None or region.options.policy is not None else stale_reads(self)
                 pack = self.pack_hook() if self.stale is None else self.stale.guarded(self.pack_hook())
-                self.run(region.function, args, kwargs, (pack, unpack), contexts_of(self) + watches)
+                self.run(region.function, args, kwargs, (pack, unpack), self._contexts() + watches)
                 self._fill_late()  # if no op has come since
             except StopReplay as stop:
                 if stop.replay is not self:
@@ -125,6 +128,36 @@ class Filling(RematMode):
             self._values = self.observed = self.stale = None  # the first knows this mode too
             if last_refusal.get() is not None:
                 last_refusal.set(None)
+
+    def _contexts(self) -> list[AbstractContextManager[Any]]:
+        """Return the contexts, and set up what watches the ops, where something does."""
+        region = self.region
+        contexts: list[AbstractContextManager[Any]] = []
+        if capture_ambient() is not region.ambient:
+            contexts += region.ambient.contexts()
+        if is_watched():
+            self.observed = Watch(self)
+            contexts.insert(0, self.observed)
+        if scope.get() != region.scope:
+            contexts.append(scope_restored(region.scope))
+        if self.stale is not None:
+            self.opening = self.stale.watch
+        if region.options is DEFAULTS and region.rng is None:
+            return contexts
+        if region.rng is not None:
+            contexts.append(region.rng.replayed())
+        if region.replay_context is not None:
+            contexts.append(region.replay_context)
+        if region.op_log is not None:
+            log = region.op_log.begin_replay()
+            contexts.append(self.watch(log))
+            if self.stale is not None:
+                self.stale.run = log
+        if region.tape.calls:
+            self.ops = self.ops or ReplayOps(self)
+            self.ops.policy = self.policy_replay(self, self.ops.suppressed)
+            self.opening = self.ops.policy.answer
+        return contexts
 
     def pack_hook(self) -> Callable[[torch.Tensor], torch.Tensor | Packed]:
         """Return the pack hook: it takes a value for the next holder and returns what replay's own graph keeps.
