@@ -185,31 +185,29 @@ class Recording(RematMode):
         return [path]
 
     def pack_hook(self) -> Callable[[torch.Tensor], Holder | Anchor]:
-        """Return the pack hook: it makes what autograd keeps instead of a tensor.
+        """Return the pack hook: a closure, since it runs for each saved tensor.
 
-        It is a closure over local names, since it runs for each saved tensor. It does itself what an ordinary tensor
-        needs: a leaf, an input, a result with a gradient, or a view of one of these. All others it leaves to `pack`,
-        which does the same for any tensor.
+        It does itself what a leaf needs, an input, a result with a gradient, and a view of one of these; `pack` does the
+        same for any tensor.
         """
         if self._values is not None:
             return self._pack_among_ops
         region, first_number = self.region, self._first_number
         assert region.inputs is not None
         entries, layouts, originals = region.tape.saved, region.tape.layouts, region.inputs.originals
-        is_base = region.inputs.is_base
-        saved, count = entries.append, self._counters.append
-        room = ROOM_BYTES
+        saved, count, is_base = entries.append, self._counters.append, region.inputs.is_base
+        room, strided = ROOM_BYTES, torch.strided
 
         def pack(tensor: torch.Tensor) -> Holder | Anchor:
             nonlocal room
             if self.ops is not None:
                 return self._pack_among_ops(tensor)
             kind = type(tensor)
-            if kind is not Tensor:
-                if kind is not Parameter:
-                    return self.pack(tensor)
+            if kind is Parameter:
                 saved(tensor)
                 return (tensor, tensor._version, region)
+            if kind is not Tensor:
+                return self.pack(tensor)
             owner = tensor._base
             if owner is None:
                 owner = tensor
@@ -227,13 +225,9 @@ class Recording(RematMode):
             else:
                 return self.pack(tensor)
             metadata = metadata_of(tensor)
-            if not ordinary or metadata[0]:
+            if not ordinary or metadata[0] or owner.layout is not strided:
                 return self.pack(tensor)
-            try:
-                size = owner.nbytes
-            except RuntimeError:  # sparse tensors have no such number
-                return self.pack(tensor)
-            if size > SMALL_BYTES:
+            if (size := owner.nbytes) > SMALL_BYTES:
                 if size > room:
                     return self.pack(tensor)
                 room -= size
@@ -366,7 +360,7 @@ class Recording(RematMode):
             return False
         saved: list[torch.Tensor] = [entry for entry in self._saved[-TINY_NODES:] if isinstance(entry, Tensor)]
         # What only the counter is left of was large; it has no bytes now.
-        return all(0 < tensor.nbytes <= SMALL_BYTES for tensor in (*saved, *self._counters[-TINY_NODES:]))
+        return all(map(_is_small, (*saved, *self._counters[-TINY_NODES:])))
 
     def _find_changed(self) -> None:
         counters = iter(self._counters)
@@ -396,6 +390,10 @@ ROOM_BYTES = 1 << 20
 # Of a replay that would stop before so few ops on small tensors, the exception would be the dearest part.
 TINY_NODES = 4
 _NOTHING = torch.empty(0)
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and 0 < tensor.nbytes <= SMALL_BYTES
 
 
 def _without_data(tensor: torch.Tensor) -> torch.Tensor:
