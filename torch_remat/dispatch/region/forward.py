@@ -187,8 +187,8 @@ class Recording(RematMode):
     def pack_hook(self) -> Callable[[torch.Tensor], Holder | Anchor]:
         """Return the pack hook: a closure, since it runs for each saved tensor.
 
-        It does itself what a leaf needs, an input, a result with a gradient, and a view of one of these; `pack` does the
-        same for any tensor.
+        It does itself what a leaf needs, an input, a result with a gradient, and a view of one of these. `pack` does
+        the same for any tensor.
         """
         if self._values is not None:
             return self._pack_among_ops

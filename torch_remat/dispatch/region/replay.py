@@ -224,9 +224,9 @@ class Filling(RematMode):
         if type(tensor) is Placeholder:
             if (packed := self._pack_placeholder(position, tensor)) is not None:
                 return packed
-            assert tensor.compute is not None
-            tensor = tensor.compute("saving it for backward")
-            self.note_loaded(tensor)
+            if tensor.compute is not None:
+                tensor = tensor.compute("saving it for backward")
+                self.note_loaded(tensor)
         owner = tensor._base
         if owner is None:
             owner = tensor
@@ -252,13 +252,13 @@ class Filling(RematMode):
         return value
 
     def _pack_placeholder(self, position: int, tensor: Placeholder) -> Packed | None:
-        """Return what replay's own graph keeps of a placeholder; None if a holder needs its value now."""
+        """Return what replay's own graph keeps of a placeholder; None if a holder needs a value now."""
         entry = self._saved[position] if position < self._limit else None
         if type(entry) is not ref or (holder := entry()) is None or holder.value is not None:
             if self._limit:
                 self._stop_at(position)
             return Packed.of(tensor)
-        if self.ops is None or not self.ops.compares():
+        if tensor.compute is None or self.ops is None or not self.ops.compares():
             return None
         self._late.append((holder, tensor))  # likely for another op than forward's
         self._waiting += 1
