@@ -303,3 +303,110 @@ def test_swapped_buffer_is_seen_by_its_values():
     model.scale = torch.full((4,), 3.0)
     with pytest.raises(remat.MismatchError):
         y.sum().backward()
+
+
+class Tower(nn.Module):
+    """More layers than anyone would walk through for one region, each run by a region that can reach all."""
+
+    def __init__(self, layers=40):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.GELU())) for _ in range(layers)])
+        self.blocks[0].add_module("root", _Weakly(self))
+
+    def body(self, x, i):
+        return self.blocks[i][:2](x)
+
+
+class _Weakly(nn.Module):
+    """Leads back to the module that it is in, as a registered parent does."""
+
+    def __init__(self, parent):
+        super().__init__()
+        self._modules["parent"] = parent
+
+
+GLOBAL = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
+GLOBAL_LEAF = torch.ones(4, requires_grad=True)
+
+
+def in_another_function(x):
+    return GLOBAL(x)
+
+
+class Holds:
+    """An object that is no module."""
+
+    def __init__(self):
+        self.bias = {"it": [nn.Parameter(torch.ones(4))]}
+
+    def __call__(self, x):
+        return (x + self.bias["it"][0]).sin().exp()
+
+
+def far_away():
+    """Yield a name, a region's function, and what of it changes, for functions whose parameters are not at hand."""
+    tower, holds = Tower(), Holds()
+    own = torch.ones(4, requires_grad=True)
+    inner = nn.Linear(4, 4)
+    return {
+        "deep in a large model": (lambda x: tower.body(x, 30).sin(), tower.blocks[30][0].bias),
+        "its last layer": (lambda x: tower.body(x, 39).sin(), tower.blocks[39][0].bias),
+        "global": (lambda x: GLOBAL(x).sin(), GLOBAL[0].bias),
+        "global of another function": (lambda x: in_another_function(x).sin(), GLOBAL[2].bias),
+        "object": (holds, holds.bias["it"][0]),
+        "leaf that is no parameter": (lambda x: (x + own).sin(), own),
+        "global leaf": (lambda x: (x + GLOBAL_LEAF).sin(), GLOBAL_LEAF),
+        "region inside": (lambda x: checkpointed(lambda x: inner(x).sin())(x).exp(), inner.bias),
+        "view": (lambda x: (x + own[1:].sum()).sin(), own),
+        "partial": (partial(lambda holds, x: holds(x), holds), holds.bias["it"][0]),
+    }
+
+
+FAR_AWAY = list(far_away())
+
+
+def change_in_place(parameter):
+    with torch.no_grad():
+        parameter.add_(0.5)
+
+
+@pytest.mark.parametrize("outputs", [lambda y: y, lambda y: {"y": [y, None]}])
+@pytest.mark.parametrize("name", FAR_AWAY)
+def test_parameter_that_autograd_does_not_save_is_missed_nowhere_when_it_changes(name, outputs):
+    function, parameter = far_away()[name]
+    y = checkpointed(lambda x: outputs(function(x)))(leaf(2, 4))
+    change_in_place(parameter)
+    with pytest.raises(remat.MutationError, match="changed in place since forward"):
+        (y if isinstance(y, torch.Tensor) else y["y"][0]).sum().backward()
+
+
+@pytest.mark.parametrize("name", FAR_AWAY)
+def test_parameter_that_autograd_does_not_save_may_change_after_the_last_backward(name):
+    function, parameter = far_away()[name]
+    x = leaf(2, 4)
+    expected = torch.autograd.grad(function(x).sum(), x)
+    y = checkpointed(function)(x)
+    assert_same(expected, torch.autograd.grad(y.sum(), x))
+    change_in_place(parameter)
+    expected = torch.autograd.grad(function(x).sum(), x)
+    assert_same(expected, torch.autograd.grad(checkpointed(function)(x).sum(), x))
+
+
+def test_parameter_that_replay_does_not_come_to_may_change():
+    """The last bias is in the graph, but replay ends before it is read."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    x = leaf(8, 64)
+    expected = torch.autograd.grad(model(x).sum(), x)
+    y = checkpointed(model)(x)
+    change_in_place(model[2].bias)
+    assert_same(expected, torch.autograd.grad(y.sum(), x))
+
+
+def test_function_that_closes_over_itself_and_modules_in_a_circle_come_to_an_end():
+    tower = Tower(3)
+
+    def block(x, depth=2):
+        return block(tower.body(x, depth).sin(), depth - 1) if depth else x
+
+    x = leaf(2, 4)
+    assert_same(torch.autograd.grad(block(x).sum(), x), torch.autograd.grad(checkpointed(block)(x).sum(), x))

@@ -19,6 +19,9 @@ from helpers import (
     parameter_gradients,
 )
 from torch import nn
+from torch.nn import functional as F
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._pytree import tree_map
 
 import torch_remat as remat
 
@@ -300,3 +303,92 @@ def test_values_that_cannot_be_compared_are_an_error_that_names_region_and_tenso
     ) as caught:
         y.sum().backward()
     assert (caught.value.region, caught.value.tensor) == ("block", "saved tensor 0")
+
+
+def batch_norm_of_outside(train, momentum=0.1):
+    mean, var = torch.zeros(3), torch.ones(3)
+    return lambda x: F.batch_norm(x, mean, var, training=train, momentum=momentum).sin()
+
+
+STATISTICS = {
+    "module": lambda train: nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.ReLU()).train(train),
+    "two of them": lambda train: nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm2d(3, momentum=None)).train(train),
+    "function": batch_norm_of_outside,
+    "instance norm": lambda train: nn.InstanceNorm2d(3, track_running_stats=True, affine=True).train(train),
+    "no statistics": lambda train: nn.BatchNorm2d(3, track_running_stats=False).train(train),
+}
+
+
+@pytest.mark.parametrize("check", ["bitwise", lambda tensor: tensor.sum().item()])
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("name", STATISTICS)
+def test_running_statistics_that_training_changes_and_its_backward_does_not_read_are_not_compared(name, train, check):
+    def program(wrap):
+        torch.manual_seed(0)
+        x = leaf(2, 3, 4, 4)
+        y = wrap(STATISTICS[name](train))(x)
+        y.square().sum().backward()
+        return y, x.grad
+
+    assert_same(program(lambda f: f), program(lambda f: checkpointed(f, determinism_check=check)))
+
+
+def test_statistics_as_arguments_are_not_compared_in_training():
+    def program(wrap):
+        torch.manual_seed(0)
+        x, mean, var = leaf(2, 3, 4, 4), torch.zeros(3), torch.ones(3)
+        wrap(lambda x, m, v: F.batch_norm(x, m, v, training=True).sin())(x, mean, var).sum().backward()
+        return x.grad
+
+    assert_same(program(lambda f: f), program(lambda f: checkpointed(f, determinism_check="bitwise")))
+
+
+@pytest.mark.parametrize("name", ["module", "function"])
+def test_running_statistics_that_evaluation_reads_are_compared(name):
+    block = STATISTICS[name](False)
+    statistics = next(iter(block.buffers())) if name == "module" else block.__closure__[0].cell_contents
+    x = leaf(2, 3, 4, 4)
+    y = checkpointed(block, determinism_check="bitwise")(x)
+    statistics.data = statistics.data + 1  # no version tells
+    with pytest.raises(remat.MismatchError):
+        y.square().sum().backward()
+
+
+def test_what_comes_before_and_after_a_batch_norm_in_training_is_compared():
+    norm = nn.BatchNorm2d(3)
+    changed = nudged(0, count=1)
+    for block in (lambda x: norm(changed(x)), lambda x: changed(norm(x))):
+        with pytest.raises(remat.MismatchError):
+            backward(block, leaf(2, 3, 4, 4), determinism_check="bitwise")
+
+
+class Bare(torch.Tensor):
+    """A wrapper subclass that does not say what it consists of."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, requires_grad=True)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        unwrap = lambda leaf: leaf.inner if isinstance(leaf, Bare) else leaf  # noqa: E731
+        out = func(*tree_map(unwrap, args), **tree_map(unwrap, kwargs or {}))
+        return tree_map(lambda leaf: Bare(leaf) if isinstance(leaf, torch.Tensor) else leaf, out)
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("inside", [False, True])
+def test_bitwise_takes_wrapper_subclasses(inside, early_stop):
+    x = TwoTensor(torch.randn(3), torch.randn(3))
+    x = (TwoTensor(x, x.detach()) if inside else x).requires_grad_()
+    backward(lambda x: x.sin().exp(), x, determinism_check="bitwise", early_stop=early_stop)
+    with pytest.raises(remat.MismatchError):
+        backward(lambda x: (x + (1 if remat.is_recomputing() else 0)).sin().exp(), x, determinism_check="bitwise")
+
+
+def test_bitwise_refuses_a_subclass_whose_values_it_cannot_read():
+    with pytest.raises(remat.UsageError, match="Bare"):
+        checkpointed(lambda x: x.sin().exp(), determinism_check="bitwise")(Bare(torch.randn(3)))

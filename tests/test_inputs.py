@@ -9,8 +9,20 @@ from typing import Any
 import pytest
 import torch
 from batches import OpaqueBatch, OptreeBatch, TorchBatch
-from helpers import Calls, Mlp, assert_same, assert_same_program, chain, checkpointed, leaf, parameter_gradients
+from helpers import (
+    Calls,
+    LiveStorages,
+    Mlp,
+    assert_same,
+    assert_same_program,
+    chain,
+    checkpointed,
+    collector_off,
+    leaf,
+    parameter_gradients,
+)
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 Pair = namedtuple("Pair", ["one", "two"])
 
@@ -317,3 +329,74 @@ def test_sparse_input_is_equal():
         return y.to_dense(), x.grad
 
     assert_same_program(program, replays=1)
+
+
+def marked(tensor, **attributes):
+    for name, value in attributes.items():
+        setattr(tensor, name, value)
+    return tensor
+
+
+ATTRIBUTED = {
+    "argument": lambda body, x, m: lambda wrap: wrap(body)(x, m),
+    "keyword": lambda body, x, m: lambda wrap: wrap(body)(x, m=m),
+    "in a list": lambda body, x, m: lambda wrap: wrap(lambda x, ms: body(x, ms[0]))(x, [m]),
+    "twice": lambda body, x, m: lambda wrap: wrap(lambda x, m, again: body(x, again))(x, m, m),
+    "view": lambda body, x, m: lambda wrap: wrap(body)(x, marked(m.view(-1)[:3], **m.__dict__)),
+    "with gradient": lambda body, x, m: lambda wrap: wrap(body)(x, marked(m.requires_grad_(), kind="keep")),
+    "result of an op": lambda body, x, m: lambda wrap: wrap(body)(x, marked(x * 2, **m.__dict__)),
+    "parameter": lambda body, x, m: lambda wrap: wrap(body)(x, marked(nn.Parameter(m * 1), **m.__dict__)),
+}
+
+
+@pytest.mark.parametrize("around", [contextlib.nullcontext, torch.autograd.graph.save_on_cpu])
+@pytest.mark.parametrize("name", ATTRIBUTED)
+def test_attributes_of_tensor_arguments_are_there_in_replay(name, around):
+    def body(x, m):
+        return (x.sin() * m * (2.0 if m.kind == "keep" else 1.0)).exp()
+
+    def program(wrap):
+        x, mask = leaf(3), marked(torch.ones(3), kind="keep")
+        call = ATTRIBUTED[name](body, x, mask)
+        with around():
+            y = call(wrap)
+        y.sum().backward()
+        return y, x.grad
+
+    assert_same_program(program, replays=1)
+
+
+def test_attributes_set_after_the_call_do_not_reach_replay_and_make_no_cycle():
+    """An output that is put on an argument leads back to the region: kept, it would never be freed."""
+    with collector_off(), LiveStorages() as live:
+        x = marked(leaf(3) * 1, kind="keep")
+        x.out = checkpointed(lambda x: (x.sin() * len(x.kind)).exp())(x)
+        del x
+        assert live.count() == 0
+
+
+def test_attribute_that_the_function_sets_on_an_argument_is_not_there_when_replay_starts():
+    def body(x):
+        first = not hasattr(x, "seen")
+        x.seen = True
+        return (x.sin() * (2.0 if first else 1.0)).exp()
+
+    x = leaf(3)
+    (expected,) = torch.autograd.grad((x.sin() * 2.0).exp().sum(), x)
+    assert_same(expected, torch.autograd.grad(checkpointed(body)(x).sum(), x)[0])
+
+
+@pytest.mark.parametrize("around", [contextlib.nullcontext, torch.autograd.graph.save_on_cpu])
+def test_attributes_of_a_wrapper_subclass_are_there_in_replay_and_its_own_are_replays(around):
+    def body(m):
+        return (m.sin() * (2.0 if m.kind == "keep" else 1.0)).exp()
+
+    def gradient(wrap):
+        m = marked(TwoTensor(torch.ones(3), torch.ones(3) * 2).requires_grad_(), kind="keep")
+        with around():
+            y = wrap(body)(m)
+        y.sum().backward()
+        return m.grad
+
+    expected, actual = gradient(lambda f: f), gradient(checkpointed)
+    assert_same([expected.a, expected.b], [actual.a, actual.b])

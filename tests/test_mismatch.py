@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 
 import pytest
@@ -258,3 +259,68 @@ def test_next_region_is_right_after_a_mismatch():
     raised(differing(sines(3), sines(1)), leaf(3))
     x = leaf(3)
     assert_same(torch.autograd.grad(checkpointed(chain)(x).sum(), x), torch.autograd.grad(chain(x).sum(), x))
+
+
+def first(h):
+    return h[:4]
+
+
+def other_view(one, other):
+    """Return a block that takes one view in forward and another in replay, of a result, an argument or a weight."""
+
+    def take(tensor):
+        return (other if remat.is_recomputing() else one)(tensor)
+
+    return {
+        "result": lambda x, w: (take(x.sin()) @ w[:4, :4]).sin(),
+        "argument": lambda x, w: (take(x) @ w[:4, :4]).sin(),
+        "argument in an op of its own": lambda x, w: take(x).sin().sin(),
+        "weight": lambda x, w: (x[:4, :4].sin() @ take(w)).sin(),
+        "constant": lambda x, w: (x[:4, :4] * take(torch.ones(8, 4))).sin(),
+    }
+
+
+OTHER_VIEWS = {
+    "transposed": (first, lambda h: h[:4].t()),
+    "another part": (first, lambda h: h[4:]),
+    "with other strides": (first, lambda h: h[::2]),
+    "not transposed": (lambda h: h[:4].t(), first),
+    "transposed, all of it": (lambda h: h.view(4, 8)[:, :4].reshape(4, 4), lambda h: h.view(4, 8)[:, :4].t()),
+}
+
+
+@pytest.mark.parametrize("policy", [None, remat.policies.save_matmuls, lambda ctx, op, *args, **kwargs: False])
+@pytest.mark.parametrize("place", other_view(first, first))
+@pytest.mark.parametrize("name", OTHER_VIEWS)
+def test_replay_that_takes_another_view_of_the_same_shape_is_never_silently_wrong(name, place, policy):
+    one, other = OTHER_VIEWS[name]
+    x, w = leaf(8, 4), nn.Parameter(torch.randn(8, 4))
+    expected = torch.autograd.grad(other_view(one, one)[place](x, w).sum(), (x, w), allow_unused=True)
+    y = checkpointed(other_view(one, other)[place], region_name="block", policy=policy)(x, w)
+    try:
+        actual = torch.autograd.grad(y.sum(), (x, w), allow_unused=True)
+    except remat.MismatchError:
+        return
+    for want, got in zip(expected, actual, strict=True):
+        assert (want is None) == (got is None)
+        assert want is None or torch.equal(want, got)
+
+
+def test_another_view_is_an_error_that_shows_both():
+    block = other_view(lambda h: h, lambda h: h.t())["argument"]
+    with pytest.raises(remat.MismatchError, match=r"all of a tensor as it is here, replay a view with strides"):
+        checkpointed(block)(leaf(4, 4), leaf(4, 4)).sum().backward()
+
+
+@pytest.mark.parametrize("hooks", [contextlib.nullcontext, torch.autograd.graph.save_on_cpu])
+@pytest.mark.parametrize("given", [lambda x: x, lambda x: x.t(), lambda x: x[1:], lambda x: x[:, 1:].t()])
+def test_views_of_inputs_that_come_back_with_other_strides_are_no_difference(given, hooks):
+    def block(x, w):
+        return (x.t() @ x * x.t().sum() + x[1:].sum() * x.view_as(x).exp().t().mean()).sin()
+
+    base = leaf(5, 5)
+    expected = torch.autograd.grad(block(given(base), None).sum(), base)
+    with hooks():
+        y = checkpointed(block)(given(base * 1), None)
+    y.sum().backward()
+    assert torch.equal(base.grad, expected[0])

@@ -272,3 +272,54 @@ def test_backwards_at_once_over_one_kept_graph_are_equal():
 
     for actual in run_in_threads(*(backward_after(0.006 * index) for index in range(4))):
         assert_same(expected, actual)
+
+
+def outside(kind):
+    """Return a leaf and a function that makes, from it, what a region's function finds in a variable."""
+    s = torch.linspace(1, 2, 16).view(4, 4).requires_grad_()
+    make = {
+        "result": lambda factor: s * factor,
+        "view of a result": lambda factor: (s * factor).t(),
+        "leaf": lambda factor: (s.detach() * factor).requires_grad_(),
+        "view of a leaf": lambda factor: (s.detach() * factor).requires_grad_().t(),
+    }[kind]
+    return s, make
+
+
+@pytest.mark.parametrize("numbers", [0, 200])
+@pytest.mark.parametrize("threaded", [False, True])
+@pytest.mark.parametrize("kind", ["result", "view of a result", "leaf", "view of a leaf"])
+def test_variable_from_outside_that_is_another_tensor_in_replay_is_an_error_in_any_thread(kind, threaded, numbers):
+    s, make = outside(kind)
+    x = leaf(4, 4)
+    for _ in range(numbers):  # the main thread is ahead of the other one, or not
+        s * 2
+    t = make(1.0)
+    before = t
+    y = checkpointed(lambda v: (v.sin() * t).cos(), region_name="r")(x)
+    t = make(7.0)
+    caught = []
+
+    def backward():
+        for _ in range(200 - numbers):
+            s * 2
+        with pytest.raises(remat.MismatchError) as error:
+            y.sum().backward()
+        caught.append(error.value.region)
+
+    if threaded:
+        run_in_threads(backward)
+    else:
+        backward()
+    assert caught == ["r"]
+    assert before is not t
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+@pytest.mark.parametrize("kind", ["result", "view of a result", "leaf", "view of a leaf"])
+def test_variable_from_outside_that_stays_is_equal_in_any_thread(kind, threaded):
+    _, make = outside(kind)
+    x, t = leaf(4, 4), make(2.0)
+    y = checkpointed(lambda v: (v.sin() * t).cos())(x)
+    run_in_threads(lambda: y.sum().backward()) if threaded else y.sum().backward()
+    assert_same(x.grad, torch.autograd.grad((x.sin() * t).cos().sum(), x)[0])

@@ -11,10 +11,8 @@ from torch.compiler import is_compiling
 from torch_remat._compiled import compiled_region
 from torch_remat._offload import OFFLOADER, is_offloader
 from torch_remat.dispatch.mode import current_mode
-from torch_remat.dispatch.naming import default_name
 from torch_remat.dispatch.options import DEFAULTS, ContextFn, DeterminismCheck, Options
 from torch_remat.dispatch.region.forward import run_region
-from torch_remat.dispatch.region.outputs import tensors_of
 from torch_remat.errors import UsageError
 from torch_remat.offload.protocol import Offloader
 from torch_remat.policies.kinds import as_policy
@@ -75,15 +73,13 @@ def checkpoint(
         **unknown: Not allowed; catches misspelt options.
 
     Returns:
-        A decorator. The decorated function takes and returns what the function does, but its output must be a Tensor
-        or an exact builtin tuple, list or dict of such, recursively.
+        A decorator. The decorated function takes and returns what the function does.
 
     Raises:
         UsageError: At once, if an option is unknown or has a value that it cannot have, or if the function was given
             in the first call.
         PolicyError: At once, if ``policy`` is no policy; from the call of the decorated function, if an entry of it
             matched nothing, or a policy function returned something else than a policy.
-        OutputError: From the call of the decorated function, if the output breaks the rule above.
         MutationError: From backward, if a tensor that is needed was changed in place.
         MismatchError: From backward, if replay did something else than forward.
         OffloadError: From backward, if an offloaded tensor could not be brought back.
@@ -135,7 +131,7 @@ def _binder(options: Options) -> Callable[[Callable[P, R]], Callable[P, R]]:
                 traced: R = compiled_region(options, function, args, kwargs)
                 return traced
             if not torch.is_grad_enabled():
-                return _plain(options, function, args, kwargs)
+                return function(*args, **kwargs)
             output: R = run_region(function, args, kwargs, options)
             return output
 
@@ -239,14 +235,6 @@ def _named_after(function: Callable[P, R], wrapper: Callable[P, R]) -> Callable[
     wrapper.__doc__ = function.__doc__
     wrapper.__wrapped__ = function  # type: ignore[attr-defined]
     return wrapper
-
-
-def _plain(options: Options, function: Callable[..., R], args: Any, kwargs: Any) -> R:
-    """Run the function where no gradients are recorded; what it may return is the same."""
-    output = function(*args, **kwargs)
-    if type(output) is not torch.Tensor:
-        tensors_of(output, options.region_name or default_name(function))
-    return output
 
 
 def _chained(functions: list[Callable[..., Any]]) -> Callable[[Any], Any]:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from torch_remat._compat import function_mode_depth
+from torch_remat._compat import any_autocast_enabled, function_mode_depth
 
 
 class Ambient(NamedTuple):
@@ -46,7 +46,7 @@ class Ambient(NamedTuple):
 
 def capture_ambient() -> Ambient:
     """Return the present ambient state."""
-    if len(_device_types()) == 1 and not function_mode_depth() and not torch.is_autocast_enabled("cpu"):
+    if not any_autocast_enabled() and not function_mode_depth() and len(_device_types()) == 1:
         return _PLAIN
     device = torch.get_default_device() if function_mode_depth() else None
     return Ambient(_autocast_state(), device, _current_device_index())
@@ -98,7 +98,8 @@ class RngState:
         """
         if not by_ops and len(self._states) == 1:
             ((generator, start),) = self._states
-            return not _equal(start, generator.get_state())
+            end = generator.get_state()
+            return start.nbytes != end.nbytes or _memcmp(start.data_ptr(), end.data_ptr(), end.nbytes) != 0
         drawn = {id(generator) for state in by_ops for generator, _ in state._states}
         self._states = [
             (generator, start)

@@ -11,8 +11,9 @@ NOTE [ Life of a holder ]
    that of after forward; a later read replays again. (Not while another thread replays the region, which counts on
    what it has filled.) Inside a ``GraphExecGroup`` it keeps the value until the group
    is gone, since the group's backwards share one replay.
-4. Parameters and views of them exist anyway. Autograd keeps them itself, in an `Anchor`, and replay does not fill
-   them; it only makes sure that the same parameter stands at the same place.
+4. Parameters, other leaves that require a gradient, and views of these exist anyway: the graph owns them. Autograd
+   keeps them itself, in an `Anchor`, and replay does not fill them; it only makes sure that the same one stands at the
+   same place. Forward alone asks what is a leaf, and of the region's inputs none counts as one: in replay all are.
 5. Every read compares version counters, as autograd does for tensors that it saves itself.
 """
 
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from weakref import ref
 
 import torch
@@ -29,8 +30,29 @@ from torch.nn import Parameter
 from torch_remat._compat import graph_exec_group, graph_is_kept, without_dispatch_modes
 from torch_remat.errors import MutationError
 
-if TYPE_CHECKING:
-    from torch_remat.dispatch.region.region import Region
+
+class OwnRegion(Protocol):
+    """What a holder, and the checks of what fills it, ask of the region that it belongs to."""
+
+    tape: Any
+    inputs: Any
+    options: Any
+    op_log: Any
+
+    @property
+    def name(self) -> str:
+        """The name that messages use."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether forward is over."""
+
+    @property
+    def filling(self) -> bool:
+        """Whether a replay runs."""
+
+    def refill(self, holder: Holder) -> torch.Tensor:
+        """Return the value of a holder that was found empty, by a replay."""
 
 
 # The version of a tensor that was changed in place after it was saved: no read accepts it.
@@ -48,18 +70,19 @@ class Holder:
     Attributes:
         region: The region that refills it.
         value: The saved tensor, without a graph, or None while the holder is empty.
-        origin: What replay must find again here: the parameter that the tensor is autocast's copy of; a weak reference
-            to another tensor that is older than the region and no input; else None.
+        origin: What replay must find again here: the leaf that the tensor is autocast's copy of; a weak reference to
+            another tensor that is older than the region and no input; else None.
         metadata: What `metadata_of` said of the tensor when it was saved.
-        plain: Whether replay compares its metadata and its producer and nothing else: an op of the region made the
-            tensor, with a gradient, and it is neither a view nor a copy by autocast.
-        producer: The type of the autograd node that made the tensor; `NoneType` for inputs and leaves.
+        plain: Whether replay compares its metadata, its layout and its producer and nothing else: an op of the region
+            made the tensor, with a gradient, and it is no copy by autocast; or it is an input, or a view of one.
+        producer: The type of the autograd node that made the tensor, or what it is a view of; `NoneType` for inputs and
+            leaves.
         fingerprint: The value that the determinism check compares; set only where it compares values.
     """
 
     __slots__ = ("__weakref__", "fingerprint", "metadata", "origin", "plain", "producer", "region", "value")
 
-    region: Region
+    region: Any  # an `OwnRegion`
     value: torch.Tensor | None
     origin: torch.Tensor | ref[torch.Tensor] | None
     metadata: tuple[int, torch.Size, torch.dtype, torch.device]
@@ -81,11 +104,27 @@ class Holder:
 
 
 # What autograd keeps of a parameter or a view of one: (value, version, region).
-Anchor = tuple[torch.Tensor, int, "Region"]
+Anchor = tuple[torch.Tensor, int, Any]
 
 # (version, shape, dtype, device) of a tensor, in one call. The version counter counts its changes in place.
 metadata_of: Callable[[torch.Tensor], tuple[int, torch.Size, torch.dtype, torch.device]]
 metadata_of = attrgetter("_version", "shape", "dtype", "device")
+
+
+# How a view lies in the tensor that it is a view of: its strides, its offset there, and the strides of that tensor.
+Layout = tuple[tuple[int, ...], int, tuple[int, ...]]
+
+
+def layout_of(tensor: torch.Tensor, owner: torch.Tensor) -> Layout | None:
+    """Return how a view lies in its owner; None where it lies as the owner does, and where that has no strides."""
+    if tensor is owner:
+        return None
+    try:
+        strides, own = tensor.stride(), owner.stride()
+        offset = int(tensor.storage_offset()) - int(owner.storage_offset())
+    except RuntimeError:  # sparse tensors and nested ones have none
+        return None
+    return None if strides == own and not offset else (strides, offset, own)
 
 
 def mark_changed(holder: Holder) -> None:
@@ -140,19 +179,23 @@ def is_parameter(tensor: torch.Tensor) -> bool:
 
 
 def parameter_behind(owner: torch.Tensor) -> torch.Tensor | None:
-    """Return the parameter that a tensor is, or of which it is autocast's copy in a smaller dtype; else None.
+    """Return the parameter that a tensor is, or the leaf of which it is autocast's copy in a smaller dtype; else None.
 
-    Both phases must find the same parameter, and only its identity tells: its values may change in between.
+    Both phases must find the same one, and only its identity tells: its values may change in between.
     """
     if is_parameter(owner):
         return owner
     if owner.dtype in AUTOCAST_DTYPES:
         node = owner.grad_fn
-        if node is not None and type(node).__name__ == "ToCopyBackward0":
-            variable: torch.Tensor | None = getattr(node.next_functions[0][0], "variable", None)
-            if variable is not None and is_parameter(variable):
-                return variable
+        if node is not None and type(node) is CAST:
+            leaf: torch.Tensor | None = getattr(node.next_functions[0][0], "variable", None)
+            return leaf
     return None
+
+
+with torch.enable_grad():
+    # The type of the node of a cast, such as those that autocast makes of weights.
+    CAST = type(torch.zeros((), requires_grad=True, device="cpu").to(torch.float64).grad_fn)
 
 
 def read(packed: Holder | Anchor) -> torch.Tensor:
@@ -167,7 +210,7 @@ def read(packed: Holder | Anchor) -> torch.Tensor:
             return _read_of_op(packed)
         value, version, region = packed
         if value._version != version:
-            raise changed_in_place(region, "parameter", value.shape)
+            raise changed_in_place(region, "parameter" if is_parameter(value) else "leaf", value.shape)
         return value
     kept = packed.value
     if kept is None:
@@ -197,7 +240,7 @@ def _read_of_op(holder: Any) -> torch.Tensor:
 
 
 def changed_in_place(
-    region: Region, kind: str, shape: torch.Size, name: str | None = None, op: str | None = None
+    region: OwnRegion, kind: str, shape: torch.Size, name: str | None = None, op: str | None = None
 ) -> MutationError:
     """Return the error about a saved tensor that was changed in place."""
     return MutationError(

@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 _Watcher = Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]
 
 _current: ContextVar[RematMode | None] = ContextVar("torch_remat_mode", default=None)
+# Return, and set, the mode of the region that runs in this thread; None outside of regions.
+current_mode: Callable[[], RematMode | None] = _current.get
+make_current: Callable[[RematMode | None], object] = _current.set
 
 
 class StopReplay(BaseException):
@@ -261,11 +264,6 @@ class _Uncompiled(DispatchMode):
     ) -> Any:
         """Run the op."""
         return op(*args, **(kwargs or {}))
-
-
-def current_mode() -> RematMode | None:
-    """Return the mode of the region that runs in this thread, or None outside of regions."""
-    return _current.get()
 
 
 @contextmanager

@@ -14,6 +14,11 @@ def default_name(function: Callable[..., Any] | None) -> str:
     while isinstance(function, partial):
         function = function.func
     name: str = getattr(function, "__qualname__", None) or type(function).__name__
+    return short_name(name)
+
+
+def short_name(name: str) -> str:
+    """Return a qualified name without the functions around it."""
     return name.rpartition("<locals>.")[2]
 
 

@@ -14,7 +14,7 @@ import torch
 
 from torch_remat._compat import sequence_number
 from torch_remat.dispatch.ambient import RngState
-from torch_remat.dispatch.holder import Holder, OpHolder, ResidentRef
+from torch_remat.dispatch.holder import Holder, Layout, OpHolder, ResidentRef
 from torch_remat.dispatch.log.record import Record
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ class Tape:
         saved: For each saved tensor a weak reference to its holder; for a parameter, or a view of one, the parameter;
             a `ResidentRef` for one that is kept, though replay saves it again; None for a view of a parameter that an
             argument brings.
+        layouts: For views among these, by place, how they lie in what they are views of; None where replay cannot tell.
         elided: Weak references to the holders of SAVE ops that are filled from other ops' outputs.
         holders: Weak references to the holders of all that has a name, for reports.
         records: The ops by name, in order.
@@ -49,6 +50,7 @@ class Tape:
         "elided",
         "holders",
         "inner",
+        "layouts",
         "ran_compiled",
         "records",
         "regions",
@@ -58,6 +60,7 @@ class Tape:
 
     def __init__(self) -> None:
         self.saved: list[ref[Holder] | ResidentRef | torch.Tensor | None] = []
+        self.layouts: dict[int, Layout | None] = {}
         self.elided: list[ref[OpHolder]] = []
         self.holders: list[ref[OpHolder]] = []
         self.records: dict[str, Record] = {}

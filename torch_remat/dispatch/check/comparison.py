@@ -6,14 +6,21 @@ where the difference is harmless.
 
 from __future__ import annotations
 
+from typing import Any
 from weakref import ref
 
 import torch
 from torch.autograd.function import BackwardCFunction
 
-from torch_remat._compat import node_number, without_dispatch_modes
-from torch_remat.dispatch.check.mismatch import another_parameter, other_metadata, other_producer, outside_changed
-from torch_remat.dispatch.holder import CHANGED, Holder
+from torch_remat._compat import without_dispatch_modes
+from torch_remat.dispatch.check.mismatch import (
+    another_parameter,
+    other_layout,
+    other_metadata,
+    other_producer,
+    outside_changed,
+)
+from torch_remat.dispatch.holder import CHANGED, Holder, Layout, OwnRegion, is_parameter
 from torch_remat.dispatch.placeholder import Placeholder, refuse
 from torch_remat.errors import RematError
 
@@ -23,7 +30,6 @@ def what_differs(
     tensor: torch.Tensor,
     owner: torch.Tensor,
     origin: torch.Tensor | None,
-    first_number: int,
     loaded: bool,
 ) -> RematError | None:
     """Return the error about a difference between forward and replay, if there is one.
@@ -33,7 +39,6 @@ def what_differs(
         tensor: What replay saves.
         owner: The tensor that it is a view of, or itself.
         origin: The parameter that it is, or is a cast of.
-        first_number: The sequence number of the replay's first autograd node.
         loaded: Whether the owner was kept for replay, so that it has no history.
     """
     if isinstance(owner, Placeholder):
@@ -42,12 +47,12 @@ def what_differs(
     version, *metadata = holder.metadata
     if version == CHANGED:
         return None  # an error if backward reads it, as in plain autograd
-    if _is_another(holder, owner, origin, first_number):
+    if _is_another(holder, owner, origin):
         return another_parameter(region, holder.name, holder.op, None, tensor)
-    if region.options.determinism_check in ("default", "bitwise"):
+    if region.options.determinism_check in _COMPARING:
         if metadata != [tensor.shape, tensor.dtype, tensor.device]:
             return other_metadata(region, holder, tensor)
-        if not loaded and _is_by_another_op(holder, owner, first_number):
+        if not loaded and _is_by_another_op(holder, owner):
             return other_producer(region, holder, owner)
     if version != tensor._version:
         # Inputs that hooks around the region restored may count their versions anew, and so does what was kept for
@@ -61,31 +66,56 @@ def what_differs(
     return None
 
 
-def _is_another(holder: Holder, owner: torch.Tensor, origin: torch.Tensor | None, first_number: int) -> bool:
-    """Whether a parameter, or another tensor from outside the region, is not the one that forward used."""
+def _is_another(holder: Holder, owner: torch.Tensor, origin: torch.Tensor | None) -> bool:
+    """Whether a leaf, or another tensor from outside the region, is not the one that forward used.
+
+    Which phase has made a tensor its autograd node cannot tell: nodes are numbered in each thread, and backward may run
+    in another one. So what is older than the region must be the same object.
+    """
     if origin is not None or not isinstance(holder.origin, ref):
         return origin is not holder.origin
     before = holder.origin()
     if before is owner:
         return False
-    node = owner.grad_fn
-    if node is not None:
-        # One that the replay itself made is a recomputation of it.
-        return node_number(node) < first_number
-    if before is None:
+    return before is None or not is_same_leaf(before, owner)
+
+
+def is_same_leaf(before: torch.Tensor, now: torch.Tensor) -> bool:
+    """Whether a leaf of replay stands for one of forward: it is it, or was made in the region with the same values."""
+    if before is now:
+        return True
+    if is_parameter(before) or before.grad_fn is not None or now.grad_fn is not None or not now.requires_grad:
         return False
-    # A leaf: from outside, or made in the region. If forward's is still there, the values tell.
     with without_dispatch_modes():
-        return before.grad_fn is not None or not torch.equal(before, owner)
+        return before.shape == now.shape and before.dtype == now.dtype and torch.equal(before, now)
 
 
-def _is_by_another_op(holder: Holder, owner: torch.Tensor, first_number: int) -> bool:
+def _is_by_another_op(holder: Holder, owner: torch.Tensor) -> bool:
     """Whether a tensor was made by another op than in forward; only ops of torch itself are compared.
 
     Hooks of wrappers such as FSDP pass tensors through Functions of their own in one phase and not in the other.
     """
-    node = owner.grad_fn
-    if node is not None and node_number(node) < first_number:
-        return False  # from outside: `_is_another` has judged it
-    kinds = {holder.producer, type(node)}
+    kinds = {holder.producer, type(owner.grad_fn)}
     return len(kinds) > 1 and not any(issubclass(kind, BackwardCFunction) for kind in kinds)
+
+
+def lies_otherwise(region: OwnRegion, position: int, now: Layout | None) -> RematError | None:
+    """Return the error about a view that lies otherwise in what it is a view of than in forward, if it does.
+
+    Where that itself lies otherwise, as inputs may that hooks around the region restored, nothing can be told.
+
+    Args:
+        region: The region.
+        position: Which of the saved tensors it is.
+        now: What `layout_of` says of replay's tensor.
+    """
+    before = region.tape.layouts.get(position, _AS_OWNER)
+    if before is None or before == (now or _AS_OWNER) or region.options.determinism_check not in _COMPARING:
+        return None
+    if (before[2:] != now[2:]) if before and now else region.inputs is None or not region.inputs.as_given:
+        return None
+    return other_layout(region, f"saved tensor {position}", before[:2], (now or _AS_OWNER)[:2])
+
+
+_AS_OWNER: Any = ()
+_COMPARING = ("default", "bitwise")

@@ -6,15 +6,13 @@ in-place change explains it; with ``debug=True`` it shows the ops of both phases
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from torch_remat.dispatch.holder import Holder, OpHolder
+from torch_remat.dispatch.holder import Holder, OpHolder, OwnRegion
 from torch_remat.errors import MismatchError, MutationError
-
-if TYPE_CHECKING:
-    from torch_remat.dispatch.region.region import Region
 
 _SAME_OPS = (
     "The function must do the same in both phases: look for state that changed in between (a counter, a cache, a "
@@ -35,7 +33,7 @@ _REPLACED = (
 
 
 def mismatched(
-    region: Region, what: str, remedy: str, tensor: str | None = None, op: str | None = None
+    region: OwnRegion, what: str, remedy: str, tensor: str | None = None, op: str | None = None
 ) -> MismatchError:
     """Return the error, with both phases' ops if the region recorded them."""
     if region.op_log is None:
@@ -45,7 +43,7 @@ def mismatched(
     return MismatchError(what, region=region.name, op=op, tensor=tensor, remedy=remedy)
 
 
-def other_metadata(region: Region, holder: Holder, tensor: torch.Tensor) -> MismatchError:
+def other_metadata(region: OwnRegion, holder: Holder, tensor: torch.Tensor) -> MismatchError:
     """Forward and replay saved tensors of different shape, dtype or device at one position."""
     return mismatched(
         region, f"forward saved {_forward(holder)} here, replay {_describe_tensor(tensor)}",
@@ -53,7 +51,7 @@ def other_metadata(region: Region, holder: Holder, tensor: torch.Tensor) -> Mism
     )  # fmt: skip
 
 
-def other_source(region: Region, holder: OpHolder, tensor: Any, is_input: bool) -> MismatchError:
+def other_source(region: OwnRegion, holder: OpHolder, tensor: Any, is_input: bool) -> MismatchError:
     """The input of a SAVE op, or the output of another, that it saved or saved a view of is not that of forward."""
     verb = "is given" if is_input else "that made it returns"
     found = _describe_tensor(tensor) if isinstance(tensor, torch.Tensor) else "no tensor"
@@ -66,7 +64,7 @@ def other_source(region: Region, holder: OpHolder, tensor: Any, is_input: bool) 
     )
 
 
-def other_producer(region: Region, holder: Holder, owner: torch.Tensor) -> MismatchError:
+def other_producer(region: OwnRegion, holder: Holder, owner: torch.Tensor) -> MismatchError:
     """Forward and replay saved results of different ops at one position."""
     return mismatched(
         region,
@@ -82,7 +80,16 @@ def _node_name(kind: type) -> str:
     return "no recorded op" if kind is type(None) else kind.__name__.removesuffix("0")
 
 
-def other_value(region: Region, holder: Holder, value: Any) -> MismatchError:
+def other_layout(region: OwnRegion, place: str, before: Sequence[Any], now: Sequence[Any]) -> MismatchError:
+    """Forward and replay saved views that lie otherwise in what they are views of, such as a transposed one."""
+    forward, replay = (
+        "all of a tensor as it is" if not layout else "a view with strides {} from element {} on".format(*layout)
+        for layout in (before, now)
+    )
+    return mismatched(region, f"forward saved {forward} here, replay {replay}", _SAME_OPS, place)
+
+
+def other_value(region: OwnRegion, holder: Holder, value: Any) -> MismatchError:
     """The determinism check found different values at one position."""
     shown = "" if isinstance(value, bytes) else f" ({holder.fingerprint!r} in forward, {value!r} in replay)"
     return mismatched(
@@ -95,7 +102,7 @@ def other_value(region: Region, holder: Holder, value: Any) -> MismatchError:
     )
 
 
-def fewer_saved(region: Region, first: Holder, replayed: int) -> MismatchError:
+def fewer_saved(region: OwnRegion, first: Holder, replayed: int) -> MismatchError:
     """Replay ended before it saved what forward saved."""
     return mismatched(
         region,
@@ -107,14 +114,14 @@ def fewer_saved(region: Region, first: Holder, replayed: int) -> MismatchError:
     )
 
 
-def more_saved(region: Region, replayed: int) -> MismatchError:
+def more_saved(region: OwnRegion, replayed: int) -> MismatchError:
     """Replay saved another number of tensors than forward (found only without early stop)."""
     total = len(region.tape.saved)
     return mismatched(region, f"replay saved {replayed} tensors where forward saved {total}", _SAME_OPS)
 
 
 def another_parameter(
-    region: Region, place: str, op: str | None, parameter: torch.Tensor | None, tensor: torch.Tensor
+    region: OwnRegion, place: str, op: str | None, parameter: torch.Tensor | None, tensor: torch.Tensor
 ) -> MismatchError:
     """A parameter, or another tensor from outside the region, is not the one that forward used."""
     used = "another tensor" if parameter is None else f"a parameter {_describe_tensor(parameter)}, or a view of it,"
@@ -128,7 +135,7 @@ def another_parameter(
 
 
 def replaced_parameter(
-    region: Region, name: str, one: torch.Tensor | None, other: torch.Tensor | None
+    region: OwnRegion, name: str, one: torch.Tensor | None, other: torch.Tensor | None
 ) -> MismatchError:
     """A module that the region runs has another parameter than in forward."""
     before, now = ("none" if it is None else _describe_tensor(it) for it in (one, other))
@@ -140,7 +147,7 @@ def replaced_parameter(
     )
 
 
-def changed_parameter(region: Region, name: str, parameter: torch.Tensor) -> MutationError:
+def changed_parameter(region: OwnRegion, name: str, parameter: torch.Tensor) -> MutationError:
     """Replay reads a parameter that was changed in place since forward."""
     return MutationError(
         f"replay reads this parameter, {_describe_tensor(parameter)}, which was changed in place since forward",
@@ -150,7 +157,7 @@ def changed_parameter(region: Region, name: str, parameter: torch.Tensor) -> Mut
     )
 
 
-def outside_changed(region: Region, holder: Holder) -> MutationError:
+def outside_changed(region: OwnRegion, holder: Holder) -> MutationError:
     """A tensor from outside the region was changed in place between the phases."""
     return MutationError(
         f"this {_forward(holder)}, which the region saves for backward, was "

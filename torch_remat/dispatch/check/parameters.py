@@ -1,38 +1,41 @@
-"""The parameters that a region's function reaches, compared between forward and replay.
+"""The parameters that a region uses, compared between forward and replay.
 
-In: a region's function and the modules among its arguments. Kept: the parameters themselves, which are not the region's
-memory, and their versions at the end of forward. Out: an error where one was replaced by another with other values, or
-where replay reads one that was changed in place.
+In: a region's function, the modules among its arguments, and the autograd graph that its forward has made. Kept: the
+parameters themselves, which are not the region's memory, and their versions at the end of forward. Out: an error where
+one was replaced by another with other values, or where replay reads one that was changed in place.
 
 Autograd does not save a weight whose input needs no gradient, nor any bias, so the saved tensors alone do not show that
 such a parameter is another one (`torch.func.functional_call` around the region, an attribute that was set anew, a step
 of an optimizer before backward).
+
+NOTE [ Which parameters a region uses ]
+1. The leaves of the region's own graph are all parameters that it used and that require a gradient, wherever the
+   function found them: in a module at any depth, in a global variable, in an object. Versions tell of their changes.
+2. A parameter that was replaced, or that needs no gradient, has to be looked up where the function finds it: in modules
+   that it reaches through itself, its closure, its arguments, or as a method or `partial` of one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from itertools import zip_longest
-from operator import is_
+from operator import attrgetter, is_
 from types import FunctionType, MethodType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import optree
 import torch
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import Module, Parameter
 
-from torch_remat._compat import DispatchMode
+from torch_remat._compat import DispatchMode, node_number
 from torch_remat.dispatch.check.mismatch import changed_parameter, replaced_parameter
 from torch_remat.dispatch.generators import among_attributes
+from torch_remat.dispatch.holder import OwnRegion
 from torch_remat.errors import RematError
 
-if TYPE_CHECKING:
-    from torch_remat.dispatch.region.region import Region
-
-# A region inside a method of a whole model would otherwise walk the model in every region.
-MAX_MODULES = 64
 _REACHING = frozenset((FunctionType, MethodType, partial))
 # The usual ones of torch's own, to which nobody adds a generator, are not searched for one.
 _BARE = frozenset(kind for kind in vars(torch.nn).values() if isinstance(kind, type) and issubclass(kind, Module))
@@ -41,7 +44,7 @@ _BARE = frozenset(kind for kind in vars(torch.nn).values() if isinstance(kind, t
 def parameters_of(
     function: Callable[..., Any], arguments: Sequence[Module] = (), generators: list[torch.Generator] | None = None
 ) -> Sequence[torch.Tensor | None]:
-    """Return the parameters that a function reaches: those of at most `MAX_MODULES` modules.
+    """Return the parameters that a function reaches: those of the modules that it reaches.
 
     Args:
         function: A module, a method of one, or a function that closes over some; also a ``partial`` of these.
@@ -62,14 +65,50 @@ def parameters_of(
             modules.append(value)
         else:
             found.append(value)
+    seen = set(modules)
     for module in modules:  # grows meanwhile
         found += module._parameters.values()
-        modules += [inner for inner in module._modules.values() if inner is not None]
+        for inner in module._modules.values():
+            if inner is not None and inner not in seen:
+                seen.add(inner)
+                modules.append(inner)
         if generators is not None and type(module) not in _BARE:
             generators += among_attributes(module)
-        if len(modules) > MAX_MODULES:
-            break
     return found
+
+
+def used_leaves(
+    nodes: Iterable[torch.autograd.graph.Node | None], first_number: int, inputs: Container[int]
+) -> list[torch.Tensor]:
+    """Return the leaves of a region's graph; see NOTE [ Which parameters a region uses ].
+
+    Args:
+        nodes: The nodes of its outputs.
+        first_number: The number of its first node: what is older, the region has not made.
+        inputs: The ids of its tensor arguments, which are compared on their own.
+    """
+    leaves = []
+    todo: list[Any] = [node for node in nodes if node is not None and node_number(node) >= first_number]
+    seen = set(todo)
+    child: Any
+    for node in todo:  # grows meanwhile
+        for child, _ in node.next_functions:
+            if type(child) is ACCUMULATE:
+                leaf: torch.Tensor = getattr(child, "variable")  # noqa: B009 - which the type of nodes does not know
+                if id(leaf) not in inputs:
+                    leaves.append(leaf)
+            elif child is not None and child not in seen and node_number(child) >= first_number:
+                seen.add(child)
+                todo.append(child)
+    return leaves
+
+
+with torch.enable_grad():
+    # The type of the nodes at the ends of a graph; that of a parameter is made anew for each graph.
+    ACCUMULATE = type(get_gradient_edge(torch.zeros((), requires_grad=True, device="cpu")).node)
+
+
+_version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 
 
 def versions_of(parameters: Sequence[torch.Tensor | None]) -> Sequence[int]:
@@ -80,7 +119,19 @@ def versions_of(parameters: Sequence[torch.Tensor | None]) -> Sequence[int]:
         return ()
 
 
-def check_parameters(region: Region, fail: Callable[[RematError], NoReturn]) -> list[AbstractContextManager[Any]]:
+class ReachingRegion(OwnRegion, Protocol):
+    """What is asked of a region whose parameters are compared."""
+
+    function: Callable[..., Any] | None
+    parameters: Sequence[torch.Tensor | None]
+    versions: Sequence[int]
+    leaves: Sequence[torch.Tensor]
+    leaf_versions: Sequence[int]
+
+
+def check_parameters(
+    region: ReachingRegion, fail: Callable[[RematError], NoReturn]
+) -> list[AbstractContextManager[Any]]:
     """Compare the parameters with those of forward, at the start of a replay.
 
     Args:
@@ -110,6 +161,10 @@ def check_parameters(region: Region, fail: Callable[[RematError], NoReturn]) -> 
         for place, (one, other, version) in enumerate(zip(before, now, region.versions, strict=False)):
             if other is not None and one is other and other._version != version:
                 others[id(other)] = changed_parameter(region, _name_of(region, place, other), other)
+    if region.leaf_versions != list(map(_version_of, region.leaves)):
+        for place, (leaf, version) in enumerate(zip(region.leaves, region.leaf_versions, strict=True)):
+            if leaf._version != version and id(leaf) not in others:
+                others[id(leaf)] = changed_parameter(region, _name_of(region, place, leaf), leaf)
     return [_Unread(others, fail)] if others else []
 
 
@@ -136,25 +191,26 @@ class _Unread(DispatchMode):
 
 def _reached(function: Callable[..., Any], arguments: Sequence[Module]) -> Iterator[Module | Parameter]:
     values: list[Any] = [function, *arguments]
+    functions = set()
     for value in values:  # grows meanwhile
         kind = type(value)
         if isinstance(value, Module) or kind is Parameter:
             yield value
         elif kind is FunctionType:
-            for cell in value.__closure__ or ():
-                with suppress(ValueError):  # of a variable that has no value now
-                    values.append(cell.cell_contents)
+            if value not in functions:  # which may close over itself
+                functions.add(value)
+                for cell in value.__closure__ or ():
+                    with suppress(ValueError):  # of a variable that has no value now
+                        values.append(cell.cell_contents)
         elif kind is MethodType:
             values += (value.__self__, value.__func__)
         elif kind is partial:
             values += (value.func, *value.args, *value.keywords.values())
         elif (kind is list or kind is tuple) and value and isinstance(value[0], (Module, Parameter)):
             values += value
-        if len(values) > MAX_MODULES:
-            break
 
 
-def _name_of(region: Region, place: int, parameter: torch.Tensor | None) -> str:
+def _name_of(region: ReachingRegion, place: int, parameter: torch.Tensor | None) -> str:
     """Return what an error calls a parameter: its place, and its name in the module that has it, if one has."""
     assert region.function is not None
     assert region.inputs is not None

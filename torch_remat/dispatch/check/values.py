@@ -13,20 +13,19 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
-from torch_remat._compat import sequence_number
+from torch_remat._compat import DispatchMode, sequence_number
 from torch_remat.dispatch.check.mismatch import other_value
-from torch_remat.dispatch.holder import Holder
+from torch_remat.dispatch.holder import Holder, OwnRegion
 from torch_remat.errors import RematError, UsageError
 
-if TYPE_CHECKING:
-    from torch_remat.dispatch.region.region import Region
-
 ValueOf = Callable[[torch.Tensor], Any]
+
+_NOT_COMPARED = object()
 
 
 def value_function(check: str | ValueOf) -> ValueOf | None:
@@ -37,13 +36,56 @@ def value_function(check: str | ValueOf) -> ValueOf | None:
 
 
 def checksum(tensor: torch.Tensor) -> bytes:
-    """Return a 128-bit BLAKE2b digest of a tensor's elements in logical order."""
+    """Return a 128-bit BLAKE2b digest of a tensor's elements in logical order.
+
+    Raises:
+        UsageError: The tensor is of a subclass that has no memory of its own and does not say what it consists of.
+    """
+    if type(tensor) is not torch.Tensor and hasattr(tensor, "__tensor_flatten__"):
+        parts = b"".join(checksum(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+        return hashlib.blake2b(parts, digest_size=16).digest()
     plain = tensor.detach().resolve_conj().resolve_neg()
     if plain.layout is not torch.strided:
         plain = plain.to_dense()
     content = plain.cpu().contiguous()
+    if content.nbytes and not content.data_ptr():
+        raise UsageError(
+            f'determinism_check="bitwise" cannot read the values of a {type(tensor).__name__}',
+            remedy="Give the class __tensor_flatten__, or pass a callable (tensor) -> value as determinism_check.",
+        )
     data = (ctypes.c_char * content.nbytes).from_address(content.data_ptr()) if content.nbytes else b""
     return hashlib.blake2b(data, digest_size=16).digest()
+
+
+class TrainedStatistics(DispatchMode):
+    """Leaves the running statistics of batch norms in training out of the comparison, while a forward runs.
+
+    Autograd saves them, each run changes them, and backward does not read them. In evaluation it does.
+    Instance norms are batch norms too, on copies of the statistics.
+
+    Args:
+        values: What takes the values of the forward.
+    """
+
+    def __init__(self, values: Values) -> None:
+        super().__init__()
+        self._values = values
+
+    def __torch_dispatch__(
+        self, op: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run the op; what a batch norm is about to change is saved, but its value is not taken yet."""
+        if op in _BATCH_NORMS and args[5]:
+            self._values.leave_out(args[3:5])
+        return op(*args, **(kwargs or {}))
+
+
+# input, weight, bias, running_mean, running_var, training, ...
+_BATCH_NORMS = (
+    torch.ops.aten.native_batch_norm.default,
+    torch.ops.aten.cudnn_batch_norm.default,
+    torch.ops.aten.miopen_batch_norm.default,
+)
 
 
 class Values:
@@ -70,6 +112,15 @@ class Values:
             self._number = number
         self._pending.append((holder, tensor))
 
+    def leave_out(self, tensors: Sequence[torch.Tensor | None]) -> None:
+        """Do not compare what was queued of these tensors."""
+        queued, self._pending = self._pending, []
+        for holder, tensor in queued:
+            if any(one is tensor for one in tensors):
+                holder.fingerprint = _NOT_COMPARED
+            else:
+                self._pending.append((holder, tensor))
+
     def flush(self) -> None:
         """Take the values of all queued tensors.
 
@@ -91,9 +142,11 @@ def keep_value(holder: Holder, value: Any) -> None:
     holder.fingerprint = value
 
 
-def difference(region: Region, holder: Holder, value: Any) -> RematError | None:
+def difference(region: OwnRegion, holder: Holder, value: Any) -> RematError | None:
     """Return the error about a value of replay that does not equal forward's, if it does not."""
     before = holder.fingerprint
+    if before is _NOT_COMPARED:
+        return None
     try:
         if isinstance(before, torch.Tensor) and isinstance(value, torch.Tensor):
             same = torch.equal(before, value)

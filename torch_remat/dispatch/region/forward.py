@@ -6,9 +6,10 @@ with a hook on each of its nodes that starts the replay.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter
+from types import NoneType
 from typing import Any
 from weakref import ref
 
@@ -16,30 +17,74 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from torch_remat._compat import CompiledCode, keep_from_compiler, node_number, without_dispatch_modes
-from torch_remat.dispatch.check.parameters import versions_of
-from torch_remat.dispatch.check.values import Values, keep_value, value_function
+from torch_remat._compat import (
+    CompiledCode,
+    keep_from_compiler,
+    node_number,
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
+    sequence_number,
+    without_dispatch_modes,
+)
+from torch_remat.dispatch.check.parameters import used_leaves, versions_of
+from torch_remat.dispatch.check.values import TrainedStatistics, Values, keep_value, value_function
 from torch_remat.dispatch.handle.recorder import CallRecorder
 from torch_remat.dispatch.holder import (
-    AUTOCAST_DTYPES,
+    CAST,
     Anchor,
     Holder,
+    is_parameter,
+    layout_of,
     mark_changed,
     metadata_of,
     parameter_behind,
     read,
 )
-from torch_remat.dispatch.mode import RematMode, current_mode
+from torch_remat.dispatch.mode import RematMode, current_mode, make_current, unseen_by_forward_of
 from torch_remat.dispatch.observe import Watch, is_watched
 from torch_remat.dispatch.options import DEFAULTS, Options
 from torch_remat.dispatch.region.module_path import ModulePath
 from torch_remat.dispatch.region.outputs import boundary_nodes, node_of, tensors_of
 from torch_remat.dispatch.region.region import Region
+from torch_remat.dispatch.region.replay import Filling
+from torch_remat.errors import Carried
 from torch_remat.policies.kinds import OpPolicy
 
 
 def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options) -> Any:
     """Run a function as a checkpointed region and return its output."""
+    parent = current_mode()
+    if options is DEFAULTS and (parent is None or parent.ops is None) and not is_watched():
+        return _run_plain(function, args, kwargs)
+    return run_any(function, args, kwargs, options)
+
+
+def _run_plain(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Do what `run_any` does, in one go, for the usual call: default options, and nothing around it that takes part."""
+    region = Region(function, args, kwargs, DEFAULTS, _replay)
+    mode = Recording(region)
+    try:
+        push_saved_tensors_hooks(mode.pack_hook(), read)
+        mode.parent = parent = current_mode()
+        make_current(mode)
+        try:
+            output = function(*args, **kwargs)
+        except Carried as carried:
+            raise carried.take(region.name) from None
+        finally:
+            pop_saved_tensors_hooks()
+            make_current(parent)
+            mode.parent = None
+        nodes = (node_of(output),) if type(output) is Tensor else boundary_nodes(tensors_of(output))
+        mode.finish(nodes)
+    finally:
+        mode.forget()
+    _start_replay_from(nodes, region)
+    return output
+
+
+def run_any(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options) -> Any:
+    """Do what `run_region` does, for any call."""
     parent = current_mode()
     is_part = False
     earlier = None
@@ -50,7 +95,7 @@ def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
         is_part = parent.ops.skips()
         if not is_part:
             args, kwargs = parent.ops.enter_region(args, kwargs)
-    region = Region(function, args, kwargs, options, is_part)
+    region = Region(function, args, kwargs, options, _replay, is_part)
     mode = Recording(region)
     try:
         contexts: Sequence[AbstractContextManager[Any]] = () if options is DEFAULTS else mode.contexts()
@@ -58,13 +103,20 @@ def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
             mode.observed = Watch(mode)
             contexts = (mode.observed, *contexts)
         output = mode.run(function, args, kwargs, (mode.pack_hook(), read), contexts)
-        nodes = [node_of(output)] if type(output) is Tensor else boundary_nodes(tensors_of(output, region.name))
+        nodes = [node_of(output)] if type(output) is Tensor else boundary_nodes(tensors_of(output))
         mode.finish(nodes)
         observed = mode.observed
     finally:
         mode.forget()
         if earlier is not None:
             earlier.leave()
+    _start_replay_from(nodes, region)
+    if observed is not None:
+        observed.finish(nodes)
+    return output
+
+
+def _start_replay_from(nodes: Iterable[torch.autograd.graph.Node | None], region: Region) -> None:
     for node in nodes:
         # An output that is an input, or comes from outside, has an older node: a hook there would tie the region
         # to a graph that it may own through its function.
@@ -72,9 +124,14 @@ def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
             node.register_prehook(region.reach)
             if number > region.last_number:
                 region.last_number = number
-    if observed is not None:
-        observed.finish(nodes)
-    return output
+
+
+def _replay(region: Region, empty: list[Holder]) -> None:
+    if region.finished:
+        Filling(region, empty).replay()
+        return
+    with unseen_by_forward_of(region):
+        Filling(region, empty).replay()
 
 
 class Recording(RematMode):
@@ -88,17 +145,15 @@ class Recording(RematMode):
     """
 
     replaying = False
-    ops: CallRecorder | None
+    ops: CallRecorder | None = None
+    _values: Values | None = None
+    _any_version = 0
 
     def __init__(self, region: Region) -> None:
         self.region = region
-        self.ops = None
-        self._values: Values | None = None
-        self.watcher = None
         self._first_number = region.first_number
         self._saved = region.tape.saved
         self._counters: list[torch.Tensor] = []
-        self._any_version = 0
         if region.options is not DEFAULTS:
             value_of = value_function(region.options.determinism_check)
             self._values = region.values = None if value_of is None else Values(value_of, keep_value)
@@ -113,6 +168,8 @@ class Recording(RematMode):
         if region.op_log is not None:
             self.lets_compiled_code_run = True
             contexts.append(self.watch(region.op_log.forward))
+        if self._values is not None:
+            contexts.append(TrainedStatistics(self._values))
         if region.options.policy is not None:
             contexts += self._policy_contexts(region.options.policy)
         return contexts
@@ -128,85 +185,114 @@ class Recording(RematMode):
         return [path, watch.compiled_code]
 
     def pack_hook(self) -> Callable[[torch.Tensor], Holder | Anchor]:
-        """Return the pack hook: it makes what autograd keeps instead of a tensor.
+        """Return the pack hook: a closure, since it runs for each saved tensor.
 
-        It is a closure over local names, since it runs for each saved tensor. It does itself what a plain small tensor
-        needs, and leaves all others to `pack`.
+        It does itself what a leaf needs, an input, a result with a gradient, and a view of one of these. `pack` does
+        the same for any tensor.
         """
+        if self._values is not None:
+            return self._pack_among_ops
         region, first_number = self.region, self._first_number
-        saved, count, values = self._saved.append, self._counters.append, self._values
+        assert region.inputs is not None
+        entries, layouts, originals = region.tape.saved, region.tape.layouts, region.inputs.originals
+        saved, count, is_base = entries.append, self._counters.append, region.inputs.is_base
+        room, strided = ROOM_BYTES, torch.strided
 
         def pack(tensor: torch.Tensor) -> Holder | Anchor:
-            ops = self.ops
-            if ops is not None:
-                held: Holder | Anchor | None = None
-                if ops.packs or ops.expected is not None:
-                    held = ops.pack(tensor)
-                if held is not None:
-                    return held
-            if values is not None:
-                return self.pack(tensor)
-            try:
-                small = type(tensor) is Tensor and tensor._base is None and tensor.nbytes <= SMALL_BYTES
-            except RuntimeError:
-                small = False  # sparse tensors have no such number
-            if small:
-                node = tensor.grad_fn
-                metadata = metadata_of(tensor)
-                if (
-                    node is not None
-                    and not metadata[0]
-                    and node_number(node) >= first_number
-                    and metadata[2] not in AUTOCAST_DTYPES
-                ):
-                    holder = Holder()
-                    holder.region = region
-                    holder.value = holder.origin = None
-                    holder.metadata = metadata
-                    holder.producer = type(node)
-                    holder.plain = True
-                    saved(ref(holder))
-                    count(tensor)
-                    return holder
-            elif type(tensor) is Parameter:
+            nonlocal room
+            if self.ops is not None:
+                return self._pack_among_ops(tensor)
+            kind = type(tensor)
+            if kind is Parameter:
                 saved(tensor)
                 return (tensor, tensor._version, region)
-            return self.pack(tensor)
+            if kind is not Tensor:
+                return self.pack(tensor)
+            owner = tensor._base
+            if owner is None:
+                owner = tensor
+            node = owner.grad_fn
+            producer: type
+            if id(owner) in originals:
+                producer = NoneType  # replay passes inputs without their history
+                ordinary = type(owner) is Tensor
+            elif node is not None:
+                producer = type(node)
+                ordinary = node_number(node) >= first_number and producer is not CAST
+            elif owner is tensor and tensor.requires_grad:
+                saved(tensor)
+                return (tensor, tensor._version, region)
+            else:
+                return self.pack(tensor)
+            metadata = metadata_of(tensor)
+            if not ordinary or metadata[0] or owner.layout is not strided:
+                return self.pack(tensor)
+            if (size := owner.nbytes) > SMALL_BYTES:
+                if size > room:
+                    return self.pack(tensor)
+                room -= size
+            if owner is not tensor:
+                if is_base(owner):
+                    layouts[len(entries)] = None
+                elif (layout := layout_of(tensor, owner)) is not None:
+                    layouts[len(entries)] = layout
+            holder = Holder()
+            holder.region = region
+            holder.value = holder.origin = None
+            holder.metadata = metadata
+            holder.producer = producer
+            holder.plain = True
+            saved(ref(holder))
+            count(owner)
+            return holder
 
         return pack
 
+    def _pack_among_ops(self, tensor: torch.Tensor) -> Holder | Anchor:
+        """Do what the pack hook does where something of the region is kept, or where values are compared."""
+        ops = self.ops
+        if ops is not None:
+            held: Holder | Anchor | None = None
+            if ops.packs or ops.expected is not None:
+                held = ops.pack(tensor)
+            if held is not None:
+                return held
+        return self.pack(tensor)
+
     def pack(self, tensor: torch.Tensor) -> Holder | Anchor:
         """Do what the pack hook does, for any tensor that is not saved by a SAVE op."""
-        if type(tensor) is Parameter:
-            self._saved.append(tensor)
-            return (tensor, tensor._version, self.region)
+        region, place = self.region, len(self._saved)
+        inputs = region.inputs
+        assert inputs is not None
         owner = tensor._base
         if owner is None:
             owner = tensor
-        origin = None
-        if type(owner) is not torch.Tensor or tensor.dtype in AUTOCAST_DTYPES:
-            origin = parameter_behind(owner)
-            if origin is owner:
-                assert self.region.inputs is not None
-                # An argument that is a view of a parameter comes back from the inputs without its base.
-                self._saved.append(None if self.region.inputs.contains(owner) else owner)
-                return (tensor if tensor is owner else self._alias_of(tensor), tensor._version, self.region)
+        elif inputs.is_base(owner):
+            region.tape.layouts[place] = None  # replay's argument is no view of it
+        elif (layout := layout_of(tensor, owner)) is not None:
+            region.tape.layouts[place] = layout
+        node, is_input = owner.grad_fn, inputs.contains(owner)
+        if is_parameter(owner) or (node is None and owner.requires_grad and not is_input):
+            # An argument that is a view of a parameter comes back from the inputs without its base.
+            self._saved.append(None if is_input else owner)
+            return (tensor if tensor is owner else self._alias_of(tensor), tensor._version, region)
         holder = Holder()
         self._saved.append(ref(holder))
-        holder.region = self.region
-        holder.value = None
-        holder.origin = origin
-        holder.plain = False
+        holder.region = region
+        holder.value = holder.origin = None
         holder.metadata = metadata = metadata_of(tensor)
         if metadata[0]:
             self._any_version = 1
-        node = owner.grad_fn
-        holder.producer = type(node)
-        if owner.requires_grad if node is None else node_number(node) < self._first_number:
-            self._look_outside(holder, owner)
+        holder.plain = False
+        holder.producer = NoneType if is_input else type(node)
+        if node is not None and not is_input:
+            cast_of = parameter_behind(owner)
+            if cast_of is not None:
+                holder.origin = None if inputs.contains(cast_of) else cast_of
+            elif node_number(node) < self._first_number:
+                holder.origin = ref(owner)
         self._counters.append(self._counter_of(owner))
-        if self._values is not None:
-            self.note_value(holder, tensor)
+        self.note_value(holder, tensor)
         return holder
 
     def note_value(self, holder: Holder, tensor: torch.Tensor) -> None:
@@ -230,16 +316,6 @@ class Recording(RematMode):
         with without_dispatch_modes():
             return tensor.detach()
 
-    def _look_outside(self, holder: Holder, owner: torch.Tensor) -> None:
-        """Note where a saved tensor comes from that is older than the region, or a leaf."""
-        inputs = self.region.inputs
-        assert inputs is not None
-        if inputs.contains(owner):
-            holder.producer = type(None)  # replay passes inputs without their history
-            holder.origin = None
-        elif holder.origin is None:
-            holder.origin = ref(owner)
-
     def ops_now(self) -> CallRecorder:
         """Return the ops of this forward."""
         if self.ops is None:
@@ -258,16 +334,29 @@ class Recording(RematMode):
             self._values.flush()
         if self._any_version or any(map(_version_of, self._counters)):
             self._find_changed()
+        if self.ops is None and region.options is DEFAULTS and self._counters:
+            region.tail_is_tiny = self._tail_is_tiny()
         self._counters.clear()  # before the ops look for what is alive
         if self.ops is not None:
             self.ops.finish(boundary)
-        if region.rng is not None and not region.rng.keep_drawn(region.tape.drawn_by_ops()):
+        if region.rng is not None and not region.rng.keep_drawn(region.tape.drawn_by_ops() if self.ops else ()):
             region.rng = None
         if region.parameters:
             region.versions = versions_of(region.parameters)
         if region.inputs is not None:
+            region.leaves = used_leaves(boundary, region.first_number, region.inputs.originals)
+            region.leaf_versions = list(map(_version_of, region.leaves))
             region.inputs.forget_originals()
         region.finished = True
+
+    def _tail_is_tiny(self) -> bool:
+        """Whether so little follows the last save that to stop replay there by an exception would take longer."""
+        node = self._counters[-1].grad_fn
+        if node is None or not 0 <= sequence_number() - node_number(node) <= TINY_NODES:
+            return False
+        saved: list[torch.Tensor] = [entry for entry in self._saved[-TINY_NODES:] if isinstance(entry, Tensor)]
+        # What only the counter is left of was large; it has no bytes now.
+        return all(map(_is_small, (*saved, *self._counters[-TINY_NODES:])))
 
     def _find_changed(self) -> None:
         counters = iter(self._counters)
@@ -282,16 +371,26 @@ class Recording(RematMode):
         self._counters.clear()
         if self.ops is not None:
             self.ops.forget()
+            self.ops = None
         if self._values is not None:
             self._values.forget()
             self._values = self.region.values = None
-        self.ops = self.observed = None
+        if self.observed is not None:
+            self.observed = None
 
 
 keep_from_compiler(Recording.pack_hook)
 _version_of = attrgetter("_version")
+# What is so small is kept until forward ends rather than described, and of what is larger so much in a region.
 SMALL_BYTES = 4096
+ROOM_BYTES = 1 << 20
+# Of a replay that would stop before so few ops on small tensors, the exception would be the dearest part.
+TINY_NODES = 4
 _NOTHING = torch.empty(0)
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and 0 < tensor.nbytes <= SMALL_BYTES
 
 
 def _without_data(tensor: torch.Tensor) -> torch.Tensor:

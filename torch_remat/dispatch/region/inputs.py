@@ -19,12 +19,11 @@ from torch import Tensor
 from torch.nn import Module
 
 from torch_remat._compat import PYTREE_NAMESPACE, SavedTensorHooks, adopt_pytree_node
-from torch_remat.dispatch.holder import is_parameter
+from torch_remat.dispatch.holder import OwnRegion, is_parameter
 from torch_remat.errors import MutationError
 
 if TYPE_CHECKING:
-    from torch_remat.dispatch.region.region import Region
-    from torch_remat.dispatch.sender import Offloaded
+    from torch_remat.dispatch.offloading import Offloaded
 
 
 class RegionInputs:
@@ -34,9 +33,24 @@ class RegionInputs:
         args: The positional arguments of the region's function.
         kwargs: Its keyword arguments.
         hooks: The saved-tensor hooks around the region, if any.
+
+    Attributes:
+        originals: The id of each tensor argument, with its first leaf, and of each tensor that one is a view of;
+            filled only while forward runs.
     """
 
-    __slots__ = ("_away", "_inside", "_leaves", "_originals", "_owners", "_spec", "_tensors", "_unpack")
+    __slots__ = (
+        "_attributes",
+        "_away",
+        "_bases",
+        "_inside",
+        "_leaves",
+        "_owners",
+        "_spec",
+        "_tensors",
+        "_unpack",
+        "originals",
+    )
 
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any], hooks: SavedTensorHooks | None = None) -> None:
         self._leaves: list[Any] = list(args)
@@ -46,18 +60,21 @@ class RegionInputs:
         self._unpack: Callable[[Any], torch.Tensor] | None = None
         self._away: dict[int, Offloaded] | None = None  # by index of the leaf; set only if inputs are offloaded
         self._owners: tuple[ref[torch.Tensor], ...] = ()  # the parameters that arguments are views of
+        self._bases: set[int] = set()  # id of each tensor that an argument is a view of; valid during forward
+        self._attributes: dict[int, dict[str, Any]] | None = None  # by leaf: what Python code set on it
         # `_inside`, set only where there are such: the leaves that the region itself has changed, and may not have.
-        # id of each tensor argument to its first leaf, and of each tensor that one is a view of; valid during forward.
-        self._originals: dict[int, int | None] = {}
+        self.originals: dict[int, int | None] = {}
         if kwargs or not all(map(_is_tensor, args)):
             self._leaves, self._spec = _flatten((tuple(args), dict(kwargs)))
-        leaves, originals = self._leaves, self._originals
+        leaves, originals = self._leaves, self.originals
         for index, leaf in enumerate(leaves):
             if type(leaf) is Tensor and hooks is None and leaf._base is None and id(leaf) not in originals:
                 # What `_keep` does, for the usual input.
                 originals[id(leaf)] = index
                 self._tensors.append((index, leaf.requires_grad, -1 if leaf.is_inference() else leaf._version))
                 leaves[index] = leaf.detach()
+                if leaf.__dict__:
+                    self._keep_attributes(index, leaf)
             elif isinstance(leaf, Tensor):
                 self._keep(index, leaf, hooks)
 
@@ -65,16 +82,19 @@ class RegionInputs:
         if type(tensor) is not torch.Tensor and is_parameter(tensor):
             self._tensors.append((index, None, tensor._version))
             return
-        first = self._originals.get(id(tensor))
+        first = self.originals.get(id(tensor))
         if first is None:
-            first = self._originals[id(tensor)] = index
+            first = self.originals[id(tensor)] = index
             base = tensor._base
             if base is not None:
-                self._originals.setdefault(id(base), None)
+                self.originals.setdefault(id(base), None)
+                self._bases.add(id(base))
                 if is_parameter(base):
                     self._owners += (ref(base),)
             version = (_UNPACKED if hooks else -1) if tensor.is_inference() else tensor._version
             self._tensors.append((index, tensor.requires_grad, version))
+            if tensor.__dict__:
+                self._keep_attributes(index, tensor)
         if hooks is None or tensor.is_inference():  # no hooks are asked for what autograd cannot save
             self._leaves[index] = tensor.detach()
         else:
@@ -85,10 +105,24 @@ class RegionInputs:
         if first != index:
             self._leaves[index] = _SameAs(first)
 
+    def _keep_attributes(self, index: int, tensor: torch.Tensor) -> None:
+        """Note what Python code has set on a tensor, but not what a subclass keeps of itself in the same place."""
+        attributes = tensor.__dict__.copy()
+        if type(tensor) is not Tensor:
+            for own in tensor.detach().__dict__:
+                attributes.pop(own, None)
+        if attributes:
+            self._attributes = {**(self._attributes or {}), index: attributes}
+
     @property
     def packed(self) -> bool:
         """Whether saved-tensor hooks around the region hold the tensors."""
         return self._unpack is not None
+
+    @property
+    def as_given(self) -> bool:
+        """Whether replay gets the tensors with the strides that forward got: none was packed or offloaded."""
+        return self._unpack is None and not self._away
 
     def kept(self) -> Iterator[tuple[str, Any]]:
         """Yield each tensor's place in the call, and the tensor, or what stands in for it."""
@@ -104,11 +138,15 @@ class RegionInputs:
 
     def contains(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is an argument, or one that an argument is a view of; asked only while forward runs."""
-        return id(tensor) in self._originals
+        return id(tensor) in self.originals
+
+    def is_base(self, tensor: torch.Tensor) -> bool:
+        """Whether an argument is a view of a tensor, so that replay's argument is none; asked while forward runs."""
+        return id(tensor) in self._bases
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's memory stays with the inputs; asked only while forward runs."""
-        return self._away is None and id(tensor) in self._originals
+        return self._away is None and id(tensor) in self.originals
 
     def give_away(
         self,
@@ -146,7 +184,7 @@ class RegionInputs:
 
     def forget_originals(self) -> None:
         """Forget what only forward asks for."""
-        self._originals.clear()
+        self.originals.clear()
 
     def parameters(self) -> Iterator[Any]:
         """Yield the parameters among the arguments."""
@@ -172,13 +210,25 @@ class RegionInputs:
             return ()
         return [leaf for leaf in self._leaves if isinstance(leaf, Module)]
 
-    def restore(self, region: Region) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    def restore(self, region: OwnRegion) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """Return ``(args, kwargs)`` for one replay, with tensors that no earlier replay has touched.
 
         Raises:
             MutationError: A tensor was changed in place since the region was called.
         """
         leaves = list(self._leaves)
+        if (
+            len(leaves) == 1
+            and self._spec is None
+            and self._unpack is None
+            and self._away is None
+            and not self._attributes
+        ):
+            # What the rest does, for the usual call.
+            ((_, requires_grad, version),) = self._tensors
+            (kept,) = leaves
+            if requires_grad is not None and (version < 0 or kept._version == version):
+                return (kept.detach().requires_grad_(requires_grad),), _NO_KWARGS
         if self._away is not None:
             for index, away in self._away.items():
                 leaves[index] = away.load()
@@ -194,6 +244,9 @@ class RegionInputs:
             elif version >= 0 and kept._version != version:
                 raise self._changed(region.name, index)
             leaves[index] = kept.detach().requires_grad_(requires_grad)
+        if self._attributes is not None:
+            for index, attributes in self._attributes.items():
+                leaves[index].__dict__.update(attributes)
         if len(self._tensors) != len(leaves):
             for index, leaf in enumerate(leaves):
                 if type(leaf) is _SameAs:
@@ -229,6 +282,7 @@ class RegionInputs:
         return optree.PyTreeAccessor(path).codify(("args", "kwargs")[root.entry])
 
 
+_NO_KWARGS: Mapping[str, Any] = {}
 _UNPACKED = -2  # the version of an input that did not go through the hooks around the region
 
 

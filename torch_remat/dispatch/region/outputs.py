@@ -1,61 +1,62 @@
-"""A region's outputs: their contract, and the hook on each that starts the replay.
+"""A region's outputs: the tensors in whatever its function returned.
 
-In: what the region's function returned. Kept: nothing. Out: the tensors in it.
+In: any value, since a region may return all that a plain function may. Kept: nothing. Out: the tensors in it, and their
+autograd nodes, on each of which a hook starts the replay. A tensor that is hidden deeper than the walk looks (in a
+generator, or behind slots) needs no hook: the replay starts when autograd unpacks the first empty holder.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterable, Mapping
+from types import FunctionType, ModuleType
 from typing import Any
 
+import optree
 import torch
+from torch.nn import Module
 
-from torch_remat.errors import OutputError
+from torch_remat._compat import PYTREE_NAMESPACE, adopt_pytree_node
+
+_NOT_LOOKED_INTO = (Module, type, FunctionType, ModuleType)
 
 
-def tensors_of(output: Any, region_name: str) -> list[torch.Tensor]:
-    """Return the tensors of a region's output.
-
-    Raises:
-        OutputError: The output is not a tensor or an exact builtin tuple, list or dict of such, recursively.
-    """
+def tensors_of(output: Any) -> list[torch.Tensor]:
+    """Return the tensors of a region's output, each as often as it occurs outside of containers that occur twice."""
     if isinstance(output, torch.Tensor):
         return [output]
-    return list(_walk(output, "output", region_name))
+    tensors = []
+    todo, seen = [output], set()
+    for value in todo:  # grows meanwhile
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+        elif id(value) not in seen:
+            seen.add(id(value))
+            todo += _parts_of(value)
+    return tensors
 
 
-def _walk(value: Any, place: str, region_name: str) -> Iterator[torch.Tensor]:
+def _parts_of(value: Any) -> Iterable[Any]:
+    """Return what a value consists of; nothing if it is no container and no object with attributes."""
     kind = type(value)
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif kind is tuple or kind is list:
-        for index, item in enumerate(value):
-            yield from _walk(item, f"{place}[{index}]", region_name)
-    elif kind is dict:
-        for key, item in value.items():
-            yield from _walk(item, f"{place}[{key!r}]", region_name)
-    else:
-        raise OutputError(
-            f"the region's function returned {_type_name(kind)} at {place}",
-            region=region_name,
-            tensor=place,
-            remedy="Return a Tensor, or builtin tuples, lists and dicts (not subclasses of them) of Tensors. Other "
-            "values can leave the function through an object that it was given.",
-        )
-
-
-def _type_name(kind: type) -> str:
-    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, (tuple, list, set, frozenset)):
+        return value
+    if dataclasses.is_dataclass(kind):
+        return [getattr(value, field.name) for field in dataclasses.fields(kind) if hasattr(value, field.name)]
+    if optree.register_pytree_node.get(kind, namespace=PYTREE_NAMESPACE) is not None or adopt_pytree_node(kind):
+        children: Iterable[Any] = optree.tree_flatten_one_level(value, namespace=PYTREE_NAMESPACE)[0]
+        return children
+    if isinstance(value, _NOT_LOOKED_INTO):
+        return ()
+    attributes: Mapping[str, Any] = getattr(value, "__dict__", {})
+    return attributes.values()
 
 
 def boundary_nodes(tensors: list[torch.Tensor]) -> list[torch.autograd.graph.Node | None]:
     """Return the autograd nodes of the outputs, each once."""
-    nodes: list[torch.autograd.graph.Node | None] = []
-    for tensor in tensors:
-        node = node_of(tensor)
-        if node is not None and node not in nodes:
-            nodes.append(node)
-    return nodes
+    return list(dict.fromkeys(node for tensor in tensors if (node := node_of(tensor)) is not None))
 
 
 def node_of(tensor: torch.Tensor) -> torch.autograd.graph.Node | None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from _thread import RLock  # without the Python function around it that threading has
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from itertools import count
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 from weakref import finalize, ref
 
@@ -22,14 +23,12 @@ from torch_remat.dispatch.check.parameters import parameters_of
 from torch_remat.dispatch.check.values import Values
 from torch_remat.dispatch.generators import generators_of
 from torch_remat.dispatch.holder import Holder, read
-from torch_remat.dispatch.mode import unseen_by_forward_of
-from torch_remat.dispatch.naming import default_name, scope
+from torch_remat.dispatch.naming import default_name, scope, short_name
 from torch_remat.dispatch.offloading import offload_inputs
 from torch_remat.dispatch.options import Options
 from torch_remat.dispatch.part import own_hooks
 from torch_remat.dispatch.placeholder import unpack
 from torch_remat.dispatch.region.inputs import RegionInputs
-from torch_remat.dispatch.region.replay import Filling
 from torch_remat.dispatch.tape import Tape
 from torch_remat.errors import ReleasedError
 
@@ -56,6 +55,7 @@ class Region:
         args: Its positional arguments.
         kwargs: Its keyword arguments.
         options: What the user chose.
+        replay: What fills the given holders of a region by running its function again.
         is_part: Whether it runs in a native region that replay skips; see `part`.
     """
 
@@ -63,6 +63,7 @@ class Region:
         "__weakref__",
         "_lock",
         "_past_name",
+        "_replay",
         "_replayed_in",
         "ambient",
         "filling",
@@ -72,6 +73,8 @@ class Region:
         "hooks",
         "inputs",
         "last_number",
+        "leaf_versions",
+        "leaves",
         "offloading",
         "op_log",
         "options",
@@ -80,6 +83,7 @@ class Region:
         "rng",
         "scope",
         "serial",
+        "tail_is_tiny",
         "tape",
         "values",
         "versions",
@@ -91,21 +95,28 @@ class Region:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         options: Options,
+        replay: Callable[[Region, list[Holder]], None],
         is_part: bool = False,
     ) -> None:
         self.function: Callable[..., Any] | None = function
         self.options = options
+        self._replay = replay
         hooks = top_saved_tensors_hooks()
         self.inputs: RegionInputs | None = RegionInputs(args, kwargs, hooks)
         self.hooks = own_hooks(self.name) if is_part and hooks is not None and hooks[1] in (read, unpack) else hooks
         generators = [*self.inputs.generators(), *generators_of(function)] if options.preserve_rng_state else None
         self.parameters = parameters_of(function, self.inputs.modules(), generators)
         self.versions: Sequence[int] = ()  # of the parameters at the end of forward
+        self.leaves: Sequence[torch.Tensor] = ()  # of the graph that forward has made; versions as those of parameters
+        self.leaf_versions: Sequence[int] = []
         self.ambient = capture_ambient()
         self.rng = None if generators is None else RngState(generators)
         self.tape = Tape()
         self.values: Values | None = None  # of the determinism check, while forward takes them
         self.finished = self.filling = False
+        self.tail_is_tiny = (
+            False  # whether replay runs to the function's end, since what follows the last save is little
+        )
         self.first_number = sequence_number()  # of the autograd nodes that it makes
         self.last_number = -1  # of those that lead to its outputs
         self.replay_context: AbstractContextManager[Any] | None = None
@@ -124,7 +135,7 @@ class Region:
         """The name that messages and reports use."""
         if self.options.region_name is not None:
             return self.options.region_name
-        return self._past_name if self.function is None else default_name(self.function)
+        return short_name(self._past_name) if self.function is None else default_name(self.function)
 
     def kept(self) -> Iterator[Kept]:
         """Yield all that the region keeps now, and the saved tensors that replay has to make; see `Kept`."""
@@ -177,8 +188,7 @@ class Region:
                 self.values.flush()
             self.filling = True
             try:
-                with nullcontext() if self.finished else unseen_by_forward_of(self):
-                    Filling(self, empty).replay()
+                self._replay(self, empty)
             finally:
                 self.filling = False
         self._replayed_in = graph_task()
@@ -192,7 +202,9 @@ class Region:
     def _release(self) -> None:
         """Drop what only a further replay would need."""
         # Of the function no more than a name: it may own tensors.
-        self._past_name = self.name
-        self.parameters = ()
-        self.tape.forget_slots()
+        function = self.function
+        self._past_name = function.__qualname__ if type(function) is FunctionType else self.name
+        self.parameters = self.leaves = ()
+        if self.tape.records or self.tape.regions or self.tape.calls or self.tape.inner:
+            self.tape.forget_slots()
         self.inputs = self.function = self.hooks = self.rng = self.replay_context = self.op_log = None

@@ -7,13 +7,13 @@ own autograd graph dies with it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from torch_remat._compat import (
     CompiledCode,
@@ -22,7 +22,8 @@ from torch_remat._compat import (
     set_grad_enabled,
     without_dispatch_modes,
 )
-from torch_remat.dispatch.check.comparison import what_differs
+from torch_remat.dispatch.ambient import capture_ambient
+from torch_remat.dispatch.check.comparison import is_same_leaf, lies_otherwise, what_differs
 from torch_remat.dispatch.check.inner_ops import check_inner, missing_inner
 from torch_remat.dispatch.check.mismatch import another_parameter, fewer_saved, more_saved
 from torch_remat.dispatch.check.parameters import check_parameters
@@ -34,15 +35,18 @@ from torch_remat.dispatch.holder import (
     OpHolder,
     ResidentRef,
     is_parameter,
+    layout_of,
     metadata_of,
     parameter_behind,
 )
 from torch_remat.dispatch.log.stale import StaleReads, stale_reads
 from torch_remat.dispatch.mode import RematMode, StartOver, StopReplay
+from torch_remat.dispatch.naming import scope, scope_restored
+from torch_remat.dispatch.observe import Watch, is_watched
 from torch_remat.dispatch.options import DEFAULTS
 from torch_remat.dispatch.placeholder import Packed, Placeholder, Refusal, add_note, last_refusal, real, unpack
 from torch_remat.dispatch.region.inputs import leaves_of, with_leaves
-from torch_remat.dispatch.region.replay_contexts import contexts_of
+from torch_remat.dispatch.region.module_path import ModulePath
 from torch_remat.errors import MismatchError, RematError
 
 if TYPE_CHECKING:
@@ -77,11 +81,12 @@ class Filling(RematMode):
         self._limit = len(self._saved)  # 0 once the replay is over, so that the pack hook has one thing to look at
         # Where early stop may end the replay; without it, past the end.
         self._last = region.tape.last_needed() if region.options.early_stop else self._limit
-        self._waiting = sum([type(holder) is OpHolder for holder in empty]) if region.tape.elided else 0
         self.ops = Answerer(self) if region.tape.records or region.tape.calls else None
+        if region.tail_is_tiny and self.ops is None and self._last == self._limit - 1:
+            self._last = self._limit  # an exception would take longer
+        self._waiting = sum([type(holder) is OpHolder for holder in empty]) if region.tape.elided else 0
         self.position = 0
         self._late: list[tuple[Holder, Placeholder]] = []  # to be filled once the next op has been seen
-        self._first_number = sequence_number()
         if region.options is not DEFAULTS:
             value_of = value_function(region.options.determinism_check)
             self._values = None if value_of is None else Values(value_of, self._compare_value)
@@ -100,13 +105,13 @@ class Filling(RematMode):
             last_refusal.set(None)
         grad_enabled = torch.is_grad_enabled()
         try:
-            watches = check_parameters(region, self.fail) if region.parameters else []
+            watches = check_parameters(region, self.fail) if region.parameters or region.leaves else []
             args, kwargs = region.inputs.restore(region)
             set_grad_enabled(True)
             try:
                 self.stale = None if self.ops is None or region.options.policy is not None else stale_reads(self)
                 pack = self.pack_hook() if self.stale is None else self.stale.guarded(self.pack_hook())
-                self.run(region.function, args, kwargs, (pack, unpack), contexts_of(self) + watches)
+                self.run(region.function, args, kwargs, (pack, unpack), self._contexts() + watches)
             except StopReplay as stop:
                 if stop.replay is not self:
                     raise
@@ -130,14 +135,49 @@ class Filling(RematMode):
             if last_refusal.get() is not None:
                 last_refusal.set(None)
 
+    def _contexts(self) -> list[AbstractContextManager[Any]]:
+        """Return the contexts, and set up what watches the ops, where something does."""
+        region = self.region
+        contexts: list[AbstractContextManager[Any]] = []
+        if capture_ambient() is not region.ambient:
+            contexts += region.ambient.contexts()
+        if is_watched():
+            self.observed = Watch(self)
+            contexts.insert(0, self.observed)
+        if scope.get() != region.scope:
+            contexts.append(scope_restored(region.scope))
+        if self.stale is not None:
+            self.opening, self.lets_compiled_code_run = self.stale.watch, True
+        if region.options is DEFAULTS and region.rng is None:
+            return contexts
+        if region.rng is not None:
+            contexts.append(region.rng.replayed())
+        if region.replay_context is not None:
+            contexts.append(region.replay_context)
+        if region.op_log is not None:
+            log = region.op_log.begin_replay()
+            self.lets_compiled_code_run = True
+            contexts.append(self.watch(log))
+            if self.stale is not None:
+                self.stale.run = log
+        if region.tape.ran_compiled and region.function is not None:
+            contexts.append(ModulePath(region.function))
+        return contexts
+
     def pack_hook(self) -> Callable[[torch.Tensor], torch.Tensor | Packed]:
-        """Return the pack hook: it takes a value for the next holder and returns what replay's own graph keeps."""
-        saved, last, values = self._saved, self._last, self._values
+        """Return the pack hook: it takes a value for the next holder and returns what replay's own graph keeps.
+
+        As in forward, it does itself what an ordinary tensor needs, and leaves all others to `pack`.
+        """
+        if self._values is not None:
+            return self._pack_among_ops
+        saved, last, layouts = self._saved, self._last, self.region.tape.layouts
 
         def pack(tensor: torch.Tensor) -> torch.Tensor | Packed:
+            if self.ops is not None:
+                return self._pack_among_ops(tensor)
             position = self.position
-            ops = self.ops
-            if position >= self._limit or values is not None or (ops is not None and ops.suppressed.pending):
+            if position >= self._limit:
                 return self.pack(tensor)
             entry = saved[position]
             if type(entry) is ref:
@@ -148,29 +188,37 @@ class Filling(RematMode):
                     and holder.value is None
                     and type(tensor) is Tensor
                     and metadata_of(tensor) == holder.metadata
-                    # What came from a slot has no history.
-                    and (type(tensor.grad_fn) is holder.producer or (ops is not None and ops.has_loaded(tensor)))
                 ):
-                    self.position = position + 1
-                    if self.watcher is None:
+                    owner = tensor._base
+                    if (
+                        type(tensor.grad_fn) is holder.producer and position not in layouts
+                        if owner is None
+                        else type(owner.grad_fn) is holder.producer
+                        and layouts.get(position, layout := layout_of(tensor, owner)) == layout
+                        and (layout is None) is (position not in layouts)
+                    ):
+                        self.position = position + 1
                         holder.value = value = tensor.detach()
-                    else:
-                        with without_dispatch_modes():
-                            holder.value = value = tensor.detach()
-                    if position == last:
-                        self._stop_at(position)
-                    return value
-            elif position == last:
-                pass
-            elif entry is tensor and type(tensor) is Parameter:
+                        if position == last:
+                            self._stop_at(position)
+                        return value
+            elif entry is tensor and position != last:
                 self.position = position + 1
                 return tensor
-            elif type(entry) is ResidentRef and type(tensor) is Tensor:
-                self.position = position + 1
-                return entry.value_like(tensor)
             return self.pack(tensor)
 
         return pack
+
+    def _pack_among_ops(self, tensor: torch.Tensor) -> torch.Tensor | Packed:
+        """Do what the pack hook does where something of the region is kept, or where values are compared."""
+        position, ops = self.position, self.ops
+        if position >= self._limit or self._values is not None or (ops is not None and ops.suppressed.pending):
+            return self.pack(tensor)
+        entry = self._saved[position]
+        if type(entry) is ResidentRef and type(tensor) is Tensor and position != self._last:
+            self.position = position + 1
+            return entry.value_like(tensor)
+        return self.pack(tensor)
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | Packed:
         """Do what the pack hook does, for any tensor."""
@@ -179,38 +227,15 @@ class Filling(RematMode):
         if self.ops is not None and self.ops.suppressed.pending:
             self.ops.suppressed.restore()
         if type(tensor) is Placeholder:
-            entry = self._saved[position] if position < self._limit else None
-            if type(entry) is not ref or (holder := entry()) is None or holder.value is not None:
-                if self._limit:
-                    self._stop_at(position)
-                return Packed.of(tensor)
+            if (packed := self._pack_placeholder(position, tensor)) is not None:
+                return packed
             if tensor.compute is not None:
-                if self.ops is not None and self.ops.compares():  # the op that comes next may write it
-                    self._late.append((holder, tensor))
-                    self._waiting += 1
-                    self.after_next_op(self._fill_late)
-                    return Packed.of(tensor)
                 tensor = tensor.compute("saving it for backward")
                 self.note_loaded(tensor)
-        owner: torch.Tensor | None
-        origin: torch.Tensor | None
-        value: torch.Tensor
-        if type(tensor) is Parameter:
-            owner = origin = value = tensor
-        else:
-            owner = tensor._base
-            if owner is None:
-                owner = tensor
-            origin = None
-            if type(owner) is not torch.Tensor or tensor.dtype in AUTOCAST_DTYPES:
-                origin = parameter_behind(owner)
-            if origin is tensor:
-                value = tensor
-            elif self.watcher is None or type(tensor) is not torch.Tensor:
-                value = tensor.detach()
-            else:
-                with without_dispatch_modes():
-                    value = tensor.detach()
+        owner = tensor._base
+        if owner is None:
+            owner = tensor
+        value = tensor if is_parameter(tensor) else self._alias_of(tensor)
         if position >= self._limit:
             return value
         entry = self._saved[position]
@@ -218,30 +243,66 @@ class Filling(RematMode):
             holder = entry()
             if holder is None:
                 return value
-            if (
-                origin is not holder.origin
-                or metadata_of(tensor) != holder.metadata
-                or (
-                    type(owner.grad_fn) is not holder.producer
-                    and not (self.ops is not None and self.ops.has_loaded(owner))  # a slot has no history
-                )
-            ):
-                self.explain(holder, tensor, owner, origin)
-                if self.over:
-                    return value
+            self._compare(position, holder, tensor, owner)
+            if self.over:
+                return value
             if holder.value is None:
-                holder.value = value
-                if self._values is not None:
-                    with self.unwatched():
-                        self._values.add(holder, value)
-                is_buffer = not tensor.requires_grad and value.is_floating_point()
-                if is_buffer and (self.ops is None or self.ops.may_fill()):
-                    self._unfilled_number = sequence_number()
-        elif isinstance(entry, torch.Tensor) and origin is not entry:
-            self.fail(another_parameter(self.region, f"saved tensor {position}", None, entry, tensor))
+                self._give(holder, tensor, value)
+        elif isinstance(entry, torch.Tensor):
+            if owner is not entry and not is_same_leaf(entry, owner):
+                self.fail(another_parameter(self.region, f"saved tensor {position}", None, entry, tensor))
+            self._compare_layouts(position, tensor, owner)
         if type(value) is not Placeholder:  # else its reader comes next, which the error is to name
             self._stop_at(position)
         return value
+
+    def _pack_placeholder(self, position: int, tensor: Placeholder) -> Packed | None:
+        """Return what replay's own graph keeps of a placeholder; None if a holder needs a value now."""
+        entry = self._saved[position] if position < self._limit else None
+        if type(entry) is not ref or (holder := entry()) is None or holder.value is not None:
+            if self._limit:
+                self._stop_at(position)
+            return Packed.of(tensor)
+        if tensor.compute is None or self.ops is None or not self.ops.compares():
+            return None
+        self._late.append((holder, tensor))  # likely for another op than forward's
+        self._waiting += 1
+        self.after_next_op(self._fill_late)
+        return Packed.of(tensor)
+
+    def _compare(self, position: int, holder: Holder, tensor: torch.Tensor, owner: torch.Tensor) -> None:
+        """Compare what is saved with what forward saved at the same place, and fail where they differ."""
+        origin = None
+        if type(owner) is not torch.Tensor or tensor.dtype in AUTOCAST_DTYPES:
+            origin = parameter_behind(owner)
+            if holder.origin is None and origin is not None and not is_parameter(origin):
+                origin = None  # an input, which is a leaf in replay
+        if (
+            origin is not holder.origin
+            or metadata_of(tensor) != holder.metadata
+            or (
+                type(owner.grad_fn) is not holder.producer
+                and not (self.ops is not None and self.ops.has_loaded(owner))  # a slot has no history
+            )
+        ):
+            self.explain(holder, tensor, owner, origin)
+        if not self.over:
+            self._compare_layouts(position, tensor, owner)
+
+    def _give(self, holder: Holder, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        holder.value = value
+        if self._values is not None:
+            with self.unwatched():
+                self._values.add(holder, value)
+        is_buffer = not tensor.requires_grad and value.is_floating_point()
+        if is_buffer and (self.ops is None or self.ops.may_fill()):
+            self._unfilled_number = sequence_number()
+
+    def _alias_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.watcher is None or type(tensor) is not torch.Tensor:
+            return tensor.detach()
+        with without_dispatch_modes():
+            return tensor.detach()
 
     def _call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the function, as often as replay starts over."""
@@ -283,7 +344,6 @@ class Filling(RematMode):
         self.position = self.inner_next = 0
         self._late = []
         self._unfilled_number = -1
-        self._first_number = sequence_number()
         if self._values is not None:
             self._values.forget()
         last_refusal.set(None)
@@ -299,6 +359,14 @@ class Filling(RematMode):
         ]
         return with_leaves(args, kwargs, fresh)
 
+    def start_over(self) -> NoReturn:
+        """End this run of the function: the next one begins."""
+        self.over, self._limit = True, 0
+        self._starts_over = self.stopped = True
+        if self.watcher is not None and self.ops is not None:
+            self.watcher = self.ops.aftermath()
+        raise StartOver(self)
+
     def _fill_late(self) -> None:
         late, self._late = self._late, []
         for holder, placeholder in late:
@@ -307,14 +375,6 @@ class Filling(RematMode):
             holder.expect_version_of(value)  # what was kept was changed less often than what it stands for
             self.explain(holder, value, value, None)
             self.fill_elided(holder, value.detach())
-
-    def start_over(self) -> NoReturn:
-        """End this run of the function: the next one begins."""
-        self.over, self._limit = True, 0
-        self._starts_over = self.stopped = True
-        if self.watcher is not None and self.ops is not None:
-            self.watcher = self.ops.aftermath()
-        raise StartOver(self)
 
     def _stop_at(self, position: int) -> None:
         if position == self._last and not self._waiting and self._unfilled_number != sequence_number():
@@ -371,7 +431,7 @@ class Filling(RematMode):
     def explain(self, holder: Holder, tensor: torch.Tensor, owner: torch.Tensor, origin: torch.Tensor | None) -> None:
         """Tell apart what differs from forward, and fail unless it is harmless."""
         loaded = self.ops is not None and self.ops.has_loaded(owner)
-        error = what_differs(holder, tensor, owner, origin, self._first_number, loaded)
+        error = what_differs(holder, tensor, owner, origin, loaded)
         if error is not None:
             name = None if self.ops is None or type(holder) is OpHolder else self.ops.next_name()
             if name is not None and type(error) is MismatchError:
@@ -381,6 +441,16 @@ class Filling(RematMode):
                 self.after_next_op(partial(self.fail, error))  # if that is another op, it says more
             else:
                 self.fail(error)
+
+    def _compare_layouts(self, position: int, tensor: torch.Tensor, owner: torch.Tensor) -> None:
+        """Fail if a view lies otherwise in what it is a view of than in forward."""
+        if tensor is owner and position not in self.region.tape.layouts:
+            return
+        if self.ops is not None and (self.ops.has_loaded(owner) or type(tensor) is Placeholder):
+            return  # what was kept for replay has lost its base
+        error = lies_otherwise(self.region, position, layout_of(tensor, owner))
+        if error is not None:
+            self.fail(error)
 
     def _compare_value(self, holder: Holder, value: Any) -> None:
         if self._error is None:
