@@ -67,7 +67,7 @@ def get_handle(ctx: Any, op_name: str, remat_policy: CheckpointPolicy) -> RematH
             remedy="Call it first thing in `forward(ctx, ...)`, with that ctx.",
         )
     if not compiling and (mode := current_mode()) is not None:
-        handle = mode.begin_op(name, remat_policy, ctx)
+        handle: RematHandle | None = mode.begin_op(name, remat_policy, ctx)
         if handle is not None:
             return handle
     return RematHandle(ctx, name)

@@ -376,7 +376,7 @@ def _undecided_in(region: Any) -> Iterator[tuple[str, str, torch.Tensor, Checkpo
     while mode is not None and mode.region is not region:
         mode = mode.parent
     if mode is not None and mode.ops is not None and not mode.replaying:
-        yield from mode.ops.undecided()  # type: ignore[union-attr]  # not those of a replay
+        yield from mode.ops.undecided()  # not those of a replay
 
 
 def _readers_among(calls: Sequence[Entry]) -> Mapping[tuple[int, int], Entry]:

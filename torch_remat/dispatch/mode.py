@@ -28,11 +28,6 @@ from torch_remat.dispatch.log.schema import effects_of
 from torch_remat.errors import Carried
 
 if TYPE_CHECKING:
-    from torch_remat.dispatch.handle.answerer import Answerer
-    from torch_remat.dispatch.handle.op import RematHandle
-    from torch_remat.dispatch.handle.recorder import CallRecorder
-    from torch_remat.dispatch.observe import Watch
-    from torch_remat.dispatch.region.region import Region
     from torch_remat.policies.decision import CheckpointPolicy
 
 _Watcher = Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]
@@ -70,12 +65,12 @@ class RematMode(DispatchMode):
 
     replaying: bool
     parent: RematMode | None = None
-    ops: CallRecorder | Answerer | None = None
-    observed: Watch | None = None
+    ops: Any = None
+    observed: Any = None
     opening: _Watcher | None = None
     watcher: _Watcher | None = None
 
-    def __init__(self, region: Region) -> None:
+    def __init__(self, region: Any) -> None:
         # TorchDispatchMode sets up its own state when it is entered, which a plain region never does.
         self.region = region
 
@@ -124,10 +119,10 @@ class RematMode(DispatchMode):
             _current.reset(token)
 
     @abstractmethod
-    def ops_now(self) -> CallRecorder | Answerer | None:
+    def ops_now(self) -> Any:
         """Return the ops of this phase; None where ops are plain autograd."""
 
-    def begin_op(self, name: str, policy: CheckpointPolicy, ctx: Any) -> RematHandle | None:
+    def begin_op(self, name: str, policy: CheckpointPolicy, ctx: Any) -> Any:
         """Begin an op in this phase; None if it is plain autograd. Only `get_handle` calls it, which the body calls.
 
         Args:
@@ -247,7 +242,7 @@ class RematMode(DispatchMode):
 
 
 @contextmanager
-def unseen_by_forward_of(region: Region) -> Iterator[None]:
+def unseen_by_forward_of(region: Any) -> Iterator[None]:
     """Show no op to the mode of a region that is still in forward: a backward in it runs a replay, which is no part."""
     with ExitStack() as stack:
         for mode in active_modes():

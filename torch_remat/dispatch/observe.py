@@ -22,8 +22,6 @@ from torch_remat.errors import qualified_name
 from torch_remat.policies.decision import CheckpointPolicy
 
 if TYPE_CHECKING:
-    from torch_remat.dispatch.mode import RematMode
-    from torch_remat.dispatch.region.region import Region
     from torch_remat.offload.transfer import Transfer
 
 # Of the whole process, since backward runs in threads of its own, which have no context variables of their callers.
@@ -33,23 +31,23 @@ _observers: tuple[Observer, ...] = ()
 class Observer:
     """What may be watched; each method does nothing here. It may keep no tensor past the phase."""
 
-    def begin_region(self, region: Region, phase: str) -> None:
+    def begin_region(self, region: Any, phase: str) -> None:
         """A region's function begins to run in phase ``"forward"`` or ``"replay"``."""
 
-    def end_region(self, region: Region, phase: str) -> None:
+    def end_region(self, region: Any, phase: str) -> None:
         """It has ended, or has raised."""
 
-    def finish_region(self, region: Region, boundary: Sequence[torch.autograd.graph.Node | None]) -> None:
+    def finish_region(self, region: Any, boundary: Sequence[torch.autograd.graph.Node | None]) -> None:
         """The region's forward is over, and the tape is as it stays; ``boundary`` are the nodes of its outputs."""
 
-    def begin_op(self, region: Region, op: WatchedOp, phase: str) -> None:
+    def begin_op(self, region: Any, op: WatchedOp, phase: str) -> None:
         """An op begins in a region."""
 
-    def policy_of(self, region: Region, name: str, policy: CheckpointPolicy) -> CheckpointPolicy:
+    def policy_of(self, region: Any, name: str, policy: CheckpointPolicy) -> CheckpointPolicy:
         """Return the policy that an op is to have instead of its own."""
         return policy
 
-    def end_op(self, region: Region, op: WatchedOp, phase: str) -> None:
+    def end_op(self, region: Any, op: WatchedOp, phase: str) -> None:
         """The op has ended, was skipped, or has raised; ``op.outputs_made`` are its outputs, if it ran."""
 
     def offload_began(self, tensor: torch.Tensor, key: int) -> None:
@@ -85,7 +83,7 @@ class Watch(AbstractContextManager[None]):
         mode: The phase.
     """
 
-    def __init__(self, mode: RematMode) -> None:
+    def __init__(self, mode: Any) -> None:
         self.region = mode.region
         self.phase = "replay" if mode.replaying else "forward"
         self.observers = _observers

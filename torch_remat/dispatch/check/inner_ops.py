@@ -16,18 +16,13 @@ NOTE [ Ops of inner regions ]
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 from torch_remat.dispatch.check.mismatch import SAME_ORDER, mismatched
 from torch_remat.dispatch.log.record import Record
 from torch_remat.dispatch.placeholder import new_tuple
 from torch_remat.errors import MismatchError
 from torch_remat.policies.decision import CheckpointPolicy
-
-if TYPE_CHECKING:
-    from torch_remat.dispatch.mode import RematMode
-    from torch_remat.dispatch.region.replay import Filling
-    from torch_remat.dispatch.tape import Tape
 
 
 class InnerOp(NamedTuple):
@@ -55,15 +50,15 @@ class Around:
 
     __slots__ = ("_name", "_replay", "_tapes")
 
-    def __init__(self, mode: RematMode) -> None:
+    def __init__(self, mode: Any) -> None:
         self._name = mode.region.name
-        self._tapes: list[Tape] = []
-        self._replay: Filling | None = None
+        self._tapes: list[Any] = []
+        self._replay: Any = None
         around = mode.parent
         while around is not None:
             passed_over = around.ops is not None and around.ops.passes_over()
             if around.replaying:
-                self._replay = None if passed_over else around  # type: ignore[assignment]
+                self._replay = None if passed_over else around
                 return
             if not passed_over:
                 self._tapes.append(around.region.tape)
@@ -86,7 +81,7 @@ class Around:
             _compare(replay, new_tuple(InnerOp, (self._name, record.name, record.policy, replay.position)))
 
 
-def _compare(replay: Filling, op: InnerOp) -> None:
+def _compare(replay: Any, op: InnerOp) -> None:
     noted, place = replay.region.tape.inner, replay.inner_next
     expected = noted[place] if place < len(noted) else None
     if expected is None and not replay.region.finished:
@@ -107,31 +102,32 @@ def _compare(replay: Filling, op: InnerOp) -> None:
     replay.fail(_error(replay, op, what))
 
 
-def check_inner(replay: Filling, last: int) -> None:
+def check_inner(replay: Any, last: int) -> None:
     """Raise if an op has not come that had begun in forward before the tensor at a place was saved."""
     op = _missing(replay, last)
     if op is not None:
         raise _missing_error(replay, op)
 
 
-def missing_inner(replay: Filling) -> MismatchError | None:
+def missing_inner(replay: Any) -> MismatchError | None:
     """Return the error about an op that has not come, but must have if replay did as forward; None if there is none."""
     op = _missing(replay, replay.position - 1)
     return None if op is None else _missing_error(replay, op)
 
 
-def _missing(replay: Filling, last: int) -> InnerOp | None:
+def _missing(replay: Any, last: int) -> InnerOp | None:
     noted = replay.region.tape.inner
-    if replay.inner_next >= len(noted) or (op := noted[replay.inner_next]).saved_before > last:
+    if replay.inner_next >= len(noted):
         return None
-    return op
+    op: InnerOp = noted[replay.inner_next]
+    return None if op.saved_before > last else op
 
 
-def _missing_error(replay: Filling, op: InnerOp) -> MismatchError:
+def _missing_error(replay: Any, op: InnerOp) -> MismatchError:
     return _error(replay, op, f"this op of forward is missing in the replay of region {replay.region.name!r} around it")
 
 
-def _error(replay: Filling, op: InnerOp, what: str) -> MismatchError:
+def _error(replay: Any, op: InnerOp, what: str) -> MismatchError:
     error = mismatched(replay.region, what, SAME_ORDER, op=op.name)
     error.region = op.region
     return error

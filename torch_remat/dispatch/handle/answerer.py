@@ -66,6 +66,9 @@ class Replay(Protocol):
     def fill_elided(self, holder: Any, value: Any) -> None:
         """Give a holder that was passed over its value."""
 
+    def note_loaded(self, tensor: torch.Tensor) -> None:
+        """Note a tensor that was kept."""
+
 
 class Answerer:
     """The log of one region in one replay.
@@ -276,7 +279,8 @@ class Answerer:
                 )
             )
         self._next = place + 1
-        return expected
+        known: Record = expected
+        return known
 
     def finish(self) -> None:
         """Raise if the function ended before it came to each op."""

@@ -20,7 +20,6 @@ from torch_remat.policies.decision import CheckpointPolicy
 
 if TYPE_CHECKING:
     from torch_remat.dispatch.holder import OpHolder
-    from torch_remat.dispatch.mode import RematMode
     from torch_remat.dispatch.sender import Offloaded
 
 
@@ -54,7 +53,7 @@ class Departures:
 
     __slots__ = ("_mode", "_region", "_sent", "waiting")
 
-    def __init__(self, mode: RematMode) -> None:
+    def __init__(self, mode: Any) -> None:
         self.waiting: list[tuple[OpHolder, torch.Tensor]] = []
         self._mode = mode
         self._region = mode.region

@@ -25,7 +25,7 @@ from torch.nn import Parameter
 
 from torch_remat._compat import SavedTensorHooks, node_number, sequence_number, without_dispatch_modes
 from torch_remat.dispatch.ambient import RngState
-from torch_remat.dispatch.holder import OpHolder, ResidentRef, metadata_of
+from torch_remat.dispatch.holder import Anchor, Holder, OpHolder, ResidentRef, metadata_of
 from torch_remat.dispatch.log.departures import Departures
 from torch_remat.dispatch.log.entry import CALL, FIRST, ONE, Entry
 from torch_remat.dispatch.log.meta import has_placeholder, key_of, keys_of, parts_of
@@ -48,6 +48,10 @@ class Forward(Protocol):
 
     region: Any
     watcher: Any
+    parent: Any
+
+    def note_value(self, holder: Any, tensor: torch.Tensor) -> None:
+        """Take the value that the determinism check compares, if it compares values."""
 
     def watched(self, watcher: Any, function: Any, args: Any, kwargs: Any) -> Any:
         """Run a function and show every aten op in it to a watcher."""
@@ -317,7 +321,7 @@ class Recorder:
             self._changes[key] = self._changes.get(key, 0) + times
         watch.written, watch.versions = {}, {}
 
-    def pack(self, tensor: torch.Tensor) -> OpHolder | None:
+    def pack(self, tensor: torch.Tensor) -> Holder | Anchor | None:
         """Return the holder for a tensor that a saved entry made; None for one that replay makes again, or has."""
         held = self._pack_made(tensor) if type(tensor) is not Parameter or self.storages.has_writes else None
         if self.has_policy:

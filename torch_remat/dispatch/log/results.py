@@ -191,7 +191,7 @@ class Results:
         meta = entry.meta(place) if place != WRITTEN else entry.results if entry.effects.returned == (0,) else None
         aliases = self._storages.aliases_of(tensor)
         ordinary = entry.kind == ONE and not (aliases or entry.away or self._allow_mutation or self._nested)
-        if ordinary and meta.describes(tensor):
+        if ordinary and meta is not None and meta.describes(tensor):
             return Slot.of_alias(tensor)
         if type(meta) is Meta and not meta.describes(tensor):
             # It was reshaped since, or it is a view that was given a name: the name is that of the whole.

@@ -13,7 +13,7 @@ tensor that is not yet what it was. To read it harms nothing (a log, say); to fi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -24,9 +24,6 @@ from torch_remat.dispatch.log.record import Stretch
 from torch_remat.dispatch.log.schema import effects_of
 from torch_remat.dispatch.placeholder import Packed, geometry_of
 from torch_remat.errors import MutationError
-
-if TYPE_CHECKING:
-    from torch_remat.dispatch.region.replay import Filling
 
 _PackHook = Callable[[torch.Tensor], "torch.Tensor | Packed"]
 
@@ -43,7 +40,7 @@ class StaleReads:
         run: What runs an op.
     """
 
-    def __init__(self, replay: Filling, changed: Mapping[int, list[tuple[int, torch.Tensor | None]]]) -> None:
+    def __init__(self, replay: Any, changed: Mapping[int, list[tuple[int, torch.Tensor | None]]]) -> None:
         self.run: Callable[[Any, Sequence[Any], Mapping[str, Any]], Any] = _run
         self._replay = replay
         self._changed = changed
@@ -115,7 +112,7 @@ class StaleReads:
         )
 
 
-def stale_reads(replay: Filling) -> StaleReads | None:
+def stale_reads(replay: Any) -> StaleReads | None:
     """Return what watches for stale reads; None where no native region has changed what outlives the forward."""
     changed: dict[int, list[tuple[int, torch.Tensor | None]]] = {}
     for at, record in enumerate(replay.region.tape.records.values()):

@@ -23,7 +23,7 @@ from torch_remat.dispatch.holder import OwnRegion, is_parameter
 from torch_remat.errors import MutationError
 
 if TYPE_CHECKING:
-    from torch_remat.dispatch.offloading import Offloaded
+    from torch_remat.dispatch.sender import Offloaded
 
 
 class RegionInputs:

@@ -249,7 +249,8 @@ class Filling(RematMode):
             if holder.value is None:
                 self._give(holder, tensor, value)
         elif isinstance(entry, torch.Tensor):
-            if owner is not entry and not is_same_leaf(entry, owner):
+            loaded = self.ops is not None and self.ops.has_loaded(tensor)
+            if owner is not entry and not loaded and not is_same_leaf(entry, owner):
                 self.fail(another_parameter(self.region, f"saved tensor {position}", None, entry, tensor))
             self._compare_layouts(position, tensor, owner)
         if type(value) is not Placeholder:  # else its reader comes next, which the error is to name
