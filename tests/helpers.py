@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 import torch_remat as remat
-from torch_remat.dispatch.region.region import region as dispatch_region
+from torch_remat.dispatch.region import region as dispatch_region
 
 Wrap = Callable[[Callable], Callable]
 

@@ -20,6 +20,35 @@ ALLOWED = {"torch", "optree", NAME} | set(sys.stdlib_module_names)
 LEAVES = {"placeholder", "ambient", "schema"}
 
 
+MAX_FUNCTION_LINES = 60  # without the docstring
+MAX_ROOM_LINES = {"dispatch": 10_100, "offload": 1_500, "policies": 600, "reports": 3_300}
+
+
+def lines_of_functions(tree: ast.AST) -> list[tuple[str, int]]:
+    """Return each function with the number of its lines after the docstring."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            body = node.body[1:] if ast.get_docstring(node) else node.body
+            found.append((node.name, (node.end_lineno or 0) - body[0].lineno + 1 if body else 0))
+    return found
+
+
+def circles(edges: dict[str, set[str]]) -> list[str]:
+    """Return the modules that reach themselves by their imports."""
+
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        todo = [start]
+        while todo:
+            new = edges.get(todo.pop(), set()) - seen
+            seen |= new
+            todo += new
+        return seen
+
+    return sorted(module for module in edges if module in reached(module))
+
+
 def module_of(path: Path) -> str:
     """Return a file's dotted module name."""
     parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
@@ -149,13 +178,34 @@ def test_file_imports_nothing_but_torch_optree_and_the_standard_library(path):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_file_is_short_and_says_what_it_is_for(path):
-    source = path.read_text(encoding="utf-8")
-    assert len(source.splitlines()) <= 500
-    assert ast.get_docstring(ast.parse(source))
+def test_file_says_what_it_is_for_and_its_functions_are_short(path):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    assert ast.get_docstring(tree)
+    assert [name for name, lines in lines_of_functions(tree) if lines > MAX_FUNCTION_LINES] == []
+
+
+def test_no_files_import_each_other_in_a_circle():
+    known = {module_of(path) for path in FILES}
+    edges = {
+        module_of(path): {
+            name
+            for name in imports(ast.parse(path.read_text(encoding="utf-8")), module_of(path), path.name == "__init__.py")
+            if name in known and name not in (NAME, module_of(path))
+        }
+        for path in FILES
+        if module_of(path) != NAME  # the package itself gathers the public names
+    }
+    assert circles(edges) == []
+
+
+@pytest.mark.parametrize(("room", "most"), MAX_ROOM_LINES.items())
+def test_room_stays_small(room, most):
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in (PACKAGE / room).rglob("*.py")) <= most
 
 
 def test_rules_find_what_breaks_them():
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == ["a", "b", "c"]
+    assert lines_of_functions(ast.parse("def f():\n    'what'\n    x = 1\n    return x")) == [("f", 2)]
     face = next(path.stem for path in FILES if layer(module_of(path)) == 3)
     inside = f"{NAME}.dispatch.observe"
     assert wrong_directions(f"from .. import {face}", inside)
