@@ -153,7 +153,12 @@ def test_file_says_what_it_is_for_and_its_functions_are_short(path):
     tree = ast.parse(path.read_text(encoding="utf-8"))
     assert ast.get_docstring(tree)
     functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-    assert [one.name for one in functions if (one.end_lineno or 0) - one.lineno >= 60] == []
+    texts = {one: one.body[0] for one in functions if ast.get_docstring(one)}
+    lengths = {
+        one.name: one.end_lineno - one.lineno + 1 - (texts[one].end_lineno - one.lineno if one in texts else 0)
+        for one in functions
+    }
+    assert {name: lines for name, lines in lengths.items() if lines > 60} == {}
 
 
 def test_rules_find_what_breaks_them():
