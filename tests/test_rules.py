@@ -163,7 +163,7 @@ def test_file_says_what_it_is_for_and_its_functions_are_short(path):
 
 def test_rules_find_what_breaks_them():
     face = next(path.stem for path in FILES if layer(module_of(path)) == 3)
-    inside = f"{NAME}.dispatch.region.region"
+    inside = f"{NAME}.dispatch.mode"
     assert wrong_directions(f"from .. import {face}", inside)
     assert wrong_directions(f"def f():\n    from torch_remat.{face} import x", inside)
     assert wrong_directions("from .dispatch import region", f"{NAME}.errors")
