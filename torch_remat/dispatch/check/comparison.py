@@ -20,7 +20,7 @@ from torch_remat.dispatch.check.mismatch import (
     other_producer,
     outside_changed,
 )
-from torch_remat.dispatch.holder import CHANGED, Holder, Layout, OwnRegion, is_parameter
+from torch_remat.dispatch.holder import CHANGED, Holder, Layout, OwnRegion, is_parameter, layout_of
 from torch_remat.dispatch.placeholder import Placeholder, refuse
 from torch_remat.errors import RematError
 
@@ -99,17 +99,22 @@ def _is_by_another_op(holder: Holder, owner: torch.Tensor) -> bool:
     return len(kinds) > 1 and not any(issubclass(kind, BackwardCFunction) for kind in kinds)
 
 
-def lies_otherwise(region: OwnRegion, position: int, now: Layout | None) -> RematError | None:
+def lies_otherwise(region: OwnRegion, position: int, tensor: torch.Tensor, owner: torch.Tensor) -> RematError | None:
     """Return the error about a view that lies otherwise in what it is a view of than in forward, if it does.
 
-    Where that itself lies otherwise, as inputs may that hooks around the region restored, nothing can be told.
+    Where that itself lies otherwise, as inputs may that hooks around the region restored, nothing can be told; and what
+    was kept of a view for replay has the view's strides, but is no view.
 
     Args:
         region: The region.
         position: Which of the saved tensors it is.
-        now: What `layout_of` says of replay's tensor.
+        tensor: What replay saves.
+        owner: The tensor that it is a view of, or itself.
     """
     before = region.tape.layouts.get(position, _AS_OWNER)
+    now: Layout | None = layout_of(tensor, owner)
+    if before and tensor is owner and before[0] == tensor.stride():
+        return None
     if before is None or before == (now or _AS_OWNER) or region.options.determinism_check not in _COMPARING:
         return None
     if (before[2:] != now[2:]) if before and now else region.inputs is None or not region.inputs.as_given:

@@ -195,7 +195,7 @@ class Recording(RematMode):
         region, first_number = self.region, self._first_number
         assert region.inputs is not None
         entries, layouts, originals = region.tape.saved, region.tape.layouts, region.inputs.originals
-        saved, count, is_base = entries.append, self._counters.append, region.inputs.is_base
+        saved, count, bases = entries.append, self._counters.append, region.inputs.bases  # the graph keeps the hook
         room, strided = ROOM_BYTES, torch.strided
 
         def pack(tensor: torch.Tensor) -> Holder | Anchor:
@@ -232,7 +232,7 @@ class Recording(RematMode):
                     return self.pack(tensor)
                 room -= size
             if owner is not tensor:
-                if is_base(owner):
+                if id(owner) in bases:
                     layouts[len(entries)] = None
                 elif (layout := layout_of(tensor, owner)) is not None:
                     layouts[len(entries)] = layout

@@ -37,18 +37,19 @@ class RegionInputs:
     Attributes:
         originals: The id of each tensor argument, with its first leaf, and of each tensor that one is a view of;
             filled only while forward runs.
+        bases: The ids of the latter.
     """
 
     __slots__ = (
         "_attributes",
         "_away",
-        "_bases",
         "_inside",
         "_leaves",
         "_owners",
         "_spec",
         "_tensors",
         "_unpack",
+        "bases",
         "originals",
     )
 
@@ -60,7 +61,7 @@ class RegionInputs:
         self._unpack: Callable[[Any], torch.Tensor] | None = None
         self._away: dict[int, Offloaded] | None = None  # by index of the leaf; set only if inputs are offloaded
         self._owners: tuple[ref[torch.Tensor], ...] = ()  # the parameters that arguments are views of
-        self._bases: set[int] = set()  # id of each tensor that an argument is a view of; valid during forward
+        self.bases: set[int] = set()
         self._attributes: dict[int, dict[str, Any]] | None = None  # by leaf: what Python code set on it
         # `_inside`, set only where there are such: the leaves that the region itself has changed, and may not have.
         self.originals: dict[int, int | None] = {}
@@ -88,7 +89,7 @@ class RegionInputs:
             base = tensor._base
             if base is not None:
                 self.originals.setdefault(id(base), None)
-                self._bases.add(id(base))
+                self.bases.add(id(base))
                 if is_parameter(base):
                     self._owners += (ref(base),)
             version = (_UNPACKED if hooks else -1) if tensor.is_inference() else tensor._version
@@ -142,7 +143,7 @@ class RegionInputs:
 
     def is_base(self, tensor: torch.Tensor) -> bool:
         """Whether an argument is a view of a tensor, so that replay's argument is none; asked while forward runs."""
-        return id(tensor) in self._bases
+        return id(tensor) in self.bases
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's memory stays with the inputs; asked only while forward runs."""

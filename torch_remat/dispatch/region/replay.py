@@ -437,11 +437,15 @@ class Filling(RematMode):
             name = None if self.ops is None or type(holder) is OpHolder else self.ops.next_name()
             if name is not None and type(error) is MismatchError:
                 error.what += f" (op {name!r} of forward has not come yet)"
-            if self.ops is not None and self.ops.compares() and type(error) is MismatchError:
-                self._error, self.over, self._limit = error, True, 0
-                self.after_next_op(partial(self.fail, error))  # if that is another op, it says more
-            else:
-                self.fail(error)
+            self._fail_if_no_op_says_more(error)
+
+    def _fail_if_no_op_says_more(self, error: RematError) -> None:
+        """Fail once the next op has come, if ops are compared: an error about another op says more."""
+        if self.ops is not None and self.ops.compares() and type(error) is MismatchError:
+            self._error, self.over, self._limit = error, True, 0
+            self.after_next_op(partial(self.fail, error))
+        else:
+            self.fail(error)
 
     def _compare_layouts(self, position: int, tensor: torch.Tensor, owner: torch.Tensor) -> None:
         """Fail if a view lies otherwise in what it is a view of than in forward."""
@@ -449,9 +453,9 @@ class Filling(RematMode):
             return
         if self.ops is not None and (self.ops.has_loaded(owner) or type(tensor) is Placeholder):
             return  # what was kept for replay has lost its base
-        error = lies_otherwise(self.region, position, layout_of(tensor, owner))
+        error = lies_otherwise(self.region, position, tensor, owner)
         if error is not None:
-            self.fail(error)
+            self._fail_if_no_op_says_more(error)
 
     def _compare_value(self, holder: Holder, value: Any) -> None:
         if self._error is None:
