@@ -21,7 +21,7 @@ LEAVES = {"placeholder", "ambient", "schema"}
 
 
 MAX_FUNCTION_LINES = 60  # without the docstring
-MAX_ROOM_LINES = {"dispatch": 10_100, "offload": 1_500, "policies": 600, "reports": 3_300}
+MAX_ROOM_LINES = {"dispatch": 10_150, "offload": 1_500, "policies": 600, "reports": 3_300}
 
 
 def lines_of_functions(tree: ast.AST) -> list[tuple[str, int]]:
@@ -189,7 +189,7 @@ def test_no_files_import_each_other_in_a_circle():
     edges = {
         module_of(path): {
             name
-            for name in imports(ast.parse(path.read_text(encoding="utf-8")), module_of(path), path.name == "__init__.py")
+            for name in imports(ast.parse(path.read_text("utf-8")), module_of(path), path.name == "__init__.py")
             if name in known and name not in (NAME, module_of(path))
         }
         for path in FILES

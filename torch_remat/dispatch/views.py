@@ -1,7 +1,7 @@
 """Other tensors in the storage of one: a kept or recomputed tensor, seen as what forward had in the same place.
 
-In: a tensor, and where another lay in its storage. Kept: of a saved tensor that replay makes again, its description. Out:
-that other tensor.
+In: a tensor, and where another lay in its storage. Kept: of a saved tensor that replay makes again, its description.
+Out: that other tensor.
 
 NOTE [ When an elided tensor is complete ]
 The value is taken at the producer, where it is an output, since a handle does not know the inputs of its op. It shares

@@ -85,6 +85,7 @@ class Answerer:
         self._entries: Sequence[Entry] = replay.region.tape.calls
         self._slots = loaded_slots(replay.region) if self._entries and replay.region.hooks is not None else {}
         self._surprises = 0
+        self._answerers: list[OpAnswerer] = []
         self._over = False
         self.begin_again()
 
@@ -97,11 +98,13 @@ class Answerer:
         self.suppressed = Suppressed()
         self.ops: OpAnswerer | None = None  # of the whole region, or of the native region that runs
         self._in_skipped = False  # whether the body of a native region runs
-        if self.region.options.policy is not None and self.region.tape.calls:
+        if self.region.options.policy is not None and self._entries and self.region.finished:
             self.ops = self._answerer(self._entries, "")
 
     def _answerer(self, entries: Sequence[Entry], group: str, left: Any = ()) -> OpAnswerer:
-        return OpAnswerer(self._replay, entries, group, self.suppressed, self._slots, self.start_over, left)
+        made = OpAnswerer(self._replay, entries, group, self.suppressed, self._slots, self.start_over, left)
+        self._answerers.append(made)
+        return made
 
     def begin(self, name: str, policy: CheckpointPolicy, ctx: Any) -> RematHandle | None:
         """Begin an op; see `RematMode.begin_op`."""
@@ -145,6 +148,11 @@ class Answerer:
     def _run_stretch(
         self, stretch: Stretch, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
+        if not self.region.finished:  # a backward inside forward: what it goes through is made again for good
+            if stretch.end < stretch.start:
+                self._replay.stop()  # it has not come so far itself
+            for entry in self._entries[stretch.start : stretch.end]:
+                entry.always = entry.run = entry.kind != VIEW
         left = [((one.place[0] - stretch.start, one.place[1]), one) for one in stretch.left]
         ops = self.ops = self._answerer(self._entries[stretch.start : stretch.end], stretch.name, left)
         self._in_skipped = True
@@ -152,13 +160,11 @@ class Answerer:
             result = self._replay.watched(ops.answer, function, args, kwargs)
         except BaseException as error:
             if stretch.raised and not self._replay.over and not _is_of_placeholders(error):
-                ops.check_complete()
                 self._end_stretch(stretch, ops)
             raise
         finally:
             self._in_skipped = False
             self.ops = None
-        ops.check_complete()
         self._end_stretch(stretch, ops)
         if not stretch.returned:
             return result
@@ -169,6 +175,8 @@ class Answerer:
         return with_leaves((result,), {}, leaves)[0][0]
 
     def _end_stretch(self, stretch: Stretch, ops: OpAnswerer) -> None:
+        if (error := ops.missing()) is not None:
+            self._replay.fail(error)
         if stretch.drawn is not None:
             stretch.drawn.restore()
         ops.finish()
@@ -255,8 +263,11 @@ class Answerer:
         """At the end of the replay: let go of what placeholders that outlive it may know."""
         self.suppressed.restore()
         self.made.clear()
+        for ops in self._answerers:
+            ops.forget()
         self._over = True
         self.ops = None
+        self._answerers, self._records, self._entries, self._slots, self._loaded = [], [], (), {}, {}
 
     def note_loaded(self, tensor: torch.Tensor) -> None:
         """Note a tensor that was kept, so that it has no history in replay."""
@@ -284,8 +295,8 @@ class Answerer:
 
     def finish(self) -> None:
         """Raise if the function ended before it came to each op."""
-        if self.ops is not None:
-            self.ops.check_complete()
+        if self.ops is not None and (error := self.ops.missing()) is not None:
+            raise error
         self.check_passed(len(self.region.tape.saved))
 
     def check_passed(self, last: int) -> None:

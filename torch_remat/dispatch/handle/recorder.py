@@ -155,7 +155,7 @@ class CallRecorder(Recorder):
     # What autograd saves.
 
     def pack(self, tensor: torch.Tensor) -> Holder | Anchor | None:
-        """Return the holder for a tensor that a SAVE call saves or made; None for one that replay makes again, or has."""
+        """Return the holder for a tensor that a SAVE call saves or made; None for one that replay will have."""
         if self.expected is not None:
             record, tensors, number = self.expected
             name, expected = tensors[-1]

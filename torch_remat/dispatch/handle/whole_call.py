@@ -1,8 +1,8 @@
 """A native region that is one call of a function of torch's own: replay leaves out the call whole.
 
-In forward: the call's arguments, results, and the tensors that autograd saves meanwhile. Kept: residents; in the log what
-replay must know of arguments and results. Out: in replay the results, kept ones or placeholders, and the values of
-arguments that were saved, without a dispatch mode in either phase.
+In forward: the call's arguments, results, and the tensors that autograd saves meanwhile. Kept: residents; in the log
+what replay must know of arguments and results. Out: in replay the results, kept ones or placeholders, and the values
+of arguments that were saved, without a dispatch mode in either phase.
 
 Such a function is C++ code: what it does depends on its arguments alone, so that there is no sequence of ops to watch.
 """
@@ -152,11 +152,15 @@ class CallForward:
             self._end()
             return
         record.leaves = [leaf.requires_grad if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        entry = record.entry = CallEntry(record, [described(leaf, None) for leaf in leaves])
+        if len(leaves) != 1 or leaves[0] is not result:
+            record.template = optree.tree_map(_nothing, result, namespace=PYTREE_NAMESPACE)
+        names = [record.output_name(place) for place in range(len(leaves))]
+        entry = CallEntry(record.function, record, [described(leaf, None) for leaf in leaves], names)
+        record.entry = entry
         given = list(tensors_in(self._args, {}))
         entry.reads = [key for tensor in given for key in keys_of(tensor)]
         entry.versions = [(at, version_of(tensor)) for at, tensor in enumerate(given)]
-        ops.storages.note_call(entry, leaves)
+        ops.storages.note_call(entry, leaves, entry.reads)
         ops.entries.append(entry)
         ops.results.note(entry, leaves)
         last = sequence_number()
@@ -168,8 +172,6 @@ class CallForward:
             node = leaf.grad_fn
             if node is not None and not self._saved and node_number(node) >= self._first:
                 node.register_prehook(ops.region.note_backward)
-        if len(leaves) != 1 or leaves[0] is not result:
-            record.template = optree.tree_map(_nothing, result, namespace=PYTREE_NAMESPACE)
         self._end()
 
     def _is_view_of_argument(self, leaf: Any) -> bool:

@@ -138,23 +138,25 @@ class CallEntry(Entry):
     """A call that replay may leave out: of what happens inside the log knows nothing.
 
     Args:
-        record: Its record.
+        op: What was called: the record of an op with a handle, or a function.
+        record: Its record; a record that knows its entry must not be known by it.
         results: What replay must know of its results.
+        names: Their names.
     """
 
     kind = CALL
 
-    def __init__(self, record: Record, results: list[Any]) -> None:
-        super().__init__(record, 0, results, "", _OF_A_CALL)
+    def __init__(self, op: Any, record: Record, results: list[Any], names: Sequence[str]) -> None:
+        super().__init__(op, 0, results, "", _OF_A_CALL)
         self.group = record.name
+        self._labels = names
         self.saved = frozenset(range(len(results)))
         if record.policy is CheckpointPolicy.OFFLOAD:
             self.away = self.saved
 
     def label(self, place: int) -> str:
         """Return the name of a result."""
-        name: str = self.op.output_name(max(place, 0))
-        return name
+        return self._labels[max(place, 0)]
 
 
 def names_of(entries: Iterable[Entry]) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Where replay stands in the log, and the loose ops that are no entries.
 
-In: an op that replay asks for. Kept: nothing. Out: its place, a view or cast that is run on the spot, or the error about
-an op that forward did not run there.
+In: an op that replay asks for. Kept: nothing. Out: its place, a view or cast that is run on the spot, or the error
+about an op that forward did not run there.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ from torch_remat.dispatch.log.slot import Slot, version_of
 from torch_remat.dispatch.log.suppressed import Suppressed
 from torch_remat.dispatch.placeholder import Placeholder, Source, constant, real
 from torch_remat.dispatch.views import offset_in_bytes, view_of
-from torch_remat.errors import MutationError
+from torch_remat.errors import MismatchError, MutationError
 
 
 class Replay(Protocol):
@@ -175,11 +175,12 @@ class OpAnswerer:
                     made.compute = partial(self._value_after_all, made.source, entry, place)
         return result
 
-    def check_complete(self) -> None:
-        """Raise at the end if an op of forward has not come."""
+    def missing(self) -> MismatchError | None:
+        """Return, at the end, the error about an op of forward that has not come."""
         self._at = after_loose(self._entries, self._at)
-        if self._at != len(self._entries):
-            self._replay.fail(another_op(self._region, self._group or None, self._at, self._entries, None))
+        if self._at == len(self._entries):
+            return None
+        return another_op(self._region, self._group or None, self._at, self._entries, None)
 
     def finish(self) -> None:
         """Leave the recomputed tensors that a native region changed as forward left them."""
@@ -194,6 +195,10 @@ class OpAnswerer:
                 tensor.data.copy_(value)  # through `data`, since the change has been counted
             else:  # it was resized
                 tensor.data = value.detach().clone()
+
+    def forget(self) -> None:
+        """Let go of what is kept: a placeholder may outlive the replay."""
+        self._entries, self._loaded, self._left_over, self._left, self._written = (), {}, {}, {}, []
 
     def outside(self) -> Collection[int]:
         """Return what `key_of` gives for the tensors outside of the region that forward has changed."""

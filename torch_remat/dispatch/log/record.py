@@ -72,10 +72,6 @@ class Record:
         self.drawn: RngState | None = None
         self.saved_before = 0
 
-    def output_name(self, place: int) -> str:
-        """Return the name of one of its outputs."""
-        return self.outputs[place].name
-
     def elide_output(self, elided: Elided) -> None:
         """Note a saved tensor that replay takes from this op's outputs."""
         if self.elided_outputs:
@@ -126,7 +122,7 @@ class Stretch(Record):
 
     def __init__(self, name: str, policy: CheckpointPolicy) -> None:
         super().__init__(name, policy)
-        self.start = self.end = 0
+        self.start, self.end = 0, -1  # the latter until it is over
         self.left: list[Left] = []
         self.returned: dict[int, Slot] = {}
         self.raised = False

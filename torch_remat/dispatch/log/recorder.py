@@ -5,9 +5,9 @@ log; until forward ends, what saved entries returned. Out: residents, and slots 
 
 NOTE [ What is kept ]
 1. A tensor that autograd saves is *resident* if a saved entry made it: its holder has the value from the start.
-2. Of what saved entries returned, that is kept which replay reads: an entry that runs (`needs`), an op with a handle, an
-   inner region, or, where nobody watches, an op that autograd recorded (`readers`). A result without a history, such as
-   a router's choice, is kept wherever replay could read it.
+2. Of what saved entries returned, that is kept which replay reads: an entry that runs (`needs`), an op with a handle,
+   an inner region, or, where nobody watches, an op that autograd recorded (`readers`). A result without a history, such
+   as a router's choice, is kept wherever replay could read it.
 3. What else may read a result, autograd does not show. Then the entry is made again: replay starts over.
 4. A result that was changed in place by the end of forward is made again.
 """
@@ -98,6 +98,7 @@ class Recorder:
         self.region = forward.region
         self.mode = forward
         self.entries: list[Entry] = []
+        self.region.tape.calls = self.entries
         self.roots: list[Root] = []
         self.storages = Storages(self.region.hooks is not None)
         self.departures = Departures(forward)
@@ -417,7 +418,7 @@ class Recorder:
             # Replay does not change them again.
             changes = self._changes
             region.inputs.accept_changes(lambda tensor, times: changes.get(key_of(tensor)) == times)
-        tape.calls, tape.roots = self.entries, roots
+        tape.roots = roots
 
     def _finish_policy(self) -> None:
         watch, region = self.watch, self.region
@@ -475,7 +476,7 @@ class Recorder:
         return roots
 
     def is_read(self, boundary: Sequence[torch.autograd.graph.Node | None], tensor: torch.Tensor, last: int) -> bool:
-        """Whether replay reads a tensor, at the end of forward; ``last`` is the number of the node from which on it may."""
+        """Whether replay reads a tensor that was made before the node with the number ``last``."""
         stop = self.region.tape.stop(self.region.hooks, self.region.options.early_stop)
         node = tensor.grad_fn
         if last >= stop or node is None:

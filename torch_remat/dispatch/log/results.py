@@ -1,7 +1,7 @@
 """Results that a decision saves, until the end of forward tells which of them are needed.
 
-In: what saved entries returned and wrote. Kept, until forward ends: these tensors, and their version counters once their
-op was over. Out: slots for those that replay reads.
+In: what saved entries returned and wrote. Kept, until forward ends: these tensors, and their version counters once
+their op was over. Out: slots for those that replay reads.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Results:
             held.versions[place] = version_of(tensor)
 
     def note_alias(self, entry: Entry, tensor: torch.Tensor, alias: torch.Tensor) -> None:
-        """Note an alias that autograd keeps of a tensor, if it is the result of an entry: the slot may keep the same."""
+        """Note an alias that autograd keeps of the result of an entry: the slot may keep the same."""
         one = self._ones.get(entry)
         if one is not None and one[0] is tensor:
             self._aliases[entry] = alias

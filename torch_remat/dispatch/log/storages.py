@@ -14,7 +14,7 @@ last writer, and for later its aliases of this kind are kept, with the counters 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -188,14 +188,21 @@ class Storages:
             entry.versions = ((0, base._version),)
         return True
 
-    def note_call(self, entry: Entry, results: Sequence[torch.Tensor]) -> None:
-        """Note what a call has made; views of what was there before are no new storages."""
-        entry.made = [
-            (place, key)
-            for place, tensor in enumerate(results)
-            if isinstance(tensor, torch.Tensor) and tensor._base is None
-            for key in self._new(entry, place, tensor)
-        ]
+    def note_call(self, entry: Entry, results: Sequence[Any], given: Collection[int] | None = None) -> None:
+        """Note what a call has made; views of what was there before are no new storages.
+
+        Args:
+            entry: The call.
+            results: What it returned.
+            given: The storages of its arguments; None if they are not known.
+        """
+        made = []
+        for place, tensor in enumerate(results):
+            if isinstance(tensor, torch.Tensor):
+                is_new = tensor._base is None if given is None else key_of(tensor) not in given
+                if is_new:
+                    made += [(place, key) for key in self._new(entry, place, tensor)]
+        entry.made = made
 
     def _note_alias(self, tensor: torch.Tensor) -> None:
         key = key_of(tensor)
