@@ -395,7 +395,7 @@ def test_many_regions_leave_nothing_behind():
         x.grad = w.grad = None
 
     with uncollected():
-        for _ in range(200):  # until memory is used again
+        for _ in range(400):  # until memory is used again
             step()
         gc.collect()
         before = python_objects()

@@ -10,6 +10,7 @@ from torch.compiler import is_compiling
 from torch_remat._compiled import compiled_part
 from torch_remat._names import scoped
 from torch_remat.dispatch.mode import current_mode
+from torch_remat.dispatch.naming import scope
 from torch_remat.errors import UsageError
 from torch_remat.policies.decision import CheckpointPolicy
 
@@ -53,9 +54,14 @@ def native_save_region(op_name: str, function: Callable[..., R], /, *args: Any, 
         >>> y = remat.checkpoint()(block)(torch.randn(4, 8, requires_grad=True))
         >>> y.sum().backward()
     """
-    name = scoped(op_name)
+    compiling = is_compiling()
+    usual = type(op_name) is str and op_name and not compiling
+    name = scope.get() + op_name if usual else scoped(op_name)
     if not callable(function):
         raise UsageError(f"a native region cannot run a {type(function).__name__}", op=name, remedy=_FORM)
+    if compiling:
+        result: R = compiled_part(True, function, args, kwargs)
+        return result
     return _run(name, CheckpointPolicy.SAVE, function, args, kwargs)
 
 
@@ -97,6 +103,9 @@ def native_region(
             raise UsageError(f"a native region cannot run a {type(function).__name__}", op=name, remedy=_FORM)
 
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            if is_compiling():
+                result: R = compiled_part(policy is not CheckpointPolicy.RECOMPUTE, function, args, kwargs)
+                return result
             return _run(name, policy, function, args, kwargs)
 
         return call
@@ -108,9 +117,6 @@ def _run(
     name: str, policy: CheckpointPolicy, function: Callable[..., R], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> R:
     result: R
-    if is_compiling():
-        result = compiled_part(policy is not CheckpointPolicy.RECOMPUTE, function, args, kwargs)
-        return result
     mode = current_mode()
     if mode is None:
         return function(*args, **kwargs)

@@ -29,6 +29,8 @@ class Tape:
         saved: For each saved tensor a weak reference to its holder; for a parameter, or a view of one, the parameter;
             a `ResidentRef` for one that is kept, though replay saves it again; None for a view of a parameter that an
             argument brings.
+        numbers: For saved tensors, by place, where autograd stood, if something is kept: the sequence number; the
+            number of the first node to which a replay that ends here does not come; whether its op may yet fill it.
         layouts: For views among these, by place, how they lie in what they are views of; None where replay cannot tell.
         elided: Weak references to the holders of SAVE ops that are filled from other ops' outputs.
         holders: Weak references to the holders of all that has a name, for reports.
@@ -44,13 +46,13 @@ class Tape:
 
     __slots__ = (
         "_elided_numbers",
-        "_numbers",
         "backward_inside",
         "calls",
         "elided",
         "holders",
         "inner",
         "layouts",
+        "numbers",
         "ran_compiled",
         "records",
         "regions",
@@ -69,28 +71,17 @@ class Tape:
         self.regions: list[Record] = []
         self.roots: Sequence[tuple[int, int]] = ()
         self.backward_inside = self.ran_compiled = False
-        self._numbers: dict[int, tuple[int, int, bool]] = {}
+        self.numbers: dict[int, tuple[int, int, bool]] = {}
         self._elided_numbers: list[tuple[ref[OpHolder], int]] = []
-
-    def note_number(self, place: int, number: int, stop: int, buffer: bool) -> None:
-        """Note of a saved tensor where autograd stood; see `stop`.
-
-        Args:
-            place: Its place.
-            number: The sequence number when it was saved.
-            stop: The number of the first autograd node that a replay does not come to which ends with this tensor.
-            buffer: Whether its op may yet fill it.
-        """
-        self._numbers[place] = number, stop, buffer
 
     def stop(self, hooks: object, early_stop: bool) -> int:
         """Return, at the end of forward, the number of the first autograd node to which no replay comes."""
         last = self._with_parameters(self.last_that_may_be_needed(hooks))
         elided = [number for holder, number in self._elided_numbers if hooks is not None or holder() is not None]
-        number, stop, _ = self._numbers.get(last, (0, 0, False))
+        number, stop, _ = self.numbers.get(last, (0, 0, False))
         if last >= 0 and any(
             buffer and saved == number and place <= last and self.may_need(place, hooks)
-            for place, (saved, _, buffer) in self._numbers.items()
+            for place, (saved, _, buffer) in self.numbers.items()
         ):
             return sequence_number()  # to the function's end
         if not early_stop and (last >= 0 or elided):

@@ -34,9 +34,18 @@ from torch_remat.dispatch.log.suppressed import Suppressed
 from torch_remat.dispatch.placeholder import TORCH_SAYS, Placeholder, Source, real, refuse
 from torch_remat.dispatch.region.inputs import leaves_of, with_leaves
 from torch_remat.dispatch.views import Elided
-from torch_remat.errors import MismatchError, PlaceholderError, RematWarning, qualified_name, raised_at, user_line
+from torch_remat.errors import (
+    MismatchError,
+    PlaceholderError,
+    RematWarning,
+    UsageError,
+    qualified_name,
+    raised_at,
+    user_line,
+)
 from torch_remat.policies.decision import CheckpointPolicy
 
+_TAKE_OUTSIDE = "Change it after the gradient, or take the gradient outside of the native region."
 _SAYS = (*TORCH_SAYS, Placeholder.__name__)
 
 
@@ -150,7 +159,7 @@ class Answerer:
     ) -> Any:
         if not self.region.finished:  # a backward inside forward: what it goes through is made again for good
             if stretch.end < stretch.start:
-                self._replay.stop()  # it has not come so far itself
+                return self._run_unfinished(stretch, function, args, kwargs)
             for entry in self._entries[stretch.start : stretch.end]:
                 entry.always = entry.run = entry.kind != VIEW
         left = [((one.place[0] - stretch.start, one.place[1]), one) for one in stretch.left]
@@ -173,6 +182,15 @@ class Answerer:
             leaves[place] = slot.load(self.region_name, stretch.name, str(place))
             self.note_loaded(leaves[place])
         return with_leaves((result,), {}, leaves)[0][0]
+
+    def _run_unfinished(
+        self, stretch: Stretch, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Run a native region in which forward still is: a gradient taken inside reads what it has saved so far."""
+        if any(entry.outside for entry in self._entries[stretch.start :]):
+            what = "a gradient is taken inside of this native region after it changed a tensor from outside"
+            self._replay.fail(UsageError(what, region=self.region_name, op=stretch.name, remedy=_TAKE_OUTSIDE))
+        return function(*args, **kwargs)
 
     def _end_stretch(self, stretch: Stretch, ops: OpAnswerer) -> None:
         if (error := ops.missing()) is not None:

@@ -26,10 +26,7 @@ class Ops(Protocol):
     known_args: tuple[Any, ...]
     watch: Any
     storages: Any
-
-    @property
-    def has_policy(self) -> bool:
-        """Whether the ops of the whole region are watched."""
+    has_policy: bool
 
     def source_of(self, tensor: torch.Tensor) -> tuple[str, int] | None:
         """Return the skipped op's output that a tensor is, or is a view of."""
@@ -53,7 +50,7 @@ def elide(ops: Ops, record: Record, tensor: torch.Tensor, owner: torch.Tensor, h
             return False  # written since, past its version counter, by an op that replay need not run
         made.record.elide_output(Elided.of(tensor, holder, made.output, made.tensor(), made.offset_in_bytes))
         return True
-    if ops.has_policy or ops.storages.writer_of(tensor) is not None or ops.storages.has_changed(tensor):
+    if ops.has_policy or ops.storages.knows(tensor):
         return False
     inputs = ops.region.inputs
     if inputs is None or inputs.contains(owner):
@@ -61,7 +58,7 @@ def elide(ops: Ops, record: Record, tensor: torch.Tensor, owner: torch.Tensor, h
     for place, arg in enumerate(ops.known_args):
         if not isinstance(arg, torch.Tensor) or not (arg is tensor or arg is owner or arg._base is owner):
             continue
-        if ops.source_of(arg) is None:  # else replay has no data for this one
+        if arg is tensor or ops.source_of(arg) is None:  # else replay has no data for this one
             offset = 0 if arg is tensor else offset_in_bytes(arg)
             record.elide_input(Elided.of(tensor, holder, place, arg, offset))
             _note_origin(holder, owner, ops.region.first_number)

@@ -243,7 +243,7 @@ class CallRecorder(Recorder):
 
     def skips(self) -> bool:
         """Whether a native region runs that replay skips."""
-        return self.calling is not None or super().skips()
+        return self.calling is not None or (self.watch is not None and bool(self.watch.group))
 
     def note_returned_view(self, stretch: Stretch, place: int, leaf: torch.Tensor, last: int) -> None:
         """Note a view of a SAVE op's output that a native region returns: code outside may read it."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from types import BuiltinFunctionType
 from typing import Any, Protocol
 
@@ -20,7 +21,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 from torch.nn import functional as F
 
-from torch_remat._compat import PYTREE_NAMESPACE, any_autocast_enabled, is_compiled, node_number, sequence_number
+from torch_remat._compat import (
+    PYTREE_NAMESPACE,
+    any_autocast_enabled,
+    is_compiled,
+    node_number,
+    sequence_number,
+    storage_key,
+)
 from torch_remat.dispatch.check.mismatch import mismatched
 from torch_remat.dispatch.holder import Anchor, Holder
 from torch_remat.dispatch.log.entry import CallEntry, Entry
@@ -56,6 +64,7 @@ def _is_ordinary(value: Any) -> bool:
     return not isinstance(value, (list, tuple)) or all(map(_is_ordinary, value))
 
 
+_USUAL = {torch.Tensor, Parameter}
 _ORDINARY = frozenset((torch.Tensor, Parameter, Placeholder, int, float, bool, type(None)))
 _pure: dict[int, bool] = {}
 
@@ -72,6 +81,13 @@ def _is_pure(function: Any) -> bool:
 
 def _versions_of(args: Sequence[Any]) -> list[int]:
     return [version_of(arg) for arg in args if isinstance(arg, torch.Tensor)]
+
+
+_version_of = attrgetter("_version")
+
+
+def _keys_in(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return [key for tensor in tensors for key in keys_of(tensor)]
 
 
 def _nothing(_leaf: Any) -> int:
@@ -151,20 +167,27 @@ class CallForward:
         if leaves and all(map(self._is_view_of_argument, leaves)):
             self._end()
             return
-        record.leaves = [leaf.requires_grad if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        if len(leaves) != 1 or leaves[0] is not result:
-            record.template = optree.tree_map(_nothing, result, namespace=PYTREE_NAMESPACE)
-        names = [record.output_name(place) for place in range(len(leaves))]
-        entry = CallEntry(record.function, record, [described(leaf, None) for leaf in leaves], names)
-        record.entry = entry
-        given = list(tensors_in(self._args, {}))
-        entry.reads = [key for tensor in given for key in keys_of(tensor)]
-        entry.versions = [(at, version_of(tensor)) for at, tensor in enumerate(given)]
-        ops.storages.note_call(entry, leaves, entry.reads)
-        ops.entries.append(entry)
-        ops.results.note(entry, leaves)
         last = sequence_number()
         ops.skipped.append((self._first, last))
+        given = [arg for arg in self._args if isinstance(arg, torch.Tensor)]
+        if list in map(type, self._args) or tuple in map(type, self._args):
+            given = list(tensors_in(self._args, {}))
+        reads = [storage_key(arg) for arg in given] if set(map(type, given)) <= _USUAL else _keys_in(given)
+        if type(result) is torch.Tensor and not result.dtype.is_complex and result.layout is torch.strided:
+            # What most calls return.
+            record.leaves = [result.requires_grad]
+            entry = CallEntry(record.function, record, described(result, None), ("out",))
+            ops.storages.note_one(entry, result)
+            ops.results.note_one(entry, result)
+        else:
+            entry = self._note_several(result, leaves, reads)
+        record.entry = entry
+        entry.reads = reads
+        try:
+            entry.versions = list(enumerate(map(_version_of, given)))
+        except RuntimeError:  # made in inference mode
+            entry.versions = list(enumerate(map(version_of, given)))
+        ops.entries.append(entry)
         for leaf in leaves:
             if not isinstance(leaf, torch.Tensor):
                 continue
@@ -173,6 +196,17 @@ class CallForward:
             if node is not None and not self._saved and node_number(node) >= self._first:
                 node.register_prehook(ops.region.note_backward)
         self._end()
+
+    def _note_several(self, result: Any, leaves: Sequence[Any], reads: Sequence[int]) -> CallEntry:
+        ops, record = self._ops, self._record
+        record.leaves = [leaf.requires_grad if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        if len(leaves) != 1 or leaves[0] is not result:
+            record.template = optree.tree_map(_nothing, result, namespace=PYTREE_NAMESPACE)
+        names = [record.output_name(place) for place in range(len(leaves))]
+        entry = CallEntry(record.function, record, [described(leaf, None) for leaf in leaves], names)
+        ops.storages.note_call(entry, leaves, reads)
+        ops.results.note(entry, leaves)
+        return entry
 
     def _is_view_of_argument(self, leaf: Any) -> bool:
         if not isinstance(leaf, torch.Tensor):

@@ -146,11 +146,15 @@ class CallEntry(Entry):
 
     kind = CALL
 
-    def __init__(self, op: Any, record: Record, results: list[Any], names: Sequence[str]) -> None:
-        super().__init__(op, 0, results, "", _OF_A_CALL)
+    def __init__(self, op: Any, record: Record, results: Any, names: Sequence[str]) -> None:
+        self.op = op
+        self.count = 0
+        self.results = results
+        self.path = ""
+        self.effects = _OF_A_CALL
         self.group = record.name
         self._labels = names
-        self.saved = frozenset(range(len(results)))
+        self.saved = FIRST if len(names) == 1 else frozenset(range(len(names)))
         if record.policy is CheckpointPolicy.OFFLOAD:
             self.away = self.saved
 

@@ -9,6 +9,7 @@ the view reads the result.
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import TypeVar
@@ -39,6 +40,7 @@ def read_outputs(
         skipped: Ranges of sequence numbers of nodes that do not read.
     """
     read: list[tuple[T, int]] = []
+    starts, ends = _merged(skipped)
     readers: dict[Node, list[tuple[Node, int]]] = {}
     todo = [node for node in boundary if node is not None]
     seen = set(todo)
@@ -56,13 +58,27 @@ def read_outputs(
         while pending:
             reader = pending.pop()
             number = node_number(reader)
-            if number >= stop or any(start <= number < end for start, end in skipped):
+            at = bisect_right(starts, number) - 1
+            if number >= stop or (at >= 0 and number < ends[at]):
                 continue
             if not is_view(reader.name()):
                 read.append((result, number))
                 break
             pending += [further for further, _ in readers.get(reader, ())]
     return read
+
+
+def _merged(ranges: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
+    """Return starts and ends of ranges, in order, those that lie within others left out."""
+    starts: list[int] = []
+    ends: list[int] = []
+    for start, end in sorted(ranges):
+        if ends and start < ends[-1]:
+            ends[-1] = max(end, ends[-1])
+        else:
+            starts.append(start)
+            ends.append(end)
+    return starts, ends
 
 
 @cache

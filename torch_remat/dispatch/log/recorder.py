@@ -14,6 +14,7 @@ NOTE [ What is kept ]
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
@@ -35,6 +36,7 @@ from torch_remat.dispatch.log.readers import read_outputs
 from torch_remat.dispatch.log.record import Left, Record, Stretch
 from torch_remat.dispatch.log.results import Results, Undecided
 from torch_remat.dispatch.log.storages import Storages
+from torch_remat.dispatch.placeholder import new_tuple
 from torch_remat.dispatch.region.inputs import leaves_of
 from torch_remat.errors import UsageError
 from torch_remat.policies.decision import CheckpointPolicy
@@ -88,6 +90,7 @@ class Recorder:
 
     Attributes:
         entries: The entries, in order.
+        has_policy: Whether the ops of the whole region are watched.
         roots: What replay must have for the holders that it fills.
         watch: The aten ops, once some are watched.
         packs: Whether it has to be asked about each tensor that autograd saves.
@@ -107,6 +110,7 @@ class Recorder:
         self.results = Results(
             self.storages, self.departures.slot_for, self.region.hooks is not None, self._allow_mutation
         )
+        self.has_policy: bool = options.policy is not None
         self.watch: OpRecorder | None = None
         self.skipped_any = False
         self.packs = False
@@ -201,11 +205,6 @@ class Recorder:
         self.packs = True
         self.watch = OpRecorder(self, policy, paths, self._allow_mutation, observer)
         return self.watch
-
-    @property
-    def has_policy(self) -> bool:
-        """Whether the ops of the whole region are watched."""
-        return self.region.options.policy is not None
 
     def skips(self) -> bool:
         """Whether a native region runs that replay skips."""
@@ -303,11 +302,14 @@ class Recorder:
 
     def note_returned(self, leaf: torch.Tensor, first: int, last: int) -> bool:
         """Note a tensor that a native region returned; return whether an entry made it."""
-        keys = [key for key in keys_of(leaf) if key in self.storages.writers]
-        for key in keys:
-            self._returned.append(Returned(key, leaf.grad_fn, leaf.output_nr, first, last, len(self.entries)))
-        self._known.update(keys)
-        return bool(keys)
+        found, after = False, len(self.entries)
+        for key in keys_of(leaf):
+            if key in self.storages.writers:
+                found = True
+                self._known.add(key)
+                about = (key, leaf.grad_fn, leaf.output_nr, first, last, after)
+                self._returned.append(new_tuple(Returned, about))
+        return found
 
     def note_returned_view(self, stretch: Stretch, place: int, leaf: torch.Tensor, last: int) -> None:
         """Note a returned tensor that no entry made."""
@@ -324,26 +326,28 @@ class Recorder:
 
     def pack(self, tensor: torch.Tensor) -> Holder | Anchor | None:
         """Return the holder for a tensor that a saved entry made; None for one that replay makes again, or has."""
-        held = self._pack_made(tensor) if type(tensor) is not Parameter or self.storages.has_writes else None
-        if self.has_policy:
-            return held
-        number = sequence_number()
-        if self.skips():
-            stop = number
-        else:
-            node = tensor.grad_fn
-            # A result is saved once its op has run, all else before. Of a tensor without a history nobody knows.
-            stop = number if node is None or node_number(node) == number - 1 else number - 1
-            if held is not None:
-                self._reads.append((stop, len(self.entries), key_of(tensor)))
-        buffer = held is None and not self.skips() and not tensor.requires_grad and tensor.is_floating_point()
-        self.region.tape.note_number(len(self.region.tape.saved) - (held is not None), number, stop, buffer)
-        return held
-
-    def _pack_made(self, tensor: torch.Tensor) -> OpHolder | None:
         if self.results.unread:
             self.results.read_versions()
         key = key_of(tensor)
+        held = self._pack_made(tensor, key) if type(tensor) is not Parameter or self.storages.has_writes else None
+        if self.has_policy:
+            return held
+        tape = self.region.tape
+        number = stop = sequence_number()
+        buffer = False
+        if self.watch is None or not self.watch.group:
+            node = tensor.grad_fn
+            # A result is saved once its op has run, all else before. Of a tensor without a history nobody knows.
+            if node is not None and node_number(node) != number - 1:
+                stop = number - 1
+            if held is not None:
+                self._reads.append((stop, len(self.entries), key))
+            else:
+                buffer = not tensor.requires_grad and tensor.is_floating_point()
+        tape.numbers[len(tape.saved) - (held is not None)] = number, stop, buffer
+        return held
+
+    def _pack_made(self, tensor: torch.Tensor, key: int) -> OpHolder | None:
         writer = self.storages.writers.get(key)
         if writer is None:
             if type(tensor) is not torch.Tensor:
@@ -460,8 +464,10 @@ class Recorder:
                 outputs[returned.node, returned.output] = returned
         if outputs and stop:
             first = min(returned.first for returned in outputs.values())
+            lasts = [returned.last for returned in self._returned]
             for returned, number in read_outputs(boundary, outputs, first, stop, self.skipped):
-                roots.append((returned.key, self._after(number)))
+                before = self._returned[bisect_right(lasts, number) - 1]  # the native region before the reader
+                roots.append((returned.key, before.after))
         return roots
 
     def _read_by_compiled_code(self) -> list[tuple[int, int]]:
@@ -483,10 +489,6 @@ class Recorder:
             return bool(last < stop)
         output = {(node, tensor.output_nr): True}
         return bool(read_outputs(boundary, output, node_number(node), stop, self.skipped))
-
-    def _after(self, number: int) -> int:
-        """Return how many entries there were when the autograd node with a number was made."""
-        return max((returned.after for returned in self._returned if returned.last <= number), default=0)
 
     def forget(self) -> None:
         """Let go of the graph."""

@@ -65,6 +65,10 @@ class Storages:
         writer = self.writers.get(key_of(tensor))
         return writer is not None and writer[0] is not entry and writer[1] == WRITTEN
 
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether an entry has made or written a tensor's storage."""
+        return key_of(tensor) in self.writers
+
     def aliases_of(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return the aliases of a saved result that count their versions for themselves."""
         return self._aliases.get(key_of(tensor), ()) if self._aliases else ()
@@ -187,6 +191,13 @@ class Storages:
         if self.is_foreign(key) and not base.is_inference():
             entry.versions = ((0, base._version),)
         return True
+
+    def note_one(self, entry: Entry, result: torch.Tensor) -> None:
+        """Note a call whose one result is an ordinary tensor in a new storage."""
+        key = entry.storage = storage_key(result)
+        entry.kind = ONE
+        self._foreign.discard(key)
+        self.writers[key] = entry, 0
 
     def note_call(self, entry: Entry, results: Sequence[Any], given: Collection[int] | None = None) -> None:
         """Note what a call has made; views of what was there before are no new storages.
