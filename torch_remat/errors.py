@@ -8,7 +8,8 @@
     ├── MutationError                   a tensor that backward or replay needs was changed in place
     ├── ReleasedError                   backward asked for values that an earlier backward freed
     ├── PlaceholderError                something in replay needs the data of an output that was skipped
-    └── OffloadError                    an offloaded tensor could not be brought back
+    ├── OffloadError                    an offloaded tensor could not be brought back
+    └── LogError                        a log of events, for the simulator of dynamic rematerialization, is broken
 
 `RematWarning(UserWarning)` is what costs more than it should and is right all the same.
 
@@ -152,6 +153,23 @@ class PlaceholderError(RematError):
             "into a custom autograd Function with remat.auto_forward (or a RematHandle); or (3) change the policy of "
             f"{op!r} to RECOMPUTE.",
         )
+
+
+class LogError(RematError):
+    """A log of events, for the simulator of dynamic rematerialization, is broken.
+
+    Args:
+        what: What is wrong.
+        line: Number of the line that is broken, or that stands where another one should; the first is 1.
+    """
+
+    def __init__(self, what: str, *, line: int) -> None:
+        self.line = line
+        super().__init__(f"line {line}: {what}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Say how to make the error again, for pickle and copy."""
+        return partial(LogError, line=self.line), ("",), self.__dict__ | {"args": self.args}
 
 
 class RematWarning(UserWarning):
