@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import random
-from typing import Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 from torch_remat.dtr.heuristics import Heuristic, RatioHeuristic, Storage
 from torch_remat.errors import UsageError
@@ -40,8 +40,11 @@ class Pool(Protocol):
     def discard(self, storage: Storage) -> None:
         """Let go of a storage, if it is here."""
 
-    def victim(self, clock: float) -> Storage | None:
-        """Return the storage to evict at this clock, which stays in the pool; None if the pool is empty."""
+    def touch(self, storage: Storage) -> None:
+        """Take note that a storage's last access has changed, if it is here."""
+
+    def victim(self, clock: float) -> Any:
+        """Return the storage to evict at this clock, one of those given, which stays; None if there is none."""
 
 
 def make_pool(heuristic: Heuristic, search: Search | None = None, seed: int = 0) -> Pool:
@@ -97,7 +100,10 @@ class ScanPool:
         """Take the storage out."""
         self._storages.pop(storage, None)
 
-    def victim(self, clock: float) -> Storage | None:
+    def touch(self, storage: Storage) -> None:
+        """Do nothing: scores are asked for anew each time."""
+
+    def victim(self, clock: float) -> Any:
         """Return the least of all."""
         self.scored += len(self._storages)
         chosen, least, score_of = None, math.inf, self._heuristic.score
@@ -137,7 +143,10 @@ class SamplePool:
                 last.place = storage.place
             storage.place = -1
 
-    def victim(self, clock: float) -> Storage | None:
+    def touch(self, storage: Storage) -> None:
+        """Do nothing: scores are asked for anew each time."""
+
+    def victim(self, clock: float) -> Any:
         """Return the least of a sample."""
         storages = self._storages
         wanted = max(_SMALLEST_SAMPLE, math.isqrt(len(storages)))
@@ -203,7 +212,12 @@ class IndexPool:
             self._count -= 1
             self._changed.add(place)
 
-    def victim(self, clock: float) -> Storage | None:
+    def touch(self, storage: Storage) -> None:
+        """Ask for the score again at the next search."""
+        if storage.place >= 0:
+            self._changed.add(storage.place)
+
+    def victim(self, clock: float) -> Any:
         """Return the winner at this clock."""
         if not self._count:
             return None

@@ -1,0 +1,397 @@
+"""The simulator: what a heuristic would cost on a log, at a budget.
+
+It runs the log's ops in order in a memory of so many bytes, evicts storages when there is no room, and runs ops again
+when something that was evicted is needed. Nothing is computed; time is the log's nanoseconds.
+
+The rules, which `docs/dtr.md` tells in full:
+
+1. The unit is the storage. Evicting it undefines its tensors; when the root is back, each view is made again by
+   itself when it is next read. Its cost is the sum of the distinct ops that made its tensors.
+2. To run an op: its storages are accessed now; its defined inputs are locked; the undefined ones are made again, in
+   order of the arguments, and locked; storages are evicted until all its results fit; the clock goes on by its cost;
+   its results are accessed now; its inputs are unlocked. Results that are here already count until it has run.
+3. Constants are pinned. What the program still names at the end of the log is made again and pinned, in order.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, get_args
+
+from torch_remat.dtr._pool import Pool, Search, make_pool
+from torch_remat.dtr.heuristics import Heuristic, resolve
+from torch_remat.dtr.log import Log, Step
+from torch_remat.errors import UsageError
+
+Deallocation: TypeAlias = Literal["eager", "ignore", "banish"]
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What came out of `simulate`.
+
+    Attributes:
+        base_compute: Nanoseconds that the ops of the whole log take, each once.
+        total_compute: Nanoseconds of all ops that were run, up to where the run ended.
+        overhead: Total by base compute; 1 where the log takes no time.
+        evictions: Storages evicted to make room.
+        rematerializations: Ops run again.
+        peak_bytes: The most bytes in use at once.
+        metadata_accesses: Storages that were looked at to choose what to evict.
+        ran_out: Whether there was no room and nothing more to evict.
+        stopped: Whether ops run again took more than ``(max_overhead - 1) * base_compute``.
+    """
+
+    base_compute: float
+    total_compute: float
+    overhead: float
+    evictions: int
+    rematerializations: int
+    peak_bytes: int
+    metadata_accesses: int
+    ran_out: bool
+    stopped: bool
+
+
+def simulate(
+    log: Log,
+    budget_bytes: float,
+    heuristic: str | type[Heuristic] | Heuristic,
+    deallocation: Deallocation = "eager",
+    *,
+    max_overhead: float = 2.0,
+    search: Search | None = None,
+    seed: int = 0,
+    progress: Callable[[int], Any] | None = None,
+) -> Simulation:
+    """Run a log under a budget.
+
+    Args:
+        log: What the program did.
+        budget_bytes: Most bytes in use at once, constants included; `Log.peak_bytes` is the natural unit.
+        heuristic: What is evicted: a name, a class or an instance.
+        deallocation: What happens when the program drops its last name of a storage. ``"eager"``: it is evicted at
+            once. ``"ignore"``: nothing. ``"banish"``: it is removed for good once nothing evicted depends on it;
+            what was made from it is pinned, since it can no longer be made again.
+        max_overhead: The run stops when ops run again take more than this less 1 times the log's compute.
+        search: How the victim is found: ``"index"``, ``"scan"`` or ``"sample"``; None takes the index where the
+            heuristic has one.
+        seed: Of the sample.
+        progress: Called with the number of log steps done, every so often.
+
+    Raises:
+        UsageError: The heuristic, the kind of deallocation or the budget is none.
+
+    Example:
+        >>> log = Log.parse([])
+        >>> simulate(log, 100, "dtr_eq").overhead
+        1.0
+    """
+    if deallocation not in get_args(Deallocation):
+        near = difflib.get_close_matches(str(deallocation), get_args(Deallocation), n=1)
+        remedy = f"Did you mean {near[0]!r}?" if near else "It is 'eager', 'ignore' or 'banish'."
+        raise UsageError(f"there is no deallocation {deallocation!r}", remedy=remedy)
+    if isinstance(budget_bytes, bool) or not isinstance(budget_bytes, (int, float)) or not budget_bytes >= 0:
+        raise UsageError(f"budget_bytes is a number of bytes, not {budget_bytes!r}")
+    chooser = resolve(heuristic)
+    pool = make_pool(chooser, search, seed)
+    run = _Run(log, budget_bytes, chooser, deallocation, (max_overhead - 1) * log.base_compute)
+    return run.run(pool, progress)
+
+
+class _SimStorage:
+    """A storage in simulation; see `heuristics.Storage`."""
+
+    __slots__ = (
+        "children",
+        "cost",
+        "gone",
+        "last_access",
+        "last_op",
+        "locks",
+        "names",
+        "note",
+        "parents",
+        "pinned",
+        "place",
+        "resident",
+        "size_bytes",
+        "tensors",
+        "undefined_readers",
+    )
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self.cost: float = 0
+        self.last_access: float = 0
+        self.resident = False
+        self.note: Any = None
+        self.place = -1
+        self.parents: dict[_SimStorage, None] = {}
+        self.children: dict[_SimStorage, None] = {}
+        self.tensors: list[int] = []  # made so far
+        self.last_op = -1  # that made one of them
+        self.names = 0  # by which the program knows its tensors
+        self.locks = 0  # by ops that are being run
+        self.pinned = False
+        self.gone = False  # banished
+        self.undefined_readers = 0  # undefined tensors of other storages whose ops read this one
+
+
+class _Frame:
+    """An op that is being run: the inputs that it waits for, the next one last, and what it has locked."""
+
+    __slots__ = ("locked", "number", "waiting")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.waiting: list[int] = []
+        self.locked: list[_SimStorage] = []
+
+
+class _RunOutError(Exception):
+    """There is no room, and nothing to evict."""
+
+
+class _StopError(Exception):
+    """Ops run again took too long."""
+
+
+class _Run:
+    """One simulation."""
+
+    def __init__(
+        self, log: Log, budget_bytes: float, heuristic: Heuristic, deallocation: Deallocation, most_again: float
+    ) -> None:
+        self._log = log
+        self._budget_bytes = budget_bytes
+        self._heuristic = heuristic
+        self._deallocation = deallocation
+        self._most_again = most_again
+        storages = [_SimStorage(size_bytes) for size_bytes in log.sizes_bytes]
+        self._of = [storages[number] for number in log.storage_of]  # by tensor
+        self._names = [0] * len(self._of)  # by tensor
+        self._defined = bytearray(len(self._of))  # by tensor
+        self._has_run = bytearray(len(log.ops))  # by op
+        self._clock: float = 0
+        self._again: float = 0
+        self._used_bytes = 0
+        self._peak_bytes = 0
+        self._evictions = 0
+        self._rematerializations = 0
+
+    def run(self, pool: Pool, progress: Callable[[int], Any] | None) -> Simulation:
+        """Run the whole log, or up to a verdict."""
+        self._pool = pool
+        actions = {Step.CONSTANT: self._constant, Step.RUN: self._run, Step.HOLD: self._hold, Step.DROP: self._drop}
+        ran_out = stopped = False
+        try:
+            for done, (step, number) in enumerate(self._log.steps):
+                actions[step](number)
+                if progress is not None and not done % 64:
+                    progress(done)
+            self._end()
+        except _RunOutError:
+            ran_out = True
+        except _StopError:
+            stopped = True
+        base = self._log.base_compute
+        return Simulation(
+            base_compute=base,
+            total_compute=self._clock,
+            overhead=self._clock / base if base else 1.0,
+            evictions=self._evictions,
+            rematerializations=self._rematerializations,
+            peak_bytes=self._peak_bytes,
+            metadata_accesses=self._heuristic.accesses + pool.scored,
+            ran_out=ran_out,
+            stopped=stopped,
+        )
+
+    # What the log says.
+
+    def _constant(self, tensor: int) -> None:
+        storage = self._of[tensor]
+        self._allocate(storage.size_bytes)
+        storage.resident = storage.pinned = True
+        storage.last_access = self._clock
+        storage.tensors.append(tensor)
+        self._defined[tensor] = True
+        self._hold(tensor)
+
+    def _hold(self, tensor: int) -> None:
+        self._names[tensor] += 1
+        self._of[tensor].names += 1
+
+    def _drop(self, tensor: int) -> None:
+        storage = self._of[tensor]
+        self._names[tensor] -= 1
+        storage.names -= 1
+        if storage.names:
+            return
+        if self._deallocation == "eager" and storage.resident and not storage.pinned:
+            self._evict(storage)
+        elif self._deallocation == "banish":
+            self._banish(storage)
+
+    def _end(self) -> None:
+        """Make again and pin what the program still names."""
+        for tensor, storage in enumerate(self._of):
+            if self._names[tensor]:
+                if not self._defined[tensor]:
+                    self._run(self._log.op_of[tensor])
+                self._pin(storage)
+
+    # Running an op, and before it those that make what it needs.
+
+    def _run(self, number: int) -> None:
+        stack = [self._begin(number)]
+        while stack:
+            frame = stack[-1]
+            if not frame.waiting:
+                self._finish(frame)
+                stack.pop()
+            elif self._defined[frame.waiting[-1]]:
+                self._lock(frame, self._of[frame.waiting.pop()])
+            else:
+                stack.append(self._begin(self._log.op_of[frame.waiting[-1]]))
+
+    def _begin(self, number: int) -> _Frame:
+        frame = _Frame(number)
+        for tensor in self._log.ops[number].inputs:
+            storage = self._of[tensor]
+            storage.last_access = self._clock
+            if self._defined[tensor]:
+                self._lock(frame, storage)
+            else:
+                frame.waiting.append(tensor)
+                self._pool.touch(storage)
+        frame.waiting.reverse()
+        return frame
+
+    def _finish(self, frame: _Frame) -> None:
+        op, first = self._log.ops[frame.number], not self._has_run[frame.number]
+        view = self._log.view
+        self._allocate(sum(self._of[tensor].size_bytes for tensor in op.outputs if not view[tensor]))
+        self._clock += op.cost
+        if first:
+            self._has_run[frame.number] = True
+        else:
+            self._rematerializations += 1
+            self._again += op.cost
+        for tensor in op.outputs:
+            storage = self._of[tensor]
+            if first:
+                self._create(tensor, frame.number)
+            elif not view[tensor] and (storage.resident or storage.gone):
+                self._used_bytes -= storage.size_bytes  # a second copy, or one that nobody wants
+            if not storage.gone:
+                self._define(tensor)
+        for storage in frame.locked:
+            self._unlock(storage)
+        if self._again > self._most_again:
+            raise _StopError
+
+    def _create(self, tensor: int, number: int) -> None:
+        """Enter a tensor that was made for the first time."""
+        storage, op = self._of[tensor], self._log.ops[number]
+        storage.tensors.append(tensor)
+        storage.resident = True
+        self._defined[tensor] = True
+        self._hold(tensor)
+        if storage.last_op != number:
+            storage.last_op = number
+            storage.cost += op.cost
+            for parent in self._sources(tensor):
+                storage.parents[parent] = None
+                parent.children[storage] = None
+
+    def _define(self, tensor: int) -> None:
+        """Note that a tensor of a storage was made, or made again."""
+        storage = self._of[tensor]
+        if not storage.resident:
+            storage.resident = True
+            self._heuristic.rematerialized(storage)
+        if not self._defined[tensor]:
+            self._defined[tensor] = True
+            for parent in self._sources(tensor):
+                parent.undefined_readers -= 1
+        storage.last_access = self._clock
+        self._pool.touch(storage)
+        self._offer(storage)
+
+    def _sources(self, tensor: int) -> dict[_SimStorage, None]:
+        """Return the other storages that are read to make a tensor."""
+        number, storage = self._log.op_of[tensor], self._of[tensor]
+        read = dict.fromkeys(self._of[source] for source in self._log.ops[number].inputs) if number >= 0 else {}
+        read.pop(storage, None)
+        return read
+
+    # What may be evicted, and eviction.
+
+    def _lock(self, frame: _Frame, storage: _SimStorage) -> None:
+        storage.locks += 1
+        frame.locked.append(storage)
+        self._pool.discard(storage)
+
+    def _unlock(self, storage: _SimStorage) -> None:
+        storage.locks -= 1
+        self._offer(storage)
+        if self._deallocation == "banish" and not storage.names:
+            self._banish(storage)
+
+    def _offer(self, storage: _SimStorage) -> None:
+        if storage.resident and not storage.pinned and not storage.locks and storage not in self._pool:
+            self._pool.add(storage)
+
+    def _pin(self, storage: _SimStorage) -> None:
+        storage.pinned = True
+        self._pool.discard(storage)
+
+    def _allocate(self, size_bytes: int) -> None:
+        """Take memory, and make room for it first."""
+        while self._used_bytes + size_bytes > self._budget_bytes:
+            victim = self._pool.victim(self._clock)
+            if victim is None:
+                raise _RunOutError
+            self._evictions += 1
+            self._evict(victim)
+        self._used_bytes += size_bytes
+        self._peak_bytes = max(self._peak_bytes, self._used_bytes)
+
+    def _evict(self, storage: _SimStorage) -> None:
+        self._pool.discard(storage)
+        storage.resident = False
+        self._used_bytes -= storage.size_bytes
+        for tensor in storage.tensors:
+            if self._defined[tensor]:
+                self._defined[tensor] = False
+                for parent in self._sources(tensor):
+                    parent.undefined_readers += 1
+        self._heuristic.evicted(storage)
+
+    def _banish(self, storage: _SimStorage) -> None:
+        """Remove a storage for good where nothing needs it, then those that were kept for it."""
+        todo = [storage]
+        while todo:
+            storage = todo.pop()
+            if storage.gone or storage.names or storage.locks or storage.undefined_readers:
+                continue
+            storage.gone = True
+            self._heuristic.removed(storage)
+            self._pool.discard(storage)
+            if storage.resident:
+                storage.resident = False
+                self._used_bytes -= storage.size_bytes
+            for tensor in storage.tensors:
+                if not self._defined[tensor]:
+                    for parent in self._sources(tensor):
+                        parent.undefined_readers -= 1
+            for child in storage.children:
+                del child.parents[storage]
+                self._pin(child)
+            for parent in storage.parents:
+                del parent.children[storage]
+            todo += storage.parents
