@@ -7,9 +7,10 @@ The rules, which `docs/dtr.md` tells in full:
 
 1. The unit is the storage. Evicting it undefines its tensors; when the root is back, each view is made again by
    itself when it is next read. Its cost is the sum of the distinct ops that made its tensors.
-2. To run an op: its storages are accessed now; its defined inputs are locked; the undefined ones are made again, in
+2. To run an op: all its inputs are accessed now; the defined ones are locked; the undefined ones are made again, in
    order of the arguments, and locked; storages are evicted until all its results fit; the clock goes on by its cost;
-   its results are accessed now; its inputs are unlocked. Results that are here already count until it has run.
+   results made for the first time are accessed now; the inputs are unlocked. What is made again keeps the access that
+   asked for it. Results that are here already take room until the op has run.
 3. Constants are pinned. What the program still names at the end of the log is made again and pinned, in order.
 """
 
@@ -299,6 +300,7 @@ class _Run:
         storage, op = self._of[tensor], self._log.ops[number]
         storage.tensors.append(tensor)
         storage.resident = True
+        storage.last_access = self._clock
         self._defined[tensor] = True
         self._hold(tensor)
         if storage.last_op != number:
@@ -318,8 +320,6 @@ class _Run:
             self._defined[tensor] = True
             for parent in self._sources(tensor):
                 parent.undefined_readers -= 1
-        storage.last_access = self._clock
-        self._pool.touch(storage)
         self._offer(storage)
 
     def _sources(self, tensor: int) -> dict[_SimStorage, None]:
