@@ -142,14 +142,13 @@ class _SimStorage:
 
 
 class _Frame:
-    """An op that is being run: the inputs that it waits for, the next one last, and what it has locked."""
+    """An op that is being run, and the inputs that it waits for, the next one last."""
 
-    __slots__ = ("locked", "number", "waiting")
+    __slots__ = ("number", "waiting")
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.waiting: list[int] = []
-        self.locked: list[_SimStorage] = []
 
 
 class _RunOutError(Exception):
@@ -255,7 +254,7 @@ class _Run:
                 self._finish(frame)
                 stack.pop()
             elif self._defined[frame.waiting[-1]]:
-                self._lock(frame, self._of[frame.waiting.pop()])
+                self._lock(self._of[frame.waiting.pop()])
             else:
                 stack.append(self._begin(self._log.op_of[frame.waiting[-1]]))
 
@@ -265,7 +264,7 @@ class _Run:
             storage = self._of[tensor]
             storage.last_access = self._clock
             if self._defined[tensor]:
-                self._lock(frame, storage)
+                self._lock(storage)
             else:
                 frame.waiting.append(tensor)
                 self._pool.touch(storage)
@@ -290,8 +289,8 @@ class _Run:
                 self._used_bytes -= storage.size_bytes  # a second copy, or one that nobody wants
             if not storage.gone:
                 self._define(tensor)
-        for storage in frame.locked:
-            self._unlock(storage)
+        for tensor in op.inputs:
+            self._unlock(self._of[tensor])
         if self._again > self._most_again:
             raise _StopError
 
@@ -331,9 +330,8 @@ class _Run:
 
     # What may be evicted, and eviction.
 
-    def _lock(self, frame: _Frame, storage: _SimStorage) -> None:
+    def _lock(self, storage: _SimStorage) -> None:
         storage.locks += 1
-        frame.locked.append(storage)
         self._pool.discard(storage)
 
     def _unlock(self, storage: _SimStorage) -> None:
