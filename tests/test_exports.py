@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import types
 from importlib import resources
+
+import pytest
 
 import torch_remat
 
@@ -42,3 +46,16 @@ def test_checkpoint_is_a_function_and_no_module():
 
 def test_package_is_typed():
     assert resources.files(torch_remat).joinpath("py.typed").is_file()
+
+
+def test_the_bench_is_loaded_only_when_it_is_named():
+    code = (
+        "import sys, torch_remat as remat; assert 'torch_remat.dtr' not in sys.modules; "
+        "remat.dtr.simulate; assert 'torch_remat.dtr' in sys.modules; assert 'matplotlib' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
+
+
+def test_a_name_that_does_not_exist_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'dtrr'"):
+        torch_remat.dtrr  # noqa: B018

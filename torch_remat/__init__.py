@@ -1,5 +1,9 @@
 """Explicit activation rematerialization for PyTorch."""
 
+import importlib
+import types
+import typing
+
 from torch_remat import policies, testing
 from torch_remat._auto_forward import auto_forward, op
 from torch_remat._checkpoint import checkpoint, checkpoint_sequential, is_recomputing
@@ -13,6 +17,7 @@ from torch_remat.dispatch.op import RematHandle
 from torch_remat.dispatch.placeholder import is_placeholder
 from torch_remat.dispatch.policy import CheckpointPolicy
 from torch_remat.errors import (
+    LogError,
     MismatchError,
     MutationError,
     OffloadError,
@@ -33,11 +38,15 @@ from torch_remat.reports.oom import report_on_oom
 from torch_remat.reports.timeline import Trace
 from torch_remat.reports.trace import trace
 
+if typing.TYPE_CHECKING:
+    from torch_remat import dtr
+
 __all__ = [
     "CheckpointPolicy",
     "CpuOffloader",
     "DiskOffloader",
     "Explanation",
+    "LogError",
     "MemoryReport",
     "MismatchError",
     "MutationError",
@@ -59,6 +68,7 @@ __all__ = [
     "checkpoint",
     "checkpoint_name",
     "checkpoint_sequential",
+    "dtr",
     "explain",
     "format_current_memory_report",
     "get_handle",
@@ -79,3 +89,12 @@ __all__ = [
     "testing",
     "trace",
 ]
+
+
+if not typing.TYPE_CHECKING:  # a type checker knows the names above and no others
+
+    def __getattr__(name: str) -> types.ModuleType:
+        """Import the bench for dynamic rematerialization when it is first named: nothing else needs it."""
+        if name == "dtr":
+            return importlib.import_module("torch_remat.dtr")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

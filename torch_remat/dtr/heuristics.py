@@ -339,7 +339,7 @@ def resolve(heuristic: str | type[Heuristic] | Heuristic) -> Heuristic:
     if isinstance(heuristic, str):
         if heuristic in HEURISTICS:
             return HEURISTICS[heuristic]()
-        near = difflib.get_close_matches(heuristic, HEURISTICS, n=3, cutoff=0.5)
+        near = difflib.get_close_matches(heuristic, HEURISTICS, n=2, cutoff=0.5)
         remedy = f"Did you mean {' or '.join(map(repr, near))}? " if near else ""
         raise UsageError(
             f"there is no heuristic named {heuristic!r}", remedy=f"{remedy}Names are: {', '.join(HEURISTICS)}."
