@@ -129,8 +129,7 @@ def random_program(draw: random.Random, ops: int = 40) -> LogText:
         number += 1
         return f"t{number}"
 
-    for _ in range(draw.randint(1, 3)):
-        live.append(text.constant(fresh(), draw.randint(0, 6)))
+    live += [text.constant(fresh(), draw.randint(0, 6)) for _ in range(draw.randint(1, 3))]
     for _ in range(ops):
         args = [draw.choice(live) for _ in range(draw.randint(0 if draw.random() < 0.1 else 1, 3))] if live else []
         time = draw.choice([0, 1, 1, 1, 2, 3, 5, 8])

@@ -16,11 +16,11 @@ class Thing(SimpleNamespace):
     __hash__ = object.__hash__
 
 
-class RanOut(Exception):  # noqa: N818
+class RanOut(Exception):
     pass
 
 
-class Stopped(Exception):  # noqa: N818
+class Stopped(Exception):
     pass
 
 
