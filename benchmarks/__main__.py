@@ -8,15 +8,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import handles, kept, offload, tables
+from . import eviction, handles, kept, offload, tables
 from .bars import judge
 from .measure import ROUNDS, Result, measure
 from .memory import check_counter
 from .workloads import WORKLOADS as RECOMPUTED
 
 WORKLOADS = {**RECOMPUTED, **handles.WORKLOADS, **kept.WORKLOADS}
-# What measures itself, for it needs another clock; it has no bars.
-REPORTS = {"offload": offload.report}
+# What measures itself, for it needs another clock or other columns; it has no bars.
+REPORTS = {"offload": offload.report, "eviction": eviction.report}
 NAMES = [*WORKLOADS, *REPORTS]
 
 
