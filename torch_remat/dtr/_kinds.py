@@ -49,11 +49,12 @@ class Kind:
         lifts: Whether it is how a tensor made of Python values enters.
         training: Where a batch norm's ``training`` stands, -1 if it always trains; None for other ops.
         accumulates: Whether autograd may call it to make the gradient of a leaf.
+        adds: Whether it is the addition of two tensors.
         higher: Whether it is a higher-order op, which may take anything.
     """
 
     __slots__ = (
-        "accumulates", "factory", "higher", "lifts", "name", "number", "once", "random", "reshapes", "returned",
+        "accumulates", "adds", "factory", "higher", "lifts", "name", "number", "once", "random", "reshapes", "returned",
         "training", "view", "written",
     )  # fmt: skip
 
@@ -72,6 +73,7 @@ class Kind:
         self.once = self.higher or effects.namespace in _COLLECTIVES or (not torchs and has_effect(op))
         self.lifts = op is LIFT
         self.training = _BATCH_NORMS.get(effects.name)
+        self.adds = op is torch.ops.aten.add.Tensor
         self.accumulates = effects.name in _ACCUMULATING
 
 

@@ -12,7 +12,8 @@ only it needed die with it, in a loop and not by recursion: chains of ops are th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -299,28 +300,22 @@ class Memory:
         for one in wanted:
             self.lock(one)
         try:
-            fresh = op.outputs[len(op.written) :]
-            known = sum(one.size_bytes for one in fresh if one is not None)
-            self.reserve(max(known, op.known.bytes), op.kind.name)
-            roots = self.roots(op.written, op.kind.name)
-            result = op.run(roots)
-            made: list[torch.Tensor | None] = [roots[one] for one in op.written]
-            made += [None] * len(fresh)
-            for leaf, slot in zip(result, op.slots, strict=True):
-                if slot >= 0:
-                    made[len(op.written) + slot] = leaf
-            cost = op.known.cost if self.costs.measured else wanted[0].cost
-            self.clock += cost
-            self.time_again += cost
-            self.rematerializations += 1
-            count, total = self.again.get(op.kind.name, (0, 0.0))
-            self.again[op.kind.name] = (count + 1, total + cost)
-            for one, tensor in zip(op.outputs, made, strict=True):
-                if one is not None and one.tensor is None:
-                    one.tensor = tensor
-                    one.last_access = self.clock
-                    self.grow(one.size_bytes)
-                    self.heuristic.rematerialized(one)
+            first, *later = op.sequence()
+            sizes = [one.size_bytes for one in op.outputs[len(op.written) :] if one is not None]
+            self.reserve(max(sum(sizes), first.known.bytes), op.kind.name)
+            with self.to_write(first.written, op.kind.name) as roots:
+                made = first.made(first.run(roots), roots)
+                for one in later:
+                    assert one.through is not None
+                    one.run({one.through: made[0]})  # type: ignore[dict-item]
+            cost = sum(one.known.cost for one in (first, *later)) if self.costs.measured else wanted[0].cost
+            self._note_again(op.kind.name, cost)
+            for storage, tensor in zip(op.outputs, made, strict=True):
+                if storage is not None and storage.tensor is None:
+                    storage.tensor = tensor
+                    storage.last_access = self.clock
+                    self.grow(storage.size_bytes)
+                    self.heuristic.rematerialized(storage)
         finally:
             self.unlock(wanted)
         if self.deallocation == "banish":
@@ -328,21 +323,45 @@ class Memory:
                 if not parent.external:
                     self._banish(parent)
 
-    def roots(self, written: Iterable[Storage], asker: str) -> Mapping[Storage, torch.Tensor]:
-        """Return memory to write to for each locked storage that an op writes: a copy, or its own if it can come back.
+    def _note_again(self, name: str, cost: float) -> None:
+        self.clock += cost
+        self.time_again += cost
+        self.rematerializations += 1
+        count, total = self.again.get(name, (0, 0.0))
+        self.again[name] = (count + 1, total + cost)
+
+    @contextmanager
+    def to_write(self, written: Iterable[Storage], asker: str) -> Iterator[Mapping[Storage, torch.Tensor]]:
+        """Give memory to write to for each locked storage that an op writes: a copy, or its own if it can come back.
 
         A storage that is written is superseded, so its own memory would be evicted the moment after the copy.
         """
-        roots = {}
-        for storage in written:
-            assert storage.tensor is not None
-            if storage.locks == 1 and storage.op is not None:
-                tensor = storage.tensor
-                self.evict(storage)
-                roots[storage] = tensor
-            elif storage.op is None and not storage.users:
-                roots[storage] = storage.tensor  # pinned, and nobody reads the old version
-            else:
-                self.reserve(storage.size_bytes, asker)
-                roots[storage] = copy_memory(storage.tensor)
-        return roots
+        roots: dict[Storage, torch.Tensor] = {}
+        spent = []
+        try:
+            for storage in written:
+                assert storage.tensor is not None
+                if storage.locks == 1 and storage.op is not None:
+                    spent.append(storage)
+                    roots[storage] = storage.tensor
+                elif storage.op is None and not storage.users:
+                    roots[storage] = storage.tensor  # pinned, and nobody reads the old version
+                else:
+                    self.reserve(storage.size_bytes, asker)
+                    roots[storage] = copy_memory(storage.tensor)
+            yield roots
+        finally:
+            for storage in spent:
+                if storage.tensor is not None:
+                    self.evict(storage)
+
+    def supersede(self, storage: Storage) -> None:
+        """Take out a storage whose memory and op go on as a part of its next version."""
+        assert storage.tensor is not None
+        storage.external = False
+        self.heuristic.removed(storage)
+        del self.storages[storage]
+        self.live -= storage.size_bytes
+        storage.tensor = storage.aliases = None
+        for orphan in self._cut(storage):
+            self.die(orphan)

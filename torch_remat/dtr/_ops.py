@@ -10,6 +10,7 @@ import inspect
 from bisect import insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from time import perf_counter
 from typing import Any, Literal
 
@@ -146,11 +147,19 @@ class Op:
         alive: How many of them are not.
         slots: For each part of its result which of the outputs behind the written ones it is, -1 for none.
         gone: Whether the last output is gone.
+        terms: How many terms it adds up, of an addition.
+        before: The op whose only result this one wrote, where they run as one: see NOTE [Writes in a row].
+        consts: The tensors from outside that it read.
+        through: The storage that stands for that result among the arguments.
+
+    NOTE [Writes in a row]. ``gates.sigmoid_()`` supersedes what `gates` was, and if no op has read the old version,
+    none ever will. Then the write and the op before it are recorded as one, so that the old version is no evicted
+    storage which the heuristics would count, and through which they would see everything connected with everything.
     """
 
     __slots__ = (
-        "alive", "args", "dispatch", "func", "gone", "grad", "inputs", "kind", "known", "kwargs", "outputs", "random",
-        "slots", "written",
+        "alive", "args", "before", "consts", "dispatch", "func", "gone", "grad", "inputs", "kind", "known", "kwargs", "outputs",
+        "random", "slots", "terms", "through", "written",
     )  # fmt: skip
 
     def __init__(
@@ -174,8 +183,41 @@ class Op:
         self.slots: Sequence[int] = (0,)
         self.random: tuple[torch.Generator, torch.Tensor] | None = None
         self.gone = False
+        self.terms = 1
+        self.consts: Sequence[Const] = ()
+        self.before: Op | None = None
+        self.through: Storage | None = None
         self.grad = torch.is_grad_enabled()
         self.dispatch = (capture_ambient(), dispatch_state()) if any_autocast_enabled() else None
+
+    def absorb(self, old: Storage) -> bool:
+        """Become one with the op that made the storage that this one has written; return whether that can be."""
+        before = old.op
+        if before is None or old.users or len(before.outputs) != 1 or self.written != (old,):
+            return False
+        inputs = tuple(dict.fromkeys((*before.inputs, *(one for one in self.inputs if one is not old))))
+        self.before = copy(before)
+        self.before.outputs = []
+        self.through = old
+        self.inputs = inputs
+        self.consts = [*before.consts, *self.consts]
+        self.written = ()
+        return True
+
+    def sequence(self) -> list[Op]:
+        """Return the ops to run, this one last."""
+        ops: list[Op] = []
+        op: Op | None = self
+        while op is not None:
+            ops.append(op)
+            op = op.before
+        ops.reverse()
+        return ops
+
+    def made(self, result: Sequence[Any], roots: Mapping[Storage, torch.Tensor]) -> list[torch.Tensor | None]:
+        """Return the data of the outputs, from the parts of a result."""
+        fresh = [leaf for leaf, slot in zip(result, self.slots, strict=True) if slot >= 0]
+        return [*(roots[one] for one in self.written), *fresh]
 
     def run(self, roots: Mapping[Storage, torch.Tensor]) -> list[Any]:
         """Run the op again; return the parts of its result.
@@ -210,10 +252,9 @@ class Op:
                     stack.enter_context(torch.autocast(device, enabled=False))
                 stack.enter_context(below_autograd())
             if self.random is not None:
-                generator, state = self.random
-                present = generator.get_state()
-                stack.callback(generator.set_state, present)
-                generator.set_state(state)
+                generator, start = self.random
+                stack.callback(generator.set_state, generator.get_state())
+                generator.set_state(start)
             yield
 
 
@@ -227,7 +268,7 @@ def plain(argument: Any, kind: Kind, roots: Mapping[Storage, torch.Tensor]) -> A
     """Return an argument of a recorded op as the op gets it; its storages are resident."""
     form = type(argument)
     if form is Storage:
-        return roots[argument] if argument in roots else argument.tensor
+        return roots.get(argument, argument.tensor)
     if form is Alias:
         storage, place = argument
         return derive(roots[storage], place) if storage in roots else storage.at(place)
@@ -242,7 +283,6 @@ def plain(argument: Any, kind: Kind, roots: Mapping[Storage, torch.Tensor]) -> A
 
 def bytes_on_meta(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     """Return how many bytes the results of an op take, told by a run without data; -1 if that cannot be told."""
-
     given: list[torch.Tensor] = []  # whose memory is not the results' own
 
     def meta(value: Any) -> Any:

@@ -17,7 +17,7 @@ NOTE [What becomes of an op]
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from threading import get_ident
 from time import perf_counter
 from typing import Any
@@ -37,8 +37,8 @@ from torch_remat._compat import (
 )
 from torch_remat.dtr._kinds import Kind, argument, kind_of, leaves, refilled
 from torch_remat.dtr._memory import Memory
-from torch_remat.dtr._pool import ScanPool
 from torch_remat.dtr._ops import Const, Known, Op, Spare, bytes_on_meta, known_of, look_of, plain
+from torch_remat.dtr._pool import ScanPool
 from torch_remat.dtr._storage import Alias, Buffer, Handle, Storage, copy_memory, derive, place_of
 from torch_remat.dtr._tensor import EvictableTensor, LeftTensor, LostTensor, become_plain, foreign_thread, make_tensor
 from torch_remat.errors import UsageError
@@ -46,6 +46,8 @@ from torch_remat.errors import UsageError
 _NOTHING: Mapping[Storage, torch.Tensor] = {}
 _OURS = frozenset((EvictableTensor, LeftTensor))
 _DETACH = torch.ops.aten.detach.default
+_MOST_INPUTS = 8  # of writes in a row; what needs more to be made again is pinned, as gradients of shared weights are
+_MOST_TERMS = 4  # of a sum of gradients that is made again rather than pinned
 _PRUNE = 64  # readers of a tensor after which those that are gone are forgotten
 
 
@@ -193,7 +195,9 @@ class BlockRuntime:
             memory.clock += cost
             op = Op(kind, func, recorded, named, tuple(inputs), known)
             op.random = random
-            made = self._results(op, result, found, cost)
+            op.consts = found.consts
+            why = "a sum of many gradients" if kind.adds and graph_task() >= 0 and _adds_many(op) else ""
+            made = self._results(op, result, found, cost, pin=why)
         finally:
             if not calm:
                 memory.unlock(inputs)
@@ -216,6 +220,7 @@ class BlockRuntime:
         named = {name: self._take(value, found) for name, value in kwargs.items()}
         found.key += named
         op = Op(kind, func, recorded, named, tuple(found.inputs), known_of(tuple(found.key)))
+        op.consts = found.consts
         op.written = tuple({t._handle.buffer.storage: None for t in targets if type(t) is EvictableTensor})
         outside = [target for target in targets if type(target) is not EvictableTensor]
         for storage in found.inputs:
@@ -257,15 +262,15 @@ class BlockRuntime:
         if known.bytes < 0 and -1 in kind.returned:
             known.bytes = bytes_on_meta(op.func, *_plain(op, _NOTHING))
         memory.reserve(max(known.bytes, 0), kind.name)
-        roots = memory.roots(op.written, kind.name)
-        values, named = _plain(op, roots)
-        op.random = _random_state(kind, values, named) if kind.random else None
-        start = perf_counter()
-        result = op.func(*values, **named)
-        known.took(perf_counter() - start)
-        cost = memory.costs.of(known, op.func, values, named, result)
-        memory.clock += cost
-        self._next_versions(op, roots, targets, cost, why)
+        with memory.to_write(op.written, kind.name) as roots:
+            values, named = _plain(op, roots)
+            op.random = _random_state(kind, values, named) if kind.random else None
+            start = perf_counter()
+            result = op.func(*values, **named)
+            known.took(perf_counter() - start)
+            cost = memory.costs.of(known, op.func, values, named, result)
+            memory.clock += cost
+            self._next_versions(op, roots, targets, cost, why)
         for where in kind.written:
             for tensor, value in zip(
                 leaves(argument(where, args, kwargs)), leaves(argument(where, values, named)), strict=True
@@ -286,16 +291,28 @@ class BlockRuntime:
     ) -> None:
         """Move the buffers of the written storages on to what the op made of them."""
         buffers = {t._handle.buffer.storage: t._handle.buffer for t in targets if type(t) is EvictableTensor}
+        alone = not why and -1 not in op.kind.returned
         for old, root in roots.items():
-            if root is old.tensor:
+            if old.op is None and root is old.tensor:
                 continue  # pinned, and written where it is
             new = Storage(root, None, root.untyped_storage().nbytes(), cost, self.memory.clock)
             new.pin = why
-            if not why:
-                self._link(op, new)
+            if alone and root is old.tensor and op.absorb(old):
+                new.cost += old.cost
+                if len(op.inputs) > _MOST_INPUTS:
+                    new.pin = "a sum of many terms"
+                else:
+                    self._link(op, new)
+                self.memory.supersede(old)
+            else:
+                if not why:
+                    self._link(op, new)
+                if root is old.tensor:
+                    self.memory.evict(old)
             buffers[old].storage = new
             self.memory.born(new)
-            self.memory.unreachable(old)
+            if old.external:
+                self.memory.unreachable(old)
 
     def _follow(self, tensor: EvictableTensor, value: torch.Tensor, kind: Kind) -> None:
         """Give a tensor the shape that an op has given its value, as ``out=`` and ``resize_`` do."""
@@ -557,7 +574,7 @@ class BlockRuntime:
                     parent.users += 1
                     parent.children[storage] = None
                 memory.born(storage)
-                self._watch(op, found.consts)
+                self._watch(op)
                 made = make_wrapper_subclass(
                     EvictableTensor, shape, stride, result.storage_offset(), None, dtype, torch.strided, look.device
                 )
@@ -609,7 +626,7 @@ class BlockRuntime:
         known.outputs = outputs
         op.slots = slots
         if op.outputs and not pin:
-            self._watch(op, found.consts)
+            self._watch(op)
         if isinstance(result, (tuple, list)):
             return refilled(result, iter(made))
         return made[0]
@@ -625,9 +642,9 @@ class BlockRuntime:
         for parent in op.inputs:
             parent.children[storage] = None
 
-    def _watch(self, op: Op, consts: Sequence[Const]) -> None:
+    def _watch(self, op: Op) -> None:
         """Take note of which tensors from outside a recorded op read."""
-        for const in consts:
+        for const in op.consts:
             readers = self.readers.setdefault(const.address, [])
             readers.append(op)
             if len(readers) % _PRUNE == 0:
@@ -700,6 +717,17 @@ def generator_of(device: torch.device) -> torch.Generator:
     return generators[module.current_device() if device.index is None else device.index]
 
 
+def _adds_many(op: Op) -> bool:
+    """Whether an op of backward adds a gradient to a sum of several, as autograd does for weights used many times.
+
+    To make such a sum again takes most of backward, and all that it reads would have to stay known until then.
+    """
+    op.terms = sum(
+        one.op.terms if one.op is not None and one.op.kind.adds else 1 for one in op.inputs if one.op or one.pin
+    )
+    return op.terms > _MOST_TERMS or any(one.pin == "a sum of many gradients" for one in op.inputs)
+
+
 def _reachable(ops: Sequence[Op]) -> list[Storage]:
     """Return the storages that depend on some ops and that the program, or an op that runs, can reach."""
     todo = [one for op in ops for one in op.outputs if one is not None]
@@ -722,4 +750,5 @@ def _redirect(op: Op, address: int, copied: torch.Tensor) -> None:
             for part in value:
                 visit(part)
 
-    visit([*op.args, *op.kwargs.values()])
+    for one in op.sequence():
+        visit([*one.args, *one.kwargs.values()])

@@ -124,7 +124,7 @@ class Runtime:
         return format_report(self, self._memory)
 
 
-class budget:  # noqa: N801 (used like a function)
+class budget:
     """Run a block of code in a budget of bytes, by evicting tensors and computing them again.
 
     Inside the block the results of ops are `EvictableTensor`s. What was there before is constant; gradients of plain
