@@ -17,7 +17,7 @@ NOTE [What becomes of an op]
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from threading import get_ident
 from time import perf_counter
 from typing import Any
@@ -441,6 +441,14 @@ class BlockRuntime:
             return derive(self._value(tensor), place_of(tensor))
         finally:
             self.memory.unlock([storage])
+
+    def evict_all(self, tensors: Iterable[EvictableTensor]) -> None:
+        """Evict the data of some tensors that can be made again."""
+        self.forget()
+        for tensor in tensors:
+            storage = tensor._handle.buffer.storage
+            if storage.tensor is not None and storage.op is not None and not storage.locks:
+                self.memory.evict(storage)
 
     def close(self) -> BaseException | None:
         """Make all tensors of the block plain and forget everything; return the first error on the way."""

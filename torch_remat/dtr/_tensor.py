@@ -42,6 +42,9 @@ class EvictableTensor(torch.Tensor):
         """Refuse: ops of the block come to its mode, never here."""
         raise foreign_thread(str(func))
 
+    def _read(self, reader: str, *, share: bool) -> torch.Tensor:
+        return self._handle.buffer.owner.read(self, reader, share=share)
+
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
         """Show the values."""
         text = repr(_data(self, "repr", share=False))
@@ -155,7 +158,7 @@ def foreign_thread(reader: str) -> UsageError:
 
 
 def _data(tensor: EvictableTensor, reader: str, *, share: bool) -> torch.Tensor:
-    return tensor._handle.buffer.owner.read(tensor, reader, share=share)
+    return tensor._read(reader, share=share)
 
 
 def make_tensor(like: torch.Tensor, handle: Handle) -> EvictableTensor:
