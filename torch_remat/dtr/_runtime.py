@@ -28,6 +28,7 @@ import torch
 
 from torch_remat._compat import (
     DispatchMode,
+    below_autograd,
     current_node,
     graph_task,
     make_subclass,
@@ -84,6 +85,8 @@ class Mode(DispatchMode):
         kind = kind_of(func)
         if kind.accumulates and graph_task() >= 0 and _at_plain_leaf():
             return runtime.gradient(kind, func, args, kwargs or {})
+        if kind.reshapes:
+            return runtime.reshape(func, args, kwargs or {})
         if kind.view:
             if type(args[0]) is EvictableTensor:
                 return runtime.view(func, args, kwargs or {})
@@ -93,8 +96,6 @@ class Mode(DispatchMode):
             return result
         if kind.once:
             return runtime.once(kind, func, args, kwargs or {})
-        if kind.reshapes:
-            return runtime.reshape(func, args, kwargs or {})
         if kind.written:
             return runtime.write(kind, func, args, kwargs or {})
         return runtime.compute(kind, func, args, kwargs or {})
@@ -435,10 +436,11 @@ class BlockRuntime:
         storage = tensor._handle.buffer.storage
         self.memory.lock(storage)
         try:
-            self.memory.resident([storage])
-            if share:
-                self.memory.pin(storage, f"shared with the reader of {reader}")
-            return derive(self._value(tensor), place_of(tensor))
+            with without_dispatch_modes(), below_autograd():
+                self.memory.resident([storage])
+                if share:
+                    self.memory.pin(storage, f"shared with the reader of {reader}")
+                return derive(self._value(tensor), place_of(tensor))
         finally:
             self.memory.unlock([storage])
 
