@@ -298,6 +298,54 @@ def test_a_log_without_ops_runs():
     assert simulate(text.log(), 5, "lru").peak_bytes == 5
 
 
+@pytest.mark.parametrize("search", ["scan", "index"])
+def test_a_read_of_a_view_that_is_not_there_counts_as_an_access_of_its_storage(search):
+    text = LogText()
+    text.op("x", [], 3)
+    text.op("a", [], 4, time=10)
+    text.op("v", ["a"], alias=0)
+    text.op("b", [], 4, time=10)
+    text.op("c", [], 5)  # evicts x, and a with v
+    text.release("c")
+    text.op("d", ["a"], 1, time=5000)  # brings a back, without v
+    text.op("e", ["b"], 1)  # b is younger than a now
+    text.release("d", "e")
+    text.op("z", [], 1, time=0)
+    text.op("later", [], 0)
+    text.op("f", [], 3, time=1000)  # evicts z: the index has seen the ages of a and b
+    text.op("g", ["x", "v"], 1)  # a is accessed, by way of v; to bring x back evicts b, which is older
+    text.release("a", "v", "b", "x", "f", "g", "z")
+    assert simulate(text.log(), 11, "dtr_local", search=search, max_overhead=10).rematerializations == 3
+
+
+@pytest.mark.parametrize("kind", ["dtr", "dtr_eq"])
+@pytest.mark.parametrize("search", ["scan", "index"])
+def test_what_is_banished_is_no_longer_in_a_neighbourhood(kind, search):
+    seen = []
+
+    class Seen(remat.dtr.HEURISTICS[kind]):
+        def ratio(self, storage):
+            found = super().ratio(storage)
+            if storage.size_bytes == 4:
+                seen.append(found[0])
+            return found
+
+    text = LogText()
+    text.op("a", [], 4, time=1_000_000)
+    text.op("p", ["a"], 3)
+    text.op("b", ["p"], 3)
+    text.op("soon", [], 0, time=1000)
+    text.op("c", [], 6, time=1000)  # evicts p and b
+    text.op("later", [], 0, time=1000)
+    text.op("d", [], 1, time=1000)  # evicts c, and sees a with p and b
+    text.release("b")  # banished
+    text.op("latest", [], 0, time=1000)
+    text.op("e", [], 6)  # evicts d, and sees a with p
+    simulate(text.log(), 10, Seen, "banish", search=search, max_overhead=10)
+    assert 1_000_002 in seen
+    assert seen[seen.index(1_000_002) + 1] == 1_000_001
+
+
 # Heuristics of one's own, and ways to call it.
 
 
