@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from tests.dtr_logs import chain, recurrent
-from torch_remat.dtr import _chart, chen_chain, optimal_chain, simulate
+from torch_remat.dtr import Log, _chart, chen_chain, optimal_chain, simulate
 from torch_remat.dtr.__main__ import main
 from torch_remat.errors import UsageError
 
@@ -81,6 +81,40 @@ def test_info(log_file, capsys):
     assert rows["ops"] == str(len(log.ops))
     assert rows["views"] == str(sum(log.view))
     assert rows["constants"].startswith("15,")
+
+
+SCRIPT = """
+import sys
+import torch
+
+def step():
+    weight = torch.ones(8, 8, requires_grad=True)
+    loss = torch.ones(4, 8).matmul(weight).sin().sum()
+    loss.backward()
+    if "fail" in sys.argv:
+        raise ValueError("in the script")
+
+if __name__ == "__main__":
+    step()
+"""
+
+
+def test_record_runs_a_script_or_a_function_and_writes_its_log(tmp_path, monkeypatch, capsys):
+    (tmp_path / "my_training.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    arguments = list(sys.argv)
+    for target in ("my_training.py", "my_training:step"):
+        assert main(["record", "step.log", target]) == 0
+        log = Log.load("step.log")
+        assert {"aten.mm", "aten.sin"} <= {op.name.removesuffix(".default") for op in log.ops}
+        assert capsys.readouterr().out.splitlines()[1].split() == ["ops", str(len(log.ops))]
+    with pytest.raises(ValueError, match="in the script"):
+        main(["record", "failed.log", "my_training.py", "fail"])
+    assert len(Log.load("failed.log").ops) == len(log.ops)
+    assert sys.argv == arguments
+    assert main(["record", "step.log", "no_script.py"]) == 2
+    assert "no script no_script.py" in capsys.readouterr().err
+    sys.modules.pop("my_training")
 
 
 def test_what_cannot_be_done_is_said_on_stderr(log_file, tmp_path, capsys):
