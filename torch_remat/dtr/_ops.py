@@ -17,7 +17,14 @@ from typing import Any, Literal
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from torch_remat._compat import any_autocast_enabled, below_autograd, dispatch_state, storage_key, with_dispatch_state
+from torch_remat._compat import (
+    any_autocast_enabled,
+    below_autograd,
+    dispatch_state,
+    storage_key,
+    with_dispatch_state,
+    without_dispatch_modes,
+)
 from torch_remat.dtr._kinds import Kind, capture_ambient, leaves
 from torch_remat.dtr._storage import Alias, Storage, derive
 from torch_remat.errors import MutationError, UsageError
@@ -296,7 +303,8 @@ def bytes_on_meta(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
         return None if isinstance(value, torch.Generator) else value
 
     try:
-        result = func(*map(meta, args), **{name: meta(value) for name, value in kwargs.items()})
+        with without_dispatch_modes():
+            result = func(*map(meta, args), **{name: meta(value) for name, value in kwargs.items()})
         sizes = {
             storage_key(leaf): leaf.untyped_storage().nbytes()
             for leaf in leaves(result)

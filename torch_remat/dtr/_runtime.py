@@ -42,10 +42,10 @@ from torch_remat.dtr._ops import Const, Known, Op, Spare, bytes_on_meta, known_o
 from torch_remat.dtr._pool import ScanPool
 from torch_remat.dtr._storage import Alias, Buffer, Handle, Storage, copy_memory, derive, place_of
 from torch_remat.dtr._tensor import EvictableTensor, LeftTensor, LostTensor, become_plain, foreign_thread, make_tensor
-from torch_remat.errors import UsageError
+from torch_remat.errors import RematError
 
 _NOTHING: Mapping[Storage, torch.Tensor] = {}
-_OURS = frozenset((EvictableTensor, LeftTensor))
+_OURS = frozenset((EvictableTensor, LeftTensor, torch.Tensor, torch.nn.Parameter))
 _DETACH = torch.ops.aten.detach.default
 _MOST_INPUTS = 8  # of writes in a row; what needs more to be made again is pinned, as gradients of shared weights are
 _MOST_TERMS = 4  # of a sum of gradients that is made again rather than pinned
@@ -322,7 +322,7 @@ class BlockRuntime:
         handle = tensor._handle
         root = handle.buffer.storage.tensor
         if root is None or storage_key(root) != storage_key(value):
-            raise UsageError(
+            raise RematError(
                 f"{kind.name} would give a tensor of a budget's block the memory of another one",
                 remedy="Use the other tensor itself, or copy_ its values.",
             )
@@ -489,10 +489,12 @@ class BlockRuntime:
         for storage in storages:
             if storage.tensor is None:
                 memory.lock(storage)
-                try:
-                    memory.resident([storage])
-                except Exception as error:
-                    failure = failure or error
+                for _ in range(2):  # what has failed once need not fail again, and this is the last chance
+                    try:
+                        memory.resident([storage])
+                        break
+                    except Exception as error:
+                        failure = failure or error
         bases: dict[Buffer, torch.Tensor] = {}
         for tensor in leaving:
             handle = tensor.__dict__.get("_handle")

@@ -22,7 +22,7 @@ from torch_remat._compat import (
     without_torch_function_ever,
 )
 from torch_remat.dtr._storage import Handle
-from torch_remat.errors import RematError, UsageError
+from torch_remat.errors import RematError
 
 
 class EvictableTensor(torch.Tensor):
@@ -147,9 +147,12 @@ class LostTensor(torch.Tensor):
         return f"LostTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
-def foreign_thread(reader: str) -> UsageError:
-    """Return the error about a tensor that is used where its runtime is not."""
-    return UsageError(
+def foreign_thread(reader: str) -> RematError:
+    """Return the error about a tensor that is used where its runtime is not.
+
+    It is no TypeError: Python would take one from ``x + 1`` for the absence of an operator.
+    """
+    return RematError(
         f"{reader} got a tensor of a budget's block where the block's runtime is not active: in another thread, or "
         "where dispatch modes are switched off",
         remedy="Use tensors of a block in the thread that runs it, or hand them on after the block, when they are "

@@ -20,7 +20,7 @@ from torch_remat.dtr._runtime import generator_of
 from torch_remat.dtr._storage import place_of
 from torch_remat.dtr._tensor import EvictableTensor
 from torch_remat.dtr.budget import active_runtime
-from torch_remat.errors import MutationError, UsageError
+from torch_remat.errors import MutationError, RematError
 
 
 class Recipe:
@@ -82,7 +82,7 @@ class RecomputableTensor(EvictableTensor):
         for _, written in kind.written:
             names = [argument.name for argument in func._schema.arguments]
             if type(dict(zip(names, args, strict=False)).get(written, (kwargs or {}).get(written))) is cls:
-                raise UsageError(
+                raise RematError(
                     f"{kind.name} would write to a recomputable tensor, which has no data to change",
                     remedy="Write to a .clone() of it.",
                 )
