@@ -60,7 +60,7 @@ def plot(
     Raises:
         UsageError: matplotlib is not installed.
     """
-    figure, axes = new_figure(7.5, 4.8, title)
+    figure, axes = new_figure(9.0, 4.8, title)
     places = [100 * share for share in shares]
     for number, (name, results) in enumerate(runs.items()):
         ended = [(x, run.overhead) for x, run in zip(places, results, strict=True) if not (run.ran_out or run.stopped)]
@@ -78,6 +78,6 @@ def plot(
         axes.plot([x for x, _ in fits], [y for _, y in fits], color=colour, linestyle="--", label=f"{labels[name]}")
     axes.set_xlabel("budget, % of the peak without one")
     axes.set_ylabel("compute, by that without recomputation")
-    axes.legend(frameon=False)
+    figure.legend(frameon=False, loc="outside right center")
     axes.margins(y=0.08)
     return save(figure, path)
