@@ -6,7 +6,9 @@ import math
 import random
 
 import pytest
+import torch
 
+import torch_remat as remat
 from torch_remat.dtr import HEURISTICS, Heuristic, RatioHeuristic
 from torch_remat.dtr._pool import IndexPool, ScanPool, make_pool
 from torch_remat.dtr.heuristics import Dtr, DtrEq, EStar, Local, Lru, Msps, Random, Size, resolve
@@ -308,3 +310,38 @@ def test_the_search_that_suits_is_taken():
 
     assert isinstance(make_pool(Lru()), IndexPool)
     assert isinstance(make_pool(Mine()), ScanPool)
+
+
+class Frequent(Heuristic):
+    """As in the docs: what had to come back before is kept longer."""
+
+    back = 0
+
+    def score(self, storage, clock):
+        times = 1 + (storage.note or 0)
+        return times * storage.cost / max(1e-9, storage.size_bytes * (clock - storage.last_access))
+
+    def rematerialized(self, storage):
+        storage.note = (storage.note or 0) + 1
+        self.back += 1
+
+
+def test_a_heuristic_of_ones_own_runs_live_and_in_simulation(tmp_path):
+    def step():
+        weight = torch.linspace(-1, 1, 256).view(16, 16).requires_grad_()
+        x = torch.ones(64, 16)
+        for _ in range(12):
+            x = (x @ weight).tanh()
+        x.sum().backward()
+        return weight.grad
+
+    plain = step()
+    with remat.dtr.record(tmp_path / "step.log"):
+        step()
+    log = remat.dtr.Log.load(tmp_path / "step.log")
+    simulated, live = Frequent(), Frequent()
+    assert remat.dtr.simulate(log, 0.6 * log.peak_bytes, simulated, max_overhead=100).rematerializations > 0
+    with remat.dtr.budget("48 KiB", heuristic=live, cost="flops"):
+        gradient = step()
+    assert torch.equal(plain, gradient)
+    assert min(simulated.back, live.back) > 0
