@@ -61,6 +61,7 @@ __all__ = [
     "storage_key",
     "swap_identity",
     "top_saved_tensors_hooks",
+    "use_count",
     "with_dispatch_state",
     "with_shared_versions",
     "without_dispatch_modes",
@@ -179,7 +180,10 @@ make_subclass: Callable[[type, torch.Tensor], Any] = torch.Tensor._make_subclass
 
 # Exchanges what two tensor objects are, keeping the objects: the part of torch.utils.swap_tensors that also works for
 # tensors that somebody refers to weakly.
-swap_identity: Callable[[torch.Tensor, torch.Tensor], None] = torch._C._swap_tensor_impl  # type: ignore[attr-defined]
+swap_identity: Callable[[torch.Tensor, torch.Tensor], None] = torch._C._swap_tensor_impl
+
+# How many references there are to a tensor in C++: Python's own object is one, autograd's graph holds others.
+use_count: Callable[[torch.Tensor], int] = methodcaller("_use_count")
 
 # Runs ops as a dispatch mode's handler does, below autograd, where there is no handler.
 below_autograd: Callable[[], AbstractContextManager[Any]] = torch._C._AutoDispatchBelowAutograd

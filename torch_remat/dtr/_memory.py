@@ -118,8 +118,12 @@ class Memory:
     def born(self, storage: Storage) -> None:
         """Take in a new storage that holds data."""
         self.storages[storage] = None
-        self.grow(storage.size_bytes)
-        self.offer(storage)
+        self.live += storage.size_bytes
+        if self.live > self.peak:
+            self.peak = self.live
+        if storage.op is not None and storage.size_bytes:
+            storage.pooled = True
+            self.pool.add(storage)
 
     def offer(self, storage: Storage) -> None:
         """Put a storage into the pool, if it can be evicted now."""
@@ -196,22 +200,26 @@ class Memory:
             dead = todo.pop()
             if dead not in self.storages:
                 continue
-            self.withdraw(dead)
+            if dead.pooled:
+                dead.pooled = False
+                self.pool.discard(dead)
             self.heuristic.removed(dead)
             del self.storages[dead]
             if dead.tensor is not None:
-                if not self._is_handed(dead):
+                if not self.handed or not self._is_handed(dead):
                     self.live -= dead.size_bytes
                 dead.tensor = None
                 dead.aliases = None
-            todo += self._cut(dead)
+            if dead.op is not None:
+                todo += self._cut(dead)
 
     def _cut(self, storage: Storage) -> list[Storage]:
         """Take a storage and its op apart; return storages that nobody needs now."""
         op, storage.op = storage.op, None
         if op is None:
             return []
-        op.outputs[op.outputs.index(storage)] = None
+        outputs = op.outputs
+        outputs[outputs.index(storage) if len(outputs) > 1 else 0] = None
         op.alive -= 1
         for parent in op.inputs:
             parent.children.pop(storage, None)
@@ -297,18 +305,20 @@ class Memory:
 
     def _run_again(self, op: Op) -> None:
         wanted = [one for one in op.outputs if one is not None and one.tensor is None]
-        for one in wanted:
-            self.lock(one)
+        for missing in wanted:
+            self.lock(missing)
         try:
-            first, *later = op.sequence()
+            ops = op.sequence()
+            first, later = ops[0], ops[1:]
             sizes = [one.size_bytes for one in op.outputs[len(op.written) :] if one is not None]
             self.reserve(max(sum(sizes), first.known.bytes), op.kind.name)
             with self.to_write(first.written, op.kind.name) as roots:
                 made = first.made(first.run(roots), roots)
-                for one in later:
-                    assert one.through is not None
-                    one.run({one.through: made[0]})  # type: ignore[dict-item]
-            cost = sum(one.known.cost for one in (first, *later)) if self.costs.measured else wanted[0].cost
+                for write in later:
+                    assert write.through is not None
+                    assert made[0] is not None
+                    write.run({write.through: made[0]})
+            cost = sum(one.known.cost for one in ops) if self.costs.measured else wanted[0].cost
             self._note_again(op.kind.name, cost)
             for storage, tensor in zip(op.outputs, made, strict=True):
                 if storage is not None and storage.tensor is None:

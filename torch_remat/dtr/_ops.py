@@ -164,10 +164,17 @@ class Op:
     storage which the heuristics would count, and through which they would see everything connected with everything.
     """
 
-    __slots__ = (
-        "alive", "args", "before", "consts", "dispatch", "func", "gone", "grad", "inputs", "kind", "known", "kwargs", "outputs",
-        "random", "slots", "terms", "through", "written",
-    )  # fmt: skip
+    # The usual, so that an op sets only what is its own.
+    alive = 0
+    before: Op | None = None
+    consts: Sequence[Const] = ()
+    dispatch: tuple[Any, Any] | None = None
+    gone = False
+    random: tuple[torch.Generator, torch.Tensor] | None = None
+    slots: Sequence[int] = (0,)
+    terms = 1
+    through: Storage | None = None
+    written: tuple[Storage, ...] = ()
 
     def __init__(
         self,
@@ -184,18 +191,10 @@ class Op:
         self.kwargs = kwargs
         self.inputs = inputs
         self.known = known
-        self.written: tuple[Storage, ...] = ()
         self.outputs: list[Storage | None] = []
-        self.alive = 0
-        self.slots: Sequence[int] = (0,)
-        self.random: tuple[torch.Generator, torch.Tensor] | None = None
-        self.gone = False
-        self.terms = 1
-        self.consts: Sequence[Const] = ()
-        self.before: Op | None = None
-        self.through: Storage | None = None
         self.grad = torch.is_grad_enabled()
-        self.dispatch = (capture_ambient(), dispatch_state()) if any_autocast_enabled() else None
+        if any_autocast_enabled():
+            self.dispatch = (capture_ambient(), dispatch_state())
 
     def absorb(self, old: Storage) -> bool:
         """Become one with the op that made the storage that this one has written; return whether that can be."""

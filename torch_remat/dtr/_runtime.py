@@ -72,15 +72,15 @@ class Mode(DispatchMode):
         super().__init__()
         self.runtime = runtime
 
-    def __torch_dispatch__(  # type: ignore[override]
+    def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run an op."""
         runtime = self.runtime
         if runtime.dropped:
             runtime.forget()
-        for kind_of_tensor in types:
-            if kind_of_tensor not in _OURS:
+        for form in types:
+            if form is not EvictableTensor and form not in _OURS:
                 return NotImplemented  # another subclass takes it apart first, under this mode
         kind = kind_of(func)
         if kind.accumulates and graph_task() >= 0 and _at_plain_leaf():
@@ -182,7 +182,7 @@ class BlockRuntime:
         try:
             if not calm:
                 memory.resident(inputs)
-            values = [plain(value, kind, _NOTHING) for value in recorded]
+            values = [one.tensor if type(one) is Storage else plain(one, kind, _NOTHING) for one in recorded]
             named_values = {name: plain(value, kind, _NOTHING) for name, value in named.items()} if named else {}
             if not calm:
                 if known.bytes < 0:
@@ -192,7 +192,8 @@ class BlockRuntime:
             start = perf_counter()
             result = func(*values, **named_values)
             known.took(perf_counter() - start)
-            cost = memory.costs.of(known, func, values, named_values, result)
+            costs = memory.costs
+            cost = known.cost if costs.measured else costs.of(known, func, values, named_values, result)
             memory.clock += cost
             op = Op(kind, func, recorded, named, tuple(inputs), known)
             op.random = random
@@ -586,7 +587,8 @@ class BlockRuntime:
                     parent.users += 1
                     parent.children[storage] = None
                 memory.born(storage)
-                self._watch(op)
+                if op.consts:
+                    self._watch(op)
                 made = make_wrapper_subclass(
                     EvictableTensor, shape, stride, result.storage_offset(), None, dtype, torch.strided, look.device
                 )
@@ -726,7 +728,8 @@ def generator_of(device: torch.device) -> torch.Generator:
     generators = getattr(module, "default_generators", ())
     if not generators:
         return torch.default_generator
-    return generators[module.current_device() if device.index is None else device.index]
+    found: torch.Generator = generators[module.current_device() if device.index is None else device.index]
+    return found
 
 
 def _adds_many(op: Op) -> bool:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch_remat.dtr._ops import Op
 
 # Where a tensor lies in its storage: size, stride, offset, and the type and lazy bits that it is read with.
-Place = tuple[torch.Size, tuple[int, ...], int, torch.dtype, bool, bool]
+Place = tuple[torch.Size, tuple[int, ...], Any, torch.dtype, bool, bool]
 
 
 class Storage:
@@ -44,10 +44,15 @@ class Storage:
         pin: Why it is never evicted, empty where it can be.
     """
 
-    __slots__ = (
-        "aliases", "children", "cost", "external", "last_access", "locks", "name", "note", "op", "pin", "place",
-        "pooled", "size_bytes", "tensor", "users",
-    )  # fmt: skip
+    # The usual, so that a storage sets only what is its own.
+    aliases: dict[Place, torch.Tensor] | None = None
+    external = True
+    locks = 0
+    note: Any = None
+    pin = ""
+    place = -1
+    pooled = False
+    users = 0
 
     def __init__(self, tensor: torch.Tensor | None, op: Op | None, size_bytes: int, cost: float, clock: float) -> None:
         self.tensor = tensor
@@ -56,15 +61,6 @@ class Storage:
         self.cost = cost
         self.last_access = clock
         self.children: dict[Storage, None] = {}
-        self.users = 0
-        self.external = True
-        self.locks = 0
-        self.pooled = False
-        self.pin = ""
-        self.aliases: dict[Place, torch.Tensor] | None = None
-        self.note: Any = None
-        self.place = -1
-        self.name: Any = None  # in the log that records the run
 
     @property
     def resident(self) -> bool:

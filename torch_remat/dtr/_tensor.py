@@ -18,6 +18,7 @@ from torch_remat._compat import (
     set_neg,
     set_version,
     swap_identity,
+    use_count,
     without_dispatch_modes,
     without_torch_function_ever,
 )
@@ -210,7 +211,7 @@ def become_plain(tensor: EvictableTensor, data: torch.Tensor) -> None:
 
 
 def _is_replaceable(tensor: torch.Tensor, used: bool) -> bool:
-    if tensor._use_count() != 1 or tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
+    if use_count(tensor) != 1 or tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
         return False
     if tensor.grad_fn is None:
         return True

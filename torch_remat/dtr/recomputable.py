@@ -134,19 +134,27 @@ def recomputable(function: Callable[..., Any], *args: Any) -> Any:
         runtime._block.evict_all(leaf for leaf in optree.tree_leaves(result) if type(leaf) is EvictableTensor)
         return result
     recipe = Recipe(function, args)
-    called = checkpoint()(function) if torch.is_grad_enabled() else function
-    result = called(*args)
-    count = iter(range(1 << 62))
+    forms: list[Any] = []
 
-    def emptied(leaf: Any) -> Any:
-        index = next(count)
+    def tensors_of_call(*args: Any) -> list[torch.Tensor]:
+        flat, form = optree.tree_flatten(function(*args))
+        forms.append((flat, form))
+        return [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
+
+    called: Callable[..., list[torch.Tensor]] = tensors_of_call
+    if torch.is_grad_enabled():
+        called = checkpoint(region_name=getattr(function, "__name__", None))(tensors_of_call)
+    tensors = iter(called(*args))
+    flat, form = forms.pop()
+    emptied = []
+    for index, leaf in enumerate(flat):
         if not isinstance(leaf, torch.Tensor):
-            return leaf
-        if leaf.requires_grad and torch.is_grad_enabled():
-            return _Emptied.apply(leaf, recipe, index)
-        return _make(leaf, recipe, index)
-
-    return optree.tree_map(emptied, result)
+            emptied.append(leaf)
+            continue
+        tensor = next(tensors)
+        graph = tensor.requires_grad and torch.is_grad_enabled()
+        emptied.append(_Emptied.apply(tensor, recipe, index) if graph else _make(tensor, recipe, index))
+    return optree.tree_unflatten(form, emptied)
 
 
 def _make(like: torch.Tensor, recipe: Recipe, index: int) -> RecomputableTensor:
