@@ -6,6 +6,7 @@ import dataclasses
 import math
 import random
 import time
+from fractions import Fraction
 
 import pytest
 
@@ -382,6 +383,12 @@ def test_random_is_seeded():
     one, same, other = (simulate(log, 0.8 * log.peak_bytes, seed, max_overhead=50) for seed in seeds)
     assert one == same
     assert one != other
+
+
+def test_budget_may_be_any_real_number():
+    log = chain(16).log()
+    results = [simulate(log, budget, "dtr") for budget in (8, 8.0, Fraction(8))]
+    assert len(set(results)) == 1
 
 
 @pytest.mark.parametrize("budget", [-1, math.nan, "1 GiB", None, True])

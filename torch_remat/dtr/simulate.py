@@ -9,6 +9,7 @@ The rules stand in `_simulated.py` and, with what they leave open, in `docs/dtr.
 from __future__ import annotations
 
 import difflib
+import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -85,7 +86,7 @@ def simulate(
         near = difflib.get_close_matches(str(deallocation), get_args(Deallocation), n=1)
         remedy = f"Did you mean {near[0]!r}?" if near else "It is 'eager', 'ignore' or 'banish'."
         raise UsageError(f"there is no deallocation {deallocation!r}", remedy=remedy)
-    if isinstance(budget_bytes, bool) or not isinstance(budget_bytes, (int, float)) or not budget_bytes >= 0:
+    if isinstance(budget_bytes, bool) or not isinstance(budget_bytes, numbers.Real) or not budget_bytes >= 0:
         raise UsageError(f"budget_bytes is a number of bytes, not {budget_bytes!r}")
     chooser = resolve(heuristic)
     pool = make_pool(chooser, search, seed)
