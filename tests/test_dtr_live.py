@@ -39,7 +39,7 @@ def _plain(name: str) -> tuple[Outcome, int]:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_step_in_a_budget_equals_a_plain_step(name: str) -> None:
     plain, peak = _plain(name)
-    surely = 0.4 if name == "transformer" else 0.5
+    surely = 0.4 if name in ("transformer", "resnet32") else 0.5
     for share in (0.9, 0.7, 0.6, 0.5, 0.4):
         if name in ("lstm", "treelstm") and share < 0.6:
             continue  # runs, and takes long: see docs/dtr.md

@@ -29,6 +29,20 @@ from torch_remat.errors import BudgetError, UsageError
 Deallocation = Literal["eager", "ignore", "banish"]
 
 
+_PATIENCE = 16  # how often ops that wait for an input let go of the others, before a budget is too small
+
+
+class _Frame:
+    """An op that is to run again: whether it holds its inputs, and which of them are missing."""
+
+    __slots__ = ("locked", "missing", "op")
+
+    def __init__(self, op: Op) -> None:
+        self.op = op
+        self.locked = False
+        self.missing: list[Storage] = []
+
+
 class Memory:
     """Storages under a budget.
 
@@ -277,31 +291,49 @@ class Memory:
                 self._rematerialize(storage)
 
     def _rematerialize(self, storage: Storage) -> None:
-        """Run what makes a locked storage again; an explicit stack, since chains of ops are thousands long."""
-        stack: list[tuple[Op, list[Storage]]] = []  # ops to run, with inputs that are still missing
+        """Run what makes a locked storage again; an explicit stack, since chains of ops are thousands long.
 
-        def push(missing: Storage) -> None:
-            op = missing.op
-            assert op is not None
-            for one in op.inputs:
-                self.lock(one)
-            stack.append((op, [one for one in reversed(op.inputs) if one.tensor is None]))
-
+        Each op on the stack holds its inputs until it runs. Where that leaves no room for the one that runs now, the
+        others let go, and lock and look anew when it is their turn: so often at most that it comes to an end.
+        """
+        assert storage.op is not None
+        stack = [_Frame(storage.op)]
+        patience = _PATIENCE
         try:
-            push(storage)
             while stack:
-                op, missing = stack[-1]
-                while missing and missing[-1].tensor is not None:
-                    missing.pop()
-                if missing:
-                    push(missing[-1])
+                frame = stack[-1]
+                if not frame.locked:
+                    for one in frame.op.inputs:
+                        self.lock(one)
+                    frame.locked = True
+                    frame.missing = [one for one in reversed(frame.op.inputs) if one.tensor is None]
+                while frame.missing and frame.missing[-1].tensor is not None:
+                    frame.missing.pop()
+                if frame.missing:
+                    above = frame.missing[-1].op
+                    assert above is not None
+                    stack.append(_Frame(above))
                     continue
-                self._run_again(op)
+                try:
+                    self._run_again(frame.op)
+                except BudgetError:
+                    patience -= 1
+                    if not patience or not self._let_go(stack[:-1]):
+                        raise
+                    continue
                 stack.pop()
-                self.unlock(op.inputs)
+                frame.locked = False
+                self.unlock(frame.op.inputs)
         finally:
-            for op, _ in stack:
-                self.unlock(op.inputs)
+            self._let_go(stack)
+
+    def _let_go(self, stack: Iterable[_Frame]) -> bool:
+        """Unlock the inputs of ops on the stack; return whether there were any."""
+        held = [frame for frame in stack if frame.locked]
+        for frame in held:
+            frame.locked = False
+            self.unlock(frame.op.inputs)
+        return bool(held)
 
     def _run_again(self, op: Op) -> None:
         wanted = [one for one in op.outputs if one is not None and one.tensor is None]
