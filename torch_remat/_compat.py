@@ -44,6 +44,7 @@ __all__ = [
     "graph_task",
     "has_effect",
     "has_returned",
+    "is_dispatched",
     "kernel_of",
     "make_subclass",
     "make_wrapper_subclass",
@@ -181,6 +182,9 @@ make_subclass: Callable[[type, torch.Tensor], Any] = torch.Tensor._make_subclass
 # Exchanges what two tensor objects are, keeping the objects: the part of torch.utils.swap_tensors that also works for
 # tensors that somebody refers to weakly.
 swap_identity: Callable[[torch.Tensor, torch.Tensor], None] = torch._C._swap_tensor_impl
+
+# Whether ops on a tensor come to its class in Python.
+is_dispatched: Callable[[torch.Tensor], bool] = attrgetter("_python_dispatch")
 
 # How many references there are to a tensor in C++: Python's own object is one, autograd's graph holds others.
 use_count: Callable[[torch.Tensor], int] = methodcaller("_use_count")

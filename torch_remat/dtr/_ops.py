@@ -34,6 +34,14 @@ _SAMPLES = 15  # runs of an op at the same shapes of which the median is taken
 _MOST_KNOWN = 100_000
 
 
+def memory_key(tensor: torch.Tensor) -> int:
+    """Return what stands for a tensor's memory: its address, or for one without a storage (sparse) the tensor."""
+    try:
+        return storage_key(tensor)
+    except (NotImplementedError, RuntimeError):
+        return -id(tensor)
+
+
 class Const:
     """A tensor that the block did not make, as an argument of a recorded op."""
 
@@ -41,7 +49,7 @@ class Const:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
-        self.address = storage_key(tensor)
+        self.address = memory_key(tensor)
         self.version = -1 if tensor.is_inference() else tensor._version
 
     def value(self, kind: Kind) -> torch.Tensor:
@@ -51,7 +59,7 @@ class Const:
             MutationError: It is no longer what it was.
         """
         tensor = self.tensor
-        if storage_key(tensor) != self.address or (self.version >= 0 and tensor._version != self.version):
+        if memory_key(tensor) != self.address or (self.version >= 0 and tensor._version != self.version):
             raise MutationError(
                 f"a tensor of shape {tuple(tensor.shape)} was changed where the budget's block could not see it, and "
                 f"{kind.name}, which read it, is to run again",
@@ -135,7 +143,8 @@ _looks: dict[tuple[Any, ...], Look] = {}
 
 def look_of(tensor: torch.Tensor) -> Look:
     """Return what a tensor looks like."""
-    key = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+    strided = tensor.layout is torch.strided
+    key = (tensor.shape, tensor.stride() if strided else (), tensor.dtype, tensor.device)
     look = _looks.get(key)
     if look is None:
         if len(_looks) >= _MOST_KNOWN:

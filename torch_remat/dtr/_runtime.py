@@ -41,7 +41,15 @@ from torch_remat.dtr._memory import Memory
 from torch_remat.dtr._ops import Const, Known, Op, Spare, bytes_on_meta, known_of, look_of, plain
 from torch_remat.dtr._pool import ScanPool
 from torch_remat.dtr._storage import Alias, Buffer, Handle, Storage, copy_memory, derive, place_of
-from torch_remat.dtr._tensor import EvictableTensor, LeftTensor, LostTensor, become_plain, foreign_thread, make_tensor
+from torch_remat.dtr._tensor import (
+    EvictableTensor,
+    LeftTensor,
+    LostTensor,
+    become_plain,
+    foreign_thread,
+    make_tensor,
+    plain_gradient,
+)
 from torch_remat.errors import RematError
 
 _NOTHING: Mapping[Storage, torch.Tensor] = {}
@@ -419,7 +427,7 @@ class BlockRuntime:
                 known.bytes = 0 if kind.view else bytes_on_meta(func, values, named_values)
             memory.reserve(max(known.bytes, 0), kind.name)
             result = func(*values, **named_values)
-            if not kind.view:
+            if not kind.view and result.layout is torch.strided:
                 memory.count(result, "the gradient of a leaf")
             elif found.inputs:
                 memory.hand_over(found.inputs[0])
@@ -510,6 +518,8 @@ class BlockRuntime:
                 become_plain(tensor, base if handle.buffer.handles == 1 else _again(base, tensor))
             else:
                 become_plain(tensor, _again(base, tensor))
+        for tensor in leaving:
+            plain_gradient(tensor)
         return failure
 
     # Arguments and results

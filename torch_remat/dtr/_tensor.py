@@ -13,6 +13,7 @@ import torch
 from torch.nn import Parameter
 
 from torch_remat._compat import (
+    is_dispatched,
     make_wrapper_subclass,
     set_conj,
     set_neg,
@@ -22,7 +23,8 @@ from torch_remat._compat import (
     without_dispatch_modes,
     without_torch_function_ever,
 )
-from torch_remat.dtr._storage import Handle
+from torch_remat.dtr._kinds import leaves, refilled
+from torch_remat.dtr._storage import Handle, derive, place_of
 from torch_remat.errors import RematError
 
 
@@ -53,6 +55,9 @@ class EvictableTensor(torch.Tensor):
         if not grad and self.requires_grad:
             grad = ", requires_grad=True"
         return f"{text[:-1]}{grad})" if text.endswith(")") else text
+
+    def __format__(self, spec: str) -> str:
+        return format(_data(self, "format", share=False), spec)
 
     def tolist(self) -> Any:
         """Return the values as Python numbers."""
@@ -110,23 +115,38 @@ class LeftTensor(torch.Tensor):
     ) -> Any:
         """Run the op as on plain tensors."""
         with without_dispatch_modes():
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+        return refilled(result, iter([_plain(leaf) for leaf in leaves(result)]))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        with without_dispatch_modes():
+        with torch.no_grad():
             return self.detach().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return the values as an array that shares memory with the tensor."""
         if self.requires_grad and not force:
             raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
-        with without_dispatch_modes():
-            return self.detach().numpy(force=force)
+        return self.detach().numpy(force=force)
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
         """Show the values."""
+        return repr(self.detach())
+
+
+def _plain(result: Any) -> Any:
+    """Return a result of an op: a view takes over that its base is dispatched to Python, though its class is not."""
+    if type(result) is not torch.Tensor or not is_dispatched(result):
+        return result
+    with without_dispatch_modes():
+        return derive(result, place_of(result))
+
+
+def plain_gradient(leaf: torch.Tensor) -> None:
+    """Make the gradient of a leaf that has left its block exactly a tensor: the leaf itself holds a reference to it."""
+    gradient = leaf.grad if leaf.is_leaf and leaf.requires_grad else None
+    if type(gradient) is LeftTensor and gradient.grad_fn is None:
         with without_dispatch_modes():
-            return repr(self.detach())
+            leaf.grad = derive(gradient, place_of(gradient))
 
 
 class LostTensor(torch.Tensor):
