@@ -57,6 +57,7 @@ _OURS = frozenset((EvictableTensor, LeftTensor, torch.Tensor, torch.nn.Parameter
 _DETACH = torch.ops.aten.detach.default
 _MOST_INPUTS = 8  # of writes in a row; what needs more to be made again is pinned, as gradients of shared weights are
 _MOST_TERMS = 4  # of a sum of gradients that is made again rather than pinned
+_TINY = 8  # bytes of what is pinned: a loss gains nothing by eviction, and would keep all that it depends on known
 _PRUNE = 64  # readers of a tensor after which those that are gone are forgotten
 
 
@@ -589,7 +590,7 @@ class BlockRuntime:
         known = op.known
         if type(result) is torch.Tensor and not passed and not known.aliases and known.outputs and not pin:
             shape, stride, dtype, size, look = known.outputs[0]
-            if shape == result.shape and stride == result.stride() and dtype is result.dtype:
+            if size > _TINY and shape == result.shape and stride == result.stride() and dtype is result.dtype:
                 storage = Storage(result, op, size, cost, clock)
                 op.outputs.append(storage)
                 op.alive = 1
@@ -634,11 +635,13 @@ class BlockRuntime:
                 continue
             size = leaf.untyped_storage().nbytes()
             storage = Storage(leaf, None, size, cost, memory.clock)
-            storage.pin = pin
+            storage.pin = pin or ("too small to evict" if size <= _TINY else "")
             slots[-1] = fresh
             fresh += 1
-            if not pin:
+            if not storage.pin:
                 self._link(op, storage)
+            else:
+                op.outputs.append(None)
             memory.born(storage)
             buffer = buffers[address] = Buffer(storage, self)
             look = look_of(leaf)
@@ -649,7 +652,7 @@ class BlockRuntime:
         known.bytes = size_bytes
         known.outputs = outputs
         op.slots = slots
-        if op.outputs and not pin:
+        if op.alive:
             self._watch(op)
         if isinstance(result, (tuple, list)):
             return refilled(result, iter(made))
