@@ -20,7 +20,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torch_remat._compat import storage_key
-from torch_remat.dtr._ops import Costs, Op
+from torch_remat.dtr._costs import Costs
+from torch_remat.dtr._ops import Op
 from torch_remat.dtr._pool import Search, make_pool
 from torch_remat.dtr._storage import Storage, copy_memory
 from torch_remat.dtr.heuristics import Heuristic

@@ -14,14 +14,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from torch_remat._compat import set_conj, set_neg
-
-if TYPE_CHECKING:
-    from torch_remat.dtr._ops import Op
 
 # Where a tensor lies in its storage: size, stride, offset, and the type and lazy bits that it is read with.
 Place = tuple[torch.Size, tuple[int, ...], Any, torch.dtype, bool, bool]
@@ -54,9 +51,9 @@ class Storage:
     pooled = False
     users = 0
 
-    def __init__(self, tensor: torch.Tensor | None, op: Op | None, size_bytes: int, cost: float, clock: float) -> None:
+    def __init__(self, tensor: torch.Tensor | None, op: Any, size_bytes: int, cost: float, clock: float) -> None:
         self.tensor = tensor
-        self.op = op
+        self.op = op  # an `_ops.Op` or None
         self.size_bytes = size_bytes
         self.cost = cost
         self.last_access = clock
