@@ -36,19 +36,19 @@ from torch_remat._compat import (
     storage_key,
     without_dispatch_modes,
 )
+from torch_remat.dtr._arguments import Found, adds_many, of_metadata, plain_arguments, random_state
 from torch_remat.dtr._kinds import Kind, argument, kind_of, leaves, refilled
+from torch_remat.dtr._leaving import make_plain, value_of
 from torch_remat.dtr._memory import Memory
 from torch_remat.dtr._ops import Const, Known, Op, Spare, bytes_on_meta, known_of, look_of, plain
+from torch_remat.dtr._outside import Outside
 from torch_remat.dtr._pool import ScanPool
 from torch_remat.dtr._storage import Alias, Buffer, Handle, Storage, copy_memory, derive, place_of
 from torch_remat.dtr._tensor import (
     EvictableTensor,
     LeftTensor,
-    LostTensor,
-    become_plain,
     foreign_thread,
     make_tensor,
-    plain_gradient,
 )
 from torch_remat.errors import RematError
 
@@ -56,22 +56,7 @@ _NOTHING: Mapping[Storage, torch.Tensor] = {}
 _OURS = frozenset((EvictableTensor, LeftTensor, torch.Tensor, torch.nn.Parameter))
 _DETACH = torch.ops.aten.detach.default
 _MOST_INPUTS = 8  # of writes in a row; what needs more to be made again is pinned, as gradients of shared weights are
-_MOST_TERMS = 4  # of a sum of gradients that is made again rather than pinned
 _TINY = 8  # bytes of what is pinned: a loss gains nothing by eviction, and would keep all that it depends on known
-_PRUNE = 64  # readers of a tensor after which those that are gone are forgotten
-
-
-class Found:
-    """The arguments of an op, taken apart."""
-
-    __slots__ = ("consts", "inputs", "key", "ready", "tensors")
-
-    def __init__(self, kind: Kind) -> None:
-        self.key: list[Any] = [kind.number]  # what its results' sizes and its cost depend on
-        self.inputs: list[Storage] = []  # each once
-        self.consts: list[Const] = []
-        self.tensors: list[EvictableTensor] = []
-        self.ready = True  # whether all inputs are resident
 
 
 class Mode(DispatchMode):
@@ -126,9 +111,8 @@ class BlockRuntime:
         self.memory = memory
         self.dropped: deque[Handle] = deque()
         self.tensors: dict[int, ref[EvictableTensor]] = {}  # by id of the handle
-        self.readers: dict[int, list[Op]] = {}  # by address of what the block did not make
+        self.outside = Outside(memory)
         self.thread = get_ident()
-        self.most_readers = 1000
         self.recorder: Any = None
 
     # What the mode calls
@@ -176,7 +160,7 @@ class BlockRuntime:
         memory = self.memory
         found = Found(kind)
         if kind.factory and type(args[0]) is EvictableTensor:
-            args, kwargs = _of_metadata(args, kwargs)
+            args, kwargs = of_metadata(args, kwargs)
         take = self._take
         recorded = [take(value, found) for value in args]
         named = {name: take(value, found) for name, value in kwargs.items()} if kwargs else {}
@@ -197,7 +181,7 @@ class BlockRuntime:
                 if known.bytes < 0:
                     known.bytes = bytes_on_meta(func, values, named_values)
                 memory.reserve(max(known.bytes, 0), kind.name)
-            random = _random_state(kind, values, named_values) if kind.random else None
+            random = random_state(kind, values, named_values) if kind.random else None
             start = perf_counter()
             result = func(*values, **named_values)
             known.took(perf_counter() - start)
@@ -207,7 +191,7 @@ class BlockRuntime:
             op = Op(kind, func, recorded, named, tuple(inputs), known)
             op.random = random
             op.consts = found.consts
-            why = "a sum of many gradients" if kind.adds and graph_task() >= 0 and _adds_many(op) else ""
+            why = "a sum of many gradients" if kind.adds and graph_task() >= 0 and adds_many(op) else ""
             made = self._results(op, result, found, cost, pin=why)
         finally:
             if not calm:
@@ -239,7 +223,7 @@ class BlockRuntime:
         try:
             memory.resident(found.inputs)
             for target in outside:
-                self._before_write(target)
+                self.outside.before_write(target)
             why = self._why_pinned(op, found, outside if not trains else [])
             made, cost = self._run_writing(op, args, kwargs, found, targets, why)
             if trains:
@@ -271,11 +255,11 @@ class BlockRuntime:
         """Run an op that writes, and move the buffers that it wrote on to their next versions."""
         kind, known, memory = op.kind, op.known, self.memory
         if known.bytes < 0 and -1 in kind.returned:
-            known.bytes = bytes_on_meta(op.func, *_plain(op, _NOTHING))
+            known.bytes = bytes_on_meta(op.func, *plain_arguments(op, _NOTHING))
         memory.reserve(max(known.bytes, 0), kind.name)
         with memory.to_write(op.written, kind.name) as roots:
-            values, named = _plain(op, roots)
-            op.random = _random_state(kind, values, named) if kind.random else None
+            values, named = plain_arguments(op, roots)
+            op.random = random_state(kind, values, named) if kind.random else None
             start = perf_counter()
             result = op.func(*values, **named)
             known.took(perf_counter() - start)
@@ -341,32 +325,6 @@ class BlockRuntime:
         handle.place = place_of(value)
         handle.look = look_of(value)
 
-    def _before_write(self, target: torch.Tensor) -> None:
-        """See to it that no op that read a tensor from outside will read what is to be written to it."""
-        address = storage_key(target)
-        memory = self.memory
-        memory.take_back(address)
-        readers = [op for op in self.readers.pop(address, ()) if not op.gone]
-        if not readers:
-            return
-        dependents = _reachable(readers)
-        size = target.untyped_storage().nbytes()
-        if sum(one.size_bytes for one in dependents) <= size:
-            for one in dependents:
-                memory.lock(one)
-                try:
-                    memory.resident([one])
-                    memory.pin(one, "computed from a tensor from outside that was written since")
-                finally:
-                    memory.unlock([one])
-            readers = [op for op in readers if not op.gone]
-        if readers:
-            memory.reserve(size, "a copy of a tensor from outside that is written")
-            copied = copy_memory(target)
-            memory.count(copied, "what a tensor from outside was before it was written")
-            for op in readers:
-                _redirect(op, address, copied)
-
     def once(self, kind: Kind, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run an op that must not run twice, and may write whatever it gets."""
         memory = self.memory
@@ -385,7 +343,7 @@ class BlockRuntime:
                 self._settle(tensor._handle.buffer, why)
 
             def value(leaf: Any) -> Any:
-                return self._value(leaf) if type(leaf) is EvictableTensor else leaf
+                return value_of(leaf) if type(leaf) is EvictableTensor else leaf
 
             values: Any = optree.tree_map(value, everything)
             result = func(*values[0], **values[1])
@@ -423,7 +381,7 @@ class BlockRuntime:
             memory.lock(storage)
         try:
             memory.resident(found.inputs)
-            values, named_values = _plain(op, _NOTHING)
+            values, named_values = plain_arguments(op, _NOTHING)
             if known.bytes < 0:
                 known.bytes = 0 if kind.view else bytes_on_meta(func, values, named_values)
             memory.reserve(max(known.bytes, 0), kind.name)
@@ -450,7 +408,7 @@ class BlockRuntime:
                 self.memory.resident([storage])
                 if share:
                     self.memory.pin(storage, f"shared with the reader of {reader}")
-                return derive(self._value(tensor), place_of(tensor))
+                return derive(value_of(tensor), place_of(tensor))
         finally:
             self.memory.unlock([storage])
 
@@ -470,7 +428,9 @@ class BlockRuntime:
         attempts = 2  # an interrupt must not leave anything behind
         while attempts:
             try:
-                failure = self._leave() or failure
+                self.forget()
+                leaving = [tensor for weak in list(self.tensors.values()) if (tensor := weak()) is not None]
+                failure = make_plain(memory, leaving) or failure
                 break
             except BaseException as error:
                 failure = failure or error
@@ -482,45 +442,9 @@ class BlockRuntime:
         memory.storages.clear()
         memory.handed.clear()
         memory.pool = ScanPool(memory.heuristic)
-        self.readers.clear()
+        self.outside.readers.clear()
         self.tensors.clear()
         self.dropped.clear()
-        return failure
-
-    def _leave(self) -> BaseException | None:
-        memory = self.memory
-        self.forget()
-        leaving = [tensor for weak in list(self.tensors.values()) if (tensor := weak()) is not None]
-        storages = dict.fromkeys(tensor._handle.buffer.storage for tensor in leaving if hasattr(tensor, "_handle"))
-        failure: BaseException | None = None
-        for storage in storages:
-            if storage.tensor is not None:
-                memory.lock(storage)
-        for storage in storages:
-            if storage.tensor is None:
-                memory.lock(storage)
-                for _ in range(2):  # what has failed once need not fail again, and this is the last chance
-                    try:
-                        memory.resident([storage])
-                        break
-                    except Exception as error:
-                        failure = failure or error
-        bases: dict[Buffer, torch.Tensor] = {}
-        for tensor in leaving:
-            handle = tensor.__dict__.get("_handle")
-            if handle is None:
-                continue
-            if handle.buffer.storage.tensor is None:
-                tensor.__class__ = LostTensor  # type: ignore[assignment]
-                continue
-            base = bases.get(handle.buffer)
-            if base is None:
-                base = bases[handle.buffer] = derive(self._value(tensor), place_of(tensor))
-                become_plain(tensor, base if handle.buffer.handles == 1 else _again(base, tensor))
-            else:
-                become_plain(tensor, _again(base, tensor))
-        for tensor in leaving:
-            plain_gradient(tensor)
         return failure
 
     # Arguments and results
@@ -528,15 +452,6 @@ class BlockRuntime:
     def _own(self, tensor: EvictableTensor) -> None:
         if tensor._handle.buffer.owner is not self:
             raise foreign_thread("an op")
-
-    def _value(self, tensor: EvictableTensor) -> torch.Tensor:
-        """Return the value of a resident tensor."""
-        handle = tensor._handle
-        storage = handle.buffer.storage
-        if handle.place is not None:
-            return storage.at(handle.place)
-        assert storage.tensor is not None
-        return storage.tensor
 
     def _take(self, value: Any, found: Found) -> Any:
         """Return what a recorded op keeps of an argument."""
@@ -562,7 +477,8 @@ class BlockRuntime:
         if form is list or form is tuple:
             found.key.append(len(value))
             return form([self._take(part, found) for part in value])
-        found.key.append(value if form is int or value is None else (form, value))
+        # A generator is no part of what is known of an op, and what is known must not keep one alive.
+        found.key.append(value if form is int or value is None else (form, None if form is torch.Generator else value))
         return value
 
     def _results(
@@ -599,7 +515,7 @@ class BlockRuntime:
                     parent.children[storage] = None
                 memory.born(storage)
                 if op.consts:
-                    self._watch(op)
+                    self.outside.watch(op)
                 made = make_wrapper_subclass(
                     EvictableTensor, shape, stride, result.storage_offset(), None, dtype, torch.strided, look.device
                 )
@@ -653,7 +569,7 @@ class BlockRuntime:
         known.outputs = outputs
         op.slots = slots
         if op.alive:
-            self._watch(op)
+            self.outside.watch(op)
         if isinstance(result, (tuple, list)):
             return refilled(result, iter(made))
         return made[0]
@@ -669,21 +585,6 @@ class BlockRuntime:
         for parent in op.inputs:
             parent.children[storage] = None
 
-    def _watch(self, op: Op) -> None:
-        """Take note of which tensors from outside a recorded op read."""
-        for const in op.consts:
-            readers = self.readers.setdefault(const.address, [])
-            readers.append(op)
-            if len(readers) % _PRUNE == 0:
-                readers[:] = [reader for reader in readers if not reader.gone]
-        if len(self.readers) > self.most_readers:
-            self.readers = {
-                address: alive
-                for address, readers in self.readers.items()
-                if (alive := [reader for reader in readers if not reader.gone])
-            }
-            self.most_readers = 2 * len(self.readers) + 1000
-
     def _tensor(self, like: torch.Tensor, handle: Handle) -> EvictableTensor:
         made = make_tensor(like, handle)
         self.tensors[id(handle)] = ref(made)
@@ -695,88 +596,3 @@ class BlockRuntime:
         handle = made._handle = Handle(buffer, place_of(like), look_of(like))
         self.tensors[id(handle)] = ref(made)
         return made
-
-
-def _again(base: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a plain tensor that lies as a tensor of the block does; it counts versions together with the base."""
-    place = place_of(tensor)
-    if (base.dtype, base.is_conj(), base.is_neg()) != place[3:]:
-        return derive(base, place)
-    with torch.enable_grad():
-        return base.as_strided(*place[:3])
-
-
-def _plain(op: Op, roots: Mapping[Storage, torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
-    """Return the arguments of an op as it gets them."""
-    kind = op.kind
-    return [plain(value, kind, roots) for value in op.args], {
-        name: plain(value, kind, roots) for name, value in op.kwargs.items()
-    }
-
-
-def _of_metadata(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """Return the arguments of a factory with its tensor replaced by one without data."""
-    tensor = args[0]
-    device = kwargs.get("device")
-    return (tensor._handle.look.on_meta(), *args[1:]), {**kwargs, "device": tensor.device if device is None else device}
-
-
-def _random_state(
-    kind: Kind, values: Sequence[Any], named: Mapping[str, Any]
-) -> tuple[torch.Generator, torch.Tensor] | None:
-    """Return the generator that an op may draw from, and its present state."""
-    for value in (*values, *named.values()):
-        if isinstance(value, torch.Generator):
-            return value, value.get_state()
-    device = named.get("device")
-    if device is None:
-        device = next((leaf.device for leaf in leaves(list(values)) if isinstance(leaf, torch.Tensor)), "cpu")
-    generator = generator_of(torch.device(device))
-    return generator, generator.get_state()
-
-
-def generator_of(device: torch.device) -> torch.Generator:
-    """Return the default generator of a device."""
-    module: Any = getattr(torch, device.type, None)
-    generators = getattr(module, "default_generators", ())
-    if not generators:
-        return torch.default_generator
-    found: torch.Generator = generators[module.current_device() if device.index is None else device.index]
-    return found
-
-
-def _adds_many(op: Op) -> bool:
-    """Whether an op of backward adds a gradient to a sum of several, as autograd does for weights used many times.
-
-    To make such a sum again takes most of backward, and all that it reads would have to stay known until then.
-    """
-    op.terms = sum(
-        one.op.terms if one.op is not None and one.op.kind.adds else 1 for one in op.inputs if one.op or one.pin
-    )
-    return op.terms > _MOST_TERMS or any(one.pin == "a sum of many gradients" for one in op.inputs)
-
-
-def _reachable(ops: Sequence[Op]) -> list[Storage]:
-    """Return the storages that depend on some ops and that the program, or an op that runs, can reach."""
-    todo = [one for op in ops for one in op.outputs if one is not None]
-    seen = dict.fromkeys(todo)
-    for one in todo:
-        for child in one.children:
-            if child not in seen:
-                seen[child] = None
-                todo.append(child)
-    return [one for one in seen if one.external or one.locks]
-
-
-def _redirect(op: Op, address: int, copied: torch.Tensor) -> None:
-    """Let a recorded op read a copy of a tensor from outside."""
-
-    def visit(value: Any) -> None:
-        if type(value) is Const and value.address == address:
-            value.__init__(derive(copied, place_of(value.tensor)))  # type: ignore[misc]
-        elif isinstance(value, (list, tuple)):
-            for part in value:
-                visit(part)
-
-    for one in op.sequence():
-        visit([*one.args, *one.kwargs.values()])

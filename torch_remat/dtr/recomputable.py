@@ -15,8 +15,8 @@ import torch
 
 from torch_remat._checkpoint import checkpoint
 from torch_remat._compat import make_wrapper_subclass, storage_key
+from torch_remat.dtr._arguments import generator_of
 from torch_remat.dtr._kinds import capture_ambient, kind_of
-from torch_remat.dtr._runtime import generator_of
 from torch_remat.dtr._storage import place_of
 from torch_remat.dtr._tensor import EvictableTensor
 from torch_remat.dtr.budget import active_runtime
