@@ -53,7 +53,7 @@ def pressed(program: Program) -> remat.dtr.Runtime:
     _start()
     expected, state = program(), torch.get_rng_state()
     _start()
-    with remat.dtr.budget(10**9) as runtime, _EvictAll(runtime):
+    with remat.dtr.budget(10**9) as runtime, EvictAll(runtime):
         got = program()
     assert torch.equal(state, torch.get_rng_state())
     for one, two in zip(_flat(got), _flat(expected), strict=True):
@@ -65,7 +65,7 @@ def pressed(program: Program) -> remat.dtr.Runtime:
     return runtime
 
 
-class _EvictAll(torch.utils._python_dispatch.TorchDispatchMode):
+class EvictAll(torch.utils._python_dispatch.TorchDispatchMode):
     """Evicts all that can be evicted before each op."""
 
     def __init__(self, runtime: remat.dtr.Runtime) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import torch_remat as remat
-from tests.test_dtr_ops import pressed, same
+from tests.test_dtr_ops import EvictAll, pressed, same
 
 
 def hooks() -> Any:
@@ -215,3 +215,52 @@ def test_what_autograd_still_holds_leaves_as_a_tensor_with_data_and_its_results_
     assert torch.equal(again, expected.detach() * 2)
     loss.backward()
     assert type(w.grad) is torch.Tensor
+
+
+@pytest.mark.parametrize("larger", [1, 5])
+def test_what_read_a_tensor_from_outside_before_a_write_keeps_what_it_read(larger: int) -> None:
+    outside = torch.arange(32.0)
+    with remat.dtr.budget("1 MiB") as runtime, EvictAll(runtime):
+        before = outside.repeat(larger) * 2  # smaller than the tensor: pinned; larger: the tensor is copied
+        grown = before + 1
+        outside.mul_(10)
+        outside.view(4, 8)[1].zero_()
+        after = outside * 1
+        results = [before * 1, grown * 1, after * 1]
+    old = torch.arange(32.0).repeat(larger)
+    new = torch.arange(32.0) * 10
+    new[8:16] = 0
+    for result, expected in zip(results, [old * 2, old * 2 + 1, new], strict=True):
+        assert torch.equal(result, expected)
+    assert torch.equal(outside, new)
+
+
+def test_training_steps_with_plain_parameters_in_one_block() -> None:
+    results = []
+    for inside in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Dropout(0.1), torch.nn.Linear(16, 4)
+        )
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        kept: list[torch.Tensor] = []
+
+        def train(model: Any = model, optimizer: Any = optimizer, kept: list[torch.Tensor] = kept) -> None:
+            for _ in range(3):
+                optimizer.zero_grad()
+                hidden = model(torch.randn(8, 8))
+                loss = hidden.pow(2).mean()
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                optimizer.step()
+                kept += [hidden.detach(), loss.detach()]
+
+        if inside:
+            with remat.dtr.budget("1 MiB") as runtime, EvictAll(runtime):
+                train()
+            assert runtime.rematerializations > 0
+        else:
+            train()
+        results.append([*kept, *(value.clone() for value in model.state_dict().values()), torch.get_rng_state()])
+    for one, two in zip(*results, strict=True):
+        assert torch.equal(one, two)
