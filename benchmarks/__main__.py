@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import perf_counter
 
-from . import handles, imports, kept, offload, real, tables
+from . import eviction, handles, imports, kept, offload, real, tables
 from .bars import judge, judge_times, only_judged
 from .contenders import UnavailableError, compare_with
 from .measure import ROUNDS, Result, measure
@@ -19,7 +19,7 @@ from .workloads import Workload
 
 GROUPS = {**RECOMPUTED, **handles.WORKLOADS, **kept.WORKLOADS, **real.WORKLOADS}
 """Workloads that are measured in the same rounds, by their own names and by that of the group."""
-REPORTS = {"offload": offload.report, "import": imports.report}
+REPORTS = {"offload": offload.report, "eviction": eviction.report, "import": imports.report}
 """What measures itself, for it needs another clock; it has no bars."""
 NAMES = [*GROUPS, *REPORTS]
 
@@ -30,7 +30,7 @@ QUICK_SECONDS = 1.5
 MARKS = ("<!-- figures -->", "<!-- end of figures -->")
 """Between these lines of a document ``--docs`` writes."""
 _said: list[str] = []
-NOT_QUICK = ("saved-tensors", "regions", "watching", "handles-save", "offload", "import")
+NOT_QUICK = ("saved-tensors", "regions", "watching", "handles-save", "offload", "eviction", "import")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -23,11 +23,11 @@ def test_all_is_sorted_and_holds_every_public_name():
         if not name.startswith("_") and not isinstance(getattr(torch_remat, name), types.ModuleType)
     }
     modules = {name for name in torch_remat.__all__ if isinstance(getattr(torch_remat, name), types.ModuleType)}
-    assert modules == {"policies", "testing"}
+    assert modules == {"dtr", "policies", "testing"}
     assert public - {"TYPE_CHECKING", "Any", "import_module"} == set(torch_remat.__all__) - modules
 
 
-LATER = ("_list_names", "testing", "reports", "offload.cpu", "offload.disk")
+LATER = ("_list_names", "dtr", "testing", "reports", "offload.cpu", "offload.disk")
 
 
 def test_import_leaves_out_what_a_training_step_may_do_without():
@@ -89,3 +89,16 @@ def test_checkpoint_is_a_function_and_no_module():
 
 def test_package_is_typed():
     assert resources.files(torch_remat).joinpath("py.typed").is_file()
+
+
+def test_the_bench_is_loaded_only_when_it_is_named():
+    code = (
+        "import sys, torch_remat as remat; assert 'torch_remat.dtr' not in sys.modules; "
+        "remat.dtr.simulate; assert 'torch_remat.dtr' in sys.modules; assert 'matplotlib' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
+
+
+def test_a_name_that_does_not_exist_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'dtrr'"):
+        torch_remat.dtrr  # noqa: B018

@@ -14,6 +14,7 @@ from torch_remat._save_names import checkpoint_name, offload_names, save_names
 from torch_remat.dispatch.handle.op import RematHandle
 from torch_remat.dispatch.placeholder import is_placeholder
 from torch_remat.errors import (
+    LogError,
     MismatchError,
     MutationError,
     OffloadError,
@@ -29,7 +30,7 @@ from torch_remat.offload.protocol import Offloader, OffloadInfo
 from torch_remat.policies.decision import CheckpointPolicy
 
 if TYPE_CHECKING:
-    from torch_remat import testing
+    from torch_remat import dtr, testing
     from torch_remat._list_names import NamedResult, NameTable, list_names
     from torch_remat.offload.cpu import CpuOffloader
     from torch_remat.offload.disk import DiskOffloader
@@ -46,6 +47,7 @@ __all__ = [
     "CpuOffloader",
     "DiskOffloader",
     "Explanation",
+    "LogError",
     "MemoryReport",
     "MismatchError",
     "MutationError",
@@ -67,6 +69,7 @@ __all__ = [
     "checkpoint",
     "checkpoint_name",
     "checkpoint_sequential",
+    "dtr",
     "explain",
     "format_current_memory_report",
     "get_handle",
@@ -100,6 +103,7 @@ _LOADED_ON_USE = {
     "reports.oom": ("report_on_oom",),
     "reports.timeline": ("Trace",),
     "reports.trace": ("trace",),
+    "dtr": ("dtr",),
     "testing": ("testing",),
 }
 _MODULE_OF = {name: module for module, names in _LOADED_ON_USE.items() for name in names}

@@ -36,6 +36,8 @@ __all__ = [
     "any_autocast_enabled",
     "any_profiler_runs",
     "attach_oom_observer",
+    "below_autograd",
+    "current_node",
     "dispatch_state",
     "forbid_data_access",
     "function_mode_depth",
@@ -46,9 +48,11 @@ __all__ = [
     "has_returned",
     "in_autocast",
     "is_compiled",
+    "is_dispatched",
     "is_traceable_wrapper",
     "keep_from_compiler",
     "kernel_of",
+    "make_subclass",
     "make_wrapper_subclass",
     "negative_view",
     "node_number",
@@ -63,11 +67,14 @@ __all__ = [
     "set_version",
     "shares_storage",
     "storage_key",
+    "swap_identity",
     "top_saved_tensors_hooks",
+    "use_count",
     "with_dispatch_state",
     "with_shared_versions",
     "without_dispatch_modes",
     "without_torch_function",
+    "without_torch_function_ever",
 ]
 
 # Whether the backward that runs now was called with retain_graph (True outside any backward). The contract of the
@@ -164,6 +171,9 @@ ProfilerRange: Callable[[str], AbstractContextManager[Any]] = torch._C._profiler
 # Runs a function on placeholders as on plain tensors; torch's own protocol would make real results placeholders.
 without_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
 
+# As the `__torch_function__` of a subclass: ops leave the class of their results alone, for no time at all.
+without_torch_function_ever: Any = torch._C._disabled_torch_function_impl
+
 # Makes a write to the data pointer of a tensor without data an error in C++ code too, instead of a crash.
 forbid_data_access: Callable[[torch.Tensor], None] = torch._C._set_throw_on_mutable_data_ptr
 
@@ -172,6 +182,25 @@ make_wrapper_subclass: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
 
 # A lazy negative of a tensor, as autograd makes it for the imaginary part of a conjugate; conj() has a public name.
 negative_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
+
+# The same for a subclass that shares the memory of another tensor, as a view of one without data does.
+make_subclass: Callable[[type, torch.Tensor], Any] = torch.Tensor._make_subclass
+
+# Exchanges what two tensor objects are, keeping the objects: the part of torch.utils.swap_tensors that also works for
+# tensors that somebody refers to weakly.
+swap_identity: Callable[[torch.Tensor, torch.Tensor], None] = torch._C._swap_tensor_impl
+
+# Whether ops on a tensor come to its class in Python.
+is_dispatched: Callable[[torch.Tensor], bool] = attrgetter("_python_dispatch")
+
+# How many references there are to a tensor in C++: Python's own object is one, autograd's graph holds others.
+use_count: Callable[[torch.Tensor], int] = methodcaller("_use_count")
+
+# Runs ops as a dispatch mode's handler does, below autograd, where there is no handler.
+below_autograd: Callable[[], AbstractContextManager[Any]] = torch._C._AutoDispatchBelowAutograd
+
+# The node of the backward that runs now in this thread, None outside of one; torch has no public way to ask.
+current_node: Callable[[], torch.autograd.graph.Node | None] = torch._C._current_autograd_node
 
 # The lazy conjugate and negative bits of a tensor, which a placeholder shows as the tensor that it stands for.
 set_conj: Callable[[torch.Tensor, bool], None] = torch._C._set_conj

@@ -8,7 +8,9 @@
     ├── MutationError                   a tensor that backward or replay needs was changed in place
     ├── ReleasedError                   backward asked for values that an earlier backward freed
     ├── PlaceholderError                something in replay needs the data of an output that was skipped
-    └── OffloadError                    an offloaded tensor could not be brought back
+    ├── OffloadError                    an offloaded tensor could not be brought back
+    ├── BudgetError                     a budget of dynamic rematerialization is too small
+    └── LogError                        a log of events, for the simulator of dynamic rematerialization, is broken
 
 `RematWarning(UserWarning)` is what costs more than it should and is right all the same.
 
@@ -19,6 +21,7 @@ them without parsing text. The message is built here and nowhere else.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -152,6 +155,53 @@ class PlaceholderError(RematError):
             "into a custom autograd Function with remat.auto_forward (or a RematHandle); or (3) change the policy of "
             f"{op!r} to RECOMPUTE.",
         )
+
+
+class LogError(RematError):
+    """A log of events, for the simulator of dynamic rematerialization, is broken.
+
+    Args:
+        what: What is wrong.
+        line: Number of the line that is broken, or that stands where another one should; the first is 1.
+    """
+
+    def __init__(self, what: str, *, line: int) -> None:
+        self.line = line
+        super().__init__(f"line {line}: {what}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Say how to make the error again, for pickle and copy."""
+        return partial(LogError, line=self.line), ("",), self.__dict__ | {"args": self.args}
+
+
+class BudgetError(RematError):
+    """A budget of dynamic rematerialization is too small for an op.
+
+    Args:
+        op: Name of the op.
+        needed_bytes: A budget with which it would have passed.
+        budget_bytes: The budget.
+        pinned: What could not be evicted: bytes, and why.
+    """
+
+    def __init__(self, *, op: str, needed_bytes: int, budget_bytes: int, pinned: Sequence[tuple[int, str]]) -> None:
+        self.needed_bytes = needed_bytes
+        self.budget_bytes = budget_bytes
+        self.pinned = tuple(pinned)
+        shown = "; ".join(f"{size:,} B {why}" for size, why in self.pinned[:8])
+        if len(self.pinned) > 8:
+            shown += f"; and {len(self.pinned) - 8} more with {sum(size for size, _ in self.pinned[8:]):,} B"
+        super().__init__(
+            f"the budget of {budget_bytes:,} B is too small: {op} needs {needed_bytes:,} B, with nothing left to evict"
+            + (f". Pinned: {shown}" if shown else ""),
+            op=op,
+            remedy=f"A budget of {needed_bytes:,} B would have passed here.",
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Say how to make the error again, for pickle and copy."""
+        made = partial(BudgetError, op="", needed_bytes=0, budget_bytes=0, pinned=())
+        return made, (), self.__dict__ | {"args": self.args}
 
 
 class RematWarning(UserWarning):

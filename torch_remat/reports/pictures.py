@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Fill and hatch of a bar's parts: told apart without colour.
-_INK, _GREY, _LIGHT = "#222222", "#9a9a9a", "#e6e6e6"
+INK, GREY, _LIGHT = "#222222", "#9a9a9a", "#e6e6e6"
 
 # What a bar is made of, from the left: name, fill, hatch, and the kinds of tensors that it shows.
 _PARTS: tuple[tuple[str, str, str, tuple[Kind, ...]], ...] = (
     ("inputs", _LIGHT, "", ("input",)),
-    ("saved by name", _GREY, "", ("saved",)),
+    ("saved by name", GREY, "", ("saved",)),
     ("kept for replay", "white", "////", ("kept for replay", "undecided", "determinism check")),
     ("made by replay", "white", "....", ("refilled",)),
     ("offloaded, but here too", _LIGHT, "||||", ("not gone yet", "brought back")),
-    ("random state", _INK, "", ("random state",)),
+    ("random state", INK, "", ("random state",)),
     ("outside of regions", "white", "xxxx", ()),
     ("offloaded", "white", "----", ()),
 )
@@ -42,10 +42,10 @@ _LETTER_INCHES = 0.085
 
 # The width of a letter in a lane, as a share of the whole.
 _LETTER = 0.0075
-_LANES: dict[Phase, tuple[str, str]] = {"forward": (_LIGHT, ""), "replay": ("white", "////"), "backward": (_GREY, "")}
+_LANES: dict[Phase, tuple[str, str]] = {"forward": (_LIGHT, ""), "replay": ("white", "////"), "backward": (GREY, "")}
 
 
-def _new_figure(width: float, height: float, title: str) -> Figure:
+def new_figure(width: float, height: float, title: str) -> Figure:
     """Return an empty figure; it is in no window and no global list, so nothing has to close it.
 
     Raises:
@@ -64,7 +64,7 @@ def _new_figure(width: float, height: float, title: str) -> Figure:
     return figure
 
 
-def _finished(figure: Figure, path: str | Path | None) -> Figure:
+def finished(figure: Figure, path: str | Path | None) -> Figure:
     """Take away the lines above and beside the axes, write the figure, if there is a path, and return it."""
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
@@ -90,7 +90,7 @@ def plot_report(report: KeptForBackward, path: str | Path | None) -> Figure:
     labels = [label for label, _ in bars]
     # Long names widen the picture, so that the bars keep their room.
     width = _BARS_INCHES + _LETTER_INCHES * max([len(label) for label in labels], default=0)
-    figure = _new_figure(max(8.0, width), 1.6 + 0.32 * max(3, len(bars)), title)
+    figure = new_figure(max(8.0, width), 1.6 + 0.32 * max(3, len(bars)), title)
     axes = figure.add_subplot()
     most = max([sum(parts.values()) for _, parts in bars], default=0)
     unit, name = _unit_of(most)
@@ -98,7 +98,7 @@ def plot_report(report: KeptForBackward, path: str | Path | None) -> Figure:
     for part, fill, hatch, _ in _PARTS:
         widths = [parts.get(part, 0) / unit for _, parts in bars]
         if any(widths):
-            look: dict[str, Any] = {"color": fill, "hatch": hatch, "edgecolor": _INK, "linewidth": 0.8}
+            look: dict[str, Any] = {"color": fill, "hatch": hatch, "edgecolor": INK, "linewidth": 0.8}
             axes.barh(range(len(bars)), widths, left=left, label=part, **look)
             left = [start + width for start, width in zip(left, widths, strict=True)]
     whole = most / unit or 1.0
@@ -113,7 +113,7 @@ def plot_report(report: KeptForBackward, path: str | Path | None) -> Figure:
     axes.set_xlabel(f"{name}; each storage counted once")
     if bars:
         figure.legend(loc="outside lower center", ncols=4, frameon=False)
-    return _finished(figure, path)
+    return finished(figure, path)
 
 
 def _bars(report: KeptForBackward) -> list[tuple[str, dict[str, int]]]:
@@ -138,13 +138,13 @@ def _bars(report: KeptForBackward) -> list[tuple[str, dict[str, int]]]:
 
 def plot_trace(trace: Timeline, path: str | Path | None) -> Figure:
     """Draw a trace; see `Trace.plot`."""
-    figure = _new_figure(10.0, 5.2, "Live bytes over one trace")
+    figure = new_figure(10.0, 5.2, "Live bytes over one trace")
     curve, lanes = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1.2])
     _draw_curve(trace, curve)
     _draw_lanes(trace, lanes)
     lanes.set_xlim(0, trace.duration_us / 1000)
     lanes.set_xlabel("milliseconds")
-    return _finished(figure, path)
+    return finished(figure, path)
 
 
 def _draw_curve(trace: Timeline, axes: Axes) -> None:
@@ -152,7 +152,7 @@ def _draw_curve(trace: Timeline, axes: Axes) -> None:
     unit, name = _unit_of(peak.total_bytes if peak else 1)
     times = [0.0, *(sample.time_us / 1000 for sample in trace.samples), trace.duration_us / 1000]
     live = [0.0, *(sample.total_bytes / unit for sample in trace.samples)]
-    axes.plot(times, [*live, live[-1]], drawstyle="steps-post", color=_INK, linewidth=1.4)
+    axes.plot(times, [*live, live[-1]], drawstyle="steps-post", color=INK, linewidth=1.4)
     axes.fill_between(times, [*live, live[-1]], step="post", color="#f0f0f0")
     for span in trace.spans:
         if span.op is None and span.phase == "replay":
@@ -170,7 +170,7 @@ def _draw_curve(trace: Timeline, axes: Axes) -> None:
             ha="left" if right else "right",
             va="center",
             parse_math=False,  # a name may have dollar signs
-            arrowprops={"arrowstyle": "->", "color": _INK},
+            arrowprops={"arrowstyle": "->", "color": INK},
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5},
         )
 
@@ -213,7 +213,7 @@ def _draw_lanes(trace: Timeline, axes: Axes) -> None:
         for depth, is_empty, span in _nested(spans):
             start, width = span.start_us / 1000, span.duration_us / 1000
             height = 0.7 * 0.7**depth
-            axes.barh(place, width, left=start, height=height, color=fill, hatch=hatch, edgecolor=_INK, linewidth=0.7)
+            axes.barh(place, width, left=start, height=height, color=fill, hatch=hatch, edgecolor=INK, linewidth=0.7)
             names = (span.region, short[span.region], span.region.rpartition(".")[2])
             label = next((one for one in names if width / whole_ms > _LETTER * (len(one) + 1)), None)
             if label is not None and is_empty:

@@ -1,0 +1,111 @@
+"""Tensors that keep a recipe and no data."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import torch_remat as remat
+
+
+def test_a_read_computes_and_forgets() -> None:
+    calls = []
+
+    def double(x: torch.Tensor) -> torch.Tensor:
+        calls.append(weakref.ref(y := x * 2))
+        return y
+
+    made = remat.dtr.recomputable(double, torch.arange(4.0))
+    assert len(calls) == 1
+    assert isinstance(made, remat.dtr.RecomputableTensor)
+    assert (made.shape, made.dtype) == ((4,), torch.float32)
+    assert len(calls) == 1
+    assert (made + made).tolist() == [0, 4, 8, 12]
+    assert len(calls) == 2
+    assert made.tolist() == [0, 2, 4, 6]
+    assert torch.equal(made, torch.tensor([0.0, 2, 4, 6]))
+    assert all(reference() is None for reference in calls)
+
+
+def test_gradients_and_random_state_are_those_of_a_call() -> None:
+    layer = torch.nn.Linear(6, 6)
+
+    def function(x: torch.Tensor, parts: list[Any]) -> dict[str, Any]:
+        h = F.dropout(torch.tanh(layer(x)), 0.5)
+        return {"h": h, "mask": h > 0, "many": (h * parts[0], 3)}
+
+    results = []
+    for call in (remat.dtr.recomputable, lambda function, *args: function(*args)):
+        torch.manual_seed(0)
+        x, scale = torch.randn(4, 6, requires_grad=True), torch.randn(6, requires_grad=True)
+        layer.zero_grad()
+        made = call(function, x, [scale])
+        assert made["many"][1] == 3
+        loss = (made["h"].exp() * made["mask"]).sum() + made["many"][0].pow(2).sum()
+        after = torch.rand(3)
+        loss.backward()
+        results.append([loss.detach(), after, x.grad, scale.grad, layer.weight.grad, layer.bias.grad])
+    assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
+
+
+def test_no_data_is_kept_for_backward() -> None:
+    made: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x.exp()
+        made.append(weakref.ref(y))
+        return y
+
+    x = torch.ones(8, requires_grad=True)
+    gc.disable()
+    try:
+        y = remat.dtr.recomputable(function, x)
+        z = y.sin() + y
+        assert all(reference() is None for reference in made)
+        z.sum().backward()
+        assert x.grad is not None
+    finally:
+        gc.enable()
+
+
+def test_an_argument_changed_since_is_an_error() -> None:
+    x = torch.ones(3)
+    made = remat.dtr.recomputable(torch.exp, x)
+    assert (made + 0).shape == (3,)
+    x.add_(1)
+    with pytest.raises(remat.MutationError, match="changed in place"):
+        made + 0
+    with pytest.raises(remat.MutationError):
+        made.tolist()
+
+
+def test_a_recomputable_tensor_cannot_be_written() -> None:
+    made = remat.dtr.recomputable(torch.exp, torch.ones(3))
+    with pytest.raises(remat.RematError, match="no data to change"):
+        made.add_(1)
+    clone = made.clone()
+    clone.add_(1)
+    assert type(clone) is torch.Tensor
+
+
+def test_in_a_budget_it_is_evicted_and_comes_back() -> None:
+    with remat.dtr.budget("1 MiB") as runtime:
+        x = torch.randn(100, requires_grad=True)
+        before = runtime.live_bytes
+        y = remat.dtr.recomputable(torch.exp, x)
+        assert runtime.live_bytes == before
+        y.sum().backward()
+        assert runtime.rematerializations > 0
+    assert torch.equal(x.grad, x.detach().exp())
+
+
+def test_one_from_outside_is_read_in_a_budget() -> None:
+    y = remat.dtr.recomputable(torch.exp, torch.ones(5))
+    with remat.dtr.budget("1 MiB"):
+        z = y + 1
+    assert torch.equal(z, torch.ones(5).exp() + 1)

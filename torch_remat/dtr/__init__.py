@@ -1,0 +1,33 @@
+"""Dynamic rematerialization of tensors: a bench for tensor-level policies, live and in simulation."""
+
+from torch_remat.dtr._tensor import EvictableTensor
+from torch_remat.dtr.bounds import chen_chain, optimal_chain
+from torch_remat.dtr.budget import Runtime, budget
+from torch_remat.dtr.heuristics import HEURISTICS, Heuristic, RatioHeuristic, Storage
+from torch_remat.dtr.log import Log
+from torch_remat.dtr.recomputable import RecomputableTensor, recomputable
+from torch_remat.dtr.recording import record
+from torch_remat.dtr.simulate import Simulation, simulate
+from torch_remat.dtr.writer import LogWriter
+from torch_remat.errors import BudgetError, LogError
+
+__all__ = [
+    "HEURISTICS",
+    "BudgetError",
+    "EvictableTensor",
+    "Heuristic",
+    "Log",
+    "LogError",
+    "LogWriter",
+    "RatioHeuristic",
+    "RecomputableTensor",
+    "Runtime",
+    "Simulation",
+    "Storage",
+    "budget",
+    "chen_chain",
+    "optimal_chain",
+    "recomputable",
+    "record",
+    "simulate",
+]

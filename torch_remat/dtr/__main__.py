@@ -1,0 +1,231 @@
+"""The bench on the command line: ``python -m torch_remat.dtr simulate | record | info``."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import json
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from torch_remat.dtr import _chart
+from torch_remat.dtr._pool import Search
+from torch_remat.dtr._simulated import Deallocation
+from torch_remat.dtr.heuristics import HEURISTICS, resolve
+from torch_remat.dtr.log import Log
+from torch_remat.dtr.simulate import Simulation, simulate
+from torch_remat.errors import RematError, UsageError
+from torch_remat.reports.text import format_bytes
+
+_SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Do what the command line asks for and return the exit code: 2 where that cannot be done."""
+    options = _parser().parse_args(arguments)
+    try:
+        options.do(options)
+    except (RematError, OSError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m torch_remat.dtr", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    run = commands.add_parser("simulate", help="what heuristics cost on a log, at budgets")
+    run.set_defaults(do=_simulate)
+    run.add_argument("log", type=Path, metavar="LOG")
+    run.add_argument(
+        "--budgets", type=_share, nargs="+", default=_SHARES, metavar="SHARE", help="by the peak (default: 0.9 to 0.3)"
+    )
+    run.add_argument(
+        "--heuristics",
+        nargs="+",
+        default=("dtr_eq",),
+        metavar="NAME",
+        help=f"among {', '.join(HEURISTICS)}, or a class of your own, module:Class (default: dtr_eq)",
+    )
+    run.add_argument("--deallocation", choices=get_args(Deallocation), default="eager")
+    run.add_argument("--search", choices=get_args(Search), help="how the victim is found (default: what suits)")
+    run.add_argument("--seed", type=int, default=0, help="of a sample (default: 0)")
+    run.add_argument("--max-overhead", type=float, default=2.0, help="where a run is stopped (default: 2)")
+    run.add_argument("--plot", type=Path, metavar="CHART", help="draw overhead by budget into a file")
+    run.add_argument("--json", type=Path, metavar="FILE", help="write all figures into a file")
+    record = commands.add_parser("record", help="run a program and write its log")
+    record.set_defaults(do=_record)
+    record.add_argument("log", type=Path, metavar="LOG")
+    record.add_argument("target", help="a Python script, or module:function to call without arguments")
+    record.add_argument("rest", nargs=argparse.REMAINDER, help="arguments of the script")
+    info = commands.add_parser("info", help="what is in a log")
+    info.set_defaults(do=_info)
+    info.add_argument("log", type=Path, metavar="LOG")
+    return parser
+
+
+def _share(text: str) -> float:
+    share = float(text)
+    if not 0 < share < float("inf"):
+        raise argparse.ArgumentTypeError("a budget is a share of the log's peak, above 0")
+    return share
+
+
+def _simulate(options: argparse.Namespace) -> None:
+    log = Log.load(options.log)
+    heuristics = {name: _named(name) for name in options.heuristics}
+    runs: dict[str, list[Simulation]] = {name: [] for name in heuristics}
+    with _Progress(len(log.steps) * len(heuristics) * len(options.budgets)) as progress:
+        for name, heuristic in heuristics.items():
+            for share in options.budgets:
+                result = simulate(
+                    log,
+                    share * log.peak_bytes,
+                    heuristic,
+                    options.deallocation,
+                    max_overhead=options.max_overhead,
+                    search=options.search,
+                    seed=options.seed,
+                    progress=progress.at,
+                )
+                progress.finish(len(log.steps))
+                runs[name].append(result)
+    sys.stdout.write(_table(log, options.budgets, runs))
+    if options.json:
+        options.json.write_text(json.dumps(_plain_data(options, log, runs), indent=2) + "\n", encoding="utf-8")
+    if options.plot:
+        _chart.plot(f"Recomputation of {options.log.name}", len(log.ops), options.budgets, runs, options.plot)
+
+
+def _named(name: str) -> Any:
+    """Return a heuristic by its name, or by module and class."""
+    if ":" not in name:
+        return resolve(name)
+    return resolve(_imported(name))
+
+
+def _imported(name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    sys.path.insert(0, "")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise UsageError(f"{name} cannot be imported: {error}") from error
+    finally:
+        sys.path.remove("")
+
+
+def _table(log: Log, shares: Sequence[float], runs: dict[str, list[Simulation]]) -> str:
+    width = max(9, *(len(name) for name in runs))
+    lines = [
+        f"{len(log.ops)} ops, peak {format_bytes(log.peak_bytes)}; compute by budget, by that without recomputation",
+        "",
+        " ".join([" " * width, *(f"{share:>8.2f}" for share in shares)]),
+    ]
+    for name, results in runs.items():
+        lines.append(" ".join([f"{name:<{width}}", *(f"{_cell(result):>8}" for result in results)]))
+    return "\n".join(lines) + "\n"
+
+
+def _cell(result: Simulation) -> str:
+    if result.ran_out:
+        return "no room"
+    return "stopped" if result.stopped else f"{result.overhead:.2f}"
+
+
+def _plain_data(options: argparse.Namespace, log: Log, runs: dict[str, list[Simulation]]) -> dict[str, Any]:
+    return {
+        "log": str(options.log),
+        "ops": len(log.ops),
+        "peak_bytes": log.peak_bytes,
+        "base_compute": log.base_compute,
+        "deallocation": options.deallocation,
+        "max_overhead": options.max_overhead,
+        "budgets": list(options.budgets),
+        "runs": {name: [dataclasses.asdict(result) for result in results] for name, results in runs.items()},
+        "chain": {
+            "layers": _chart.chain_of(len(log.ops)),
+            **_chart.chain_bounds(len(log.ops), options.budgets),
+        },
+    }
+
+
+def _record(options: argparse.Namespace) -> None:
+    from torch_remat.dtr import record
+
+    run: Callable[[], Any]
+    if ":" in options.target and not Path(options.target).exists():
+        run = _imported(options.target)
+    else:
+        if not Path(options.target).is_file():
+            raise UsageError(f"there is no script {options.target}", remedy="A function is named module:function.")
+
+        def run() -> None:
+            runpy.run_path(options.target, run_name="__main__")
+
+    arguments, sys.argv = sys.argv, [options.target, *options.rest]
+    try:
+        with record(options.log):
+            run()
+    finally:
+        sys.argv = arguments
+    _info(options)
+
+
+def _info(options: argparse.Namespace) -> None:
+    log = Log.load(options.log)
+    constants = [log.storage_of[tensor] for tensor, op in enumerate(log.op_of) if op < 0]
+    largest = max((sum(_bytes_made(log, tensor) for tensor in op.outputs) for op in log.ops), default=0)
+    rows = [
+        ("lines", f"{log.lines}"),
+        ("ops", f"{len(log.ops)}"),
+        ("storages", f"{len(log.sizes_bytes)}"),
+        ("views", f"{sum(log.view)}"),
+        ("constants", f"{len(constants)}, {format_bytes(sum(log.sizes_bytes[one] for one in constants))}"),
+        ("largest op's results", format_bytes(largest)),
+        ("peak", format_bytes(log.peak_bytes)),
+        ("compute", f"{log.base_compute / 1e6:.3f} ms"),
+    ]
+    sys.stdout.write("".join(f"{name:<22}{value}\n" for name, value in rows))
+
+
+def _bytes_made(log: Log, tensor: int) -> int:
+    return 0 if log.view[tensor] else log.sizes_bytes[log.storage_of[tensor]]
+
+
+class _Progress:
+    """A progress bar of log steps, by tqdm where that is installed and somebody watches."""
+
+    def __init__(self, steps: int) -> None:
+        self._done = 0  # steps of the runs before the present one
+        try:
+            tqdm = importlib.import_module("tqdm").tqdm
+        except ImportError:
+            self._bar = None
+        else:
+            self._bar = tqdm(total=steps, unit="step", leave=False, disable=None)
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def at(self, step: int) -> None:
+        """Show the step of the present run."""
+        if self._bar is not None:
+            self._bar.update(self._done + step - self._bar.n)
+
+    def finish(self, steps: int) -> None:
+        """Count a run of so many steps as done, wherever it ended."""
+        self._done += steps
+        self.at(0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,598 @@
+"""The runtime of a block: a dispatch mode below autograd that runs each op, records it, and keeps to the budget.
+
+In: the ops of the program, forward and backward. Kept: `Memory`, and a weak reference to each tensor of the program.
+Out: `EvictableTensor`s, whose ops can run again; plain tensors where the program must have them (gradients of leaves,
+views of what the block did not make); errors. When the block ends, all its tensors become plain.
+
+NOTE [What becomes of an op]
+1. A view of a tensor of the block needs no data: torch makes it of the metadata, and it aliases the same buffer.
+2. An op that computes runs on resident inputs and is recorded; its results are new storages.
+3. An op that writes tensors of the block makes the next version of their storages from a copy, or from their own
+   memory where the old version can be made again.
+4. A write to a tensor that the block did not make happens once. Recorded ops that read the tensor get a copy of what
+   it was, or their results are pinned: what takes fewer bytes.
+5. Results of what must not run twice are pinned.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from threading import get_ident
+from time import perf_counter
+from typing import Any
+from weakref import ref
+
+import optree
+import torch
+
+from torch_remat._compat import (
+    DispatchMode,
+    below_autograd,
+    current_node,
+    graph_task,
+    make_subclass,
+    make_wrapper_subclass,
+    storage_key,
+    without_dispatch_modes,
+)
+from torch_remat.dtr._arguments import Found, adds_many, of_metadata, plain_arguments, random_state
+from torch_remat.dtr._kinds import Kind, argument, kind_of, leaves, refilled
+from torch_remat.dtr._leaving import make_plain, value_of
+from torch_remat.dtr._memory import Memory
+from torch_remat.dtr._ops import Const, Known, Op, Spare, bytes_on_meta, known_of, look_of, plain
+from torch_remat.dtr._outside import Outside
+from torch_remat.dtr._pool import ScanPool
+from torch_remat.dtr._storage import Alias, Buffer, Handle, Storage, copy_memory, derive, place_of
+from torch_remat.dtr._tensor import (
+    EvictableTensor,
+    LeftTensor,
+    foreign_thread,
+    make_tensor,
+)
+from torch_remat.errors import RematError
+
+_NOTHING: Mapping[Storage, torch.Tensor] = {}
+_OURS = frozenset((EvictableTensor, LeftTensor, torch.Tensor, torch.nn.Parameter))
+_DETACH = torch.ops.aten.detach.default
+_MOST_INPUTS = 8  # of writes in a row; what needs more to be made again is pinned, as gradients of shared weights are
+_TINY = 8  # bytes of what is pinned: a loss gains nothing by eviction, and would keep all that it depends on known
+
+
+class Mode(DispatchMode):
+    """Hands each op to the runtime."""
+
+    def __init__(self, runtime: BlockRuntime) -> None:
+        super().__init__()
+        self.runtime = runtime
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an op."""
+        runtime = self.runtime
+        if runtime.dropped:
+            runtime.forget()
+        for form in types:
+            if form is not EvictableTensor and form not in _OURS:
+                return NotImplemented  # another subclass takes it apart first, under this mode
+        kind = kind_of(func)
+        if kind.accumulates and graph_task() >= 0 and _at_plain_leaf():
+            return runtime.gradient(kind, func, args, kwargs or {})
+        if kind.reshapes:
+            return runtime.reshape(func, args, kwargs or {})
+        if kind.view:
+            if type(args[0]) is EvictableTensor:
+                return runtime.view(func, args, kwargs or {})
+            result = func(*args, **(kwargs or {}))
+            if kind.lifts:
+                runtime.memory.count(result, "made of Python values")
+            return result
+        if kind.once:
+            return runtime.once(kind, func, args, kwargs or {})
+        if kind.written:
+            return runtime.write(kind, func, args, kwargs or {})
+        return runtime.compute(kind, func, args, kwargs or {})
+
+
+def _at_plain_leaf() -> bool:
+    node: Any = current_node()
+    return (
+        node is not None
+        and node.name() == "torch::autograd::AccumulateGrad"
+        and type(node.variable) is not EvictableTensor
+    )
+
+
+class BlockRuntime:
+    """Runs the ops of one block; see `budget`."""
+
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory
+        self.dropped: deque[Handle] = deque()
+        self.tensors: dict[int, ref[EvictableTensor]] = {}  # by id of the handle
+        self.outside = Outside(memory)
+        self.thread = get_ident()
+        self.recorder: Any = None
+
+    # What the mode calls
+
+    def forget(self) -> None:
+        """Free what the program has let go of since the last op."""
+        while self.dropped:
+            handle = self.dropped.popleft()
+            self.tensors.pop(id(handle), None)
+            if self.recorder is not None:
+                self.recorder.released(handle)
+            buffer = handle.buffer
+            buffer.handles -= 1
+            if not buffer.handles:
+                self.memory.unreachable(buffer.storage)
+
+    def view(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Make views of a tensor of the block, without its data."""
+        base: EvictableTensor = args[0]
+        self._own(base)
+        if func is not _DETACH:
+            base._handle.used = True
+        with without_dispatch_modes():
+            result = func(*args, **kwargs)
+        buffer = base._handle.buffer
+        made = [self._alias(buffer, leaf) for leaf in leaves(result)]
+        if self.recorder is not None:
+            self.recorder.viewed(kind_of(func), base, made)
+        return made[0] if isinstance(result, torch.Tensor) else refilled(result, iter(made))
+
+    def reshape(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run an op that changes only where its tensor lies in its storage."""
+        tensor = args[0]
+        if type(tensor) is not EvictableTensor:
+            return func(*args, **kwargs)
+        self._own(tensor)
+        with without_dispatch_modes():
+            func(*args, **kwargs)
+        tensor._handle.place = place_of(tensor)
+        tensor._handle.look = look_of(tensor)
+        return tensor
+
+    def compute(self, kind: Kind, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run and record an op that makes new tensors and does nothing else."""
+        memory = self.memory
+        found = Found(kind)
+        if kind.factory and type(args[0]) is EvictableTensor:
+            args, kwargs = of_metadata(args, kwargs)
+        take = self._take
+        recorded = [take(value, found) for value in args]
+        named = {name: take(value, found) for name, value in kwargs.items()} if kwargs else {}
+        if named:
+            found.key += named
+        known = known_of(tuple(found.key))
+        inputs = found.inputs
+        calm = found.ready and 0 <= known.bytes <= memory.limit - memory.live
+        if not calm:
+            for storage in inputs:
+                memory.lock(storage)
+        try:
+            if not calm:
+                memory.resident(inputs)
+            values = [one.tensor if type(one) is Storage else plain(one, kind, _NOTHING) for one in recorded]
+            named_values = {name: plain(value, kind, _NOTHING) for name, value in named.items()} if named else {}
+            if not calm:
+                if known.bytes < 0:
+                    known.bytes = bytes_on_meta(func, values, named_values)
+                memory.reserve(max(known.bytes, 0), kind.name)
+            random = random_state(kind, values, named_values) if kind.random else None
+            start = perf_counter()
+            result = func(*values, **named_values)
+            known.took(perf_counter() - start)
+            costs = memory.costs
+            cost = known.cost if costs.measured else costs.of(known, func, values, named_values, result)
+            memory.clock += cost
+            op = Op(kind, func, recorded, named, tuple(inputs), known)
+            op.random = random
+            op.consts = found.consts
+            why = "a sum of many gradients" if kind.adds and graph_task() >= 0 and adds_many(op) else ""
+            made = self._results(op, result, found, cost, pin=why)
+        finally:
+            if not calm:
+                memory.unlock(inputs)
+        if self.recorder is not None:
+            self.recorder.ran(kind, found, made, cost)
+        return made
+
+    def write(self, kind: Kind, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run an op that writes to arguments: to new versions of the block's, to others themselves."""
+        trains = kind.training is not None and (kind.training < 0 or args[kind.training])
+        targets: list[torch.Tensor] = []
+        if kind.training is None or trains:
+            for where in kind.written:
+                targets += [leaf for leaf in leaves(argument(where, args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if not targets:
+            return self.compute(kind, func, args, kwargs)
+        memory = self.memory
+        found = Found(kind)
+        recorded = [self._take(value, found) for value in args]
+        named = {name: self._take(value, found) for name, value in kwargs.items()}
+        found.key += named
+        op = Op(kind, func, recorded, named, tuple(found.inputs), known_of(tuple(found.key)))
+        op.consts = found.consts
+        op.written = tuple({t._handle.buffer.storage: None for t in targets if type(t) is EvictableTensor})
+        outside = [target for target in targets if type(target) is not EvictableTensor]
+        for storage in found.inputs:
+            memory.lock(storage)
+        try:
+            memory.resident(found.inputs)
+            for target in outside:
+                self.outside.before_write(target)
+            why = self._why_pinned(op, found, outside if not trains else [])
+            made, cost = self._run_writing(op, args, kwargs, found, targets, why)
+            if trains:
+                op.args = [Spare(v.tensor) if at in (3, 4) and type(v) is Const else v for at, v in enumerate(recorded)]
+        finally:
+            memory.unlock(found.inputs)
+        if self.recorder is not None:
+            self.recorder.wrote(kind, found, targets, made, cost)
+        return made
+
+    def _why_pinned(self, op: Op, found: Found, outside: Sequence[torch.Tensor]) -> str:
+        """Return why an op that writes must not run again, empty if it may."""
+        if outside:
+            return f"made by {op.kind.name}, which wrote to a tensor from outside"
+        handed = self.memory.handed
+        if handed and any(const.address in handed for const in found.consts):
+            return "made from the gradient of a leaf"
+        return next((one.pin for one in op.written if one.op is None), "")
+
+    def _run_writing(
+        self,
+        op: Op,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        found: Found,
+        targets: Sequence[torch.Tensor],
+        why: str,
+    ) -> tuple[Any, float]:
+        """Run an op that writes, and move the buffers that it wrote on to their next versions."""
+        kind, known, memory = op.kind, op.known, self.memory
+        if known.bytes < 0 and -1 in kind.returned:
+            known.bytes = bytes_on_meta(op.func, *plain_arguments(op, _NOTHING))
+        memory.reserve(max(known.bytes, 0), kind.name)
+        with memory.to_write(op.written, kind.name) as roots:
+            values, named = plain_arguments(op, roots)
+            op.random = random_state(kind, values, named) if kind.random else None
+            start = perf_counter()
+            result = op.func(*values, **named)
+            known.took(perf_counter() - start)
+            cost = memory.costs.of(known, op.func, values, named, result)
+            memory.clock += cost
+            self._next_versions(op, roots, targets, cost, why)
+        for where in kind.written:
+            for tensor, value in zip(
+                leaves(argument(where, args, kwargs)), leaves(argument(where, values, named)), strict=True
+            ):
+                if type(tensor) is EvictableTensor:
+                    self._follow(tensor, value, kind)
+        returned = kind.returned if type(result) is not tuple or len(result) == len(kind.returned) else ()
+        passed = [argument(kind.written[at], args, kwargs) if at >= 0 else None for at in returned]
+        return self._results(op, result, found, cost, passed, why), cost
+
+    def _next_versions(
+        self,
+        op: Op,
+        roots: Mapping[Storage, torch.Tensor],
+        targets: Sequence[torch.Tensor],
+        cost: float,
+        why: str,
+    ) -> None:
+        """Move the buffers of the written storages on to what the op made of them."""
+        buffers = {t._handle.buffer.storage: t._handle.buffer for t in targets if type(t) is EvictableTensor}
+        alone = not why and -1 not in op.kind.returned
+        for old, root in roots.items():
+            if old.op is None and root is old.tensor:
+                continue  # pinned, and written where it is
+            new = Storage(root, None, root.untyped_storage().nbytes(), cost, self.memory.clock)
+            new.pin = why
+            if alone and root is old.tensor and op.absorb(old):
+                new.cost += old.cost
+                if len(op.inputs) > _MOST_INPUTS:
+                    new.pin = "a sum of many terms"
+                else:
+                    self._link(op, new)
+                self.memory.supersede(old)
+            else:
+                if not why:
+                    self._link(op, new)
+                if root is old.tensor:
+                    self.memory.evict(old)
+            buffers[old].storage = new
+            self.memory.born(new)
+            if old.external:
+                self.memory.unreachable(old)
+
+    def _follow(self, tensor: EvictableTensor, value: torch.Tensor, kind: Kind) -> None:
+        """Give a tensor the shape that an op has given its value, as ``out=`` and ``resize_`` do."""
+        if value.shape == tensor.shape and value.stride() == tensor.stride():
+            return
+        handle = tensor._handle
+        root = handle.buffer.storage.tensor
+        if root is None or storage_key(root) != storage_key(value):
+            raise RematError(
+                f"{kind.name} would give a tensor of a budget's block the memory of another one",
+                remedy="Use the other tensor itself, or copy_ its values.",
+            )
+        with without_dispatch_modes():
+            tensor.data = make_tensor(value, handle)
+        handle.place = place_of(value)
+        handle.look = look_of(value)
+
+    def once(self, kind: Kind, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run an op that must not run twice, and may write whatever it gets."""
+        memory = self.memory
+        found = Found(kind)
+        everything: Any = (tuple(args), dict(kwargs))
+        tensors = [leaf for leaf in optree.tree_leaves(everything) if type(leaf) is EvictableTensor]
+        for tensor in tensors:
+            self._own(tensor)
+            storage = tensor._handle.buffer.storage
+            memory.lock(storage)
+            found.inputs.append(storage)
+        why = f"given to {kind.name}, which must not run twice"
+        try:
+            memory.resident(found.inputs)
+            for tensor in tensors:
+                self._settle(tensor._handle.buffer, why)
+
+            def value(leaf: Any) -> Any:
+                return value_of(leaf) if type(leaf) is EvictableTensor else leaf
+
+            values: Any = optree.tree_map(value, everything)
+            result = func(*values[0], **values[1])
+        finally:
+            memory.unlock(found.inputs)
+        op = Op(kind, func, (), {}, (), Known())
+        return self._results(op, result, found, 0.0, (), f"made by {kind.name}, which must not run twice")
+
+    def _settle(self, buffer: Buffer, why: str) -> None:
+        """Pin the present version of a buffer where it is; one that recorded ops read becomes a version of its own."""
+        storage = buffer.storage
+        if storage.users:
+            assert storage.tensor is not None
+            self.memory.reserve(storage.size_bytes, why)
+            new = Storage(copy_memory(storage.tensor), None, storage.size_bytes, 0.0, self.memory.clock)
+            new.pin = why
+            buffer.storage = new
+            self.memory.born(new)
+            storage.external = False
+        else:
+            self.memory.pin(storage, why)
+
+    def gradient(self, kind: Kind, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run an op by which autograd makes the gradient of a leaf from outside: it is plain, and stays."""
+        if kind.written:
+            return self.write(kind, func, args, kwargs)
+        memory = self.memory
+        found = Found(kind)
+        recorded = [self._take(value, found) for value in args]
+        named = {name: self._take(value, found) for name, value in kwargs.items()}
+        found.key += named
+        known = known_of(tuple(found.key))
+        op = Op(kind, func, recorded, named, (), known)
+        for storage in found.inputs:
+            memory.lock(storage)
+        try:
+            memory.resident(found.inputs)
+            values, named_values = plain_arguments(op, _NOTHING)
+            if known.bytes < 0:
+                known.bytes = 0 if kind.view else bytes_on_meta(func, values, named_values)
+            memory.reserve(max(known.bytes, 0), kind.name)
+            result = func(*values, **named_values)
+            if not kind.view and result.layout is torch.strided:
+                memory.count(result, "the gradient of a leaf")
+            elif found.inputs:
+                memory.hand_over(found.inputs[0])
+        finally:
+            memory.unlock(found.inputs)
+        if self.recorder is not None:
+            self.recorder.handed(kind, found, result)
+        return result
+
+    def read(self, tensor: torch.Tensor, reader: str, *, share: bool) -> torch.Tensor:
+        """Return a plain tensor with the data of one of the block's; one that is shared stays where it is."""
+        assert type(tensor) is EvictableTensor
+        if get_ident() != self.thread:
+            raise foreign_thread(reader)
+        storage = tensor._handle.buffer.storage
+        self.memory.lock(storage)
+        try:
+            with without_dispatch_modes(), below_autograd():
+                self.memory.resident([storage])
+                if share:
+                    self.memory.pin(storage, f"shared with the reader of {reader}")
+                return derive(value_of(tensor), place_of(tensor))
+        finally:
+            self.memory.unlock([storage])
+
+    def evict_all(self, tensors: Iterable[EvictableTensor]) -> None:
+        """Evict the data of some tensors that can be made again."""
+        self.forget()
+        for tensor in tensors:
+            storage = tensor._handle.buffer.storage
+            if storage.tensor is not None and storage.op is not None and not storage.locks:
+                self.memory.evict(storage)
+
+    def close(self) -> BaseException | None:
+        """Make all tensors of the block plain and forget everything; return the first error on the way."""
+        memory = self.memory
+        memory.soft = True
+        failure: BaseException | None = None
+        attempts = 2  # an interrupt must not leave anything behind
+        while attempts:
+            try:
+                self.forget()
+                leaving = [tensor for weak in list(self.tensors.values()) if (tensor := weak()) is not None]
+                failure = make_plain(memory, leaving) or failure
+                break
+            except BaseException as error:
+                failure = failure or error
+                attempts -= 1
+        for storage in memory.storages:
+            storage.op = None
+            storage.children.clear()
+            storage.note = None
+        memory.storages.clear()
+        memory.handed.clear()
+        memory.pool = ScanPool(memory.heuristic)
+        self.outside.readers.clear()
+        self.tensors.clear()
+        self.dropped.clear()
+        return failure
+
+    # Arguments and results
+
+    def _own(self, tensor: EvictableTensor) -> None:
+        if tensor._handle.buffer.owner is not self:
+            raise foreign_thread("an op")
+
+    def _take(self, value: Any, found: Found) -> Any:
+        """Return what a recorded op keeps of an argument."""
+        form = type(value)
+        if form is EvictableTensor:
+            handle = value._handle
+            if handle.buffer.owner is not self:
+                raise foreign_thread("an op")
+            handle.used = True
+            storage = handle.buffer.storage
+            found.tensors.append(value)
+            found.key.append(handle.look)
+            if storage not in found.inputs:
+                found.inputs.append(storage)
+                if storage.tensor is None:
+                    found.ready = False
+            return storage if handle.place is None else Alias(storage, handle.place)
+        if isinstance(value, torch.Tensor):
+            const = Const(value)
+            found.consts.append(const)
+            found.key.append(look_of(value))
+            return const
+        if form is list or form is tuple:
+            found.key.append(len(value))
+            return form([self._take(part, found) for part in value])
+        # A generator is no part of what is known of an op, and what is known must not keep one alive.
+        found.key.append(value if form is int or value is None else (form, None if form is torch.Generator else value))
+        return value
+
+    def _results(
+        self, op: Op, result: Any, found: Found, cost: float, passed: Sequence[Any] = (), pin: str = ""
+    ) -> Any:
+        """Make tensors of the block of an op's results, and record the op.
+
+        Args:
+            op: The op.
+            result: What it returned.
+            found: Its arguments.
+            cost: What it cost.
+            passed: For each part of the result the written argument that it is, or None.
+            pin: Why the op must not run again, empty if it may.
+        """
+        memory = self.memory
+        clock = memory.clock
+        changed = memory.heuristic.changed
+        for storage in found.inputs:
+            storage.last_access = clock
+            if changed is not None and storage.pooled:
+                changed.add(storage.place)
+        if not pin and memory.handed and any(const.address in memory.handed for const in found.consts):
+            pin = "made from the gradient of a leaf"
+        known = op.known
+        if type(result) is torch.Tensor and not passed and not known.aliases and known.outputs and not pin:
+            shape, stride, dtype, size, look = known.outputs[0]
+            if size > _TINY and shape == result.shape and stride == result.stride() and dtype is result.dtype:
+                storage = Storage(result, op, size, cost, clock)
+                op.outputs.append(storage)
+                op.alive = 1
+                for parent in op.inputs:
+                    parent.users += 1
+                    parent.children[storage] = None
+                memory.born(storage)
+                if op.consts:
+                    self.outside.watch(op)
+                made = make_wrapper_subclass(
+                    EvictableTensor, shape, stride, result.storage_offset(), None, dtype, torch.strided, look.device
+                )
+                handle = made._handle = Handle(Buffer(storage, self), None, look)
+                self.tensors[id(handle)] = ref(made)
+                return made
+        return self._any_results(op, result, found, cost, passed, pin)
+
+    def _any_results(self, op: Op, result: Any, found: Found, cost: float, passed: Sequence[Any], pin: str) -> Any:
+        memory, known = self.memory, op.known
+        buffers: dict[int, Buffer | None] = {const.address: None for const in found.consts}
+        for tensor in found.tensors:
+            root = tensor._handle.buffer.storage.tensor
+            if root is not None:
+                buffers[storage_key(root)] = tensor._handle.buffer
+        made: list[Any] = []
+        slots: list[int] = []
+        outputs = []
+        fresh, size_bytes = 0, 0
+        for at, leaf in enumerate(leaves(result)):
+            slots.append(-1)
+            if at < len(passed) and passed[at] is not None:
+                made.append(passed[at])
+                continue
+            if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided:
+                made.append(leaf)
+                continue
+            address = storage_key(leaf)
+            if address in buffers:
+                known.aliases = True
+                buffer = buffers[address]
+                made.append(leaf if buffer is None else self._alias(buffer, leaf))
+                continue
+            size = leaf.untyped_storage().nbytes()
+            storage = Storage(leaf, None, size, cost, memory.clock)
+            storage.pin = pin or ("too small to evict" if size <= _TINY else "")
+            slots[-1] = fresh
+            fresh += 1
+            if not storage.pin:
+                self._link(op, storage)
+            else:
+                op.outputs.append(None)
+            memory.born(storage)
+            buffer = buffers[address] = Buffer(storage, self)
+            look = look_of(leaf)
+            handle = Handle(buffer, None, look)
+            made.append(self._tensor(leaf, handle))
+            size_bytes += size
+            outputs.append((leaf.shape, leaf.stride(), leaf.dtype, size, look))
+        known.bytes = size_bytes
+        known.outputs = outputs
+        op.slots = slots
+        if op.alive:
+            self.outside.watch(op)
+        if isinstance(result, (tuple, list)):
+            return refilled(result, iter(made))
+        return made[0]
+
+    def _link(self, op: Op, storage: Storage) -> None:
+        """Record that an op made a storage."""
+        storage.op = op
+        op.outputs.append(storage)
+        if not op.alive:
+            for parent in op.inputs:
+                parent.users += 1
+        op.alive += 1
+        for parent in op.inputs:
+            parent.children[storage] = None
+
+    def _tensor(self, like: torch.Tensor, handle: Handle) -> EvictableTensor:
+        made = make_tensor(like, handle)
+        self.tensors[id(handle)] = ref(made)
+        return made
+
+    def _alias(self, buffer: Buffer, like: torch.Tensor) -> EvictableTensor:
+        """Return a tensor that lies in a buffer as another one does."""
+        made: EvictableTensor = make_subclass(EvictableTensor, like)
+        handle = made._handle = Handle(buffer, place_of(like), look_of(like))
+        self.tensors[id(handle)] = ref(made)
+        return made

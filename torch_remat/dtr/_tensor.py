@@ -1,0 +1,270 @@
+"""The tensors of a block: true metadata, and data only where the runtime has it or makes it again.
+
+In: metadata, and a handle on the memory. Kept: no data; the handle. Out: the data for what reads it without an op,
+such as ``numpy``. When the block ends each of them becomes a plain tensor, the same object (`become_plain`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+
+from torch_remat._compat import (
+    is_dispatched,
+    make_wrapper_subclass,
+    set_conj,
+    set_neg,
+    set_version,
+    swap_identity,
+    use_count,
+    without_dispatch_modes,
+    without_torch_function_ever,
+)
+from torch_remat.dtr._kinds import leaves, refilled
+from torch_remat.dtr._storage import Handle, derive, place_of
+from torch_remat.errors import RematError
+
+
+class EvictableTensor(torch.Tensor):
+    """A tensor that a budget's block made; the runtime may evict its data and make it again.
+
+    Shape, stride, type, device and ``requires_grad`` are true and cost nothing to read. Inside the block it is used
+    like any tensor; when the block ends it becomes a plain one.
+    """
+
+    _handle: Handle
+    __torch_function__ = without_torch_function_ever
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Refuse: ops of the block come to its mode, never here."""
+        raise foreign_thread(str(func))
+
+    def _read(self, reader: str, *, share: bool) -> torch.Tensor:
+        return self._handle.buffer.owner.read(self, reader, share=share)
+
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        """Show the values."""
+        text = repr(_data(self, "repr", share=False))
+        grad = f", grad_fn=<{self.grad_fn.name()}>" if self.grad_fn is not None else ""
+        if not grad and self.requires_grad:
+            grad = ", requires_grad=True"
+        return f"{text[:-1]}{grad})" if text.endswith(")") else text
+
+    def __format__(self, spec: str) -> str:
+        return format(_data(self, "format", share=False), spec)
+
+    def tolist(self) -> Any:
+        """Return the values as Python numbers."""
+        return _data(self, "tolist", share=False).tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return the values as an array that shares memory with the tensor, which is not evicted from now on."""
+        if force:
+            return _data(self, "numpy", share=True).numpy(force=True)
+        if self.requires_grad:
+            raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
+        return _data(self, "numpy", share=True).numpy()
+
+    def __array__(self, dtype: Any = None) -> Any:
+        array = self.numpy()
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    def data_ptr(self) -> int:
+        """Return the address of the data, which are not evicted from now on."""
+        return _data(self, "data_ptr", share=True).data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Return the memory, which is not evicted from now on."""
+        return _data(self, "untyped_storage", share=True).untyped_storage()
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        return _data(self, "__dlpack__", share=True).__dlpack__(**kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        data = _data(self, "pickle", share=False)
+        if self.grad_fn is not None:
+            raise RuntimeError("only tensors that are leaves of the graph can be pickled; detach it first")
+        return data.requires_grad_(self.requires_grad).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if not self.is_leaf:
+            raise RuntimeError("only tensors that are leaves of the graph can be copied deeply; detach it first")
+        if id(self) not in memo:
+            memo[id(self)] = self.detach().clone().requires_grad_(self.requires_grad)
+        return memo[id(self)]
+
+
+class LeftTensor(torch.Tensor):
+    """A tensor that has left its block while autograd's graph knows it: an ordinary tensor with its data.
+
+    Autograd may hold on to the very object, which torch never turns into an exact ``torch.Tensor``. Its results are
+    plain tensors.
+    """
+
+    __torch_function__ = without_torch_function_ever
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run the op as on plain tensors."""
+        with without_dispatch_modes():
+            result = func(*args, **(kwargs or {}))
+        return refilled(result, iter([_plain(leaf) for leaf in leaves(result)]))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with torch.no_grad():
+            return self.detach().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return the values as an array that shares memory with the tensor."""
+        if self.requires_grad and not force:
+            raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
+        return self.detach().numpy(force=force)
+
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        """Show the values."""
+        return repr(self.detach())
+
+
+def _plain(result: Any) -> Any:
+    """Return a result of an op: a view takes over that its base is dispatched to Python, though its class is not."""
+    if type(result) is not torch.Tensor or not is_dispatched(result):
+        return result
+    with without_dispatch_modes():
+        return derive(result, place_of(result))
+
+
+def plain_gradient(leaf: torch.Tensor) -> None:
+    """Make the gradient of a leaf that has left its block exactly a tensor: the leaf itself holds a reference to it."""
+    gradient = leaf.grad if leaf.is_leaf and leaf.requires_grad else None
+    if type(gradient) is LeftTensor and gradient.grad_fn is None:
+        with without_dispatch_modes():
+            leaf.grad = derive(gradient, place_of(gradient))
+
+
+class LostTensor(torch.Tensor):
+    """A tensor whose data could not be made again when its block ended, with an error."""
+
+    __torch_function__ = without_torch_function_ever
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Refuse."""
+        raise RematError(
+            f"{func} got a tensor whose data could not be made again when its budget's block ended",
+            remedy="The error with which the block ended says why.",
+        )
+
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        return f"LostTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def foreign_thread(reader: str) -> RematError:
+    """Return the error about a tensor that is used where its runtime is not.
+
+    It is no TypeError: Python would take one from ``x + 1`` for the absence of an operator.
+    """
+    return RematError(
+        f"{reader} got a tensor of a budget's block where the block's runtime is not active: in another thread, or "
+        "where dispatch modes are switched off",
+        remedy="Use tensors of a block in the thread that runs it, or hand them on after the block, when they are "
+        "plain.",
+    )
+
+
+def _data(tensor: EvictableTensor, reader: str, *, share: bool) -> torch.Tensor:
+    return tensor._read(reader, share=share)
+
+
+def make_tensor(like: torch.Tensor, handle: Handle) -> EvictableTensor:
+    """Return a tensor without data that looks like another one, by position, which takes a sixth less time."""
+    made: EvictableTensor = make_wrapper_subclass(
+        EvictableTensor, like.shape, like.stride(), like.storage_offset(), None, like.dtype, torch.strided, like.device
+    )
+    if like.is_conj():
+        set_conj(made, True)
+    if like.is_neg():
+        set_neg(made, True)
+    made._handle = handle
+    return made
+
+
+def become_plain(tensor: EvictableTensor, data: torch.Tensor) -> None:
+    """Turn a tensor of a block into a plain one, the same object.
+
+    NOTE [How a tensor leaves]. An object's identity for autograd (node, version, views) is the C++ tensor, and torch
+    cannot make that of a wrapper subclass a plain one. Where nothing can tell the difference the object gets another
+    C++ tensor, behind a node that hands gradients on: where autograd holds no reference and its graph has no use for
+    the tensor as the input of an op. Everywhere else the C++ tensor stays and gets the data: a `LeftTensor`.
+
+    Args:
+        tensor: The tensor of the block.
+        data: A plain tensor with its data, which nobody else holds.
+    """
+    used = tensor._handle.used
+    del tensor._handle
+    parameter = bool(getattr(tensor, "_is_param", False))
+    if _is_replaceable(tensor, used):
+        set_version(data, tensor._version)
+        if tensor.grad_fn is not None:
+            with torch.enable_grad():
+                data = _Leave.apply(tensor, [data])
+        elif tensor.requires_grad:
+            grad = tensor.grad
+            data.requires_grad_()
+            data.grad = grad
+        swap_identity(tensor, data)
+        tensor.__class__ = Parameter if parameter else torch.Tensor  # type: ignore[assignment]
+    else:
+        with without_dispatch_modes():
+            tensor.data = data
+        tensor.__class__ = LeftTensor  # type: ignore[assignment]
+
+
+def _is_replaceable(tensor: torch.Tensor, used: bool) -> bool:
+    if use_count(tensor) != 1 or tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
+        return False
+    if tensor.grad_fn is None:
+        return True
+    return not tensor.retains_grad and ((not used and not tensor._is_view()) or _is_freed(tensor.grad_fn))
+
+
+def _is_freed(node: torch.autograd.graph.Node) -> bool:
+    """Whether a backward has freed what the graph above a node saved: then no other can come through."""
+    seen, todo = {node}, [node]
+    while todo:
+        node = todo.pop()
+        for name in dir(node):
+            if name.startswith("_saved_"):
+                try:
+                    saved = getattr(node, name)
+                except RuntimeError as error:
+                    return "second time" in str(error)
+                if isinstance(saved, torch.Tensor):
+                    return False
+        for above, _ in node.next_functions:
+            if above is not None and above not in seen:
+                seen.add(above)
+                todo.append(above)
+    return False
+
+
+class _Leave(torch.autograd.Function):
+    """Hands gradients on from a plain tensor to the one of the block that it replaces."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, data: list[torch.Tensor]) -> torch.Tensor:
+        return data[0]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient, None

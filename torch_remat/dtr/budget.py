@@ -1,0 +1,246 @@
+"""Budgets: run any training step in so many bytes.
+
+In: a limit, a heuristic. Kept: while the block runs, its runtime, one a thread. Out: the runtime, with what happened.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import threading
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from torch_remat._compat import below_autograd
+from torch_remat.dtr._costs import Cost, Costs
+from torch_remat.dtr._memory import Deallocation, Memory
+from torch_remat.dtr._pool import Search
+from torch_remat.dtr._runtime import BlockRuntime, Mode
+from torch_remat.dtr.heuristics import Heuristic, resolve
+from torch_remat.errors import UsageError
+
+_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_TEXT = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)\s*")
+_active = threading.local()
+
+
+def parse_bytes(limit: str | int | float, device: torch.device | str | None = None) -> int:
+    """Return a limit in bytes.
+
+    Args:
+        limit: Bytes; a text with one of the units B, KiB, MiB, GiB; or a float below 1, a share of a device's memory.
+        device: The device of which a share is meant; the accelerator, else the machine's memory.
+
+    Raises:
+        UsageError: It is zero, negative or nonsense.
+
+    Example:
+        >>> parse_bytes("1.5 KiB")
+        1536
+    """
+    size: float = math.nan
+    if isinstance(limit, str):
+        match = _TEXT.fullmatch(limit)
+        if match is not None and match[2].upper() in _UNITS:
+            size = float(match[1]) * _UNITS[match[2].upper()]
+    elif isinstance(limit, float):
+        size = limit * _device_bytes(device) if 0 < limit < 1 else limit
+    elif isinstance(limit, int) and not isinstance(limit, bool):
+        size = limit
+    if not math.isfinite(size) or size < 1:
+        raise UsageError(
+            f"{limit!r} is no budget",
+            remedy='A budget is a number of bytes of at least 1, a text such as "600 MiB" (B, KiB, MiB, GiB), or a '
+            "float between 0 and 1: a share of the device's memory.",
+        )
+    return int(size)
+
+
+def _device_bytes(device: torch.device | str | None) -> int:
+    found = torch.accelerator.current_accelerator() if device is None else torch.device(device)
+    if found is not None and found.type != "cpu":
+        module: Any = getattr(torch, found.type)
+        return int(module.get_device_properties(found).total_memory)
+    import os
+
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+class Runtime:
+    """A block's runtime: what it has done so far, also after the block."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self._block = BlockRuntime(memory)
+        self._mode = Mode(self._block)
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """Bytes that may be alive; None without a budget."""
+        limit = self._memory.limit
+        return None if math.isinf(limit) else int(limit)
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of what the block made, now."""
+        self._block.forget()
+        self._memory.poll()
+        return self._memory.live
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes of what the block made that were alive at once."""
+        return self._memory.peak
+
+    @property
+    def evictions(self) -> int:
+        """How many storages were evicted to make room."""
+        return self._memory.evictions
+
+    @property
+    def rematerializations(self) -> int:
+        """How many ops ran again."""
+        return self._memory.rematerializations
+
+    @property
+    def base_compute(self) -> float:
+        """Cost of the program's own ops: seconds, or the unit of the cost function."""
+        return self._memory.clock - self._memory.time_again
+
+    @property
+    def total_compute(self) -> float:
+        """The same with the ops that ran again."""
+        return self._memory.clock
+
+    @property
+    def overhead(self) -> float:
+        """`total_compute` over `base_compute`; 1 where nothing ran."""
+        return self.total_compute / self.base_compute if self.base_compute else 1.0
+
+    def report(self) -> str:
+        """Say in a few lines what the block did."""
+        return format_report(self, self._memory)
+
+
+class budget:
+    """Run a block of code in a budget of bytes, by evicting tensors and computing them again.
+
+    Inside the block the results of ops are `EvictableTensor`s. What was there before is constant; gradients of plain
+    leaves are plain; when the block ends, everything that it made and that is still referenced is plain.
+
+    Args:
+        limit: Bytes, ``"600 MiB"``, or a float below 1: a share of the device's memory. It counts what the block
+            makes (activations, gradients), not what was there before, nor memory inside an op.
+        heuristic: What is evicted first: a name, or a subclass of `Heuristic` or an instance of one.
+        cost: What ops cost: ``"measured"`` seconds (medians by op and shapes), ``"flops"``, or a function of the op,
+            its args, its kwargs and its result (or of the first few of these).
+        deallocation: What happens to what the program can no longer reach: ``"eager"`` evicts it at once,
+            ``"ignore"`` leaves it to the heuristic, ``"banish"`` removes it for good once nothing evicted needs it.
+        search: How the victim is found: ``"index"``, ``"sample"`` or ``"scan"``; the heuristic's best by default.
+        seed: Of the sample.
+        device: The device of which a share is meant.
+
+    Raises:
+        UsageError: The limit is zero, negative or nonsense, or a block is active in this thread.
+        BudgetError: Inside the block: an op does not fit, with nothing left to evict.
+
+    Example:
+        >>> import torch
+        >>> import torch_remat as remat
+        >>> weight = torch.ones(64, 64, requires_grad=True)
+        >>> with remat.dtr.budget("200 KiB") as runtime:
+        ...     x = torch.ones(64, 64)
+        ...     for _ in range(20):
+        ...         x = torch.tanh(x @ weight)
+        ...     x.sum().backward()
+        >>> type(weight.grad) is torch.Tensor, runtime.peak_bytes <= 200 * 2**10, runtime.evictions > 0
+        (True, True, True)
+    """
+
+    def __init__(
+        self,
+        limit: str | int | float,
+        heuristic: str | type[Heuristic] | Heuristic = "dtr_eq",
+        *,
+        cost: Cost = "measured",
+        deallocation: Deallocation = "eager",
+        search: Search | None = None,
+        seed: int = 0,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self._memory = Memory(parse_bytes(limit, device), resolve(heuristic), Costs(cost), deallocation, search, seed)
+        self._runtime: Runtime | None = None
+
+    def __enter__(self) -> Runtime:
+        if self._runtime is not None:
+            raise UsageError("a budget is for one block", remedy="Call remat.dtr.budget(...) again.")
+        self._runtime = enter(self._memory)
+        return self._runtime
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._runtime is not None
+        leave(self._runtime, error)
+
+
+def active_runtime() -> Runtime | None:
+    """Return the runtime of the block that this thread is in, None outside."""
+    return getattr(_active, "runtime", None)
+
+
+def enter(memory: Memory) -> Runtime:
+    """Begin a block in this thread.
+
+    Raises:
+        UsageError: This thread is in one.
+    """
+    if active_runtime() is not None:
+        raise UsageError(
+            "a budget inside of a budget: this thread is in the block of one already",
+            remedy="One budget holds for all of a block; end it before the next begins.",
+        )
+    runtime = Runtime(memory)
+    runtime._mode.__enter__()
+    _active.runtime = runtime
+    return runtime
+
+
+def leave(runtime: Runtime, error: BaseException | None) -> None:
+    """End a block: everything of it becomes plain.
+
+    Raises:
+        BaseException: What went wrong on the way, if the block itself ended well.
+    """
+    _active.runtime = None
+    runtime._mode.__exit__(None, None, None)
+    with below_autograd():
+        failure = runtime._block.close()
+    if failure is not None and error is None:
+        raise failure
+
+
+def format_report(runtime: Runtime, memory: Memory) -> str:
+    """Return the text of `Runtime.report`."""
+    limit = runtime.budget_bytes
+    lines = [
+        f"budget {_bytes(limit) if limit is not None else 'none'}, peak {_bytes(memory.peak)}, "
+        f"live {_bytes(memory.live)}",
+        f"{memory.evictions:,} evictions, {memory.rematerializations:,} ops run again, "
+        f"compute x{runtime.overhead:.3f} ({type(memory.heuristic).__name__}, {memory.deallocation})",
+    ]
+    most = sorted(memory.again.items(), key=lambda item: -item[1][1])[:8]
+    if most:
+        width = max(len(name) for name, _ in most)
+        lines.append("run again:")
+        lines += [f"  {name:<{width}}  {count:>8,} times  cost {cost:.6g}" for name, (count, cost) in most]
+    return "\n".join(lines)
+
+
+def _bytes(size: int) -> str:
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= factor:
+            return f"{size / factor:.2f} {unit}"
+    return f"{size} B"

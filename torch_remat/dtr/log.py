@@ -1,0 +1,320 @@
+"""Event logs of training steps, in the format of the DTR prototype.
+
+One JSON object a line, its kind under ``INSTRUCTION``; numbers are strings. A log is what a program did with its
+tensors, without any rematerialization: which ops it ran on which tensors, at what cost, and when it let go of them.
+
+    CONSTANT NAME, then MEMORY                      an input or a weight
+    CALL NAME ARGS RESULT TIME, then for each       an op; MEMORY in bytes, ALIAS the index of the argument whose
+        result MEMORY and ALIAS                     storage the result shares, or -1; TIME in nanoseconds
+    MUTATE NAME ARGS MUTATE TIME                    an op that writes to the arguments at the indices MUTATE
+    COPY DST SRC, COPY_FROM DST SRC                 a new name for a tensor; a name that now means another tensor
+    RELEASE NAME                                    the program lets go of a name
+    ANNOTATE ANNOTATION                             START: forget all before it; others mean nothing here
+
+`Log` resolves the names once: ops read and make numbered *tensors*, tensors live in numbered *storages*, and the
+*steps* are what happens in order. A mutation is an op that makes new storages of the full size, after which the
+mutated names mean the new tensors.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch_remat.errors import LogError
+
+_NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?([eE][-+]?[0-9]+)?")
+START = "START"
+
+
+class Step(enum.Enum):
+    """What can happen in a log; the number beside it is a tensor's, or for `RUN` an op's."""
+
+    CONSTANT = enum.auto()
+    RUN = enum.auto()
+    HOLD = enum.auto()
+    """One name more means the tensor."""
+    DROP = enum.auto()
+    """One name less means the tensor. Results of ops and constants begin with one name."""
+
+
+@dataclass(frozen=True)
+class Op:
+    """One op of a log: its cost in nanoseconds, and the numbers of the tensors that it reads and makes."""
+
+    name: str
+    cost: float
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+class Log:
+    """A log with its names resolved.
+
+    Attributes:
+        lines: How many lines count: those from the last ``START`` on.
+        steps: What happens, in order.
+        ops: The ops that `Step.RUN` numbers.
+        storage_of: For each tensor the number of its storage.
+        view: For each tensor whether it is a view in a storage that another tensor made.
+        op_of: For each tensor the number of the op that makes it, -1 for a constant.
+        sizes_bytes: For each storage its size.
+        base_compute: Nanoseconds that the ops take, each once.
+        peak_bytes: The most bytes alive, constants included, where each storage is freed with its last name.
+
+    Example:
+        >>> constant = '{"INSTRUCTION": "CONSTANT", "NAME": "w"}'
+        >>> memory = '{"INSTRUCTION": "MEMORY", "NAME": "w", "MEMORY": "8"}'
+        >>> Log.parse([constant, memory]).peak_bytes
+        8
+    """
+
+    def __init__(self) -> None:
+        self.lines = 0
+        self.steps: list[tuple[Step, int]] = []
+        self.ops: list[Op] = []
+        self.storage_of: list[int] = []
+        self.view: list[bool] = []
+        self.op_of: list[int] = []
+        self.sizes_bytes: list[int] = []
+        self.base_compute: float = 0
+        self.peak_bytes = 0
+
+    @classmethod
+    def load(cls, path: str | Path) -> Log:
+        """Read a log from a file.
+
+        Raises:
+            LogError: A line of it is broken, or one is missing.
+        """
+        with Path(path).open("rb") as file:
+            return cls.parse(file)
+
+    @classmethod
+    def parse(cls, lines: Iterable[str | bytes]) -> Log:
+        """Read a log from its lines.
+
+        Raises:
+            LogError: A line is broken, or one is missing.
+        """
+        records = [_Record(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+        starts = [index for index, record in enumerate(records) if record.starts()]
+        records = records[starts[-1] :] if starts else records
+        log = cls()
+        log.lines = len(records)
+        _Reader(log, records).read()
+        log.base_compute = sum(op.cost for op in log.ops)
+        log.peak_bytes = _peak_bytes(log)
+        return log
+
+
+class _Record:
+    """One line: its number and its fields, each checked when it is read."""
+
+    def __init__(self, number: int, line: str | bytes) -> None:
+        self.number = number
+        try:
+            self.fields = json.loads(line)
+        except (ValueError, RecursionError):
+            raise self.broken("it is not JSON") from None
+        if not isinstance(self.fields, dict):
+            raise self.broken("it is no JSON object")
+
+    def broken(self, what: str) -> LogError:
+        return LogError(what, line=self.number)
+
+    def starts(self) -> bool:
+        return (self.fields.get("INSTRUCTION"), self.fields.get("ANNOTATION")) == ("ANNOTATE", START)
+
+    def text(self, field: str) -> str:
+        value = self._field(field)
+        if not isinstance(value, str):
+            raise self.broken(f"{field} is no text: {value!r}")
+        return value
+
+    def texts(self, field: str) -> list[str]:
+        value = self._list(field)
+        for item in value:
+            if not isinstance(item, str):
+                raise self.broken(f"{field} has an item that is no name: {item!r}")
+        return value
+
+    def whole(self, field: str, least: int = 0) -> int:
+        return self._whole(field, self._field(field), least)
+
+    def wholes(self, field: str) -> list[int]:
+        return [self._whole(field, item, 0) for item in self._list(field)]
+
+    def time(self, field: str) -> float:
+        value = self._number(field, self._field(field))
+        if value < 0:
+            raise self.broken(f"{field} is negative: {value}")
+        return value
+
+    def _field(self, field: str) -> Any:
+        if field not in self.fields:
+            raise self.broken(f"it has no field {field}")
+        return self.fields[field]
+
+    def _list(self, field: str) -> list[Any]:
+        value = self._field(field)
+        if not isinstance(value, list):
+            raise self.broken(f"{field} is no list: {value!r}")
+        return value
+
+    def _whole(self, field: str, value: Any, least: int) -> int:
+        number = self._number(field, value)
+        if not isinstance(number, int):
+            raise self.broken(f"{field} is no whole number: {value!r}")
+        if number < least:
+            raise self.broken(f"{field} is {'negative' if least == 0 else 'less than ' + str(least)}: {number}")
+        return number
+
+    def _number(self, field: str, value: Any) -> float:
+        """Return a number given as such or as text: an int where it is whole, a finite float else."""
+        if isinstance(value, str) and _NUMBER.fullmatch(value):
+            value = float(value) if set(value) & set(".eE") else int(value)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise self.broken(f"{field} is no number: {value!r}")
+        return int(value) if value == int(value) else value
+
+
+class _Reader:
+    """Reads records into a log: who is who at each point."""
+
+    def __init__(self, log: Log, records: Sequence[_Record]) -> None:
+        self._log = log
+        self._records = iter(records)
+        self._last = records[-1].number if records else 0
+        self._tensors: dict[str, int] = {}  # what each name means now
+
+    def read(self) -> None:
+        """Read all records."""
+        readers = {
+            "CONSTANT": self._constant,
+            "CALL": self._call,
+            "MUTATE": self._mutate,
+            "COPY": self._copy,
+            "COPY_FROM": self._copy_from,
+            "RELEASE": self._release,
+            "ANNOTATE": lambda record: record.text("ANNOTATION"),
+        }
+        for record in self._records:
+            kind = record.text("INSTRUCTION")
+            if kind in ("MEMORY", "ALIAS"):
+                raise record.broken(f"{kind} has no place here: it follows a CONSTANT or the results of a CALL")
+            if kind not in readers:
+                raise record.broken(f"there is no instruction {kind!r}")
+            readers[kind](record)
+
+    def _constant(self, record: _Record) -> None:
+        name = record.text("NAME")
+        tensor = self._add_tensor(-1, self._next("MEMORY", name).whole("MEMORY"))
+        self._log.steps.append((Step.CONSTANT, tensor))
+        self._bind(name, tensor)
+
+    def _call(self, record: _Record) -> None:
+        inputs = [self._tensor(record, name) for name in record.texts("ARGS")]
+        results = record.texts("RESULT")
+        if len(set(results)) < len(results):
+            raise record.broken(f"two results have one name: {results}")
+        name, cost, number, outputs = record.text("NAME"), record.time("TIME"), len(self._log.ops), []
+        for result in results:
+            size_bytes = self._next("MEMORY", result).whole("MEMORY")
+            alias_record = self._next("ALIAS", result)
+            alias = alias_record.whole("ALIAS", least=-1)
+            if alias >= len(inputs):
+                raise alias_record.broken(f"ALIAS is {alias}, and the op has {len(inputs)} arguments")
+            storage = None if alias < 0 else self._log.storage_of[inputs[alias]]
+            outputs.append(self._add_tensor(number, size_bytes, storage))
+        self._run(Op(name, cost, tuple(inputs), tuple(outputs)))
+        for result, tensor in zip(results, outputs, strict=True):
+            self._bind(result, tensor)
+
+    def _mutate(self, record: _Record) -> None:
+        names = record.texts("ARGS")
+        inputs = [self._tensor(record, name) for name in names]
+        name, cost, number, written = record.text("NAME"), record.time("TIME"), len(self._log.ops), {}
+        for index in record.wholes("MUTATE"):
+            if index >= len(names):
+                raise record.broken(f"MUTATE has {index}, and the op has {len(names)} arguments")
+            if names[index] not in written:
+                size_bytes = self._log.sizes_bytes[self._log.storage_of[inputs[index]]]
+                written[names[index]] = self._add_tensor(number, size_bytes)
+        self._run(Op(name, cost, tuple(inputs), tuple(written.values())))
+        for handle, tensor in written.items():
+            self._bind(handle, tensor)
+
+    def _copy(self, record: _Record) -> None:
+        self._hold(record.text("DST"), self._tensor(record, record.text("SRC")))
+
+    def _copy_from(self, record: _Record) -> None:
+        target = record.text("DST")
+        self._tensor(record, target)
+        self._hold(target, self._tensor(record, record.text("SRC")))
+
+    def _hold(self, name: str, tensor: int) -> None:
+        self._log.steps.append((Step.HOLD, tensor))
+        self._bind(name, tensor)
+
+    def _release(self, record: _Record) -> None:
+        tensor = self._tensors.pop(record.text("NAME"), None)
+        if tensor is not None:
+            self._log.steps.append((Step.DROP, tensor))
+
+    def _bind(self, name: str, tensor: int) -> None:
+        """Let a name mean a tensor that counts it already, and no longer what it meant."""
+        old = self._tensors.get(name)
+        self._tensors[name] = tensor
+        if old is not None:
+            self._log.steps.append((Step.DROP, old))
+
+    def _run(self, op: Op) -> None:
+        self._log.steps.append((Step.RUN, len(self._log.ops)))
+        self._log.ops.append(op)
+
+    def _add_tensor(self, op: int, size_bytes: int, storage: int | None = None) -> int:
+        log = self._log
+        log.op_of.append(op)
+        log.view.append(storage is not None)
+        if storage is None:
+            storage = len(log.sizes_bytes)
+            log.sizes_bytes.append(size_bytes)
+        log.storage_of.append(storage)
+        return len(log.op_of) - 1
+
+    def _tensor(self, record: _Record, name: str) -> int:
+        if name not in self._tensors:
+            raise record.broken(f"the name {name!r} is unknown, or was released")
+        return self._tensors[name]
+
+    def _next(self, kind: str, name: str) -> _Record:
+        """Return the next record, which must be of this kind and about this name."""
+        record = next(self._records, None)
+        if record is None:
+            raise LogError(f"the log ends where {kind} of {name!r} should follow", line=self._last)
+        if record.text("INSTRUCTION") != kind or record.text("NAME") != name:
+            raise record.broken(f"{kind} of {name!r} should stand here")
+        return record
+
+
+def _peak_bytes(log: Log) -> int:
+    alive = peak = 0
+    names = [0] * len(log.sizes_bytes)  # of each storage
+    for step, number in log.steps:
+        if step is Step.RUN or step is Step.CONSTANT:
+            for tensor in log.ops[number].outputs if step is Step.RUN else (number,):
+                names[log.storage_of[tensor]] += 1
+                alive += 0 if log.view[tensor] else log.sizes_bytes[log.storage_of[tensor]]
+            peak = max(peak, alive)
+            continue
+        storage = log.storage_of[number]
+        names[storage] += 1 if step is Step.HOLD else -1
+        alive -= 0 if names[storage] else log.sizes_bytes[storage]
+    return peak

@@ -1,0 +1,179 @@
+"""Tensors that keep a recipe and no data.
+
+In: a function and its arguments. Kept: those, the random state and the autocast of the call. Out: tensors that are
+computed when an op reads them, and forgotten after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import optree
+import torch
+
+from torch_remat._checkpoint import checkpoint
+from torch_remat._compat import make_wrapper_subclass, storage_key
+from torch_remat.dtr._arguments import generator_of
+from torch_remat.dtr._kinds import capture_ambient, kind_of
+from torch_remat.dtr._storage import place_of
+from torch_remat.dtr._tensor import EvictableTensor
+from torch_remat.dtr.budget import active_runtime
+from torch_remat.errors import MutationError, RematError
+
+
+class Recipe:
+    """How the results of one call are computed again."""
+
+    def __init__(self, function: Callable[..., Any], args: Sequence[Any]) -> None:
+        self.function = function
+        self.args = tuple(args)
+        tree: Any = self.args
+        self._versions = [
+            (leaf, storage_key(leaf), leaf._version)
+            for leaf in optree.tree_leaves(tree)
+            if isinstance(leaf, torch.Tensor) and not leaf.is_inference()
+        ]
+        self._ambient = capture_ambient()
+        devices = {leaf.device for leaf, _, _ in self._versions} | {torch.device("cpu")}
+        self._random = [(generator, generator.get_state()) for generator in map(generator_of, devices)]
+
+    def results(self) -> list[Any]:
+        """Run the function again; random state stands as it stood.
+
+        Raises:
+            MutationError: An argument was changed since the call.
+        """
+        name = getattr(self.function, "__name__", str(self.function))
+        for tensor, address, version in self._versions:
+            if tensor._version != version or storage_key(tensor) != address:
+                raise MutationError(
+                    f"an argument of shape {tuple(tensor.shape)} of the recomputable {name} was changed in place",
+                    op=name,
+                    remedy="Pass a copy of it, or read the recomputable tensor (.clone()) before the change.",
+                )
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            for context in self._ambient.contexts():
+                stack.enter_context(context)
+            for generator, state in self._random:
+                stack.callback(generator.set_state, generator.get_state())
+                generator.set_state(state)
+            result: Any = self.function(*self.args)
+        return optree.tree_leaves(result)
+
+
+class RecomputableTensor(EvictableTensor):
+    """A tensor that is computed by whatever op reads it; see `recomputable`."""
+
+    _recipe: Recipe
+    _index: int
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an op on the computed data, and forget them."""
+        if func is torch.ops.aten.detach.default:
+            return _make(args[0], args[0]._recipe, args[0]._index)
+        given: Any = (tuple(args), dict(kwargs or {}))
+        kind = kind_of(func)
+        for _, written in kind.written:
+            names = [argument.name for argument in func._schema.arguments]
+            if type(dict(zip(names, args, strict=False)).get(written, (kwargs or {}).get(written))) is cls:
+                raise RematError(
+                    f"{kind.name} would write to a recomputable tensor, which has no data to change",
+                    remedy="Write to a .clone() of it.",
+                )
+        computed: dict[Recipe, list[Any]] = {}
+
+        def value(leaf: Any) -> Any:
+            if type(leaf) is not cls:
+                return leaf
+            if leaf._recipe not in computed:
+                computed[leaf._recipe] = leaf._recipe.results()
+            return computed[leaf._recipe][leaf._index]
+
+        values: Any = optree.tree_map(value, given)
+        with torch.no_grad():
+            return func(*values[0], **values[1])
+
+    def _read(self, reader: str, *, share: bool) -> torch.Tensor:
+        data: torch.Tensor = self._recipe.results()[self._index]
+        return data.detach()
+
+
+def recomputable(function: Callable[..., Any], *args: Any) -> Any:
+    """Return what a function returns, as tensors that keep the recipe and no data.
+
+    The function runs once, to learn what the tensors look like; random state stands as after a call. An op that reads
+    one of the tensors computes it and, outside of a budget, forgets it again. Gradients flow as if the function had
+    been called.
+
+    Args:
+        function: Returns tensors, alone or in containers. It must depend on its arguments only.
+        args: Its arguments, which live as long as the results do. One that was changed in place since is an error
+            when a result is read.
+
+    Returns:
+        The same form, with `RecomputableTensor`s, or in the block of a budget with evicted `EvictableTensor`s.
+
+    Example:
+        >>> import torch
+        >>> import torch_remat as remat
+        >>> x = torch.ones(3, requires_grad=True)
+        >>> y = remat.dtr.recomputable(torch.exp, x)
+        >>> y.sum().backward()
+        >>> torch.equal(x.grad, torch.exp(x))
+        True
+    """
+    runtime = active_runtime()
+    if runtime is not None:
+        result = function(*args)
+        runtime._block.evict_all(leaf for leaf in optree.tree_leaves(result) if type(leaf) is EvictableTensor)
+        return result
+    recipe = Recipe(function, args)
+    forms: list[Any] = []
+
+    def tensors_of_call(*args: Any) -> list[torch.Tensor]:
+        flat, form = optree.tree_flatten(function(*args))
+        forms.append((flat, form))
+        return [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
+
+    called: Callable[..., list[torch.Tensor]] = tensors_of_call
+    if torch.is_grad_enabled():
+        called = checkpoint(region_name=getattr(function, "__name__", None))(tensors_of_call)
+    tensors = iter(called(*args))
+    flat, form = forms.pop()
+    emptied = []
+    for index, leaf in enumerate(flat):
+        if not isinstance(leaf, torch.Tensor):
+            emptied.append(leaf)
+            continue
+        tensor = next(tensors)
+        graph = tensor.requires_grad and torch.is_grad_enabled()
+        emptied.append(_Emptied.apply(tensor, recipe, index) if graph else _make(tensor, recipe, index))
+    return optree.tree_unflatten(form, emptied)
+
+
+def _make(like: torch.Tensor, recipe: Recipe, index: int) -> RecomputableTensor:
+    shape, stride, offset, dtype, *_ = place_of(like)
+    made: RecomputableTensor = make_wrapper_subclass(
+        RecomputableTensor, shape, stride, offset, None, dtype, torch.strided, like.device
+    )
+    made._recipe = recipe
+    made._index = index
+    return made
+
+
+class _Emptied(torch.autograd.Function):
+    """Stands between the function's graph and a tensor without its data."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, recipe: Recipe, index: int) -> torch.Tensor:
+        return _make(tensor, recipe, index)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient, None, None
