@@ -102,6 +102,10 @@ class Entry:
         """How many results it has."""
         return len(self.results) if type(self.results) is list else 1
 
+    def touches(self) -> Sequence[int]:
+        """Return the storages that it made or wrote."""
+        return (self.storage,) if self.kind == ONE else [*(key for _, key in self.made), *self.writes]
+
     def meta(self, place: int) -> Any:
         """Return what is known of one of its results."""
         return self.results[place] if type(self.results) is list else self.results

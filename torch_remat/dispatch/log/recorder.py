@@ -295,10 +295,12 @@ class Recorder:
                 self.note_returned_view(stretch, place, leaf, last)
         entries = self.entries[stretch.start :]
         # Of all that its ops made, only what is reached from outside is held on to.
-        needs = find_needs(entries, [(key, len(entries)) for key in self._known], self.results.can_keep)
+        touched = {key for entry in entries for key in entry.touches()}
+        needs = find_needs(entries, [(key, len(entries)) for key in touched & self._known], self.results.can_keep)
         self.results.drop(entries, needs.kept)
-        self.storages.forget_but(self._known)
-        self._note_left(watch, stretch)
+        self.storages.forget(touched - self._known)
+        if watch.written:
+            self._note_left(watch, stretch)
 
     def note_returned(self, leaf: torch.Tensor, first: int, last: int) -> bool:
         """Note a tensor that a native region returned; return whether an entry made it."""

@@ -82,10 +82,11 @@ class Storages:
         for aliases in self._aliases.values():
             aliases[:] = [alias.detach() for alias in aliases]
 
-    def forget_but(self, keys: set[int]) -> None:
-        """Forget the storages that were made by entries, but for those: ops that nobody watches may reuse memory."""
-        for key in [key for key in self.writers if key not in keys and key not in self._foreign]:
-            del self.writers[key]
+    def forget(self, keys: set[int]) -> None:
+        """Forget storages that entries made: ops that nobody watches may use their memory again."""
+        for key in keys:
+            if key not in self._foreign:
+                self.writers.pop(key, None)
 
     def is_foreign(self, key: int) -> bool:
         """Whether a storage comes from outside."""
