@@ -10,7 +10,7 @@ from helpers import assert_same, checkpointed, leaf
 from torch import nn
 from torch.nn import functional as F
 
-from torch_remat.dispatch.region.region import forward, live_regions, replay
+from torch_remat.dispatch.region import forward, live_regions, replay
 
 
 def in_place(x, w):
