@@ -10,7 +10,8 @@ from helpers import assert_same, checkpointed, leaf
 from torch import nn
 from torch.nn import functional as F
 
-from torch_remat.dispatch.region.region import forward, live_regions, replay
+from torch_remat.dispatch.region import forward, replay
+from torch_remat.dispatch.region.region import live_regions
 
 
 def in_place(x, w):
