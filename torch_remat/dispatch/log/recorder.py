@@ -296,11 +296,16 @@ class Recorder:
         entries = self.entries[stretch.start :]
         # Of all that its ops made, only what is reached from outside is held on to.
         touched = {key for entry in entries for key in entry.touches()}
+        if not touched <= self._known:
+            self._drop(entries, touched)
+        if watch.written:
+            self._note_left(watch, stretch)
+
+    def _drop(self, entries: Sequence[Entry], touched: set[int]) -> None:
+        """Let go of what a native region has made that nothing outside reaches."""
         needs = find_needs(entries, [(key, len(entries)) for key in touched & self._known], self.results.can_keep)
         self.results.drop(entries, needs.kept)
         self.storages.forget(touched - self._known)
-        if watch.written:
-            self._note_left(watch, stretch)
 
     def note_returned(self, leaf: torch.Tensor, first: int, last: int) -> bool:
         """Note a tensor that a native region returned; return whether an entry made it."""
@@ -354,7 +359,7 @@ class Recorder:
         if writer is None:
             if type(tensor) is not torch.Tensor:
                 self.roots += [(self.saved_count, key_of(part), len(self.entries)) for part in parts_of(tensor)]
-            return self.pack_of_call(tensor)
+            return self.pack_of_call(tensor) if self.watch is not None and self.watch.stretch is not None else None
         entry, place = writer
         if place not in entry.packed:
             entry.packed = FIRST if place == 0 and not entry.packed else entry.packed | {place}

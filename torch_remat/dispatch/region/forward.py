@@ -200,8 +200,11 @@ class Recording(RematMode):
 
         def pack(tensor: torch.Tensor) -> Holder | Anchor:
             nonlocal room
-            if self.ops is not None:
-                return self._pack_among_ops(tensor)
+            ops = self.ops
+            if ops is not None and (ops.packs or ops.expected is not None):
+                held: Holder | Anchor | None = ops.pack(tensor)
+                if held is not None:
+                    return held
             kind = type(tensor)
             if kind is Parameter:
                 saved(tensor)

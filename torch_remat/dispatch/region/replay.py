@@ -174,10 +174,8 @@ class Filling(RematMode):
         saved, last, layouts = self._saved, self._last, self.region.tape.layouts
 
         def pack(tensor: torch.Tensor) -> torch.Tensor | Packed:
-            if self.ops is not None:
-                return self._pack_among_ops(tensor)
-            position = self.position
-            if position >= self._limit:
+            position, ops = self.position, self.ops
+            if position >= self._limit or (ops is not None and ops.suppressed.pending):
                 return self.pack(tensor)
             entry = saved[position]
             if type(entry) is ref:
@@ -198,13 +196,18 @@ class Filling(RematMode):
                         and (layout is None) is (position not in layouts)
                     ):
                         self.position = position + 1
-                        holder.value = value = tensor.detach()
+                        holder.value = value = tensor.detach() if self.watcher is None else self._alias_of(tensor)
                         if position == last:
                             self._stop_at(position)
                         return value
-            elif entry is tensor and position != last:
+            elif position == last:
+                pass
+            elif entry is tensor:
                 self.position = position + 1
                 return tensor
+            elif type(entry) is ResidentRef and type(tensor) is Tensor:
+                self.position = position + 1
+                return entry.value_like(tensor)
             return self.pack(tensor)
 
         return pack
