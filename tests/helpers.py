@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -134,6 +135,11 @@ def collector_off() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def shown(value: object) -> str:
+    """Return a value as a test's name shows it: without addresses, so that all processes of a run name it alike."""
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
 
 
 def python_objects() -> tuple[int, int, int]:

@@ -16,6 +16,7 @@ from helpers import (
     leaf,
     parameter_gradients,
     plain,
+    shown,
 )
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -82,7 +83,7 @@ def test_gradient_taken_inside_a_region_without_create_graph_is_equal(early_stop
     assert_same_program(program, early_stop=early_stop)
 
 
-@pytest.mark.parametrize("check", ["bitwise", torch.sum], ids=str)
+@pytest.mark.parametrize("check", ["bitwise", torch.sum], ids=shown)
 def test_gradient_taken_inside_a_region_whose_values_are_compared_is_equal(check):
     """The replay in it comes before forward has the value of what it saved last."""
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch._dynamo
 from functorch.compile import min_cut_rematerialization_partition
-from helpers import Mlp, Stack, assert_same, checkpointed, leaf, parameter_gradients, plain
+from helpers import Mlp, Stack, assert_same, checkpointed, leaf, parameter_gradients, plain, shown
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -463,7 +463,7 @@ def matmuls_first(ctx, op, *args, **kwargs):
     return decisions.MUST_SAVE if op in MATMULS else decisions.PREFER_RECOMPUTE
 
 
-@pytest.mark.parametrize("policy", [MATMULS, READY, by_function, matmuls_first, [GELU]], ids=str)
+@pytest.mark.parametrize("policy", [MATMULS, READY, by_function, matmuls_first, [GELU]], ids=shown)
 def test_compiled_region_keeps_what_selective_checkpointing_of_torch_keeps(policy):
     model, x = mlp(), leaf(4, 8)
     for_torch = [GELU] if policy == [GELU] else MATMULS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from handle_ops import POLICIES, RECOMPUTE, SAVE, STYLES, Affine, Inner, Kernel, SinCos, Trace, call, policy_ids
-from helpers import LiveStorages, assert_same, assert_same_program, checkpointed, collector_off, leaf, plain
+from helpers import LiveStorages, assert_same, assert_same_program, checkpointed, collector_off, leaf, plain, shown
 from torch import nn
 
 import torch_remat as remat
@@ -350,7 +350,7 @@ OTHER = {
 
 
 @pytest.mark.parametrize("where", ["caller", "body"])
-@pytest.mark.parametrize("check", ["default", "bitwise", "none", torch.sum], ids=str)
+@pytest.mark.parametrize("check", ["default", "bitwise", "none", torch.sum], ids=shown)
 @pytest.mark.parametrize("style", ["auto", "op"])
 @pytest.mark.parametrize("name", OTHER)
 def test_saved_input_that_differs_in_replay_is_an_error_of_the_op_that_saved_it(name, style, check, where):
@@ -407,7 +407,7 @@ def test_number_of_outputs_that_differs_in_replay_is_an_error_of_the_op_that_sav
 
 
 @pytest.mark.parametrize("producer", ["native", "op"])
-@pytest.mark.parametrize("check", ["bitwise", torch.sum], ids=str)
+@pytest.mark.parametrize("check", ["bitwise", torch.sum], ids=shown)
 @pytest.mark.parametrize("style", ["auto", "op"])
 def test_values_of_a_saved_tensor_that_is_not_kept_are_compared_if_asked_for(style, check, producer):
     factor = 2.0

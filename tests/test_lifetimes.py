@@ -16,6 +16,7 @@ from helpers import (
     collector_off,
     leaf,
     plain,
+    shown,
     watch,
 )
 from torch import nn
@@ -78,7 +79,7 @@ def test_after_forward_inner_tensors_are_dead_and_inputs_alive():
     parts.assert_all_dead()
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=shown)
 def test_dropping_the_output_without_backward_frees_saved_tensors_inputs_and_region(options):
     parts = Parts(**options)
     assert parts.function() is not None
@@ -86,7 +87,7 @@ def test_dropping_the_output_without_backward_frees_saved_tensors_inputs_and_reg
     parts.assert_all_dead()
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=shown)
 def test_backward_frees_saved_tensors_and_inputs_while_the_output_is_held(options):
     parts = Parts(**options)
     parts.output.sum().backward()
@@ -266,7 +267,7 @@ def test_unneeded_values_of_replay_die_at_once():
     assert len(made) == 2
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=shown)
 @pytest.mark.parametrize("phase", ["forward", "replay"])
 def test_exception_frees_everything(phase, options):
     live = LiveStorages()

@@ -67,6 +67,8 @@ class TrainedStatistics(DispatchMode):
         values: What takes the values of the forward.
     """
 
+    lets_compiled_code_run = True
+
     def __init__(self, values: Values) -> None:
         super().__init__()
         self._values = values
