@@ -22,7 +22,7 @@ help:  ## show this text
 setup: $(INSTALLED)  ## make .venv and install what all other commands need
 
 test: lint  ## lint, then run the tests; PYTEST_ARGS='-k name' picks some
-	$(VENV_PYTHON) -m pytest $(PYTEST_ARGS)
+	$(VENV_PYTHON) -m pytest -n auto --dist loadfile $(PYTEST_ARGS)
 
 lint: $(INSTALLED)  ## ruff and mypy; changes nothing
 	$(VENV_PYTHON) -m ruff check .
