@@ -3,7 +3,7 @@
     RematError(RuntimeError)            everything that this library raises
     ├── UsageError(TypeError)           the API was called in a form that it does not have
     │   └── PolicyError(ValueError)     a policy for a region's ops is none, or an entry of it matched nothing
-    ├── OutputError(TypeError)          a region's function returned something else than tensors in builtin containers
+    ├── OutputError(TypeError)          not raised any more; kept for code that catches it
     ├── MismatchError                   replay did not do what forward did
     ├── MutationError                   a tensor that backward or replay needs was changed in place
     ├── ReleasedError                   backward asked for values that an earlier backward freed
@@ -76,7 +76,7 @@ class PolicyError(UsageError, ValueError):
 
 
 class OutputError(RematError, TypeError):
-    """A region's function returned something else than tensors in builtin tuples, lists and dicts."""
+    """A region's function returned what it may not. It may return anything now; the name is kept for code that catches it."""
 
 
 class MismatchError(RematError):
