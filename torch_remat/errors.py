@@ -76,7 +76,7 @@ class PolicyError(UsageError, ValueError):
 
 
 class OutputError(RematError, TypeError):
-    """A region's function returned what it may not. It may return anything now; the name is kept for code that catches it."""
+    """A region's function returned what it may not; it may return anything now, so that nothing raises this."""
 
 
 class MismatchError(RematError):

@@ -154,8 +154,8 @@ class CallRecorder(Recorder):
 
     # What autograd saves.
 
-    def pack(self, tensor: torch.Tensor) -> Holder | Anchor | None:
-        """Return the holder for a tensor that a SAVE call saves or made; None for one that replay will have."""
+    def pack_in_call(self, tensor: torch.Tensor) -> Holder | Anchor | None:
+        """Do what `pack` does where a call runs, or a SAVE op is expected to save."""
         if self.expected is not None:
             record, tensors, number = self.expected
             name, expected = tensors[-1]
@@ -168,7 +168,7 @@ class CallRecorder(Recorder):
             self.forget_expected()  # autograd did not record the op
         if self.calling is not None:
             return self.calling.pack(tensor)
-        return super().pack(tensor)
+        return self.pack(tensor)
 
     def pack_of_call(self, tensor: torch.Tensor) -> OpHolder | None:
         """Return the holder for the output of a SAVE op that is saved in a native region."""

@@ -14,6 +14,7 @@ import torch
 
 from torch_remat._compat import CompiledCode, kernel_of
 from torch_remat.dispatch.ambient import RngState
+from torch_remat.dispatch.log.departures import Departures
 from torch_remat.dispatch.log.earlier import Earlier
 from torch_remat.dispatch.log.entry import (
     FIRST,
@@ -55,15 +56,11 @@ class Owner(Protocol):
     entries: list[Entry]
     storages: Storages
     results: Results
+    departures: Departures
+    opened: Any
 
     def rng_now(self) -> RngState | None:
         """Return the present state of the region's generators; None where nobody cares."""
-
-    def send_waiting(self) -> None:
-        """Send away what waits for that its op is over."""
-
-    def is_waiting(self) -> bool:
-        """Whether something does."""
 
     def in_recomputed_op(self) -> bool:
         """Whether the body of a RECOMPUTE op runs: replay runs all of it."""
@@ -104,6 +101,7 @@ class OpRecorder:
         self.has_random = False
         self.compiled_code = CompiledCode()
         self._owner = owner
+        self._departures = owner.departures
         self._entries = owner.entries
         self._storages = owner.storages
         self._results = owner.results
@@ -123,7 +121,7 @@ class OpRecorder:
     def watch(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run an op, take the decision about it, and note what it did."""
         effects, noter, keeps, kernel = self._plans.get(id(op)) or self._plan(op)
-        if noter is None or self.skipped_op is not None or self._results.unread or self._owner.is_waiting():
+        if noter is None or self.skipped_op is not None or self._results.unread or self._departures.waiting:
             return self._watch_odd(op, args, kwargs, effects)
         # It computes new tensors or returns views, and does nothing else.
         path = self._paths[-1]
@@ -141,7 +139,7 @@ class OpRecorder:
             self._decide(entry, args, kwargs, result)
         elif keeps:
             entry.saved = FIRST if entry.kind == ONE else entry.all_places()
-        if self._owner.in_recomputed_op():
+        if self._owner.opened is not None and self._owner.in_recomputed_op():
             entry.always = True
         if entry.saved:
             entry.layout = dense_layout(args) if entry.kind != ODD else layout_of(args, kwargs)
@@ -189,8 +187,8 @@ class OpRecorder:
         except Exception as error:
             self._note_raised(entry, error)
             raise
-        if self._owner.is_waiting():
-            self._owner.send_waiting()
+        if self._departures.waiting:
+            self._departures.send()
         entry.before = before
         noter = self._plans[id(op)][1]
         if noter is None or not noter(entry, args, result):

@@ -112,6 +112,7 @@ class Recorder:
         )
         self.has_policy: bool = options.policy is not None
         self.watch: OpRecorder | None = None
+        self.opened: Any = None  # the body of an op with a handle that was begun last and has not ended
         self.skipped_any = False
         self.packs = False
         self._read: list[tuple[int, int]] = []  # storages that replay reads in any case, each after how many entries
@@ -135,14 +136,6 @@ class Recorder:
         """Return the present state of the region's generators; None where nobody cares."""
         rng: RngState | None = self.region.rng
         return None if rng is None else rng.present()
-
-    def send_waiting(self) -> None:
-        """Send away what waits for that its op is over."""
-        self.departures.send()
-
-    def is_waiting(self) -> bool:
-        """Whether something does."""
-        return bool(self.departures.waiting)
 
     def in_recomputed_op(self) -> bool:
         """Whether the body of a RECOMPUTE op runs: replay runs all of it."""
@@ -335,8 +328,16 @@ class Recorder:
         """Return the holder for a tensor that a saved entry made; None for one that replay makes again, or has."""
         if self.results.unread:
             self.results.read_versions()
-        key = key_of(tensor)
-        held = self._pack_made(tensor, key) if type(tensor) is not Parameter or self.storages.has_writes else None
+        held: Holder | Anchor | None = None
+        if type(tensor) is not Parameter or self.storages.has_writes:
+            key = key_of(tensor)
+            writer = self.storages.writers.get(key)
+            if writer is not None:
+                held = self._pack_made(tensor, key, *writer)
+            elif self.watch is not None and self.watch.stretch is not None:
+                held = self.pack_of_call(tensor)
+            elif type(tensor) is not torch.Tensor:
+                self.roots += [(self.saved_count, key_of(part), len(self.entries)) for part in parts_of(tensor)]
         if self.has_policy:
             return held
         tape = self.region.tape
@@ -354,13 +355,7 @@ class Recorder:
         tape.numbers[len(tape.saved) - (held is not None)] = number, stop, buffer
         return held
 
-    def _pack_made(self, tensor: torch.Tensor, key: int) -> OpHolder | None:
-        writer = self.storages.writers.get(key)
-        if writer is None:
-            if type(tensor) is not torch.Tensor:
-                self.roots += [(self.saved_count, key_of(part), len(self.entries)) for part in parts_of(tensor)]
-            return self.pack_of_call(tensor) if self.watch is not None and self.watch.stretch is not None else None
-        entry, place = writer
+    def _pack_made(self, tensor: torch.Tensor, key: int, entry: Entry, place: int) -> OpHolder | None:
         if place not in entry.packed:
             entry.packed = FIRST if place == 0 and not entry.packed else entry.packed | {place}
         if place not in entry.saved:

@@ -202,7 +202,8 @@ class Recording(RematMode):
             nonlocal room
             ops = self.ops
             if ops is not None and (ops.packs or ops.expected is not None):
-                held: Holder | Anchor | None = ops.pack(tensor)
+                held: Holder | Anchor | None
+                held = ops.pack_in_call(tensor) if ops.expected or ops.calling else ops.pack(tensor)
                 if held is not None:
                     return held
             kind = type(tensor)
@@ -257,7 +258,7 @@ class Recording(RematMode):
         if ops is not None:
             held: Holder | Anchor | None = None
             if ops.packs or ops.expected is not None:
-                held = ops.pack(tensor)
+                held = ops.pack_in_call(tensor)
             if held is not None:
                 return held
         return self.pack(tensor)
