@@ -200,6 +200,29 @@ def test_gradient_taken_inside_a_region_through_a_native_region_is_equal(name, e
     assert_same_program(program, early_stop=early_stop)
 
 
+INSIDE_A_NATIVE_REGION = {
+    "native region": lambda run, inner, h: (
+        run("inner", lambda: _grad_of((h.detach().requires_grad_() * h).sin(), h)) * h
+    ),
+    "native region before": lambda run, inner, h: run("inner", torch.exp, h) * _grad_of((h * h).sin(), h),
+    "region": lambda run, inner, h: inner(torch.exp)(h) * _grad_of((h * h).sin(), h),
+}
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("name", INSIDE_A_NATIVE_REGION)
+def test_gradient_taken_inside_a_native_region_that_has_named_parts_is_equal(name, early_stop):
+    def program(wrap):
+        x = leaf(3, 3)
+        run = remat.native_save_region if wrap is not plain else lambda name, function, *args: function(*args)
+        inner = remat.checkpoint() if wrap is not plain else plain
+        inside = INSIDE_A_NATIVE_REGION[name]
+        y = wrap(lambda x: (lambda h: run("outer", lambda: inside(run, inner, h)).sin())(x.cos()))(x)
+        return y, torch.autograd.grad(y.sum(), x)
+
+    assert_same_program(program, early_stop=early_stop)
+
+
 class ReadTwice(torch.autograd.Function):
     """Reads its saved tensors twice in backward, and checks that both reads agree."""
 

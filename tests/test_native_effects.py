@@ -271,6 +271,50 @@ def test_in_place_change_of_a_returned_tensor_by_the_caller_that_nobody_reads_is
     assert_same(torch.autograd.grad((x @ w).sum(), x)[0], x.grad)
 
 
+class Doubled(torch.autograd.Function):
+    """Twice a tensor, which it saves."""
+
+    @staticmethod
+    @remat.auto_forward("x")
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.saved_tensors[0] * 0 + grad * 2
+
+
+def view_changed(x, w):
+    h = keep("a", F.conv1d, x.reshape(1, 3, 3), w.reshape(3, 3, 1)).reshape(3, 3)
+    return h.sin_()
+
+
+def dead_result_changed(x, w):
+    h = keep("a", torch.mm, x, w)
+    h.copy_(x)
+    return x.exp().sin()
+
+
+def changed_before_a_saved_op(x, w):
+    h = keep("a", torch.mm, x, w)
+    h[0].mul_(2)
+    return remat.op(Doubled.apply, "double", policy=remat.CheckpointPolicy.SAVE)(h)
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("function", [view_changed, dead_result_changed, changed_before_a_saved_op])
+def test_returned_tensor_changed_in_place_is_made_again_where_no_graph_shows_a_reader(function, early_stop):
+    inputs = leaf(3, 3), leaf(3, 3)
+    expected = torch.autograd.grad(function(*inputs).sum(), inputs, allow_unused=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        outputs = region(early_stop=early_stop)(function)(*inputs)
+        actual = torch.autograd.grad(outputs.sum(), inputs, allow_unused=True)
+    assert [g is None for g in expected] == [g is None for g in actual]
+    assert_same([g for g in expected if g is not None], [g for g in actual if g is not None])
+
+
 def test_copy_into_a_region_local_buffer():
     def function(x, w):
         buffer = torch.zeros(3, 3)

@@ -460,7 +460,8 @@ class Recorder:
         for returned in self._returned:
             if returned.last >= stop:
                 continue
-            if returned.node is None:
+            writer = self.storages.writers.get(returned.key)
+            if returned.node is None or (writer is not None and self.results.is_written(*writer)):
                 roots.append((returned.key, returned.after))
             else:
                 outputs[returned.node, returned.output] = returned

@@ -137,6 +137,15 @@ class Results:
             return bool(held.written) and all(map(self._is_as(entry), held.written, held.written_versions))
         return place in held.tensors and self._is_as(entry)(held.tensors[place], held.versions.get(place, 0))
 
+    def is_written(self, entry: Entry, place: int) -> bool:
+        """Whether a result was changed in place since: a change that autograd counted."""
+        if (one := self._ones.get(entry)) is not None:
+            return version_of(one[0]) != one[1]
+        held = self._held.get(entry)
+        if held is None or place not in held.tensors:
+            return False
+        return version_of(held.tensors[place]) != held.versions.get(place, 0)
+
     def _is_as(self, entry: Entry) -> Callable[[torch.Tensor, int], bool]:
         def is_as(tensor: torch.Tensor, version: int) -> bool:
             return version_of(tensor) == version and not self._storages.is_changed(entry, tensor)
