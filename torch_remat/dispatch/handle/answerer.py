@@ -27,7 +27,7 @@ from torch_remat.dispatch.handle.whole_call import check_call, replayed
 from torch_remat.dispatch.holder import parameter_behind
 from torch_remat.dispatch.log.aftermath import Aftermath
 from torch_remat.dispatch.log.entry import VIEW, WRITTEN, Entry
-from torch_remat.dispatch.log.needs import find_needs
+from torch_remat.dispatch.log.needs import Needs, find_needs
 from torch_remat.dispatch.log.op_answerer import OpAnswerer, loaded_slots
 from torch_remat.dispatch.log.record import Record, Stretch, WholeCall
 from torch_remat.dispatch.log.suppressed import Suppressed
@@ -241,19 +241,23 @@ class Answerer:
         self._surprises += 1
         if self._surprises > 1:
             entries = self._entries
-        region = self.region
-        if any(entry.effects.random for entry in entries if not entry.run and entry.effects.namespace == "aten"):
+        needs = self._needs_with(entries)
+        if any(e.effects.random and e.effects.namespace == "aten" for e in needs.run if not e.run):
             # What is drawn depends on all that was drawn before.
-            if region.rng is None:
+            if self.region.rng is None:
                 return False
             entries = self._entries
-        for entry in entries:
-            entry.always = entry.kind != VIEW  # a view is there in any case
-        needs = find_needs(self._entries, region.tape.roots, _is_kept)
+            needs = self._needs_with(entries)
         for entry in needs.run:
             entry.run = True
             entry.before = None if len(entries) == len(self._entries) else entry.before
         return True
+
+    def _needs_with(self, entries: Sequence[Entry]) -> Needs:
+        """Return what replay must run if it runs these entries, too."""
+        for entry in entries:
+            entry.always = entry.kind != VIEW  # a view is there in any case
+        return find_needs(self._entries, self.region.tape.roots, _is_kept)
 
     def _warn(self, what: str, file: str, line: int) -> None:
         warnings.warn_explicit(
