@@ -57,6 +57,39 @@ def test_wrapper_subclass_as_input_is_equal():
     assert_same_program(program, replays=1)
 
 
+def test_gradient_inside_by_a_wrapper_subclass_that_the_region_makes_a_leaf_is_equal():
+    """Its memory is that of its parts, so that replay's leaf is compared with forward's by these."""
+
+    def program(wrap):
+        def penalty(x):
+            inner = x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(inner.sin().square().sum(), inner)
+            return x * slope
+
+        x = TwoTensor(torch.randn(3), torch.randn(3)).requires_grad_()
+        y = wrap(penalty)(x)
+        y.sum().backward()
+        return [y.a, y.b, x.grad.a, x.grad.b]
+
+    assert_same_program(program)
+
+
+@pytest.mark.parametrize("part", ["a", "b"])
+def test_leaf_of_a_wrapper_subclass_that_replay_makes_with_other_values_is_an_error(part):
+    count = iter(range(9))
+
+    def penalty(x):
+        inner = x.detach() * 1
+        getattr(inner, part).add_(next(count))
+        inner.requires_grad_()
+        (slope,) = torch.autograd.grad(inner.sin().square().sum(), inner)
+        return x * slope
+
+    x = TwoTensor(torch.randn(3), torch.randn(3)).requires_grad_()
+    with pytest.raises(remat.MismatchError):
+        remat.checkpoint()(penalty)(x).sum().backward()
+
+
 def test_region_inside_the_backward_of_a_custom_function_is_equal():
     def program(wrap):
         class Outer(torch.autograd.Function):

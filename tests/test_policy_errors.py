@@ -487,3 +487,37 @@ def test_many_regions_leave_nothing_behind():
     assert grown[0] == 0
     assert grown[1] <= 20
     assert grown[2] <= 500
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("policy", [lambda *_, **__: False, lambda _, op, *__, **___: op is aten.add.Tensor])
+def test_read_that_would_need_random_numbers_whose_state_was_not_kept_is_refused(policy, early_stop):
+    """What is made again may itself read what was drawn, and nothing else of the region drew in replay."""
+
+    def function(x):
+        noisy = x.detach() + torch.rand(3)
+        return (x.exp() * float(noisy.numpy().sum())).sin()
+
+    y = remat.checkpoint(policy=policy, early_stop=early_stop)(function)(leaf(3))
+    state = torch.get_rng_state()
+    with pytest.raises(remat.PlaceholderError):
+        y.sum().backward()
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_read_of_what_was_made_from_random_numbers_that_replay_draws_too_is_equal():
+    def program(wrap):
+        def function(x):
+            noise = torch.rand(3)
+            noisy = x.detach() + noise
+            return F.dropout((x.exp() * float(noisy.numpy().sum())).sin(), 0.5).cos()
+
+        torch.manual_seed(4)
+        x = leaf(3)
+        y = wrap(function)(x)
+        y.sum().backward()
+        return y, x.grad, torch.rand(2)
+
+    with pytest.warns(remat.RematWarning, match="starts over"):
+        actual = program(remat.checkpoint(policy=lambda *_, **__: False))
+    assert_same(program(lambda function: function), actual)

@@ -12,7 +12,7 @@ from weakref import ref
 import torch
 from torch.autograd.function import BackwardCFunction
 
-from torch_remat._compat import without_dispatch_modes
+from torch_remat._compat import is_traceable_wrapper, without_dispatch_modes
 from torch_remat.dispatch.check.mismatch import (
     another_parameter,
     other_layout,
@@ -87,7 +87,19 @@ def is_same_leaf(before: torch.Tensor, now: torch.Tensor) -> bool:
     if is_parameter(before) or before.grad_fn is not None or now.grad_fn is not None or not now.requires_grad:
         return False
     with without_dispatch_modes():
-        return before.shape == now.shape and before.dtype == now.dtype and torch.equal(before, now)
+        return _have_equal_values(before, now)
+
+
+def _have_equal_values(before: torch.Tensor, now: torch.Tensor) -> bool:
+    """Whether two tensors are equal; those of a subclass without memory of its own are if what they consist of is."""
+    if before.shape != now.shape or before.dtype != now.dtype:
+        return False
+    if is_traceable_wrapper(before) or is_traceable_wrapper(now):
+        if type(before) is not type(now):
+            return False
+        names = before.__tensor_flatten__()[0]  # type: ignore[attr-defined]
+        return all(_have_equal_values(getattr(before, name), getattr(now, name)) for name in names)
+    return torch.equal(before, now)
 
 
 def _is_by_another_op(holder: Holder, owner: torch.Tensor) -> bool:
