@@ -190,7 +190,11 @@ class Answerer:
         if any(entry.outside for entry in self._entries[stretch.start :]):
             what = "a gradient is taken inside of this native region after it changed a tensor from outside"
             self._replay.fail(UsageError(what, region=self.region_name, op=stretch.name, remedy=_TAKE_OUTSIDE))
-        return function(*args, **kwargs)
+        self._in_skipped = True  # what has a name in it belongs to it
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self._in_skipped = False
 
     def _end_stretch(self, stretch: Stretch, ops: OpAnswerer) -> None:
         if (error := ops.missing()) is not None:
