@@ -414,6 +414,11 @@ class Filling(RematMode):
         if not self._waiting and self.position > self._last:
             self.stop()
 
+    def stop_if_filled(self) -> None:
+        """End the replay if no holder is left to fill: by now an op has filled what it had saved before."""
+        if self.position > self._last and not self._waiting and not self.over:
+            self.stop()
+
     def stop(self) -> NoReturn:
         """End the replay; see NOTE [ How a replay ends ]."""
         self.over, self._limit = True, 0
