@@ -223,6 +223,22 @@ def test_gradient_taken_inside_a_native_region_that_has_named_parts_is_equal(nam
     assert_same_program(program, early_stop=early_stop)
 
 
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_gradient_taken_inside_a_native_region_does_not_run_what_comes_after_it(early_stop):
+    count = torch.zeros(())
+
+    def inside(h):
+        gradient = _grad_of((h * h).sin(), h)
+        count.add_(1)
+        return gradient * h
+
+    x = leaf(3, 3)
+    remat.checkpoint(early_stop=early_stop)(lambda x: remat.native_save_region("n", inside, x.cos()))(
+        x
+    ).sum().backward()
+    assert count == 1
+
+
 class ReadTwice(torch.autograd.Function):
     """Reads its saved tensors twice in backward, and checks that both reads agree."""
 

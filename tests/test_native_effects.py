@@ -315,6 +315,20 @@ def test_returned_tensor_changed_in_place_is_made_again_where_no_graph_shows_a_r
     assert_same([g for g in expected if g is not None], [g for g in actual if g is not None])
 
 
+@pytest.mark.parametrize("function", [torch.neg, lambda y: -y])
+def test_replay_that_fills_its_last_tensor_with_a_buffer_comes_to_no_native_region_after_it(function):
+    """The op may fill the buffer after it has saved it, so that the replay does not end there at once."""
+
+    def program(x):
+        y = x * torch.rand(3, 3)
+        return keep("a", function, y) + 1
+
+    x = leaf(3, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert replayed_ops(program, region(), [x]) == {"rand": 1, "mul": 1}
+
+
 def test_copy_into_a_region_local_buffer():
     def function(x, w):
         buffer = torch.zeros(3, 3)

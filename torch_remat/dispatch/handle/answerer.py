@@ -60,6 +60,9 @@ class Replay(Protocol):
     def stop(self) -> NoReturn:
         """End the replay."""
 
+    def stop_if_filled(self) -> None:
+        """End the replay if no holder is left to fill."""
+
     def fail(self, error: Any) -> NoReturn:
         """End the replay with an error."""
 
@@ -135,6 +138,7 @@ class Answerer:
         """Run a native region; see `RematMode.run_native`."""
         if self._in_skipped:
             return function(*args, **kwargs)
+        self._replay.stop_if_filled()  # forward does not expect it to come here
         record = self._next_record(name, policy)
         if type(record) is WholeCall:
             check_call(self._replay, record, function, args, kwargs)
@@ -190,7 +194,11 @@ class Answerer:
         if any(entry.outside for entry in self._entries[stretch.start :]):
             what = "a gradient is taken inside of this native region after it changed a tensor from outside"
             self._replay.fail(UsageError(what, region=self.region_name, op=stretch.name, remedy=_TAKE_OUTSIDE))
-        return function(*args, **kwargs)
+        self._in_skipped = True  # what has a name in it belongs to it
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self._in_skipped = False
 
     def _end_stretch(self, stretch: Stretch, ops: OpAnswerer) -> None:
         if (error := ops.missing()) is not None:

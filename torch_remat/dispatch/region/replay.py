@@ -80,7 +80,9 @@ class Filling(RematMode):
         self._saved = region.tape.saved
         self._limit = len(self._saved)  # 0 once the replay is over, so that the pack hook has one thing to look at
         # Where early stop may end the replay; without it, past the end.
-        self._last = region.tape.last_needed() if region.options.early_stop else self._limit
+        # A forward that is not over has not run what comes next, so that a replay in it may not either.
+        stops = region.options.early_stop or not region.finished
+        self._last = region.tape.last_needed() if stops else self._limit
         self.ops = Answerer(self) if region.tape.records or region.tape.calls else None
         if region.tail_is_tiny and self.ops is None and self._last == self._limit - 1:
             self._last = self._limit  # an exception would take longer
@@ -415,6 +417,11 @@ class Filling(RematMode):
                 self._values.add(holder, value)
         self._waiting -= 1
         if not self._waiting and self.position > self._last:
+            self.stop()
+
+    def stop_if_filled(self) -> None:
+        """End the replay if no holder is left to fill: by now an op has filled what it had saved before."""
+        if self.position > self._last and not self._waiting and not self.over:
             self.stop()
 
     def stop(self) -> NoReturn:
