@@ -386,3 +386,48 @@ def test_function_that_runs_other_code_in_replay_only_may_ask_is_recomputing():
     checkpointed(function)(leaf(3)).sum().backward()
     assert function.total == 2
     assert len(metrics) == 1
+
+
+@pytest.mark.parametrize("policy", [lambda *_, **__: False, lambda *_, **__: True, remat.policies.save_matmuls])
+@pytest.mark.parametrize("native", [False, True])
+def test_policy_region_changes_a_buffer_once_where_a_gradient_is_taken_inside(policy, native):
+    buffer = torch.zeros(3)
+
+    def count(x):
+        buffer.add_(x.detach())
+        return x * 2
+
+    def function(x):
+        x = x * 1.5
+        y = remat.native_save_region("count", count, x) if native else count(x)
+        inner = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad((inner.sin() * buffer).square().sum(), inner)
+        return x * slope * y
+
+    x = leaf(3)
+    expected = torch.autograd.grad(function(x).sum(), x)
+    buffer.zero_()
+    y = remat.checkpoint(policy=policy)(function)(x)
+    assert torch.equal(buffer, x.detach() * 1.5)
+    assert_same(torch.autograd.grad(y.sum(), x), expected)
+    assert torch.equal(buffer, x.detach() * 1.5)
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_native_region_in_which_a_gradient_is_taken_updates_running_statistics_once(early_stop):
+    def function(x, mean, variance):
+        def normalized():
+            y = remat.native_save_region("norm", nn.functional.batch_norm, x, mean, variance, training=True)
+            inner = y.detach().requires_grad_()
+            (slope,) = torch.autograd.grad((inner.sin() * x + x.exp() * inner * inner).sum(), inner)
+            return y * slope.detach()
+
+        return remat.native_save_region("block", normalized) * x
+
+    x, expected = leaf(4, 4), [torch.zeros(4), torch.ones(4)]
+    (plain_gradient,) = torch.autograd.grad(function(x, *expected).sum(), x)
+    found = [torch.zeros(4), torch.ones(4)]
+    y = remat.checkpoint(early_stop=early_stop)(function)(x, *found)
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    assert_same(found, expected)
+    assert torch.equal(gradient, plain_gradient)

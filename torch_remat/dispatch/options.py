@@ -11,7 +11,6 @@ import torch
 from torch_remat.offload.protocol import Offloader
 
 if TYPE_CHECKING:
-    from torch_remat.dispatch.log.op_recorder import Observer
     from torch_remat.policies.kinds import OpPolicy
 
 ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
@@ -29,7 +28,7 @@ class Options(NamedTuple):
     context_fn: ContextFn | None = None
     policy: OpPolicy | None = None
     allow_cache_entry_mutation: bool = False
-    observer: Observer | None = None
+    observer: Callable[..., None] | None = None  # an `Observer` of the log
     offloader: Offloader | None = None
     offload_inputs: bool = False
 

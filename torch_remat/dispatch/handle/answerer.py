@@ -30,6 +30,7 @@ from torch_remat.dispatch.log.entry import VIEW, WRITTEN, Entry
 from torch_remat.dispatch.log.needs import Needs, find_needs
 from torch_remat.dispatch.log.op_answerer import OpAnswerer, loaded_slots
 from torch_remat.dispatch.log.record import Record, Stretch, WholeCall
+from torch_remat.dispatch.log.schema import effects_of, without_statistics
 from torch_remat.dispatch.log.suppressed import Suppressed
 from torch_remat.dispatch.placeholder import TORCH_SAYS, Placeholder, Source, real, refuse
 from torch_remat.dispatch.region.inputs import leaves_of, with_leaves
@@ -110,7 +111,9 @@ class Answerer:
         self.suppressed = Suppressed()
         self.ops: OpAnswerer | None = None  # of the whole region, or of the native region that runs
         self._in_skipped = False  # whether the body of a native region runs
-        if self.region.options.policy is not None and self._entries and self.region.finished:
+        if self.region.options.policy is not None and self._entries:
+            if not self.region.finished:
+                _run_for_good(self._entries)
             self.ops = self._answerer(self._entries, "")
 
     def _answerer(self, entries: Sequence[Entry], group: str, left: Any = ()) -> OpAnswerer:
@@ -164,8 +167,7 @@ class Answerer:
         if not self.region.finished:  # a backward inside forward: what it goes through is made again for good
             if stretch.end < stretch.start:
                 return self._run_unfinished(stretch, function, args, kwargs)
-            for entry in self._entries[stretch.start : stretch.end]:
-                entry.always = entry.run = entry.kind != VIEW
+            _run_for_good(self._entries[stretch.start : stretch.end])
         left = [((one.place[0] - stretch.start, one.place[1]), one) for one in stretch.left]
         ops = self.ops = self._answerer(self._entries[stretch.start : stretch.end], stretch.name, left)
         self._in_skipped = True
@@ -196,7 +198,7 @@ class Answerer:
             self._replay.fail(UsageError(what, region=self.region_name, op=stretch.name, remedy=_TAKE_OUTSIDE))
         self._in_skipped = True  # what has a name in it belongs to it
         try:
-            return function(*args, **kwargs)
+            return self._replay.watched(_run_again, function, args, kwargs)
         finally:
             self._in_skipped = False
 
@@ -444,3 +446,13 @@ def _is_of_placeholders(error: BaseException) -> bool:
 
 def _is_kept(entry: Entry, place: int) -> bool:
     return bool(entry.written) if place == WRITTEN else place in entry.kept
+
+
+def _run_for_good(entries: Sequence[Entry]) -> None:
+    """Make the ops of a forward that is not over run in each replay: a backward inside of it goes through them."""
+    for entry in entries:
+        entry.always = entry.run = entry.kind != VIEW
+
+
+def _run_again(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return op(*without_statistics(effects_of(op), args), **kwargs)

@@ -32,7 +32,7 @@ from torch_remat.dispatch.log.matching import (
 )
 from torch_remat.dispatch.log.meta import dense_layout, has_placeholder, key_of, layout_of, stand_in, tensors_in
 from torch_remat.dispatch.log.record import Left, Record
-from torch_remat.dispatch.log.schema import WRITES_WITHOUT_SAYING, effects_of
+from torch_remat.dispatch.log.schema import effects_of, without_statistics
 from torch_remat.dispatch.log.slot import Slot, version_of
 from torch_remat.dispatch.log.suppressed import Suppressed
 from torch_remat.dispatch.placeholder import Placeholder, Source, constant, real
@@ -244,9 +244,7 @@ class OpAnswerer:
         self._check_versions(entry, args, kwargs, entry.earlier)
         if entry.earlier:
             args, kwargs = self._as_earlier(entry, args, kwargs)
-        if effects.name in WRITES_WITHOUT_SAYING:
-            args = [None if place in (3, 4) and args[5] else arg for place, arg in enumerate(args)]
-        result = entry.op(*args, **kwargs)
+        result = entry.op(*without_statistics(effects, args), **kwargs)
         if not entry.kept:
             return result
         if isinstance(result, torch.Tensor):

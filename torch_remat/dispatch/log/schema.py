@@ -131,6 +131,13 @@ def may_draw(name: str) -> bool:
 _OF_RANDOM = {"p", "train", "training", "dropout", "dropout_p", "generator"}
 
 
+def without_statistics(effects: Effects, args: Sequence[Any]) -> Sequence[Any]:
+    """Return the arguments of an op that runs again, so that running statistics count once."""
+    if effects.name not in WRITES_WITHOUT_SAYING or not args[5]:
+        return args
+    return [*args[:3], None, None, *args[5:]]
+
+
 def _viewed(schema: Any) -> Argument | None:
     aliases = {name for value in schema.returns if value.alias_info is not None for name in value.alias_info.before_set}
     for place, value in enumerate(schema.arguments):

@@ -202,9 +202,8 @@ class Recording(RematMode):
             nonlocal room
             ops = self.ops
             if ops is not None and (ops.packs or ops.expected is not None):
-                held: Holder | Anchor | None
-                held = ops.pack_in_call(tensor) if ops.expected or ops.calling else ops.pack(tensor)
-                if held is not None:
+                in_call = ops.expected or ops.calling
+                if (held := ops.pack_in_call(tensor) if in_call else ops.pack(tensor)) is not None:
                     return held
             kind = type(tensor)
             if kind is Parameter:
@@ -243,8 +242,7 @@ class Recording(RematMode):
             holder = Holder()
             holder.region = region
             holder.value = holder.origin = None
-            holder.metadata = metadata
-            holder.producer = producer
+            holder.metadata, holder.producer = metadata, producer
             holder.plain = True
             saved(ref(holder))
             count(owner)
