@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from pathlib import Path
 
@@ -29,6 +30,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_leftovers():
+    """Collect what earlier files left in cycles: an exception's frames hold regions, which reports would list."""
+    gc.collect()
 
 
 @pytest.fixture(scope="session", autouse=True)
