@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import copy
+import gc
 import json
 import threading
 
@@ -160,8 +160,8 @@ layers.0
     x    recomputed  256 B  the replay of mlp/up makes it for its backward
     w    not kept    256 B  a parameter: it exists anyway
     out  recomputed  256 B  the replay of mlp/up makes it again
-    if save: not possible: aten.tanh.default at test_explain.py:56 reads mlp/up.out
-    if offload: not possible: aten.tanh.default at test_explain.py:56 reads mlp/up.out
+    if save: not possible: aten.tanh.default at test_explain.py:57 reads mlp/up.out
+    if offload: not possible: aten.tanh.default at test_explain.py:57 reads mlp/up.out
   mlp/down: save, replay: skipped, 1.0 kFLOP in forward, 0 FLOP in replay
     x    elided    256 B  replay has it as input 0 of mlp/down
     w    not kept  256 B  a parameter: it exists anyway
