@@ -10,6 +10,8 @@ from helpers import (
 )
 from torch.nn import functional as F
 
+import torch_remat
+
 RRELUS = {
     "alone": lambda x: F.rrelu(x, training=True),
     "last": lambda x: F.rrelu(x.sin(), training=True),
@@ -34,6 +36,18 @@ def test_rrelu_that_saves_its_noise_before_it_fills_it_is_equal(name, early_stop
         return y, results, x.grad, torch.rand(2)
 
     assert_same_program(program, early_stop=early_stop)
+
+
+@pytest.mark.parametrize("down", [torch.mul, lambda x, y: x + y])
+def test_rrelu_whose_noise_is_filled_last_before_a_native_region_is_equal(down):
+    def program(wrap):
+        x = leaf(50)
+        keep = torch_remat.native_save_region
+        y = wrap(lambda x: x + keep("b", down, F.rrelu(keep("a", torch.sin, x), training=True), x.detach()))(x)
+        y.sum().backward()
+        return y, x.grad, torch.rand(2)
+
+    assert_same_program(program)
 
 
 def test_rrelu_in_nested_regions_is_equal():

@@ -332,6 +332,28 @@ def test_op_with_a_handle_in_between_does_not_keep_a_result_that_nothing_reads(i
     assert_same(expected, torch.autograd.grad(y.sum(), [x, *up.parameters()]))
 
 
+@pytest.mark.parametrize("is_read", [False, True])
+@pytest.mark.parametrize("down_is_python", [False, True])
+def test_statistics_that_are_filled_last_do_not_keep_the_result_of_a_later_native_region(down_is_python, is_read):
+    """Replay runs on once they are saved, as for noise that is yet to be drawn, but not into the next native region."""
+    norm, up, down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def block(x, keep=keep):
+        hidden = F.gelu(keep("up", F.linear, norm(keep("first", torch.sin, x)), up.weight, up.bias))
+        if down_is_python:
+            y = x + keep("down", lambda hidden: hidden[:, :8] * 2, hidden)
+        else:
+            y = x + keep("down", F.linear, hidden, down.weight, down.bias)
+        return y.sin() if is_read else y
+
+    x = leaf(4, 8)
+    leaves = [x, *norm.parameters(), *up.parameters()]
+    expected = torch.autograd.grad(block(x, keep=plain_call).sum(), leaves)
+    y = region()(block)(x)
+    assert (" down.out " in str(remat.memory_report(y))) == is_read
+    assert_same(expected, torch.autograd.grad(y.sum(), leaves))
+
+
 def plain_call(_name, function, *args):
     return function(*args)
 

@@ -6,7 +6,7 @@ holders are alive and empty, and how far a replay must go.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 from weakref import ref
 
@@ -74,18 +74,24 @@ class Tape:
         self.numbers: dict[int, tuple[int, int, bool]] = {}
         self._elided_numbers: list[tuple[ref[OpHolder], int]] = []
 
-    def stop(self, hooks: object, early_stop: bool) -> int:
-        """Return, at the end of forward, the number of the first autograd node to which no replay comes."""
+    def stop(self, hooks: object, early_stop: bool, begins: Iterable[int]) -> int:
+        """Return, at the end of forward, the number of the first autograd node to which no replay comes.
+
+        Args:
+            hooks: The saved-tensor hooks around the region, if there are any.
+            early_stop: Whether a replay ends before the function does.
+            begins: The numbers of the first nodes of native regions: none begins once all holders are filled.
+        """
         last = self._with_parameters(self.last_that_may_be_needed(hooks))
         elided = [number for holder, number in self._elided_numbers if hooks is not None or holder() is not None]
+        if not early_stop and (last >= 0 or elided):
+            return sequence_number()  # to the function's end
         number, stop, _ = self.numbers.get(last, (0, 0, False))
         if last >= 0 and any(
             buffer and saved == number and place <= last and self.may_need(place, hooks)
             for place, (saved, _, buffer) in self.numbers.items()
         ):
-            return sequence_number()  # to the function's end
-        if not early_stop and (last >= 0 or elided):
-            return sequence_number()
+            stop = min((begin for begin in begins if begin >= number), default=sequence_number())
         return max([stop, *elided])
 
     def note_elided(self, holder: ref[OpHolder]) -> None:

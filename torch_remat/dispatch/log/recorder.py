@@ -453,7 +453,7 @@ class Recorder:
         roots += self._read
         if self.has_policy:
             return roots
-        stop = region.tape.stop(region.hooks, region.options.early_stop)
+        stop = self._stop()
         # Also where the graph of what saved it is gone: replay runs it all the same.
         roots += [(key, after) for number, after, key in self._reads if number <= stop]
         outputs: dict[tuple[torch.autograd.graph.Node, int], Returned] = {}
@@ -473,6 +473,13 @@ class Recorder:
                 roots.append((returned.key, before.after))
         return roots
 
+    def _stop(self) -> int:
+        """Return the number of the first autograd node to which no replay comes."""
+        region = self.region
+        begins = [returned.first for returned in self._returned]
+        stop: int = region.tape.stop(region.hooks, region.options.early_stop, begins)
+        return stop
+
     def _read_by_compiled_code(self) -> list[tuple[int, int]]:
         """Let replay run all ops, since compiled code may read whatever there is; return what ops with handles made."""
         self.region.tape.ran_compiled = True
@@ -486,7 +493,7 @@ class Recorder:
 
     def is_read(self, boundary: Sequence[torch.autograd.graph.Node | None], tensor: torch.Tensor, last: int) -> bool:
         """Whether replay reads a tensor that was made before the node with the number ``last``."""
-        stop = self.region.tape.stop(self.region.hooks, self.region.options.early_stop)
+        stop = self._stop()
         node = tensor.grad_fn
         if last >= stop or node is None:
             return bool(last < stop)
