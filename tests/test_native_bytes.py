@@ -301,6 +301,35 @@ def test_caller_alone_holds_an_output_that_nothing_reads():
         del graph
 
 
+@pytest.mark.parametrize(
+    ("make", "policy"),
+    [
+        (lambda x: keep("a", torch.mm, x, x), None),
+        (lambda x: keep("a", lambda: x @ x), None),
+        (lambda x: x @ x, lambda _ctx, op, *args, **kwargs: op is torch.ops.aten.mm.default),
+    ],
+    ids=["call", "python", "policy"],
+)
+def test_placeholder_that_outlives_replay_keeps_nothing_of_the_region_alive(make, policy):
+    """As in a list of hidden states, to which replay appends once more."""
+    states, made = [], []
+
+    def block(x):
+        y = x.cos()
+        made.append(watch(y))
+        states.append(make(y).detach())
+        return y.sin()
+
+    with uncollected():
+        y = region(policy)(block)(leaf(3, 3))
+        y.sum().backward()
+        del y
+        assert [type(state).__name__ for state in states] == ["Tensor", "Placeholder"]
+        assert [alive(reference) for reference in made] == [0, 0]
+        with pytest.raises(remat.PlaceholderError, match=r"\.(out|mm_0_0)"):
+            states[1].sum().item()
+
+
 class Gelu(torch.autograd.Function):
     @staticmethod
     @remat.auto_forward("x")

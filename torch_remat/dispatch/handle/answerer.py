@@ -300,6 +300,7 @@ class Answerer:
         self._over = True
         self.ops = None
         self._answerers, self._records, self._entries, self._slots, self._loaded = [], [], (), {}, {}
+        del self._replay, self.region
 
     def note_loaded(self, tensor: torch.Tensor) -> None:
         """Note a tensor that was kept, so that it has no history in replay."""

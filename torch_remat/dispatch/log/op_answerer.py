@@ -199,6 +199,7 @@ class OpAnswerer:
     def forget(self) -> None:
         """Let go of what is kept: a placeholder may outlive the replay."""
         self._entries, self._loaded, self._left_over, self._left, self._written = (), {}, {}, {}, []
+        del self._replay, self._region
 
     def outside(self) -> Collection[int]:
         """Return what `key_of` gives for the tensors outside of the region that forward has changed."""
