@@ -268,6 +268,22 @@ def test_unneeded_values_of_replay_die_at_once():
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=shown)
+def test_a_tensor_that_user_code_takes_out_of_replay_holds_no_other_values(options):
+    taken, others = [], []
+
+    def block(x):
+        h = x.sin()
+        taken[:] = [h.exp()]
+        hh = h.cos().exp()
+        others.extend(watch(hh))
+        return hh.cos()
+
+    checkpointed(block, **options)(leaf(3) * 1).sum().backward()
+    assert len(others) == 2
+    assert alive(others) == 0
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=shown)
 @pytest.mark.parametrize("phase", ["forward", "replay"])
 def test_exception_frees_everything(phase, options):
     live = LiveStorages()

@@ -134,6 +134,8 @@ class Filling(RematMode):
                 self.ops.forget()
                 self.ops = None  # which knows this mode
             self._values = self.observed = self.stale = None  # the first knows this mode too
+            # A tensor of the replay that outlives it owns its graph, which knows this mode through its pack hook.
+            self._empty, self._late = [], []
             if last_refusal.get() is not None:
                 last_refusal.set(None)
 
