@@ -307,6 +307,20 @@ def test_exception_frees_everything(phase, options):
     assert live.bytes() == 0
 
 
+def test_exception_frees_an_argument_in_a_container_that_the_function_has_changed():
+    def block(tensors):
+        tensors[0].exp_()  # so that its history holds the region
+        raise ValueError("in forward")
+
+    live = LiveStorages()
+    with live:
+        tensors = [leaf(3) * 1]
+        with pytest.raises(ValueError, match="in forward"):
+            checkpointed(block)(tensors)
+        del tensors
+    assert live.bytes() == 0
+
+
 def test_mismatch_frees_everything():
     live = LiveStorages()
     with live:

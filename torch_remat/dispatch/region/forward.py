@@ -345,10 +345,9 @@ class Recording(RematMode):
             region.rng = None
         if region.parameters:
             region.versions = versions_of(region.parameters)
-        if region.inputs is not None:
-            region.leaves = used_leaves(boundary, region.first_number, region.inputs.originals)
-            region.leaf_versions = list(map(_version_of, region.leaves))
-            region.inputs.forget_originals()
+        assert region.inputs is not None
+        region.leaves = used_leaves(boundary, region.first_number, region.inputs.originals)
+        region.leaf_versions = list(map(_version_of, region.leaves))
         region.finished = True
 
     def _tail_is_tiny(self) -> bool:
@@ -371,6 +370,8 @@ class Recording(RematMode):
     def forget(self) -> None:
         """Let go of what only forward needs; the graph may hold on to this mode, through its pack hook."""
         self._counters.clear()
+        assert self.region.inputs is not None
+        self.region.inputs.forget_originals()
         if self.ops is not None:
             self.ops.forget()
             self.ops = None
