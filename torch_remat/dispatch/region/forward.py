@@ -140,8 +140,8 @@ class Recording(RematMode):
     NOTE [ Changes after the save ]
     Autograd refuses a saved tensor that was changed in place later. A replay that stops early may not come to the
     change, so forward looks for it: at its end the version counter of each saved tensor must stand where it stood. A
-    counter lives as long as a tensor that shares it. Small tensors are simply kept until then; of a
-    large one a detached alias without data is.
+    counter lives as long as a tensor that shares it. Until then small tensors are simply kept, larger ones up to a
+    budget, and subclasses; of another large one a detached alias without data is.
     """
 
     replaying = False

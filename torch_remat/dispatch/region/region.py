@@ -114,9 +114,8 @@ class Region:
         self.tape = Tape()
         self.values: Values | None = None  # of the determinism check, while forward takes them
         self.finished = self.filling = False
-        self.tail_is_tiny = (
-            False  # whether replay runs to the function's end, since what follows the last save is little
-        )
+        # Whether replay runs to the function's end, since what follows the last save is little.
+        self.tail_is_tiny = False
         self.first_number = sequence_number()  # of the autograd nodes that it makes
         self.last_number = -1  # of those that lead to its outputs
         self.replay_context: AbstractContextManager[Any] | None = None
