@@ -154,6 +154,16 @@ def test_dropping_nested_regions_frees_everything(depth):
         assert alive(references) == 0
 
 
+@pytest.mark.parametrize("options", OPTIONS, ids=shown)
+def test_backward_frees_a_parameter_without_gradient_while_the_output_is_held(options):
+    frozen = nn.Parameter(torch.randn(3, 3), requires_grad=False)
+    (weight,) = watch(frozen)
+    y = checkpointed(lambda x, w: (x @ w).sin(), **options)(leaf(3), frozen)
+    del frozen
+    y.sum().backward()
+    assert weight.expired()
+
+
 def test_part_of_the_outputs_dropped_frees_what_only_it_needs():
     def block(x):
         return x.sin().exp(), x.cos().tanh()

@@ -204,6 +204,7 @@ class Region:
         function = self.function
         self._past_name = function.__qualname__ if type(function) is FunctionType else self.name
         self.parameters = self.leaves = ()
+        self.tape.forget_parameters()
         if self.tape.records or self.tape.regions or self.tape.calls or self.tape.inner:
             self.tape.forget_slots()
         self.inputs = self.function = self.hooks = self.rng = self.replay_context = self.op_log = None
