@@ -303,6 +303,21 @@ def test_function_may_change_its_containers_in_both_phases():
     assert_same([x.grad, scale.grad], torch.autograd.grad((x * scale).sin().sum(), [x, scale]))
 
 
+def test_function_may_take_the_last_reference_to_an_argument_out_of_its_container():
+    def block(tensors):
+        y = tensors.pop() + 1
+        for _ in range(20):  # whose objects may get the address of the one that is gone
+            y = (y * 2).sin()
+        return y
+
+    def program(wrap):
+        w = leaf(3)
+        wrap(block)([w * 2]).sum().backward()
+        return [w.grad]
+
+    assert_same_program(program, replays=1)
+
+
 @pytest.mark.parametrize("around", [contextlib.nullcontext, torch.autograd.graph.save_on_cpu])
 @pytest.mark.parametrize(
     "view",

@@ -154,6 +154,16 @@ def test_dropping_nested_regions_frees_everything(depth):
         assert alive(references) == 0
 
 
+@pytest.mark.parametrize("options", OPTIONS, ids=shown)
+def test_backward_frees_a_parameter_without_gradient_while_the_output_is_held(options):
+    frozen = nn.Parameter(torch.randn(3, 3), requires_grad=False)
+    (weight,) = watch(frozen)
+    y = checkpointed(lambda x, w: (x @ w).sin(), **options)(leaf(3), frozen)
+    del frozen
+    y.sum().backward()
+    assert weight.expired()
+
+
 def test_part_of_the_outputs_dropped_frees_what_only_it_needs():
     def block(x):
         return x.sin().exp(), x.cos().tanh()
@@ -268,6 +278,22 @@ def test_unneeded_values_of_replay_die_at_once():
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=shown)
+def test_a_tensor_that_user_code_takes_out_of_replay_holds_no_other_values(options):
+    taken, others = [], []
+
+    def block(x):
+        h = x.sin()
+        taken[:] = [h.exp()]
+        hh = h.cos().exp()
+        others.extend(watch(hh))
+        return hh.cos()
+
+    checkpointed(block, **options)(leaf(3) * 1).sum().backward()
+    assert len(others) == 2
+    assert alive(others) == 0
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=shown)
 @pytest.mark.parametrize("phase", ["forward", "replay"])
 def test_exception_frees_everything(phase, options):
     live = LiveStorages()
@@ -288,6 +314,20 @@ def test_exception_frees_everything(phase, options):
             message = str(error)
         assert phase in message
         del x, y
+    assert live.bytes() == 0
+
+
+def test_exception_frees_an_argument_in_a_container_that_the_function_has_changed():
+    def block(tensors):
+        tensors[0].exp_()  # so that its history holds the region
+        raise ValueError("in forward")
+
+    live = LiveStorages()
+    with live:
+        tensors = [leaf(3) * 1]
+        with pytest.raises(ValueError, match="in forward"):
+            checkpointed(block)(tensors)
+        del tensors
     assert live.bytes() == 0
 
 

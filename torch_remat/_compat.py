@@ -342,11 +342,6 @@ is_traceable_wrapper: Callable[[object], bool] = torch.utils._python_dispatch.is
 without_dispatch_modes: Callable[[], AbstractContextManager[Any]] = torch._C._DisableTorchDispatch
 
 
-def empty_pinned_cache() -> None:
-    """Give pinned memory that no tensor uses back to the system; there is none where torch knows no CUDA."""
-    getattr(torch._C, "_host_emptyCache", int)()
-
-
 def set_version(tensor: torch.Tensor, version: int) -> None:
     """Set a tensor's version counter; torch's own context manager for this has no way to be left later."""
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))

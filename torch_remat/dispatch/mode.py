@@ -109,15 +109,6 @@ class RematMode(DispatchMode):
             return function(*args, **kwargs)
         return self.watched(self.opening, function, args, kwargs)
 
-    @contextmanager
-    def current(self) -> Iterator[None]:
-        """Make this the current mode, also where an inner region runs."""
-        token = _current.set(self)
-        try:
-            yield
-        finally:
-            _current.reset(token)
-
     @abstractmethod
     def ops_now(self) -> Any:
         """Return the ops of this phase; None where ops are plain autograd."""

@@ -176,8 +176,6 @@ class WatchedOp(RematHandle):
         name: The op's name.
         policy: Its policy.
         numbers: The sequence number of its first autograd node, and that after its last; equal if it has none.
-        inputs_given: Its inputs, as far as they are known.
-        inputs_known: Whether these are all its inputs.
         named: What it saves, by name.
         outputs_made: Its outputs, of a native region all leaves of the result; None if it was skipped or raised.
         as_tuple: Whether they have numbers as names, since it returned something else than one tensor.
@@ -190,8 +188,6 @@ class WatchedOp(RematHandle):
         self.policy = policy
         number = node_number(ctx) if isinstance(ctx, torch.autograd.graph.Node) else -1
         self.numbers = (number, number + 1) if number >= 0 else (0, 0)
-        self.inputs_given: tuple[Any, ...] = ()
-        self.inputs_known = False
         self.named: Mapping[str, torch.Tensor | None] = {}
         self.outputs_made: tuple[Any, ...] | None = None
         self.as_tuple = False
@@ -203,7 +199,6 @@ class WatchedOp(RematHandle):
 
     def load(self, args: tuple[Any, ...]) -> torch.Tensor | tuple[torch.Tensor, ...] | None:
         """Do as the op does; if it is skipped, that is its end."""
-        self.inputs_given, self.inputs_known = args, bool(args)
         return self._loaded(self.inner.load(args))
 
     def _loaded(
@@ -215,7 +210,6 @@ class WatchedOp(RematHandle):
 
     def save_or_load_inputs(self, *args: Any) -> Any:
         """Do as the op does."""
-        self.inputs_given = args
         return self.inner.save_or_load_inputs(*args)
 
     def save_for_backward(self, saved_tensors: Mapping[str, torch.Tensor | None]) -> None:
@@ -232,4 +226,4 @@ class WatchedOp(RematHandle):
 
     def _finish(self) -> None:
         self._watch.end(self)
-        self.inputs_given, self.named, self.outputs_made = (), {}, None
+        self.named, self.outputs_made = {}, None

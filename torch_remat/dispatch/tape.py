@@ -133,6 +133,10 @@ class Tape:
         for record in (*self.records.values(), *self.regions):
             record.forget_slots()
 
+    def forget_parameters(self) -> None:
+        """Drop the parameters, where nothing will be compared with them any more; their places stay."""
+        self.saved[:] = [entry if type(entry) is ref else None for entry in self.saved]
+
     def may_need(self, place: int, hooks: object) -> bool:
         """Whether, at the end of forward, a replay may have to fill the holder at a place.
 

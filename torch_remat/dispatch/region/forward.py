@@ -140,8 +140,8 @@ class Recording(RematMode):
     NOTE [ Changes after the save ]
     Autograd refuses a saved tensor that was changed in place later. A replay that stops early may not come to the
     change, so forward looks for it: at its end the version counter of each saved tensor must stand where it stood. A
-    counter lives as long as a tensor that shares it. Small tensors are simply kept until then; of a
-    large one a detached alias without data is.
+    counter lives as long as a tensor that shares it. Until then small tensors are simply kept, larger ones up to a
+    budget, and subclasses; of another large one a detached alias without data is.
     """
 
     replaying = False
@@ -345,10 +345,9 @@ class Recording(RematMode):
             region.rng = None
         if region.parameters:
             region.versions = versions_of(region.parameters)
-        if region.inputs is not None:
-            region.leaves = used_leaves(boundary, region.first_number, region.inputs.originals)
-            region.leaf_versions = list(map(_version_of, region.leaves))
-            region.inputs.forget_originals()
+        assert region.inputs is not None
+        region.leaves = used_leaves(boundary, region.first_number, region.inputs.originals)
+        region.leaf_versions = list(map(_version_of, region.leaves))
         region.finished = True
 
     def _tail_is_tiny(self) -> bool:
@@ -371,6 +370,8 @@ class Recording(RematMode):
     def forget(self) -> None:
         """Let go of what only forward needs; the graph may hold on to this mode, through its pack hook."""
         self._counters.clear()
+        assert self.region.inputs is not None
+        self.region.inputs.forget_originals()
         if self.ops is not None:
             self.ops.forget()
             self.ops = None

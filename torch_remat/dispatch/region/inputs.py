@@ -43,6 +43,7 @@ class RegionInputs:
     __slots__ = (
         "_attributes",
         "_away",
+        "_given",
         "_inside",
         "_leaves",
         "_owners",
@@ -63,10 +64,12 @@ class RegionInputs:
         self._owners: tuple[ref[torch.Tensor], ...] = ()  # the parameters that arguments are views of
         self.bases: set[int] = set()
         self._attributes: dict[int, dict[str, Any]] | None = None  # by leaf: what Python code set on it
-        # `_inside`, set only where there are such: the leaves that the region itself has changed, and may not have.
+        self._inside: Collection[int] = ()  # the leaves that the region itself has changed, and may not have
+        self._given: Sequence[Any] = ()  # while forward runs, which may take them out of containers: ids are used again
         self.originals: dict[int, int | None] = {}
         if kwargs or not all(map(_is_tensor, args)):
             self._leaves, self._spec = _flatten((tuple(args), dict(kwargs)))
+            self._given = self._leaves.copy()
         leaves, originals = self._leaves, self.originals
         for index, leaf in enumerate(leaves):
             if type(leaf) is Tensor and hooks is None and leaf._base is None and id(leaf) not in originals:
@@ -181,11 +184,12 @@ class RegionInputs:
                 if is_left_out(kept, times):
                     self._tensors[entry] = (index, requires_grad, kept._version)
                 else:
-                    self._inside = {*getattr(self, "_inside", ()), index}
+                    self._inside = {*self._inside, index}
 
     def forget_originals(self) -> None:
         """Forget what only forward asks for."""
         self.originals.clear()
+        self._given = ()
 
     def parameters(self) -> Iterator[Any]:
         """Yield the parameters among the arguments."""
@@ -259,7 +263,7 @@ class RegionInputs:
         return args, kwargs
 
     def _changed(self, region_name: str, index: int) -> MutationError:
-        if index in getattr(self, "_inside", ()):
+        if index in self._inside:
             return MutationError(
                 "the region itself changed this input in place, not only where replay leaves out what was done, so "
                 "replay cannot start from it",

@@ -114,9 +114,8 @@ class Region:
         self.tape = Tape()
         self.values: Values | None = None  # of the determinism check, while forward takes them
         self.finished = self.filling = False
-        self.tail_is_tiny = (
-            False  # whether replay runs to the function's end, since what follows the last save is little
-        )
+        # Whether replay runs to the function's end, since what follows the last save is little.
+        self.tail_is_tiny = False
         self.first_number = sequence_number()  # of the autograd nodes that it makes
         self.last_number = -1  # of those that lead to its outputs
         self.replay_context: AbstractContextManager[Any] | None = None
@@ -205,6 +204,7 @@ class Region:
         function = self.function
         self._past_name = function.__qualname__ if type(function) is FunctionType else self.name
         self.parameters = self.leaves = ()
+        self.tape.forget_parameters()
         if self.tape.records or self.tape.regions or self.tape.calls or self.tape.inner:
             self.tape.forget_slots()
         self.inputs = self.function = self.hooks = self.rng = self.replay_context = self.op_log = None

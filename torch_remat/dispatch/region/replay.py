@@ -67,7 +67,7 @@ class Filling(RematMode):
     _starts_over = False
     inner_next = 0  # the place of the next op of an inner region
     ops: Answerer | None
-    _refusal: Refusal | None
+    _refusal: Refusal | None = None  # the latest when `StopReplay` was raised
 
     def __init__(self, region: Region, empty: list[Holder]) -> None:
         self.region = region
@@ -134,6 +134,8 @@ class Filling(RematMode):
                 self.ops.forget()
                 self.ops = None  # which knows this mode
             self._values = self.observed = self.stale = None  # the first knows this mode too
+            # A tensor of the replay that outlives it owns its graph, which knows this mode through its pack hook.
+            self._empty, self._late = [], []
             if last_refusal.get() is not None:
                 last_refusal.set(None)
 
@@ -329,7 +331,7 @@ class Filling(RematMode):
                 if refusal is None or not self.ops.starts_over_for(refusal.error()):
                     raise
             except Exception as error:
-                if self.ops is None or self.stopped or not self.ops.starts_over_for(error):
+                if self.stopped or not self.ops.starts_over_for(error):
                     raise
             else:
                 swallowed = None if self._starts_over or self.stopped else last_refusal.get()
