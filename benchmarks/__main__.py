@@ -102,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--only", metavar="ROW", help=f"one row, with {ROUNDS_OF_ONE} rounds, in three minutes at most")
     parser.add_argument(
-        "--quick", action="store_true", help="all rows with bars on time, in two minutes; the ratios only"
+        "--quick", action="store_true", help="rows with bars on time, but not `watching`, in two minutes; ratios only"
     )
     parser.add_argument("--rounds", type=_positive, help=f"samples of each contender (default: {ROUNDS})")
     parser.add_argument("--compare", type=Path, metavar="PATH", help="another checkout, which takes part as `before`")

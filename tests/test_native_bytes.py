@@ -387,7 +387,7 @@ def plain_call(_name, function, *args):
     return function(*args)
 
 
-# The transformer block of the issue
+# The transformer block of the benchmarks
 
 
 @pytest.mark.parametrize(("what", "expected"), [("attention", 1_056_768), ("matmuls", 4_718_592)])
