@@ -68,11 +68,13 @@ class _Checked:
 
     Attributes:
         refusal: The latest exception of `offload`, which may raise what it likes.
+        returned: How many calls have returned.
     """
 
     def __init__(self, offloader: Offloader) -> None:
         self._offloader = offloader
         self.refusal: Exception | None = None
+        self.returned = 0
 
     def offload(self, tensor: torch.Tensor) -> Any:
         """Return a ticket, or None if the tensor was not taken."""
@@ -83,22 +85,22 @@ class _Checked:
             )
         except Exception as error:
             self.refusal = error
+        self.returned += 1
         kept = tensor.untyped_storage().nbytes() == size and torch.equal(_bits(tensor), _bits(before))
         _require(kept, "offload leaves the tensor as it is, also if it does not take it")
-        still_here = getattr(self._offloader, "still_here", None)
-        if ticket is not None and still_here is not None:
-            here = _raising_nothing("still_here", partial(still_here, ticket), "a tensor that was just offloaded")
+        if ticket is not None and hasattr(self._offloader, "still_here"):
+            here = self._call("still_here", ticket, "a tensor that was just offloaded")
             same = here is None or here.untyped_storage()._cdata == tensor.untyped_storage()._cdata
             _require(same, "still_here returns the tensor that offload was given, or None")
         return ticket
 
     def prefetch(self, ticket: Any, what: str) -> None:
         """Ask for a tensor ahead."""
-        _raising_nothing("prefetch", partial(self._offloader.prefetch, ticket), what)
+        self._call("prefetch", ticket, what)
 
     def onload(self, ticket: Any, expected: torch.Tensor, what: str) -> torch.Tensor:
         """Return what comes back, after a comparison."""
-        result = _raising_nothing("onload", partial(self._offloader.onload, ticket), what)
+        result = self._call("onload", ticket, what)
         _require(isinstance(result, torch.Tensor), f"onload returns a tensor ({what})")
         for field in ("shape", "dtype", "device"):
             got, wanted = getattr(result, field), getattr(expected, field)
@@ -111,14 +113,15 @@ class _Checked:
 
     def release(self, ticket: Any) -> None:
         """Release a ticket."""
-        _raising_nothing("release", partial(self._offloader.release, ticket), "on any thread")
+        self._call("release", ticket, "on any thread")
 
-
-def _raising_nothing(method: str, call: Callable[[], Any], what: str) -> Any:
-    try:
-        return call()
-    except Exception as error:
-        raise AssertionError(f"the offloader breaks the contract: {method} raises {error!r} ({what})") from error
+    def _call(self, method: str, ticket: Any, what: str) -> Any:
+        try:
+            return getattr(self._offloader, method)(ticket)
+        except Exception as error:
+            raise AssertionError(f"the offloader breaks the contract: {method} raises {error!r} ({what})") from error
+        finally:
+            self.returned += 1
 
 
 def _round_trip(offloader: _Checked, tensor: torch.Tensor) -> int:
@@ -238,8 +241,11 @@ def _release_inside_calls(offloader: _Checked, device: torch.device, length: int
 
     thread = threading.Thread(target=_caught, args=(work, errors), daemon=True)
     thread.start()
-    thread.join(_PATIENCE_SECONDS * 3)
-    _require(not thread.is_alive(), "release does not wait for a lock that the offloader's other methods hold")
+    while thread.is_alive():
+        before = offloader.returned  # all calls together may take long, where much else runs, but no single one does
+        thread.join(_PATIENCE_SECONDS * 3)
+        goes_on = offloader.returned > before or not thread.is_alive()
+        _require(goes_on, "release does not wait for a lock that the offloader's other methods hold")
     if errors:
         raise errors[0]
 
