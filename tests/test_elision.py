@@ -444,9 +444,6 @@ def test_write_that_no_version_counts_before_a_saved_op_saves_the_tensor_gives_e
     style, write, early_stop, policy
 ):
     """Replay makes the tensor at its producer, but has to go on to the op that saved it."""
-    if policy and write is replace_data:
-        pytest.skip("replay has no value for what nothing is seen to read")
-
     def program(wrap):
         x = leaf(4)
 

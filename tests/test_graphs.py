@@ -134,13 +134,13 @@ def test_early_stop_skips_what_comes_after_the_last_saved_tensor():
         assert ops.counts["mm"] == 4 + matmuls  # two for each matmul's backward, the rest is replay
 
 
-def test_replay_may_run_a_few_tiny_ops_after_the_last_saved_tensor_rather_than_stop():
+def test_replay_runs_a_few_tiny_ops_after_the_last_saved_tensor_rather_than_stop():
     function = Calls(lambda x, w: (x @ w).sin() @ w)
     y = checkpointed(function)(leaf(3, 3), leaf(3, 3))
     with CountOps() as ops:
         torch.autograd.backward(y, torch.ones_like(y))
     assert function.total == 2
-    assert ops.counts["mm"] in (5, 6)
+    assert ops.counts["mm"] == 6
 
 
 def test_without_early_stop_the_function_runs_to_its_end():

@@ -252,7 +252,8 @@ def test_nothing_inside_is_computed_again(name):
     torch.manual_seed(3)
     outputs = len(function(*inputs))
     replayed = replayed_ops(function, region(), inputs)
-    replayed.pop("_unsafe_view", None)  # a view of a kept result
+    if name == "attention_with_dropout":
+        assert replayed.pop("_unsafe_view") == 1  # a view of a kept result
     replayed.pop("_to_copy", None)  # autocast's cast of a leaf comes from outside: it is not kept, but made again
     assert replayed == {"mul": 1, "sin": outputs, "exp": outputs}
 

@@ -77,10 +77,7 @@ class Tape:
     def stop(self, hooks: object, early_stop: bool, begins: Iterable[int]) -> int:
         """Return, at the end of forward, the number of the first autograd node to which no replay comes.
 
-        Args:
-            hooks: The saved-tensor hooks around the region, if there are any.
-            early_stop: Whether a replay ends before the function does.
-            begins: The numbers of the first nodes of native regions: none begins once all holders are filled.
+        None begins a native region once all holders are filled: ``begins`` has the numbers of their first nodes.
         """
         last = self._with_parameters(self.last_that_may_be_needed(hooks))
         elided = [number for holder, number in self._elided_numbers if hooks is not None or holder() is not None]
