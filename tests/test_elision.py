@@ -444,6 +444,7 @@ def test_write_that_no_version_counts_before_a_saved_op_saves_the_tensor_gives_e
     style, write, early_stop, policy
 ):
     """Replay makes the tensor at its producer, but has to go on to the op that saved it."""
+
     def program(wrap):
         x = leaf(4)
 

@@ -75,16 +75,13 @@ class Tape:
         self._elided_numbers: list[tuple[ref[OpHolder], int]] = []
 
     def stop(self, hooks: object, early_stop: bool, begins: Iterable[int]) -> int:
-        """Return, at the end of forward, the number of the first autograd node to which no replay comes.
-
-        None begins a native region once all holders are filled: ``begins`` has the numbers of their first nodes.
-        """
+        """Return, at forward's end, the number of the first node to which no replay comes; ``begins``: of native regions."""
         last = self._with_parameters(self.last_that_may_be_needed(hooks))
         elided = [number for holder, number in self._elided_numbers if hooks is not None or holder() is not None]
         if not early_stop and (last >= 0 or elided):
             return sequence_number()  # to the function's end
         number, stop, _ = self.numbers.get(last, (0, 0, False))
-        if last >= 0 and any(
+        if last >= 0 and any(  # the op itself is run, and then no native region is begun
             buffer and saved == number and place <= last and self.may_need(place, hooks)
             for place, (saved, _, buffer) in self.numbers.items()
         ):
