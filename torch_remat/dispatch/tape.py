@@ -75,7 +75,7 @@ class Tape:
         self._elided_numbers: list[tuple[ref[OpHolder], int]] = []
 
     def stop(self, hooks: object, early_stop: bool, begins: Iterable[int]) -> int:
-        """Return, at forward's end, the number of the first node to which no replay comes; ``begins``: of native regions."""
+        """Return the number of the first node to which no replay comes; ``begins`` are those of native regions."""
         last = self._with_parameters(self.last_that_may_be_needed(hooks))
         elided = [number for holder, number in self._elided_numbers if hooks is not None or holder() is not None]
         if not early_stop and (last >= 0 or elided):
