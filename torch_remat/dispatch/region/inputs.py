@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from torch_remat._compat import PYTREE_NAMESPACE, SavedTensorHooks, adopt_pytree_node
-from torch_remat.dispatch.holder import OwnRegion, is_parameter
+from torch_remat._compat import PYTREE_NAMESPACE, SavedTensorHooks, adopt_pytree_node, without_dispatch_modes
+from torch_remat.dispatch.holder import OwnRegion, is_parameter, metadata_of
 from torch_remat.errors import MutationError
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ class RegionInputs:
         "_inside",
         "_leaves",
         "_owners",
+        "_restored",
         "_spec",
         "_tensors",
         "_unpack",
@@ -60,6 +61,7 @@ class RegionInputs:
         # (index of the leaf, requires_grad, version); None for requires_grad marks a parameter, passed on as it is.
         self._tensors: list[tuple[int, bool | None, int]] = []
         self._unpack: Callable[[Any], torch.Tensor] | None = None
+        self._restored: list[ref[torch.Tensor]] = []  # what the latest replay was given of what the hooks hold
         self._away: dict[int, Offloaded] | None = None  # by index of the leaf; set only if inputs are offloaded
         self._owners: tuple[ref[torch.Tensor], ...] = ()  # the parameters that arguments are views of
         self.bases: set[int] = set()
@@ -234,6 +236,7 @@ class RegionInputs:
             (kept,) = leaves
             if requires_grad is not None and (version < 0 or kept._version == version):
                 return (kept.detach().requires_grad_(requires_grad),), _NO_KWARGS
+        self._restored.clear()
         if self._away is not None:
             for index, away in self._away.items():
                 leaves[index] = away.load()
@@ -249,6 +252,8 @@ class RegionInputs:
             elif version >= 0 and kept._version != version:
                 raise self._changed(region.name, index)
             leaves[index] = kept.detach().requires_grad_(requires_grad)
+            if self._unpack is not None:
+                self._restored.append(ref(leaves[index]))
         if self._attributes is not None:
             for index, attributes in self._attributes.items():
                 leaves[index].__dict__.update(attributes)
@@ -261,6 +266,16 @@ class RegionInputs:
         arguments: Any = optree.tree_unflatten(self._spec, leaves)
         args, kwargs = arguments
         return args, kwargs
+
+    def has_values_of(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is an argument that came past the call, as in a closure: asked while replay runs."""
+        here = [kept for _, kept in self.kept()] if self._unpack is None else [given() for given in self._restored]
+        with without_dispatch_modes():
+            for kept in here:
+                if type(kept) is Tensor and metadata_of(kept)[1:] == metadata_of(tensor)[1:]:
+                    if kept.is_set_to(tensor) or (self.packed and torch.equal(kept, tensor)):
+                        return True
+        return False
 
     def _changed(self, region_name: str, index: int) -> MutationError:
         if index in self._inside:
