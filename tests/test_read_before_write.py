@@ -18,6 +18,7 @@ from native_programs import aten, keep, region
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.nn import functional as F
+from torch.testing._internal.two_tensor import TwoTensor
 
 import torch_remat as remat
 from torch_remat.dispatch.region.region import live_regions
@@ -322,3 +323,26 @@ def test_lists_and_views_of_other_dtypes_are_read_as_they_were():
     for policy in POLICIES.values():
         expected = stateful_program(function, _plainly, "closure", plain)
         assert_same(expected, stateful_program(function, _plainly, "closure", region(policy)))
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_write_to_a_wrapper_subclass_after_a_read_is_an_error_where_the_read_is_repeated(keeps):
+    """It has no storage that could be copied."""
+
+    def block(x):
+        y = x * 1.5
+        x.view(2, 8).view(4, 4).add_(y)
+        return (y * x).sin()
+
+    def gradient(function):
+        torch.manual_seed(0)
+        x = TwoTensor(torch.randn(4, 4), torch.randn(4, 4)).requires_grad_()
+        (grad,) = torch.autograd.grad(function(x * 1).sum(), x)
+        return grad
+
+    function = remat.checkpoint(region_name="r", policy=lambda *_, **__: keeps)(block)
+    if keeps:
+        assert_same(gradient(block), gradient(function))
+    else:
+        with pytest.raises(remat.MutationError, match=r"r::mul_0_0: aten\.mul\.Tensor runs again"):
+            gradient(function)

@@ -70,7 +70,7 @@ class Earlier:
         for tensor in outside:
             read = self._readers.pop(key_of(tensor), ())
             readers = [(entry, at) for entry, at, inner in read if inner is self._inner[-1] is not _WITHOUT_POLICY]
-            if readers and tensor.layout is torch.strided and not isinstance(tensor, Placeholder):
+            if readers and _has_memory(tensor):
                 # A region around this one sees the copy made, so that in its replay, too, it is of what was.
                 self._copies.append((_storage_of(tensor).clone(), readers))
 
@@ -132,6 +132,13 @@ def with_tensors(
         return tensors.get(count, value)
 
     return [replaced(arg) for arg in args], {name: replaced(value) for name, value in kwargs.items()}
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has a storage of its own to copy; wrapper subclasses have none."""
+    if isinstance(tensor, Placeholder) or tensor.layout is not torch.strided:
+        return False
+    return tensor.numel() == 0 or tensor.data_ptr() != 0
 
 
 def _storage_of(tensor: torch.Tensor) -> torch.Tensor:
