@@ -271,11 +271,12 @@ class RegionInputs:
         """Whether a tensor is an argument that came past the call, as in a closure: asked while replay runs."""
         here = [kept for _, kept in self.kept()] if self._unpack is None else [given() for given in self._restored]
         with without_dispatch_modes():
-            for kept in here:
-                if type(kept) is Tensor and metadata_of(kept)[1:] == metadata_of(tensor)[1:]:
-                    if kept.is_set_to(tensor) or (self.packed and torch.equal(kept, tensor)):
-                        return True
-        return False
+            return any(
+                type(kept) is Tensor
+                and metadata_of(kept)[1:] == metadata_of(tensor)[1:]
+                and (kept.is_set_to(tensor) or (self.packed and torch.equal(kept, tensor)))
+                for kept in here
+            )
 
     def _changed(self, region_name: str, index: int) -> MutationError:
         if index in self._inside:
