@@ -346,3 +346,24 @@ def test_write_to_a_wrapper_subclass_after_a_read_is_an_error_where_the_read_is_
     else:
         with pytest.raises(remat.MutationError, match=r"r::mul_0_0: aten\.mul\.Tensor runs again"):
             gradient(function)
+
+
+@pytest.mark.parametrize("keeps", ["", "mul", "sin", "repeat"])
+def test_gradient_taken_after_statistics_were_read_and_changed_reads_them_as_they_were(keeps):
+    """It replays a forward that is not over."""
+
+    def program(wrap):
+        norm = nn.InstanceNorm1d(4, affine=True, track_running_stats=True)
+
+        def block(x):
+            y = norm(x[None])[0]
+            s = y.detach().requires_grad_()
+            (grad,) = torch.autograd.grad(s.sin().square().sum(), s)
+            return y * grad
+
+        x = leaf(4, 4)
+        y = wrap(block)(x)
+        y.sum().backward()
+        return y, x.grad, norm.running_mean, norm.running_var, *parameter_gradients(norm)
+
+    assert_same_program(program, policy=lambda ctx, op, *_, **__: keeps == op._schema.name.removeprefix("aten::"))

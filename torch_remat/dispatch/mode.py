@@ -237,11 +237,11 @@ class RematMode(DispatchMode):
 
 
 @contextmanager
-def unseen_by_forward_of(region: Any) -> Iterator[None]:
-    """Show no op to the modes of a region that is still in forward, and of those in it: a replay inside is no part."""
+def unseen(region: Any = None) -> Iterator[None]:
+    """Show no op to the modes of a region and of those in it, by default of any: what runs inside is no part."""
     with ExitStack() as stack:
         for mode in active_modes():
-            if isinstance(mode, RematMode) and mode.is_in(region):
+            if isinstance(mode, RematMode) and (region is None or mode.is_in(region)):
                 stack.enter_context(mode.unwatched())
         yield
 

@@ -300,8 +300,7 @@ class Filling(RematMode):
     def _give(self, holder: Holder, tensor: torch.Tensor, value: torch.Tensor) -> None:
         holder.value = value
         if self._values is not None:
-            with self.unwatched():
-                self._values.add(holder, value)
+            self._values.add(holder, value)
         is_buffer = not tensor.requires_grad and value.is_floating_point()
         if is_buffer and (self.ops is None or self.ops.may_fill()):
             self._unfilled_number = sequence_number()
@@ -415,8 +414,7 @@ class Filling(RematMode):
             holder.metadata = (value._version, *holder.metadata[1:])
         holder.value = value
         if self._values is not None:
-            with self.unwatched():
-                self._values.add(holder, value)
+            self._values.add(holder, value)
         self._waiting -= 1
         if not self._waiting and self.position > self._last:
             self.stop()
