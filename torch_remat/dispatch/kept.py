@@ -45,7 +45,7 @@ Why = Literal[
     "backward",  # the backward of the entry `by` reads it, or of some op if that is empty
     "entry",  # the entry `by`, which replay runs, reads it
     "inner region",  # a region inside, which replay runs, reads it
-    "op",  # the aten op that made the result `by`, which replay runs, reads it; it is part of the entry `at`, or of none
+    "op",  # the aten op that made the result `by`, which replay runs, reads it; it is part of the entry `at`, if any
     "replay",  # nothing tells which op of replay reads it
     "output of",  # not kept: replay takes it from output `at` of the entry `by`, or from what that is a view of
     "input of",  # not kept: replay takes it from input `at` (a number from 0) of the entry `by`, likewise
