@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from torch_remat._compat import storage_key, without_dispatch_modes
+from torch_remat.dispatch.views import offset_in_bytes
 from torch_remat.offload.cpu import CpuOffloader
 from torch_remat.offload.prefetch import RegionTransfers
 from torch_remat.offload.protocol import Kind, Offloader, OffloadInfo, chosen
@@ -65,7 +66,7 @@ class Offloaded:
         with torch.no_grad(), without_dispatch_modes():
             flat, missing = self.transfer.take(self.info)
             self._sent.prefetcher.reached(self._sent, self._place, self.transfer, missing)
-            return self.placement.rebuilt_on(flat, self.transfer.span.start)
+            return self.placement.seen_in(flat, offset_in_bytes(flat) - self.transfer.span.start)
 
 
 class Sender:
