@@ -26,7 +26,7 @@ from torch_remat.dispatch.log.earlier import earlier_label
 from torch_remat.dispatch.log.entry import CALL, Entry
 from torch_remat.dispatch.log.record import Stretch, WholeCall
 from torch_remat.dispatch.mode import current_mode
-from torch_remat.dispatch.sender import Offloaded
+from torch_remat.dispatch.offloading import Offloaded
 from torch_remat.offload.transfer import may_travel
 from torch_remat.policies.decision import CheckpointPolicy
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -20,9 +20,6 @@ from torch_remat.dispatch.handle.op import RematHandle
 from torch_remat.dispatch.region.inputs import leaves_of
 from torch_remat.errors import qualified_name
 from torch_remat.policies.decision import CheckpointPolicy
-
-if TYPE_CHECKING:
-    from torch_remat.offload.transfer import Transfer
 
 # Of the whole process, since backward runs in threads of its own, which have no context variables of their callers.
 _observers: tuple[Observer, ...] = ()
@@ -54,10 +51,10 @@ class Observer:
         """An offloader has taken a tensor's memory, and may free it on a thread that no profiler sees (`Away.key`)."""
 
 
-def tell_offloaded(tensor: torch.Tensor, transfer: Transfer) -> None:
+def tell_offloaded(tensor: torch.Tensor, key: int) -> None:
     """Tell observers that an offloader has taken a tensor, now or under an earlier name."""
     for observer in _observers:
-        observer.offload_began(tensor, id(transfer.copy))
+        observer.offload_began(tensor, key)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from torch_remat.dispatch.check.values import Values
 from torch_remat.dispatch.generators import generators_of
 from torch_remat.dispatch.holder import Holder, read
 from torch_remat.dispatch.naming import default_name, scope, short_name
-from torch_remat.dispatch.offloading import offload_inputs
+from torch_remat.dispatch.offloading import Sender, offload_inputs
 from torch_remat.dispatch.options import Options
 from torch_remat.dispatch.part import own_hooks
 from torch_remat.dispatch.placeholder import unpack
@@ -34,7 +34,6 @@ from torch_remat.errors import ReleasedError
 
 if TYPE_CHECKING:
     from torch_remat.dispatch.kept import Kept
-    from torch_remat.dispatch.sender import Sender
 
 # Weak references to all regions by their addresses, for reports. Dead ones stay until the address is used again.
 _regions: dict[int, ref[Region]] = {}
