@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from torch_remat._compat import DispatchMode, sequence_number
-from torch_remat.dispatch.check.mismatch import other_value
+from torch_remat.dispatch.check.mismatch import SAME_OPS, described, differs_at
 from torch_remat.dispatch.holder import Holder, OwnRegion
 from torch_remat.errors import RematError, UsageError
 
@@ -162,4 +162,13 @@ def difference(region: OwnRegion, holder: Holder, value: Any) -> RematError | No
             tensor=holder.name,
             remedy="Return something of which == says True or False, such as a number, a tuple of numbers or a tensor.",
         )
-    return None if same else other_value(region, holder, value)
+    if same:
+        return None
+    shown = "" if isinstance(value, bytes) else f" ({before!r} in forward, {value!r} in replay)"
+    what = f"the saved {described(holder)} has other values in replay than in forward{shown}"
+    return differs_at(region, holder, f"{what}; this is the first difference", SAME_OPS + _NOT_DETERMINISTIC)
+
+
+_NOT_DETERMINISTIC = (
+    " Ops that are not deterministic on this device differ too (torch.use_deterministic_algorithms(True) reports them)."
+)

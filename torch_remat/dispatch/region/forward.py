@@ -343,11 +343,9 @@ class Recording(RematMode):
             self.ops.finish(boundary)
         if region.rng is not None and not region.rng.keep_drawn(region.tape.drawn_by_ops() if self.ops else ()):
             region.rng = None
-        if region.parameters:
-            region.versions = versions_of(region.parameters)
         assert region.inputs is not None
         region.leaves = used_leaves(boundary, region.first_number, region.inputs.originals)
-        region.leaf_versions = list(map(_version_of, region.leaves))
+        region.versions = versions_of([*region.parameters, *region.leaves])
         region.finished = True
 
     def _tail_is_tiny(self) -> bool:

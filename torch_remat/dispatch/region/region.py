@@ -72,7 +72,6 @@ class Region:
         "hooks",
         "inputs",
         "last_number",
-        "leaf_versions",
         "leaves",
         "offloading",
         "op_log",
@@ -105,9 +104,8 @@ class Region:
         self.hooks = own_hooks(self.name) if is_part and hooks is not None and hooks[1] in (read, unpack) else hooks
         generators = [*self.inputs.generators(), *generators_of(function)] if options.preserve_rng_state else None
         self.parameters = parameters_of(function, self.inputs.modules(), generators)
-        self.versions: Sequence[int] = ()  # of the parameters at the end of forward
-        self.leaves: Sequence[torch.Tensor] = ()  # of the graph that forward has made; versions as those of parameters
-        self.leaf_versions: Sequence[int] = []
+        self.leaves: Sequence[torch.Tensor] = ()  # of the graph that forward has made
+        self.versions: Sequence[int] = ()  # of both at the end of forward
         self.ambient = capture_ambient()
         self.rng = None if generators is None else RngState(generators)
         self.tape = Tape()
