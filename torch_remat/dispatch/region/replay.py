@@ -159,7 +159,7 @@ class Filling(RematMode):
         if region.replay_context is not None:
             contexts.append(region.replay_context)
         if region.op_log is not None:
-            log = region.op_log.begin_replay()
+            log = region.op_log.begin("replay")
             self.lets_compiled_code_run = True
             contexts.append(self.watch(log))
             if self.stale is not None:
