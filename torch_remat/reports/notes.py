@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from torch_remat._compat import TorchDispatchMode, node_number
-from torch_remat.dispatch.kept import What, decisions_of
+from torch_remat.dispatch.kept import decisions_of
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.observe import Observer, WatchedOp
 from torch_remat.dispatch.placeholder import is_placeholder
@@ -166,8 +166,8 @@ class Notes(Observer):
         # Left out: ops in the body of a skipped op, which are part of that.
         notes.ops = {name: notes.ops[name] for name in decisions_of(region) if name in notes.ops}
         for row in region.kept():
-            notes.unnamed += row.what is What.EMPTY and not row.op
-            if row.what is What.RESULT and row.op in notes.ops:
+            notes.unnamed += row.what == "empty" and not row.op
+            if row.what == "result" and row.op in notes.ops:
                 notes.ops[row.op].outputs = []  # its results are explained by their own names, those of aten ops
         ops = list(notes.ops.values())
         found = reasons(region, ops, self._readers(region, notes, boundary), self._sent)

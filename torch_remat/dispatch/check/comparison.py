@@ -14,16 +14,10 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 from torch_remat._compat import is_traceable_wrapper, without_dispatch_modes
-from torch_remat.dispatch.check.mismatch import (
-    another_parameter,
-    other_layout,
-    other_metadata,
-    other_producer,
-    outside_changed,
-)
+from torch_remat.dispatch.check.mismatch import SAME_OPS, another_parameter, described, differs_at, mismatched
 from torch_remat.dispatch.holder import CHANGED, Holder, Layout, OwnRegion, is_parameter, layout_of
 from torch_remat.dispatch.placeholder import Placeholder, refuse
-from torch_remat.errors import RematError
+from torch_remat.errors import MutationError, RematError
 
 
 def what_differs(
@@ -52,9 +46,12 @@ def what_differs(
         return another_parameter(region, holder.name, holder.op, None, tensor)
     if region.options.determinism_check in _COMPARING:
         if metadata != [tensor.shape, tensor.dtype, tensor.device]:
-            return other_metadata(region, holder, tensor)
+            what = f"forward saved {described(holder)} here, replay {described(tensor)}"
+            return differs_at(region, holder, what)
         if not loaded and _is_by_another_op(holder, owner):
-            return other_producer(region, holder, owner)
+            before, now = _op_behind(holder.producer), _op_behind(type(owner.grad_fn))
+            what = f"forward saved {described(holder)} made by {before} here, replay one made by {now}"
+            return differs_at(region, holder, what)
     if version != tensor._version:
         # Inputs that hooks around the region restored may count their versions anew, and so does what was kept for
         # replay where its changes are allowed.
@@ -62,7 +59,15 @@ def what_differs(
         if not (region.options.allow_cache_entry_mutation and made_inside) and (
             region.inputs is None or not region.inputs.packed
         ):
-            return outside_changed(region, holder)
+            return MutationError(
+                f"this {described(holder)}, which the region saves for backward, was changed in place between forward "
+                "and replay (or another number of times in replay)",
+                region=region.name,
+                op=holder.op,
+                tensor=holder.name,
+                remedy="Buffers and other tensors that the region reads must stay as they are until backward: change "
+                "a clone, or pass a clone to the region as an argument.",
+            )
         holder.metadata = (tensor._version, *holder.metadata[1:])
     return None
 
@@ -116,6 +121,10 @@ def _is_by_another_op(holder: Holder, owner: torch.Tensor) -> bool:
     return not (may_be_input and inputs.has_values_of(owner))
 
 
+def _op_behind(node: type) -> str:
+    return "no recorded op" if node is type(None) else node.__name__.removesuffix("0")
+
+
 def lies_otherwise(region: OwnRegion, position: int, tensor: torch.Tensor, owner: torch.Tensor) -> RematError | None:
     """Return the error about a view that lies otherwise in what it is a view of than in forward, if it does.
 
@@ -136,7 +145,12 @@ def lies_otherwise(region: OwnRegion, position: int, tensor: torch.Tensor, owner
         return None
     if (before[2:] != now[2:]) if before and now else region.inputs is None or not region.inputs.as_given:
         return None
-    return other_layout(region, f"saved tensor {position}", before[:2], (now or _AS_OWNER)[:2])
+    forward, replay = (
+        "a view with strides {} from element {} on".format(*layout) if layout else "all of a tensor as it is"
+        for layout in (before, now)
+    )
+    what = f"forward saved {forward} here, replay {replay}"
+    return mismatched(region, what, SAME_OPS, f"saved tensor {position}")
 
 
 _AS_OWNER: Any = ()

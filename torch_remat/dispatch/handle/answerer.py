@@ -20,7 +20,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
-from torch_remat.dispatch.check.mismatch import SAME_ORDER, mismatched, other_source
+from torch_remat.dispatch.check.mismatch import SAME_ORDER, another_op, mismatched, other_source
 from torch_remat.dispatch.handle.op import RematHandle
 from torch_remat.dispatch.handle.replay_op import ReplayOp
 from torch_remat.dispatch.handle.whole_call import check_call, replayed
@@ -36,7 +36,6 @@ from torch_remat.dispatch.placeholder import TORCH_SAYS, Placeholder, Source, re
 from torch_remat.dispatch.region.inputs import leaves_of, with_leaves
 from torch_remat.dispatch.views import Elided
 from torch_remat.errors import (
-    MismatchError,
     PlaceholderError,
     RematWarning,
     UsageError,
@@ -309,17 +308,9 @@ class Answerer:
         expected = self._records[place] if place < len(self._records) else None
         if expected is None and not self.region.finished:
             self._replay.stop()  # a backward inside forward, which has not come so far itself
-        if expected is None or expected.name != name:
-            self._replay.fail(self._another_op(name, expected))
-        if expected.policy is not policy:
-            self._replay.fail(
-                mismatched(
-                    self.region,
-                    f"this op has policy {policy.name} in replay and had {expected.policy.name} in forward",
-                    SAME_ORDER,
-                    op=name,
-                )
-            )
+        if expected is None or expected.name != name or expected.policy is not policy:
+            is_known = name in self.region.tape.records
+            self._replay.fail(another_op(self.region, name, policy, expected, is_known))
         self._next = place + 1
         known: Record = expected
         return known
@@ -424,16 +415,6 @@ class Answerer:
         """End the replay, since an op returned whose body has raised in forward."""
         what = "this op raised an exception in forward and returned in replay"
         self._replay.fail(mismatched(self.region, what, SAME_ORDER, op=record.name))
-
-    def _another_op(self, name: str, expected: Record | None) -> MismatchError:
-        if expected is None or name not in self.region.tape.records:
-            return mismatched(self.region, "replay runs this op, forward did not", SAME_ORDER, op=name)
-        return mismatched(
-            self.region,
-            f"replay runs this op where forward ran {expected.name!r}",
-            SAME_ORDER,
-            op=name,
-        )
 
 
 def _is_of_placeholders(error: BaseException) -> bool:

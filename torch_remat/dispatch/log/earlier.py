@@ -22,8 +22,8 @@ from torch_remat.dispatch.log.meta import key_of
 from torch_remat.dispatch.log.results import MakeSlot, Undecided
 from torch_remat.dispatch.log.slot import Slot
 from torch_remat.dispatch.log.storages import Storages
-from torch_remat.dispatch.placeholder import Geometry, Placeholder, geometry_of
-from torch_remat.dispatch.views import in_same_storage
+from torch_remat.dispatch.placeholder import Placeholder
+from torch_remat.offload.transfer import Placement, Span, flattened
 from torch_remat.policies.decision import CheckpointPolicy
 
 _WITHOUT_POLICY = object()  # an inner region without one
@@ -72,7 +72,8 @@ class Earlier:
             readers = [(entry, at) for entry, at, inner in read if inner is self._inner[-1] is not _WITHOUT_POLICY]
             if readers and _has_memory(tensor):
                 # A region around this one sees the copy made, so that in its replay, too, it is of what was.
-                self._copies.append((_storage_of(tensor).clone(), readers))
+                whole = Span(0, tensor.untyped_storage().nbytes())
+                self._copies.append((flattened(tensor, whole).clone(), readers))
 
     def _note_readers(self) -> None:
         marks = iter([*self._marks, (len(self._entries), None)])
@@ -113,7 +114,7 @@ def earlier_label(entry: Entry, at: int) -> str:
 def as_it_was(tensor: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
     """Return a tensor as it was when its storage was copied."""
     with without_dispatch_modes(), torch.no_grad():
-        return in_same_storage(copy, geometry_of(tensor), tensor.dtype, tensor.is_conj(), tensor.is_neg())
+        return Placement.of(tensor).seen_in(copy)
 
 
 def with_tensors(
@@ -139,9 +140,3 @@ def _has_memory(tensor: torch.Tensor) -> bool:
     if isinstance(tensor, Placeholder) or tensor.layout is not torch.strided:
         return False
     return tensor.numel() == 0 or tensor.data_ptr() != 0
-
-
-def _storage_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return all of a tensor's storage."""
-    count = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
-    return in_same_storage(tensor.detach(), Geometry(torch.Size((count,)), (1,), 0), tensor.dtype, False, False)

@@ -28,7 +28,7 @@ from torch_remat._compat import (
     without_dispatch_modes,
 )
 from torch_remat.dispatch.check.parameters import used_leaves, versions_of
-from torch_remat.dispatch.check.values import TrainedStatistics, Values, keep_value, value_function
+from torch_remat.dispatch.check.values import TrainedStatistics, Values, value_function
 from torch_remat.dispatch.handle.recorder import CallRecorder
 from torch_remat.dispatch.holder import (
     CAST,
@@ -160,7 +160,7 @@ class Recording(RematMode):
         self._counters: list[torch.Tensor] = []
         if region.options is not DEFAULTS:
             value_of = value_function(region.options.determinism_check)
-            self._values = region.values = None if value_of is None else Values(value_of, keep_value)
+            self._values = region.values = None if value_of is None else Values(value_of)
 
     def contexts(self) -> list[AbstractContextManager[Any]]:
         """Return the contexts that forward runs in, besides the hooks."""
@@ -171,7 +171,7 @@ class Recording(RematMode):
             contexts.append(forward_context)
         if region.op_log is not None:
             self.lets_compiled_code_run = True
-            contexts.append(self.watch(region.op_log.forward))
+            contexts.append(self.watch(region.op_log.begin("forward")))
         if self._values is not None:
             contexts.append(TrainedStatistics(self._values))
         if region.options.policy is not None:
@@ -346,11 +346,9 @@ class Recording(RematMode):
             self.ops.finish(boundary)
         if region.rng is not None and not region.rng.keep_drawn(region.tape.drawn_by_ops() if self.ops else ()):
             region.rng = None
-        if region.parameters:
-            region.versions = versions_of(region.parameters)
         assert region.inputs is not None
         region.leaves = used_leaves(boundary, region.first_number, region.inputs.originals)
-        region.leaf_versions = list(map(_version_of, region.leaves))
+        region.versions = versions_of([*region.parameters, *region.leaves])
         region.finished = True
 
     def _tail_is_tiny(self) -> bool:

@@ -10,7 +10,7 @@ enclosing ``save_on_cpu`` moves them, an enclosing region recomputes them.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import ref
 
 import optree
@@ -21,9 +21,6 @@ from torch.nn import Module
 from torch_remat._compat import PYTREE_NAMESPACE, SavedTensorHooks, adopt_pytree_node, without_dispatch_modes
 from torch_remat.dispatch.holder import OwnRegion, is_parameter, metadata_of
 from torch_remat.errors import MutationError
-
-if TYPE_CHECKING:
-    from torch_remat.dispatch.sender import Offloaded
 
 
 class RegionInputs:
@@ -62,7 +59,7 @@ class RegionInputs:
         self._tensors: list[tuple[int, bool | None, int]] = []
         self._unpack: Callable[[Any], torch.Tensor] | None = None
         self._restored: list[ref[torch.Tensor]] = []  # what the latest replay was given of what the hooks hold
-        self._away: dict[int, Offloaded] | None = None  # by index of the leaf; set only if inputs are offloaded
+        self._away: dict[int, Any] | None = None  # by index of the leaf; set only if inputs are offloaded
         self._owners: tuple[ref[torch.Tensor], ...] = ()  # the parameters that arguments are views of
         self.bases: set[int] = set()
         self._attributes: dict[int, dict[str, Any]] | None = None  # by leaf: what Python code set on it
@@ -158,7 +155,7 @@ class RegionInputs:
         self,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        send: Callable[[torch.Tensor, str], Offloaded | None],
+        send: Callable[[torch.Tensor, str], Any],
     ) -> None:
         """Let those tensors leave the device for which ``send(tensor, place)`` returns what stands in for them."""
         self._away = {}

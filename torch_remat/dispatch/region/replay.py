@@ -24,8 +24,8 @@ from torch_remat._compat import (
 )
 from torch_remat.dispatch.ambient import capture_ambient
 from torch_remat.dispatch.check.comparison import is_same_leaf, lies_otherwise, what_differs
-from torch_remat.dispatch.check.inner_ops import check_inner, missing_inner
-from torch_remat.dispatch.check.mismatch import another_parameter, fewer_saved, more_saved
+from torch_remat.dispatch.check.inner_ops import missing_inner
+from torch_remat.dispatch.check.mismatch import another_parameter, saved_otherwise
 from torch_remat.dispatch.check.parameters import check_parameters
 from torch_remat.dispatch.check.values import Values, difference, value_function
 from torch_remat.dispatch.handle.answerer import Answerer
@@ -159,7 +159,7 @@ class Filling(RematMode):
         if region.replay_context is not None:
             contexts.append(region.replay_context)
         if region.op_log is not None:
-            log = region.op_log.begin_replay()
+            log = region.op_log.begin("replay")
             self.lets_compiled_code_run = True
             contexts.append(self.watch(log))
             if self.stale is not None:
@@ -436,7 +436,7 @@ class Filling(RematMode):
     def fail(self, error: RematError) -> NoReturn:
         """Keep an error and end the replay with it."""
         if not self.stopped:  # an op of an inner region that is missing explains all else
-            self._error = (missing_inner(self) if type(error) is MismatchError else None) or error
+            self._error = (missing_inner(self, self.position - 1) if type(error) is MismatchError else None) or error
         self.stop()
 
     def explain(self, holder: Holder, tensor: torch.Tensor, owner: torch.Tensor, origin: torch.Tensor | None) -> None:
@@ -490,12 +490,13 @@ class Filling(RematMode):
         if self.over or region.finished:
             if self.ops is not None:
                 self.ops.check_passed(self._last) if self.over else self.ops.finish()
-            check_inner(self, self._last if self.over else len(self._saved))
+            if missing := missing_inner(self, self._last if self.over else len(self._saved)):
+                raise missing
         for holder in self._empty:
             if holder.value is None:
-                raise fewer_saved(region, holder, self.position)
+                raise saved_otherwise(region, self.position, holder)
         if region.finished and not region.options.early_stop and self.position != len(self._saved):
-            raise more_saved(region, self.position)
+            raise saved_otherwise(region, self.position)
 
 
 keep_from_compiler(Filling.pack_hook)
