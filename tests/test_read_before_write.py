@@ -348,7 +348,7 @@ def test_write_to_a_wrapper_subclass_after_a_read_is_an_error_where_the_read_is_
             gradient(function)
 
 
-@pytest.mark.parametrize("keeps", ["", "mul", "sin", "repeat"])
+@pytest.mark.parametrize("keeps", ["", "mul", "sin"])
 def test_gradient_taken_after_statistics_were_read_and_changed_reads_them_as_they_were(keeps):
     """It replays a forward that is not over."""
 

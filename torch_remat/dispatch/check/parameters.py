@@ -141,7 +141,7 @@ def check_parameters(region: Any, fail: Callable[[RematError], NoReturn]) -> lis
                     others[id(other)] = error
     used = [*before, *region.leaves]
     versions = versions_of(used)
-    if versions != region.versions:
+    if region.finished and versions != region.versions:
         for place, (one, old, new) in enumerate(zip(used, region.versions, versions, strict=True)):
             if one is not None and old != new and id(one) not in others:
                 others[id(one)] = MutationError(
