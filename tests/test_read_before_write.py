@@ -367,3 +367,41 @@ def test_gradient_taken_after_statistics_were_read_and_changed_reads_them_as_the
         return y, x.grad, norm.running_mean, norm.running_var, *parameter_gradients(norm)
 
     assert_same_program(program, policy=lambda ctx, op, *_, **__: keeps == op._schema.name.removeprefix("aten::"))
+
+
+def _doubled(x):
+    return x.mul_(2).sin()
+
+
+def _part_doubled(x):
+    x[1:].mul_(2)
+    return x.sin()
+
+
+def _doubled_past_autograd(x):
+    x.detach().mul_(2)
+    return x.sin()
+
+
+@pytest.mark.parametrize("is_read_after", [False, True])
+@pytest.mark.parametrize("way", ["native", "nothing", "everything", "sin"])
+@pytest.mark.parametrize("write", [_doubled, _part_doubled, _doubled_past_autograd])
+def test_argument_that_needs_a_gradient_may_be_changed_where_replay_leaves_that_out(write, way, is_read_after):
+    def block(x, write=write):
+        y = write(x)
+        return y * x if is_read_after else y.exp()
+
+    def policy(_ctx, op, *_, **__):
+        return way == "everything" or op._schema.name == f"aten::{way}"
+
+    def run(function):
+        x = torch.linspace(0.1, 1, 16).view(4, 4).requires_grad_()
+        h = x * 1
+        y = function(h)
+        return y, h, *torch.autograd.grad(y.sum(), x)
+
+    if way == "native":
+        actual = run(region()(lambda x: block(x, lambda x: keep("written", write, x))))
+    else:
+        actual = run(region(policy)(block))
+    assert_same(run(block), actual)

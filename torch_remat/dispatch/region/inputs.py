@@ -48,6 +48,7 @@ class RegionInputs:
         "_spec",
         "_tensors",
         "_unpack",
+        "_written",
         "bases",
         "originals",
     )
@@ -64,6 +65,7 @@ class RegionInputs:
         self.bases: set[int] = set()
         self._attributes: dict[int, dict[str, Any]] | None = None  # by leaf: what Python code set on it
         self._inside: Collection[int] = ()  # the leaves that the region itself has changed, and may not have
+        self._written: Collection[int] = ()  # the leaves that it has changed where replay leaves that out
         self._given: Sequence[Any] = ()  # while forward runs, which may take them out of containers: ids are used again
         self.originals: dict[int, int | None] = {}
         if kwargs or not all(map(_is_tensor, args)):
@@ -182,6 +184,7 @@ class RegionInputs:
             if version >= 0 and isinstance(kept, Tensor) and (times := kept._version - version):
                 if is_left_out(kept, times):
                     self._tensors[entry] = (index, requires_grad, kept._version)
+                    self._written = {*self._written, index}
                 else:
                     self._inside = {*self._inside, index}
 
@@ -227,6 +230,7 @@ class RegionInputs:
             and self._unpack is None
             and self._away is None
             and not self._attributes
+            and not self._written
         ):
             # What the rest does, for the usual call.
             ((_, requires_grad, version),) = self._tensors
@@ -248,7 +252,7 @@ class RegionInputs:
                     kept = self._unpack(kept)
             elif version >= 0 and kept._version != version:
                 raise self._changed(region.name, index)
-            leaves[index] = kept.detach().requires_grad_(requires_grad)
+            leaves[index] = fresh_alias(kept, requires_grad, index in self._written)
             if self._unpack is not None:
                 self._restored.append(ref(leaves[index]))
         if self._attributes is not None:
@@ -315,6 +319,28 @@ class _SameAs:
 
     def __init__(self, index: int) -> None:
         self.index = index
+
+
+class _Alias(torch.autograd.Function):
+    """Returns a tensor in the memory of another, with a history, so that it may be changed in place."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad
+
+
+def fresh_alias(tensor: torch.Tensor, requires_grad: bool, is_written: bool) -> torch.Tensor:
+    """Return an argument for one replay; a leaf, but where the function writes it: autograd allows no write to leaves."""
+    alias = tensor.detach().requires_grad_(requires_grad)
+    if not (requires_grad and is_written):
+        return alias
+    with torch.enable_grad():
+        made: torch.Tensor = _Alias.apply(alias)  # type: ignore[no-untyped-call]
+    return made
 
 
 def leaves_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:

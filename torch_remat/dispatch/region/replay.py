@@ -45,7 +45,7 @@ from torch_remat.dispatch.naming import scope, scope_restored
 from torch_remat.dispatch.observe import Watch, is_watched
 from torch_remat.dispatch.options import DEFAULTS
 from torch_remat.dispatch.placeholder import Packed, Placeholder, Refusal, add_note, last_refusal, real, unpack
-from torch_remat.dispatch.region.inputs import leaves_of, with_leaves
+from torch_remat.dispatch.region.inputs import fresh_alias, leaves_of, with_leaves
 from torch_remat.dispatch.region.module_path import ModulePath
 from torch_remat.errors import MismatchError, RematError
 
@@ -359,7 +359,7 @@ class Filling(RematMode):
         if self.region.rng is not None:
             self.region.rng.restore()
         fresh = [
-            leaf.detach().requires_grad_(leaf.requires_grad)
+            fresh_alias(leaf, leaf.requires_grad, not leaf.is_leaf)
             if isinstance(leaf, Tensor) and not is_parameter(leaf)
             else leaf
             for leaf in given
