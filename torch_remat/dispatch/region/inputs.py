@@ -329,17 +329,17 @@ class _Alias(torch.autograd.Function):
         return tensor.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         return grad
 
 
 def fresh_alias(tensor: torch.Tensor, requires_grad: bool, is_written: bool) -> torch.Tensor:
-    """Return an argument for one replay; a leaf, but where the function writes it: autograd allows no write to leaves."""
+    """Return an argument for one replay: a leaf, but where the function writes it, which autograd allows of no leaf."""
     alias = tensor.detach().requires_grad_(requires_grad)
     if not (requires_grad and is_written):
         return alias
     with torch.enable_grad():
-        made: torch.Tensor = _Alias.apply(alias)  # type: ignore[no-untyped-call]
+        made: torch.Tensor = _Alias.apply(alias)
     return made
 
 
