@@ -405,3 +405,21 @@ def test_argument_that_needs_a_gradient_may_be_changed_where_replay_leaves_that_
     else:
         actual = run(region(policy)(block))
     assert_same(run(block), actual)
+
+
+@pytest.mark.parametrize("inner", ["nothing", "everything", "repeat", "native_batch_norm"])
+@pytest.mark.parametrize("outer", ["nothing", "everything", "repeat", "native_batch_norm"])
+def test_statistics_in_regions_with_policies_in_each_other_are_updated_once(outer, inner):
+    def keeps(what):
+        return lambda _ctx, op, *_, **__: what == "everything" or op._schema.name == f"aten::{what}"
+
+    def gradients(wrap):
+        torch.manual_seed(0)
+        norm = nn.InstanceNorm1d(4, affine=True, track_running_stats=True)
+        x = leaf(4, 4)
+        block = wrap(lambda x: norm(x[None])[0].sin(), keeps(inner))
+        y = wrap(lambda x: norm(block(x)[None])[0].exp(), keeps(outer))(x)
+        y.sum().backward()
+        return y, x.grad, norm.running_mean, norm.running_var, *parameter_gradients(norm)
+
+    assert_same(gradients(lambda function, _: function), gradients(lambda function, policy: region(policy)(function)))

@@ -83,7 +83,7 @@ class Earlier:
                 self._reading = following
                 until, following = next(marks)
             entry = self._entries[place]
-            if entry.versions and not (entry.kind == VIEW or entry.outside or (entry.kind == ONE and entry.saved)):
+            if entry.versions and not (entry.kind == VIEW or entry.outside or _is_left_out(entry)):
                 for at, _ in entry.versions:
                     self._readers.setdefault(entry.reads[at], []).append((entry, at, self._reading))
         self._seen, self._reading, self._marks = len(self._entries), self._inner[-1], []
@@ -133,6 +133,11 @@ def with_tensors(
         return tensors.get(count, value)
 
     return [replaced(arg) for arg in args], {name: replaced(value) for name, value in kwargs.items()}
+
+
+def _is_left_out(entry: Entry) -> bool:
+    """Whether replay leaves an entry out, since all that it returns is saved."""
+    return entry.saved.issuperset(range(entry.count_of_results))
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
