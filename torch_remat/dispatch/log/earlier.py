@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from torch_remat._compat import without_dispatch_modes
-from torch_remat.dispatch.log.entry import ONE, VIEW, Entry
+from torch_remat.dispatch.log.entry import VIEW, Entry
 from torch_remat.dispatch.log.meta import key_of
 from torch_remat.dispatch.log.results import MakeSlot, Undecided
 from torch_remat.dispatch.log.slot import Slot
