@@ -12,9 +12,10 @@ from weakref import ref
 import torch
 from torch.autograd.function import BackwardCFunction
 
-from torch_remat._compat import is_traceable_wrapper, without_dispatch_modes
+from torch_remat._compat import without_dispatch_modes
 from torch_remat.dispatch.check.mismatch import SAME_OPS, another_parameter, described, differs_at, mismatched
 from torch_remat.dispatch.holder import CHANGED, Holder, Layout, OwnRegion, is_parameter, layout_of
+from torch_remat.dispatch.log.meta import parts_of
 from torch_remat.dispatch.placeholder import Placeholder, refuse
 from torch_remat.errors import MutationError, RematError
 
@@ -97,14 +98,13 @@ def is_same_leaf(before: torch.Tensor, now: torch.Tensor) -> bool:
 
 def _have_equal_values(before: torch.Tensor, now: torch.Tensor) -> bool:
     """Whether two tensors are equal; those of a subclass without memory of its own are if what they consist of is."""
-    if before.shape != now.shape or before.dtype != now.dtype:
+    olds, news = list(parts_of(before)), list(parts_of(now))
+    if (before.shape, before.dtype, len(olds)) != (now.shape, now.dtype, len(news)):
         return False
-    if is_traceable_wrapper(before) or is_traceable_wrapper(now):
-        if type(before) is not type(now):
-            return False
-        names = before.__tensor_flatten__()[0]  # type: ignore[attr-defined]
-        return all(_have_equal_values(getattr(before, name), getattr(now, name)) for name in names)
-    return torch.equal(before, now)
+    return all(
+        (old.shape, old.dtype) == (new.shape, new.dtype) and torch.equal(old, new)
+        for old, new in zip(olds, news, strict=True)
+    )
 
 
 def _is_by_another_op(holder: Holder, owner: torch.Tensor) -> bool:

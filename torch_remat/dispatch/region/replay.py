@@ -147,7 +147,7 @@ class Filling(RematMode):
             contexts += region.ambient.contexts()
         if is_watched():
             self.observed = Watch(self)
-            contexts.insert(0, self.observed)
+            contexts.insert(0, self.observed.running())
         if scope.get() != region.scope:
             contexts.append(scope_restored(region.scope))
         if self.stale is not None:
