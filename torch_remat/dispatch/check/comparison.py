@@ -17,7 +17,7 @@ from torch_remat.dispatch.check.mismatch import SAME_OPS, another_parameter, des
 from torch_remat.dispatch.holder import CHANGED, Holder, Layout, OwnRegion, is_parameter, layout_of
 from torch_remat.dispatch.log.meta import parts_of
 from torch_remat.dispatch.placeholder import Placeholder, refuse
-from torch_remat.errors import MutationError, RematError
+from torch_remat.errors import MutationError, RematError, at_user_line
 
 
 def what_differs(
@@ -46,12 +46,12 @@ def what_differs(
         return another_parameter(region, holder.name, holder.op, None, tensor)
     if region.options.determinism_check in _COMPARING:
         if metadata != [tensor.shape, tensor.dtype, tensor.device]:
-            what = f"forward saved {described(holder)} here, replay {described(tensor)}"
+            what = f"forward saved {described(holder)} here, replay {described(tensor)}{at_user_line()}"
             return differs_at(region, holder, what)
         if not loaded and _is_by_another_op(holder, owner):
             before, now = _op_behind(holder.producer), _op_behind(type(owner.grad_fn))
             what = f"forward saved {described(holder)} made by {before} here, replay one made by {now}"
-            return differs_at(region, holder, what)
+            return differs_at(region, holder, f"{what}{at_user_line()}")
     if version != tensor._version:
         # Inputs that hooks around the region restored may count their versions anew, and so does what was kept for
         # replay where its changes are allowed.
@@ -61,7 +61,7 @@ def what_differs(
         ):
             return MutationError(
                 f"this {described(holder)}, which the region saves for backward, was changed in place between forward "
-                "and replay (or another number of times in replay)",
+                f"and replay (or another number of times in replay), which reads it{at_user_line()}",
                 region=region.name,
                 op=holder.op,
                 tensor=holder.name,
@@ -144,7 +144,7 @@ def lies_otherwise(region: OwnRegion, position: int, tensor: torch.Tensor, owner
         "a view with strides {} from element {} on".format(*layout) if layout else "all of a tensor as it is"
         for layout in (before, now)
     )
-    what = f"forward saved {forward} here, replay {replay}"
+    what = f"forward saved {forward} here, replay {replay}{at_user_line()}"
     return mismatched(region, what, SAME_OPS, f"saved tensor {position}")
 
 
