@@ -50,27 +50,25 @@ def parameters_of(
         arguments: The modules among its arguments.
         generators: Gets the random generators among the attributes of the same modules.
     """
-    kind = type(function)
-    if not arguments and (
-        function.__closure__ is None
-        if kind is FunctionType
-        else kind not in _REACHING and not isinstance(function, Module)
-    ):
-        return ()
     found: list[torch.Tensor | None] = []
-    modules = []
-    for value in _reached(function, arguments):
-        if isinstance(value, Module):
-            modules.append(value)
-        else:
-            found.append(value)
+    modules: list[Module] = []
+    if not arguments and isinstance(function, Module):
+        modules.append(function)
+    elif arguments or type(function) in _REACHING:
+        for value in _reached(function, arguments):
+            if isinstance(value, Module):
+                modules.append(value)
+            else:
+                found.append(value)
     seen = set(modules)
     for module in modules:  # grows meanwhile
-        found += module._parameters.values()
-        for inner in module._modules.values():
-            if inner is not None and inner not in seen:
-                seen.add(inner)
-                modules.append(inner)
+        if module._parameters:
+            found += module._parameters.values()
+        if module._modules:
+            for inner in module._modules.values():
+                if inner is not None and inner not in seen:
+                    seen.add(inner)
+                    modules.append(inner)
         if generators is not None and type(module) not in _BARE:
             generators += among_attributes(module)
     return found
