@@ -89,8 +89,8 @@ def run_loose(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 _SAME_OPS = (
-    "What is intercepted must run the same ops in both phases: look for state that changed in between and for branches "
-    "on is_recomputing() or on data that torch cannot see."
+    "A region with a policy, and a Python function in a native region, must run the same ops in both phases: look for "
+    "state that changed in between and for branches on is_recomputing() or on data that torch cannot see."
 )
 
 
