@@ -9,15 +9,15 @@ Decided by the op's schema, never by its name:
    the op itself, run on the meta device.
 2. A factory takes one tensor, ``self``, and the tensor options (dtype, layout, device, pin_memory): it needs nothing
    but metadata, and makes a real tensor. (A conversion takes ``non_blocking`` besides: it reads.)
-3. Every other op reads or writes data, and raises. The placeholder of a native region's output can do better: its
-   ``compute`` runs the region once more, and the op gets the value.
+3. Every other op reads or writes data, and raises. Where the log can do better, the placeholder has a ``compute``: it
+   returns the value that a saved write has left, or ends the replay, which starts over and makes the value.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -67,7 +67,7 @@ class Placeholder(torch.Tensor):
     """A tensor with true metadata and no data; see NOTE [ What an op may do with a placeholder ]."""
 
     source: Source
-    # Takes the name of the reader and returns the value after all; only native regions have such a way.
+    # Takes the name of the reader and returns the value after all, if there is such a way.
     compute: Callable[[str], torch.Tensor] | None = None
     resized = False  # whether an op has resized what it stands for
 
@@ -173,7 +173,7 @@ def placeholder_at(
     if compute is not None:
         placeholder.compute = compute
     forbid_data_access(placeholder)
-    if lazy is not NOT_LAZY:
+    if lazy != NOT_LAZY:
         set_conj(placeholder, lazy[0])
         set_neg(placeholder, lazy[1])
     return placeholder
@@ -193,8 +193,7 @@ def _views_of(base: Placeholder, op: Any, args: Sequence[Any], kwargs: Mapping[s
     )
     if base.compute is not None:
         # Not the placeholders, whose history may own these views.
-        given: Any = (tuple(args), dict(kwargs))
-        given = optree.tree_map(lambda leaf: Packed.of(leaf) if isinstance(leaf, Placeholder) else leaf, given)
+        given = _mapped(lambda leaf: Packed.of(leaf) if isinstance(leaf, Placeholder) else leaf, args, kwargs)
         for place, view in enumerate([views] if isinstance(views, Placeholder) else views):
             view.compute = partial(_view_of_value, op, given, place)
     return views
@@ -202,16 +201,21 @@ def _views_of(base: Placeholder, op: Any, args: Sequence[Any], kwargs: Mapping[s
 
 def _view_of_value(op: Any, given: Any, place: int, consumer: str) -> torch.Tensor:
     with torch.no_grad():
-        result = _with_data(op, consumer, *optree.tree_map(unpack, given))
+        result = _with_data(op, consumer, *_mapped(unpack, *given))
     value: torch.Tensor = result if isinstance(result, torch.Tensor) else result[place]
     return value
 
 
 def _with_data(function: Any, consumer: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Call a function with what the placeholders among its arguments stand for."""
+    args, kwargs = _mapped(lambda leaf: real(leaf, consumer), args, kwargs)
+    return function(*args, **kwargs)
+
+
+def _mapped(function: Callable[[Any], Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return arguments with a function applied to each value in them."""
     given: Any = (tuple(args), dict(kwargs))
-    found: Any = optree.tree_map(lambda leaf: real(leaf, consumer), given)
-    return function(*found[0], **found[1])
+    return optree.tree_map(function, given)
 
 
 def real(leaf: Any, consumer: str) -> Any:
@@ -264,9 +268,9 @@ last_refusal: ContextVar[Callable[[], PlaceholderError] | None] = ContextVar("to
 
 
 def _on_meta(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], first: Placeholder) -> Any:
-    arguments: Any = optree.tree_map(_meta_twin, (tuple(args), dict(kwargs)))  # type: ignore[arg-type]
+    args, kwargs = _mapped(_meta_twin, args, kwargs)
     try:
-        return op(*arguments[0], **arguments[1])
+        return op(*args, **kwargs)
     except NotImplementedError:
         refuse(first.source, str(op))
 
@@ -316,13 +320,12 @@ def add_note(error: Exception, region: str) -> None:
     error.add_note(note)
 
 
-def _refusing(name: str) -> Callable[..., NoReturn]:
-    def access(self: Placeholder, *args: Any, **kwargs: Any) -> NoReturn:
-        refuse(self.source, name)
-
-    return access
+def _refused(self: Placeholder, name: str, *args: Any, **kwargs: Any) -> NoReturn:
+    refuse(self.source, name)
 
 
 for _name in ("__reduce_ex__", "__deepcopy__", "__copy__", "_typed_storage"):  # not in the torch-function protocol
-    setattr(Placeholder, _name, _refusing(_name))
-Placeholder.__cuda_array_interface__ = property(_refusing("__cuda_array_interface__"))  # type: ignore[assignment]
+    setattr(Placeholder, _name, partialmethod(_refused, _name))
+Placeholder.__cuda_array_interface__ = property(  # type: ignore[assignment]
+    lambda self: refuse(self.source, "__cuda_array_interface__")
+)
