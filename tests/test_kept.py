@@ -10,8 +10,10 @@ from helpers import leaf, no_other_regions
 from offloaders import OFFLOAD, Counting
 
 import torch_remat as remat
-from torch_remat.dispatch.kept import Away, Kept, What, decisions_of, parameters_of
+from torch_remat.dispatch.kept import Kept, What, decisions_of, parameters_of
+from torch_remat.dispatch.offloading import Offloaded
 from torch_remat.dispatch.region.region import Region, live_regions
+from torch_remat.reports.ledger import pieces_in
 
 
 @pytest.fixture(autouse=True)
@@ -88,9 +90,10 @@ def test_offloaded_row_tells_key_bytes_and_offloader():
     (resident,) = rows("saved")
     assert (resident.decision, resident.stayed) == (OFFLOAD, "")
     away = resident.value
-    assert isinstance(away, Away)
-    assert (away.bytes, away.offloader, away.shape, away.dtype) == (256, "Counting", (8, 8), torch.float32)
-    assert (away.not_gone, away.came_back, away.stays) == (None, None, False)
+    assert isinstance(away, Offloaded)
+    (piece,) = pieces_in(away)
+    assert (piece.place, piece.shape, piece.dtype) == ("Counting", (8, 8), torch.float32)
+    assert (piece.offloaded, piece.besides, [memory.bytes for memory in piece.memory]) == (True, None, [256])
     del y
 
 

@@ -53,40 +53,6 @@ Why = Literal[
 ]
 
 
-class Away(NamedTuple):
-    """A tensor that an offloader has."""
-
-    # The identity of what travelled, which several tensors may share, valid as long as the owner lives. Observers get
-    # the same number in `Observer.offload_began`.
-    key: int
-    owner: object
-    bytes: int  # how many travelled
-    offloader: str  # its class name
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    not_gone: torch.Tensor | None  # the tensor in place, if it has not left yet or cannot leave
-    came_back: torch.Tensor | None  # what was brought back of it for a backward that goes on
-    stays: bool  # whether it was taken and cannot leave
-
-    @classmethod
-    def of(cls, kept: Offloaded) -> Away:
-        """Describe what stands for a tensor that is away."""
-        copy, placement = kept.transfer.copy, kept.placement
-        here, name = _told(copy, "still_here"), type(copy.offloader).__name__
-        not_gone = here if isinstance(here, torch.Tensor) else None
-        stays, back = _told(copy, "stays") is True, kept.transfer.value
-        return cls(id(copy), copy, copy.bytes, name, placement.shape, placement.dtype, not_gone, back, stays)
-
-
-def _told(copy: Any, method: str) -> Any:
-    """Return what one of the offloader's optional methods tells of what was sent; None if it tells nothing."""
-    ask = getattr(copy.offloader, method, None)
-    try:
-        return None if ask is None else ask(copy.ticket)
-    except Exception:
-        return None  # a report does not fail because of an offloader
-
-
 class Around(NamedTuple):
     """What a region around this one makes again, or knows as a parameter, or a view of one."""
 
@@ -101,8 +67,8 @@ class Kept(NamedTuple):
         op: The name of the entry that made or saved it, with its scopes; empty for what belongs to no named entry.
         tensor: Its name there; see NOTE [ Names of what is kept ]. It is unique among the rows of the same kind and op,
             random states and tensors that were written apart.
-        value: The tensor, or what stands for it: an `Away`, an `Around`, whatever hooks around the region made of it,
-            or None if it is not kept. Its shape, storage and bytes are asked of this.
+        value: The tensor, or what stands for it: an `Offloaded`, an `Around`, whatever hooks around the region made of
+            it, or None if it is not kept. Its shape, storage and bytes are asked of this.
         made_on: The device on which forward had it; None if that is where the value is. If the value is a tensor
             elsewhere, hooks have moved it.
         why: Why it is kept, or why not; ``by`` and ``at`` are the facts to it.
@@ -142,8 +108,6 @@ def kept_by(region: Any) -> Iterator[Kept]:
 
 def held_in(packed: Any) -> Any:
     """Return the value of a row, from what an autograd node or a region keeps of a tensor."""
-    if type(packed) is Offloaded:
-        return Away.of(packed)
     if isinstance(packed, Holder):
         return Around(None)
     if type(packed) is tuple and len(packed) == 3 and hasattr(packed[2], "tape"):  # an `Anchor`
@@ -152,8 +116,8 @@ def held_in(packed: Any) -> Any:
 
 
 def _why_it_stayed(region: Any, value: Any) -> str:
-    if isinstance(value, Away):
-        return "the offloader took it, but it could not leave" if value.stays else ""
+    if isinstance(value, Offloaded):
+        return "the offloader took it, but it could not leave" if told_of(value, "stays") is True else ""
     if value is None:
         return ""
     if region.hooks is not None:
@@ -263,6 +227,16 @@ def _readers_among(calls: Sequence[Entry]) -> Mapping[tuple[int, int], Entry]:
         if call.run:
             following.update((storage, call) for storage in call.reads if storage)
     return found
+
+
+def told_of(away: Offloaded, method: str) -> Any:
+    """Return what one of the offloader's optional methods tells of what it has; None if it tells nothing."""
+    copy = away.transfer.copy
+    ask = getattr(copy.offloader, method, None)
+    try:
+        return None if ask is None else ask(copy.ticket)
+    except Exception:
+        return None  # a report does not fail because of an offloader
 
 
 def decisions_of(region: Any) -> dict[str, CheckpointPolicy]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -48,7 +47,10 @@ class Observer:
         """The op has ended, was skipped, or has raised; ``op.outputs_made`` are its outputs, if it ran."""
 
     def offload_began(self, tensor: torch.Tensor, key: int) -> None:
-        """An offloader has taken a tensor's memory, and may free it on a thread that no profiler sees (`Away.key`)."""
+        """An offloader has taken a tensor's memory, and may free it on a thread that no profiler sees.
+
+        ``key`` is the id of the `StoredCopy`.
+        """
 
 
 def tell_offloaded(tensor: torch.Tensor, key: int) -> None:
@@ -73,8 +75,8 @@ def is_watched() -> bool:
     return profiler_runs() or _observers != ()
 
 
-class Watch(AbstractContextManager[None]):
-    """Watches one phase of one region; entered around the region's function.
+class Watch:
+    """Watches one phase of one region.
 
     Args:
         mode: The phase.
@@ -86,17 +88,16 @@ class Watch(AbstractContextManager[None]):
         self._observers = _observers
         self._open: list[tuple[WatchedOp | None, AbstractContextManager[Any] | None]] = []  # None for the region
 
-    def __enter__(self) -> None:
-        """Begin the region's range."""
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Tell that the region's function runs inside."""
         self._begin_range(None)
         for observer in self._observers:
             observer.begin_region(self.region, self.phase)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """End the region's range, and those of ops that an exception has left open."""
-        self.end(None)
+        try:
+            yield
+        finally:
+            self.end(None)
 
     def finish(self, boundary: Sequence[torch.autograd.graph.Node | None]) -> None:
         """Note that the region's forward is over."""

@@ -95,7 +95,7 @@ class Notes(Observer):
         self._after_forward = after_forward
         self._thread = threading.get_ident()
         self._running = _Running()
-        self._sent: dict[int, StorageWeakRef] = {}  # by `Away.key`
+        self._sent: dict[int, StorageWeakRef] = {}  # by what `offload_began` was told
 
     def begin_region(self, region: Region, phase: str) -> None:
         """Begin to count for a region."""

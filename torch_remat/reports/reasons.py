@@ -27,7 +27,7 @@ _PARAMETER = "a parameter: it exists anyway"
 
 Readers = Mapping[tuple[str, str], str]
 Sent = Mapping[int, StorageWeakRef]
-"""The storages that were offloaded, by `Away.key`."""
+"""The storages that were offloaded, by what `Observer.offload_began` was told."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Seen:
         if isinstance(first, torch.UntypedStorage):
             guard: StorageWeakRef | None = StorageWeakRef(first)
         else:
-            guard = sent.get(row.value.key)
+            guard = sent.get(id(first))
         return cls(row.tensor, sum(one.bytes for one in memory), guard.cdata if guard else memory[0].key, guard=guard)
 
 

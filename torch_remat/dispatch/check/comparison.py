@@ -13,11 +13,12 @@ from weakref import ref
 import torch
 from torch.autograd.function import BackwardCFunction
 
-from torch_remat._compat import is_traceable_wrapper, without_dispatch_modes
+from torch_remat._compat import without_dispatch_modes
 from torch_remat.dispatch.check.mismatch import SAME_OPS, another_parameter, described, differs_at, mismatched
 from torch_remat.dispatch.holder import CHANGED, Holder, Layout, OwnRegion, is_parameter, layout_of
+from torch_remat.dispatch.log.meta import parts_of
 from torch_remat.dispatch.placeholder import Placeholder, refuse
-from torch_remat.errors import MutationError, RematError
+from torch_remat.errors import MutationError, RematError, at_user_line
 
 
 def what_differs(
@@ -46,12 +47,12 @@ def what_differs(
         return another_parameter(region, holder.name, holder.op, None, tensor)
     if region.options.determinism_check in _COMPARING:
         if metadata != [tensor.shape, tensor.dtype, tensor.device]:
-            what = f"forward saved {described(holder)} here, replay {described(tensor)}"
+            what = f"forward saved {described(holder)} here, replay {described(tensor)}{at_user_line()}"
             return differs_at(region, holder, what)
         if not loaded and _is_by_another_op(holder, owner):
             before, now = _op_behind(holder.producer), _op_behind(type(owner.grad_fn))
             what = f"forward saved {described(holder)} made by {before} here, replay one made by {now}"
-            return differs_at(region, holder, what)
+            return differs_at(region, holder, f"{what}{at_user_line()}")
     if version != tensor._version:
         # Inputs that hooks around the region restored may count their versions anew, and so does what was kept for
         # replay where its changes are allowed.
@@ -61,7 +62,7 @@ def what_differs(
         ):
             return MutationError(
                 f"this {described(holder)}, which the region saves for backward, was changed in place between forward "
-                "and replay (or another number of times in replay)",
+                f"and replay (or another number of times in replay), which reads it{at_user_line()}",
                 region=region.name,
                 op=holder.op,
                 tensor=holder.name,
@@ -98,14 +99,13 @@ def is_same_leaf(before: torch.Tensor, now: torch.Tensor) -> bool:
 
 def _have_equal_values(before: torch.Tensor, now: torch.Tensor) -> bool:
     """Whether two tensors are equal; those of a subclass without memory of its own are if what they consist of is."""
-    if before.shape != now.shape or before.dtype != now.dtype:
+    olds, news = list(parts_of(before)), list(parts_of(now))
+    if (before.shape, before.dtype, len(olds)) != (now.shape, now.dtype, len(news)):
         return False
-    if is_traceable_wrapper(before) or is_traceable_wrapper(now):
-        if type(before) is not type(now):
-            return False
-        names = before.__tensor_flatten__()[0]  # type: ignore[attr-defined]
-        return all(_have_equal_values(getattr(before, name), getattr(now, name)) for name in names)
-    return torch.equal(before, now)
+    return all(
+        (old.shape, old.dtype) == (new.shape, new.dtype) and torch.equal(old, new)
+        for old, new in zip(olds, news, strict=True)
+    )
 
 
 def _is_by_another_op(holder: Holder, owner: torch.Tensor) -> bool:
@@ -149,7 +149,7 @@ def lies_otherwise(region: OwnRegion, position: int, tensor: torch.Tensor, owner
         "a view with strides {} from element {} on".format(*layout) if layout else "all of a tensor as it is"
         for layout in (before, now)
     )
-    what = f"forward saved {forward} here, replay {replay}"
+    what = f"forward saved {forward} here, replay {replay}{at_user_line()}"
     return mismatched(region, what, SAME_OPS, f"saved tensor {position}")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from torch_remat.dispatch.holder import Holder, OpHolder, OwnRegion, metadata_of
-from torch_remat.errors import MismatchError
+from torch_remat.errors import MismatchError, at_user_line
 from torch_remat.policies.decision import CheckpointPolicy
 
 SAME_OPS = (
@@ -42,7 +42,7 @@ def mismatched(
 
 
 def differs_at(region: OwnRegion, holder: Holder, what: str, remedy: str = SAME_OPS) -> MismatchError:
-    """Return the error about what replay saves where forward saved what the holder stands for."""
+    """Return the error about what replay saves, or does not, where forward saved what the holder stands for."""
     return mismatched(region, what, remedy, holder.name, holder.op)
 
 
@@ -65,12 +65,13 @@ def another_op(
         is_known: Whether forward ran an op of that name at all.
         replay: What the message calls the replay.
     """
+    place = at_user_line()
     if expected is not None and expected.name == name:
-        what = f"this op has policy {policy.name} in {replay} and had {expected.policy.name} in forward"
+        what = f"this op has policy {policy.name} in {replay}{place} and had {expected.policy.name} in forward"
     elif expected is not None and is_known:
-        what = f"{replay} runs this op where forward ran {expected.name!r}"
+        what = f"{replay} runs this op{place} where forward ran {expected.name!r}"
     else:
-        what = f"{replay} runs this op, forward did not"
+        what = f"{replay} runs this op{place}, forward did not"
     return mismatched(region, what, SAME_ORDER, op=name)
 
 
@@ -78,8 +79,8 @@ def other_source(region: OwnRegion, holder: OpHolder, tensor: Any, is_input: boo
     """Return the error about a SAVE op's input, or another op's output, of which the op saved a view in forward."""
     verb = "is given" if is_input else "that made it returns"
     found = described(tensor) if isinstance(tensor, torch.Tensor) else "no tensor"
-    what = f"forward saved {described(holder)} here, the op {verb} {found} in replay, of which that cannot be taken"
-    return differs_at(region, holder, what)
+    found += f" in replay{at_user_line()}, of which that cannot be taken"
+    return differs_at(region, holder, f"forward saved {described(holder)} here, the op {verb} {found}")
 
 
 def another_parameter(
@@ -88,12 +89,12 @@ def another_parameter(
     """Return the error about a parameter, or another tensor from outside the region, that forward did not use."""
     used = "another tensor" if parameter is None else f"a parameter {described(parameter)}, or a view of it,"
     what = f"forward used {used} from outside the region here, replay {described(tensor)} from elsewhere"
-    return mismatched(region, what, REPLACED, place, op)
+    return mismatched(region, f"{what}{at_user_line()}", REPLACED, place, op)
 
 
 def saved_otherwise(region: OwnRegion, replayed: int, missing: Holder | None = None) -> MismatchError:
     """Return the error about a replay that saved fewer tensors than forward, or, run to its end, more."""
-    what = f"replay saved {replayed} tensors where forward saved {len(region.tape.saved)}"
+    what = f"replay saved {replayed} tensor{'s' * (replayed != 1)} where forward saved {len(region.tape.saved)}"
     if missing is None:
         return mismatched(region, what, SAME_OPS)
     return differs_at(region, missing, f"{what}; the first one missing is {described(missing)}")

@@ -33,7 +33,7 @@ from torch.nn import Module, Parameter
 from torch_remat._compat import DispatchMode, node_number
 from torch_remat.dispatch.check.mismatch import REPLACED, described, mismatched
 from torch_remat.dispatch.generators import among_attributes
-from torch_remat.errors import MutationError, RematError
+from torch_remat.errors import MutationError, RematError, at_user_line
 
 _REACHING = frozenset((FunctionType, MethodType, partial))
 # The usual ones of torch's own, to which nobody adds a generator, are not searched for one.
@@ -50,27 +50,25 @@ def parameters_of(
         arguments: The modules among its arguments.
         generators: Gets the random generators among the attributes of the same modules.
     """
-    kind = type(function)
-    if not arguments and (
-        function.__closure__ is None
-        if kind is FunctionType
-        else kind not in _REACHING and not isinstance(function, Module)
-    ):
-        return ()
     found: list[torch.Tensor | None] = []
-    modules = []
-    for value in _reached(function, arguments):
-        if isinstance(value, Module):
-            modules.append(value)
-        else:
-            found.append(value)
+    modules: list[Module] = []
+    if not arguments and isinstance(function, Module):
+        modules.append(function)
+    elif arguments or type(function) in _REACHING:
+        for value in _reached(function, arguments):
+            if isinstance(value, Module):
+                modules.append(value)
+            else:
+                found.append(value)
     seen = set(modules)
     for module in modules:  # grows meanwhile
-        found += module._parameters.values()
-        for inner in module._modules.values():
-            if inner is not None and inner not in seen:
-                seen.add(inner)
-                modules.append(inner)
+        if module._parameters:
+            found += module._parameters.values()
+        if module._modules:
+            for inner in module._modules.values():
+                if inner is not None and inner not in seen:
+                    seen.add(inner)
+                    modules.append(inner)
         if generators is not None and type(module) not in _BARE:
             generators += among_attributes(module)
     return found
@@ -129,27 +127,21 @@ def check_parameters(region: Any, fail: Callable[[RematError], NoReturn]) -> lis
         MismatchError: A parameter is gone.
     """
     before, now = region.parameters, parameters_of(region.function, region.inputs.modules())
-    others: dict[int, RematError] = {}
+    others: dict[int, Callable[[], RematError]] = {}
     if len(now) != len(before) or not all(map(is_, before, now)):
         known = set() if len(now) == len(before) else set(map(id, before))  # which only stand elsewhere
         for place, (one, other) in enumerate(zip_longest(before, now)):
             if one is not other and not _may_stand_for(one, other):
-                error = _replaced(region, _name_of(region, place, other), one, other)
                 if other is None:
-                    raise error
+                    raise _replaced(region, place, one, other)
                 if id(other) not in known:
-                    others[id(other)] = error
+                    others[id(other)] = partial(_replaced, region, place, one, other)
     used = [*before, *region.leaves]
     versions = versions_of(used)
     if region.finished and versions != region.versions:
         for place, (one, old, new) in enumerate(zip(used, region.versions, versions, strict=True)):
             if one is not None and old != new and id(one) not in others:
-                others[id(one)] = MutationError(
-                    f"replay reads this parameter, {described(one)}, which was changed in place since forward",
-                    region=region.name,
-                    tensor=_name_of(region, place, one),
-                    remedy="Change parameters (a step of an optimizer, an average of weights) after backward.",
-                )
+                others[id(one)] = partial(_changed, region, place, one)
     return [_Unread(others, fail)] if others else []
 
 
@@ -159,7 +151,7 @@ class _Unread(DispatchMode):
     Others may be replaced or changed: a region's function may reach a whole model and use a part of it.
     """
 
-    def __init__(self, errors: Mapping[int, RematError], fail: Callable[[RematError], NoReturn]) -> None:
+    def __init__(self, errors: Mapping[int, Callable[[], RematError]], fail: Callable[[RematError], NoReturn]) -> None:
         super().__init__()
         self._errors = errors
         self._fail = fail
@@ -170,7 +162,7 @@ class _Unread(DispatchMode):
         leaves: list[Any] = optree.tree_leaves((args, kwargs))  # type: ignore[arg-type]
         for leaf in leaves:
             if (error := self._errors.get(id(leaf))) is not None:
-                self._fail(error)
+                self._fail(error())
         return op(*args, **(kwargs or {}))
 
 
@@ -205,10 +197,22 @@ def _name_of(region: Any, place: int, parameter: torch.Tensor | None) -> str:
     return f"parameter {place}"
 
 
-def _replaced(region: Any, name: str, one: torch.Tensor | None, other: torch.Tensor | None) -> RematError:
+def _replaced(region: Any, place: int, one: torch.Tensor | None, other: torch.Tensor | None) -> RematError:
     before, now = ("none" if it is None else described(it) for it in (one, other))
-    what = f"this parameter was replaced between forward and replay ({before}, then {now})"
-    return mismatched(region, what, REPLACED, name)
+    how = f"{now}, with other values" if before == now else f"{before}, then {now}"
+    reader = "" if other is None else f", and replay reads the other one{at_user_line()}"
+    what = f"this parameter was replaced between forward and replay ({how}){reader}"
+    return mismatched(region, what, REPLACED, _name_of(region, place, other))
+
+
+def _changed(region: Any, place: int, parameter: torch.Tensor) -> RematError:
+    return MutationError(
+        f"this parameter, {described(parameter)}, was changed in place since forward, and replay reads it"
+        f"{at_user_line()}",
+        region=region.name,
+        tensor=_name_of(region, place, parameter),
+        remedy="Change parameters (a step of an optimizer, an average of weights) after backward.",
+    )
 
 
 def _may_stand_for(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:

@@ -102,7 +102,7 @@ def run_any(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
         contexts: Sequence[AbstractContextManager[Any]] = () if options is DEFAULTS else mode.contexts()
         if is_watched():
             mode.observed = Watch(mode)
-            contexts = (mode.observed, *contexts)
+            contexts = (mode.observed.running(), *contexts)
         output = mode.run(function, args, kwargs, (mode.pack_hook(), read), contexts)
         nodes = [node_of(output)] if type(output) is Tensor else boundary_nodes(tensors_of(output))
         mode.finish(nodes)

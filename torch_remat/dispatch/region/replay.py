@@ -44,7 +44,7 @@ from torch_remat.dispatch.mode import RematMode, StartOver, StopReplay
 from torch_remat.dispatch.naming import scope, scope_restored
 from torch_remat.dispatch.observe import Watch, is_watched
 from torch_remat.dispatch.options import DEFAULTS
-from torch_remat.dispatch.placeholder import Packed, Placeholder, Refusal, add_note, last_refusal, real, unpack
+from torch_remat.dispatch.placeholder import Packed, Placeholder, add_note, last_refusal, real, unpack
 from torch_remat.dispatch.region.inputs import fresh_alias, leaves_of, with_leaves
 from torch_remat.dispatch.region.module_path import ModulePath
 from torch_remat.errors import MismatchError, RematError
@@ -67,7 +67,7 @@ class Filling(RematMode):
     _starts_over = False
     inner_next = 0  # the place of the next op of an inner region
     ops: Answerer | None
-    _refusal: Refusal | None = None  # the latest when `StopReplay` was raised
+    _refusal: Callable[[], RematError] | None = None  # the latest when `StopReplay` was raised
 
     def __init__(self, region: Region, empty: list[Holder]) -> None:
         self.region = region
@@ -147,7 +147,7 @@ class Filling(RematMode):
             contexts += region.ambient.contexts()
         if is_watched():
             self.observed = Watch(self)
-            contexts.insert(0, self.observed)
+            contexts.insert(0, self.observed.running())
         if scope.get() != region.scope:
             contexts.append(scope_restored(region.scope))
         if self.stale is not None:
@@ -327,14 +327,14 @@ class Filling(RematMode):
                     raise
             except StopReplay as stop:
                 refusal = self._refusal if stop.replay is self and self._error is None else None
-                if refusal is None or not self.ops.starts_over_for(refusal.error()):
+                if refusal is None or not self.ops.starts_over_for(refusal()):
                     raise
             except Exception as error:
                 if self.stopped or not self.ops.starts_over_for(error):
                     raise
             else:
                 swallowed = None if self._starts_over or self.stopped else last_refusal.get()
-                if not self._starts_over and (swallowed is None or not self.ops.starts_over_for(swallowed.error())):
+                if not self._starts_over and (swallowed is None or not self.ops.starts_over_for(swallowed())):
                     return None
             args, kwargs = self._begin_again(args, kwargs, given)
 
@@ -485,7 +485,7 @@ class Filling(RematMode):
             raise self._take_error()
         refusal = self._refusal if self.stopped else last_refusal.get()
         if refusal is not None:
-            raise refusal.error()
+            raise refusal()
         region = self.region
         if self.over or region.finished:
             if self.ops is not None:
