@@ -87,19 +87,19 @@ def used_leaves(
         first_number: The number of its first node: what is older, the region has not made.
         inputs: The ids of its tensor arguments, which are compared on their own.
     """
-    leaves = []
+    leaves: list[torch.Tensor] = []
     todo: list[Any] = [node for node in nodes if node is not None and node_number(node) >= first_number]
-    seen = set(todo)
+    seen = {None, *todo}
     child: Any
     for node in todo:  # grows meanwhile
         for child, _ in node.next_functions:
-            if type(child) is ACCUMULATE:
-                leaf: torch.Tensor = getattr(child, "variable")  # noqa: B009 - which the type of nodes does not know
-                if id(leaf) not in inputs:
-                    leaves.append(leaf)
-            elif child is not None and child not in seen and node_number(child) >= first_number:
+            if child not in seen:
                 seen.add(child)
-                todo.append(child)
+                if type(child) is ACCUMULATE:
+                    if id(leaf := child.variable) not in inputs:
+                        leaves.append(leaf)
+                elif child._sequence_nr() >= first_number:  # what `node_number` says, for an eighth of its time
+                    todo.append(child)
     return leaves
 
 

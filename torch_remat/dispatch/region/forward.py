@@ -196,7 +196,7 @@ class Recording(RematMode):
         assert region.inputs is not None
         entries, layouts, originals = region.tape.saved, region.tape.layouts, region.inputs.originals
         saved, count, bases = entries.append, self._counters.append, region.inputs.bases  # the graph keeps the hook
-        room, strided = ROOM_BYTES, torch.strided
+        room = ROOM_BYTES
 
         def pack(tensor: torch.Tensor) -> Holder | Anchor:
             nonlocal room
@@ -214,23 +214,31 @@ class Recording(RematMode):
             owner = tensor._base
             if owner is None:
                 owner = tensor
-            node = owner.grad_fn
-            producer: type
             if id(owner) in originals:
-                producer = NoneType  # replay passes inputs without their history
-                ordinary = type(owner) is Tensor
-            elif node is not None:
+                if type(owner) is not Tensor:
+                    return self.pack(tensor)
+                producer: type = NoneType  # replay passes inputs without their history
+            elif (node := owner.grad_fn) is not None:
                 producer = type(node)
-                ordinary = node_number(node) >= first_number and producer is not CAST
-            elif owner is tensor and tensor.requires_grad:
-                saved(tensor)
+                if producer is CAST or node._sequence_nr() < first_number:
+                    return self.pack(tensor)
+            elif owner.requires_grad or type(owner) is not Tensor:
+                if owner is not tensor and (type(owner) is not Parameter or not owner.requires_grad):
+                    return self.pack(tensor)
+                if owner is not tensor and (layout := layout_of(tensor, owner)) is not None:
+                    layouts[len(entries)] = layout
+                saved(owner)
                 return (tensor, tensor._version, region)
             else:
                 return self.pack(tensor)
             metadata = metadata_of(tensor)
-            if not ordinary or metadata[0] or owner.layout is not strided:
+            if metadata[0]:
                 return self.pack(tensor)
-            if (size := owner.nbytes) > SMALL_BYTES:
+            try:
+                size = owner.nbytes
+            except RuntimeError:  # sparse tensors have no such number
+                return self.pack(tensor)
+            if size > SMALL_BYTES:
                 if size > room:
                     return self.pack(tensor)
                 room -= size
@@ -355,9 +363,12 @@ class Recording(RematMode):
         node = self._counters[-1].grad_fn
         if node is None or not 0 <= sequence_number() - node_number(node) <= TINY_NODES:
             return False
-        saved: list[torch.Tensor] = [entry for entry in self._saved[-TINY_NODES:] if isinstance(entry, Tensor)]
-        # What only the counter is left of was large; it has no bytes now.
-        return all(map(_is_small, (*saved, *self._counters[-TINY_NODES:])))
+        for tensor in (*self._counters[-TINY_NODES:], *self._saved[-TINY_NODES:]):
+            if type(tensor) is not ref and isinstance(tensor, Tensor):
+                # What only the counter is left of was large; it has no bytes now.
+                if tensor.layout is not torch.strided or not 0 < tensor.nbytes <= SMALL_BYTES:
+                    return False
+        return True
 
     def _find_changed(self) -> None:
         counters = iter(self._counters)
@@ -390,10 +401,6 @@ ROOM_BYTES = 1 << 20
 # Of a replay that would stop before so few ops on small tensors, the exception would be the dearest part.
 TINY_NODES = 4
 _NOTHING = torch.empty(0)
-
-
-def _is_small(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and 0 < tensor.nbytes <= SMALL_BYTES
 
 
 def _without_data(tensor: torch.Tensor) -> torch.Tensor:
