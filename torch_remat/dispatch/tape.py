@@ -108,6 +108,10 @@ class Tape:
             empty += [holder for entry in self.elided if (holder := entry()) is not None and holder.value is None]
         return empty
 
+    def empty_elided(self) -> int:
+        """Return how many of the live holders of SAVE ops are filled from other ops' outputs, and are not yet."""
+        return sum([(holder := entry()) is not None and holder.value is None for entry in self.elided])
+
     def has_values(self) -> bool:
         """Whether a live holder that replay fills has its value."""
         return any(holder.value is not None for holder in self._alive())
@@ -126,10 +130,6 @@ class Tape:
         self.calls = self.inner = self.roots = ()
         for record in (*self.records.values(), *self.regions):
             record.forget_slots()
-
-    def forget_parameters(self) -> None:
-        """Drop the parameters, where nothing will be compared with them any more; their places stay."""
-        self.saved[:] = [entry if type(entry) is ref else None for entry in self.saved]
 
     def may_need(self, place: int, hooks: object) -> bool:
         """Whether, at the end of forward, a replay may have to fill the holder at a place.

@@ -88,18 +88,20 @@ def used_leaves(
         inputs: The ids of its tensor arguments, which are compared on their own.
     """
     leaves: list[torch.Tensor] = []
-    todo: list[Any] = [node for node in nodes if node is not None and node_number(node) >= first_number]
-    seen = {None, *todo}
+    todo = [node for node in nodes if node is not None and node_number(node) >= first_number]
+    seen: set[Any] = {None, *todo}
     child: Any
     for node in todo:  # grows meanwhile
         for child, _ in node.next_functions:
-            if child not in seen:
-                seen.add(child)
-                if type(child) is ACCUMULATE:
-                    if id(leaf := child.variable) not in inputs:
-                        leaves.append(leaf)
-                elif child._sequence_nr() >= first_number:  # what `node_number` says, for an eighth of its time
-                    todo.append(child)
+            if child in seen:
+                continue
+            seen.add(child)
+            if type(child) is ACCUMULATE:
+                leaf: torch.Tensor = getattr(child, "variable")  # noqa: B009 - which the type of nodes does not know
+                if id(leaf) not in inputs:
+                    leaves.append(leaf)
+            elif child._sequence_nr() >= first_number:  # what `node_number` says, for an eighth of its time
+                todo.append(child)
     return leaves
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from operator import attrgetter
 from types import NoneType
 from typing import Any
@@ -121,17 +122,23 @@ def _start_replay_from(nodes: Iterable[torch.autograd.graph.Node | None], region
         # An output that is an input, or comes from outside, has an older node: a hook there would tie the region
         # to a graph that it may own through its function.
         if node is not None and (number := node_number(node)) >= region.first_number:
-            node.register_prehook(region.reach)
+            # The graph's holders own the region: an output that is held after backward keeps nothing of it.
+            node.register_prehook(partial(_reach, ref(region)))
             if number > region.last_number:
                 region.last_number = number
 
 
-def _replay(region: Region, empty: list[Holder]) -> None:
+def _reach(region: ref[Region], _grad_outputs: object) -> None:
+    if (reached := region()) is not None:
+        reached.reach()
+
+
+def _replay(region: Region, last: int) -> None:
     if region.finished:
-        Filling(region, empty).replay()
+        Filling(region, last).replay()
         return
     with unseen_by_forward_of(region):
-        Filling(region, empty).replay()
+        Filling(region, last).replay()
 
 
 class Recording(RematMode):
@@ -364,10 +371,11 @@ class Recording(RematMode):
         if node is None or not 0 <= sequence_number() - node_number(node) <= TINY_NODES:
             return False
         for tensor in (*self._counters[-TINY_NODES:], *self._saved[-TINY_NODES:]):
-            if type(tensor) is not ref and isinstance(tensor, Tensor):
-                # What only the counter is left of was large; it has no bytes now.
-                if tensor.layout is not torch.strided or not 0 < tensor.nbytes <= SMALL_BYTES:
-                    return False
+            if not isinstance(tensor, Tensor):
+                continue
+            # What only the counter is left of was large; it has no bytes now.
+            if tensor.layout is not torch.strided or not 0 < tensor.nbytes <= SMALL_BYTES:
+                return False
         return True
 
     def _find_changed(self) -> None:

@@ -55,7 +55,7 @@ class Region:
         args: Its positional arguments.
         kwargs: Its keyword arguments.
         options: What the user chose.
-        replay: What fills the given holders of a region by running its function again.
+        replay: What fills the empty holders of a region, up to a place on its tape, by running its function again.
         is_part: Whether it runs in a native region that replay skips; see `part`.
     """
 
@@ -95,7 +95,7 @@ class Region:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         options: Options,
-        replay: Callable[[Region, list[Holder]], None],
+        replay: Callable[[Region, int], None],
         is_part: bool = False,
     ) -> None:
         self.function: Callable[..., Any] | None = function
@@ -142,8 +142,8 @@ class Region:
 
         return kept_by(self)
 
-    def reach(self, _grad_outputs: Sequence[torch.Tensor | None]) -> None:
-        """Prehook of the region's boundary: replay if a holder needs it, before any inner backward runs."""
+    def reach(self) -> None:
+        """Replay if a holder needs it: backward comes to the region, and has run nothing of it."""
         if self.inputs is not None:
             with self._lock:
                 # What this backward has filled and read already, it does not need again. What an earlier one has left
@@ -182,12 +182,13 @@ class Region:
             return
         if not self.finished:
             self.tape.backward_inside = True
-        if empty := self.tape.empty():
+        last = self.tape.last_needed()
+        if last >= 0 or (self.tape.elided and self.tape.empty_elided()):
             if self.values is not None:
                 self.values.flush()
             self.filling = True
             try:
-                self._replay(self, empty)
+                self._replay(self, last)
             finally:
                 self.filling = False
         self._replayed_in = graph_task()
@@ -204,7 +205,6 @@ class Region:
         function = self.function
         self._past_name = function.__qualname__ if type(function) is FunctionType else self.name
         self.parameters = self.leaves = ()
-        self.tape.forget_parameters()
         if self.tape.records or self.tape.regions or self.tape.calls or self.tape.inner:
             self.tape.forget_slots()
         self.inputs = self.function = self.hooks = self.rng = self.replay_context = self.op_log = None

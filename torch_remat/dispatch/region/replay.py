@@ -69,9 +69,8 @@ class Filling(RematMode):
     ops: Answerer | None
     _refusal: Refusal | None = None  # the latest when `StopReplay` was raised
 
-    def __init__(self, region: Region, empty: list[Holder]) -> None:
+    def __init__(self, region: Region, last: int) -> None:
         self.region = region
-        self._empty = empty
         self._error: RematError | None = None
         self.over = False
         self._values: Values | None = None
@@ -81,12 +80,12 @@ class Filling(RematMode):
         self._limit = len(self._saved)  # 0 once the replay is over, so that the pack hook has one thing to look at
         # Where early stop may end the replay; without it, past the end.
         # A forward that is not over has not run what comes next, so that a replay in it may not either.
-        stops = region.options.early_stop or not region.finished
-        self._last = region.tape.last_needed() if stops else self._limit
+        self._last = last if region.options.early_stop or not region.finished else self._limit
+        self._last_empty = last
         self.ops = Answerer(self) if region.tape.records or region.tape.calls else None
         if region.tail_is_tiny and self.ops is None and self._last == self._limit - 1:
             self._last = self._limit  # an exception would take longer
-        self._waiting = sum([type(holder) is OpHolder for holder in empty]) if region.tape.elided else 0
+        self._waiting = region.tape.empty_elided() if region.tape.elided else 0
         self.position = 0
         self._late: list[tuple[Holder, Placeholder]] = []  # to be filled once the next op has been seen
         if region.options is not DEFAULTS:
@@ -125,8 +124,7 @@ class Filling(RematMode):
             set_grad_enabled(grad_enabled)
             self._check()
         except BaseException:
-            for holder in self._empty:
-                holder.value = None
+            region.tape.forget_values()
             raise
         finally:
             set_grad_enabled(grad_enabled)
@@ -135,7 +133,7 @@ class Filling(RematMode):
                 self.ops = None  # which knows this mode
             self._values = self.observed = self.stale = None  # the first knows this mode too
             # A tensor of the replay that outlives it owns its graph, which knows this mode through its pack hook.
-            self._empty, self._late = [], []
+            self._late = []
             if last_refusal.get() is not None:
                 last_refusal.set(None)
 
@@ -344,11 +342,10 @@ class Filling(RematMode):
     ) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """Forget what this replay has done; return its arguments, untouched."""
         assert self.ops is not None
-        for holder in self._empty:
-            holder.value = None
+        self.region.tape.forget_values()
         self._starts_over = self.stopped = self.over = False
         self._limit = len(self._saved)
-        self._waiting = sum([type(holder) is OpHolder for holder in self._empty])
+        self._waiting = self.region.tape.empty_elided()
         self.position = self.inner_next = 0
         self._late = []
         self._unfilled_number = -1
@@ -493,9 +490,9 @@ class Filling(RematMode):
             if self.ops is not None:
                 self.ops.check_passed(self._last) if self.over else self.ops.finish()
             check_inner(self, self._last if self.over else len(self._saved))
-        for holder in self._empty:
-            if holder.value is None:
-                raise fewer_saved(region, holder, self.position)
+        # Where nothing is left out, what replay came to is filled.
+        if (self.ops is not None or self.position <= self._last_empty) and (missing := region.tape.empty()):
+            raise fewer_saved(region, missing[0], self.position)
         if region.finished and not region.options.early_stop and self.position != len(self._saved):
             raise more_saved(region, self.position)
 
