@@ -43,9 +43,6 @@ def run(function, general, monkeypatch, weight):
     """Return output, gradients and what the tape holds, by the short way or the general one."""
     with monkeypatch.context() as patch:
         if general:
-            patch.setattr(
-                forward, "_run_plain", lambda f, args, kwargs: forward.run_any(f, args, kwargs, forward.DEFAULTS)
-            )
             patch.setattr(forward.Recording, "pack_hook", lambda self: self._pack_among_ops)
             patch.setattr(replay.Filling, "pack_hook", lambda self: self.pack)
         torch.manual_seed(0)
@@ -85,16 +82,3 @@ def test_short_way_and_general_one_note_and_give_the_same(name, kind, monkeypatc
         dead = type(one) is ref and type(other) is ref
         assert same_leaf or dead or one == other
     assert short[2] == general[2]
-
-
-def test_regions_that_need_the_general_way_take_it(monkeypatch):
-    taken = []
-    monkeypatch.setattr(forward, "_run_plain", lambda *args: taken.append("short"))
-    x = leaf(4)
-    checkpointed(torch.sin)(x)
-    assert taken == ["short"]
-    for options in ({"region_name": "r"}, {"early_stop": False}, {"determinism_check": "bitwise"}):
-        assert checkpointed(torch.sin, **options)(x) is not None
-    with torch.profiler.profile():
-        assert checkpointed(torch.sin)(x) is not None
-    assert taken == ["short"]

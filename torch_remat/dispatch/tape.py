@@ -76,7 +76,7 @@ class Tape:
 
     def stop(self, hooks: object, early_stop: bool, begins: Iterable[int]) -> int:
         """Return the number of the first node to which no replay comes; ``begins`` are those of native regions."""
-        last = self._with_parameters(self.last_that_may_be_needed(hooks))
+        last = self.with_parameters(self.last_that_may_be_needed(hooks))
         elided = [number for holder, number in self._elided_numbers if hooks is not None or holder() is not None]
         if not early_stop and (last >= 0 or elided):
             return sequence_number()  # to the function's end
@@ -145,14 +145,16 @@ class Tape:
         return next((place for place in range(len(self.saved) - 1, -1, -1) if self.may_need(place, hooks)), -1)
 
     def last_needed(self) -> int:
-        """Return the place of the last live empty holder (-1 if none), or of the parameters that directly follow it."""
+        """Return the place of the last live empty holder (-1 if none)."""
         saved = self.saved
-        place = len(saved) - 1
-        while place >= 0 and not _is_empty(saved[place]):
-            place -= 1
-        return self._with_parameters(place)
+        for place in range(len(saved) - 1, -1, -1):
+            entry = saved[place]
+            if type(entry) is ref and (holder := entry()) is not None and holder.value is None:
+                return place
+        return -1
 
-    def _with_parameters(self, place: int) -> int:
+    def with_parameters(self, place: int) -> int:
+        """Return a place, or that of the last of the parameters that directly follow it."""
         saved = self.saved
         while 0 <= place < len(saved) - 1 and isinstance(saved[place + 1], torch.Tensor):
             place += 1

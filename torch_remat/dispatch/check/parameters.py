@@ -131,6 +131,11 @@ class ReachingRegion(OwnRegion, Protocol):
     leaf_versions: Sequence[int]
 
 
+def unchanged(region: ReachingRegion) -> bool:
+    """Whether it is plain to see that a replay's parameters are those of forward: there are only leaves to compare."""
+    return not region.parameters and region.leaf_versions == list(map(_version_of, region.leaves))
+
+
 def check_parameters(
     region: ReachingRegion, fail: Callable[[RematError], NoReturn]
 ) -> list[AbstractContextManager[Any]]:

@@ -6,7 +6,7 @@ with a hook on each of its nodes that starts the replay.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from operator import attrgetter
@@ -22,8 +22,6 @@ from torch_remat._compat import (
     CompiledCode,
     keep_from_compiler,
     node_number,
-    pop_saved_tensors_hooks,
-    push_saved_tensors_hooks,
     sequence_number,
     without_dispatch_modes,
 )
@@ -41,54 +39,21 @@ from torch_remat.dispatch.holder import (
     parameter_behind,
     read,
 )
-from torch_remat.dispatch.mode import RematMode, current_mode, make_current, unseen_by_forward_of
+from torch_remat.dispatch.mode import RematMode, current_mode
 from torch_remat.dispatch.observe import Watch, is_watched
 from torch_remat.dispatch.options import DEFAULTS, Options
 from torch_remat.dispatch.region.module_path import ModulePath
 from torch_remat.dispatch.region.outputs import boundary_nodes, node_of, tensors_of
 from torch_remat.dispatch.region.region import Region
 from torch_remat.dispatch.region.replay import Filling
-from torch_remat.errors import Carried
 from torch_remat.policies.kinds import OpPolicy
 
 
 def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options) -> Any:
     """Run a function as a checkpointed region and return its output."""
     parent = current_mode()
-    if options is DEFAULTS and (parent is None or parent.ops is None) and not is_watched():
-        return _run_plain(function, args, kwargs)
-    return run_any(function, args, kwargs, options)
-
-
-def _run_plain(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Do what `run_any` does, in one go, for the usual call: default options, and nothing around it that takes part."""
-    region = Region(function, args, kwargs, DEFAULTS, _replay)
-    mode = Recording(region)
-    try:
-        push_saved_tensors_hooks(mode.pack_hook(), read)
-        mode.parent = parent = current_mode()
-        make_current(mode)
-        try:
-            output = function(*args, **kwargs)
-        except Carried as carried:
-            raise carried.take(region.name) from None
-        finally:
-            pop_saved_tensors_hooks()
-            make_current(parent)
-            mode.parent = None
-        nodes = (node_of(output),) if type(output) is Tensor else boundary_nodes(tensors_of(output))
-        mode.finish(nodes)
-    finally:
-        mode.forget()
-    _start_replay_from(nodes, region)
-    return output
-
-
-def run_any(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options) -> Any:
-    """Do what `run_region` does, for any call."""
-    parent = current_mode()
     is_part = False
-    earlier = None
+    earlier = observed = None
     if parent is not None and parent.ops is not None:
         if isinstance(parent, Recording) and parent.ops.has_policy and parent.ops.watch is not None:
             earlier = parent.ops.watch.earlier
@@ -96,28 +61,20 @@ def run_any(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
         is_part = parent.ops.skips()
         if not is_part:
             args, kwargs = parent.ops.enter_region(args, kwargs)
-    region = Region(function, args, kwargs, options, _replay, is_part)
+    region = Region(function, args, kwargs, options, Filling, is_part)
     mode = Recording(region)
     try:
         contexts: Sequence[AbstractContextManager[Any]] = () if options is DEFAULTS else mode.contexts()
         if is_watched():
-            mode.observed = Watch(mode)
-            contexts = (mode.observed, *contexts)
+            mode.observed = observed = Watch(mode)
+            contexts = (observed, *contexts)
         output = mode.run(function, args, kwargs, (mode.pack_hook(), read), contexts)
-        nodes = [node_of(output)] if type(output) is Tensor else boundary_nodes(tensors_of(output))
+        nodes = (node_of(output),) if type(output) is Tensor else boundary_nodes(tensors_of(output))
         mode.finish(nodes)
-        observed = mode.observed
     finally:
         mode.forget()
         if earlier is not None:
             earlier.leave()
-    _start_replay_from(nodes, region)
-    if observed is not None:
-        observed.finish(nodes)
-    return output
-
-
-def _start_replay_from(nodes: Iterable[torch.autograd.graph.Node | None], region: Region) -> None:
     for node in nodes:
         # An output that is an input, or comes from outside, has an older node: a hook there would tie the region
         # to a graph that it may own through its function.
@@ -126,19 +83,14 @@ def _start_replay_from(nodes: Iterable[torch.autograd.graph.Node | None], region
             node.register_prehook(partial(_reach, ref(region)))
             if number > region.last_number:
                 region.last_number = number
+    if observed is not None:
+        observed.finish(nodes)
+    return output
 
 
 def _reach(region: ref[Region], _grad_outputs: object) -> None:
     if (reached := region()) is not None:
         reached.reach()
-
-
-def _replay(region: Region, last: int) -> None:
-    if region.finished:
-        Filling(region, last).replay()
-        return
-    with unseen_by_forward_of(region):
-        Filling(region, last).replay()
 
 
 class Recording(RematMode):
@@ -284,7 +236,7 @@ class Recording(RematMode):
         owner = tensor._base
         if owner is None:
             owner = tensor
-        elif inputs.is_base(owner):
+        elif id(owner) in inputs.bases:
             region.tape.layouts[place] = None  # replay's argument is no view of it
         elif (layout := layout_of(tensor, owner)) is not None:
             region.tape.layouts[place] = layout
@@ -389,8 +341,10 @@ class Recording(RematMode):
     def forget(self) -> None:
         """Let go of what only forward needs; the graph may hold on to this mode, through its pack hook."""
         self._counters.clear()
-        assert self.region.inputs is not None
-        self.region.inputs.forget_originals()
+        inputs = self.region.inputs
+        assert inputs is not None
+        inputs.originals.clear()
+        inputs.given = ()
         if self.ops is not None:
             self.ops.forget()
             self.ops = None

@@ -10,8 +10,7 @@ from _thread import RLock  # without the Python function around it that threadin
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import count
-from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import finalize, ref
 
 import torch
@@ -23,9 +22,10 @@ from torch_remat.dispatch.check.parameters import parameters_of
 from torch_remat.dispatch.check.values import Values
 from torch_remat.dispatch.generators import generators_of
 from torch_remat.dispatch.holder import Holder, read
-from torch_remat.dispatch.naming import default_name, scope, short_name
+from torch_remat.dispatch.mode import unseen_by_forward_of
+from torch_remat.dispatch.naming import default_name, scope
 from torch_remat.dispatch.offloading import offload_inputs
-from torch_remat.dispatch.options import Options
+from torch_remat.dispatch.options import DEFAULTS, Options
 from torch_remat.dispatch.part import own_hooks
 from torch_remat.dispatch.placeholder import unpack
 from torch_remat.dispatch.region.inputs import RegionInputs
@@ -47,6 +47,13 @@ def live_regions() -> list[Region]:
     return sorted(alive, key=lambda region: region.serial)
 
 
+class Replay(Protocol):
+    """One replay of a region, made for it."""
+
+    def replay(self) -> None:
+        """Run the function as far as it is needed."""
+
+
 class Region:
     """One call of a checkpointed function.
 
@@ -55,39 +62,22 @@ class Region:
         args: Its positional arguments.
         kwargs: Its keyword arguments.
         options: What the user chose.
-        replay: What fills the empty holders of a region, up to a place on its tape, by running its function again.
+        replay: Makes what fills a region's empty holders, up to a place on its tape, by running its function again.
         is_part: Whether it runs in a native region that replay skips; see `part`.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_lock",
-        "_past_name",
-        "_replay",
-        "_replayed_in",
-        "ambient",
-        "filling",
-        "finished",
-        "first_number",
-        "function",
-        "hooks",
-        "inputs",
-        "last_number",
-        "leaf_versions",
-        "leaves",
-        "offloading",
-        "op_log",
-        "options",
-        "parameters",
-        "replay_context",
-        "rng",
-        "scope",
-        "serial",
-        "tail_is_tiny",
-        "tape",
-        "values",
-        "versions",
-    )
+    versions: Sequence[int] = ()  # of the parameters at the end of forward
+    leaves: Sequence[torch.Tensor] = ()  # of the graph that forward has made; versions as those of parameters
+    leaf_versions: Sequence[int] = ()
+    values: Values | None = None  # of the determinism check, while forward takes them
+    finished = False  # whether forward is over
+    filling = False  # whether a replay runs
+    tail_is_tiny = False  # whether replay runs to the function's end, since what follows the last save is little
+    last_number = -1  # of the autograd nodes that lead to its outputs
+    replay_context: AbstractContextManager[Any] | None = None
+    op_log: OpLog | None = None
+    offloading: Sender | None = None
+    _replayed_in = -1  # the latest backward that came here
 
     def __init__(
         self,
@@ -95,37 +85,33 @@ class Region:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         options: Options,
-        replay: Callable[[Region, int], None],
+        replay: Callable[[Region, int], Replay],
         is_part: bool = False,
     ) -> None:
         self.function: Callable[..., Any] | None = function
         self.options = options
         self._replay = replay
         hooks = top_saved_tensors_hooks()
-        self.inputs: RegionInputs | None = RegionInputs(args, kwargs, hooks)
-        self.hooks = own_hooks(self.name) if is_part and hooks is not None and hooks[1] in (read, unpack) else hooks
-        generators = [*self.inputs.generators(), *generators_of(function)] if options.preserve_rng_state else None
-        self.parameters = parameters_of(function, self.inputs.modules(), generators)
-        self.versions: Sequence[int] = ()  # of the parameters at the end of forward
-        self.leaves: Sequence[torch.Tensor] = ()  # of the graph that forward has made; versions as those of parameters
-        self.leaf_versions: Sequence[int] = []
-        self.ambient = capture_ambient()
+        inputs = RegionInputs(args, kwargs, hooks)
+        self.inputs: RegionInputs | None = inputs
+        generators = None
+        if options.preserve_rng_state:
+            generators = generators_of(function)
+            if inputs.others:
+                generators += [other for other in inputs.others if isinstance(other, torch.Generator)]
+        self.parameters = parameters_of(function, inputs.modules() if inputs.others else (), generators)
         self.rng = None if generators is None else RngState(generators)
+        self.hooks = own_hooks(self.name) if is_part and hooks is not None and hooks[1] in (read, unpack) else hooks
+        self.ambient = capture_ambient()
         self.tape = Tape()
-        self.values: Values | None = None  # of the determinism check, while forward takes them
-        self.finished = self.filling = False
-        # Whether replay runs to the function's end, since what follows the last save is little.
-        self.tail_is_tiny = False
         self.first_number = sequence_number()  # of the autograd nodes that it makes
-        self.last_number = -1  # of those that lead to its outputs
-        self.replay_context: AbstractContextManager[Any] | None = None
-        self.op_log = OpLog() if options.debug and options.policy is None else None
         self.scope = scope.get()
-        self.offloading: Sender | None = None
-        if options.offload_inputs and hooks is None:
-            offload_inputs(self, args, kwargs)
+        if options is not DEFAULTS:
+            if options.debug and options.policy is None:
+                self.op_log = OpLog()
+            if options.offload_inputs and hooks is None:
+                offload_inputs(self, args, kwargs)
         self._lock = RLock()
-        self._replayed_in = -1  # the latest backward that came here
         self.serial = _next_serial()
         _regions[id(self)] = ref(self)
 
@@ -134,7 +120,7 @@ class Region:
         """The name that messages and reports use."""
         if self.options.region_name is not None:
             return self.options.region_name
-        return short_name(self._past_name) if self.function is None else default_name(self.function)
+        return self._past_name if self.function is None else default_name(self.function)
 
     def kept(self) -> Iterator[Kept]:
         """Yield all that the region keeps now, and the saved tensors that replay has to make; see `Kept`."""
@@ -188,7 +174,11 @@ class Region:
                 self.values.flush()
             self.filling = True
             try:
-                self._replay(self, last)
+                if self.finished:
+                    self._replay(self, last).replay()
+                else:
+                    with unseen_by_forward_of(self):
+                        self._replay(self, last).replay()
             finally:
                 self.filling = False
         self._replayed_in = graph_task()
@@ -201,9 +191,7 @@ class Region:
 
     def _release(self) -> None:
         """Drop what only a further replay would need."""
-        # Of the function no more than a name: it may own tensors.
-        function = self.function
-        self._past_name = function.__qualname__ if type(function) is FunctionType else self.name
+        self._past_name = default_name(self.function)  # of the function no more than a name: it may own tensors
         self.parameters = self.leaves = ()
         if self.tape.records or self.tape.regions or self.tape.calls or self.tape.inner:
             self.tape.forget_slots()

@@ -26,7 +26,7 @@ from torch_remat.dispatch.ambient import capture_ambient
 from torch_remat.dispatch.check.comparison import is_same_leaf, lies_otherwise, what_differs
 from torch_remat.dispatch.check.inner_ops import check_inner, missing_inner
 from torch_remat.dispatch.check.mismatch import another_parameter, fewer_saved, more_saved
-from torch_remat.dispatch.check.parameters import check_parameters
+from torch_remat.dispatch.check.parameters import check_parameters, unchanged
 from torch_remat.dispatch.check.values import Values, difference, value_function
 from torch_remat.dispatch.handle.answerer import Answerer
 from torch_remat.dispatch.holder import (
@@ -80,8 +80,11 @@ class Filling(RematMode):
         self._limit = len(self._saved)  # 0 once the replay is over, so that the pack hook has one thing to look at
         # Where early stop may end the replay; without it, past the end.
         # A forward that is not over has not run what comes next, so that a replay in it may not either.
-        self._last = last if region.options.early_stop or not region.finished else self._limit
         self._last_empty = last
+        if not region.options.early_stop and region.finished:
+            self._last = self._limit
+        else:
+            self._last = last if last == self._limit - 1 else region.tape.with_parameters(last)
         self.ops = Answerer(self) if region.tape.records or region.tape.calls else None
         if region.tail_is_tiny and self.ops is None and self._last == self._limit - 1:
             self._last = self._limit  # an exception would take longer
@@ -106,13 +109,24 @@ class Filling(RematMode):
             last_refusal.set(None)
         grad_enabled = torch.is_grad_enabled()
         try:
-            watches = check_parameters(region, self.fail) if region.parameters or region.leaves else []
+            contexts = [] if unchanged(region) else check_parameters(region, self.fail)
             args, kwargs = region.inputs.restore(region)
             set_grad_enabled(True)
             try:
-                self.stale = None if self.ops is None or region.options.policy is not None else stale_reads(self)
-                pack = self.pack_hook() if self.stale is None else self.stale.guarded(self.pack_hook())
-                self.run(region.function, args, kwargs, (pack, unpack), self._contexts() + watches)
+                pack = self.pack_hook()
+                if self.ops is not None and region.options.policy is None:
+                    self.stale = stale_reads(self)
+                    pack = pack if self.stale is None else self.stale.guarded(pack)
+                if (
+                    region.ambient is not capture_ambient()
+                    or region.scope != scope.get()
+                    or region.rng is not None
+                    or region.options is not DEFAULTS
+                    or self.stale is not None
+                    or is_watched()
+                ):
+                    contexts = self._contexts() + contexts
+                self.run(region.function, args, kwargs, (pack, unpack), contexts)
             except StopReplay as stop:
                 if stop.replay is not self:
                     raise
@@ -140,9 +154,7 @@ class Filling(RematMode):
     def _contexts(self) -> list[AbstractContextManager[Any]]:
         """Return the contexts, and set up what watches the ops, where something does."""
         region = self.region
-        contexts: list[AbstractContextManager[Any]] = []
-        if capture_ambient() is not region.ambient:
-            contexts += region.ambient.contexts()
+        contexts: list[AbstractContextManager[Any]] = region.ambient.contexts()
         if is_watched():
             self.observed = Watch(self)
             contexts.insert(0, self.observed)
@@ -150,8 +162,6 @@ class Filling(RematMode):
             contexts.append(scope_restored(region.scope))
         if self.stale is not None:
             self.opening, self.lets_compiled_code_run = self.stale.watch, True
-        if region.options is DEFAULTS and region.rng is None:
-            return contexts
         if region.rng is not None:
             contexts.append(region.rng.replayed())
         if region.replay_context is not None:
@@ -489,7 +499,8 @@ class Filling(RematMode):
         if self.over or region.finished:
             if self.ops is not None:
                 self.ops.check_passed(self._last) if self.over else self.ops.finish()
-            check_inner(self, self._last if self.over else len(self._saved))
+            if region.tape.inner:
+                check_inner(self, self._last if self.over else len(self._saved))
         # Where nothing is left out, what replay came to is filled.
         if (self.ops is not None or self.position <= self._last_empty) and (missing := region.tape.empty()):
             raise fewer_saved(region, missing[0], self.position)
