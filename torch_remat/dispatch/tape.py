@@ -32,6 +32,7 @@ class Tape:
         numbers: For saved tensors, by place, where autograd stood, if something is kept: the sequence number; the
             number of the first node to which a replay that ends here does not come; whether its op may yet fill it.
         layouts: For views among these, by place, how they lie in what they are views of; None where replay cannot tell.
+        buffers: The places of tensors without a history, which the op that saves them may fill later.
         elided: Weak references to the holders of SAVE ops that are filled from other ops' outputs.
         holders: Weak references to the holders of all that has a name, for reports.
         records: The ops by name, in order.
@@ -47,6 +48,7 @@ class Tape:
     __slots__ = (
         "_elided_numbers",
         "backward_inside",
+        "buffers",
         "calls",
         "elided",
         "holders",
@@ -63,6 +65,7 @@ class Tape:
     def __init__(self) -> None:
         self.saved: list[ref[Holder] | ResidentRef | torch.Tensor | None] = []
         self.layouts: dict[int, Layout | None] = {}
+        self.buffers: set[int] = set()
         self.elided: list[ref[OpHolder]] = []
         self.holders: list[ref[OpHolder]] = []
         self.records: dict[str, Record] = {}

@@ -110,8 +110,6 @@ class Recording(RematMode):
 
     def __init__(self, region: Region) -> None:
         self.region = region
-        self._first_number = region.first_number
-        self._saved = region.tape.saved
         self._counters: list[torch.Tensor] = []
         if region.options is not DEFAULTS:
             value_of = value_function(region.options.determinism_check)
@@ -149,63 +147,56 @@ class Recording(RematMode):
         It does itself what a leaf needs, an input, a result with a gradient, and a view of one of these. `pack` does
         the same for any tensor.
         """
-        if self._values is not None:
-            return self._pack_among_ops
-        region, first_number = self.region, self._first_number
+        region, first_number, compares_values = self.region, self.region.first_number, self._values is not None
         assert region.inputs is not None
-        entries, layouts, originals = region.tape.saved, region.tape.layouts, region.inputs.originals
-        saved, count, bases = entries.append, self._counters.append, region.inputs.bases  # the graph keeps the hook
-        room = ROOM_BYTES
+        tape, originals, bases = region.tape, region.inputs.originals, region.inputs.bases  # the graph keeps the hook
+        layouts, saved, count = tape.layouts, tape.saved.append, self._counters.append
+        room, strided = ROOM_BYTES, torch.strided
 
         def pack(tensor: torch.Tensor) -> Holder | Anchor:
             nonlocal room
             ops = self.ops
             if ops is not None and (ops.packs or ops.expected is not None):
-                in_call = ops.expected or ops.calling
-                if (held := ops.pack_in_call(tensor) if in_call else ops.pack(tensor)) is not None:
+                pack_by_op = ops.pack_in_call if ops.expected or ops.calling else ops.pack
+                if (held := pack_by_op(tensor)) is not None:
                     return held
             kind = type(tensor)
             if kind is Parameter:
                 saved(tensor)
                 return (tensor, tensor._version, region)
-            if kind is not Tensor:
+            if kind is not Tensor or compares_values:
                 return self.pack(tensor)
             owner = tensor._base
             if owner is None:
                 owner = tensor
+            place = len(tape.saved)
             if id(owner) in originals:
-                if type(owner) is not Tensor:
-                    return self.pack(tensor)
                 producer: type = NoneType  # replay passes inputs without their history
             elif (node := owner.grad_fn) is not None:
                 producer = type(node)
                 if producer is CAST or node._sequence_nr() < first_number:
                     return self.pack(tensor)
-            elif owner.requires_grad or type(owner) is not Tensor:
-                if owner is not tensor and (type(owner) is not Parameter or not owner.requires_grad):
-                    return self.pack(tensor)
+            elif owner.requires_grad:
                 if owner is not tensor and (layout := layout_of(tensor, owner)) is not None:
-                    layouts[len(entries)] = layout
+                    layouts[place] = layout
                 saved(owner)
                 return (tensor, tensor._version, region)
             else:
-                return self.pack(tensor)
+                producer = NoneType
+                if tensor.is_floating_point():
+                    tape.buffers.add(place)
             metadata = metadata_of(tensor)
-            if metadata[0]:
+            if metadata[0] or owner.layout is not strided or (owner is not tensor and type(owner) is not Tensor):
                 return self.pack(tensor)
-            try:
-                size = owner.nbytes
-            except RuntimeError:  # sparse tensors have no such number
-                return self.pack(tensor)
-            if size > SMALL_BYTES:
+            if (size := owner.nbytes) > SMALL_BYTES:
                 if size > room:
                     return self.pack(tensor)
                 room -= size
             if owner is not tensor:
                 if id(owner) in bases:
-                    layouts[len(entries)] = None
+                    layouts[place] = None
                 elif (layout := layout_of(tensor, owner)) is not None:
-                    layouts[len(entries)] = layout
+                    layouts[place] = layout
             holder = Holder()
             holder.region = region
             holder.value = holder.origin = None
@@ -217,20 +208,10 @@ class Recording(RematMode):
 
         return pack
 
-    def _pack_among_ops(self, tensor: torch.Tensor) -> Holder | Anchor:
-        """Do what the pack hook does where something of the region is kept, or where values are compared."""
-        ops = self.ops
-        if ops is not None:
-            held: Holder | Anchor | None = None
-            if ops.packs or ops.expected is not None:
-                held = ops.pack_in_call(tensor)
-            if held is not None:
-                return held
-        return self.pack(tensor)
-
     def pack(self, tensor: torch.Tensor) -> Holder | Anchor:
         """Do what the pack hook does, for any tensor that is not saved by a SAVE op."""
-        region, place = self.region, len(self._saved)
+        region = self.region
+        place = len(region.tape.saved)
         inputs = region.inputs
         assert inputs is not None
         owner = tensor._base
@@ -243,10 +224,10 @@ class Recording(RematMode):
         node, is_input = owner.grad_fn, inputs.contains(owner)
         if is_parameter(owner) or (node is None and owner.requires_grad and not is_input):
             # An argument that is a view of a parameter comes back from the inputs without its base.
-            self._saved.append(None if is_input else owner)
-            return (tensor if tensor is owner else self._alias_of(tensor), tensor._version, region)
+            region.tape.saved.append(None if is_input else owner)
+            return (tensor, tensor._version, region)
         holder = Holder()
-        self._saved.append(ref(holder))
+        region.tape.saved.append(ref(holder))
         holder.region = region
         holder.value = holder.origin = None
         holder.metadata = metadata = metadata_of(tensor)
@@ -258,7 +239,7 @@ class Recording(RematMode):
             cast_of = parameter_behind(owner)
             if cast_of is not None:
                 holder.origin = None if inputs.contains(cast_of) else cast_of
-            elif node_number(node) < self._first_number:
+            elif node_number(node) < region.first_number:
                 holder.origin = ref(owner)
         self._counters.append(self._counter_of(owner))
         self.note_value(holder, tensor)
@@ -278,12 +259,6 @@ class Recording(RematMode):
             return _without_data(tensor)
         with without_dispatch_modes():
             return _without_data(tensor)
-
-    def _alias_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.watcher is None or type(tensor) is not Tensor:
-            return tensor.detach()
-        with without_dispatch_modes():
-            return tensor.detach()
 
     def ops_now(self) -> CallRecorder:
         """Return the ops of this forward."""
@@ -322,7 +297,7 @@ class Recording(RematMode):
         node = self._counters[-1].grad_fn
         if node is None or not 0 <= sequence_number() - node_number(node) <= TINY_NODES:
             return False
-        for tensor in (*self._counters[-TINY_NODES:], *self._saved[-TINY_NODES:]):
+        for tensor in (*self._counters[-TINY_NODES:], *self.region.tape.saved[-TINY_NODES:]):
             if not isinstance(tensor, Tensor):
                 continue
             # What only the counter is left of was large; it has no bytes now.
@@ -332,7 +307,7 @@ class Recording(RematMode):
 
     def _find_changed(self) -> None:
         counters = iter(self._counters)
-        for entry in self._saved:
+        for entry in self.region.tape.saved:
             if type(entry) is ref:
                 counter, holder = next(counters), entry()
                 if holder is not None and counter._version != holder.metadata[0]:

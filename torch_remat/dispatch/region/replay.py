@@ -181,9 +181,8 @@ class Filling(RematMode):
 
         As in forward, it does itself what an ordinary tensor needs, and leaves all others to `pack`.
         """
-        if self._values is not None:
-            return self._pack_among_ops
-        saved, last, layouts = self._saved, self._last, self.region.tape.layouts
+        tape, last = self.region.tape, self._last
+        saved, layouts, buffers = tape.saved, tape.layouts, tape.buffers
 
         def pack(tensor: torch.Tensor) -> torch.Tensor | Packed:
             position, ops = self.position, self.ops
@@ -209,31 +208,25 @@ class Filling(RematMode):
                     ):
                         self.position = position + 1
                         holder.value = value = tensor.detach() if self.watcher is None else self._alias_of(tensor)
+                        if position in buffers:
+                            self._unfilled_number = sequence_number()
                         if position == last:
                             self._stop_at(position)
                         return value
-            elif position == last:
-                pass
-            elif entry is tensor:
-                self.position = position + 1
-                return tensor
-            elif type(entry) is ResidentRef and type(tensor) is Tensor:
-                self.position = position + 1
-                return entry.value_like(tensor)
+            elif position != last:
+                if entry is tensor or (
+                    isinstance(entry, Tensor)
+                    and entry is tensor._base
+                    and layouts.get(position) == layout_of(tensor, entry)
+                ):
+                    self.position = position + 1
+                    return tensor
+                if type(entry) is ResidentRef and type(tensor) is Tensor:
+                    self.position = position + 1
+                    return entry.value_like(tensor)
             return self.pack(tensor)
 
         return pack
-
-    def _pack_among_ops(self, tensor: torch.Tensor) -> torch.Tensor | Packed:
-        """Do what the pack hook does where something of the region is kept, or where values are compared."""
-        position, ops = self.position, self.ops
-        if position >= self._limit or self._values is not None or (ops is not None and ops.suppressed.pending):
-            return self.pack(tensor)
-        entry = self._saved[position]
-        if type(entry) is ResidentRef and type(tensor) is Tensor and position != self._last:
-            self.position = position + 1
-            return entry.value_like(tensor)
-        return self.pack(tensor)
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | Packed:
         """Do what the pack hook does, for any tensor."""
