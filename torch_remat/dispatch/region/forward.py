@@ -69,7 +69,7 @@ def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
             mode.observed = observed = Watch(mode)
             contexts = (observed, *contexts)
         output = mode.run(function, args, kwargs, (mode.pack_hook(), read), contexts)
-        nodes = (node_of(output),) if type(output) is Tensor else boundary_nodes(tensors_of(output))
+        nodes = [node_of(output)] if type(output) is Tensor else boundary_nodes(tensors_of(output))
         mode.finish(nodes)
     finally:
         mode.forget()
@@ -107,6 +107,7 @@ class Recording(RematMode):
     ops: CallRecorder | None = None
     _values: Values | None = None
     _any_version = 0
+    _all_small = True  # of what is saved
 
     def __init__(self, region: Region) -> None:
         self.region = region
@@ -169,34 +170,39 @@ class Recording(RematMode):
             owner = tensor._base
             if owner is None:
                 owner = tensor
-            place = len(tape.saved)
+            elif type(owner) is not Tensor and (type(owner) is not Parameter or not owner.requires_grad):
+                return self.pack(tensor)
+            producer: type
             if id(owner) in originals:
-                producer: type = NoneType  # replay passes inputs without their history
+                if type(owner) is Parameter:
+                    return self.pack(tensor)
+                producer = NoneType  # replay passes inputs without their history
             elif (node := owner.grad_fn) is not None:
                 producer = type(node)
                 if producer is CAST or node._sequence_nr() < first_number:
                     return self.pack(tensor)
             elif owner.requires_grad:
                 if owner is not tensor and (layout := layout_of(tensor, owner)) is not None:
-                    layouts[place] = layout
+                    layouts[len(tape.saved)] = layout
                 saved(owner)
                 return (tensor, tensor._version, region)
             else:
                 producer = NoneType
                 if tensor.is_floating_point():
-                    tape.buffers.add(place)
+                    tape.buffers.add(len(tape.saved))
             metadata = metadata_of(tensor)
-            if metadata[0] or owner.layout is not strided or (owner is not tensor and type(owner) is not Tensor):
+            if metadata[0] or owner.layout is not strided:
                 return self.pack(tensor)
             if (size := owner.nbytes) > SMALL_BYTES:
+                self._all_small = False
                 if size > room:
                     return self.pack(tensor)
                 room -= size
             if owner is not tensor:
                 if id(owner) in bases:
-                    layouts[place] = None
+                    layouts[len(tape.saved)] = None
                 elif (layout := layout_of(tensor, owner)) is not None:
-                    layouts[place] = layout
+                    layouts[len(tape.saved)] = layout
             holder = Holder()
             holder.region = region
             holder.value = holder.origin = None
@@ -233,6 +239,7 @@ class Recording(RematMode):
         holder.metadata = metadata = metadata_of(tensor)
         if metadata[0]:
             self._any_version = 1
+        self._all_small = False
         holder.plain = False
         holder.producer = NoneType if is_input else type(node)
         if node is not None and not is_input:
@@ -278,7 +285,7 @@ class Recording(RematMode):
             self._values.flush()
         if self._any_version or any(map(_version_of, self._counters)):
             self._find_changed()
-        if self.ops is None and region.options is DEFAULTS and self._counters:
+        if self._all_small and self._counters and self.ops is None:
             region.tail_is_tiny = self._tail_is_tiny()
         self._counters.clear()  # before the ops look for what is alive
         if self.ops is not None:
@@ -297,11 +304,8 @@ class Recording(RematMode):
         node = self._counters[-1].grad_fn
         if node is None or not 0 <= sequence_number() - node_number(node) <= TINY_NODES:
             return False
-        for tensor in (*self._counters[-TINY_NODES:], *self.region.tape.saved[-TINY_NODES:]):
-            if not isinstance(tensor, Tensor):
-                continue
-            # What only the counter is left of was large; it has no bytes now.
-            if tensor.layout is not torch.strided or not 0 < tensor.nbytes <= SMALL_BYTES:
+        for leaf in self.region.tape.saved[-TINY_NODES:]:
+            if isinstance(leaf, Tensor) and (leaf.layout is not torch.strided or leaf.nbytes > SMALL_BYTES):
                 return False
         return True
 

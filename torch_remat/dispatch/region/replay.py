@@ -63,36 +63,39 @@ class Filling(RematMode):
 
     replaying = True
     stopped = False
+    over = False  # whether it takes no more tensors
     stale: StaleReads | None = None
-    _starts_over = False
+    position = 0  # of the next tensor to be saved
     inner_next = 0  # the place of the next op of an inner region
-    ops: Answerer | None
+    ops: Answerer | None = None
+    _starts_over = False
+    _error: RematError | None = None
+    _values: Values | None = None
     _refusal: Refusal | None = None  # the latest when `StopReplay` was raised
+    _unfilled_number = -1  # of the latest op that may yet fill what it saved
+    _waiting = 0  # how many holders are filled otherwise than at their place
+    _late: Sequence[tuple[Holder, Placeholder]] = ()  # to be filled once the next op has been seen
 
     def __init__(self, region: Region, last: int) -> None:
         self.region = region
-        self._error: RematError | None = None
-        self.over = False
-        self._values: Values | None = None
-        self.watcher = None
-        self._unfilled_number = -1  # of the latest op that may yet fill what it saved
-        self._saved = region.tape.saved
-        self._limit = len(self._saved)  # 0 once the replay is over, so that the pack hook has one thing to look at
+        tape, options = region.tape, region.options
+        self._saved = tape.saved
+        self._limit = len(tape.saved)  # 0 once the replay is over, so that the pack hook has one thing to look at
+        self._last_empty = last
         # Where early stop may end the replay; without it, past the end.
         # A forward that is not over has not run what comes next, so that a replay in it may not either.
-        self._last_empty = last
-        if not region.options.early_stop and region.finished:
+        if not options.early_stop and region.finished:
             self._last = self._limit
         else:
-            self._last = last if last == self._limit - 1 else region.tape.with_parameters(last)
-        self.ops = Answerer(self) if region.tape.records or region.tape.calls else None
-        if region.tail_is_tiny and self.ops is None and self._last == self._limit - 1:
+            self._last = last if last == self._limit - 1 else tape.with_parameters(last)
+        if tape.records or tape.calls:
+            self.ops = Answerer(self)
+        elif region.tail_is_tiny and self._last == self._limit - 1:
             self._last = self._limit  # an exception would take longer
-        self._waiting = region.tape.empty_elided() if region.tape.elided else 0
-        self.position = 0
-        self._late: list[tuple[Holder, Placeholder]] = []  # to be filled once the next op has been seen
-        if region.options is not DEFAULTS:
-            value_of = value_function(region.options.determinism_check)
+        if tape.elided:
+            self._waiting = tape.empty_elided()
+        if options is not DEFAULTS:
+            value_of = value_function(options.determinism_check)
             self._values = None if value_of is None else Values(value_of, self._compare_value)
 
     def replay(self) -> None:
@@ -147,7 +150,7 @@ class Filling(RematMode):
                 self.ops = None  # which knows this mode
             self._values = self.observed = self.stale = None  # the first knows this mode too
             # A tensor of the replay that outlives it owns its graph, which knows this mode through its pack hook.
-            self._late = []
+            self._late = ()
             if last_refusal.get() is not None:
                 last_refusal.set(None)
 
@@ -274,7 +277,7 @@ class Filling(RematMode):
             return Packed.of(tensor)
         if tensor.compute is None or self.ops is None or not self.ops.compares():
             return None
-        self._late.append((holder, tensor))  # likely for another op than forward's
+        self._late = (*self._late, (holder, tensor))  # likely for another op than forward's
         self._waiting += 1
         self.after_next_op(self._fill_late)
         return Packed.of(tensor)
@@ -350,7 +353,7 @@ class Filling(RematMode):
         self._limit = len(self._saved)
         self._waiting = self.region.tape.empty_elided()
         self.position = self.inner_next = 0
-        self._late = []
+        self._late = ()
         self._unfilled_number = -1
         if self._values is not None:
             self._values.forget()
@@ -376,7 +379,7 @@ class Filling(RematMode):
         raise StartOver(self)
 
     def _fill_late(self) -> None:
-        late, self._late = self._late, []
+        late, self._late = self._late, ()
         for holder, placeholder in late:
             value = real(placeholder, "saving it for backward")
             self.note_loaded(value)
