@@ -21,6 +21,15 @@ from torch.nn import Module
 def generators_of(function: Callable[..., Any]) -> list[Generator]:
     """Return the generators that a function reaches by itself; those of modules tell `among_attributes`."""
     if type(function) is not FunctionType:
+        if isinstance(function, Module):
+            return []
+        attributes = getattr(function, "__dict__", _NOTHING).values()
+        if (
+            type(function) is not MethodType
+            and not isinstance(function, partial)
+            and Generator not in map(type, attributes)
+        ):
+            return []
         return _of_object(function)
     found: list[Generator] = []
     names = function.__code__.co_names
@@ -51,6 +60,7 @@ def among_attributes(module: Module) -> Iterable[Generator]:
 
 
 _COUNT = len(Module().__dict__)
+_NOTHING: Mapping[str, Any] = {}
 
 
 def _of_object(function: Callable[..., Any]) -> list[Generator]:

@@ -217,7 +217,12 @@ def read(packed: Holder | Anchor) -> torch.Tensor:
         kept = packed.region.refill(packed)
     if kept._version != packed.metadata[0]:
         raise changed_in_place(packed.region, "tensor", packed.metadata[1], packed.name)
-    if graph_is_kept() and not packed.region.filling and graph_exec_group() is None:
+    if (
+        packed.region.inputs is not None
+        and graph_is_kept()
+        and not packed.region.filling
+        and graph_exec_group() is None
+    ):
         packed.value = None
     return kept
 

@@ -33,9 +33,8 @@ if TYPE_CHECKING:
 _Watcher = Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]
 
 _current: ContextVar[RematMode | None] = ContextVar("torch_remat_mode", default=None)
-# Return, and set, the mode of the region that runs in this thread; None outside of regions.
+# Return the mode of the region that runs in this thread; None outside of regions.
 current_mode: Callable[[], RematMode | None] = _current.get
-make_current: Callable[[RematMode | None], object] = _current.set
 
 
 class StopReplay(BaseException):
@@ -96,10 +95,10 @@ class RematMode(DispatchMode):
         self.parent = parent = _current.get()
         _current.set(self)
         try:
-            if contexts:
-                with contexts[0] if len(contexts) == 1 else _all(contexts):
-                    return self._call(function, args, kwargs)
-            return self._call(function, args, kwargs)
+            if not contexts:
+                return function(*args, **kwargs) if self.ops is None else self._call(function, args, kwargs)
+            with contexts[0] if len(contexts) == 1 else _all(contexts):
+                return self._call(function, args, kwargs)
         except Carried as carried:
             raise carried.take(self.region.name) from None
         finally:

@@ -8,12 +8,16 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
+from torch.nn import Module
+
 
 def default_name(function: Callable[..., Any] | None) -> str:
     """Return a readable name for a region that the user did not name: that of its function or module class."""
     while isinstance(function, partial):
         function = function.func
-    name: str = getattr(function, "__qualname__", None) or type(function).__name__
+    # A module looks in Python for what it does not have.
+    own = None if isinstance(function, Module) else getattr(function, "__qualname__", None)
+    name: str = own or type(function).__name__
     return short_name(name)
 
 

@@ -32,6 +32,7 @@ class Tape:
         numbers: For saved tensors, by place, where autograd stood, if something is kept: the sequence number; the
             number of the first node to which a replay that ends here does not come; whether its op may yet fill it.
         layouts: For views among these, by place, how they lie in what they are views of; None where replay cannot tell.
+        buffers: The places of tensors without a history, which the op that saves them may fill later.
         elided: Weak references to the holders of SAVE ops that are filled from other ops' outputs.
         holders: Weak references to the holders of all that has a name, for reports.
         records: The ops by name, in order.
@@ -47,6 +48,7 @@ class Tape:
     __slots__ = (
         "_elided_numbers",
         "backward_inside",
+        "buffers",
         "calls",
         "elided",
         "holders",
@@ -63,6 +65,7 @@ class Tape:
     def __init__(self) -> None:
         self.saved: list[ref[Holder] | ResidentRef | torch.Tensor | None] = []
         self.layouts: dict[int, Layout | None] = {}
+        self.buffers: set[int] = set()
         self.elided: list[ref[OpHolder]] = []
         self.holders: list[ref[OpHolder]] = []
         self.records: dict[str, Record] = {}
@@ -76,7 +79,7 @@ class Tape:
 
     def stop(self, hooks: object, early_stop: bool, begins: Iterable[int]) -> int:
         """Return the number of the first node to which no replay comes; ``begins`` are those of native regions."""
-        last = self._with_parameters(self.last_that_may_be_needed(hooks))
+        last = self.with_parameters(self.last_that_may_be_needed(hooks))
         elided = [number for holder, number in self._elided_numbers if hooks is not None or holder() is not None]
         if not early_stop and (last >= 0 or elided):
             return sequence_number()  # to the function's end
@@ -108,6 +111,10 @@ class Tape:
             empty += [holder for entry in self.elided if (holder := entry()) is not None and holder.value is None]
         return empty
 
+    def empty_elided(self) -> int:
+        """Return how many of the live holders of SAVE ops are filled from other ops' outputs, and are not yet."""
+        return sum([(holder := entry()) is not None and holder.value is None for entry in self.elided])
+
     def has_values(self) -> bool:
         """Whether a live holder that replay fills has its value."""
         return any(holder.value is not None for holder in self._alive())
@@ -127,10 +134,6 @@ class Tape:
         for record in (*self.records.values(), *self.regions):
             record.forget_slots()
 
-    def forget_parameters(self) -> None:
-        """Drop the parameters, where nothing will be compared with them any more; their places stay."""
-        self.saved[:] = [entry if type(entry) is ref else None for entry in self.saved]
-
     def may_need(self, place: int, hooks: object) -> bool:
         """Whether, at the end of forward, a replay may have to fill the holder at a place.
 
@@ -145,14 +148,16 @@ class Tape:
         return next((place for place in range(len(self.saved) - 1, -1, -1) if self.may_need(place, hooks)), -1)
 
     def last_needed(self) -> int:
-        """Return the place of the last live empty holder (-1 if none), or of the parameters that directly follow it."""
+        """Return the place of the last live empty holder (-1 if none)."""
         saved = self.saved
-        place = len(saved) - 1
-        while place >= 0 and not _is_empty(saved[place]):
-            place -= 1
-        return self._with_parameters(place)
+        for place in range(len(saved) - 1, -1, -1):
+            entry = saved[place]
+            if type(entry) is ref and (holder := entry()) is not None and holder.value is None:
+                return place
+        return -1
 
-    def _with_parameters(self, place: int) -> int:
+    def with_parameters(self, place: int) -> int:
+        """Return a place, or that of the last of the parameters that directly follow it."""
         saved = self.saved
         while 0 <= place < len(saved) - 1 and isinstance(saved[place + 1], torch.Tensor):
             place += 1

@@ -84,18 +84,20 @@ def used_leaves(
         first_number: The number of its first node: what is older, the region has not made.
         inputs: The ids of its tensor arguments, which are compared on their own.
     """
-    leaves = []
-    todo: list[Any] = [node for node in nodes if node is not None and node_number(node) >= first_number]
-    seen = set(todo)
+    leaves: list[torch.Tensor] = []
+    todo = [node for node in nodes if node is not None and node_number(node) >= first_number]
+    seen: set[Any] = {None, *todo}
     child: Any
     for node in todo:  # grows meanwhile
         for child, _ in node.next_functions:
+            if child in seen:
+                continue
+            seen.add(child)
             if type(child) is ACCUMULATE:
                 leaf: torch.Tensor = getattr(child, "variable")  # noqa: B009 - which the type of nodes does not know
                 if id(leaf) not in inputs:
                     leaves.append(leaf)
-            elif child is not None and child not in seen and node_number(child) >= first_number:
-                seen.add(child)
+            elif child._sequence_nr() >= first_number:  # what `node_number` says, for an eighth of its time
                 todo.append(child)
     return leaves
 
@@ -111,6 +113,11 @@ def versions_of(tensors: Sequence[torch.Tensor | None]) -> Sequence[int]:
         return [-1 if one is None else one._version for one in tensors]
     except RuntimeError:  # a tensor of inference mode
         return [-1 if one is None or one.is_inference() else one._version for one in tensors]
+
+
+def unchanged(region: Any) -> bool:
+    """Whether it is plain to see that a replay's parameters are those of forward: there are only leaves to compare."""
+    return not region.parameters and region.versions == versions_of(region.leaves)
 
 
 def check_parameters(region: Any, fail: Callable[[RematError], NoReturn]) -> list[AbstractContextManager[Any]]:

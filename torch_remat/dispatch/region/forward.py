@@ -6,8 +6,9 @@ with a hook on each of its nodes that starts the replay.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from operator import attrgetter
 from types import NoneType
 from typing import Any
@@ -19,11 +20,8 @@ from torch.nn import Parameter
 
 from torch_remat._compat import (
     CompiledCode,
-    active_modes,
     keep_from_compiler,
     node_number,
-    pop_saved_tensors_hooks,
-    push_saved_tensors_hooks,
     sequence_number,
     without_dispatch_modes,
 )
@@ -41,54 +39,21 @@ from torch_remat.dispatch.holder import (
     parameter_behind,
     read,
 )
-from torch_remat.dispatch.mode import RematMode, current_mode, make_current, unseen
+from torch_remat.dispatch.mode import RematMode, current_mode
 from torch_remat.dispatch.observe import Watch, is_watched
 from torch_remat.dispatch.options import DEFAULTS, Options
 from torch_remat.dispatch.region.module_path import ModulePath
 from torch_remat.dispatch.region.outputs import boundary_nodes, node_of, tensors_of
 from torch_remat.dispatch.region.region import Region
 from torch_remat.dispatch.region.replay import Filling
-from torch_remat.errors import Carried
 from torch_remat.policies.kinds import OpPolicy
 
 
 def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options) -> Any:
     """Run a function as a checkpointed region and return its output."""
     parent = current_mode()
-    if options is DEFAULTS and (parent is None or parent.ops is None) and not is_watched():
-        return _run_plain(function, args, kwargs)
-    return run_any(function, args, kwargs, options)
-
-
-def _run_plain(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Do what `run_any` does, in one go, for the usual call: default options, and nothing around it that takes part."""
-    region = Region(function, args, kwargs, DEFAULTS, _replay)
-    mode = Recording(region)
-    try:
-        push_saved_tensors_hooks(mode.pack_hook(), read)
-        mode.parent = parent = current_mode()
-        make_current(mode)
-        try:
-            output = function(*args, **kwargs)
-        except Carried as carried:
-            raise carried.take(region.name) from None
-        finally:
-            pop_saved_tensors_hooks()
-            make_current(parent)
-            mode.parent = None
-        nodes = (node_of(output),) if type(output) is Tensor else boundary_nodes(tensors_of(output))
-        mode.finish(nodes)
-    finally:
-        mode.forget()
-    _start_replay_from(nodes, region)
-    return output
-
-
-def run_any(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options) -> Any:
-    """Do what `run_region` does, for any call."""
-    parent = current_mode()
     is_part = False
-    earlier = None
+    earlier = observed = None
     if parent is not None and parent.ops is not None:
         if isinstance(parent, Recording) and parent.ops.has_policy and parent.ops.watch is not None:
             earlier = parent.ops.watch.earlier
@@ -96,46 +61,36 @@ def run_any(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
         is_part = parent.ops.skips()
         if not is_part:
             args, kwargs = parent.ops.enter_region(args, kwargs)
-    region = Region(function, args, kwargs, options, _replay, is_part)
+    region = Region(function, args, kwargs, options, Filling, is_part)
     mode = Recording(region)
     try:
         contexts: Sequence[AbstractContextManager[Any]] = () if options is DEFAULTS else mode.contexts()
         if is_watched():
-            mode.observed = Watch(mode)
-            contexts = (mode.observed.running(), *contexts)
+            mode.observed = observed = Watch(mode)
+            contexts = (observed.running(), *contexts)
         output = mode.run(function, args, kwargs, (mode.pack_hook(), read), contexts)
         nodes = [node_of(output)] if type(output) is Tensor else boundary_nodes(tensors_of(output))
         mode.finish(nodes)
-        observed = mode.observed
     finally:
         mode.forget()
         if earlier is not None:
             earlier.leave()
-    _start_replay_from(nodes, region)
+    for node in nodes:
+        # An output that is an input, or comes from outside, has an older node: a hook there would tie the region
+        # to a graph that it may own through its function.
+        if node is not None and (number := node_number(node)) >= region.first_number:
+            # The graph's holders own the region: an output that is held after backward keeps nothing of it.
+            node.register_prehook(partial(_reach, ref(region)))
+            if number > region.last_number:
+                region.last_number = number
     if observed is not None:
         observed.finish(nodes)
     return output
 
 
-def _start_replay_from(nodes: Iterable[torch.autograd.graph.Node | None], region: Region) -> None:
-    for node in nodes:
-        # An output that is an input, or comes from outside, has an older node: a hook there would tie the region
-        # to a graph that it may own through its function.
-        if node is not None and (number := node_number(node)) >= region.first_number:
-            node.register_prehook(region.reach)
-            if number > region.last_number:
-                region.last_number = number
-
-
-def _replay(region: Region, empty: list[Holder]) -> None:
-    if region.finished:
-        Filling(region, empty).replay()
-        return
-    for mode in active_modes():
-        if isinstance(mode, Recording) and mode.region is region and mode.ops is not None:
-            mode.ops.before_replay()
-    with unseen(region):
-        Filling(region, empty).replay()
+def _reach(region: ref[Region], _grad_outputs: object) -> None:
+    if (reached := region()) is not None:
+        reached.reach()
 
 
 class Recording(RematMode):
@@ -152,11 +107,10 @@ class Recording(RematMode):
     ops: CallRecorder | None = None
     _values: Values | None = None
     _any_version = 0
+    _all_small = True  # of what is saved
 
     def __init__(self, region: Region) -> None:
         self.region = region
-        self._first_number = region.first_number
-        self._saved = region.tape.saved
         self._counters: list[torch.Tensor] = []
         if region.options is not DEFAULTS:
             value_of = value_function(region.options.determinism_check)
@@ -194,55 +148,61 @@ class Recording(RematMode):
         It does itself what a leaf needs, an input, a result with a gradient, and a view of one of these. `pack` does
         the same for any tensor.
         """
-        if self._values is not None:
-            return self._pack_among_ops
-        region, first_number = self.region, self._first_number
+        region, first_number, compares_values = self.region, self.region.first_number, self._values is not None
         assert region.inputs is not None
-        entries, layouts, originals = region.tape.saved, region.tape.layouts, region.inputs.originals
-        saved, count, bases = entries.append, self._counters.append, region.inputs.bases  # the graph keeps the hook
+        tape, originals, bases = region.tape, region.inputs.originals, region.inputs.bases  # the graph keeps the hook
+        layouts, saved, count = tape.layouts, tape.saved.append, self._counters.append
         room, strided = ROOM_BYTES, torch.strided
 
         def pack(tensor: torch.Tensor) -> Holder | Anchor:
             nonlocal room
             ops = self.ops
             if ops is not None and (ops.packs or ops.expected is not None):
-                in_call = ops.expected or ops.calling
-                if (held := ops.pack_in_call(tensor) if in_call else ops.pack(tensor)) is not None:
+                pack_by_op = ops.pack_in_call if ops.expected or ops.calling else ops.pack
+                if (held := pack_by_op(tensor)) is not None:
                     return held
             kind = type(tensor)
             if kind is Parameter:
                 saved(tensor)
                 return (tensor, tensor._version, region)
-            if kind is not Tensor:
+            if kind is not Tensor or compares_values:
                 return self.pack(tensor)
             owner = tensor._base
             if owner is None:
                 owner = tensor
-            node = owner.grad_fn
+            elif type(owner) is not Tensor and (type(owner) is not Parameter or not owner.requires_grad):
+                return self.pack(tensor)
             producer: type
             if id(owner) in originals:
+                if type(owner) is Parameter:
+                    return self.pack(tensor)
                 producer = NoneType  # replay passes inputs without their history
-                ordinary = type(owner) is Tensor
-            elif node is not None:
+            elif (node := owner.grad_fn) is not None:
                 producer = type(node)
-                ordinary = node_number(node) >= first_number and producer is not CAST
-            elif owner is tensor and tensor.requires_grad:
-                saved(tensor)
+                if producer is CAST or node._sequence_nr() < first_number:
+                    return self.pack(tensor)
+            elif owner.requires_grad:
+                if owner is not tensor and (layout := layout_of(tensor, owner)) is not None:
+                    layouts[len(tape.saved)] = layout
+                saved(owner)
                 return (tensor, tensor._version, region)
             else:
-                return self.pack(tensor)
+                producer = NoneType
+                if tensor.is_floating_point():
+                    tape.buffers.add(len(tape.saved))
             metadata = metadata_of(tensor)
-            if not ordinary or metadata[0] or owner.layout is not strided:
+            if metadata[0] or owner.layout is not strided:
                 return self.pack(tensor)
             if (size := owner.nbytes) > SMALL_BYTES:
+                self._all_small = False
                 if size > room:
                     return self.pack(tensor)
                 room -= size
             if owner is not tensor:
                 if id(owner) in bases:
-                    layouts[len(entries)] = None
+                    layouts[len(tape.saved)] = None
                 elif (layout := layout_of(tensor, owner)) is not None:
-                    layouts[len(entries)] = layout
+                    layouts[len(tape.saved)] = layout
             holder = Holder()
             holder.region = region
             holder.value = holder.origin = None
@@ -254,48 +214,39 @@ class Recording(RematMode):
 
         return pack
 
-    def _pack_among_ops(self, tensor: torch.Tensor) -> Holder | Anchor:
-        """Do what the pack hook does where something of the region is kept, or where values are compared."""
-        ops = self.ops
-        if ops is not None:
-            held: Holder | Anchor | None = None
-            if ops.packs or ops.expected is not None:
-                held = ops.pack_in_call(tensor)
-            if held is not None:
-                return held
-        return self.pack(tensor)
-
     def pack(self, tensor: torch.Tensor) -> Holder | Anchor:
         """Do what the pack hook does, for any tensor that is not saved by a SAVE op."""
-        region, place = self.region, len(self._saved)
+        region = self.region
+        place = len(region.tape.saved)
         inputs = region.inputs
         assert inputs is not None
         owner = tensor._base
         if owner is None:
             owner = tensor
-        elif inputs.is_base(owner):
+        elif id(owner) in inputs.bases:
             region.tape.layouts[place] = None  # replay's argument is no view of it
         elif (layout := layout_of(tensor, owner)) is not None:
             region.tape.layouts[place] = layout
         node, is_input = owner.grad_fn, inputs.contains(owner)
         if is_parameter(owner) or (node is None and owner.requires_grad and not is_input):
             # An argument that is a view of a parameter comes back from the inputs without its base.
-            self._saved.append(None if is_input else owner)
-            return (tensor if tensor is owner else self._alias_of(tensor), tensor._version, region)
+            region.tape.saved.append(None if is_input else owner)
+            return (tensor, tensor._version, region)
         holder = Holder()
-        self._saved.append(ref(holder))
+        region.tape.saved.append(ref(holder))
         holder.region = region
         holder.value = holder.origin = None
         holder.metadata = metadata = metadata_of(tensor)
         if metadata[0]:
             self._any_version = 1
+        self._all_small = False
         holder.plain = False
         holder.producer = NoneType if is_input else type(node)
         if node is not None and not is_input:
             cast_of = parameter_behind(owner)
             if cast_of is not None:
                 holder.origin = None if inputs.contains(cast_of) else cast_of
-            elif node_number(node) < self._first_number:
+            elif node_number(node) < region.first_number:
                 holder.origin = ref(owner)
         self._counters.append(self._counter_of(owner))
         self.note_value(holder, tensor)
@@ -315,12 +266,6 @@ class Recording(RematMode):
         with without_dispatch_modes():
             return _without_data(tensor)
 
-    def _alias_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.watcher is None or type(tensor) is not Tensor:
-            return tensor.detach()
-        with without_dispatch_modes():
-            return tensor.detach()
-
     def ops_now(self) -> CallRecorder:
         """Return the ops of this forward."""
         if self.ops is None:
@@ -339,7 +284,7 @@ class Recording(RematMode):
             self._values.flush()
         if self._any_version or any(map(_version_of, self._counters)):
             self._find_changed()
-        if self.ops is None and region.options is DEFAULTS and self._counters:
+        if self._all_small and self._counters and self.ops is None:
             region.tail_is_tiny = self._tail_is_tiny()
         self._counters.clear()  # before the ops look for what is alive
         if self.ops is not None:
@@ -356,13 +301,14 @@ class Recording(RematMode):
         node = self._counters[-1].grad_fn
         if node is None or not 0 <= sequence_number() - node_number(node) <= TINY_NODES:
             return False
-        saved: list[torch.Tensor] = [entry for entry in self._saved[-TINY_NODES:] if isinstance(entry, Tensor)]
-        # What only the counter is left of was large; it has no bytes now.
-        return all(map(_is_small, (*saved, *self._counters[-TINY_NODES:])))
+        for leaf in self.region.tape.saved[-TINY_NODES:]:
+            if isinstance(leaf, Tensor) and (leaf.layout is not torch.strided or leaf.nbytes > SMALL_BYTES):
+                return False
+        return True
 
     def _find_changed(self) -> None:
         counters = iter(self._counters)
-        for entry in self._saved:
+        for entry in self.region.tape.saved:
             if type(entry) is ref:
                 counter, holder = next(counters), entry()
                 if holder is not None and counter._version != holder.metadata[0]:
@@ -371,8 +317,10 @@ class Recording(RematMode):
     def forget(self) -> None:
         """Let go of what only forward needs; the graph may hold on to this mode, through its pack hook."""
         self._counters.clear()
-        assert self.region.inputs is not None
-        self.region.inputs.forget_originals()
+        inputs = self.region.inputs
+        assert inputs is not None
+        inputs.originals.clear()
+        inputs.given = ()
         if self.ops is not None:
             self.ops.forget()
             self.ops = None
@@ -391,10 +339,6 @@ ROOM_BYTES = 1 << 20
 # Of a replay that would stop before so few ops on small tensors, the exception would be the dearest part.
 TINY_NODES = 4
 _NOTHING = torch.empty(0)
-
-
-def _is_small(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and 0 < tensor.nbytes <= SMALL_BYTES
 
 
 def _without_data(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from weakref import ref
 import optree
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from torch_remat._compat import PYTREE_NAMESPACE, SavedTensorHooks, adopt_pytree_node, without_dispatch_modes
 from torch_remat.dispatch.holder import OwnRegion, is_parameter, metadata_of
@@ -35,42 +35,31 @@ class RegionInputs:
         originals: The id of each tensor argument, with its first leaf, and of each tensor that one is a view of;
             filled only while forward runs.
         bases: The ids of the latter.
+        others: The leaves that are no tensors.
+        given: The leaves as they came, while forward runs, which may take them out of containers: ids are used again.
     """
 
-    __slots__ = (
-        "_attributes",
-        "_away",
-        "_given",
-        "_inside",
-        "_leaves",
-        "_owners",
-        "_restored",
-        "_spec",
-        "_tensors",
-        "_unpack",
-        "_written",
-        "bases",
-        "originals",
-    )
+    _spec: optree.PyTreeSpec | None = None
+    _unpack: Callable[[Any], torch.Tensor] | None = None
+    _away: dict[int, Any] | None = None  # by index of the leaf; set only if inputs are offloaded
+    _owners: tuple[ref[torch.Tensor], ...] = ()  # the parameters that arguments are views of
+    _attributes: dict[int, dict[str, Any]] | None = None  # by leaf: what Python code set on it
+    _inside: Collection[int] = ()  # the leaves that the region itself has changed, and may not have
+    _written: Collection[int] = ()  # the leaves that it has changed where replay leaves that out
+    _restored: Sequence[ref[torch.Tensor]] = ()  # what the latest replay was given of what the hooks hold
+    given: Sequence[Any] = ()
+    others: Sequence[Any] = ()
+    bases: Collection[int] = frozenset()
 
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any], hooks: SavedTensorHooks | None = None) -> None:
         self._leaves: list[Any] = list(args)
-        self._spec: optree.PyTreeSpec | None = None
         # (index of the leaf, requires_grad, version); None for requires_grad marks a parameter, passed on as it is.
         self._tensors: list[tuple[int, bool | None, int]] = []
-        self._unpack: Callable[[Any], torch.Tensor] | None = None
-        self._restored: list[ref[torch.Tensor]] = []  # what the latest replay was given of what the hooks hold
-        self._away: dict[int, Any] | None = None  # by index of the leaf; set only if inputs are offloaded
-        self._owners: tuple[ref[torch.Tensor], ...] = ()  # the parameters that arguments are views of
-        self.bases: set[int] = set()
-        self._attributes: dict[int, dict[str, Any]] | None = None  # by leaf: what Python code set on it
-        self._inside: Collection[int] = ()  # the leaves that the region itself has changed, and may not have
-        self._written: Collection[int] = ()  # the leaves that it has changed where replay leaves that out
-        self._given: Sequence[Any] = ()  # while forward runs, which may take them out of containers: ids are used again
         self.originals: dict[int, int | None] = {}
-        if kwargs or not all(map(_is_tensor, args)):
+        if kwargs or not _USUAL.issuperset(map(type, args)):
             self._leaves, self._spec = _flatten((tuple(args), dict(kwargs)))
-            self._given = self._leaves.copy()
+            self.given = self._leaves.copy()
+            self.others = [leaf for leaf in self._leaves if not isinstance(leaf, Tensor)]
         leaves, originals = self._leaves, self.originals
         for index, leaf in enumerate(leaves):
             if type(leaf) is Tensor and hooks is None and leaf._base is None and id(leaf) not in originals:
@@ -93,7 +82,7 @@ class RegionInputs:
             base = tensor._base
             if base is not None:
                 self.originals.setdefault(id(base), None)
-                self.bases.add(id(base))
+                self.bases = {*self.bases, id(base)}
                 if is_parameter(base):
                     self._owners += (ref(base),)
             version = (_UNPACKED if hooks else -1) if tensor.is_inference() else tensor._version
@@ -145,10 +134,6 @@ class RegionInputs:
         """Whether a tensor is an argument, or one that an argument is a view of; asked only while forward runs."""
         return id(tensor) in self.originals
 
-    def is_base(self, tensor: torch.Tensor) -> bool:
-        """Whether an argument is a view of a tensor, so that replay's argument is none; asked while forward runs."""
-        return id(tensor) in self.bases
-
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's memory stays with the inputs; asked only while forward runs."""
         return self._away is None and id(tensor) in self.originals
@@ -188,11 +173,6 @@ class RegionInputs:
                 else:
                     self._inside = {*self._inside, index}
 
-    def forget_originals(self) -> None:
-        """Forget what only forward asks for."""
-        self.originals.clear()
-        self._given = ()
-
     def parameters(self) -> Iterator[Any]:
         """Yield the parameters among the arguments."""
         for index, requires_grad, _ in self._tensors:
@@ -205,17 +185,9 @@ class RegionInputs:
             if (parameter := owner()) is not None:
                 yield parameter
 
-    def generators(self) -> Sequence[torch.Generator]:
-        """Return the random generators among the arguments."""
-        if len(self._tensors) == len(self._leaves):
-            return ()
-        return [leaf for leaf in self._leaves if isinstance(leaf, torch.Generator)]
-
     def modules(self) -> Sequence[Module]:
         """Return the modules among the arguments."""
-        if len(self._tensors) == len(self._leaves):
-            return ()
-        return [leaf for leaf in self._leaves if isinstance(leaf, Module)]
+        return [other for other in self.others if isinstance(other, Module)]
 
     def restore(self, region: OwnRegion) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """Return ``(args, kwargs)`` for one replay, with tensors that no earlier replay has touched.
@@ -223,7 +195,7 @@ class RegionInputs:
         Raises:
             MutationError: A tensor was changed in place since the region was called.
         """
-        leaves = list(self._leaves)
+        leaves = self._leaves.copy()
         if (
             len(leaves) == 1
             and self._spec is None
@@ -237,7 +209,8 @@ class RegionInputs:
             (kept,) = leaves
             if requires_grad is not None and (version < 0 or kept._version == version):
                 return (kept.detach().requires_grad_(requires_grad),), _NO_KWARGS
-        self._restored.clear()
+        restored: list[ref[torch.Tensor]] = []
+        self._restored = restored
         if self._away is not None:
             for index, away in self._away.items():
                 leaves[index] = away.load()
@@ -254,7 +227,7 @@ class RegionInputs:
                 raise self._changed(region.name, index)
             leaves[index] = fresh_alias(kept, requires_grad, index in self._written)
             if self._unpack is not None:
-                self._restored.append(ref(leaves[index]))
+                restored.append(ref(leaves[index]))
         if self._attributes is not None:
             for index, attributes in self._attributes.items():
                 leaves[index].__dict__.update(attributes)
@@ -305,11 +278,8 @@ class RegionInputs:
 
 
 _NO_KWARGS: Mapping[str, Any] = {}
+_USUAL = frozenset((Tensor, Parameter))
 _UNPACKED = -2  # the version of an input that did not go through the hooks around the region
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, Tensor)
 
 
 class _SameAs:

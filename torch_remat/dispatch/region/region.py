@@ -10,22 +10,29 @@ from _thread import RLock  # without the Python function around it that threadin
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import count
-from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import finalize, ref
 
 import torch
 
-from torch_remat._compat import graph_exec_group, graph_is_kept, graph_task, sequence_number, top_saved_tensors_hooks
+from torch_remat._compat import (
+    active_modes,
+    graph_exec_group,
+    graph_is_kept,
+    graph_task,
+    sequence_number,
+    top_saved_tensors_hooks,
+)
 from torch_remat.dispatch.ambient import RngState, capture_ambient
 from torch_remat.dispatch.check.debug_log import OpLog
 from torch_remat.dispatch.check.parameters import parameters_of
 from torch_remat.dispatch.check.values import Values
 from torch_remat.dispatch.generators import generators_of
 from torch_remat.dispatch.holder import Holder, read
-from torch_remat.dispatch.naming import default_name, scope, short_name
+from torch_remat.dispatch.mode import RematMode, unseen
+from torch_remat.dispatch.naming import default_name, scope
 from torch_remat.dispatch.offloading import Sender, offload_inputs
-from torch_remat.dispatch.options import Options
+from torch_remat.dispatch.options import DEFAULTS, Options
 from torch_remat.dispatch.part import own_hooks
 from torch_remat.dispatch.placeholder import unpack
 from torch_remat.dispatch.region.inputs import RegionInputs
@@ -46,6 +53,13 @@ def live_regions() -> list[Region]:
     return sorted(alive, key=lambda region: region.serial)
 
 
+class Replay(Protocol):
+    """One replay of a region, made for it."""
+
+    def replay(self) -> None:
+        """Run the function as far as it is needed."""
+
+
 class Region:
     """One call of a checkpointed function.
 
@@ -54,38 +68,21 @@ class Region:
         args: Its positional arguments.
         kwargs: Its keyword arguments.
         options: What the user chose.
-        replay: What fills the given holders of a region by running its function again.
+        replay: Makes what fills a region's empty holders, up to a place on its tape, by running its function again.
         is_part: Whether it runs in a native region that replay skips; see `part`.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_lock",
-        "_past_name",
-        "_replay",
-        "_replayed_in",
-        "ambient",
-        "filling",
-        "finished",
-        "first_number",
-        "function",
-        "hooks",
-        "inputs",
-        "last_number",
-        "leaves",
-        "offloading",
-        "op_log",
-        "options",
-        "parameters",
-        "replay_context",
-        "rng",
-        "scope",
-        "serial",
-        "tail_is_tiny",
-        "tape",
-        "values",
-        "versions",
-    )
+    leaves: Sequence[torch.Tensor] = ()  # of the graph that forward has made
+    versions: Sequence[int] = ()  # of parameters and leaves at the end of forward
+    values: Values | None = None  # of the determinism check, while forward takes them
+    finished = False  # whether forward is over
+    filling = False  # whether a replay runs
+    tail_is_tiny = False  # whether replay runs to the function's end, since what follows the last save is little
+    last_number = -1  # of the autograd nodes that lead to its outputs
+    replay_context: AbstractContextManager[Any] | None = None
+    op_log: OpLog | None = None
+    offloading: Sender | None = None
+    _replayed_in = -1  # the latest backward that came here
 
     def __init__(
         self,
@@ -93,36 +90,33 @@ class Region:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         options: Options,
-        replay: Callable[[Region, list[Holder]], None],
+        replay: Callable[[Region, int], Replay],
         is_part: bool = False,
     ) -> None:
         self.function: Callable[..., Any] | None = function
         self.options = options
         self._replay = replay
         hooks = top_saved_tensors_hooks()
-        self.inputs: RegionInputs | None = RegionInputs(args, kwargs, hooks)
-        self.hooks = own_hooks(self.name) if is_part and hooks is not None and hooks[1] in (read, unpack) else hooks
-        generators = [*self.inputs.generators(), *generators_of(function)] if options.preserve_rng_state else None
-        self.parameters = parameters_of(function, self.inputs.modules(), generators)
-        self.leaves: Sequence[torch.Tensor] = ()  # of the graph that forward has made
-        self.versions: Sequence[int] = ()  # of both at the end of forward
-        self.ambient = capture_ambient()
+        inputs = RegionInputs(args, kwargs, hooks)
+        self.inputs: RegionInputs | None = inputs
+        generators = None
+        if options.preserve_rng_state:
+            generators = generators_of(function)
+            if inputs.others:
+                generators += [other for other in inputs.others if isinstance(other, torch.Generator)]
+        self.parameters = parameters_of(function, inputs.modules() if inputs.others else (), generators)
         self.rng = None if generators is None else RngState(generators)
+        self.hooks = own_hooks(self.name) if is_part and hooks is not None and hooks[1] in (read, unpack) else hooks
+        self.ambient = capture_ambient()
         self.tape = Tape()
-        self.values: Values | None = None  # of the determinism check, while forward takes them
-        self.finished = self.filling = False
-        # Whether replay runs to the function's end, since what follows the last save is little.
-        self.tail_is_tiny = False
         self.first_number = sequence_number()  # of the autograd nodes that it makes
-        self.last_number = -1  # of those that lead to its outputs
-        self.replay_context: AbstractContextManager[Any] | None = None
-        self.op_log = OpLog() if options.debug and options.policy is None else None
         self.scope = scope.get()
-        self.offloading: Sender | None = None
-        if options.offload_inputs and hooks is None:
-            offload_inputs(self, args, kwargs)
+        if options is not DEFAULTS:
+            if options.debug and options.policy is None:
+                self.op_log = OpLog()
+            if options.offload_inputs and hooks is None:
+                offload_inputs(self, args, kwargs)
         self._lock = RLock()
-        self._replayed_in = -1  # the latest backward that came here
         self.serial = _next_serial()
         _regions[id(self)] = ref(self)
 
@@ -131,7 +125,7 @@ class Region:
         """The name that messages and reports use."""
         if self.options.region_name is not None:
             return self.options.region_name
-        return short_name(self._past_name) if self.function is None else default_name(self.function)
+        return self._past_name if self.function is None else default_name(self.function)
 
     def kept(self) -> Iterator[Kept]:
         """Yield all that the region keeps now, and the saved tensors that replay has to make; see `Kept`."""
@@ -139,8 +133,8 @@ class Region:
 
         return kept_by(self)
 
-    def reach(self, _grad_outputs: Sequence[torch.Tensor | None]) -> None:
-        """Prehook of the region's boundary: replay if a holder needs it, before any inner backward runs."""
+    def reach(self) -> None:
+        """Replay if a holder needs it: backward comes to the region, and has run nothing of it."""
         if self.inputs is not None:
             with self._lock:
                 # What this backward has filled and read already, it does not need again. What an earlier one has left
@@ -179,12 +173,20 @@ class Region:
             return
         if not self.finished:
             self.tape.backward_inside = True
-        if empty := self.tape.empty():
+        last = self.tape.last_needed()
+        if last >= 0 or (self.tape.elided and self.tape.empty_elided()):
             if self.values is not None:
                 self.values.flush()
             self.filling = True
             try:
-                self._replay(self, empty)
+                if self.finished:
+                    self._replay(self, last).replay()
+                else:
+                    for mode in active_modes():
+                        if isinstance(mode, RematMode) and mode.region is self and not mode.replaying and mode.ops:
+                            mode.ops.before_replay()
+                    with unseen(self):
+                        self._replay(self, last).replay()
             finally:
                 self.filling = False
         self._replayed_in = graph_task()
@@ -197,11 +199,8 @@ class Region:
 
     def _release(self) -> None:
         """Drop what only a further replay would need."""
-        # Of the function no more than a name: it may own tensors.
-        function = self.function
-        self._past_name = function.__qualname__ if type(function) is FunctionType else self.name
+        self._past_name = default_name(self.function)  # of the function no more than a name: it may own tensors
         self.parameters = self.leaves = ()
-        self.tape.forget_parameters()
         if self.tape.records or self.tape.regions or self.tape.calls or self.tape.inner:
             self.tape.forget_slots()
         self.inputs = self.function = self.hooks = self.rng = self.replay_context = self.op_log = None

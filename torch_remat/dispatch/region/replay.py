@@ -26,7 +26,7 @@ from torch_remat.dispatch.ambient import capture_ambient
 from torch_remat.dispatch.check.comparison import is_same_leaf, lies_otherwise, what_differs
 from torch_remat.dispatch.check.inner_ops import missing_inner
 from torch_remat.dispatch.check.mismatch import another_parameter, saved_otherwise
-from torch_remat.dispatch.check.parameters import check_parameters
+from torch_remat.dispatch.check.parameters import check_parameters, unchanged
 from torch_remat.dispatch.check.values import Values, difference, value_function
 from torch_remat.dispatch.handle.answerer import Answerer
 from torch_remat.dispatch.holder import (
@@ -63,34 +63,39 @@ class Filling(RematMode):
 
     replaying = True
     stopped = False
+    over = False  # whether it takes no more tensors
     stale: StaleReads | None = None
-    _starts_over = False
+    position = 0  # of the next tensor to be saved
     inner_next = 0  # the place of the next op of an inner region
-    ops: Answerer | None
+    ops: Answerer | None = None
+    _starts_over = False
+    _error: RematError | None = None
+    _values: Values | None = None
     _refusal: Callable[[], RematError] | None = None  # the latest when `StopReplay` was raised
+    _unfilled_number = -1  # of the latest op that may yet fill what it saved
+    _waiting = 0  # how many holders are filled otherwise than at their place
+    _late: Sequence[tuple[Holder, Placeholder]] = ()  # to be filled once the next op has been seen
 
-    def __init__(self, region: Region, empty: list[Holder]) -> None:
+    def __init__(self, region: Region, last: int) -> None:
         self.region = region
-        self._empty = empty
-        self._error: RematError | None = None
-        self.over = False
-        self._values: Values | None = None
-        self.watcher = None
-        self._unfilled_number = -1  # of the latest op that may yet fill what it saved
-        self._saved = region.tape.saved
-        self._limit = len(self._saved)  # 0 once the replay is over, so that the pack hook has one thing to look at
+        tape, options = region.tape, region.options
+        self._saved = tape.saved
+        self._limit = len(tape.saved)  # 0 once the replay is over, so that the pack hook has one thing to look at
+        self._last_empty = last
         # Where early stop may end the replay; without it, past the end.
         # A forward that is not over has not run what comes next, so that a replay in it may not either.
-        stops = region.options.early_stop or not region.finished
-        self._last = region.tape.last_needed() if stops else self._limit
-        self.ops = Answerer(self) if region.tape.records or region.tape.calls else None
-        if region.tail_is_tiny and self.ops is None and self._last == self._limit - 1:
+        if not options.early_stop and region.finished:
+            self._last = self._limit
+        else:
+            self._last = last if last == self._limit - 1 else tape.with_parameters(last)
+        if tape.records or tape.calls:
+            self.ops = Answerer(self)
+        elif region.tail_is_tiny and self._last == self._limit - 1:
             self._last = self._limit  # an exception would take longer
-        self._waiting = sum([type(holder) is OpHolder for holder in empty]) if region.tape.elided else 0
-        self.position = 0
-        self._late: list[tuple[Holder, Placeholder]] = []  # to be filled once the next op has been seen
-        if region.options is not DEFAULTS:
-            value_of = value_function(region.options.determinism_check)
+        if tape.elided:
+            self._waiting = tape.empty_elided()
+        if options is not DEFAULTS:
+            value_of = value_function(options.determinism_check)
             self._values = None if value_of is None else Values(value_of, self._compare_value)
 
     def replay(self) -> None:
@@ -107,13 +112,24 @@ class Filling(RematMode):
             last_refusal.set(None)
         grad_enabled = torch.is_grad_enabled()
         try:
-            watches = check_parameters(region, self.fail) if region.parameters or region.leaves else []
+            contexts = [] if unchanged(region) else check_parameters(region, self.fail)
             args, kwargs = region.inputs.restore(region)
             set_grad_enabled(True)
             try:
-                self.stale = None if self.ops is None or region.options.policy is not None else stale_reads(self)
-                pack = self.pack_hook() if self.stale is None else self.stale.guarded(self.pack_hook())
-                self.run(region.function, args, kwargs, (pack, unpack), self._contexts() + watches)
+                pack = self.pack_hook()
+                if self.ops is not None and region.options.policy is None:
+                    self.stale = stale_reads(self)
+                    pack = pack if self.stale is None else self.stale.guarded(pack)
+                if (
+                    region.ambient is not capture_ambient()
+                    or region.scope != scope.get()
+                    or region.rng is not None
+                    or region.options is not DEFAULTS
+                    or self.stale is not None
+                    or is_watched()
+                ):
+                    contexts = self._contexts() + contexts
+                self.run(region.function, args, kwargs, (pack, unpack), contexts)
             except StopReplay as stop:
                 if stop.replay is not self:
                     raise
@@ -125,8 +141,7 @@ class Filling(RematMode):
             set_grad_enabled(grad_enabled)
             self._check()
         except BaseException:
-            for holder in self._empty:
-                holder.value = None
+            region.tape.forget_values()
             raise
         finally:
             set_grad_enabled(grad_enabled)
@@ -135,16 +150,14 @@ class Filling(RematMode):
                 self.ops = None  # which knows this mode
             self._values = self.observed = self.stale = None  # the first knows this mode too
             # A tensor of the replay that outlives it owns its graph, which knows this mode through its pack hook.
-            self._empty, self._late = [], []
+            self._late = ()
             if last_refusal.get() is not None:
                 last_refusal.set(None)
 
     def _contexts(self) -> list[AbstractContextManager[Any]]:
         """Return the contexts, and set up what watches the ops, where something does."""
         region = self.region
-        contexts: list[AbstractContextManager[Any]] = []
-        if capture_ambient() is not region.ambient:
-            contexts += region.ambient.contexts()
+        contexts: list[AbstractContextManager[Any]] = region.ambient.contexts()
         if is_watched():
             self.observed = Watch(self)
             contexts.insert(0, self.observed.running())
@@ -152,8 +165,6 @@ class Filling(RematMode):
             contexts.append(scope_restored(region.scope))
         if self.stale is not None:
             self.opening, self.lets_compiled_code_run = self.stale.watch, True
-        if region.options is DEFAULTS and region.rng is None:
-            return contexts
         if region.rng is not None:
             contexts.append(region.rng.replayed())
         if region.replay_context is not None:
@@ -173,9 +184,8 @@ class Filling(RematMode):
 
         As in forward, it does itself what an ordinary tensor needs, and leaves all others to `pack`.
         """
-        if self._values is not None:
-            return self._pack_among_ops
-        saved, last, layouts = self._saved, self._last, self.region.tape.layouts
+        tape, last = self.region.tape, self._last
+        saved, layouts, buffers = tape.saved, tape.layouts, tape.buffers
 
         def pack(tensor: torch.Tensor) -> torch.Tensor | Packed:
             position, ops = self.position, self.ops
@@ -201,31 +211,25 @@ class Filling(RematMode):
                     ):
                         self.position = position + 1
                         holder.value = value = tensor.detach() if self.watcher is None else self._alias_of(tensor)
+                        if position in buffers:
+                            self._unfilled_number = sequence_number()
                         if position == last:
                             self._stop_at(position)
                         return value
-            elif position == last:
-                pass
-            elif entry is tensor:
-                self.position = position + 1
-                return tensor
-            elif type(entry) is ResidentRef and type(tensor) is Tensor:
-                self.position = position + 1
-                return entry.value_like(tensor)
+            elif position != last:
+                if entry is tensor or (
+                    isinstance(entry, Tensor)
+                    and entry is tensor._base
+                    and layouts.get(position) == layout_of(tensor, entry)
+                ):
+                    self.position = position + 1
+                    return tensor
+                if type(entry) is ResidentRef and type(tensor) is Tensor:
+                    self.position = position + 1
+                    return entry.value_like(tensor)
             return self.pack(tensor)
 
         return pack
-
-    def _pack_among_ops(self, tensor: torch.Tensor) -> torch.Tensor | Packed:
-        """Do what the pack hook does where something of the region is kept, or where values are compared."""
-        position, ops = self.position, self.ops
-        if position >= self._limit or self._values is not None or (ops is not None and ops.suppressed.pending):
-            return self.pack(tensor)
-        entry = self._saved[position]
-        if type(entry) is ResidentRef and type(tensor) is Tensor and position != self._last:
-            self.position = position + 1
-            return entry.value_like(tensor)
-        return self.pack(tensor)
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | Packed:
         """Do what the pack hook does, for any tensor."""
@@ -273,7 +277,7 @@ class Filling(RematMode):
             return Packed.of(tensor)
         if tensor.compute is None or self.ops is None or not self.ops.compares():
             return None
-        self._late.append((holder, tensor))  # likely for another op than forward's
+        self._late = (*self._late, (holder, tensor))  # likely for another op than forward's
         self._waiting += 1
         self.after_next_op(self._fill_late)
         return Packed.of(tensor)
@@ -343,13 +347,12 @@ class Filling(RematMode):
     ) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """Forget what this replay has done; return its arguments, untouched."""
         assert self.ops is not None
-        for holder in self._empty:
-            holder.value = None
+        self.region.tape.forget_values()
         self._starts_over = self.stopped = self.over = False
         self._limit = len(self._saved)
-        self._waiting = sum([type(holder) is OpHolder for holder in self._empty])
+        self._waiting = self.region.tape.empty_elided()
         self.position = self.inner_next = 0
-        self._late = []
+        self._late = ()
         self._unfilled_number = -1
         if self._values is not None:
             self._values.forget()
@@ -375,7 +378,7 @@ class Filling(RematMode):
         raise StartOver(self)
 
     def _fill_late(self) -> None:
-        late, self._late = self._late, []
+        late, self._late = self._late, ()
         for holder, placeholder in late:
             value = real(placeholder, "saving it for backward")
             self.note_loaded(value)
@@ -490,11 +493,11 @@ class Filling(RematMode):
         if self.over or region.finished:
             if self.ops is not None:
                 self.ops.check_passed(self._last) if self.over else self.ops.finish()
-            if missing := missing_inner(self, self._last if self.over else len(self._saved)):
-                raise missing
-        for holder in self._empty:
-            if holder.value is None:
-                raise saved_otherwise(region, self.position, holder)
+            if region.tape.inner and (absent := missing_inner(self, self._last if self.over else len(self._saved))):
+                raise absent
+        # Where nothing is left out, what replay came to is filled.
+        if (self.ops is not None or self.position <= self._last_empty) and (missing := region.tape.empty()):
+            raise saved_otherwise(region, self.position, missing[0])
         if region.finished and not region.options.early_stop and self.position != len(self._saved):
             raise saved_otherwise(region, self.position)
 
