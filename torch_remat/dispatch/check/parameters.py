@@ -138,7 +138,7 @@ def check_parameters(region: Any, fail: Callable[[RematError], NoReturn]) -> lis
                     others[id(other)] = partial(_replaced, region, place, one, other)
     used = [*before, *region.leaves]
     versions = versions_of(used)
-    if versions != region.versions:
+    if region.finished and versions != region.versions:  # else none were noted yet
         for place, (one, old, new) in enumerate(zip(used, region.versions, versions, strict=True)):
             if one is not None and old != new and id(one) not in others:
                 others[id(one)] = partial(_changed, region, place, one)
