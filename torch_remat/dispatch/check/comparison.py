@@ -6,6 +6,7 @@ where the difference is harmless.
 
 from __future__ import annotations
 
+from types import NoneType
 from typing import Any
 from weakref import ref
 
@@ -113,7 +114,11 @@ def _is_by_another_op(holder: Holder, owner: torch.Tensor) -> bool:
     Hooks of wrappers such as FSDP pass tensors through Functions of their own in one phase and not in the other.
     """
     kinds = {holder.producer, type(owner.grad_fn)}
-    return len(kinds) > 1 and not any(issubclass(kind, BackwardCFunction) for kind in kinds)
+    if len(kinds) < 2 or any(issubclass(kind, BackwardCFunction) for kind in kinds):
+        return False
+    inputs = holder.region.inputs
+    may_be_input = holder.producer is NoneType and inputs is not None and type(owner) is torch.Tensor
+    return not (may_be_input and inputs.has_values_of(owner))
 
 
 def _op_behind(node: type) -> str:

@@ -22,6 +22,8 @@ from torch_remat._compat import DispatchMode, sequence_number
 from torch_remat.dispatch.check.mismatch import SAME_OPS, described, differs_at
 from torch_remat.dispatch.holder import Holder, OwnRegion
 from torch_remat.dispatch.log.schema import WRITES_WITHOUT_SAYING, effects_of
+from torch_remat.dispatch.mode import unseen
+from torch_remat.dispatch.placeholder import Placeholder
 from torch_remat.errors import RematError, UsageError
 
 ValueOf = Callable[[torch.Tensor], Any]
@@ -101,6 +103,9 @@ class Values:
 
     def add(self, holder: Holder, tensor: torch.Tensor) -> None:
         """Queue a tensor, after taking the values of the ops before it."""
+        if type(tensor) is Placeholder:  # in a region inside one that is replayed, and leaves out what made it
+            holder.fingerprint = _NOT_COMPARED
+            return
         number = sequence_number()
         if number != self._number:
             self.flush()
@@ -122,7 +127,9 @@ class Values:
         Those that were changed in place since they were saved have none: backward refuses them anyway.
         """
         pending, self._pending = self._pending, []
-        with torch.no_grad():
+        if not pending:
+            return
+        with torch.no_grad(), unseen():
             for holder, tensor in pending:
                 if holder.metadata[0] != tensor._version:
                     continue

@@ -26,7 +26,7 @@ from torch_remat.dispatch.handle.replay_op import ReplayOp
 from torch_remat.dispatch.handle.whole_call import check_call, replayed
 from torch_remat.dispatch.holder import parameter_behind
 from torch_remat.dispatch.log.aftermath import Aftermath
-from torch_remat.dispatch.log.entry import VIEW, WRITTEN, Entry
+from torch_remat.dispatch.log.entry import VIEW, WRITTEN, Entry, run_for_good
 from torch_remat.dispatch.log.needs import Needs, find_needs
 from torch_remat.dispatch.log.op_answerer import OpAnswerer, loaded_slots
 from torch_remat.dispatch.log.record import Record, Stretch, WholeCall
@@ -111,8 +111,6 @@ class Answerer:
         self.ops: OpAnswerer | None = None  # of the whole region, or of the native region that runs
         self._in_skipped = False  # whether the body of a native region runs
         if self.region.options.policy is not None and self._entries:
-            if not self.region.finished:
-                _run_for_good(self._entries)
             self.ops = self._answerer(self._entries, "")
 
     def _answerer(self, entries: Sequence[Entry], group: str, left: Any = ()) -> OpAnswerer:
@@ -166,7 +164,7 @@ class Answerer:
         if not self.region.finished:  # a backward inside forward: what it goes through is made again for good
             if stretch.end < stretch.start:
                 return self._run_unfinished(stretch, function, args, kwargs)
-            _run_for_good(self._entries[stretch.start : stretch.end])
+            run_for_good(self._entries[stretch.start : stretch.end])
         left = [((one.place[0] - stretch.start, one.place[1]), one) for one in stretch.left]
         ops = self.ops = self._answerer(self._entries[stretch.start : stretch.end], stretch.name, left)
         self._in_skipped = True
@@ -428,12 +426,6 @@ def _is_of_placeholders(error: BaseException) -> bool:
 
 def _is_kept(entry: Entry, place: int) -> bool:
     return bool(entry.written) if place == WRITTEN else place in entry.kept
-
-
-def _run_for_good(entries: Sequence[Entry]) -> None:
-    """Make the ops of a forward that is not over run in each replay: a backward inside of it goes through them."""
-    for entry in entries:
-        entry.always = entry.run = entry.kind != VIEW
 
 
 def _run_again(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -19,6 +19,7 @@ from torch.nn import Parameter
 
 from torch_remat._compat import (
     CompiledCode,
+    active_modes,
     keep_from_compiler,
     node_number,
     pop_saved_tensors_hooks,
@@ -40,7 +41,7 @@ from torch_remat.dispatch.holder import (
     parameter_behind,
     read,
 )
-from torch_remat.dispatch.mode import RematMode, current_mode, make_current, unseen_by_forward_of
+from torch_remat.dispatch.mode import RematMode, current_mode, make_current, unseen
 from torch_remat.dispatch.observe import Watch, is_watched
 from torch_remat.dispatch.options import DEFAULTS, Options
 from torch_remat.dispatch.region.module_path import ModulePath
@@ -130,7 +131,10 @@ def _replay(region: Region, empty: list[Holder]) -> None:
     if region.finished:
         Filling(region, empty).replay()
         return
-    with unseen_by_forward_of(region):
+    for mode in active_modes():
+        if isinstance(mode, Recording) and mode.region is region and mode.ops is not None:
+            mode.ops.before_replay()
+    with unseen(region):
         Filling(region, empty).replay()
 
 
@@ -300,8 +304,7 @@ class Recording(RematMode):
     def note_value(self, holder: Holder, tensor: torch.Tensor) -> None:
         """Take the value that the determinism check compares, if it compares values."""
         if self._values is not None:
-            with self.unwatched():
-                self._values.add(holder, tensor)
+            self._values.add(holder, tensor)
 
     def _counter_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor that shares the version counter of another, but not its data."""

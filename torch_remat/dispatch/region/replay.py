@@ -45,7 +45,7 @@ from torch_remat.dispatch.naming import scope, scope_restored
 from torch_remat.dispatch.observe import Watch, is_watched
 from torch_remat.dispatch.options import DEFAULTS
 from torch_remat.dispatch.placeholder import Packed, Placeholder, add_note, last_refusal, real, unpack
-from torch_remat.dispatch.region.inputs import leaves_of, with_leaves
+from torch_remat.dispatch.region.inputs import fresh_alias, leaves_of, with_leaves
 from torch_remat.dispatch.region.module_path import ModulePath
 from torch_remat.errors import MismatchError, RematError
 
@@ -300,8 +300,7 @@ class Filling(RematMode):
     def _give(self, holder: Holder, tensor: torch.Tensor, value: torch.Tensor) -> None:
         holder.value = value
         if self._values is not None:
-            with self.unwatched():
-                self._values.add(holder, value)
+            self._values.add(holder, value)
         is_buffer = not tensor.requires_grad and value.is_floating_point()
         if is_buffer and (self.ops is None or self.ops.may_fill()):
             self._unfilled_number = sequence_number()
@@ -360,7 +359,7 @@ class Filling(RematMode):
         if self.region.rng is not None:
             self.region.rng.restore()
         fresh = [
-            leaf.detach().requires_grad_(leaf.requires_grad)
+            fresh_alias(leaf, leaf.requires_grad, not leaf.is_leaf)
             if isinstance(leaf, Tensor) and not is_parameter(leaf)
             else leaf
             for leaf in given
@@ -415,8 +414,7 @@ class Filling(RematMode):
             holder.metadata = (value._version, *holder.metadata[1:])
         holder.value = value
         if self._values is not None:
-            with self.unwatched():
-                self._values.add(holder, value)
+            self._values.add(holder, value)
         self._waiting -= 1
         if not self._waiting and self.position > self._last:
             self.stop()
