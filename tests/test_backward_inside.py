@@ -455,3 +455,22 @@ def test_native_region_in_which_a_gradient_is_taken_updates_running_statistics_o
     (gradient,) = torch.autograd.grad(y.sum(), x)
     assert_same(found, expected)
     assert torch.equal(gradient, plain_gradient)
+
+
+def test_gradient_taken_inside_a_module_that_is_a_region_is_equal():
+    class Energy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mlp = Mlp(4)
+
+        def forward(self, x):
+            energy = self.mlp(x).sin().exp()
+            (grad,) = torch.autograd.grad(energy.sum(), x, retain_graph=True)
+            return energy * grad
+
+    def program(wrap):
+        model, x = Energy(), leaf(2, 4)
+        wrap(model)(x).sum().backward()
+        return x.grad, *parameter_gradients(model)
+
+    assert_same_program(program)

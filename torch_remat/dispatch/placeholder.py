@@ -32,6 +32,7 @@ from torch_remat._compat import (
     set_neg,
     without_dispatch_modes,
     without_torch_function,
+    without_torch_function_ever,
 )
 from torch_remat.dispatch.log.schema import argument, effects_of
 from torch_remat.errors import PlaceholderError, user_line
@@ -79,8 +80,7 @@ class Placeholder(torch.Tensor):
         name = getattr(func, "__name__", str(func))
         if name not in _DATA_ACCESS:
             try:
-                with without_torch_function():
-                    return func(*args, **(kwargs or {}))
+                return without_torch_function_ever(func, types, args, kwargs or {})
             except RuntimeError as error:
                 if isinstance(error, PlaceholderError) or not any(text in str(error) for text in TORCH_SAYS):
                     raise

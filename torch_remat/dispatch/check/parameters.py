@@ -31,9 +31,9 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import Module, Parameter
 
 from torch_remat._compat import DispatchMode, node_number
-from torch_remat.dispatch.check.mismatch import REPLACED, described, mismatched
+from torch_remat.dispatch.check.mismatch import REPLACED, described
 from torch_remat.dispatch.generators import among_attributes
-from torch_remat.errors import MutationError, RematError, at_user_line
+from torch_remat.errors import MismatchError, MutationError, RematError, at_user_line
 
 _REACHING = frozenset((FunctionType, MethodType, partial))
 # The usual ones of torch's own, to which nobody adds a generator, are not searched for one.
@@ -145,7 +145,7 @@ def check_parameters(region: Any, fail: Callable[[RematError], NoReturn]) -> lis
                     others[id(other)] = partial(_replaced, region, place, one, other)
     used = [*before, *region.leaves]
     versions = versions_of(used)
-    if region.finished and versions != region.versions:
+    if region.finished and versions != region.versions:  # else none were noted yet
         for place, (one, old, new) in enumerate(zip(used, region.versions, versions, strict=True)):
             if one is not None and old != new and id(one) not in others:
                 others[id(one)] = partial(_changed, region, place, one)
@@ -209,7 +209,7 @@ def _replaced(region: Any, place: int, one: torch.Tensor | None, other: torch.Te
     how = f"{now}, with other values" if before == now else f"{before}, then {now}"
     reader = "" if other is None else f", and replay reads the other one{at_user_line()}"
     what = f"this parameter was replaced between forward and replay ({how}){reader}"
-    return mismatched(region, what, REPLACED, _name_of(region, place, other))
+    return MismatchError(what, region=region.name, tensor=_name_of(region, place, other), remedy=REPLACED)
 
 
 def _changed(region: Any, place: int, parameter: torch.Tensor) -> RematError:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, strided
 from torch.nn import Parameter
 
-from torch_remat._compat import is_traceable_wrapper, shares_storage, storage_key
+from torch_remat._compat import is_traceable_wrapper, shares_storage, storage_key, without_torch_function
 from torch_remat.dispatch.placeholder import (
     NOT_LAZY,
     Geometry,
@@ -220,4 +220,7 @@ def layout_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[torc
 
 def dense_layout(args: Sequence[Any]) -> list[tuple[torch.Size, tuple[int, ...]]]:
     """Return the same for arguments that are ordinary tensors, or placeholders, and values that are none."""
+    if Placeholder in map(type, args):
+        with without_torch_function():  # else each look at a placeholder takes as long as all of this
+            return [(arg.shape, arg.stride()) for arg in args if type(arg) in _DENSE and arg.layout is strided]
     return [(arg.shape, arg.stride()) for arg in args if type(arg) in _DENSE and arg.layout is strided]
