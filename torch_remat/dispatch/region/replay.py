@@ -203,11 +203,10 @@ class Filling(RematMode):
                 ):
                     owner = tensor._base
                     if (
-                        type(tensor.grad_fn) is holder.producer and position not in layouts
+                        type(tensor.grad_fn) is holder.producer and layouts.get(position) is None
                         if owner is None
                         else type(owner.grad_fn) is holder.producer
-                        and layouts.get(position, layout := layout_of(tensor, owner)) == layout
-                        and (layout is None) is (position not in layouts)
+                        and layouts.get(position) == layout_of(tensor, owner)
                     ):
                         self.position = position + 1
                         holder.value = value = tensor.detach() if self.watcher is None else self._alias_of(tensor)
