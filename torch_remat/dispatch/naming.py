@@ -18,7 +18,8 @@ def default_name(function: Callable[..., Any] | None) -> str:
     # A module looks in Python for what it does not have.
     own = None if isinstance(function, Module) else getattr(function, "__qualname__", None)
     name: str = own or type(function).__name__
-    return name.rpartition("<locals>.")[2]  # without the functions around it
+    # Without the functions around it, and of ``torch.sin`` without a class that nobody knows.
+    return name.rpartition("<locals>.")[2].removeprefix("_VariableFunctionsClass.")
 
 
 # What `name_scope` puts before the names of ops. A replay has the scopes that were around its region.

@@ -15,7 +15,7 @@ from torch_remat.dispatch.handle.body import Body
 from torch_remat.dispatch.handle.op import RematHandle
 from torch_remat.dispatch.handle.provenance import Provenance
 from torch_remat.dispatch.log.record import Output, Record
-from torch_remat.dispatch.offloading import know_parameters
+from torch_remat.dispatch.offloading import sender_of
 from torch_remat.dispatch.placeholder import geometry_of, new_tuple
 from torch_remat.errors import UsageError
 from torch_remat.policies.decision import CheckpointPolicy
@@ -102,7 +102,7 @@ class ForwardOp(RematHandle):
         self.maybe_load_saved()
         self._args = args
         if self._policy is CheckpointPolicy.OFFLOAD:
-            know_parameters(self._ops.region, args)
+            sender_of(self._ops.region).know_parameters(args)
 
     def save_or_load_inputs(self, *args: Any) -> Any:
         """Keep the inputs that replay would not have."""
@@ -114,7 +114,7 @@ class ForwardOp(RematHandle):
             if self._ops.skipped_any:
                 self._ops.keep_inputs(self._body.record, args)
         elif self._policy is CheckpointPolicy.OFFLOAD:
-            know_parameters(self._ops.region, args)
+            sender_of(self._ops.region).know_parameters(args)
         return args[0] if len(args) == 1 else args
 
     def record(self, outs: tuple[Tensor, ...], as_tuple: bool) -> Any:

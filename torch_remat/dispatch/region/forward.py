@@ -26,7 +26,7 @@ from torch_remat._compat import (
     without_dispatch_modes,
 )
 from torch_remat.dispatch.check.parameters import used_leaves, versions_of
-from torch_remat.dispatch.check.values import TrainedStatistics, Values, keep_value, value_function
+from torch_remat.dispatch.check.values import TrainedStatistics, Values, value_function
 from torch_remat.dispatch.handle.recorder import CallRecorder
 from torch_remat.dispatch.holder import (
     CAST,
@@ -67,7 +67,7 @@ def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
         contexts: Sequence[AbstractContextManager[Any]] = () if options is DEFAULTS else mode.contexts()
         if is_watched():
             mode.observed = observed = Watch(mode)
-            contexts = (observed, *contexts)
+            contexts = (observed.running(), *contexts)
         output = mode.run(function, args, kwargs, (mode.pack_hook(), read), contexts)
         nodes = [node_of(output)] if type(output) is Tensor else boundary_nodes(tensors_of(output))
         mode.finish(nodes)
@@ -114,7 +114,7 @@ class Recording(RematMode):
         self._counters: list[torch.Tensor] = []
         if region.options is not DEFAULTS:
             value_of = value_function(region.options.determinism_check)
-            self._values = region.values = None if value_of is None else Values(value_of, keep_value)
+            self._values = region.values = None if value_of is None else Values(value_of)
 
     def contexts(self) -> list[AbstractContextManager[Any]]:
         """Return the contexts that forward runs in, besides the hooks."""
@@ -125,7 +125,7 @@ class Recording(RematMode):
             contexts.append(forward_context)
         if region.op_log is not None:
             self.lets_compiled_code_run = True
-            contexts.append(self.watch(region.op_log.forward))
+            contexts.append(self.watch(region.op_log.begin("forward")))
         if self._values is not None:
             contexts.append(TrainedStatistics(self._values))
         if region.options.policy is not None:
@@ -167,42 +167,35 @@ class Recording(RematMode):
                 return (tensor, tensor._version, region)
             if kind is not Tensor or compares_values:
                 return self.pack(tensor)
+            producer: type = NoneType
             owner = tensor._base
             if owner is None:
                 owner = tensor
-            elif type(owner) is not Tensor and (type(owner) is not Parameter or not owner.requires_grad):
+            elif type(owner) is not Tensor and (
+                type(owner) is not Parameter or not owner.requires_grad or id(owner) in originals
+            ):
                 return self.pack(tensor)
-            producer: type
+            elif id(owner) in bases:
+                layouts[len(tape.saved)] = None
+            elif (layout := layout_of(tensor, owner)) is not None:
+                layouts[len(tape.saved)] = layout
             if id(owner) in originals:
-                if type(owner) is Parameter:
-                    return self.pack(tensor)
-                producer = NoneType  # replay passes inputs without their history
+                pass  # replay passes inputs without their history
             elif (node := owner.grad_fn) is not None:
                 producer = type(node)
                 if producer is CAST or node._sequence_nr() < first_number:
                     return self.pack(tensor)
             elif owner.requires_grad:
-                if owner is not tensor and (layout := layout_of(tensor, owner)) is not None:
-                    layouts[len(tape.saved)] = layout
                 saved(owner)
                 return (tensor, tensor._version, region)
-            else:
-                producer = NoneType
-                if tensor.is_floating_point():
-                    tape.buffers.add(len(tape.saved))
+            elif tensor.is_floating_point():
+                tape.buffers.add(len(tape.saved))
             metadata = metadata_of(tensor)
-            if metadata[0] or owner.layout is not strided:
+            if metadata[0] or owner.layout is not strided or room < (size := owner.nbytes) > SMALL_BYTES:
                 return self.pack(tensor)
-            if (size := owner.nbytes) > SMALL_BYTES:
-                self._all_small = False
-                if size > room:
-                    return self.pack(tensor)
+            if size > SMALL_BYTES:
                 room -= size
-            if owner is not tensor:
-                if id(owner) in bases:
-                    layouts[len(tape.saved)] = None
-                elif (layout := layout_of(tensor, owner)) is not None:
-                    layouts[len(tape.saved)] = layout
+                self._all_small = False
             holder = Holder()
             holder.region = region
             holder.value = holder.origin = None
@@ -255,8 +248,7 @@ class Recording(RematMode):
     def note_value(self, holder: Holder, tensor: torch.Tensor) -> None:
         """Take the value that the determinism check compares, if it compares values."""
         if self._values is not None:
-            with self.unwatched():
-                self._values.add(holder, tensor)
+            self._values.add(holder, tensor)
 
     def _counter_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor that shares the version counter of another, but not its data."""
@@ -292,11 +284,9 @@ class Recording(RematMode):
             self.ops.finish(boundary)
         if region.rng is not None and not region.rng.keep_drawn(region.tape.drawn_by_ops() if self.ops else ()):
             region.rng = None
-        if region.parameters:
-            region.versions = versions_of(region.parameters)
         assert region.inputs is not None
         region.leaves = used_leaves(boundary, region.first_number, region.inputs.originals)
-        region.leaf_versions = list(map(_version_of, region.leaves))
+        region.versions = versions_of([*region.parameters, *region.leaves])
         region.finished = True
 
     def _tail_is_tiny(self) -> bool:

@@ -15,16 +15,23 @@ from weakref import finalize, ref
 
 import torch
 
-from torch_remat._compat import graph_exec_group, graph_is_kept, graph_task, sequence_number, top_saved_tensors_hooks
+from torch_remat._compat import (
+    active_modes,
+    graph_exec_group,
+    graph_is_kept,
+    graph_task,
+    sequence_number,
+    top_saved_tensors_hooks,
+)
 from torch_remat.dispatch.ambient import RngState, capture_ambient
 from torch_remat.dispatch.check.debug_log import OpLog
 from torch_remat.dispatch.check.parameters import parameters_of
 from torch_remat.dispatch.check.values import Values
 from torch_remat.dispatch.generators import generators_of
 from torch_remat.dispatch.holder import Holder, read
-from torch_remat.dispatch.mode import unseen_by_forward_of
+from torch_remat.dispatch.mode import RematMode, unseen
 from torch_remat.dispatch.naming import default_name, scope
-from torch_remat.dispatch.offloading import offload_inputs
+from torch_remat.dispatch.offloading import Sender, offload_inputs
 from torch_remat.dispatch.options import DEFAULTS, Options
 from torch_remat.dispatch.part import own_hooks
 from torch_remat.dispatch.placeholder import unpack
@@ -34,7 +41,6 @@ from torch_remat.errors import ReleasedError
 
 if TYPE_CHECKING:
     from torch_remat.dispatch.kept import Kept
-    from torch_remat.dispatch.sender import Sender
 
 # Weak references to all regions by their addresses, for reports. Dead ones stay until the address is used again.
 _regions: dict[int, ref[Region]] = {}
@@ -66,9 +72,8 @@ class Region:
         is_part: Whether it runs in a native region that replay skips; see `part`.
     """
 
-    versions: Sequence[int] = ()  # of the parameters at the end of forward
-    leaves: Sequence[torch.Tensor] = ()  # of the graph that forward has made; versions as those of parameters
-    leaf_versions: Sequence[int] = ()
+    leaves: Sequence[torch.Tensor] = ()  # of the graph that forward has made
+    versions: Sequence[int] = ()  # of the parameters and these at the end of forward
     values: Values | None = None  # of the determinism check, while forward takes them
     finished = False  # whether forward is over
     filling = False  # whether a replay runs
@@ -177,8 +182,7 @@ class Region:
                 if self.finished:
                     self._replay(self, last).replay()
                 else:
-                    with unseen_by_forward_of(self):
-                        self._replay(self, last).replay()
+                    self._replay_in_forward(last)
             finally:
                 self.filling = False
         self._replayed_in = graph_task()
@@ -188,6 +192,13 @@ class Region:
             self._release()
         elif (group := graph_exec_group()) is not None:
             finalize(group, self.tape.forget_values).atexit = False
+
+    def _replay_in_forward(self, last: int) -> None:
+        for mode in active_modes():
+            if isinstance(mode, RematMode) and mode.region is self and not mode.replaying and mode.ops is not None:
+                mode.ops.before_replay()
+        with unseen(self):
+            self._replay(self, last).replay()
 
     def _release(self) -> None:
         """Drop what only a further replay would need."""
