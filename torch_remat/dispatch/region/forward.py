@@ -125,7 +125,7 @@ class Recording(RematMode):
             contexts.append(forward_context)
         if region.op_log is not None:
             self.lets_compiled_code_run = True
-            contexts.append(self.watch(region.op_log.begin("forward")))
+            self.opening = region.op_log.begin("forward")
         if self._values is not None:
             contexts.append(TrainedStatistics(self._values))
         if region.options.policy is not None:

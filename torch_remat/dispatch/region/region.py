@@ -42,14 +42,14 @@ from torch_remat.errors import ReleasedError
 if TYPE_CHECKING:
     from torch_remat.dispatch.kept import Kept
 
-# Weak references to all regions by their addresses, for reports. Dead ones stay until the address is used again.
-_regions: dict[int, ref[Region]] = {}
+# Weak references to all regions that are alive, for reports.
+_regions: set[ref[Region]] = set()
 _next_serial = count().__next__
 
 
 def live_regions() -> list[Region]:
     """Return the regions that are alive, oldest first."""
-    alive = [region for entry in list(_regions.values()) if (region := entry()) is not None]
+    alive = [region for entry in list(_regions) if (region := entry()) is not None]
     return sorted(alive, key=lambda region: region.serial)
 
 
@@ -118,7 +118,7 @@ class Region:
                 offload_inputs(self, args, kwargs)
         self._lock = RLock()
         self.serial = _next_serial()
-        _regions[id(self)] = ref(self)
+        _regions.add(ref(self, _regions.discard))
 
     @property
     def name(self) -> str:

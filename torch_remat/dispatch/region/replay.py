@@ -163,18 +163,15 @@ class Filling(RematMode):
             contexts.insert(0, self.observed.running())
         if scope.get() != region.scope:
             contexts.append(scope_restored(region.scope))
-        if self.stale is not None:
-            self.opening, self.lets_compiled_code_run = self.stale.watch, True
         if region.rng is not None:
             contexts.append(region.rng.replayed())
         if region.replay_context is not None:
             contexts.append(region.replay_context)
-        if region.op_log is not None:
-            log = region.op_log.begin("replay")
-            self.lets_compiled_code_run = True
-            contexts.append(self.watch(log))
-            if self.stale is not None:
-                self.stale.run = log
+        log = None if region.op_log is None else region.op_log.begin("replay")
+        if self.stale is not None:
+            self.stale.run = log or self.stale.run
+        if self.stale is not None or log is not None:
+            self.opening, self.lets_compiled_code_run = log if self.stale is None else self.stale.watch, True
         if region.tape.ran_compiled and region.function is not None:
             contexts.append(ModulePath(region.function))
         return contexts
