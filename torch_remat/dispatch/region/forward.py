@@ -254,10 +254,10 @@ class Recording(RematMode):
         """Return a tensor that shares the version counter of another, but not its data."""
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.nbytes <= SMALL_BYTES:
             return tensor
-        if self.watcher is None:
-            return _without_data(tensor)
         with without_dispatch_modes():
-            return _without_data(tensor)
+            alias = tensor.detach()
+            alias.data = _NOTHING
+        return alias
 
     def ops_now(self) -> CallRecorder:
         """Return the ops of this forward."""
@@ -332,9 +332,3 @@ ROOM_BYTES = 1 << 20
 # Of a replay that would stop before so few ops on small tensors, the exception would be the dearest part.
 TINY_NODES = 4
 _NOTHING = torch.empty(0)
-
-
-def _without_data(tensor: torch.Tensor) -> torch.Tensor:
-    alias = tensor.detach()
-    alias.data = _NOTHING
-    return alias
