@@ -143,7 +143,9 @@ def _nobody() -> bool:
 class _Forgetful:
     """Where a region writes that it is alive, and nobody reads it."""
 
-    def __setitem__(self, key: int, value: Any) -> None: ...
+    def add(self, region: object) -> None: ...
+
+    def discard(self, region: object) -> None: ...
 
 
 @cache  # what the names stand for at first, before anything is blind

@@ -102,7 +102,7 @@ class LiveStorages(TorchDispatchMode):
 @contextlib.contextmanager
 def no_other_regions() -> Iterator[None]:
     """Let reports forget the regions of earlier tests: errors, and caches of tests, keep some alive."""
-    before, dispatch_region._regions = dispatch_region._regions, {}
+    before, dispatch_region._regions = dispatch_region._regions, set()
     try:
         yield
     finally:

@@ -108,23 +108,6 @@ class RngState:
         ]
         return bool(self._states)
 
-    def mark(self) -> list[torch.Tensor]:
-        """Return where the same generators stand now, for `drawn_since`."""
-        return [generator.get_state() for generator, _ in self._states]
-
-    def drawn(self) -> RngState | None:
-        """Return the present state of the generators that were drawn from since, or None if none was."""
-        return self.drawn_since([start for _, start in self._states])
-
-    def drawn_since(self, mark: Sequence[torch.Tensor]) -> RngState | None:
-        """Do the same, from a mark on."""
-        ends = []
-        for (generator, _), start in zip(self._states, mark, strict=True):
-            end = generator.get_state()
-            if not _equal(start, end):
-                ends.append((generator, end))
-        return RngState.of(ends) if ends else None
-
     @classmethod
     def of(cls, states: list[tuple[torch.Generator, torch.Tensor]]) -> RngState:
         """Return the given states as one."""
@@ -132,35 +115,34 @@ class RngState:
         made._states = states
         return made
 
+    def present(self) -> RngState:
+        """Return the present state of the same generators."""
+        return RngState.of([(generator, generator.get_state()) for generator, _ in self._states])
+
+    def drawn(self) -> RngState | None:
+        """Return the present state of the generators that were drawn from since, or None if none was."""
+        pairs = zip(self._states, self.present()._states, strict=True)
+        ends = [end for start, end in pairs if not _equal(start[1], end[1])]
+        return RngState.of(ends) if ends else None
+
     def kept(self) -> list[torch.Tensor]:
         """Return the states, as byte tensors."""
         return [state for _, state in self._states]
 
-    def present(self) -> RngState:
-        """Return the present state of the same generators."""
-        if len(self._states) == 1:
-            generator = self._states[0][0]
-            return RngState.of([(generator, generator.get_state())])
-        return RngState.of([(generator, generator.get_state()) for generator, _ in self._states])
-
     def restore(self) -> None:
         """Put the generators into these states."""
-        _set(self._states)
+        for generator, state in self._states:
+            generator.set_state(state)
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
         """Let the region draw the same numbers again, and leave the generators as they are now."""
-        present = [(generator, generator.get_state()) for generator, _ in self._states]
-        _set(self._states)
+        present = self.present()
+        self.restore()
         try:
             yield
         finally:
-            _set(present)
-
-
-def _set(states: Sequence[tuple[torch.Generator, torch.Tensor]]) -> None:
-    for generator, state in states:
-        generator.set_state(state)
+            present.restore()
 
 
 def _default_generators() -> Sequence[torch.Generator]:

@@ -117,11 +117,9 @@ Layout = tuple[tuple[int, ...], int, tuple[int, ...]]
 
 def layout_of(tensor: torch.Tensor, owner: torch.Tensor) -> Layout | None:
     """Return how a view lies in its owner; None where it lies as the owner does, and where that has no strides."""
-    if tensor is owner:
-        return None
     try:
         strides, own = tensor.stride(), owner.stride()
-        offset = int(tensor.storage_offset()) - int(owner.storage_offset())
+        offset: Any = tensor.storage_offset() - owner.storage_offset()
     except RuntimeError:  # sparse tensors and nested ones have none
         return None
     return None if strides == own and not offset else (strides, offset, own)

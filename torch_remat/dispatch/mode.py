@@ -4,7 +4,7 @@ In: a region and a phase. Kept: nothing but the parent mode. Out: `current_mode(
 error messages ask *which region, which phase, which op*.
 
 Being current costs a context variable. The mode goes on torch's dispatch stack, where every op pays for it, only
-while it has something to watch (``mode.watch``).
+while it has something to watch (``mode.watched``).
 """
 
 from __future__ import annotations
@@ -95,9 +95,11 @@ class RematMode(DispatchMode):
         self.parent = parent = _current.get()
         _current.set(self)
         try:
-            if not contexts:
-                return function(*args, **kwargs) if self.ops is None else self._call(function, args, kwargs)
-            with contexts[0] if len(contexts) == 1 else _all(contexts):
+            if not contexts and self.ops is None and self.opening is None:
+                return function(*args, **kwargs)
+            with ExitStack() as stack:
+                for context in contexts:
+                    stack.enter_context(context)
                 return self._call(function, args, kwargs)
         except Carried as carried:
             raise carried.take(self.region.name) from None
@@ -172,7 +174,7 @@ class RematMode(DispatchMode):
     def watched(
         self, watcher: _Watcher, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Run a function and show every aten op in it to a watcher; see `watch`."""
+        """Run a function and show every aten op in it to a watcher; which returns its result."""
         previous, self.watcher = self.watcher, watcher
         try:
             if previous is None or not any(mode is self for mode in active_modes()):
@@ -211,19 +213,6 @@ class RematMode(DispatchMode):
         finally:
             self.watcher = previous
 
-    @contextmanager
-    def watch(self, watcher: _Watcher) -> Iterator[None]:
-        """Show every aten op that runs inside to ``watcher(op, args, kwargs)``, which returns the op's result."""
-        previous, self.watcher = self.watcher, watcher
-        try:
-            if previous is not None and any(mode is self for mode in active_modes()):
-                yield
-            else:
-                with self:
-                    yield
-        finally:
-            self.watcher = previous
-
     def __torch_dispatch__(
         self, op: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -253,11 +242,3 @@ class _Uncompiled(DispatchMode):
     ) -> Any:
         """Run the op."""
         return op(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _all(contexts: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield

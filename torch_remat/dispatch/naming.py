@@ -18,11 +18,7 @@ def default_name(function: Callable[..., Any] | None) -> str:
     # A module looks in Python for what it does not have.
     own = None if isinstance(function, Module) else getattr(function, "__qualname__", None)
     name: str = own or type(function).__name__
-    return short_name(name)
-
-
-def short_name(name: str) -> str:
-    """Return a qualified name without the functions around it; of ``torch.sin`` without a class that nobody knows."""
+    # Without the functions around it, and of ``torch.sin`` without a class that nobody knows.
     return name.rpartition("<locals>.")[2].removeprefix("_VariableFunctionsClass.")
 
 

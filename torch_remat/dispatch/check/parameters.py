@@ -20,8 +20,8 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
-from itertools import zip_longest
-from operator import is_
+from itertools import chain, zip_longest
+from operator import attrgetter, is_
 from types import FunctionType, MethodType
 from typing import Any, NoReturn
 
@@ -88,14 +88,11 @@ def used_leaves(
     todo = [node for node in nodes if node is not None and node_number(node) >= first_number]
     seen: set[Any] = {None, *todo}
     child: Any
-    for node in todo:  # grows meanwhile
-        for child, _ in node.next_functions:
-            if child in seen:
-                continue
+    for child, _ in chain.from_iterable(map(_next_functions, todo)):  # which grows meanwhile
+        if child not in seen:
             seen.add(child)
             if type(child) is ACCUMULATE:
-                leaf: torch.Tensor = getattr(child, "variable")  # noqa: B009 - which the type of nodes does not know
-                if id(leaf) not in inputs:
+                if id(leaf := child.variable) not in inputs:
                     leaves.append(leaf)
             elif child._sequence_nr() >= first_number:  # what `node_number` says, for an eighth of its time
                 todo.append(child)
@@ -104,19 +101,23 @@ def used_leaves(
 
 with torch.enable_grad():
     # The type of the nodes at the ends of a graph; that of a parameter is made anew for each graph.
-    ACCUMULATE = type(get_gradient_edge(torch.zeros((), requires_grad=True, device="cpu")).node)
+    ACCUMULATE: Any = type(get_gradient_edge(torch.zeros((), requires_grad=True, device="cpu")).node)
+
+
+_version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
+_next_functions: Callable[[torch.autograd.graph.Node], Iterable[tuple[Any, int]]] = attrgetter("next_functions")
 
 
 def versions_of(tensors: Sequence[torch.Tensor | None]) -> Sequence[int]:
     """Return how often each tensor was changed in place; -1 for none, and where that is not counted."""
     try:
-        return [-1 if one is None else one._version for one in tensors]
-    except RuntimeError:  # a tensor of inference mode
+        return list(map(_version_of, tensors))  # type: ignore[arg-type]
+    except (AttributeError, RuntimeError):  # None, and a tensor of inference mode
         return [-1 if one is None or one.is_inference() else one._version for one in tensors]
 
 
 def unchanged(region: Any) -> bool:
-    """Whether it is plain to see that a replay's parameters are those of forward: there are only leaves to compare."""
+    """Whether it is plain to see that a replay reads what forward read: there are only leaves to compare."""
     return not region.parameters and region.versions == versions_of(region.leaves)
 
 

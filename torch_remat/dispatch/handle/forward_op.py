@@ -5,12 +5,13 @@ In: what a handle's methods are told. Kept: on the tape, the op's record. Out: t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from sys import _getframe
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from torch_remat.dispatch.ambient import RngState
 from torch_remat.dispatch.handle.body import Body
 from torch_remat.dispatch.handle.op import RematHandle
 from torch_remat.dispatch.handle.provenance import Provenance
@@ -93,9 +94,9 @@ class ForwardOp(RematHandle):
         self._ops = ops
         self._body = body
         self._policy = policy
-        self._random_start: Sequence[Tensor] | None = None
+        self._random_start: RngState | None = None
         if policy is not _RECOMPUTE and (rng := ops.region.rng) is not None:
-            self._random_start = rng.mark()
+            self._random_start = rng.present()
 
     def load(self, args: tuple[Any, ...]) -> None:
         """Note the inputs; forward skips nothing."""
@@ -149,7 +150,7 @@ class ForwardOp(RematHandle):
                 for index, out in enumerate(outs)
             ]
             if self._random_start is not None and ops.region.rng is not None:
-                record.drawn = ops.region.rng.drawn_since(self._random_start)
+                record.drawn = self._random_start.drawn()
             ops.expect_saved(record, self._named, self._args)
             ops.note_skipped(record, outs, ctx)
         self._named = {}

@@ -125,7 +125,7 @@ class Recording(RematMode):
             contexts.append(forward_context)
         if region.op_log is not None:
             self.lets_compiled_code_run = True
-            contexts.append(self.watch(region.op_log.begin("forward")))
+            self.opening = region.op_log.begin("forward")
         if self._values is not None:
             contexts.append(TrainedStatistics(self._values))
         if region.options.policy is not None:
@@ -167,42 +167,35 @@ class Recording(RematMode):
                 return (tensor, tensor._version, region)
             if kind is not Tensor or compares_values:
                 return self.pack(tensor)
+            producer: type = NoneType
             owner = tensor._base
             if owner is None:
                 owner = tensor
-            elif type(owner) is not Tensor and (type(owner) is not Parameter or not owner.requires_grad):
+            elif type(owner) is not Tensor and (
+                type(owner) is not Parameter or not owner.requires_grad or id(owner) in originals
+            ):
                 return self.pack(tensor)
-            producer: type
+            elif id(owner) in bases:
+                layouts[len(tape.saved)] = None
+            elif (layout := layout_of(tensor, owner)) is not None:
+                layouts[len(tape.saved)] = layout
             if id(owner) in originals:
-                if type(owner) is Parameter:
-                    return self.pack(tensor)
-                producer = NoneType  # replay passes inputs without their history
+                pass  # replay passes inputs without their history
             elif (node := owner.grad_fn) is not None:
                 producer = type(node)
                 if producer is CAST or node._sequence_nr() < first_number:
                     return self.pack(tensor)
             elif owner.requires_grad:
-                if owner is not tensor and (layout := layout_of(tensor, owner)) is not None:
-                    layouts[len(tape.saved)] = layout
                 saved(owner)
                 return (tensor, tensor._version, region)
-            else:
-                producer = NoneType
-                if tensor.is_floating_point():
-                    tape.buffers.add(len(tape.saved))
+            elif tensor.is_floating_point():
+                tape.buffers.add(len(tape.saved))
             metadata = metadata_of(tensor)
-            if metadata[0] or owner.layout is not strided:
+            if metadata[0] or owner.layout is not strided or room < (size := owner.nbytes) > SMALL_BYTES:
                 return self.pack(tensor)
-            if (size := owner.nbytes) > SMALL_BYTES:
-                self._all_small = False
-                if size > room:
-                    return self.pack(tensor)
+            if size > SMALL_BYTES:
                 room -= size
-            if owner is not tensor:
-                if id(owner) in bases:
-                    layouts[len(tape.saved)] = None
-                elif (layout := layout_of(tensor, owner)) is not None:
-                    layouts[len(tape.saved)] = layout
+                self._all_small = False
             holder = Holder()
             holder.region = region
             holder.value = holder.origin = None
@@ -261,10 +254,10 @@ class Recording(RematMode):
         """Return a tensor that shares the version counter of another, but not its data."""
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.nbytes <= SMALL_BYTES:
             return tensor
-        if self.watcher is None:
-            return _without_data(tensor)
         with without_dispatch_modes():
-            return _without_data(tensor)
+            alias = tensor.detach()
+            alias.data = _NOTHING
+        return alias
 
     def ops_now(self) -> CallRecorder:
         """Return the ops of this forward."""
@@ -339,9 +332,3 @@ ROOM_BYTES = 1 << 20
 # Of a replay that would stop before so few ops on small tensors, the exception would be the dearest part.
 TINY_NODES = 4
 _NOTHING = torch.empty(0)
-
-
-def _without_data(tensor: torch.Tensor) -> torch.Tensor:
-    alias = tensor.detach()
-    alias.data = _NOTHING
-    return alias

@@ -41,12 +41,12 @@ class RegionInputs:
 
     _spec: optree.PyTreeSpec | None = None
     _unpack: Callable[[Any], torch.Tensor] | None = None
+    _restored: Sequence[ref[torch.Tensor]] = ()  # what the latest replay was given of what the hooks hold
     _away: dict[int, Any] | None = None  # by index of the leaf; set only if inputs are offloaded
     _owners: tuple[ref[torch.Tensor], ...] = ()  # the parameters that arguments are views of
     _attributes: dict[int, dict[str, Any]] | None = None  # by leaf: what Python code set on it
     _inside: Collection[int] = ()  # the leaves that the region itself has changed, and may not have
     _written: Collection[int] = ()  # the leaves that it has changed where replay leaves that out
-    _restored: Sequence[ref[torch.Tensor]] = ()  # what the latest replay was given of what the hooks hold
     given: Sequence[Any] = ()
     others: Sequence[Any] = ()
     bases: Collection[int] = frozenset()
@@ -62,42 +62,34 @@ class RegionInputs:
             self.others = [leaf for leaf in self._leaves if not isinstance(leaf, Tensor)]
         leaves, originals = self._leaves, self.originals
         for index, leaf in enumerate(leaves):
-            if type(leaf) is Tensor and hooks is None and leaf._base is None and id(leaf) not in originals:
-                # What `_keep` does, for the usual input.
-                originals[id(leaf)] = index
-                self._tensors.append((index, leaf.requires_grad, -1 if leaf.is_inference() else leaf._version))
-                leaves[index] = leaf.detach()
+            if type(leaf) is not Tensor:
+                if not isinstance(leaf, Tensor):
+                    continue
+                if is_parameter(leaf):
+                    self._tensors.append((index, None, leaf._version))
+                    continue
+            is_inference = leaf.is_inference()
+            first = originals.get(id(leaf))
+            if first is None:
+                first = originals[id(leaf)] = index
+                if (base := leaf._base) is not None:
+                    originals.setdefault(id(base), None)
+                    self.bases = {*self.bases, id(base)}
+                    if is_parameter(base):
+                        self._owners += (ref(base),)
+                version = (_UNPACKED if hooks else -1) if is_inference else leaf._version
+                self._tensors.append((index, leaf.requires_grad, version))
                 if leaf.__dict__:
                     self._keep_attributes(index, leaf)
-            elif isinstance(leaf, Tensor):
-                self._keep(index, leaf, hooks)
-
-    def _keep(self, index: int, tensor: torch.Tensor, hooks: SavedTensorHooks | None) -> None:
-        if type(tensor) is not torch.Tensor and is_parameter(tensor):
-            self._tensors.append((index, None, tensor._version))
-            return
-        first = self.originals.get(id(tensor))
-        if first is None:
-            first = self.originals[id(tensor)] = index
-            base = tensor._base
-            if base is not None:
-                self.originals.setdefault(id(base), None)
-                self.bases = {*self.bases, id(base)}
-                if is_parameter(base):
-                    self._owners += (ref(base),)
-            version = (_UNPACKED if hooks else -1) if tensor.is_inference() else tensor._version
-            self._tensors.append((index, tensor.requires_grad, version))
-            if tensor.__dict__:
-                self._keep_attributes(index, tensor)
-        if hooks is None or tensor.is_inference():  # no hooks are asked for what autograd cannot save
-            self._leaves[index] = tensor.detach()
-        else:
-            # Once for each argument, also for one that comes twice: the hooks may be counting.
-            pack, self._unpack = hooks
-            with torch.no_grad():
-                self._leaves[index] = pack(tensor)
-        if first != index:
-            self._leaves[index] = _SameAs(first)
+            if hooks is None or is_inference:  # no hooks are asked for what autograd cannot save
+                leaves[index] = leaf.detach()
+            else:
+                # Once for each argument, also for one that comes twice: the hooks may be counting.
+                pack, self._unpack = hooks
+                with torch.no_grad():
+                    leaves[index] = pack(leaf)
+            if first != index:
+                leaves[index] = _SameAs(first)
 
     def _keep_attributes(self, index: int, tensor: torch.Tensor) -> None:
         """Note what Python code has set on a tensor, but not what a subclass keeps of itself in the same place."""
@@ -196,21 +188,7 @@ class RegionInputs:
             MutationError: A tensor was changed in place since the region was called.
         """
         leaves = self._leaves.copy()
-        if (
-            len(leaves) == 1
-            and self._spec is None
-            and self._unpack is None
-            and self._away is None
-            and not self._attributes
-            and not self._written
-        ):
-            # What the rest does, for the usual call.
-            ((_, requires_grad, version),) = self._tensors
-            (kept,) = leaves
-            if requires_grad is not None and (version < 0 or kept._version == version):
-                return (kept.detach().requires_grad_(requires_grad),), _NO_KWARGS
-        restored: list[ref[torch.Tensor]] = []
-        self._restored = restored
+        restored = []
         if self._away is not None:
             for index, away in self._away.items():
                 leaves[index] = away.load()
@@ -228,6 +206,7 @@ class RegionInputs:
             leaves[index] = fresh_alias(kept, requires_grad, index in self._written)
             if self._unpack is not None:
                 restored.append(ref(leaves[index]))
+        self._restored = restored
         if self._attributes is not None:
             for index, attributes in self._attributes.items():
                 leaves[index].__dict__.update(attributes)
@@ -277,7 +256,6 @@ class RegionInputs:
         return optree.PyTreeAccessor(path).codify(("args", "kwargs")[root.entry])
 
 
-_NO_KWARGS: Mapping[str, Any] = {}
 _USUAL = frozenset((Tensor, Parameter))
 _UNPACKED = -2  # the version of an input that did not go through the hooks around the region
 

@@ -42,14 +42,14 @@ from torch_remat.errors import ReleasedError
 if TYPE_CHECKING:
     from torch_remat.dispatch.kept import Kept
 
-# Weak references to all regions by their addresses, for reports. Dead ones stay until the address is used again.
-_regions: dict[int, ref[Region]] = {}
+# Weak references to all regions that are alive, for reports.
+_regions: set[ref[Region]] = set()
 _next_serial = count().__next__
 
 
 def live_regions() -> list[Region]:
     """Return the regions that are alive, oldest first."""
-    alive = [region for entry in list(_regions.values()) if (region := entry()) is not None]
+    alive = [region for entry in list(_regions) if (region := entry()) is not None]
     return sorted(alive, key=lambda region: region.serial)
 
 
@@ -73,7 +73,7 @@ class Region:
     """
 
     leaves: Sequence[torch.Tensor] = ()  # of the graph that forward has made
-    versions: Sequence[int] = ()  # of parameters and leaves at the end of forward
+    versions: Sequence[int] = ()  # of the parameters and these at the end of forward
     values: Values | None = None  # of the determinism check, while forward takes them
     finished = False  # whether forward is over
     filling = False  # whether a replay runs
@@ -118,7 +118,7 @@ class Region:
                 offload_inputs(self, args, kwargs)
         self._lock = RLock()
         self.serial = _next_serial()
-        _regions[id(self)] = ref(self)
+        _regions.add(ref(self, _regions.discard))
 
     @property
     def name(self) -> str:
@@ -182,11 +182,7 @@ class Region:
                 if self.finished:
                     self._replay(self, last).replay()
                 else:
-                    for mode in active_modes():
-                        if isinstance(mode, RematMode) and mode.region is self and not mode.replaying and mode.ops:
-                            mode.ops.before_replay()
-                    with unseen(self):
-                        self._replay(self, last).replay()
+                    self._replay_in_forward(last)
             finally:
                 self.filling = False
         self._replayed_in = graph_task()
@@ -196,6 +192,13 @@ class Region:
             self._release()
         elif (group := graph_exec_group()) is not None:
             finalize(group, self.tape.forget_values).atexit = False
+
+    def _replay_in_forward(self, last: int) -> None:
+        for mode in active_modes():
+            if isinstance(mode, RematMode) and mode.region is self and not mode.replaying and mode.ops is not None:
+                mode.ops.before_replay()
+        with unseen(self):
+            self._replay(self, last).replay()
 
     def _release(self) -> None:
         """Drop what only a further replay would need."""

@@ -163,18 +163,15 @@ class Filling(RematMode):
             contexts.insert(0, self.observed.running())
         if scope.get() != region.scope:
             contexts.append(scope_restored(region.scope))
-        if self.stale is not None:
-            self.opening, self.lets_compiled_code_run = self.stale.watch, True
         if region.rng is not None:
             contexts.append(region.rng.replayed())
         if region.replay_context is not None:
             contexts.append(region.replay_context)
-        if region.op_log is not None:
-            log = region.op_log.begin("replay")
-            self.lets_compiled_code_run = True
-            contexts.append(self.watch(log))
-            if self.stale is not None:
-                self.stale.run = log
+        log = None if region.op_log is None else region.op_log.begin("replay")
+        if self.stale is not None:
+            self.stale.run = log or self.stale.run
+        if self.stale is not None or log is not None:
+            self.opening, self.lets_compiled_code_run = log if self.stale is None else self.stale.watch, True
         if region.tape.ran_compiled and region.function is not None:
             contexts.append(ModulePath(region.function))
         return contexts
@@ -203,11 +200,10 @@ class Filling(RematMode):
                 ):
                     owner = tensor._base
                     if (
-                        type(tensor.grad_fn) is holder.producer and position not in layouts
+                        type(tensor.grad_fn) is holder.producer and layouts.get(position) is None
                         if owner is None
                         else type(owner.grad_fn) is holder.producer
-                        and layouts.get(position, layout := layout_of(tensor, owner)) == layout
-                        and (layout is None) is (position not in layouts)
+                        and layouts.get(position) == layout_of(tensor, owner)
                     ):
                         self.position = position + 1
                         holder.value = value = tensor.detach() if self.watcher is None else self._alias_of(tensor)
@@ -493,11 +489,11 @@ class Filling(RematMode):
         if self.over or region.finished:
             if self.ops is not None:
                 self.ops.check_passed(self._last) if self.over else self.ops.finish()
-            if region.tape.inner and (absent := missing_inner(self, self._last if self.over else len(self._saved))):
-                raise absent
+            if region.tape.inner and (missing := missing_inner(self, self._last if self.over else len(self._saved))):
+                raise missing
         # Where nothing is left out, what replay came to is filled.
-        if (self.ops is not None or self.position <= self._last_empty) and (missing := region.tape.empty()):
-            raise saved_otherwise(region, self.position, missing[0])
+        if (self.ops is not None or self.position <= self._last_empty) and (empty := region.tape.empty()):
+            raise saved_otherwise(region, self.position, empty[0])
         if region.finished and not region.options.early_stop and self.position != len(self._saved):
             raise saved_otherwise(region, self.position)
 
