@@ -357,14 +357,15 @@ SELECTIVE_CONTEXTS = (
 )
 
 
-def torch_checkpoint_switches(early_stop: bool | None, debug: bool | None) -> tuple[bool | None, bool | None]:
-    """Return what ``set_checkpoint_early_stop`` and ``set_checkpoint_debug_enabled`` have set, where they have.
+def torch_checkpoint_switches() -> dict[str, bool | None]:
+    """Return what ``set_checkpoint_early_stop`` and ``set_checkpoint_debug_enabled`` have set, None where nothing.
 
     Both set global variables of ``torch.utils.checkpoint``, which torch has no public way to read.
     """
-    stops = getattr(torch.utils.checkpoint, "_enable_checkpoint_early_stop", None)
-    debugs = getattr(torch.utils.checkpoint, "_checkpoint_debug_enabled", None)
-    return early_stop if stops is None else stops, debug if debugs is None else debugs
+    return {
+        "early_stop": getattr(torch.utils.checkpoint, "_enable_checkpoint_early_stop", None),
+        "debug": getattr(torch.utils.checkpoint, "_checkpoint_debug_enabled", None),
+    }
 
 
 def has_effect(op: object) -> bool:

@@ -22,8 +22,9 @@ from torch_remat.policies.kinds import FunctionPolicy, OpListPolicy, OpPolicy, a
 def drop_in(**options: Any) -> DropIn:
     """Return a function that is called as ``torch.utils.checkpoint.checkpoint`` is, and makes regions of ours.
 
-    It is for libraries that take such a function. What the library passes comes before the options here; a policy that
-    it makes with ``create_selective_checkpoint_contexts`` is combined with the one that is given here, if one is.
+    It is for libraries that take such a function. The options that are given here come before those that the library
+    passes; a policy that it makes with ``create_selective_checkpoint_contexts`` is combined with the one given here.
+    ``set_checkpoint_early_stop`` and ``set_checkpoint_debug_enabled`` come before both, as in torch.
 
     Args:
         **options: Those of `checkpoint`.
@@ -90,11 +91,11 @@ class DropIn:
             function: What is run.
             *args: Its arguments.
             use_reentrant: True calls torch's own, reentrant checkpoint.
-            preserve_rng_state: As in `checkpoint`; without it, what `drop_in` was given.
-            context_fn: As in `checkpoint`; one that makes contexts of selective checkpointing is a policy here.
-            determinism_check: As in `checkpoint`; without it, what `drop_in` was given.
-            debug: As in `checkpoint`; without it, what `drop_in` was given.
-            early_stop: As in `checkpoint`; without it, what `drop_in` was given.
+            preserve_rng_state: As in `checkpoint`, unless `drop_in` was given one; so are the others.
+            context_fn: One that makes contexts of selective checkpointing is a policy here.
+            determinism_check: See above.
+            debug: See above.
+            early_stop: See above.
             **kwargs: Keyword arguments of the function.
 
         Returns:
@@ -111,11 +112,11 @@ class DropIn:
         }
         if use_reentrant:
             return self._run_reentrant(function, args, kwargs, context_fn, told)
-        told["early_stop"], told["debug"] = torch_checkpoint_switches(early_stop, debug)
-        options = {name: value for name, value in told.items() if value is not None and value != self._present(name)}
-        if context_fn is not noop_context_fn:
+        options = {**_without_none(told), **self._options, **_without_none(torch_checkpoint_switches())}
+        if context_fn is not noop_context_fn and "context_fn" not in self._options:
             options.update(self._for_contexts(context_fn))
-        bind = checkpoint(**{**self._options, **options}) if options else self._bind
+        changed = any(value is not self._present(name) for name, value in options.items())
+        bind = checkpoint(**options) if changed else self._bind
         if type(function) is partial and type(function.func) is FunctionType:
             function, args, kwargs = _method_of(function, args, kwargs)
         return bind(function)(*args, **kwargs)
@@ -137,10 +138,8 @@ class DropIn:
                 "implementation, torch's own, which has no such option",
                 remedy="Let the library pass use_reentrant=False, or leave the option out.",
             )
-        options = {**self._options, **{name: value for name, value in told.items() if value is not None}}
-        if context_fn is not noop_context_fn:
-            options["context_fn"] = context_fn
-        return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=True, **options, **kwargs)
+        options = {**_without_none(told), **self._options, "context_fn": context_fn, "use_reentrant": True}
+        return torch.utils.checkpoint.checkpoint(function, *args, **options, **kwargs)
 
     def _for_contexts(self, context_fn: ContextFn) -> dict[str, Any]:
         """Return the options that stand for what makes two contexts for a region."""
@@ -155,6 +154,10 @@ class DropIn:
             "policy": policy if own is None else as_policy(own) | policy,
             "allow_cache_entry_mutation": may_mutate or self._present("allow_cache_entry_mutation"),
         }
+
+
+def _without_none(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _method_of(function: partial[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:

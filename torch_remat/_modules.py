@@ -189,6 +189,8 @@ def _checked(patterns: Any) -> list[tuple[str, Mapping[str, Any]]]:
     """Return patterns, each with its own options."""
     if isinstance(patterns, str):
         patterns = [patterns]
+    if not isinstance(patterns, Iterable):
+        raise UsageError(f"checkpoint_modules() has no use for {patterns!r} as patterns", remedy=_FORM)
     found = list(patterns.items() if isinstance(patterns, Mapping) else ((pattern, {}) for pattern in patterns))
     for pattern, own in found:
         if not isinstance(pattern, str) or not pattern:
@@ -271,6 +273,6 @@ def _region_of(module: Module) -> RegionForward | None:
 
 def _meets_earlier(name: str, earlier: RegionForward) -> UsageError:
     return UsageError(
-        f"{name} meets the region {earlier.name} of an earlier checkpoint_modules()",
+        f"{name} meets the region {earlier.name} of an earlier checkpoint_modules(): one is the other, or inside it",
         remedy="Call remove() on the handle that the earlier call returned, or choose other patterns.",
     )
