@@ -14,6 +14,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts, noop_co
 
 from torch_remat._checkpoint import checkpoint
 from torch_remat._compat import SELECTIVE_CONTEXTS, torch_checkpoint_switches
+from torch_remat._of_module import method_of
 from torch_remat.dispatch.options import ContextFn, DeterminismCheck, Options
 from torch_remat.errors import UsageError
 from torch_remat.policies.kinds import FunctionPolicy, OpListPolicy, OpPolicy, as_policy
@@ -168,7 +169,7 @@ def _method_of(function: partial[Any], args: tuple[Any, ...], kwargs: dict[str, 
     if not function.args or not isinstance(function.args[0], Module):
         return function, args, kwargs
     module, *first = function.args
-    return function.func.__get__(module), (*first, *args), {**function.keywords, **kwargs}
+    return method_of(function.func, module), (*first, *args), {**function.keywords, **kwargs}
 
 
 def _policy_of(context_fn: ContextFn) -> tuple[OpPolicy, bool] | ContextFn:

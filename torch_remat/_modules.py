@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch.nn import Module
 
 from torch_remat._checkpoint import checkpoint
-from torch_remat._of_module import OfModule
+from torch_remat._of_module import OfModule, method_of
 from torch_remat.errors import UsageError
 
 Patterns = str | Iterable[str] | Mapping[str, Mapping[str, Any]]
@@ -115,16 +115,19 @@ class RegionForward(OfModule):
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """The function that is the region: that of the class as it is now, which ``fully_shard`` may have changed."""
+        """What was ``forward`` before, whose signature this has."""
         if self.earlier is not None:
             return self.earlier
         module = self.module
-        method: Callable[..., Any] = type(module).forward.__get__(module)  # MethodType is unknown to the compiler
-        return method
+        forward: Callable[..., Any] = type(module).forward.__get__(module)
+        return forward
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward as a region."""
-        function = self.__wrapped__
+        function = self.earlier
+        if function is None:
+            module = self.module
+            function = method_of(type(module).forward, module)  # of its class as it is now: fully_shard changes it
         if self.active:
             function = self._bind(function)
         return function(*args, **kwargs)

@@ -6,9 +6,11 @@ module, a deep one or an unpickled one, has for itself.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
+from torch.compiler import is_compiling
 from torch.nn import Module
 
 from torch_remat.errors import UsageError
@@ -54,3 +56,21 @@ class OfModule:
 
 def _nothing() -> None:
     return None
+
+
+def method_of(function: Any, module: Module) -> Callable[..., Any]:
+    """Return a function as a method of a module, such that a region knows the module by it.
+
+    What looks for the module follows ``__wrapped__`` of a decorated function, which leads past it.
+    """
+    if hasattr(function, "__wrapped__") and not is_compiling():
+        function = _without_wrapped(function)
+    method: Callable[..., Any] = function.__get__(module)  # MethodType is unknown to the compiler
+    return method
+
+
+def _without_wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(module: Module, /, *args: Any, **kwargs: Any) -> Any:
+        return function(module, *args, **kwargs)
+
+    return forward
