@@ -211,6 +211,14 @@ def test_a_layer_by_itself_can_be_copied(model):
     layer(INPUT).sum().backward()
 
 
+@pytest.mark.parametrize("copied", [copy.copy, nn.Module._replicate_for_data_parallel])
+def test_a_shallow_copy_has_the_forward_of_the_original(model, copied):
+    """A limit that docs/limits.md tells."""
+    layer = model.layers[0]
+    remat.checkpoint_modules(model, "layers.*")
+    assert copied(layer).forward.module is layer
+
+
 def test_a_forward_without_its_module_says_so(model):
     remat.checkpoint_modules(model, "layers.*")
     forward = copy.deepcopy(model.layers[0].forward)
