@@ -357,15 +357,17 @@ SELECTIVE_CONTEXTS = (
 )
 
 
-def torch_checkpoint_switches() -> dict[str, bool | None]:
-    """Return what ``set_checkpoint_early_stop`` and ``set_checkpoint_debug_enabled`` have set, None where nothing.
+def torch_checkpoint_switches() -> dict[str, bool]:
+    """Return what ``set_checkpoint_early_stop`` and ``set_checkpoint_debug_enabled`` have set.
 
     Both set global variables of ``torch.utils.checkpoint``, which torch has no public way to read.
     """
-    return {
-        "early_stop": getattr(torch.utils.checkpoint, "_enable_checkpoint_early_stop", None),
-        "debug": getattr(torch.utils.checkpoint, "_checkpoint_debug_enabled", None),
-    }
+    early_stop = getattr(torch.utils.checkpoint, "_enable_checkpoint_early_stop", None)
+    debug = getattr(torch.utils.checkpoint, "_checkpoint_debug_enabled", None)
+    if early_stop is None and debug is None:
+        return {}
+    switches = {"early_stop": early_stop, "debug": debug}
+    return {name: value for name, value in switches.items() if value is not None}
 
 
 def has_effect(op: object) -> bool:

@@ -113,11 +113,12 @@ class DropIn:
         }
         if use_reentrant:
             return self._run_reentrant(function, args, kwargs, context_fn, told)
-        options = {**_without_none(told), **self._options, **_without_none(torch_checkpoint_switches())}
+        told.update(self._options)
+        told.update(torch_checkpoint_switches())
+        changed = {name: value for name, value in told.items() if value is not None and value != self._present(name)}
         if context_fn is not noop_context_fn and "context_fn" not in self._options:
-            options.update(self._for_contexts(context_fn))
-        changed = any(value is not self._present(name) for name, value in options.items())
-        bind = checkpoint(**options) if changed else self._bind
+            changed.update(self._for_contexts(context_fn))
+        bind = checkpoint(**{**self._options, **changed}) if changed else self._bind
         if type(function) is partial and type(function.func) is FunctionType:
             function, args, kwargs = _method_of(function, args, kwargs)
         return bind(function)(*args, **kwargs)
@@ -139,7 +140,8 @@ class DropIn:
                 "implementation, torch's own, which has no such option",
                 remedy="Let the library pass use_reentrant=False, or leave the option out.",
             )
-        options = {**_without_none(told), **self._options, "context_fn": context_fn, "use_reentrant": True}
+        options = {name: value for name, value in told.items() if value is not None}
+        options.update(self._options, context_fn=context_fn, use_reentrant=True)
         return torch.utils.checkpoint.checkpoint(function, *args, **options, **kwargs)
 
     def _for_contexts(self, context_fn: ContextFn) -> dict[str, Any]:
@@ -155,10 +157,6 @@ class DropIn:
             "policy": policy if own is None else as_policy(own) | policy,
             "allow_cache_entry_mutation": may_mutate or self._present("allow_cache_entry_mutation"),
         }
-
-
-def _without_none(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if value is not None}
 
 
 def _method_of(function: partial[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
