@@ -65,10 +65,17 @@ def enable_gradient_checkpointing(model: Any, **options: Any) -> None:
         raise _unsupported(model)
     owners = [(name, module) for name, module in model.named_modules() if _FUNCTION in vars(module)]
     if not owners:
-        model.gradient_checkpointing_disable()
+        _disable(model)
         raise _unsupported(model)
     for name, module in owners:
         setattr(module, _FUNCTION, LayerCheckpoint(module, name, options))
+
+
+def _disable(model: Any) -> None:
+    for name in ("activation_checkpointing_disable", "gradient_checkpointing_disable"):
+        if (disable := getattr(model, name, None)) is not None:
+            disable()
+            return
 
 
 def _unsupported(model: object) -> UsageError:
