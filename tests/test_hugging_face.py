@@ -106,6 +106,13 @@ def test_names_begin_below_the_layer(llama, way):
         assert saved == {"self_attn.q_proj.mm_0_0", "mlp.up_proj.mm_0_0"}
 
 
+@pytest.mark.parametrize("policy", [None, remat.policies.save_matmuls], ids=str)
+def test_without_a_name_a_region_has_that_of_the_method(llama, policy):
+    model, inputs = llama
+    by_drop_in(model, "Llama", {"policy": policy})
+    assert {region.name for region in regions_of(model, inputs)} == {"LlamaDecoderLayer.forward"}
+
+
 def test_the_name_of_what_matches_nothing_is_near_those_of_the_layer(llama):
     model, inputs = llama
     remat.enable_gradient_checkpointing(model, policy=remat.save_names("mlp.upproj.*"))

@@ -127,7 +127,8 @@ class RegionForward(OfModule):
         function = self.earlier
         if function is None:
             module = self.module
-            function = method_of(type(module).forward, module)  # of its class as it is now: fully_shard changes it
+            named = self.options.get("policy") is not None
+            function = method_of(type(module).forward, module, named)  # the class as it is now: fully_shard changes it
         if self.active:
             function = self._bind(function)
         return function(*args, **kwargs)

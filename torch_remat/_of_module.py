@@ -58,12 +58,16 @@ def _nothing() -> None:
     return None
 
 
-def method_of(function: Any, module: Module) -> Callable[..., Any]:
-    """Return a function as a method of a module, such that a region knows the module by it.
+def method_of(function: Any, module: Module, named: bool) -> Callable[..., Any]:
+    """Return a function as a method of a module.
 
-    What looks for the module follows ``__wrapped__`` of a decorated function, which leads past it.
+    Args:
+        function: The function.
+        module: The module.
+        named: Whether names of ops have to begin below the module. What looks for it there follows ``__wrapped__`` of a
+            decorated function, which leads past the method to a function that knows no module.
     """
-    if hasattr(function, "__wrapped__") and not is_compiling():
+    if named and hasattr(function, "__wrapped__") and not is_compiling():
         function = _without_wrapped(function)
     method: Callable[..., Any] = function.__get__(module)  # MethodType is unknown to the compiler
     return method
@@ -73,4 +77,5 @@ def _without_wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
     def forward(module: Module, /, *args: Any, **kwargs: Any) -> Any:
         return function(module, *args, **kwargs)
 
+    forward.__qualname__ = function.__qualname__
     return forward
