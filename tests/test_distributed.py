@@ -1,4 +1,4 @@
-"""`DistributedDataParallel` over gloo around a checkpointed module, in processes of their own."""
+"""`DistributedDataParallel` and `fully_shard` over gloo with checkpointed modules, in processes of their own."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 HERE = Path(__file__).parent
 TIMEOUT_SECONDS = 120
 
 
-def run_workers(world_size: int, rendezvous: Path) -> None:
+def run_workers(world_size: int, rendezvous: Path, worker: str = "ddp_worker.py") -> None:
     """Run one worker for each rank and assert that all end well."""
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join([str(HERE), *sys.path]), OMP_NUM_THREADS="1")
     workers = [
         subprocess.Popen(
-            [sys.executable, str(HERE / "ddp_worker.py"), str(rank), str(world_size), str(rendezvous)],
+            [sys.executable, str(HERE / worker), str(rank), str(world_size), str(rendezvous)],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -25,13 +27,13 @@ def run_workers(world_size: int, rendezvous: Path) -> None:
         for rank in range(world_size)
     ]
     try:
-        texts = [worker.communicate(timeout=TIMEOUT_SECONDS)[0] for worker in workers]
+        texts = [process.communicate(timeout=TIMEOUT_SECONDS)[0] for process in workers]
     finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
-    for rank, (worker, text) in enumerate(zip(workers, texts, strict=True)):
-        assert worker.returncode == 0, f"rank {rank}:\n{text}"
+        for process in workers:
+            process.kill()
+            process.wait()
+    for rank, (process, text) in enumerate(zip(workers, texts, strict=True)):
+        assert process.returncode == 0, f"rank {rank}:\n{text}"
         assert "all equal" in text
 
 
@@ -41,3 +43,8 @@ def test_one_process_has_gradients_equal_to_plain_training(tmp_path):
 
 def test_two_processes_have_gradients_equal_to_plain_training(tmp_path):
     run_workers(2, tmp_path / "rendezvous")
+
+
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_layers_chosen_by_a_pattern_and_sharded_have_gradients_equal_to_plain_training(tmp_path, world_size):
+    run_workers(world_size, tmp_path / "rendezvous", "fsdp_worker.py")

@@ -31,7 +31,10 @@ from torch_remat.policies.decision import CheckpointPolicy
 
 if TYPE_CHECKING:
     from torch_remat import dtr, testing
+    from torch_remat._drop_in import drop_in
+    from torch_remat._hugging_face import enable_gradient_checkpointing
     from torch_remat._list_names import NamedResult, NameTable, list_names
+    from torch_remat._modules import CheckpointedModules, checkpoint_modules
     from torch_remat.offload.cpu import CpuOffloader
     from torch_remat.offload.disk import DiskOffloader
     from torch_remat.reports.explain import explain
@@ -44,6 +47,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CheckpointPolicy",
+    "CheckpointedModules",
     "CpuOffloader",
     "DiskOffloader",
     "Explanation",
@@ -67,9 +71,12 @@ __all__ = [
     "UsageError",
     "auto_forward",
     "checkpoint",
+    "checkpoint_modules",
     "checkpoint_name",
     "checkpoint_sequential",
+    "drop_in",
     "dtr",
+    "enable_gradient_checkpointing",
     "explain",
     "format_current_memory_report",
     "get_handle",
@@ -93,7 +100,10 @@ __all__ = [
 
 # What a training step may do without is loaded when it is first asked for: by module, its names.
 _LOADED_ON_USE = {
+    "_drop_in": ("drop_in",),
+    "_hugging_face": ("enable_gradient_checkpointing",),
     "_list_names": ("NamedResult", "NameTable", "list_names"),
+    "_modules": ("CheckpointedModules", "checkpoint_modules"),
     "offload.cpu": ("CpuOffloader",),
     "offload.disk": ("DiskOffloader",),
     "reports.explain": ("explain",),

@@ -23,6 +23,7 @@ from torch.utils._pytree import SUPPORTED_NODES
 
 __all__ = [
     "PYTREE_NAMESPACE",
+    "SELECTIVE_CONTEXTS",
     "ZERO_TENSOR",
     "CompiledCode",
     "DispatchMode",
@@ -69,6 +70,7 @@ __all__ = [
     "storage_key",
     "swap_identity",
     "top_saved_tensors_hooks",
+    "torch_checkpoint_switches",
     "use_count",
     "with_dispatch_state",
     "with_shared_versions",
@@ -345,6 +347,27 @@ without_dispatch_modes: Callable[[], AbstractContextManager[Any]] = torch._C._Di
 def set_version(tensor: torch.Tensor, version: int) -> None:
     """Set a tensor's version counter; torch's own context manager for this has no way to be left later."""
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
+# The types of the two contexts that torch's create_selective_checkpoint_contexts returns: a library may hand on no more
+# than them, and the policy is in the first.
+SELECTIVE_CONTEXTS = (
+    getattr(torch.utils.checkpoint, "_CachingTorchDispatchMode", None),
+    getattr(torch.utils.checkpoint, "_CachedTorchDispatchMode", None),
+)
+
+
+def torch_checkpoint_switches() -> dict[str, bool]:
+    """Return what ``set_checkpoint_early_stop`` and ``set_checkpoint_debug_enabled`` have set.
+
+    Both set global variables of ``torch.utils.checkpoint``, which torch has no public way to read.
+    """
+    early_stop = getattr(torch.utils.checkpoint, "_enable_checkpoint_early_stop", None)
+    debug = getattr(torch.utils.checkpoint, "_checkpoint_debug_enabled", None)
+    if early_stop is None and debug is None:
+        return {}
+    switches = {"early_stop": early_stop, "debug": debug}
+    return {name: value for name, value in switches.items() if value is not None}
 
 
 def has_effect(op: object) -> bool:

@@ -190,10 +190,11 @@ class _FunctionDecider(Decider):
 
 
 class OpListPolicy(OpPolicy):
-    """Saves the results of certain ops."""
+    """Saves the results of certain ops, each of which has to occur, unless ``all_occur`` is false."""
 
-    def __init__(self, ops: Iterable[Any]) -> None:
+    def __init__(self, ops: Iterable[Any], all_occur: bool = True) -> None:
         self._ops = list(ops)
+        self._all_occur = all_occur
         for op in self._ops:
             if isinstance(op, OpOverloadPacket):
                 overload = op.overloads()[0]
@@ -212,11 +213,11 @@ class OpListPolicy(OpPolicy):
         return f"[{', '.join(map(str, self._ops))}]"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _list_of, ([_path_of(op) for op in self._ops],)  # torch does not pickle ops
+        return _list_of, ([_path_of(op) for op in self._ops], self._all_occur)  # torch does not pickle ops
 
     def begin(self) -> Decider:
         """Begin one forward."""
-        return _OpListDecider(self._ops)
+        return _OpListDecider(self._ops, self._all_occur)
 
     def parts(self) -> tuple[Any, ...]:
         """Return the kind and the ops."""
@@ -227,14 +228,14 @@ def _path_of(op: Any) -> str:
     return str(op) if hasattr(op, "overloadpacket") else f"higher_order.{op}"
 
 
-def _list_of(paths: Iterable[str]) -> OpListPolicy:
-    return OpListPolicy([attrgetter(path)(torch.ops) for path in paths])
+def _list_of(paths: Iterable[str], all_occur: bool = True) -> OpListPolicy:
+    return OpListPolicy([attrgetter(path)(torch.ops) for path in paths], all_occur)
 
 
 class _OpListDecider(Decider):
-    def __init__(self, ops: list[Any]) -> None:
+    def __init__(self, ops: list[Any], all_occur: bool) -> None:
         self._ops = {id(op): op for op in ops}
-        self._left = dict(self._ops)
+        self._left = dict(self._ops) if all_occur else {}
 
     def decide(self, context: OpContext, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Decision]:
         if id(op) not in self._ops:

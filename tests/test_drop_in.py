@@ -1,0 +1,363 @@
+"""`drop_in`: called as torch's own checkpoint is, by libraries that take such a function."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import doctest
+import functools
+import inspect
+import pickle
+from collections import defaultdict
+
+import pytest
+import torch
+import torch.utils.checkpoint as of_torch
+from helpers import CountOps, Mlp, assert_same, leaf, no_other_regions, parameter_gradients
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+import torch_remat as remat
+from torch_remat import _drop_in
+from torch_remat.errors import MismatchError, PolicyError, UsageError
+
+aten = torch.ops.aten
+PRODUCTS = [aten.addmm.default, aten.mm.default]  # no layer with a bias runs mm
+
+
+class Block(nn.Module):
+    """A layer that is called with keyword arguments, and has dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Mlp()
+
+    def forward(self, x, scale=None, training=True):
+        x = nn.functional.dropout(self.mlp(x), 0.2, training)
+        return x if scale is None else x * scale
+
+
+@pytest.fixture
+def block():
+    return Block()
+
+
+X = torch.linspace(-1, 1, 32).reshape(4, 8)
+
+
+def train_step(run, block, **kwargs):
+    torch.manual_seed(1)
+    block.zero_grad(set_to_none=True)
+    x = X.clone().requires_grad_()
+    y = run(block, x, **kwargs)
+    y.square().sum().backward()
+    return [y.detach(), x.grad, *parameter_gradients(block)]
+
+
+def kept(run, *args, **kwargs):
+    """Return the names of what a region keeps."""
+    with no_other_regions():
+        (region,) = remat.memory_report(run(*args, **kwargs)).regions
+        return [tensor.label for tensor in region.tensors if tensor.label != "random state"]
+
+
+def products_in_replay(run, *args, **kwargs):
+    loss = run(*args, **kwargs).sum()
+    with CountOps() as ops:
+        loss.backward()
+    return ops.counts["addmm"]
+
+
+def test_signature_is_that_of_torch():
+    theirs, ours = (inspect.signature(function).parameters for function in (torch_checkpoint, remat.drop_in()))
+    assert {name: ours[name].kind for name in theirs} == {name: theirs[name].kind for name in theirs}
+    assert ours.keys() - theirs.keys() == {"preserve_rng_state"}  # torch takes it out of its keyword arguments
+
+
+SCALE = {"scale": torch.tensor(2.0, requires_grad=True)}  # torch's reentrant checkpoint takes no keyword arguments
+
+
+@pytest.mark.parametrize("kwargs", [{}, SCALE], ids=["no keywords", "keywords"])
+@pytest.mark.parametrize("given", [{}, {"use_reentrant": False}], ids=str)
+def test_gradients_are_those_of_torch(block, given, kwargs):
+    expected = train_step(torch_checkpoint, block, use_reentrant=False, **kwargs)
+    assert_same(expected, train_step(remat.drop_in(), block, **given, **kwargs))
+
+
+def test_without_use_reentrant_it_is_a_region_without_a_warning(block):
+    assert kept(remat.drop_in(), block, X) == ["args[0]"]
+
+
+def test_use_reentrant_is_handed_on_to_torch(block):
+    expected = train_step(torch_checkpoint, block, use_reentrant=True)
+    assert_same(expected, train_step(remat.drop_in(), block, use_reentrant=True))
+    with no_other_regions():
+        x = X.clone().requires_grad_()
+        y = remat.drop_in(preserve_rng_state=False)(block, x, use_reentrant=True)
+        assert not remat.memory_report(y).regions
+    assert type(y.grad_fn).__name__ == "CheckpointFunctionBackward"
+    assert y.grad_fn.preserve_rng_state is False
+    with pytest.raises(ValueError, match="only supported when"):
+        remat.drop_in()(block, x, use_reentrant=True, debug=True)
+
+
+def test_use_reentrant_is_refused_with_options_that_it_cannot_have(block):
+    with pytest.raises(UsageError, match=r"drop_in\(policy=\.\.\.\) returned was called with use_reentrant=True"):
+        remat.drop_in(policy=remat.policies.save_matmuls)(block, X, use_reentrant=True)
+
+
+def test_keyword_arguments_of_the_function_reach_it():
+    def function(x, /, **kwargs):
+        return x * kwargs["self"] * kwargs["policy"] * kwargs["region_name"]
+
+    x = leaf(3)
+    assert_same(remat.drop_in()(function, x, self=2.0, policy=3.0, region_name=5.0), x * 2.0 * 3.0 * 5.0)
+
+
+def test_without_grad_the_function_just_runs(block):
+    with torch.no_grad():
+        assert remat.drop_in()(block.eval(), X, training=False).grad_fn is None
+
+
+def policy_function(ctx, op, *args, **kwargs):
+    return of_torch.CheckpointPolicy.MUST_SAVE if op in PRODUCTS else of_torch.CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def counting_contexts():
+    """As torchtitan does: every other product is saved, with a counter for each region."""
+    counts = defaultdict(int)
+
+    def policy(ctx, op, *args, **kwargs):
+        counts[ctx.is_recompute, op] += 1
+        return op in PRODUCTS and counts[ctx.is_recompute, op] % 2 == 1
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+class Subclassed(of_torch._CachingTorchDispatchMode):
+    """As libraries do that add to torch's."""
+
+
+def subclassed_contexts():
+    forward, replay = create_selective_checkpoint_contexts(PRODUCTS)
+    return Subclassed(forward.policy_fn, forward.storage), replay
+
+
+FIRST = ["args[0]", "mlp.up.addmm_0_0"]
+BOTH = [*FIRST, "mlp.down.addmm_0_0"]  # the dropout after it runs again, for its mask
+CONTEXTS = {
+    "a list": (functools.partial(create_selective_checkpoint_contexts, PRODUCTS), BOTH),
+    "a function": (functools.partial(create_selective_checkpoint_contexts, policy_function), BOTH),
+    "by keyword": (functools.partial(create_selective_checkpoint_contexts, policy_fn_or_list=policy_function), BOTH),
+    "in a lambda": (lambda: create_selective_checkpoint_contexts(PRODUCTS), BOTH),
+    "in a function with a counter": (counting_contexts, FIRST),
+    "entered as they are": (subclassed_contexts, ["args[0]"]),
+}
+
+
+@pytest.mark.parametrize("case", CONTEXTS)
+def test_contexts_of_selective_checkpointing_are_a_policy(block, case):
+    context_fn, names = CONTEXTS[case]
+    expected = train_step(torch_checkpoint, block, use_reentrant=False, context_fn=context_fn)
+    assert_same(expected, train_step(remat.drop_in(), block, use_reentrant=False, context_fn=context_fn))
+    assert kept(remat.drop_in(), block, X, context_fn=context_fn) == names
+    assert products_in_replay(remat.drop_in(), block, X, context_fn=context_fn) == int("counter" in case)
+
+
+def test_a_list_with_what_is_no_op_is_an_error_as_in_torch(block):
+    context_fn = functools.partial(create_selective_checkpoint_contexts, [aten.mm])
+    with pytest.raises(ValueError, match="OpOverloadPacket"):
+        torch_checkpoint(block, X, use_reentrant=False, context_fn=context_fn)
+    with pytest.raises(PolicyError, match="OpOverloadPacket"):
+        remat.drop_in()(block, X, context_fn=context_fn)
+
+
+def test_contexts_are_combined_with_a_policy_of_ones_own(block):
+    saves_gelu = remat.drop_in(policy=remat.save_names("mlp.gelu_*"))
+    assert kept(saves_gelu, block, X) == ["args[0]", "mlp.gelu_0_0"]
+    context_fn = functools.partial(create_selective_checkpoint_contexts, PRODUCTS)
+    assert kept(saves_gelu, block, X, context_fn=context_fn) == [*FIRST, "mlp.gelu_0_0", BOTH[2]]
+
+
+@pytest.mark.parametrize(
+    "made", [functools.partial, lambda function, *args: lambda: function(*args)], ids=["partial", ""]
+)
+def test_what_is_kept_may_be_changed_if_the_contexts_say_so(made):
+    def function(x):
+        h = x.exp()
+        y = h.sin()
+        h.add_(1)
+        return y.cos()
+
+    x = leaf(3)
+    for may in (False, True):
+        context_fn = made(create_selective_checkpoint_contexts, [aten.exp.default], may)
+        with contextlib.nullcontext() if may else pytest.raises(RuntimeError):
+            remat.drop_in()(function, x, context_fn=context_fn).sum().backward()
+
+
+def test_other_contexts_are_entered_around_both_phases():
+    entered = []
+
+    @contextlib.contextmanager
+    def note(phase):
+        entered.append(phase)
+        yield
+
+    x = leaf(3)
+    y = remat.drop_in()(lambda x: x.sin().exp(), x, context_fn=lambda: (note("forward"), note("replay")))
+    y.sum().backward()
+    assert entered == ["forward", "replay"]
+
+
+@pytest.mark.parametrize("switch", [None, False, True])
+@pytest.mark.parametrize("early_stop", [False, True])
+def test_early_stop_and_its_switch_are_those_of_torch(switch, early_stop):
+    ran = []
+
+    def function(x):
+        y = x.exp().sin().exp()
+        ran.append("all of it")
+        return y
+
+    counts = []
+    for run in (torch_checkpoint, remat.drop_in()):
+        ran.clear()
+        x = torch.randn(3000, requires_grad=True)
+        with contextlib.nullcontext() if switch is None else of_torch.set_checkpoint_early_stop(switch):
+            y = run(function, x, use_reentrant=False, early_stop=early_stop)
+        y.sum().backward()
+        counts.append(len(ran))
+    stops = early_stop if switch is None else switch
+    assert counts == [1 if stops else 2] * 2
+
+
+@pytest.mark.parametrize("given", ["call", "switch", "option"])
+def test_debug_and_its_switch_show_the_ops_of_both_phases(given):
+    def function(x):
+        return x.sin().exp() if not remat.is_recomputing() else x.reshape(1, 3).sin().exp()
+
+    switch = of_torch.set_checkpoint_debug_enabled(True) if given == "switch" else contextlib.nullcontext()
+    run = remat.drop_in(debug=True) if given == "option" else remat.drop_in()
+    with switch:
+        y = run(function, leaf(3), use_reentrant=False, **({"debug": True} if given == "call" else {}))
+    with pytest.raises(MismatchError, match=r"reshape|view"):
+        y.sum().backward()
+
+
+def test_the_switch_of_debug_switches_it_off():
+    with of_torch.set_checkpoint_debug_enabled(False), CountOps() as ops:
+        remat.drop_in(debug=True)(torch.sin, leaf(3)).sum().backward()
+    assert ops.counts["sin"] == 1
+
+
+def test_options_of_drop_in_come_before_those_of_a_call():
+    def function(x):
+        factor = 3.0 if remat.is_recomputing() else 2.0
+        return (x * factor).exp().sin()
+
+    def run(checkpoint, **options):
+        checkpoint(function, leaf(3), **options).sum().backward()
+
+    run(remat.drop_in(), determinism_check="default")
+    with pytest.raises(MismatchError):
+        run(remat.drop_in(), determinism_check="bitwise")
+    with pytest.raises(MismatchError):
+        run(remat.drop_in(determinism_check="bitwise"), determinism_check="default")
+
+
+def test_random_state_is_kept_unless_the_call_says_otherwise(block):
+    states = []
+    for given in ({}, {"preserve_rng_state": True}, {"preserve_rng_state": False}):
+        with no_other_regions():
+            (region,) = remat.memory_report(remat.drop_in()(block, X, **given)).regions
+        states.append("random state" in [tensor.label for tensor in region.tensors])
+    assert states == [True, True, False]
+
+
+@pytest.mark.parametrize("options", [{"polcy": 1}, {"early_stop": 1}, {"policy": 3}], ids=str)
+def test_wrong_options_are_errors_at_once(options):
+    with pytest.raises(UsageError):
+        remat.drop_in(**options)
+
+
+def test_wrong_options_of_a_call_are_errors(block):
+    with pytest.raises(UsageError, match="determinism_check='some'"):
+        remat.drop_in()(block, X, determinism_check="some")
+
+
+def test_copies_and_pickles_do_the_same(block):
+    run = remat.drop_in(policy=remat.policies.save_matmuls)
+    block.run = functools.partial(run, use_reentrant=False)
+    for duplicate in (copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
+        assert kept(duplicate.run, duplicate, X) == BOTH
+    assert repr(pickle.loads(pickle.dumps(run))) == "drop_in(policy=save_matmuls)"
+
+
+def test_a_partial_of_a_modules_forward_is_that_method(block):
+    """As models of Hugging Face call it: keyword arguments are in the partial, and become inputs of the region."""
+    scale = torch.ones(8)
+    given = functools.partial(Block.forward, block, scale=scale)
+    run = remat.drop_in(policy=remat.save_names("mlp.up.*"))
+    assert kept(run, given, X) == ["args[0]", "kwargs['scale']", "mlp.up.addmm_0_0"]
+    y = run(given, X)
+    scale.add_(1)
+    with pytest.raises(remat.MutationError, match=r"kwargs\['scale'\]"):
+        y.sum().backward()
+    other = functools.partial(torch.add, other=X)
+    assert_same(remat.drop_in()(other, X), X + X)
+
+
+def test_wrappers_of_torch_take_it_as_their_function():
+    """As torchtitan and others do: all options by keyword, and a module."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block(), nn.Linear(8, 8))
+    expected = train_step(lambda model, x: model(x), model)
+    apply_activation_checkpointing(
+        model,
+        checkpoint_wrapper_fn=functools.partial(
+            checkpoint_wrapper,
+            checkpoint_fn=remat.drop_in(),
+            context_fn=counting_contexts,
+            preserve_rng_state=True,
+            determinism_check="default",
+            early_stop=False,
+            debug=False,
+        ),
+        check_fn=lambda module: isinstance(module, Block),
+    )
+    assert_same(expected, train_step(lambda model, x: model(x), model))
+    with no_other_regions():
+        assert [len(region.tensors) for region in remat.memory_report(model(X)).regions] == [3, 3]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning:torch")
+@pytest.mark.parametrize("case", ["nothing", "contexts", "a policy"])
+def test_compiled_it_is_one_graph(block, case):
+    torch._dynamo.reset()
+    block.eval()
+    run = remat.drop_in(policy=PRODUCTS[:1]) if case == "a policy" else remat.drop_in()
+    more = (
+        {"context_fn": functools.partial(create_selective_checkpoint_contexts, PRODUCTS)} if case == "contexts" else {}
+    )
+    backend = CompileCounterWithBackend("eager" if case == "nothing" else "aot_eager")
+
+    def call(block, x):
+        return run(block, x, use_reentrant=False, training=False, **more)
+
+    compiled = torch.compile(call, backend=backend, fullgraph=True)
+    assert_same(train_step(call, block), train_step(compiled, block))
+    assert backend.frame_count == 1
+    targets = [str(node.target) for graph in backend.graphs for node in graph.graph.nodes]
+    assert sum("checkpoint" in target for target in targets) == 1
+    torch._dynamo.reset()
+
+
+def test_example_of_the_docstring_runs():
+    assert doctest.testmod(_drop_in).failed == 0

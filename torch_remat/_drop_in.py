@@ -1,0 +1,189 @@
+"""`drop_in`: `checkpoint` with the signature of torch's own, for libraries that are handed such a function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import torch.utils.checkpoint
+from torch.compiler import is_compiling
+from torch.nn import Module
+from torch.utils.checkpoint import create_selective_checkpoint_contexts, noop_context_fn
+
+from torch_remat._checkpoint import checkpoint
+from torch_remat._compat import SELECTIVE_CONTEXTS, torch_checkpoint_switches
+from torch_remat._of_module import method_of
+from torch_remat.dispatch.options import ContextFn, DeterminismCheck, Options
+from torch_remat.errors import UsageError
+from torch_remat.policies.kinds import FunctionPolicy, OpListPolicy, OpPolicy, as_policy
+
+
+def drop_in(**options: Any) -> DropIn:
+    """Return a function that is called as ``torch.utils.checkpoint.checkpoint`` is, and makes regions of ours.
+
+    It is for libraries that take such a function. The options that are given here come before those that the library
+    passes; a policy that it makes with ``create_selective_checkpoint_contexts`` is combined with the one given here.
+    ``set_checkpoint_early_stop`` and ``set_checkpoint_debug_enabled`` come before both, as in torch.
+
+    Args:
+        **options: Those of `checkpoint`.
+
+    Returns:
+        ``(function, *args, use_reentrant=None, preserve_rng_state=True, context_fn=noop_context_fn,
+        determinism_check="default", debug=False, early_stop=True, **kwargs)``. Without ``use_reentrant`` it is not
+        reentrant, and does not warn; with ``use_reentrant=True`` it calls torch's own, which no option but
+        ``preserve_rng_state`` fits. It can be pickled and copied if the options can.
+
+    Raises:
+        UsageError: At once, if an option is none of `checkpoint`.
+        PolicyError: At once, if ``policy`` is no policy.
+
+    Example:
+        >>> import torch
+        >>> import torch_remat as remat
+        >>> block = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8))
+        >>> checkpoint = remat.drop_in(policy=remat.policies.save_matmuls)
+        >>> y = checkpoint(block, torch.randn(4, 8), use_reentrant=False)
+        >>> y.sum().backward()
+    """
+    return DropIn(options)
+
+
+class DropIn:
+    """What `drop_in` returns.
+
+    Args:
+        options: Those of `checkpoint`.
+    """
+
+    __slots__ = ("__weakref__", "_bind", "_options")
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._options = options
+        self._bind = checkpoint(**options)
+
+    def __repr__(self) -> str:
+        return f"drop_in({', '.join(f'{name}={value!r}' for name, value in self._options.items())})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return DropIn, (self._options,)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DropIn:
+        return self  # nothing in it changes
+
+    def __call__(
+        self,
+        /,
+        function: Callable[..., Any],
+        *args: Any,
+        use_reentrant: bool | None = None,
+        preserve_rng_state: bool | None = None,
+        context_fn: ContextFn = noop_context_fn,
+        determinism_check: DeterminismCheck | None = None,
+        debug: bool | None = None,
+        early_stop: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run a function as a region, called as torch's own checkpoint is.
+
+        Args:
+            function: What is run.
+            *args: Its arguments.
+            use_reentrant: True calls torch's own, reentrant checkpoint.
+            preserve_rng_state: As in `checkpoint`, unless `drop_in` was given one; so are the others.
+            context_fn: One that makes contexts of selective checkpointing is a policy here.
+            determinism_check: See above.
+            debug: See above.
+            early_stop: See above.
+            **kwargs: Keyword arguments of the function.
+
+        Returns:
+            What the function returns.
+
+        Raises:
+            UsageError: ``use_reentrant=True`` does not fit the options that `drop_in` was given.
+        """
+        told = {
+            "preserve_rng_state": preserve_rng_state,
+            "determinism_check": determinism_check,
+            "debug": debug,
+            "early_stop": early_stop,
+        }
+        if use_reentrant:
+            return self._run_reentrant(function, args, kwargs, context_fn, told)
+        told.update(self._options)
+        told.update(torch_checkpoint_switches())
+        changed = {name: value for name, value in told.items() if value is not None and value != self._present(name)}
+        if context_fn is not noop_context_fn and "context_fn" not in self._options:
+            changed.update(self._for_contexts(context_fn))
+        bind = checkpoint(**{**self._options, **changed}) if changed else self._bind
+        if type(function) is partial and type(function.func) is FunctionType:
+            named = (changed.get("policy") or self._options.get("policy")) is not None
+            function, args, kwargs = _method_of(function, args, kwargs, named)
+        return bind(function)(*args, **kwargs)
+
+    def _present(self, option: str) -> Any:
+        return self._options.get(option, Options._field_defaults[option])
+
+    def _run_reentrant(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        context_fn: ContextFn,
+        told: Mapping[str, Any],
+    ) -> Any:
+        if others := self._options.keys() - {"preserve_rng_state"}:
+            raise UsageError(
+                f"what drop_in({sorted(others)[0]}=...) returned was called with use_reentrant=True: that is another "
+                "implementation, torch's own, which has no such option",
+                remedy="Let the library pass use_reentrant=False, or leave the option out.",
+            )
+        options = {name: value for name, value in told.items() if value is not None}
+        options.update(self._options, context_fn=context_fn, use_reentrant=True)
+        return torch.utils.checkpoint.checkpoint(function, *args, **options, **kwargs)
+
+    def _for_contexts(self, context_fn: ContextFn) -> dict[str, Any]:
+        """Return the options that stand for what makes two contexts for a region."""
+        if is_compiling():
+            return {"context_fn": context_fn, "policy": None}  # which goes on to torch as it is
+        found = _policy_of(context_fn)
+        if not isinstance(found, tuple):
+            return {"context_fn": found}
+        policy, may_mutate = found
+        own = self._options.get("policy")
+        return {
+            "policy": policy if own is None else as_policy(own) | policy,
+            "allow_cache_entry_mutation": may_mutate or self._present("allow_cache_entry_mutation"),
+        }
+
+
+def _method_of(
+    function: partial[Any], args: tuple[Any, ...], kwargs: dict[str, Any], named: bool
+) -> tuple[Any, Any, Any]:
+    """Return a partial of a module's forward as the method that it is, and the call's arguments.
+
+    Names of ops begin below the module, if they have to, and tensors in the partial are inputs of the region.
+    """
+    if not function.args or not isinstance(function.args[0], Module):
+        return function, args, kwargs
+    module, *first = function.args
+    return method_of(function.func, module, named), (*first, *args), {**function.keywords, **kwargs}
+
+
+def _policy_of(context_fn: ContextFn) -> tuple[OpPolicy, bool] | ContextFn:
+    """Return a policy and ``allow_cache_entry_mutation`` for contexts of selective checkpointing; else a ContextFn."""
+    if type(context_fn) is partial and context_fn.func is create_selective_checkpoint_contexts:
+        return _as_told(*context_fn.args, **context_fn.keywords)
+    contexts: Any = context_fn()
+    if (type(contexts[0]), type(contexts[1])) == SELECTIVE_CONTEXTS:
+        return FunctionPolicy(contexts[0].policy_fn), contexts[1].allow_cache_entry_mutation
+    return lambda: contexts
+
+
+def _as_told(policy_fn_or_list: Any, allow_cache_entry_mutation: bool = False) -> tuple[OpPolicy, bool]:
+    if isinstance(policy_fn_or_list, list):
+        return OpListPolicy(policy_fn_or_list, all_occur=False), allow_cache_entry_mutation
+    return as_policy(policy_fn_or_list), allow_cache_entry_mutation

@@ -1,0 +1,132 @@
+"""`enable_gradient_checkpointing`: the layers of a Hugging Face model as regions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from inspect import signature
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch.nn import Module
+
+from torch_remat._drop_in import DropIn
+from torch_remat._of_module import OfModule
+from torch_remat.errors import UsageError
+
+_FUNCTION = "_gradient_checkpointing_func"  # where models of Hugging Face have the function that they call
+
+
+def enable_gradient_checkpointing(model: Any, **options: Any) -> None:
+    """Make the layers of a Hugging Face model checkpointed regions, as its own gradient checkpointing would.
+
+    Which layers those are is up to the model, and they are regions in training mode only. Each region has the
+    qualified name of its layer, and automatic names begin below it: ``save_names("mlp.*")``. Deep copies and pickled
+    models have the same regions.
+
+    It replaces the model's own ``gradient_checkpointing_enable()`` (``activation_checkpointing_enable()`` in newer
+    releases), also where ``Trainer`` or an accelerator would call it; the model's own
+    ``gradient_checkpointing_disable()`` undoes it.
+
+    Args:
+        model: A model of ``transformers``, ``diffusers`` or ``peft``, or any object with ``named_modules()`` and either
+            ``_set_gradient_checkpointing(enable, gradient_checkpointing_func)`` or ``gradient_checkpointing_enable()``.
+        **options: Those of `checkpoint` without ``region_name``.
+
+    Raises:
+        UsageError: The model has no gradient checkpointing, or none that takes a function; or an option is none of
+            `checkpoint`. Then nothing has changed.
+        PolicyError: ``policy`` is no policy.
+
+    Example:
+        >>> import torch
+        >>> import torch_remat as remat
+        >>> from transformers import LlamaConfig, LlamaModel
+        >>> sizes = dict(hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=16)
+        >>> model = LlamaModel(LlamaConfig(**sizes))
+        >>> remat.enable_gradient_checkpointing(model, policy=remat.save_names("mlp.up_proj.*"))
+        >>> y = model(torch.arange(8)[None], use_cache=False).last_hidden_state
+        >>> y.sum().backward()
+    """
+    if "region_name" in options:
+        raise UsageError(
+            "enable_gradient_checkpointing() has no option 'region_name'",
+            remedy="Regions have the qualified names of the layers.",
+        )
+    function = DropIn(options)  # wrong options are an error before the model is touched
+    if not getattr(model, "supports_gradient_checkpointing", True):
+        raise _unsupported(model)
+    setter = getattr(model, "_set_gradient_checkpointing", None)
+    if setter is not None and "gradient_checkpointing_func" in signature(setter).parameters:
+        setter(enable=True, gradient_checkpointing_func=function)
+    elif (enable := getattr(model, "gradient_checkpointing_enable", None)) is not None:
+        enable()
+    else:
+        raise _unsupported(model)
+    owners = [(name, module) for name, module in model.named_modules() if _FUNCTION in vars(module)]
+    if not owners:
+        _disable(model)
+        raise _unsupported(model)
+    for name, module in owners:
+        setattr(module, _FUNCTION, LayerCheckpoint(module, name, options))
+
+
+def _disable(model: Any) -> None:
+    for name in ("activation_checkpointing_disable", "gradient_checkpointing_disable"):
+        if (disable := getattr(model, name, None)) is not None:
+            disable()
+            return
+
+
+def _unsupported(model: object) -> UsageError:
+    return UsageError(
+        f"{type(model).__name__} has no gradient checkpointing that takes a function",
+        remedy="remat.checkpoint_modules(model, patterns) makes regions of the modules of any model.",
+    )
+
+
+class LayerCheckpoint(OfModule):
+    """What a module of a Hugging Face model calls to run a layer: itself, or one that is inside it.
+
+    Args:
+        module: The module.
+        name: Its qualified name.
+        options: Those of `checkpoint`.
+    """
+
+    __slots__ = ("_function", "_name", "_named", "_options")
+
+    def __init__(self, module: Module | None, name: str, options: Mapping[str, Any]) -> None:
+        super().__init__(module)
+        self._name, self._options = name, options
+        self._function = DropIn({**options, "region_name": name or type(module).__name__})
+        self._named: WeakKeyDictionary[Module, DropIn] = WeakKeyDictionary()  # of the layers inside it that ran
+
+    def __repr__(self) -> str:
+        return f"{self._function!r}"
+
+    def parts(self, memo: dict[int, Any] | None) -> tuple[Any, ...]:
+        """Return the name and the options, which copies share."""
+        return self._name, self._options
+
+    def __call__(self, /, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a layer as `drop_in` does, by its name."""
+        layer = _layer_of(function)
+        run = self._function if layer is None or layer is self._reference() else self._named_for(layer)
+        return run(function, *args, **kwargs)
+
+    def _named_for(self, layer: Module) -> DropIn:
+        run = self._named.get(layer)
+        if run is None:
+            path = next((path for path, inner in self.module.named_modules() if inner is layer), type(layer).__name__)
+            name = f"{self._name}.{path}" if self._name else path
+            run = self._named[layer] = DropIn({**self._options, "region_name": name})
+        return run
+
+
+def _layer_of(function: Any) -> Module | None:
+    """Return the module whose forward, or call, a function is."""
+    if type(function) is partial:
+        function = function.args[0] if function.args else function.func
+    layer = getattr(function, "__self__", function)
+    return layer if isinstance(layer, Module) else None

@@ -1,0 +1,282 @@
+"""`checkpoint_modules`: submodules that are regions, chosen by patterns on their qualified names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+from torch.nn import Module
+
+from torch_remat._checkpoint import checkpoint
+from torch_remat._of_module import OfModule, method_of
+from torch_remat.errors import UsageError
+
+Patterns = str | Iterable[str] | Mapping[str, Mapping[str, Any]]
+
+_FORM = (
+    'The form is checkpoint_modules(model, "layers.*", keep_last=1, **options), with a pattern, a list of them, or a '
+    "dict {pattern: {option: value}}."
+)
+
+
+def checkpoint_modules(model: Module, patterns: Patterns, **options: Any) -> CheckpointedModules:
+    """Make submodules of a model checkpointed regions, chosen by shell patterns on their qualified names.
+
+    From then on each of them runs as if it were called through `checkpoint`, with its qualified name as the region's
+    name. It is the module's ``forward`` that is the region, an attribute of the module itself: there are no wrapper
+    modules, and names, ``state_dict`` and classes are what they were. Hooks of the module run once a step, those of
+    its children again in replay. A deep copy of the model, and a pickled one, has the same regions.
+
+    Args:
+        model: The model. It is not a region itself.
+        patterns: Shell patterns (``*``, ``?``, ``[...]``) that are compared with the whole name, case included; ``*``
+            also stands for dots. One, several, or a dict with options for each. Of nested modules that one pattern
+            matches the outermost is taken: ``"layers.*"`` means ``layers.0``, not ``layers.0.up``. Modules without a
+            ``forward``, such as ``ModuleList``, are passed over.
+        **options: Those of `checkpoint` without ``region_name``, and ``keep_last=n``: the last n matches of a pattern,
+            in the order of the model's definition, stay as they are, since backward needs their activations first. The
+            options of a pattern come before those of the call.
+
+    Returns:
+        A handle, whose ``remove()`` makes the modules what they were, and whose text tells the options of each.
+
+    Raises:
+        UsageError: At once, and then nothing has changed: a pattern matches nothing, a module is in a region of
+            another pattern or of an earlier call, or an option is none of `checkpoint`.
+        PolicyError: At once, if ``policy`` is no policy.
+
+    Example:
+        >>> import torch
+        >>> import torch_remat as remat
+        >>> model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+        >>> handle = remat.checkpoint_modules(model, "*", keep_last=1)
+        >>> print(handle)
+        3 regions in Sequential
+        '*': no options
+            0
+            1
+            2
+            left as it is: 3
+        >>> model(torch.randn(2, 8)).sum().backward()
+        >>> handle.remove()
+    """
+    if not isinstance(model, Module):
+        raise UsageError(f"checkpoint_modules() takes no {type(model).__name__}", remedy=f"model is a Module. {_FORM}")
+    named = list(_callable_modules(model))
+    matches = [_match(model, named, pattern, {**options, **own}) for pattern, own in _checked(patterns)]
+    regions = [
+        (match, RegionForward(module, name, match.options, vars(module).get("forward")))
+        for match in matches
+        for name, module in match.regions
+    ]
+    _raise_if_they_meet(model, matches)
+    handle = CheckpointedModules(type(model).__name__, matches, [region for _, region in regions])
+    try:
+        for _, region in regions:
+            region.module.forward = region
+    except BaseException:
+        handle.remove()
+        raise
+    return handle
+
+
+class RegionForward(OfModule):
+    """The ``forward`` of a module that is a region; it is an attribute of the module.
+
+    Args:
+        module: The module.
+        name: Its qualified name.
+        options: Those of `checkpoint`.
+        earlier: What was the module's ``forward`` before, unless that is the one of its class.
+        active: Whether it still is a region.
+    """
+
+    __slots__ = ("_bind", "active", "earlier", "name", "options")
+
+    def __init__(
+        self,
+        module: Module | None,
+        name: str,
+        options: Mapping[str, Any],
+        earlier: Callable[..., Any] | None = None,
+        active: bool = True,
+    ) -> None:
+        super().__init__(module)
+        self.name, self.options, self.earlier, self.active = name, options, earlier, active
+        self._bind = checkpoint(region_name=name, **options)
+
+    def parts(self, memo: dict[int, Any] | None) -> tuple[Any, ...]:
+        """Return all but the module; options are shared by copies."""
+        earlier = self.earlier if memo is None else deepcopy(self.earlier, memo)
+        return self.name, self.options, earlier, self.active
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """What was ``forward`` before, whose signature this has."""
+        if self.earlier is not None:
+            return self.earlier
+        module = self.module
+        forward: Callable[..., Any] = type(module).forward.__get__(module)
+        return forward
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward as a region."""
+        function = self.earlier
+        if function is None:
+            module = self.module
+            named = self.options.get("policy") is not None
+            function = method_of(type(module).forward, module, named)  # the class as it is now: fully_shard changes it
+        if self.active:
+            function = self._bind(function)
+        return function(*args, **kwargs)
+
+    def remove(self) -> None:
+        """Make the module what it was."""
+        self.active = False  # for whoever has put a function of its own around this one
+        module = self._reference()
+        if module is None or vars(module).get("forward") is not self:
+            return
+        if self.earlier is None:
+            del module.forward
+        else:
+            module.forward = self.earlier
+
+
+class CheckpointedModules:
+    """What `checkpoint_modules` has made regions; it keeps no module alive.
+
+    Its text tells which modules those are, with their options. In a ``with`` statement it is removed at the end.
+    """
+
+    def __init__(self, model: str, matches: Sequence[_Match], regions: Sequence[RegionForward]) -> None:
+        lines = [f"{len(regions)} region{'s' * (len(regions) != 1)} in {model}"]
+        for match in matches:
+            told = ", ".join(f"{name}={value!r}" for name, value in match.options.items())
+            lines.append(f"{match.pattern!r}: {told or 'no options'}")
+            lines += [f"    {name}" for name, _ in match.regions]
+            lines += [f"    left as it is: {name}" for name in match.left]
+        self._text = "\n".join(lines)
+        self._regions = regions
+
+    def __str__(self) -> str:
+        """Return one line for each pattern, and below it one for each module."""
+        return self._text
+
+    def __repr__(self) -> str:
+        return f"<{self._text.partition(chr(10))[0]}>"
+
+    def remove(self) -> None:
+        """Make the modules what they were, and do nothing where that is done; copies of them stay regions."""
+        for region in self._regions:
+            region.remove()
+
+    def __enter__(self) -> CheckpointedModules:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.remove()
+
+
+class _Match(NamedTuple):
+    """What one pattern has found."""
+
+    pattern: str
+    options: Mapping[str, Any]
+    regions: Sequence[tuple[str, Module]]
+    left: Sequence[str]  # by keep_last
+
+
+def _checked(patterns: Any) -> list[tuple[str, Mapping[str, Any]]]:
+    """Return patterns, each with its own options."""
+    if isinstance(patterns, str):
+        patterns = [patterns]
+    if not isinstance(patterns, Iterable):
+        raise UsageError(f"checkpoint_modules() has no use for {patterns!r} as patterns", remedy=_FORM)
+    found = list(patterns.items() if isinstance(patterns, Mapping) else ((pattern, {}) for pattern in patterns))
+    for pattern, own in found:
+        if not isinstance(pattern, str) or not pattern:
+            raise UsageError(f"checkpoint_modules() has no use for the pattern {pattern!r}", remedy=_FORM)
+        if not isinstance(own, Mapping):
+            raise UsageError(f"checkpoint_modules() has no use for {own!r} as the options of {pattern!r}", remedy=_FORM)
+    if not found:
+        raise UsageError("checkpoint_modules() got no pattern", remedy=_FORM)
+    return found
+
+
+def _callable_modules(model: Module) -> Iterator[tuple[str, Module]]:
+    """Yield the submodules that have a forward, by each of their names; what ``torch.compile`` returned is not one."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        name = ".".join(part for part in path.split(".") if part != "_orig_mod")
+        if name and "_orig_mod" not in module._modules and _has_forward(module):
+            yield name, module
+
+
+def _has_forward(module: Module) -> bool:
+    return "forward" in vars(module) or type(module).forward is not Module.forward
+
+
+def _match(model: Module, named: Sequence[tuple[str, Module]], pattern: str, options: dict[str, Any]) -> _Match:
+    keep_last = options.pop("keep_last", 0)
+    if type(keep_last) is not int or keep_last < 0:
+        raise UsageError(
+            f"checkpoint_modules(keep_last={keep_last!r}) is not possible", remedy=f"It is a number from 0 on. {_FORM}"
+        )
+    if "region_name" in options:
+        raise UsageError(
+            "checkpoint_modules() has no option 'region_name'",
+            remedy="Regions have the qualified names of the modules.",
+        )
+    found = {id(module): (name, module) for name, module in reversed(named) if fnmatchcase(name, pattern)}
+    if not found:
+        names = [name for name, _ in named]
+        near = get_close_matches(pattern, names, n=5, cutoff=0.4) or names[:5]
+        raise UsageError(
+            f"the pattern {pattern!r} matches no module with a forward in this {type(model).__name__}",
+            remedy=f"Near names: {', '.join(near) or 'none'}.",
+        )
+    within = {id(inner) for _, module in found.values() for inner in _inside(module)}
+    outermost = [entry for key, entry in reversed(found.items()) if key not in within]
+    count = max(len(outermost) - keep_last, 0)
+    return _Match(pattern, options, outermost[:count], [name for name, _ in outermost[count:]])
+
+
+def _inside(module: Module) -> Iterator[Module]:
+    modules = module.modules()
+    next(modules)
+    return modules
+
+
+def _raise_if_they_meet(model: Module, matches: Sequence[_Match]) -> None:
+    taken = {id(module): (match.pattern, name) for match in matches for name, module in match.regions}
+    for match in matches:
+        for name, module in match.regions:
+            for inner in module.modules():
+                pattern, other = taken.get(id(inner), (match.pattern, ""))
+                if pattern != match.pattern:
+                    raise UsageError(
+                        f"the patterns {match.pattern!r} and {pattern!r} meet: {other} is "
+                        + (f"inside {name}" if inner is not module else "matched by both"),
+                        remedy="Choose patterns of which no one matches a module inside those of another.",
+                    )
+                if (earlier := _region_of(inner)) is not None:
+                    raise _meets_earlier(name, earlier)
+    for module in model.modules():
+        if (earlier := _region_of(module)) is not None:
+            for inner in module.modules():
+                if id(inner) in taken:
+                    raise _meets_earlier(taken[id(inner)][1], earlier)
+
+
+def _region_of(module: Module) -> RegionForward | None:
+    forward = vars(module).get("forward")
+    return forward if isinstance(forward, RegionForward) and forward.active else None
+
+
+def _meets_earlier(name: str, earlier: RegionForward) -> UsageError:
+    return UsageError(
+        f"{name} meets the region {earlier.name} of an earlier checkpoint_modules(): one is the other, or inside it",
+        remedy="Call remove() on the handle that the earlier call returned, or choose other patterns.",
+    )
