@@ -24,9 +24,9 @@ import torch
 from torch_remat.dispatch.ambient import RngState
 from torch_remat.dispatch.holder import Holder, is_parameter
 from torch_remat.dispatch.log.earlier import earlier_label
-from torch_remat.dispatch.log.entry import CALL, ONE, WRITTEN, Entry
+from torch_remat.dispatch.log.entry import CALL, ONE, WRITTEN, Entry, WholeCall
 from torch_remat.dispatch.log.meta import Meta
-from torch_remat.dispatch.log.record import Record, Stretch, WholeCall
+from torch_remat.dispatch.log.record import Record, Stretch
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.sender import Offloaded
 from torch_remat.offload.transfer import may_travel
@@ -366,7 +366,7 @@ class _Rows:
     def _output_name(self, op: str, place: int) -> str:
         record = self.region.tape.records.get(op)
         if isinstance(record, WholeCall):
-            return record.output_name(place)
+            return record.label(place)
         return str(place) if record is not None and record.as_tuple else "out"
 
 

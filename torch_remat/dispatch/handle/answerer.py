@@ -23,13 +23,13 @@ from torch import Tensor
 from torch_remat.dispatch.check.mismatch import SAME_ORDER, mismatched, other_source
 from torch_remat.dispatch.handle.op import RematHandle
 from torch_remat.dispatch.handle.replay_op import ReplayOp
-from torch_remat.dispatch.handle.whole_call import check_call, replayed
+from torch_remat.dispatch.handle.whole_call import another_call, is_same_call, replayed
 from torch_remat.dispatch.holder import parameter_behind
 from torch_remat.dispatch.log.aftermath import Aftermath
-from torch_remat.dispatch.log.entry import VIEW, WRITTEN, Entry
+from torch_remat.dispatch.log.entry import VIEW, WRITTEN, Entry, WholeCall
 from torch_remat.dispatch.log.needs import Needs, find_needs
 from torch_remat.dispatch.log.op_answerer import OpAnswerer, loaded_slots
-from torch_remat.dispatch.log.record import Record, Stretch, WholeCall
+from torch_remat.dispatch.log.record import Record, Stretch
 from torch_remat.dispatch.log.schema import effects_of, without_statistics
 from torch_remat.dispatch.log.suppressed import Suppressed
 from torch_remat.dispatch.placeholder import TORCH_SAYS, Placeholder, Source, real, refuse
@@ -144,10 +144,11 @@ class Answerer:
         self._replay.stop_if_filled()  # forward does not expect it to come here
         record = self._next_record(name, policy)
         if type(record) is WholeCall:
-            check_call(self._replay, record, function, args, kwargs)
+            if not is_same_call(record, function, args, kwargs):
+                self._replay.fail(another_call(self.region, record, function))
             if record.elided_inputs or self.made:
                 self.fill_elided(record, tuple(args) if not kwargs else (*args, *kwargs.values()))
-            return replayed(self._replay, record, function, args, kwargs, self.start_over)
+            return replayed(self, record, function, args, kwargs, self.start_over)
         if type(record) is Stretch:
             return self._run_stretch(record, function, args, kwargs)
         if self.region.options.policy is not None:

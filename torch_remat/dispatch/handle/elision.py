@@ -6,6 +6,7 @@ whether it is elided; see NOTE [ What is kept for an op ].
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 from weakref import ref
 
@@ -23,7 +24,7 @@ class Ops(Protocol):
 
     region: Any
     provenance: Provenance
-    known_args: tuple[Any, ...]
+    known_args: Sequence[Any]
     watch: Any
     storages: Any
     has_policy: bool

@@ -20,7 +20,7 @@ from torch_remat.dispatch.handle.forward_op import begin
 from torch_remat.dispatch.handle.provenance import Provenance
 from torch_remat.dispatch.handle.whole_call import CallForward, is_whole_call
 from torch_remat.dispatch.holder import Anchor, Holder, OpHolder, is_parameter
-from torch_remat.dispatch.log.record import Record, Stretch, WholeCall
+from torch_remat.dispatch.log.record import Record, Stretch
 from torch_remat.dispatch.log.recorder import Forward, Recorder
 from torch_remat.dispatch.log.slot import Slot
 from torch_remat.dispatch.offloading import offload_resident, slot_hooks
@@ -49,7 +49,7 @@ class CallRecorder(Recorder):
         self.provenance = Provenance(self.region)
         self.opened: Body | None = None
         self.expected: tuple[Record, list[tuple[str, torch.Tensor]], int] | None = None
-        self.known_args: tuple[Any, ...] = ()
+        self.known_args: Sequence[Any] = ()
         self.calling: CallForward | None = None
         self._around: Around | None = None
         self._views: list[tuple[Stretch, int, torch.Tensor, int]] = []
@@ -161,7 +161,7 @@ class CallRecorder(Recorder):
             name, expected = tensors[-1]
             if tensor is expected and number == sequence_number():
                 tensors.pop()
-                held = self._hold(record, name, tensor, record.policy)
+                held = self.hold(record, name, tensor, record.policy)
                 if not tensors:
                     self.forget_expected()
                 return held
@@ -178,16 +178,8 @@ class CallRecorder(Recorder):
         name = f"{source[0].rpartition('/')[2]}_{source[1]}"
         return self.resident(self.watch.group, name, tensor, self.watch.group_policy)
 
-    def hold(self, record: Record, name: str, tensor: torch.Tensor, args: tuple[Any, ...]) -> Holder | Anchor:
-        """Return the holder for a tensor that a whole call saves; ``args`` are the call's arguments."""
-        self.known_args = args
-        held = self._hold(record, name, tensor, CheckpointPolicy.SAVE)
-        leaves = record.policy is CheckpointPolicy.OFFLOAD and self.region.hooks is None
-        if leaves and type(held) is OpHolder and held.resident:
-            self.departures.waiting.append((held, tensor))
-        return held
-
-    def _hold(self, record: Record, name: str, tensor: torch.Tensor, policy: CheckpointPolicy) -> Holder | Anchor:
+    def hold(self, record: Record, name: str, tensor: torch.Tensor, policy: CheckpointPolicy) -> Holder | Anchor:
+        """Return the holder for a tensor that a skipped op or a whole call saves."""
         region = self.region
         owner = tensor if tensor._base is None else tensor._base
         if type(owner) is not torch.Tensor and is_parameter(owner):
@@ -226,11 +218,10 @@ class CallRecorder(Recorder):
             return function(*args, **kwargs)
         if policy is CheckpointPolicy.RECOMPUTE or self.has_policy or not is_whole_call(function, args, kwargs):
             return super().run_native(name, policy, function, args, kwargs)
-        self.skipped_any = True
-        record = WholeCall(name, policy, function)
-        self.note_record(record)
-        self.packs = True
-        self.calling = call = CallForward(self, record, args, kwargs)
+        call = CallForward(self, name, policy, function, args if not kwargs else (*args, *kwargs.values()))
+        self.note_record(call.record)
+        self.skipped_any = self.packs = True
+        self.calling, self.known_args = call, call.args
         try:
             result = function(*args, **kwargs)
             call.returns(result)
@@ -238,7 +229,7 @@ class CallRecorder(Recorder):
             call.left_by(error)
             raise
         finally:
-            self.calling = None
+            self.calling, self.known_args = None, ()
         return result
 
     def skips(self) -> bool:
@@ -265,7 +256,8 @@ class CallRecorder(Recorder):
         for stretch, place, leaf, last in views:
             if self.is_read(boundary, leaf, last) and (source := self.source_of(leaf)) is not None:
                 name = "out" if place == 0 else str(place)
-                stretch.returned[place] = self._slot_for(stretch.name, name, leaf, source)
+                slot = self._slot_for(stretch.name, name, leaf, source)
+                stretch.returned = {**stretch.returned, place: slot}
 
     def forget(self) -> None:
         """Let go of the op that an exception has left open, and of the graph."""

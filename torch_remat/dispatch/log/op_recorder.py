@@ -21,8 +21,8 @@ from torch_remat.dispatch.log.entry import (
     ODD,
     ONE,
     WRITTEN,
-    CallEntry,
     Entry,
+    HandleCall,
     is_bookkeeping,
     names_of,
     written_arguments,
@@ -270,10 +270,10 @@ class OpRecorder:
                 entry.saved = frozenset((WRITTEN, *places))
                 entry.away = frozenset(place for place in places if said[place].offloads)
 
-    def note_handle(self, record: Record, outputs: Sequence[torch.Tensor]) -> CallEntry:
+    def note_handle(self, record: Record, outputs: Sequence[torch.Tensor]) -> HandleCall:
         """Note an op with a handle and policy SAVE, once its body is over."""
         self.skipped_op = None
-        entry = CallEntry(record, record, described(list(outputs), None), [output.name for output in record.outputs])
+        entry = HandleCall(record, described(list(outputs), None))
         self._storages.note_call(entry, outputs)
         self._entries.append(entry)
         self._results.note(entry, outputs)

@@ -49,28 +49,18 @@ class Record:
         saved_before: How many tensors the region had saved when the op began.
     """
 
-    __slots__ = (
-        "as_tuple",
-        "drawn",
-        "elided_inputs",
-        "elided_outputs",
-        "name",
-        "outputs",
-        "policy",
-        "saved_before",
-        "slots",
-    )
+    # Most records have little to note: what stands here is not set for each of them.
+    outputs: Sequence[Output] = ()
+    as_tuple = False
+    slots: Mapping[int, Slot] = _NO_SLOTS
+    elided_outputs: list[Elided] | tuple[()] = ()
+    elided_inputs: list[Elided] | tuple[()] = ()
+    drawn: RngState | None = None
+    saved_before = 0
 
     def __init__(self, name: str, policy: CheckpointPolicy) -> None:
         self.name = name
         self.policy = policy
-        self.outputs: Sequence[Output] = ()
-        self.as_tuple = False
-        self.slots: Mapping[int, Slot] = _NO_SLOTS  # and no list of its own for what most ops have none of
-        self.elided_outputs: list[Elided] | tuple[()] = ()
-        self.elided_inputs: list[Elided] | tuple[()] = ()
-        self.drawn: RngState | None = None
-        self.saved_before = 0
 
     def elide_output(self, elided: Elided) -> None:
         """Note a saved tensor that replay takes from this op's outputs."""
@@ -118,51 +108,14 @@ class Stretch(Record):
         raised: Whether an exception left it.
     """
 
-    __slots__ = ("end", "left", "raised", "returned", "start")
-
-    def __init__(self, name: str, policy: CheckpointPolicy) -> None:
-        super().__init__(name, policy)
-        self.start, self.end = 0, -1  # the latter until it is over
-        self.left: list[Left] = []
-        self.returned: dict[int, Slot] = {}
-        self.raised = False
+    start = 0
+    end = -1  # until it is over
+    left: Sequence[Left] = ()
+    returned: Mapping[int, Slot] = _NO_SLOTS
+    raised = False
 
     def forget_slots(self) -> None:
         """Drop what only a further replay would need."""
         super().forget_slots()
-        self.left = []
-        self.returned = {}
-
-
-class WholeCall(Record):
-    """One call of a function of torch's own, which replay leaves out whole.
-
-    Attributes:
-        function: The function.
-        layout: Shape and strides of the tensors among its arguments.
-        leaves: The leaves of its result: for each tensor whether it needs a gradient, other values as they are.
-        template: Its result with numbers in place of the leaves; None if it is one tensor or value.
-        raised: The kind and arguments of the exception that it raised.
-        entry: Its entry in the log; None if all its results are views of its arguments, which cost nothing, so that
-            replay makes the call again.
-    """
-
-    __slots__ = ("entry", "function", "layout", "leaves", "raised", "template")
-
-    def __init__(self, name: str, policy: CheckpointPolicy, function: Any) -> None:
-        super().__init__(name, policy)
-        self.function = function
-        self.layout: Sequence[Any] = ()
-        self.leaves: list[Any] = []
-        self.template: Any = None
-        self.raised: tuple[type[Exception], tuple[Any, ...]] | None = None
-        self.entry: Any = None
-
-    def output_name(self, place: int) -> str:
-        """Return the name of a result."""
-        return "out" if self.template is None else str(place)
-
-    def forget_slots(self) -> None:
-        """Drop what only a further replay would need."""
-        super().forget_slots()
-        self.entry = None
+        self.left = ()
+        self.returned = _NO_SLOTS

@@ -300,6 +300,16 @@ class Recorder:
         self.results.drop(entries, needs.kept)
         self.storages.forget(touched - self._known)
 
+    def note_result(self, entry: Entry, result: torch.Tensor, first: int, last: int) -> None:
+        """Note a call with its one result, an ordinary tensor in a storage of its own."""
+        self.storages.note_one(entry, result)
+        self.results.note_one(entry, result)
+        self.entries.append(entry)
+        key = entry.storage
+        self._known.add(key)
+        about = key, result.grad_fn, result.output_nr, first, last, len(self.entries)
+        self._returned.append(new_tuple(Returned, about))
+
     def note_returned(self, leaf: torch.Tensor, first: int, last: int) -> bool:
         """Note a tensor that a native region returned; return whether an entry made it."""
         found, after = False, len(self.entries)
@@ -318,7 +328,7 @@ class Recorder:
         for tensor, place in chain.from_iterable(watch.written.values()):
             storage = StorageWeakRef(tensor.untyped_storage())
             slot = self.departures.slot_for(stretch.name, "written", tensor, stretch.policy)
-            stretch.left.append(Left(storage, slot, place))
+            stretch.left = [*stretch.left, Left(storage, slot, place)]
         for key, version in watch.versions.items():
             times = watch.written[key][0][0]._version - version
             self._changes[key] = self._changes.get(key, 0) + times
