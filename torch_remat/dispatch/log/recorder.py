@@ -465,10 +465,13 @@ class Recorder:
             return roots
         stop = self._stop()
         # Also where the graph of what saved it is gone: replay runs it all the same.
-        roots += [(key, after) for number, after, key in self._reads if number <= stop]
+        read = [(key, after) for number, after, key in self._reads if number <= stop]
+        roots += read
+        # Where nothing is written a storage is what it is for all that read it: one of them is enough.
+        known = set() if self.storages.has_writes else {key for key, _ in read}
         outputs: dict[tuple[torch.autograd.graph.Node, int], Returned] = {}
         for returned in self._returned:
-            if returned.last >= stop:
+            if returned.last >= stop or returned.key in known:
                 continue
             writer = self.storages.writers.get(returned.key)
             if returned.node is None or (writer is not None and self.results.is_written(*writer)):
