@@ -24,7 +24,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
-from torch_remat._compat import SavedTensorHooks, node_number, sequence_number, without_dispatch_modes
+from torch_remat._compat import SavedTensorHooks, node_number, sequence_number, storage_key, without_dispatch_modes
 from torch_remat.dispatch.ambient import RngState
 from torch_remat.dispatch.holder import Anchor, Holder, OpHolder, ResidentRef, metadata_of
 from torch_remat.dispatch.log.departures import Departures
@@ -302,10 +302,10 @@ class Recorder:
 
     def note_result(self, entry: Entry, result: torch.Tensor, first: int, last: int) -> None:
         """Note a call with its one result, an ordinary tensor in a storage of its own."""
-        self.storages.note_one(entry, result)
+        key = storage_key(result)
+        self.storages.note_one(entry, key)
         self.results.note_one(entry, result)
         self.entries.append(entry)
-        key = entry.storage
         self._known.add(key)
         about = key, result.grad_fn, result.output_nr, first, last, len(self.entries)
         self._returned.append(new_tuple(Returned, about))
