@@ -43,7 +43,7 @@ def elide(ops: Ops, record: Record, tensor: torch.Tensor, owner: torch.Tensor, h
         owner: The tensor that it is a view of, or itself.
         holder: Its holder.
     """
-    made = ops.provenance.maker_of(tensor)
+    made = ops.provenance.maker_of(tensor) if ops.provenance else None
     if made is not None:
         if made.record is record or not made.replayed_as(tensor):
             return False

@@ -55,6 +55,10 @@ class Provenance:
         # Outputs of recomputed ops that are not in `_storages` yet: few are ever looked for there.
         self._unindexed: list[Made] = []
 
+    def __bool__(self) -> bool:
+        """Whether an output of an op is known."""
+        return bool(self._tensors)
+
     def note_recomputed(self, record: Record, outputs: tuple[torch.Tensor, ...], inputs: tuple[Any, ...]) -> None:
         """Note the outputs of a RECOMPUTE op; one that is an input, returned as it is, stays what it was."""
         for index, tensor in enumerate(outputs):

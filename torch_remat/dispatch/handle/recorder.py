@@ -180,8 +180,9 @@ class CallRecorder(Recorder):
 
     def hold(self, record: Record, name: str, tensor: torch.Tensor, policy: CheckpointPolicy) -> Holder | Anchor:
         """Return the holder for a tensor that a skipped op or a whole call saves."""
-        region = self.region
-        owner = tensor if tensor._base is None else tensor._base
+        region, owner = self.region, tensor._base
+        if owner is None:
+            owner = tensor
         if type(owner) is not torch.Tensor and is_parameter(owner):
             return (tensor if tensor is owner else tensor.detach(), tensor._version, region)
         holder = self.holder_for(record.name, name, tensor)
@@ -190,12 +191,9 @@ class CallRecorder(Recorder):
             region.tape.note_elided(ref(holder))
             if region.options is not DEFAULTS:
                 self.mode.note_value(holder, tensor)
-            return holder
-        if policy is CheckpointPolicy.SAVE and region.hooks is None and self.mode.watcher is None:
-            holder.value = tensor.detach()
-        elif not (
-            policy is CheckpointPolicy.OFFLOAD and region.hooks is None and offload_resident(region, holder, tensor)
-        ):
+        elif policy is not CheckpointPolicy.OFFLOAD or region.hooks is not None:
+            self.keep(holder, tensor)
+        elif not offload_resident(region, holder, tensor):
             self.keep(holder, tensor)
         return holder
 
