@@ -32,11 +32,21 @@ from torch_remat._compat import (
 from torch_remat.dispatch.check.mismatch import mismatched
 from torch_remat.dispatch.holder import Anchor, Holder, OpHolder
 from torch_remat.dispatch.log.entry import CALL, Entry, WholeCall
-from torch_remat.dispatch.log.meta import Meta, Raised, WrapperMeta, described, keys_of, layout_of, stand_in, tensors_in
+from torch_remat.dispatch.log.meta import (
+    NOT_LAZY,
+    Meta,
+    Raised,
+    WrapperMeta,
+    described,
+    keys_of,
+    layout_of,
+    stand_in,
+    tensors_in,
+)
 from torch_remat.dispatch.log.schema import may_draw
 from torch_remat.dispatch.log.slot import version_of
 from torch_remat.dispatch.naming import default_name
-from torch_remat.dispatch.placeholder import Placeholder, Source, real, unpack
+from torch_remat.dispatch.placeholder import Geometry, Placeholder, Source, new_tuple, real, unpack
 from torch_remat.dispatch.region.inputs import leaves_of, with_leaves
 from torch_remat.errors import MismatchError, MutationError, UsageError
 from torch_remat.policies.decision import CheckpointPolicy
@@ -85,10 +95,6 @@ def _is_pure(function: Any) -> bool:
 _version_of = attrgetter("_version")
 
 
-def _keys_in(tensors: Sequence[torch.Tensor]) -> list[int]:
-    return [key for tensor in tensors for key in keys_of(tensor)]
-
-
 def _nothing(_leaf: Any) -> int:
     return 0
 
@@ -97,9 +103,7 @@ def _may_draw_in(function: Callable[..., Any]) -> bool:
     """Whether such a function may draw random numbers."""
     if type(function) is not BuiltinFunctionType:
         return True
-    draws = _draws.get(id(function))
-    if draws is None:
-        draws = _draws[id(function)] = may_draw(function.__name__)
+    draws = _draws[id(function)] = may_draw(function.__name__)
     return draws
 
 
@@ -148,30 +152,34 @@ class CallForward:
         self._saved = 0
         self._first = sequence_number()
         self.args = args
-        if _FLAT.issuperset(map(type, args)):
-            given = [arg for arg in args if type(arg) in _USUAL]
-            layout = [(arg.shape, arg.stride()) for arg in given if arg.layout is torch.strided]
-        else:
-            given, layout = list(tensors_in(args, {})), layout_of(args, {})
-        self.record = record = WholeCall(name, policy, function, layout)
-        record.reads = [storage_key(arg) for arg in given] if _USUAL.issuperset(map(type, given)) else _keys_in(given)
+        given: Sequence[torch.Tensor]
         try:
+            given = [arg for arg in args if type(arg) in _USUAL]
+            layout = [(arg.shape, arg.stride()) for arg in given]
+            self.record = record = WholeCall(name, policy, function, layout)
+            record.reads = list(map(storage_key, given))
             record.versions = list(enumerate(map(_version_of, given)))
-        except RuntimeError:  # made in inference mode
+            usual = _FLAT.issuperset(map(type, args))
+        except RuntimeError:  # sparse tensors have no strides, those of inference mode no versions
+            usual = False
+        if not usual:
+            given = list(tensors_in(args, {}))
+            self.record = record = WholeCall(name, policy, function, layout_of(args, {}))
+            record.reads = [key for tensor in given for key in keys_of(tensor)]
             record.versions = list(enumerate(map(version_of, given)))
         self._given = given
-        rng = ops.region.rng if _may_draw_in(function) else None
+        draws = _draws.get(id(function))
+        rng = ops.region.rng if (draws is None and _may_draw_in(function)) or draws else None
         self._rng = None if rng is None else rng.present()
 
     def pack(self, tensor: torch.Tensor) -> Holder | Anchor:
         """Return what autograd keeps of a tensor that the call saves."""
-        ops = self._ops
+        ops, record = self._ops, self.record
         if type(tensor) is Parameter:
             return (tensor, tensor._version, ops.region)
-        name = f"saved_{self._saved}"
+        held = ops.hold(record, f"saved_{self._saved}", tensor, CheckpointPolicy.SAVE)
         self._saved += 1
-        held = ops.hold(self.record, name, tensor, CheckpointPolicy.SAVE)
-        if self.record.away and ops.region.hooks is None and type(held) is OpHolder and held.resident:
+        if record.away and ops.region.hooks is None and type(held) is OpHolder and held.resident:
             ops.departures.waiting.append((held, tensor))
         return held
 
@@ -193,15 +201,15 @@ class CallForward:
         ):  # fmt: skip
             # What most calls return.
             last = sequence_number()
-            record.results = described(result, None)
+            geometry = new_tuple(Geometry, (result.shape, result.stride(), result.storage_offset()))
+            record.results = new_tuple(Meta, (geometry, result.dtype, result.device, False, NOT_LAZY))
             record.leaves = (result.requires_grad,)
             ops.note_result(record, result, self._first, last)
             leaves: Sequence[Any] = (result,)
         else:
             leaves = (result,) if isinstance(result, torch.Tensor) else leaves_of((result,), {})
             if leaves and all(map(self._is_view_of_argument, leaves)):
-                self._end()
-                return
+                return self._end()
             last = sequence_number()
             self._note_several(result, leaves)
             for leaf in leaves:
@@ -214,7 +222,8 @@ class CallForward:
                 node = leaf.grad_fn if isinstance(leaf, torch.Tensor) else None
                 if node is not None and node_number(node) >= self._first:
                     node.register_prehook(ops.region.note_backward)
-        self._end()
+        if self._rng is not None or ops.departures.waiting:
+            self._end()
 
     def _note_several(self, result: Any, leaves: Sequence[Any]) -> None:
         ops, record = self._ops, self.record
@@ -247,8 +256,6 @@ class CallForward:
             self._ops.departures.send()
         if self._rng is not None:
             self.record.drawn = self._rng.drawn()
-            self._rng = None
-        self.args = self._given = ()
 
 
 class Replay(Protocol):

@@ -289,7 +289,7 @@ class Recorder:
 
     def note_result(self, entry: Entry, result: torch.Tensor, first: int, last: int) -> None:
         """Note a call with its one result, an ordinary tensor in a storage of its own."""
-        key = storage_key(result)
+        key = entry.storage = storage_key(result)
         self.storages.note_one(entry, key)
         self.results.note_one(entry, result)
         self.entries.append(entry)

@@ -14,7 +14,7 @@ import torch
 from torch_remat._compat import without_dispatch_modes
 from torch_remat.dispatch.log.entry import CALL, ONE, WRITTEN, Entry
 from torch_remat.dispatch.log.meta import Meta
-from torch_remat.dispatch.log.slot import Slot, version_of
+from torch_remat.dispatch.log.slot import UNCOUNTED, Slot, version_of
 from torch_remat.dispatch.log.storages import Storages
 from torch_remat.dispatch.views import in_same_storage
 from torch_remat.policies.decision import CheckpointPolicy
@@ -72,7 +72,7 @@ class Results:
 
     def note_one(self, entry: Entry, result: torch.Tensor) -> None:
         """Note the result of an entry of kind `ONE`."""
-        self._ones[entry] = result, version_of(result)
+        self._ones[entry] = result, UNCOUNTED if result.is_inference() else result._version
 
     def note(self, entry: Entry, result: Any, written: Sequence[torch.Tensor] = ()) -> None:
         """Note what any other entry returned, and the arguments that it wrote."""

@@ -195,7 +195,6 @@ class Storages:
 
     def note_one(self, entry: Entry, key: int) -> None:
         """Note a call whose one result is an ordinary tensor in a new storage."""
-        entry.storage = key
         if self._foreign:
             self._foreign.discard(key)
         self.writers[key] = entry, 0
