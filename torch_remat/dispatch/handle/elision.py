@@ -57,14 +57,15 @@ def elide(ops: Ops, record: Record, tensor: torch.Tensor, owner: torch.Tensor, h
     if inputs is None or inputs.contains(owner):
         return False  # it shares the storage of a region input
     for place, arg in enumerate(ops.known_args):
-        if not isinstance(arg, torch.Tensor) or not (arg is tensor or arg is owner or arg._base is owner):
-            continue
-        if arg is tensor or ops.source_of(arg) is None:  # else replay has no data for this one
-            offset = 0 if arg is tensor else offset_in_bytes(arg)
-            record.elide_input(Elided.of(tensor, holder, place, arg, offset))
-            _note_origin(holder, owner, ops.region.first_number)
-            return True
-    return False
+        if arg is tensor:
+            break
+        if isinstance(arg, torch.Tensor) and (arg is owner or arg._base is owner) and ops.source_of(arg) is None:
+            break  # of a view of a skipped op's output replay has no data
+    else:
+        return False
+    record.elide_input(Elided.of(tensor, holder, place, arg, 0 if arg is tensor else offset_in_bytes(arg)))
+    _note_origin(holder, owner, ops.region.first_number)
+    return True
 
 
 def _note_origin(holder: OpHolder, owner: torch.Tensor, first_number: int) -> None:

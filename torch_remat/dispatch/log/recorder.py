@@ -31,7 +31,7 @@ from torch_remat.dispatch.holder import Anchor, Holder, OpHolder, ResidentRef, m
 from torch_remat.dispatch.log.departures import Departures
 from torch_remat.dispatch.log.entry import CALL, FIRST, ONE, Entry
 from torch_remat.dispatch.log.meta import has_placeholder, key_of, keys_of, parts_of
-from torch_remat.dispatch.log.needs import Needs, find_needs
+from torch_remat.dispatch.log.needs import find_needs
 from torch_remat.dispatch.log.op_recorder import Observer, OpRecorder
 from torch_remat.dispatch.log.readers import read_outputs
 from torch_remat.dispatch.log.record import Left, Record, Stretch
@@ -108,9 +108,9 @@ class Recorder:
         self.departures = Departures(forward)
         options = self.region.options
         self._allow_mutation: bool = options.allow_cache_entry_mutation
-        self.results = Results(
-            self.storages, self.departures.slot_for, self.region.hooks is not None, self._allow_mutation
-        )
+        nested = self.region.hooks is not None
+        self.results = Results(self.storages, self.departures.slot_for, nested, self._allow_mutation)
+        self._plain = not (nested or self._allow_mutation)
         self.has_policy: bool = options.policy is not None
         self.watch: OpRecorder | None = None
         self.opened: Any = None  # the body of an op with a handle that was begun last and has not ended
@@ -359,11 +359,18 @@ class Recorder:
         if place not in entry.saved:
             self.roots.append((len(self.region.tape.saved), key, len(self.entries)))
             return None
-        away = place in entry.away
-        policy = CheckpointPolicy.OFFLOAD if away else CheckpointPolicy.SAVE
-        holder = self.resident(entry.group, entry.label(place), tensor, policy, self._allow_mutation)
-        if entry.kind == ONE and not (away or self._allow_mutation) and holder.value is not None:
-            self.results.note_alias(entry, tensor, holder.value)
+        if entry.kind != ONE or entry.away or not self._plain or type(tensor) is not torch.Tensor:
+            policy = CheckpointPolicy.OFFLOAD if place in entry.away else CheckpointPolicy.SAVE
+            return self.resident(entry.group, entry.label(place), tensor, policy, self._allow_mutation)
+        # What most are.
+        holder = self.holder_for(entry.group, entry.label(0), tensor)
+        if self.mode.watcher is None:
+            holder.value = tensor.detach()
+        else:
+            with without_dispatch_modes():
+                holder.value = tensor.detach()
+        self.results.note_alias(entry, tensor, holder.value)
+        self.region.tape.saved.append(ResidentRef(holder))
         return holder
 
     def pack_of_call(self, tensor: torch.Tensor) -> OpHolder | None:
@@ -407,13 +414,12 @@ class Recorder:
             self.departures.send()
         if not self.entries:
             return
-        if self.has_policy:
+        if self.has_policy:  # elsewhere the graph is asked
             self.results.let_go_of_graph()
-        roots = self._roots(boundary)
-        if not self.has_policy:  # there the graph was asked
-            self.results.let_go_of_graph()
+        tape.roots = roots = self._roots(boundary)
         needs = find_needs(self.entries, roots, self.results.can_keep)
-        apply(needs)
+        for entry in needs.run:
+            entry.run = True
         for entry, places in needs.kept:
             self.results.keep(entry, places)
         if self.has_policy:
@@ -422,7 +428,6 @@ class Recorder:
             # Replay does not change them again.
             changes = self._changes
             region.inputs.accept_changes(lambda tensor, times: changes.get(key_of(tensor)) == times)
-        tape.roots = roots
 
     def _finish_policy(self) -> None:
         watch, region = self.watch, self.region
@@ -506,12 +511,6 @@ class Recorder:
         self.watch = None
         self._returned = []
         del self.mode, self.departures
-
-
-def apply(needs: Needs) -> None:
-    """Mark the entries that replay runs."""
-    for entry in needs.run:
-        entry.run = True
 
 
 def keep_random(region: Any, entries: Sequence[Entry]) -> None:

@@ -56,7 +56,8 @@ class Results:
     """
 
     __slots__ = (
-        "_aliases", "_allow_mutation", "_held", "_make_slot", "_nested", "_ones", "_reshaped", "_storages", "unread"
+        "_aliases", "_allow_mutation", "_held", "_let_go", "_make_slot", "_nested", "_ones", "_reshaped", "_storages",
+        "unread",
     )  # fmt: skip
 
     def __init__(self, storages: Storages, make_slot: MakeSlot, nested: bool, allow_mutation: bool) -> None:
@@ -68,6 +69,7 @@ class Results:
         self._ones: dict[Entry, tuple[torch.Tensor, int]] = {}  # those of kind ONE, what most are
         self._held: dict[Entry, _Held] = {}
         self._reshaped = False  # whether one of them may have been reshaped since its op was over
+        self._let_go = False  # of the graph
         self._aliases: dict[Entry, torch.Tensor] = {}  # of results that autograd has saved, without their history
 
     def note_one(self, entry: Entry, result: torch.Tensor) -> None:
@@ -118,14 +120,18 @@ class Results:
 
     def let_go_of_graph(self) -> None:
         """At the end of forward: hold results without their history, since what only they reach needs no replay."""
+        self._let_go = True
         for entry, (tensor, version) in self._ones.items():
-            alias = self._aliases.get(entry)
-            self._ones[entry] = tensor.detach() if alias is None else alias, version
+            self._ones[entry] = self._alias_of(entry, tensor), version
         for held in self._held.values():
             held.tensors = {place: tensor.detach() for place, tensor in held.tensors.items()}
             held.written = [tensor.detach() for tensor in held.written]
-        self._aliases = {}
         self._storages.let_go_of_graph()
+
+    def _alias_of(self, entry: Entry, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the one result of an entry without its history."""
+        alias = self._aliases.get(entry)
+        return tensor.detach() if alias is None else alias
 
     def can_keep(self, entry: Entry, place: int) -> bool:
         """Whether a result is there, as the entry left it."""
@@ -133,7 +139,8 @@ class Results:
             return entry in self._ones or entry in self._held
         if (one := self._ones.get(entry)) is not None:
             tensor, version = one
-            return version_of(tensor) == version and not self._storages.is_changed(entry, tensor)
+            same = version == UNCOUNTED or tensor._version == version
+            return same and not (self._storages.has_writes and self._storages.is_changed(entry, tensor))
         held = self._held.get(entry)
         if held is None:
             return False
@@ -181,12 +188,12 @@ class Results:
     def keep(self, entry: Entry, places: Collection[int]) -> None:
         """Keep results of an entry, and what it wrote, in slots."""
         if (one := self._ones.get(entry)) is not None:
+            tensor = one[0] if self._let_go else self._alias_of(entry, one[0])
             usual = not (self._nested or self._allow_mutation or self._reshaped or entry.away)
-            if usual and entry.kind == ONE and not self._storages.aliases_of(one[0]):
-                slot = Slot.of_alias(one[0])
+            if usual and entry.kind == ONE and not self._storages.aliases_of(tensor):
+                entry.kept = {0: Slot.of_alias(tensor)}
             else:
-                slot = self._slot(entry, 0, one[0])
-            entry.kept = {0: slot}
+                entry.kept = {0: self._slot(entry, 0, tensor)}
             return
         held = self._held[entry]
         kept = dict(entry.kept)
@@ -205,13 +212,14 @@ class Results:
                 entry.kept = {**entry.kept, place: self._slot(entry, place, tensor)}
 
     def _slot(self, entry: Entry, place: int, tensor: torch.Tensor) -> Slot:
+        tensor = tensor.detach()
         # What was given a name may be another view of what was written.
         meta = entry.meta(place) if place != WRITTEN else entry.results if entry.effects.returned == (0,) else None
         aliases = self._storages.aliases_of(tensor)
         if type(meta) is Meta and not meta.describes(tensor):
             # It was reshaped since, or it is a view that was given a name: the name is that of the whole.
             with without_dispatch_modes(), torch.no_grad():
-                tensor = in_same_storage(tensor.detach(), meta.geometry, meta.dtype, *meta.lazy)
+                tensor = in_same_storage(tensor, meta.geometry, meta.dtype, *meta.lazy)
         decision = decision_on(entry, place)
         slot = self._make_slot(entry.group, entry.label(place), tensor, decision, False, self._allow_mutation)
         if aliases and not (self._nested or self._allow_mutation):
