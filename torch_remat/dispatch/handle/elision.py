@@ -57,15 +57,14 @@ def elide(ops: Ops, record: Record, tensor: torch.Tensor, owner: torch.Tensor, h
     if inputs is None or inputs.contains(owner):
         return False  # it shares the storage of a region input
     for place, arg in enumerate(ops.known_args):
-        if arg is tensor:
-            break
-        if isinstance(arg, torch.Tensor) and (arg is owner or arg._base is owner) and ops.source_of(arg) is None:
-            break  # of a view of a skipped op's output replay has no data
-    else:
-        return False
-    record.elide_input(Elided.of(tensor, holder, place, arg, 0 if arg is tensor else offset_in_bytes(arg)))
-    _note_origin(holder, owner, ops.region.first_number)
-    return True
+        # Of a view of a skipped op's output replay has no data.
+        if arg is tensor or (
+            isinstance(arg, torch.Tensor) and (arg is owner or arg._base is owner) and ops.source_of(arg) is None
+        ):
+            record.elide_input(Elided.of(tensor, holder, place, arg, 0 if arg is tensor else offset_in_bytes(arg)))
+            _note_origin(holder, owner, ops.region.first_number)
+            return True
+    return False
 
 
 def _note_origin(holder: OpHolder, owner: torch.Tensor, first_number: int) -> None:

@@ -191,9 +191,9 @@ class CallRecorder(Recorder):
             region.tape.note_elided(ref(holder))
             if region.options is not DEFAULTS:
                 self.mode.note_value(holder, tensor)
-        elif policy is not CheckpointPolicy.OFFLOAD or region.hooks is not None:
-            self.keep(holder, tensor)
-        elif not offload_resident(region, holder, tensor):
+        elif not (
+            policy is CheckpointPolicy.OFFLOAD and region.hooks is None and offload_resident(region, holder, tensor)
+        ):
             self.keep(holder, tensor)
         return holder
 

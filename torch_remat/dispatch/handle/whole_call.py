@@ -209,7 +209,8 @@ class CallForward:
         else:
             leaves = (result,) if isinstance(result, torch.Tensor) else leaves_of((result,), {})
             if leaves and all(map(self._is_view_of_argument, leaves)):
-                return self._end()
+                self._end()
+                return
             last = sequence_number()
             self._note_several(result, leaves)
             for leaf in leaves:
