@@ -126,7 +126,7 @@ class Ops(Protocol):
     def note_result(self, entry: Entry, result: torch.Tensor, first: int, last: int) -> None:
         """Note a call with its one result, an ordinary tensor in a storage of its own."""
 
-    def note_returned(self, leaf: torch.Tensor, first: int, last: int) -> bool:
+    def note_returned(self, leaf: torch.Tensor, first: int, last: int) -> Any:
         """Note a tensor that a native region returned."""
 
 

@@ -135,7 +135,11 @@ class OpRecorder:
             raise
         if not noter(entry, args, result):
             self._note_odd(entry, args, kwargs, result)
-        if keeps is None or self.group:
+        if self.stretch is not None:
+            entry.group = self.group
+            if effects.plain:
+                self._keep(entry)
+        elif keeps is None or self.group:
             self._decide(entry, args, kwargs, result)
         elif keeps:
             entry.saved = FIRST if entry.kind == ONE else entry.all_places()
@@ -256,9 +260,7 @@ class OpRecorder:
             return
         # An op that changes what lies outside is not repeated, so that what else it makes cannot be made again.
         if entry.group or (entry.outside and entry.made):
-            entry.saved = FIRST if entry.kind == ONE else entry.all_places()
-            if self.group_policy is CheckpointPolicy.OFFLOAD:
-                entry.away = entry.saved
+            self._keep(entry)
         elif len(said) == 1:
             if said[0].keeps:
                 entry.saved = FIRST if type(entry.results) is not list and not entry.writes else entry.all_places()
@@ -269,6 +271,12 @@ class OpRecorder:
             if places:
                 entry.saved = frozenset((WRITTEN, *places))
                 entry.away = frozenset(place for place in places if said[place].offloads)
+
+    def _keep(self, entry: Entry) -> None:
+        """Save all that an entry of a native region makes."""
+        entry.saved = FIRST if entry.kind == ONE else entry.all_places()
+        if self.group_policy is CheckpointPolicy.OFFLOAD:
+            entry.away = entry.saved
 
     def note_handle(self, record: Record, outputs: Sequence[torch.Tensor]) -> HandleCall:
         """Note an op with a handle and policy SAVE, once its body is over."""

@@ -240,27 +240,23 @@ class Recorder:
         watch.group, watch.group_policy, watch.stretch = stretch.name, stretch.policy, stretch
         watch.forget_counts()
         first = sequence_number()
-        leaves: list[Any] = []
+        leaves: Sequence[Any] = ()
         try:
             result = self.mode.watched(watch.watch, function, args, kwargs)
-            leaves = [result] if isinstance(result, torch.Tensor) else leaves_of((result,), {})
-            self._name_results(stretch, leaves, isinstance(result, torch.Tensor))
+            leaves = (result,) if isinstance(result, torch.Tensor) else leaves_of((result,), {})
         except BaseException:
             stretch.raised = True
             raise
         finally:
             watch.group, watch.group_policy, watch.stretch = "", CheckpointPolicy.SAVE, None
-            self._end_stretch(watch, stretch, first, leaves)
+            single = len(leaves) == 1 and leaves[0] is result
+            self._end_stretch(watch, stretch, first, leaves, "out" if single else None)
         return result
 
-    def _name_results(self, stretch: Stretch, leaves: Sequence[Any], single: bool) -> None:
-        for place, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor):
-                writer = self.storages.writer_of(leaf)
-                if writer is not None and writer[0].group == stretch.name and writer[1] not in writer[0].names:
-                    writer[0].names = {**writer[0].names, writer[1]: "out" if single else str(place)}
-
-    def _end_stretch(self, watch: OpRecorder, stretch: Stretch, first: int, leaves: Sequence[Any]) -> None:
+    def _end_stretch(
+        self, watch: OpRecorder, stretch: Stretch, first: int, leaves: Sequence[Any], name: str | None
+    ) -> None:
+        start = stretch.start
         stretch.end = len(self.entries)
         last = sequence_number()
         self.skipped.append((first, last))
@@ -271,13 +267,19 @@ class Recorder:
         if watch.rng is not None:
             stretch.drawn, watch.rng = watch.rng.drawn(), None
         for place, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor) and not self.note_returned(leaf, first, last) and not leaf.is_inference():
-                self.note_returned_view(stretch, place, leaf, last)
-        entries = self.entries[stretch.start :]
-        # Of all that its ops made, only what is reached from outside is held on to.
-        touched = {key for entry in entries for key in entry.touches()}
-        if not touched <= self._known:
-            self._drop(entries, touched)
+            if not isinstance(leaf, torch.Tensor):
+                continue
+            if (writer := self.note_returned(leaf, first, last)) is None:
+                if not leaf.is_inference():
+                    self.note_returned_view(stretch, place, leaf, last)
+            elif writer[0].group == stretch.name and writer[1] not in writer[0].names:
+                writer[0].names = {**writer[0].names, writer[1]: name or str(place)}
+        if stretch.end != start + 1 or self.entries[start].storage not in self._known:
+            # Of all that its ops made, only what is reached from outside is held on to.
+            entries = self.entries[start:]
+            touched = {key for entry in entries for key in entry.touches()}
+            if not touched <= self._known:
+                self._drop(entries, touched)
         if watch.written:
             self._note_left(watch, stretch)
 
@@ -297,14 +299,14 @@ class Recorder:
         about = key, result.grad_fn, result.output_nr, first, last, len(self.entries)
         self._returned.append(new_tuple(Returned, about))
 
-    def note_returned(self, leaf: torch.Tensor, first: int, last: int) -> bool:
-        """Note a tensor that a native region returned; return whether an entry made it."""
-        found, after = False, len(self.entries)
-        for key in keys_of(leaf):
-            if key in self.storages.writers:
-                found = True
+    def note_returned(self, leaf: torch.Tensor, first: int, last: int) -> tuple[Entry, int] | None:
+        """Note a tensor that a native region returned; return the entry that made it, and as which of its results."""
+        found = None
+        for key in reversed(keys_of(leaf)):
+            if (writer := self.storages.writers.get(key)) is not None:
+                found = writer
                 self._known.add(key)
-                about = (key, leaf.grad_fn, leaf.output_nr, first, last, after)
+                about = key, leaf.grad_fn, leaf.output_nr, first, last, len(self.entries)
                 self._returned.append(new_tuple(Returned, about))
         return found
 
