@@ -273,7 +273,8 @@ class OpRecorder:
     def note_handle(self, record: Record, outputs: Sequence[torch.Tensor]) -> CallEntry:
         """Note an op with a handle and policy SAVE, once its body is over."""
         self.skipped_op = None
-        entry = CallEntry(record, record, described(list(outputs), None), [output.name for output in record.outputs])
+        names = [record.output_name(place) for place in range(len(outputs))]
+        entry = CallEntry(record, record, list(record.outputs), names)
         self._storages.note_call(entry, outputs)
         self._entries.append(entry)
         self._results.note(entry, outputs)
