@@ -365,7 +365,7 @@ class _Rows:
 
     def _output_name(self, op: str, place: int) -> str:
         record = self.region.tape.records.get(op)
-        return "out" if record is None else record.output_name(place)
+        return "out" if record is None else record.label(place)
 
 
 def _undecided_in(region: Any) -> Iterator[tuple[str, str, torch.Tensor, CheckpointPolicy]]:

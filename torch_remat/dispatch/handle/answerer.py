@@ -23,14 +23,14 @@ from torch import Tensor
 
 from torch_remat.dispatch.check.mismatch import SAME_ORDER, mismatched, other_source
 from torch_remat.dispatch.handle.op import SKIPPED, RematHandle
-from torch_remat.dispatch.handle.whole_call import check_call, replayed
+from torch_remat.dispatch.handle.whole_call import another_call, is_same_call, replayed
 from torch_remat.dispatch.holder import parameter_behind
 from torch_remat.dispatch.log.aftermath import Aftermath
-from torch_remat.dispatch.log.entry import VIEW, WRITTEN, Entry
+from torch_remat.dispatch.log.entry import VIEW, WRITTEN, Entry, HandleCall, WholeCall
 from torch_remat.dispatch.log.meta import stand_in
 from torch_remat.dispatch.log.needs import Needs, find_needs
 from torch_remat.dispatch.log.op_answerer import OpAnswerer, loaded_slots
-from torch_remat.dispatch.log.record import Record, Stretch, WholeCall
+from torch_remat.dispatch.log.record import Record, Stretch
 from torch_remat.dispatch.log.schema import effects_of, without_statistics
 from torch_remat.dispatch.log.suppressed import Suppressed
 from torch_remat.dispatch.placeholder import TORCH_SAYS, Placeholder, Source, new_tuple, real, refuse
@@ -94,6 +94,7 @@ class ReplayOp(RematHandle):
 class SkippedOp(ReplayOp):
     """An op with policy SAVE or OFFLOAD in replay; its body runs only if it must run for good, or has raised."""
 
+    record: HandleCall
     _again = False  # whether the body runs after all
 
     def maybe_load_saved(self) -> Tensor | tuple[Tensor, ...] | None:
@@ -106,24 +107,25 @@ class SkippedOp(ReplayOp):
             raise self._out_of_order(0)
         self._step = 0
         record, ops, ctx = self.record, self.ops, self._ctx
-        if not record.outputs:  # its body has raised
+        if record.results is None:  # its body has raised
             return None
         if record.elided_inputs or ops.made:
             ops.fill_elided(record, args)
-        entry: Entry | None = None
-        if ops.ops is not None:
-            entry, kept = ops.ops.load_call(record)
-            if entry.run:
-                self._again = ops.ops.passing = True
+        answerer = ops.ops
+        if answerer is not None:
+            kept = answerer.load_call(record)
+            if record.run:
+                self._again = answerer.passing = True
                 return None
         if record.drawn is not None:
             record.drawn.restore()
         made = []
-        for place, meta in enumerate(record.outputs):
-            source = new_tuple(Source, (ops.region_name, record.name, record.output_name(place)))
-            value = None if entry is None else kept[place]
+        metas = record.results
+        for place, meta in enumerate(metas if type(metas) is list else (metas,)):
+            source = new_tuple(Source, (ops.region_name, record.name, record.label(place)))
+            value = None if answerer is None else kept[place]
             if value is None:
-                value = stand_in(meta, source, None if entry is None else partial(ops.start_over, entry, place))
+                value = stand_in(meta, source, None if answerer is None else partial(ops.start_over, record, place))
             made.append(value)
         if record.plain:
             ctx.mark_non_differentiable(*[made[place] for place in record.plain])
@@ -266,12 +268,17 @@ class Answerer:
         if self._in_skipped:
             return function(*args, **kwargs)
         self._replay.stop_if_filled()  # forward does not expect it to come here
-        record = self._next_record(name, policy)
+        place, records = self._next, self._records
+        if place < len(records) and (record := records[place]).name == name and record.policy is policy:
+            self._next = place + 1
+        else:
+            record = self._next_record(name, policy)
         if type(record) is WholeCall:
-            check_call(self._replay, record, function, args, kwargs)
+            if not is_same_call(record, function, args, kwargs):
+                self._replay.fail(another_call(self.region, record, function))
             if record.elided_inputs or self.made:
                 self.fill_elided(record, tuple(args) if not kwargs else (*args, *kwargs.values()))
-            return replayed(self._replay, record, function, args, kwargs, self.start_over)
+            return replayed(self, record, function, args, kwargs, self.start_over)
         if type(record) is Stretch:
             return self._run_stretch(record, function, args, kwargs)
         if self.region.options.policy is not None:
@@ -355,7 +362,7 @@ class Answerer:
         """Mark all entries where an error may be of what placeholders lack; return whether replay is to start over."""
         if isinstance(error, PlaceholderError):
             record = self.region.tape.records.get(error.op or "")
-            if record is not None and record.outputs:
+            if type(record) is HandleCall and record.results is not None:
                 return False  # of an op with a handle, whose body cannot run in replay
         elif not _is_of_placeholders(error):
             return False

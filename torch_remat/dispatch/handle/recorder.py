@@ -13,20 +13,21 @@ from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor, UntypedStorage, strided
 
 from torch_remat._compat import has_returned, node_number, sequence_number
 from torch_remat.dispatch.check.inner_ops import Around
 from torch_remat.dispatch.handle.op import RematHandle
 from torch_remat.dispatch.handle.whole_call import CallForward, is_whole_call
 from torch_remat.dispatch.holder import AUTOCAST_DTYPES, Anchor, Holder, OpHolder, is_parameter, parameter_behind
-from torch_remat.dispatch.log.meta import described
-from torch_remat.dispatch.log.record import Record, Stretch, WholeCall
+from torch_remat.dispatch.log.entry import HandleCall
+from torch_remat.dispatch.log.meta import NOT_LAZY, Meta, described
+from torch_remat.dispatch.log.record import Record, Stretch
 from torch_remat.dispatch.log.recorder import Forward, Recorder
 from torch_remat.dispatch.log.slot import Slot
 from torch_remat.dispatch.offloading import know_parameters, offload_resident, slot_hooks
 from torch_remat.dispatch.options import DEFAULTS
-from torch_remat.dispatch.placeholder import Placeholder, new_tuple
+from torch_remat.dispatch.placeholder import Geometry, Placeholder, new_tuple
 from torch_remat.dispatch.region.inputs import leaves_of
 from torch_remat.dispatch.views import Elided
 from torch_remat.errors import UsageError
@@ -68,11 +69,15 @@ class ForwardOp(RematHandle):
 
     def finish(self, outs: tuple[Tensor, ...], as_tuple: bool) -> Any:
         """Note the outputs: SAVE ops may save them, or views of them."""
-        outs = self._end(outs)
+        if 0 <= self._step < 3 and len(outs) == 1 and type(out := outs[0]) is Tensor and not out.requires_grad:
+            self._step = 3
+        else:
+            outs = self._end(outs)
+        ops, record = self.ops, self.record
         if as_tuple:
-            self.record.as_tuple = True
-        self.ops.opened = self.outer
-        self.ops.made.note(self.record, outs, self.args)
+            record.as_tuple = True
+        ops.opened = self.outer
+        ops.made.note(record, outs, self.args)
         self.args = ()
         return outs if as_tuple else outs[0]
 
@@ -117,6 +122,7 @@ class ForwardOp(RematHandle):
 class SavedOp(ForwardOp):
     """An op with policy SAVE or OFFLOAD in forward."""
 
+    record: HandleCall
     rng_start: Sequence[Tensor] | None = None
 
     def load(self, args: tuple[Any, ...]) -> None:
@@ -150,9 +156,15 @@ class SavedOp(ForwardOp):
                 op=record.name,
                 remedy="Return a new tensor instead, or give the op the policy RECOMPUTE.",
             )
+        out = outs[0]
         if as_tuple:
             record.as_tuple = True
-        record.outputs = described(outs, None)
+            record.results = described(outs, None)
+        elif type(out) is Tensor and out.layout is strided and not out.is_complex():
+            geometry = new_tuple(Geometry, (out.shape, out.stride(), out.storage_offset()))
+            record.results = new_tuple(Meta, (geometry, out.dtype, out.device, False, NOT_LAZY))
+        else:
+            record.results = described(out, None)
         if plain := ctx.non_differentiable:
             record.plain = [place for place, out in enumerate(outs) if any(out is tensor for tensor in plain)]
         if self.rng_start is not None and ops.region.rng is not None:
@@ -163,7 +175,7 @@ class SavedOp(ForwardOp):
             expected.reverse()
             ops.expected, ops.known_args = (record, expected, sequence_number()), self.args
         self._named, self.args = {}, ()
-        return outs if as_tuple else outs[0]
+        return outs if as_tuple else out
 
 
 class Made(NamedTuple):
@@ -187,13 +199,16 @@ class MadeByOps:
 
     Args:
         region: The region.
+
+    Attributes:
+        tensors: The outputs, by the id of the tensor.
     """
 
-    __slots__ = ("_bases", "_region", "_shared", "_storages", "_tensors", "_unindexed")
+    __slots__ = ("_bases", "_region", "_shared", "_storages", "_unindexed", "tensors")
 
     def __init__(self, region: Any) -> None:
         self._region = region
-        self._tensors: dict[int, Made] = {}
+        self.tensors: dict[int, Made] = {}
         # By the storage's address, with the storage, which tells whether another has the address now.
         self._storages: _Storages = {}
         # Outputs of skipped ops that are views of other tensors, by the storage that they share; and these tensors.
@@ -210,13 +225,13 @@ class MadeByOps:
                     break
             else:
                 made = new_tuple(Made, (record, place, _version_of(tensor), ref(tensor)))
-                self._tensors[id(tensor)] = made
+                self.tensors[id(tensor)] = made
                 self._unindexed.append(made)
 
     def note_skipped(self, record: Record, outputs: tuple[Tensor, ...]) -> None:
         """Note the outputs of an op that replay skips; it will not have them even where they are inputs."""
         for place, tensor in enumerate(outputs):
-            self._tensors[id(tensor)] = made = new_tuple(Made, (record, place, -1, ref(tensor)))
+            self.tensors[id(tensor)] = made = new_tuple(Made, (record, place, -1, ref(tensor)))
             base = tensor._base
             _index(self._storages if base is None else self._shared, tensor, made)
             if base is not None:
@@ -228,7 +243,7 @@ class MadeByOps:
         What shares a storage with a view that a skipped op returned may be a view or an alias of that: it counts as
         one, so that it is kept, unless it is the tensor that was viewed.
         """
-        made = self._tensors.get(id(tensor))
+        made = self.tensors.get(id(tensor))
         if made is not None and made.tensor() is tensor:
             return made
         if self._shared and (shared := _look_up(self._shared, tensor)) is not None:
@@ -237,7 +252,7 @@ class MadeByOps:
                 return shared
         base = tensor._base
         if base is not None:
-            made = self._tensors.get(id(base))
+            made = self.tensors.get(id(base))
             if made is not None and made.tensor() is base:
                 return made
         if not self._storages and not self._unindexed:
@@ -290,7 +305,7 @@ class CallRecorder(Recorder):
     Attributes:
         expected: The record, names and tensors whose saving comes next, since its body has just ended, before any other
             node.
-        known_args: The inputs of the op whose tensors are expected, if they are known.
+        known_args: The inputs of the op whose tensors are expected, or of the call that runs, if they are known.
         opened: The op with a handle that was begun last and has not ended.
         made: What ops with handles made.
         calling: The function of torch's own that runs.
@@ -301,7 +316,7 @@ class CallRecorder(Recorder):
         self.made = MadeByOps(self.region)
         self.opened: ForwardOp | None = None
         self.expected: tuple[Record, list[tuple[str, Tensor]], int] | None = None
-        self.known_args: tuple[Any, ...] = ()
+        self.known_args: Sequence[Any] = ()
         self.calling: CallForward | None = None
         self._around: Around | None = None
         self._views: list[tuple[Stretch, int, Tensor, int]] = []
@@ -334,9 +349,18 @@ class CallRecorder(Recorder):
             return None
         if watch is not None and watch.group:
             policy = CheckpointPolicy.SAVE  # it follows the native region around it
-        record = Record(name, policy)
+        op: ForwardOp
+        record: Record
+        if policy is _RECOMPUTE:
+            op, record = _new(ForwardOp), _new(Record)
+        else:
+            op, record = _new(SavedOp), _new(HandleCall)
+            record.group = name
+            if self.region.rng is not None:
+                op.rng_start = self.region.rng.mark()
+        record.name = name
+        record.policy = policy
         self.note_record(record)
-        op: ForwardOp = _new(ForwardOp if policy is _RECOMPUTE else SavedOp)
         op._ctx = ctx
         op._name = name
         op.ops = self
@@ -345,11 +369,8 @@ class CallRecorder(Recorder):
         op.place = id(frame)
         op.code = frame.f_code
         self.opened = op
-        if type(op) is SavedOp:
-            if watch is not None:
-                watch.skipped_op = op
-            if self.region.rng is not None:
-                op.rng_start = self.region.rng.mark()
+        if watch is not None and policy is not _RECOMPUTE:
+            watch.skipped_op = op
         return op
 
     def is_part_of_skipped(self, is_running: bool) -> bool:
@@ -375,7 +396,7 @@ class CallRecorder(Recorder):
         """Whether the body of a RECOMPUTE op runs: replay runs all of it."""
         return self.opened is not None and self.opened.is_running()
 
-    def note_skipped(self, record: Record, outputs: tuple[Tensor, ...], ctx: Any) -> None:
+    def note_skipped(self, record: HandleCall, outputs: tuple[Tensor, ...], ctx: Any) -> None:
         """Note what a SAVE op made, and its autograd node: in replay that reads nothing."""
         self.skipped_any = True
         if self.watch is not None:
@@ -396,18 +417,17 @@ class CallRecorder(Recorder):
         slots: dict[int, Slot] = {}
         for place, arg in enumerate(args):
             if isinstance(arg, Tensor) and not (self.entries and self.note_reader(arg)):
-                source = self.source_of(arg)
-                if source is not None:
-                    slots[place] = self._slot_for(record.name, f"input {place}", arg, source)
+                made = self.made.maker_of(arg)
+                if made is not None and made.record.policy is not _RECOMPUTE:
+                    slots[place] = self._slot_for(record.name, f"input {place}", arg, made.record, made.place)
         if slots:
             record.slots = slots
 
-    def _slot_for(self, op: str, name: str, tensor: Tensor, source: tuple[str, int]) -> Slot:
+    def _slot_for(self, op: str, name: str, tensor: Tensor, maker: Record, place: int) -> Slot:
         hooks = self.region.hooks
-        away = self.region.tape.records[source[0]].policy is _OFFLOAD and not tensor.is_inference()
-        if hooks is None and away:
+        if hooks is None and maker.policy is _OFFLOAD and not tensor.is_inference():
             hooks = slot_hooks(self.region, op or None, name, tensor)
-        return Slot(tensor, hooks, None, False, source)
+        return Slot(tensor, hooks, None, False, (maker.name, place))
 
     def enter_region(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """Keep those inputs of an inner region that replay would not have."""
@@ -419,15 +439,13 @@ class CallRecorder(Recorder):
         self.region.tape.regions.append(record)
         return args, kwargs
 
-    def source_of(self, tensor: Tensor) -> tuple[str, int] | None:
-        """Return name and place of the skipped op's output that a tensor is, or is a view of, if it is one."""
+    def _source_of(self, tensor: Tensor) -> tuple[Record, int] | None:
+        """Return record and place of the skipped op's output that a tensor is, or is a view of, if it is one."""
         writer = self.storages.writer_of(tensor) if self.entries else None
         if writer is not None:
-            return writer[0].group, writer[1]
+            return self.region.tape.records[writer[0].group], writer[1]
         made = self.made.maker_of(tensor)
-        if made is None or made.record.policy is _RECOMPUTE:
-            return None
-        return made.record.name, made.place
+        return None if made is None or made.record.policy is _RECOMPUTE else (made.record, made.place)
 
     # What autograd saves.
 
@@ -438,7 +456,7 @@ class CallRecorder(Recorder):
             name, expected = tensors[-1]
             if tensor is expected and number == sequence_number():
                 tensors.pop()
-                held = self._hold(record, name, tensor, record.policy)
+                held = self.hold(record, name, tensor, record.policy)
                 if not tensors:
                     self.forget_expected()
                 return held
@@ -449,64 +467,56 @@ class CallRecorder(Recorder):
 
     def pack_of_call(self, tensor: Tensor) -> OpHolder | None:
         """Return the holder for the output of a SAVE op that is saved in a native region."""
-        source = self.source_of(tensor) if self.watch is not None and self.watch.stretch is not None else None
+        source = self._source_of(tensor) if self.watch is not None and self.watch.stretch is not None else None
         if source is None or self.watch is None:
             return None
-        name = f"{source[0].rpartition('/')[2]}_{source[1]}"
+        name = f"{source[0].name.rpartition('/')[2]}_{source[1]}"
         return self.resident(self.watch.group, name, tensor, self.watch.group_policy)
 
-    def hold(self, record: Record, name: str, tensor: Tensor, args: tuple[Any, ...]) -> Holder | Anchor:
-        """Return the holder for a tensor that a whole call saves; ``args`` are the call's arguments."""
-        self.known_args = args
-        held = self._hold(record, name, tensor, CheckpointPolicy.SAVE)
-        leaves = record.policy is _OFFLOAD and self.region.hooks is None
-        if leaves and type(held) is OpHolder and held.resident:
-            self.departures.waiting.append((held, tensor))
-        return held
-
-    def _hold(self, record: Record, name: str, tensor: Tensor, policy: CheckpointPolicy) -> Holder | Anchor:
-        region = self.region
-        owner = tensor._base
+    def hold(self, record: Record, name: str, tensor: Tensor, policy: CheckpointPolicy) -> Holder | Anchor:
+        """Return the holder for a tensor that a skipped op or a whole call saves."""
+        region, owner = self.region, tensor._base
         if owner is None:
             owner = tensor
         if type(owner) is not Tensor and is_parameter(owner):
             return (tensor if tensor is owner else tensor.detach(), tensor._version, region)
         holder = self.holder_for(record.name, name, tensor)
-        if self._elide(record, tensor, owner, holder):
+        made = self.made.maker_of(tensor) if self.made.tensors else None
+        if (
+            self._elide_output(made, record, tensor, holder)
+            if made is not None
+            else self.known_args and self._elide_input(record, tensor, owner, holder)
+        ):
             holder.resident = False
             region.tape.note_elided(ref(holder))
             if region.options is not DEFAULTS:
                 self.mode.note_value(holder, tensor)
-            return holder
-        if policy is CheckpointPolicy.SAVE and region.hooks is None and self.mode.watcher is None:
-            holder.value = tensor.detach()
-        elif not (policy is _OFFLOAD and region.hooks is None and offload_resident(region, holder, tensor)):
+        elif policy is not _OFFLOAD or region.hooks is not None or not offload_resident(region, holder, tensor):
             self.keep(holder, tensor)
         return holder
 
-    def _elide(self, record: Record, tensor: Tensor, owner: Tensor, holder: OpHolder) -> bool:
-        """Let replay take a saved tensor from what it makes again, if it does; return whether it does.
+    def _elide_output(self, made: Made, record: Record, tensor: Tensor, holder: OpHolder) -> bool:
+        """Let replay take a saved tensor from another op's output, if it makes that again; return whether it does.
 
         Args:
+            made: The output that the tensor is, or is a view or an alias of.
             record: The record of the op that saves it.
             tensor: The saved tensor.
-            owner: The tensor that it is a view of, or itself.
             holder: Its holder.
         """
-        made = self.made.maker_of(tensor)
-        if made is not None:
-            maker = made.record
-            if maker.policy is not _RECOMPUTE or maker is record or tensor._version != made.version:
-                return False
-            source = made.tensor()
-            if source is None:  # an alias of it is left, of which nobody knows where it lies
-                return False
-            if self.has_policy and self.watch is not None and not self.watch.runs_writer(tensor):
-                return False  # written since, past its version counter, by an op that replay need not run
-            if maker.elided_outputs is None:
-                maker.elided_outputs = []
-            maker.elided_outputs.append(Elided.of(tensor, holder, made.place, source))
-            return True
+        maker, source = made.record, made.tensor()
+        # Of an alias of an output that is gone nobody knows where it lies.
+        if maker.policy is not _RECOMPUTE or maker is record or tensor._version != made.version or source is None:
+            return False
+        if self.has_policy and self.watch is not None and not self.watch.runs_writer(tensor):
+            return False  # written since, past its version counter, by an op that replay need not run
+        if maker.elided_outputs is None:
+            maker.elided_outputs = []
+        maker.elided_outputs.append(Elided.of(tensor, holder, made.place, source))
+        return True
+
+    def _elide_input(self, record: Record, tensor: Tensor, owner: Tensor, holder: OpHolder) -> bool:
+        """Do the same with an input of the op or the call itself, where the inputs are known."""
         if self.has_policy or (self.entries and self.storages.knows(tensor)):
             return False
         inputs = self.region.inputs
@@ -515,7 +525,7 @@ class CallRecorder(Recorder):
         for place, arg in enumerate(self.known_args):
             if not isinstance(arg, Tensor) or not (arg is tensor or arg is owner or arg._base is owner):
                 continue
-            if arg is tensor or self.source_of(arg) is None:  # else replay has no data for this one
+            if arg is tensor or self._source_of(arg) is None:  # else replay has no data for this one
                 if record.elided_inputs is None:
                     record.elided_inputs = []
                 record.elided_inputs.append(Elided.of(tensor, holder, place, arg))
@@ -542,11 +552,10 @@ class CallRecorder(Recorder):
             return function(*args, **kwargs)
         if policy is _RECOMPUTE or self.has_policy or not is_whole_call(function, args, kwargs):
             return super().run_native(name, policy, function, args, kwargs)
-        self.skipped_any = True
-        record = WholeCall(name, policy, function)
-        self.note_record(record)
-        self.packs = True
-        self.calling = call = CallForward(self, record, args, kwargs)
+        call = CallForward(self, name, policy, function, args if not kwargs else (*args, *kwargs.values()))
+        self.note_record(call.record)
+        self.skipped_any = self.packs = True
+        self.calling, self.known_args = call, call.args
         try:
             result = function(*args, **kwargs)
             call.returns(result)
@@ -554,7 +563,7 @@ class CallRecorder(Recorder):
             call.left_by(error)
             raise
         finally:
-            self.calling = None
+            self.calling, self.known_args = None, ()
         return result
 
     def skips(self) -> bool:
@@ -563,7 +572,7 @@ class CallRecorder(Recorder):
 
     def note_returned_view(self, stretch: Stretch, place: int, leaf: Tensor, last: int) -> None:
         """Note a view of a SAVE op's output that a native region returns: code outside may read it."""
-        if self.source_of(leaf) is not None:
+        if self._source_of(leaf) is not None:
             self._views.append((stretch, place, leaf, last))
 
     # The end.
@@ -579,9 +588,9 @@ class CallRecorder(Recorder):
     def _keep_views(self, boundary: Sequence[torch.autograd.graph.Node | None]) -> None:
         views, self._views = self._views, []
         for stretch, place, leaf, last in views:
-            if self.is_read(boundary, leaf, last) and (source := self.source_of(leaf)) is not None:
-                name = "out" if place == 0 else str(place)
-                stretch.returned[place] = self._slot_for(stretch.name, name, leaf, source)
+            if self.is_read(boundary, leaf, last) and (source := self._source_of(leaf)) is not None:
+                slot = self._slot_for(stretch.name, "out" if place == 0 else str(place), leaf, *source)
+                stretch.returned = {**stretch.returned, place: slot}
 
     def forget(self) -> None:
         """Let go of the op that an exception has left open, and of the graph."""

@@ -27,9 +27,7 @@ class Record:
     Attributes:
         name: The op's name, with its scopes.
         policy: Its policy.
-        outputs: What is known of its outputs, in order, if replay skips it: a `Meta` or `WrapperMeta` for each.
         as_tuple: Whether it returned a tuple.
-        plain: The places of the outputs that are not differentiable.
         slots: The inputs that replay would not have, by place.
         elided_outputs: Saved tensors of SAVE ops that replay takes from this op's outputs.
         elided_inputs: Saved tensors of this SAVE op that replay takes from its inputs.
@@ -37,10 +35,8 @@ class Record:
         saved_before: How many tensors the region had saved when the op began.
     """
 
-    # Most ops have little to note: what stands here is not set for each of them.
-    outputs: Sequence[Any] = ()
+    # Most records have little to note: what stands here is not set for each of them.
     as_tuple = False
-    plain: Sequence[int] = ()
     slots: Mapping[int, Slot] = _NO_SLOTS
     elided_outputs: list[Elided] | None = None
     elided_inputs: list[Elided] | None = None
@@ -51,9 +47,9 @@ class Record:
         self.name = name
         self.policy = policy
 
-    def output_name(self, place: int) -> str:
+    def label(self, place: int) -> str:
         """Return the name of an output."""
-        return str(place) if self.as_tuple else "out"
+        return str(max(place, 0)) if self.as_tuple else "out"
 
     def forget_slots(self) -> None:
         """Drop what only a further replay would need."""
@@ -87,47 +83,14 @@ class Stretch(Record):
         raised: Whether an exception left it.
     """
 
-    def __init__(self, name: str, policy: CheckpointPolicy) -> None:
-        super().__init__(name, policy)
-        self.start, self.end = 0, -1  # the latter until it is over
-        self.left: list[Left] = []
-        self.returned: dict[int, Slot] = {}
-        self.raised = False
+    start = 0
+    end = -1  # until it is over
+    left: Sequence[Left] = ()
+    returned: Mapping[int, Slot] = _NO_SLOTS
+    raised = False
 
     def forget_slots(self) -> None:
         """Drop what only a further replay would need."""
         super().forget_slots()
-        self.left = []
-        self.returned = {}
-
-
-class WholeCall(Record):
-    """One call of a function of torch's own, which replay leaves out whole.
-
-    Attributes:
-        function: The function.
-        layout: Shape and strides of the tensors among its arguments.
-        leaves: The leaves of its result: for each tensor whether it needs a gradient, other values as they are.
-        template: Its result with numbers in place of the leaves; None if it is one tensor or value.
-        raised: The kind and arguments of the exception that it raised.
-        entry: Its entry in the log; None if all its results are views of its arguments, which cost nothing, so that
-            replay makes the call again.
-    """
-
-    def __init__(self, name: str, policy: CheckpointPolicy, function: Any) -> None:
-        super().__init__(name, policy)
-        self.function = function
-        self.layout: Sequence[Any] = ()
-        self.leaves: list[Any] = []
-        self.template: Any = None
-        self.raised: tuple[type[Exception], tuple[Any, ...]] | None = None
-        self.entry: Any = None
-
-    def output_name(self, place: int) -> str:
-        """Return the name of a result."""
-        return "out" if self.template is None else str(place)
-
-    def forget_slots(self) -> None:
-        """Drop what only a further replay would need."""
-        super().forget_slots()
-        self.entry = None
+        self.left = ()
+        self.returned = _NO_SLOTS

@@ -17,6 +17,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
+from types import NoneType
 from typing import Any, NamedTuple, Protocol
 from weakref import ref
 
@@ -24,7 +25,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
-from torch_remat._compat import SavedTensorHooks, node_number, sequence_number, without_dispatch_modes
+from torch_remat._compat import SavedTensorHooks, node_number, sequence_number, storage_key, without_dispatch_modes
 from torch_remat.dispatch.ambient import RngState
 from torch_remat.dispatch.holder import Anchor, Holder, OpHolder, ResidentRef, metadata_of
 from torch_remat.dispatch.log.departures import Departures
@@ -127,11 +128,6 @@ class Recorder:
 
     # What the recorder of aten ops asks.
 
-    @property
-    def saved_count(self) -> int:
-        """How many tensors the region has saved."""
-        return len(self.region.tape.saved)
-
     def rng_now(self) -> RngState | None:
         """Return the present state of the region's generators; None where nobody cares."""
         rng: RngState | None = self.region.rng
@@ -146,13 +142,8 @@ class Recorder:
     ) -> OpHolder:
         """Return a resident holder for a tensor that replay saves again, as a placeholder, at the same place."""
         holder = self.holder_for(op, name, tensor)
-        hooks = self.region.hooks
-        if hooks is None and type(tensor) is torch.Tensor:
-            with without_dispatch_modes():
-                holder.value = tensor.detach()
-        else:
-            self.keep(holder, tensor)
-        if policy is CheckpointPolicy.OFFLOAD and hooks is None:
+        self.keep(holder, tensor)
+        if policy is CheckpointPolicy.OFFLOAD and self.region.hooks is None:
             self.departures.waiting.append((holder, tensor))
         if may_change and holder.value is not None:
             holder.value = holder.value.data  # with a version counter of its own
@@ -163,33 +154,29 @@ class Recorder:
     def holder_for(self, op: str, name: str, tensor: torch.Tensor) -> OpHolder:
         """Return a holder without a value."""
         holder = OpHolder()
-        holder.region = self.region
+        holder.region = region = self.region
         holder.op = op
         holder.tensor_name = name
         holder.metadata = metadata_of(tensor)
-        holder.origin = None
+        holder.origin = holder.value = holder.packed = holder.unpack = None
         holder.plain = False
-        holder.producer = type(None)
+        holder.producer = NoneType
         holder.resident = True
-        holder.value = holder.packed = holder.unpack = None
-        self.region.tape.holders.append(ref(holder))
+        region.tape.holders.append(ref(holder))
         return holder
 
     def keep(self, holder: OpHolder, tensor: torch.Tensor) -> None:
         """Give a holder its value, or what the hooks around the region make of it."""
         hooks: SavedTensorHooks | None = self.region.hooks
-        if hooks is None:
-            holder.value = self._alias_of(tensor)
-        else:
+        if hooks is not None:
             pack, holder.unpack = hooks
             with self.mode.unwatched():
                 holder.packed = pack(tensor)
-
-    def _alias_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        if type(tensor) is not torch.Tensor or self.mode.watcher is None:
-            return tensor.detach()
-        with without_dispatch_modes():
-            return tensor.detach()
+        elif type(tensor) is not torch.Tensor or self.mode.watcher is None:
+            holder.value = tensor.detach()
+        else:
+            with without_dispatch_modes():
+                holder.value = tensor.detach()
 
     # What runs.
 
@@ -300,6 +287,16 @@ class Recorder:
         self.results.drop(entries, needs.kept)
         self.storages.forget(touched - self._known)
 
+    def note_result(self, entry: Entry, result: torch.Tensor, first: int, last: int) -> None:
+        """Note a call with its one result, an ordinary tensor in a storage of its own."""
+        key = entry.storage = storage_key(result)
+        self.storages.note_one(entry, key)
+        self.results.note_one(entry, result)
+        self.entries.append(entry)
+        self._known.add(key)
+        about = key, result.grad_fn, result.output_nr, first, last, len(self.entries)
+        self._returned.append(new_tuple(Returned, about))
+
     def note_returned(self, leaf: torch.Tensor, first: int, last: int) -> bool:
         """Note a tensor that a native region returned; return whether an entry made it."""
         found, after = False, len(self.entries)
@@ -318,7 +315,7 @@ class Recorder:
         for tensor, place in chain.from_iterable(watch.written.values()):
             storage = StorageWeakRef(tensor.untyped_storage())
             slot = self.departures.slot_for(stretch.name, "written", tensor, stretch.policy)
-            stretch.left.append(Left(storage, slot, place))
+            stretch.left = [*stretch.left, Left(storage, slot, place)]
         for key, version in watch.versions.items():
             times = watch.written[key][0][0]._version - version
             self._changes[key] = self._changes.get(key, 0) + times
@@ -329,21 +326,22 @@ class Recorder:
         if self.results.unread:
             self.results.read_versions()
         held: Holder | Anchor | None = None
+        watch, saved = self.watch, self.region.tape.saved
+        place = len(saved)
         if type(tensor) is not Parameter or self.storages.has_writes:
             key = key_of(tensor)
             writer = self.storages.writers.get(key)
             if writer is not None:
                 held = self._pack_made(tensor, key, *writer)
-            elif self.watch is not None and self.watch.stretch is not None:
+            elif watch is not None and watch.stretch is not None:
                 held = self.pack_of_call(tensor)
             elif type(tensor) is not torch.Tensor:
-                self.roots += [(self.saved_count, key_of(part), len(self.entries)) for part in parts_of(tensor)]
+                self.roots += [(place, key_of(part), len(self.entries)) for part in parts_of(tensor)]
         if self.has_policy:
             return held
-        tape = self.region.tape
         number = stop = sequence_number()
         buffer = False
-        if self.watch is None or not self.watch.group:
+        if watch is None or not watch.group:
             node = tensor.grad_fn
             # A result is saved once its op has run, all else before. Of a tensor without a history nobody knows.
             if node is not None and node_number(node) != number - 1:
@@ -352,14 +350,14 @@ class Recorder:
                 self._reads.append((stop, len(self.entries), key))
             else:
                 buffer = not tensor.requires_grad and tensor.is_floating_point()
-        tape.numbers[len(tape.saved) - (held is not None)] = number, stop, buffer
+        self.region.tape.numbers[place] = number, stop, buffer
         return held
 
     def _pack_made(self, tensor: torch.Tensor, key: int, entry: Entry, place: int) -> OpHolder | None:
         if place not in entry.packed:
             entry.packed = FIRST if place == 0 and not entry.packed else entry.packed | {place}
         if place not in entry.saved:
-            self.roots.append((self.saved_count, key, len(self.entries)))
+            self.roots.append((len(self.region.tape.saved), key, len(self.entries)))
             return None
         away = place in entry.away
         policy = CheckpointPolicy.OFFLOAD if away else CheckpointPolicy.SAVE
@@ -455,10 +453,13 @@ class Recorder:
             return roots
         stop = self._stop()
         # Also where the graph of what saved it is gone: replay runs it all the same.
-        roots += [(key, after) for number, after, key in self._reads if number <= stop]
+        read = [(key, after) for number, after, key in self._reads if number <= stop]
+        roots += read
+        # Where nothing is written a storage is what it is for all that read it: one of them is enough.
+        known = set() if self.storages.has_writes else {key for key, _ in read}
         outputs: dict[tuple[torch.autograd.graph.Node, int], Returned] = {}
         for returned in self._returned:
-            if returned.last >= stop:
+            if returned.last >= stop or returned.key in known:
                 continue
             writer = self.storages.writers.get(returned.key)
             if returned.node is None or (writer is not None and self.results.is_written(*writer)):

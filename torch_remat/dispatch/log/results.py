@@ -14,7 +14,7 @@ import torch
 from torch_remat._compat import without_dispatch_modes
 from torch_remat.dispatch.log.entry import CALL, ONE, WRITTEN, Entry
 from torch_remat.dispatch.log.meta import Meta
-from torch_remat.dispatch.log.slot import Slot, version_of
+from torch_remat.dispatch.log.slot import UNCOUNTED, Slot, version_of
 from torch_remat.dispatch.log.storages import Storages
 from torch_remat.dispatch.views import in_same_storage
 from torch_remat.policies.decision import CheckpointPolicy
@@ -55,7 +55,9 @@ class Results:
         unread: Entries whose changes autograd counts only once they are over.
     """
 
-    __slots__ = ("_aliases", "_allow_mutation", "_held", "_make_slot", "_nested", "_ones", "_storages", "unread")
+    __slots__ = (
+        "_aliases", "_allow_mutation", "_held", "_make_slot", "_nested", "_ones", "_reshaped", "_storages", "unread"
+    )  # fmt: skip
 
     def __init__(self, storages: Storages, make_slot: MakeSlot, nested: bool, allow_mutation: bool) -> None:
         self.unread: list[Entry] = []
@@ -65,11 +67,12 @@ class Results:
         self._allow_mutation = allow_mutation
         self._ones: dict[Entry, tuple[torch.Tensor, int]] = {}  # those of kind ONE, what most are
         self._held: dict[Entry, _Held] = {}
+        self._reshaped = False  # whether one of them may have been reshaped since its op was over
         self._aliases: dict[Entry, torch.Tensor] = {}  # of results that autograd has saved, without their history
 
     def note_one(self, entry: Entry, result: torch.Tensor) -> None:
         """Note the result of an entry of kind `ONE`."""
-        self._ones[entry] = result, version_of(result)
+        self._ones[entry] = result, UNCOUNTED if result.is_inference() else result._version
 
     def note(self, entry: Entry, result: Any, written: Sequence[torch.Tensor] = ()) -> None:
         """Note what any other entry returned, and the arguments that it wrote."""
@@ -107,6 +110,7 @@ class Results:
         for entry in self.unread:
             if (one := self._ones.get(entry)) is not None:
                 self._ones[entry] = one[0], version_of(one[0])
+                self._reshaped = True
             elif (held := self._held.get(entry)) is not None:
                 held.versions = {place: version_of(tensor) for place, tensor in held.tensors.items()}
                 held.written_versions = [version_of(tensor) for tensor in held.written]
@@ -177,7 +181,12 @@ class Results:
     def keep(self, entry: Entry, places: Collection[int]) -> None:
         """Keep results of an entry, and what it wrote, in slots."""
         if (one := self._ones.get(entry)) is not None:
-            entry.kept = {0: self._slot(entry, 0, one[0])}
+            usual = not (self._nested or self._allow_mutation or self._reshaped or entry.away)
+            if usual and entry.kind == ONE and not self._storages.aliases_of(one[0]):
+                slot = Slot.of_alias(one[0])
+            else:
+                slot = self._slot(entry, 0, one[0])
+            entry.kept = {0: slot}
             return
         held = self._held[entry]
         kept = dict(entry.kept)
@@ -199,9 +208,6 @@ class Results:
         # What was given a name may be another view of what was written.
         meta = entry.meta(place) if place != WRITTEN else entry.results if entry.effects.returned == (0,) else None
         aliases = self._storages.aliases_of(tensor)
-        ordinary = entry.kind == ONE and not (aliases or entry.away or self._allow_mutation or self._nested)
-        if ordinary and meta is not None and meta.describes(tensor):
-            return Slot.of_alias(tensor)
         if type(meta) is Meta and not meta.describes(tensor):
             # It was reshaped since, or it is a view that was given a name: the name is that of the whole.
             with without_dispatch_modes(), torch.no_grad():

@@ -193,11 +193,10 @@ class Storages:
             entry.versions = ((0, base._version),)
         return True
 
-    def note_one(self, entry: Entry, result: torch.Tensor) -> None:
+    def note_one(self, entry: Entry, key: int) -> None:
         """Note a call whose one result is an ordinary tensor in a new storage."""
-        key = entry.storage = storage_key(result)
-        entry.kind = ONE
-        self._foreign.discard(key)
+        if self._foreign:
+            self._foreign.discard(key)
         self.writers[key] = entry, 0
 
     def note_call(self, entry: Entry, results: Sequence[Any], given: Collection[int] | None = None) -> None:
