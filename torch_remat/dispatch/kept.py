@@ -24,7 +24,7 @@ import torch
 from torch_remat.dispatch.ambient import RngState
 from torch_remat.dispatch.holder import Holder, is_parameter
 from torch_remat.dispatch.log.earlier import earlier_label
-from torch_remat.dispatch.log.entry import CALL, ONE, WRITTEN, Entry, WholeCall
+from torch_remat.dispatch.log.entry import CALL, ONE, WRITTEN, Entry
 from torch_remat.dispatch.log.meta import Meta
 from torch_remat.dispatch.log.record import Record, Stretch
 from torch_remat.dispatch.mode import current_mode
@@ -323,10 +323,10 @@ class _Rows:
         """Return, by the id of each elided holder, from where replay fills it."""
         found: dict[int, tuple[Why, str, str]] = {}
         for record in self.region.tape.records.values():
-            for elided in record.elided_outputs:
+            for elided in record.elided_outputs or ():
                 label = self._output_name(record.name, elided.place)
                 found[id(elided.holder())] = Why.FROM_OUTPUT, record.name, label
-            for elided in record.elided_inputs:
+            for elided in record.elided_inputs or ():
                 found.setdefault(id(elided.holder()), (Why.FROM_INPUT, record.name, str(elided.place)))
         return found
 
@@ -365,9 +365,7 @@ class _Rows:
 
     def _output_name(self, op: str, place: int) -> str:
         record = self.region.tape.records.get(op)
-        if isinstance(record, WholeCall):
-            return record.label(place)
-        return str(place) if record is not None and record.as_tuple else "out"
+        return "out" if record is None else record.label(place)
 
 
 def _undecided_in(region: Any) -> Iterator[tuple[str, str, torch.Tensor, CheckpointPolicy]]:

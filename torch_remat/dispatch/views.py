@@ -115,38 +115,29 @@ class Elided(NamedTuple):
         holder: The holder that waits for it.
         place: Which output of its producer, or which input of its op, it is or is a view of: its source.
         view: How it shows the source's storage; None if it is the source itself.
-        source: How the source showed it in forward; None if that was gone, and an alias left.
-        source_offset: The source's storage offset in forward, in bytes.
-        storage_bytes: The size of the storage in forward.
+        source: How the source showed it in forward; None likewise.
     """
 
     holder: ref[OpHolder]
     place: int
     view: Look | None
     source: Look | None
-    source_offset: int
-    storage_bytes: int
 
     @classmethod
-    def of(
-        cls, tensor: torch.Tensor, holder: OpHolder, place: int, source: torch.Tensor | None, source_offset: int
-    ) -> Elided:
+    def of(cls, tensor: torch.Tensor, holder: OpHolder, place: int, source: torch.Tensor) -> Elided:
         """Describe a saved tensor that shares the storage of its source."""
-        if source is tensor:
-            whole: Elided = new_tuple(cls, (ref(holder), place, None, None, 0, 0))
-            return whole
-        look = None if source is None else Look.of(source)
-        size = tensor.untyped_storage().nbytes()
-        made: Elided = new_tuple(cls, (ref(holder), place, Look.of(tensor), look, source_offset, size))
+        looks = (None, None) if source is tensor else (Look.of(tensor), Look.of(source))
+        made: Elided = new_tuple(cls, (ref(holder), place, *looks))
         return made
 
     def value(self, source: torch.Tensor) -> torch.Tensor | None:
         """Return the saved tensor, from replay's counterpart of its source; None if that lies otherwise in memory."""
-        if self.view is None:
+        known = self.source
+        if self.view is None or known is None:
             return source.detach()
         (shape, stride, offset), dtype, _, _ = self.view
-        known = self.source
-        if known is not None and known != (now := Look.of(source)):
+        known_offset = known.geometry.storage_offset * known.dtype.itemsize
+        if known != (now := Look.of(source)):
             if known._replace(geometry=now.geometry) != now or known.geometry.shape != source.shape:
                 return None
             if known.geometry.stride != now.geometry.stride:
@@ -155,9 +146,8 @@ class Elided(NamedTuple):
                 if ordered is None:
                     return None
                 source = ordered
-        moved = offset_in_bytes(source) - self.source_offset
+        moved = offset_in_bytes(source) - known_offset
         place = Geometry(shape, stride, offset + moved // dtype.itemsize)
-        size = source.untyped_storage().nbytes()
-        if (known is None and size != self.storage_bytes) or not lies_within(place, dtype, size):
+        if not lies_within(place, dtype, source.untyped_storage().nbytes()):
             return None
-        return view_of(source, self.source_offset, *self.view)
+        return view_of(source, known_offset, *self.view)

@@ -138,31 +138,31 @@ class Entry:
 _OF_A_CALL = UNKNOWN._replace(random=False)
 
 
-class HandleCall(Entry):
-    """An op with a handle that replay skips: of what happens inside the log knows nothing.
+class HandleCall(Record, Entry):
+    """An op with a handle that replay skips: a record, and, where ops are watched, its own entry in the log.
 
-    Args:
-        record: Its record.
-        results: What replay must know of its outputs.
+    Attributes:
+        results: What replay must know of its outputs; None if its body has raised.
+        plain: The places of the outputs that are not differentiable.
     """
 
     kind = CALL
     path = ""
     count = 0
     effects = _OF_A_CALL
+    results: Any = None
+    plain: Sequence[int] = ()
+    group: str
 
-    def __init__(self, record: Record, results: Any) -> None:
-        self.op = record
-        self.results = results
-        self.group = record.name
-        self.saved = frozenset(range(len(record.outputs)))
-        if record.policy is CheckpointPolicy.OFFLOAD:
-            self.away = self.saved
+    @property
+    def op(self) -> HandleCall:
+        """The entry itself, by which the log knows it."""
+        return self
 
-    def label(self, place: int) -> str:
-        """Return the name of an output."""
-        name: str = self.op.outputs[max(place, 0)].name
-        return name
+    def forget_slots(self) -> None:
+        """Drop what only a further replay would need."""
+        super().forget_slots()
+        self.kept = _NONE
 
 
 class WholeCall(Record, Entry):

@@ -19,7 +19,17 @@ import torch
 
 from torch_remat._compat import kernel_of
 from torch_remat.dispatch.log.earlier import as_it_was, earlier_label, with_tensors
-from torch_remat.dispatch.log.entry import CALL, ODD, ONE, VIEW, Entry, answered, is_bookkeeping, still_there
+from torch_remat.dispatch.log.entry import (
+    CALL,
+    ODD,
+    ONE,
+    VIEW,
+    Entry,
+    HandleCall,
+    answered,
+    is_bookkeeping,
+    still_there,
+)
 from torch_remat.dispatch.log.matching import (
     after_loose,
     another_op,
@@ -31,7 +41,7 @@ from torch_remat.dispatch.log.matching import (
     run_loose,
 )
 from torch_remat.dispatch.log.meta import dense_layout, has_placeholder, key_of, layout_of, stand_in, tensors_in
-from torch_remat.dispatch.log.record import Left, Record
+from torch_remat.dispatch.log.record import Left
 from torch_remat.dispatch.log.schema import effects_of, without_statistics
 from torch_remat.dispatch.log.slot import Slot, version_of
 from torch_remat.dispatch.log.suppressed import Suppressed
@@ -205,14 +215,13 @@ class OpAnswerer:
         """Return what `key_of` gives for the tensors outside of the region that forward has changed."""
         return still_there(storage for entry in self._entries for storage in entry.outside)
 
-    def load_call(self, record: Record) -> tuple[Entry, list[torch.Tensor | None]]:
-        """Return the entry of an op with a handle, and its outputs: the kept ones in order, None for the others."""
-        at = after_loose(self._entries, self._at, record)
-        if at >= len(self._entries) or self._entries[at].op is not record:
-            self._replay.fail(another_op(self._region, record.name, self._at, self._entries, record.name))
+    def load_call(self, entry: HandleCall) -> list[torch.Tensor | None]:
+        """Return the outputs of an op with a handle: the kept ones in order, None for the others."""
+        at = after_loose(self._entries, self._at, entry)
+        if at >= len(self._entries) or self._entries[at] is not entry:
+            self._replay.fail(another_op(self._region, entry.name, self._at, self._entries, entry.name))
         self._at = at + 1
-        entry = self._entries[at]
-        return entry, [
+        return [
             self._value(entry, place, entry.kept[place]) if place in entry.kept else None
             for place in range(entry.count_of_results)
         ]

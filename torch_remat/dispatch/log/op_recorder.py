@@ -28,7 +28,7 @@ from torch_remat.dispatch.log.entry import (
     written_arguments,
 )
 from torch_remat.dispatch.log.meta import Raised, dense_layout, described, key_of, layout_of, tensors_in
-from torch_remat.dispatch.log.record import Record, Stretch
+from torch_remat.dispatch.log.record import Stretch
 from torch_remat.dispatch.log.results import Results
 from torch_remat.dispatch.log.schema import Effects, effects_of
 from torch_remat.dispatch.log.storages import Storages
@@ -278,14 +278,14 @@ class OpRecorder:
         if self.group_policy is CheckpointPolicy.OFFLOAD:
             entry.away = entry.saved
 
-    def note_handle(self, record: Record, outputs: Sequence[torch.Tensor]) -> HandleCall:
+    def note_handle(self, entry: HandleCall, outputs: Sequence[torch.Tensor]) -> None:
         """Note an op with a handle and policy SAVE, once its body is over."""
-        self.skipped_op = None
-        entry = HandleCall(record, described(list(outputs), None))
+        entry.saved = frozenset(range(len(outputs)))
+        if entry.policy is CheckpointPolicy.OFFLOAD:
+            entry.away = entry.saved
         self._storages.note_call(entry, outputs)
         self._entries.append(entry)
         self._results.note(entry, outputs)
-        return entry
 
     def forget_counts(self) -> None:
         """Count the ops anew: names in a native region begin with it."""

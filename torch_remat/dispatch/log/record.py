@@ -9,9 +9,6 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
-from torch_remat.dispatch.placeholder import Geometry
 from torch_remat.policies.decision import CheckpointPolicy
 
 if TYPE_CHECKING:
@@ -24,23 +21,12 @@ if TYPE_CHECKING:
 _NO_SLOTS: Mapping[int, Any] = MappingProxyType({})
 
 
-class Output(NamedTuple):
-    """What replay must know of a skipped op's output to stand something in for it."""
-
-    name: str
-    geometry: Geometry
-    dtype: torch.dtype
-    device: torch.device
-    differentiable: bool
-
-
 class Record:
     """One named op of a region.
 
     Attributes:
         name: The op's name, with its scopes.
         policy: Its policy.
-        outputs: Its outputs, in order.
         as_tuple: Whether it returned a tuple.
         slots: The inputs that replay would not have, by place.
         elided_outputs: Saved tensors of SAVE ops that replay takes from this op's outputs.
@@ -50,11 +36,10 @@ class Record:
     """
 
     # Most records have little to note: what stands here is not set for each of them.
-    outputs: Sequence[Output] = ()
     as_tuple = False
     slots: Mapping[int, Slot] = _NO_SLOTS
-    elided_outputs: list[Elided] | tuple[()] = ()
-    elided_inputs: list[Elided] | tuple[()] = ()
+    elided_outputs: list[Elided] | None = None
+    elided_inputs: list[Elided] | None = None
     drawn: RngState | None = None
     saved_before = 0
 
@@ -62,19 +47,9 @@ class Record:
         self.name = name
         self.policy = policy
 
-    def elide_output(self, elided: Elided) -> None:
-        """Note a saved tensor that replay takes from this op's outputs."""
-        if self.elided_outputs:
-            self.elided_outputs.append(elided)
-        else:
-            self.elided_outputs = [elided]
-
-    def elide_input(self, elided: Elided) -> None:
-        """Note a saved tensor of this op that replay takes from its inputs."""
-        if self.elided_inputs:
-            self.elided_inputs.append(elided)
-        else:
-            self.elided_inputs = [elided]
+    def label(self, place: int) -> str:
+        """Return the name of an output."""
+        return str(max(place, 0)) if self.as_tuple else "out"
 
     def forget_slots(self) -> None:
         """Drop what only a further replay would need."""
