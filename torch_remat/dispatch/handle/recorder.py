@@ -347,7 +347,7 @@ class CallRecorder(Recorder):
         frame, watch = _getframe(_BODY), self.watch
         if self.opened is not None and self.is_part_of_skipped(self.opened.is_around(frame, ctx)):
             return None
-        if watch is not None and watch.group:
+        if watch is not None and watch.native is not None:
             policy = CheckpointPolicy.SAVE  # it follows the native region around it
         op: ForwardOp
         record: Record
@@ -401,7 +401,7 @@ class CallRecorder(Recorder):
         self.skipped_any = True
         if self.watch is not None:
             self.watch.skipped_op = None
-            if self.has_policy or self.watch.group:
+            if self.has_policy or self.watch.native is not None:
                 self.watch.note_handle(record, outputs)
         number = node_number(ctx)
         self.skipped.append((number, number + 1))
@@ -467,11 +467,10 @@ class CallRecorder(Recorder):
 
     def pack_of_call(self, tensor: Tensor) -> OpHolder | None:
         """Return the holder for the output of a SAVE op that is saved in a native region."""
-        source = self._source_of(tensor) if self.watch is not None and self.watch.stretch is not None else None
-        if source is None or self.watch is None:
+        native = None if self.watch is None or not self.made.tensors else self.watch.native
+        if native is None or (source := self._source_of(tensor)) is None:
             return None
-        name = f"{source[0].name.rpartition('/')[2]}_{source[1]}"
-        return self.resident(self.watch.group, name, tensor, self.watch.group_policy)
+        return self.resident(native.name, f"{source[0].name.rpartition('/')[2]}_{source[1]}", tensor, native.policy)
 
     def hold(self, record: Record, name: str, tensor: Tensor, policy: CheckpointPolicy) -> Holder | Anchor:
         """Return the holder for a tensor that a skipped op or a whole call saves."""
@@ -569,7 +568,7 @@ class CallRecorder(Recorder):
 
     def skips(self) -> bool:
         """Whether a native region runs that replay skips."""
-        return self.calling is not None or (self.watch is not None and bool(self.watch.group))
+        return self.calling is not None or super().skips()
 
     def note_returned_view(self, stretch: Stretch, place: int, leaf: Tensor, last: int) -> None:
         """Note a view of a SAVE op's output that a native region returns: code outside may read it."""

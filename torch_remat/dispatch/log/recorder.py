@@ -188,7 +188,7 @@ class Recorder:
 
     def skips(self) -> bool:
         """Whether a native region runs that replay skips."""
-        return self.watch is not None and bool(self.watch.group)
+        return self.watch is not None and self.watch.native is not None
 
     def note_record(self, record: Record) -> None:
         """Note what has a name.
@@ -217,40 +217,43 @@ class Recorder:
             if not self.has_policy:
                 self.read_by_replay(leaves_of(args, kwargs))
             return function(*args, **kwargs)
-        if self.has_policy:
-            assert self.watch is not None
-            self.note_record(Record(name, policy))
-            self.watch.group, self.watch.group_policy = name, policy
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self.watch.group, self.watch.group_policy = "", CheckpointPolicy.SAVE
-        self.skipped_any = True
-        return self._run_stretch(Stretch(name, policy), function, args, kwargs)
+        if not self.has_policy:
+            return self._run_stretch(Stretch(name, policy), function, args, kwargs)
+        assert self.watch is not None
+        self.watch.native = record = Record(name, policy)
+        try:
+            self.note_record(record)
+            return function(*args, **kwargs)
+        finally:
+            self.watch.native = None
 
     def _run_stretch(
         self, stretch: Stretch, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         self.note_record(stretch)
+        self.skipped_any = True
         watch = self.watch
         if watch is None:
             self.packs = True
             watch = self.watch = OpRecorder(self, None, ("",), self._allow_mutation, None)
         stretch.start = len(self.entries)
-        watch.group, watch.group_policy, watch.stretch = stretch.name, stretch.policy, stretch
+        watch.native = stretch
         watch.forget_counts()
         first = sequence_number()
         leaves: Sequence[Any] = ()
+        name = None
         try:
             result = self.mode.watched(watch.watch, function, args, kwargs)
-            leaves = (result,) if isinstance(result, torch.Tensor) else leaves_of((result,), {})
+            if isinstance(result, torch.Tensor):
+                leaves, name = (result,), "out"
+            else:
+                leaves = leaves_of((result,), {})
         except BaseException:
             stretch.raised = True
             raise
         finally:
-            watch.group, watch.group_policy, watch.stretch = "", CheckpointPolicy.SAVE, None
-            single = len(leaves) == 1 and leaves[0] is result
-            self._end_stretch(watch, stretch, first, leaves, "out" if single else None)
+            watch.native = None
+            self._end_stretch(watch, stretch, first, leaves, name)
         return result
 
     def _end_stretch(
@@ -335,7 +338,7 @@ class Recorder:
             writer = self.storages.writers.get(key)
             if writer is not None:
                 held = self._pack_made(tensor, key, *writer)
-            elif watch is not None and watch.stretch is not None:
+            elif watch is not None and watch.native is not None and not self.has_policy:
                 held = self.pack_of_call(tensor)
             elif type(tensor) is not torch.Tensor:
                 self.roots += [(place, key_of(part), len(self.entries)) for part in parts_of(tensor)]
@@ -343,7 +346,7 @@ class Recorder:
             return held
         number = stop = sequence_number()
         buffer = False
-        if watch is None or not watch.group:
+        if watch is None or watch.native is None:
             node = tensor.grad_fn
             # A result is saved once its op has run, all else before. Of a tensor without a history nobody knows.
             if node is not None and node_number(node) != number - 1:
