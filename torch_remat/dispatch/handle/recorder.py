@@ -545,13 +545,16 @@ class CallRecorder(Recorder):
         opened = self.opened
         if (opened is not None and self.is_part_of_skipped(opened.is_running())) or self.skips():
             return function(*args, **kwargs)
-        if policy is _RECOMPUTE and not self.has_policy:
+        if policy is _RECOMPUTE:
             record = Record(name, policy)
             self.note_record(record)
-            self.keep_inputs(record, leaves_of(args, kwargs))
+            if not self.has_policy:
+                self.keep_inputs(record, leaves_of(args, kwargs))
             return function(*args, **kwargs)
-        if policy is _RECOMPUTE or self.has_policy or not is_whole_call(function, args, kwargs):
-            return super().run_native(name, policy, function, args, kwargs)
+        if self.has_policy:
+            return self.run_watched(name, policy, function, args, kwargs)
+        if not is_whole_call(function, args, kwargs):
+            return self.run_stretch(Stretch(name, policy), function, args, kwargs)
         call = CallForward(self, name, policy, function, args if not kwargs else (*args, *kwargs.values()))
         self.note_record(call.record)
         self.skipped_any = self.packs = True

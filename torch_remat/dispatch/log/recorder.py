@@ -30,7 +30,7 @@ from torch_remat.dispatch.ambient import RngState
 from torch_remat.dispatch.holder import Anchor, Holder, OpHolder, ResidentRef, metadata_of
 from torch_remat.dispatch.log.departures import Departures
 from torch_remat.dispatch.log.entry import CALL, FIRST, ONE, Entry
-from torch_remat.dispatch.log.meta import has_placeholder, key_of, keys_of, parts_of
+from torch_remat.dispatch.log.meta import key_of, keys_of, parts_of
 from torch_remat.dispatch.log.needs import find_needs
 from torch_remat.dispatch.log.op_recorder import Observer, OpRecorder
 from torch_remat.dispatch.log.readers import read_outputs
@@ -207,18 +207,11 @@ class Recorder:
         records[record.name] = record
         record.saved_before = len(self.region.tape.saved)
 
-    def run_native(
+    def run_watched(
         self, name: str, policy: CheckpointPolicy, function: Callable[..., Any], args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:  # fmt: skip
-        """Run a native region; see `RematMode.run_native`."""
-        if policy is CheckpointPolicy.RECOMPUTE:
-            self.note_record(Record(name, policy))
-            if not self.has_policy:
-                self.read_by_replay(leaves_of(args, kwargs))
-            return function(*args, **kwargs)
-        if not self.has_policy:
-            return self._run_stretch(Stretch(name, policy), function, args, kwargs)
+        """Run a native region in a region whose ops are all watched."""
         assert self.watch is not None
         self.watch.native = record = Record(name, policy)
         try:
@@ -227,9 +220,10 @@ class Recorder:
         finally:
             self.watch.native = None
 
-    def _run_stretch(
+    def run_stretch(
         self, stretch: Stretch, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
+        """Run a native region, watching its ops, in a region whose ops are not watched."""
         self.note_record(stretch)
         self.skipped_any = True
         watch = self.watch
@@ -384,17 +378,11 @@ class Recorder:
 
     def note_reader(self, tensor: torch.Tensor) -> bool:
         """Note that replay reads a tensor here in any case; return whether an entry made it."""
-        writer = self.storages.writer_of(tensor)
-        if writer is None:
-            return False
-        self._read.append((key_of(tensor), len(self.entries)))
-        return True
-
-    def read_by_replay(self, values: Sequence[Any]) -> None:
-        """Note that replay reads those values that entries made."""
-        for value in values:
-            if isinstance(value, torch.Tensor) and not has_placeholder(value):
-                self.note_reader(value)
+        key = key_of(tensor)
+        if key in self.storages.writers:
+            self._read.append((key, len(self.entries)))
+            return True
+        return False
 
     # The end.
 
