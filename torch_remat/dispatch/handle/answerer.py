@@ -24,15 +24,14 @@ from torch import Tensor
 from torch_remat.dispatch.check.mismatch import SAME_ORDER, mismatched, other_source
 from torch_remat.dispatch.handle.op import SKIPPED, RematHandle
 from torch_remat.dispatch.handle.whole_call import another_call, is_same_call, replayed
-from torch_remat.dispatch.holder import parameter_behind
-from torch_remat.dispatch.log.aftermath import Aftermath
+from torch_remat.dispatch.holder import metadata_of, parameter_behind
 from torch_remat.dispatch.log.entry import VIEW, WRITTEN, Entry, HandleCall, WholeCall
 from torch_remat.dispatch.log.meta import stand_in
 from torch_remat.dispatch.log.needs import Needs, find_needs
 from torch_remat.dispatch.log.op_answerer import OpAnswerer, loaded_slots
 from torch_remat.dispatch.log.record import Record, Stretch
 from torch_remat.dispatch.log.schema import effects_of, without_statistics
-from torch_remat.dispatch.log.suppressed import Suppressed
+from torch_remat.dispatch.log.suppressed import Aftermath, Suppressed
 from torch_remat.dispatch.placeholder import TORCH_SAYS, Placeholder, Source, new_tuple, real, refuse
 from torch_remat.dispatch.region.inputs import leaves_of, with_leaves
 from torch_remat.dispatch.views import Elided
@@ -549,7 +548,7 @@ class Answerer:
         if loaded:
             source = real(source, f"op {holder.op!r}")
         value = elided.value(source) if isinstance(source, torch.Tensor) else None
-        if value is None or (value.shape, value.dtype, value.device) != holder.metadata[1:]:
+        if value is None or metadata_of(value)[1:] != holder.metadata[1:]:
             self._replay.fail(other_source(self.region, holder, source, is_input))
         if is_input and not loaded:
             owner = source if source._base is None else source._base

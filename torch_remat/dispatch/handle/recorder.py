@@ -461,9 +461,8 @@ class CallRecorder(Recorder):
                     self.forget_expected()
                 return held
             self.forget_expected()  # autograd did not record the op
-        if self.calling is not None:
-            return self.calling.pack(tensor)
-        return self.pack(tensor)
+        calling = self.calling
+        return self.pack(tensor) if calling is None else calling.pack(tensor)
 
     def pack_of_call(self, tensor: Tensor) -> OpHolder | None:
         """Return the holder for the output of a SAVE op that is saved in a native region."""

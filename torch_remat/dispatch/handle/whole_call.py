@@ -57,10 +57,10 @@ def is_whole_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 
     Under autocast one of torch's own makes casts besides, and parameters' casts are not to be kept.
     """
-    if type(function) is not BuiltinFunctionType:
-        if not is_compiled(function):
+    if type(function) is BuiltinFunctionType:
+        if not (_pure.get(id(function)) or _is_pure(function)) or any_autocast_enabled() or "out" in kwargs:
             return False
-    elif not _is_pure(function) or any_autocast_enabled() or "out" in kwargs:
+    elif not is_compiled(function):
         return False
     if not kwargs and _ORDINARY.issuperset(map(type, args)):
         return True

@@ -353,23 +353,28 @@ class Recorder:
         return held
 
     def _pack_made(self, tensor: torch.Tensor, key: int, entry: Entry, place: int) -> OpHolder | None:
-        if place not in entry.packed:
-            entry.packed = FIRST if place == 0 and not entry.packed else entry.packed | {place}
+        tape = self.region.tape
+        if entry.kind == ONE:
+            entry.packed = FIRST
+        elif place not in entry.packed:
+            entry.packed |= {place}
         if place not in entry.saved:
-            self.roots.append((len(self.region.tape.saved), key, len(self.entries)))
+            self.roots.append((len(tape.saved), key, len(self.entries)))
             return None
+        label = entry.label(place)
         if entry.kind != ONE or entry.away or not self._plain or type(tensor) is not torch.Tensor:
             policy = CheckpointPolicy.OFFLOAD if place in entry.away else CheckpointPolicy.SAVE
-            return self.resident(entry.group, entry.label(place), tensor, policy, self._allow_mutation)
+            return self.resident(entry.group, label, tensor, policy, self._allow_mutation)
         # What most are.
-        holder = self.holder_for(entry.group, entry.label(0), tensor)
+        holder = self.holder_for(entry.group, label, tensor)
         if self.mode.watcher is None:
-            holder.value = tensor.detach()
+            alias = tensor.detach()
         else:
             with without_dispatch_modes():
-                holder.value = tensor.detach()
-        self.results.note_alias(entry, tensor, holder.value)
-        self.region.tape.saved.append(ResidentRef(holder))
+                alias = tensor.detach()
+        holder.value = alias
+        self.results.aliases[entry] = id(tensor), alias
+        tape.saved.append(ResidentRef(holder))
         return holder
 
     def pack_of_call(self, tensor: torch.Tensor) -> OpHolder | None:

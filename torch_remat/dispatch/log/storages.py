@@ -73,6 +73,11 @@ class Storages:
         """Return the aliases of a saved result that count their versions for themselves."""
         return self._aliases.get(key_of(tensor), ()) if self._aliases else ()
 
+    @property
+    def has_aliases(self) -> bool:
+        """Whether a saved result has an alias that counts its versions for itself."""
+        return bool(self._aliases)
+
     def has_changed(self, tensor: torch.Tensor) -> bool:
         """Whether an entry has written a tensor from outside."""
         return key_of(tensor) in self._foreign
