@@ -21,13 +21,13 @@ from torch_remat.dispatch.handle.op import RematHandle
 from torch_remat.dispatch.handle.whole_call import CallForward, is_whole_call
 from torch_remat.dispatch.holder import AUTOCAST_DTYPES, Anchor, Holder, OpHolder, is_parameter, parameter_behind
 from torch_remat.dispatch.log.entry import HandleCall
-from torch_remat.dispatch.log.meta import NOT_LAZY, Meta, described
+from torch_remat.dispatch.log.meta import Meta, described
 from torch_remat.dispatch.log.record import Record, Stretch
 from torch_remat.dispatch.log.recorder import Forward, Recorder
 from torch_remat.dispatch.log.slot import Slot
-from torch_remat.dispatch.offloading import know_parameters, offload_resident, slot_hooks
+from torch_remat.dispatch.offloading import offload_resident, sender_of, slot_hooks
 from torch_remat.dispatch.options import DEFAULTS
-from torch_remat.dispatch.placeholder import Geometry, Placeholder, new_tuple
+from torch_remat.dispatch.placeholder import NOT_LAZY, Geometry, Placeholder, new_tuple
 from torch_remat.dispatch.region.inputs import leaves_of
 from torch_remat.dispatch.views import Elided
 from torch_remat.errors import UsageError
@@ -141,7 +141,7 @@ class SavedOp(ForwardOp):
 
     def _know_parameters(self, args: tuple[Any, ...]) -> None:
         if self.record.policy is _OFFLOAD:
-            know_parameters(self.ops.region, args)
+            sender_of(self.ops.region).know_parameters(args)
 
     def finish(self, outs: tuple[Tensor, ...], as_tuple: bool) -> Any:
         """Note the outputs, all that placeholders must show, and what autograd is to save next."""

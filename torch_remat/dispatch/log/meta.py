@@ -14,10 +14,17 @@ import torch
 from torch import Tensor, strided
 from torch.nn import Parameter
 
-from torch_remat._compat import is_traceable_wrapper, set_conj, set_neg, shares_storage, storage_key
-from torch_remat.dispatch.placeholder import Geometry, Placeholder, Source, geometry_of, new_tuple, placeholder_at
+from torch_remat._compat import is_traceable_wrapper, shares_storage, storage_key
+from torch_remat.dispatch.placeholder import (
+    NOT_LAZY,
+    Geometry,
+    Placeholder,
+    Source,
+    geometry_of,
+    new_tuple,
+    placeholder_at,
+)
 
-NOT_LAZY = (False, False)
 _USUAL = frozenset((Tensor, Parameter))
 _DENSE = frozenset((*_USUAL, Placeholder))
 _FLAT = frozenset((*_USUAL, int, float, bool, complex, NoneType, str, torch.dtype, torch.device))  # usual arguments
@@ -144,12 +151,7 @@ def stand_in(meta: Any, source: Source, compute: Callable[[str], torch.Tensor] |
         shape, stride, _ = meta.geometry
         made: torch.Tensor = meta.kind.__tensor_unflatten__(parts, meta.context, shape, stride)
         return made
-    placeholder = placeholder_at(meta.geometry, meta.dtype, meta.device, source)
-    placeholder.compute = compute
-    if meta.lazy is not NOT_LAZY:
-        set_conj(placeholder, meta.lazy[0])
-        set_neg(placeholder, meta.lazy[1])
-    return placeholder
+    return placeholder_at(meta.geometry, meta.dtype, meta.device, source, meta.lazy, compute)
 
 
 def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -29,7 +29,7 @@ from torch_remat._compat import SavedTensorHooks, node_number, sequence_number, 
 from torch_remat.dispatch.ambient import RngState
 from torch_remat.dispatch.holder import Anchor, Holder, OpHolder, ResidentRef, metadata_of
 from torch_remat.dispatch.log.departures import Departures
-from torch_remat.dispatch.log.entry import CALL, FIRST, ONE, Entry
+from torch_remat.dispatch.log.entry import CALL, FIRST, ONE, Entry, run_for_good
 from torch_remat.dispatch.log.meta import key_of, keys_of, parts_of
 from torch_remat.dispatch.log.needs import find_needs
 from torch_remat.dispatch.log.op_recorder import Observer, OpRecorder
@@ -426,6 +426,12 @@ class Recorder:
             # Replay does not change them again.
             changes = self._changes
             region.inputs.accept_changes(lambda tensor, times: changes.get(key_of(tensor)) == times)
+
+    def before_replay(self) -> None:
+        """Let a replay inside of forward, and each later one, run all ops so far, on what they have read."""
+        if self.watch is not None:
+            run_for_good(self.entries)
+            self.watch.earlier.keep(self.departures.slot_for)
 
     def _finish_policy(self) -> None:
         watch, region = self.watch, self.region

@@ -16,7 +16,7 @@ from torch_remat.dispatch.log.entry import CALL, ONE, WRITTEN, Entry
 from torch_remat.dispatch.log.meta import Meta
 from torch_remat.dispatch.log.slot import UNCOUNTED, Slot, version_of
 from torch_remat.dispatch.log.storages import Storages
-from torch_remat.dispatch.views import in_same_storage
+from torch_remat.dispatch.views import placement_in
 from torch_remat.policies.decision import CheckpointPolicy
 
 Undecided = tuple[str, str, torch.Tensor, CheckpointPolicy]  # op, name, tensor and decision
@@ -160,7 +160,7 @@ class Results:
         if type(meta) is Meta and not meta.describes(tensor):
             # It was reshaped since, or it is a view that was given a name: the name is that of the whole.
             with without_dispatch_modes(), torch.no_grad():
-                tensor = in_same_storage(tensor, meta.geometry, meta.dtype, *meta.lazy)
+                tensor = placement_in(meta).seen_in(tensor)
         label = entry.label(max(place, WRITTEN))
         slot = self._make_slot(entry.group, label, tensor, decision_on(entry, place), False, self._allow_mutation)
         if self._usual and (aliases := self._storages.aliases_of(tensor)):

@@ -49,13 +49,19 @@ class Suppressed:
     def add(self, tensors: Iterable[torch.Tensor], outside: Container[int]) -> None:
         """Note those tensors of the present op whose storages are from outside the region."""
         for tensor in tensors:
+            if any(tensor is noted for noted, _ in self.pending):
+                continue
             if not isinstance(tensor, Placeholder) and not tensor.is_inference() and key_of(tensor) in outside:
-                self.pending.append((tensor, tensor._version))
+                version = tensor._version
+                self.pending.append((tensor, version))
+                if version:  # autograd counts the change once the op is over
+                    set_version(tensor, version - 1)
 
     def restore(self) -> None:
         """Put the counters back, once the op is over."""
         for tensor, version in self.pending:
-            set_version(tensor, version)
+            if tensor._version != version:  # a pack hook, in which this may run, must not touch what it is given
+                set_version(tensor, version)
         self.pending = []
 
 
