@@ -168,7 +168,7 @@ def _run(
         loaded = handle.save_or_load_inputs(*inputs)
         inputs = [loaded] if len(inputs) == 1 else loaded
     out = forward(_NamingContext(ctx, handle, tensor_names), *inputs, *rest)
-    return handle.record(out, True) if isinstance(out, tuple) else handle.record((out,), False)
+    return handle.finish(out, True) if isinstance(out, tuple) else handle.finish((out,), False)
 
 
 class _NamingContext:

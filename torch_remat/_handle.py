@@ -66,8 +66,13 @@ def get_handle(ctx: Any, op_name: str, remat_policy: CheckpointPolicy) -> RematH
             op=name,
             remedy="Call it first thing in `forward(ctx, ...)`, with that ctx.",
         )
-    if not compiling and (mode := current_mode()) is not None:
-        handle: RematHandle | None = mode.begin_op(name, remat_policy, ctx)
+    mode = None if compiling else current_mode()
+    if mode is not None and ((ops := mode.ops) is not None or (ops := mode.ops_now()) is not None):
+        observed = mode.observed
+        policy = remat_policy if observed is None else observed.policy_of(name, remat_policy)
+        handle: RematHandle | None = ops.begin(name, policy, ctx)
+        if observed is not None:
+            handle = observed.begin(handle, name, policy, ctx)
         if handle is not None:
             return handle
     return RematHandle(ctx, name)

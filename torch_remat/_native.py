@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 from torch.compiler import is_compiling
@@ -59,10 +59,14 @@ def native_save_region(op_name: str, function: Callable[..., R], /, *args: Any, 
     name = scope.get() + op_name if usual else scoped(op_name)
     if not callable(function):
         raise UsageError(f"a native region cannot run a {type(function).__name__}", op=name, remedy=_FORM)
+    result: R
     if compiling:
-        result: R = compiled_part(True, function, args, kwargs)
-        return result
-    return _run(name, CheckpointPolicy.SAVE, function, args, kwargs)
+        result = compiled_part(True, function, args, kwargs)
+    elif (mode := current_mode()) is None:
+        result = function(*args, **kwargs)
+    else:
+        result = mode.run_native(name, CheckpointPolicy.SAVE, function, args, kwargs)
+    return result
 
 
 def native_region(
@@ -103,22 +107,15 @@ def native_region(
             raise UsageError(f"a native region cannot run a {type(function).__name__}", op=name, remedy=_FORM)
 
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            result: R
             if is_compiling():
-                result: R = compiled_part(policy is not CheckpointPolicy.RECOMPUTE, function, args, kwargs)
-                return result
-            return _run(name, policy, function, args, kwargs)
+                result = compiled_part(policy is not CheckpointPolicy.RECOMPUTE, function, args, kwargs)
+            elif (mode := current_mode()) is None:
+                result = function(*args, **kwargs)
+            else:
+                result = mode.run_native(name, policy, function, args, kwargs)
+            return result
 
         return call
 
     return bind
-
-
-def _run(
-    name: str, policy: CheckpointPolicy, function: Callable[..., R], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> R:
-    result: R
-    mode = current_mode()
-    if mode is None:
-        return function(*args, **kwargs)
-    result = mode.run_native(name, policy, function, args, kwargs)
-    return result

@@ -24,7 +24,7 @@ import torch
 from torch_remat.dispatch.holder import Holder, is_parameter
 from torch_remat.dispatch.log.earlier import earlier_label
 from torch_remat.dispatch.log.entry import CALL, Entry
-from torch_remat.dispatch.log.record import Stretch, WholeCall
+from torch_remat.dispatch.log.record import Stretch
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.offloading import Offloaded
 from torch_remat.offload.transfer import may_travel
@@ -149,9 +149,9 @@ def _named(region: Any) -> Iterator[Kept]:
     """Yield saved tensors that have names."""
     sources: dict[int, tuple[Why, str, str]] = {}  # of elided ones, by the holder
     for record in region.tape.records.values():
-        for elided in record.elided_outputs:
+        for elided in record.elided_outputs or ():
             sources[id(elided.holder())] = "output of", record.name, _output_name(region, record.name, elided.place)
-        for elided in record.elided_inputs:
+        for elided in record.elided_inputs or ():
             sources.setdefault(id(elided.holder()), ("input of", record.name, str(elided.place)))
     for entry in list(region.tape.holders):
         if (holder := entry()) is not None:
@@ -199,9 +199,7 @@ def _of_calls(region: Any, calls: Sequence[Entry]) -> Iterator[Kept]:
 
 def _output_name(region: Any, op: str, place: int) -> str:
     record = region.tape.records.get(op)
-    if isinstance(record, WholeCall):
-        return record.output_name(place)
-    return str(place) if record is not None and record.as_tuple else "out"
+    return "out" if record is None else record.label(place)
 
 
 def _undecided_in(region: Any) -> Iterator[tuple[str, str, torch.Tensor, CheckpointPolicy]]:

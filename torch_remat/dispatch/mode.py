@@ -21,7 +21,9 @@ from torch_remat._compat import (
     DispatchMode,
     SavedTensorHooks,
     active_modes,
+    pop_mode,
     pop_saved_tensors_hooks,
+    push_mode,
     push_saved_tensors_hooks,
 )
 from torch_remat.dispatch.log.schema import effects_of
@@ -118,27 +120,6 @@ class RematMode(DispatchMode):
     def ops_now(self) -> Any:
         """Return the ops of this phase; None where ops are plain autograd."""
 
-    def begin_op(self, name: str, policy: CheckpointPolicy, ctx: Any) -> Any:
-        """Begin an op in this phase; None if it is plain autograd. Only `get_handle` calls it, which the body calls.
-
-        Args:
-            name: The op's name, with its scopes.
-            policy: Its policy.
-            ctx: Its autograd context.
-
-        Raises:
-            UsageError: The region already has an op of that name, or the op before it was not ended.
-            MismatchError: In replay, this is not the op that forward had here.
-        """
-        ops = self.ops
-        if ops is None and (ops := self.ops_now()) is None:
-            return None
-        observed = self.observed
-        if observed is None:
-            return ops.begin(name, policy, ctx)
-        policy = observed.policy_of(name, policy)
-        return observed.begin(ops.begin(name, policy, ctx), name, policy, ctx)
-
     def run_native(
         self,
         name: str,
@@ -178,8 +159,11 @@ class RematMode(DispatchMode):
         previous, self.watcher = self.watcher, watcher
         try:
             if previous is None or not any(mode is self for mode in active_modes()):
-                with self:
+                before = push_mode(self)
+                try:
                     return function(*args, **kwargs)
+                finally:
+                    pop_mode(self, before)
             if self.lets_compiled_code_run:
                 with _Uncompiled():
                     return function(*args, **kwargs)

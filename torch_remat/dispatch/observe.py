@@ -206,9 +206,9 @@ class WatchedOp(RematHandle):
         self._handle.save_for_backward(saved_tensors)
         self.named = saved_tensors
 
-    def record(self, outs: tuple[torch.Tensor, ...], as_tuple: bool) -> Any:
+    def finish(self, outs: tuple[torch.Tensor, ...], as_tuple: bool) -> Any:
         """Do as the op does."""
-        made = self._handle.record(outs, as_tuple)
+        made = self._handle.finish(outs, as_tuple)
         self.outputs_made, self.as_tuple = made if as_tuple else (made,), as_tuple
         self._finish()
         return made

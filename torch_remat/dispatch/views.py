@@ -41,44 +41,34 @@ class Elided(NamedTuple):
         holder: The holder that waits for it.
         place: Which output of its producer, or which input of its op, it is or is a view of: its source.
         view: Where it lay in the source's storage; None if it is the source itself.
-        source: Where the source lay; None if that was gone, and an alias left.
-        source_offset: The source's storage offset in forward, in bytes.
-        storage_bytes: The size of the storage in forward.
+        source: Where the source lay; None likewise.
     """
 
     holder: ref[OpHolder]
     place: int
     view: Placement | None
     source: Placement | None
-    source_offset: int
-    storage_bytes: int
 
     @classmethod
-    def of(
-        cls, tensor: torch.Tensor, holder: OpHolder, place: int, source: torch.Tensor | None, source_offset: int
-    ) -> Elided:
+    def of(cls, tensor: torch.Tensor, holder: OpHolder, place: int, source: torch.Tensor) -> Elided:
         """Describe a saved tensor that shares the storage of its source."""
-        if source is tensor:
-            whole: Elided = new_tuple(cls, (ref(holder), place, None, None, 0, 0))
-            return whole
-        known = None if source is None else Placement.of(source)
-        size = tensor.untyped_storage().nbytes()
-        return cls(ref(holder), place, Placement.of(tensor), known, source_offset, size)
+        places = (None, None) if source is tensor else (Placement.of(tensor), Placement.of(source))
+        made: Elided = new_tuple(cls, (ref(holder), place, *places))
+        return made
 
     def value(self, source: torch.Tensor) -> torch.Tensor | None:
         """Return the saved tensor, from replay's counterpart of its source; None if that lies otherwise in memory."""
         view, known = self.view, self.source
-        if view is None:
+        if view is None or known is None:
             return source.detach()
-        if known is not None and known._replace(offset_bytes=offset_in_bytes(source)) != Placement.of(source):
+        if known._replace(offset_bytes=offset_in_bytes(source)) != Placement.of(source):
             # Hooks around the region may give its inputs back in another order.
             ordered = _laid_out(source, known)
             if ordered is None:
                 return None
             source = ordered
-        moved = offset_in_bytes(source) - self.source_offset
-        size = source.untyped_storage().nbytes()
-        if (known is None and size != self.storage_bytes) or not view.lies_within(size, moved):
+        moved = offset_in_bytes(source) - known.offset_bytes
+        if not view.lies_within(source.untyped_storage().nbytes(), moved):
             return None
         return view.seen_in(source.detach(), moved)
 

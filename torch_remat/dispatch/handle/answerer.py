@@ -15,24 +15,24 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
 from torch_remat.dispatch.check.mismatch import SAME_ORDER, another_op, mismatched, other_source
-from torch_remat.dispatch.handle.op import RematHandle
-from torch_remat.dispatch.handle.replay_op import ReplayOp
-from torch_remat.dispatch.handle.whole_call import check_call, replayed
-from torch_remat.dispatch.holder import parameter_behind
-from torch_remat.dispatch.log.aftermath import Aftermath
-from torch_remat.dispatch.log.entry import VIEW, WRITTEN, Entry, run_for_good
+from torch_remat.dispatch.handle.op import SKIPPED, RematHandle
+from torch_remat.dispatch.handle.whole_call import another_call, is_same_call, replayed
+from torch_remat.dispatch.holder import metadata_of, parameter_behind
+from torch_remat.dispatch.log.entry import VIEW, WRITTEN, Entry, HandleCall, WholeCall, run_for_good
+from torch_remat.dispatch.log.meta import stand_in
 from torch_remat.dispatch.log.needs import Needs, find_needs
 from torch_remat.dispatch.log.op_answerer import OpAnswerer, loaded_slots
-from torch_remat.dispatch.log.record import Record, Stretch, WholeCall
+from torch_remat.dispatch.log.record import Record, Stretch
 from torch_remat.dispatch.log.schema import effects_of, without_statistics
-from torch_remat.dispatch.log.suppressed import Suppressed
-from torch_remat.dispatch.placeholder import TORCH_SAYS, Placeholder, Source, real, refuse
+from torch_remat.dispatch.log.suppressed import Aftermath, Suppressed
+from torch_remat.dispatch.placeholder import TORCH_SAYS, Placeholder, Source, new_tuple, real, refuse
 from torch_remat.dispatch.region.inputs import leaves_of, with_leaves
 from torch_remat.dispatch.views import Elided
 from torch_remat.errors import (
@@ -47,6 +47,116 @@ from torch_remat.policies.decision import CheckpointPolicy
 
 _TAKE_OUTSIDE = "Change it after the gradient, or take the gradient outside of the native region."
 _SAYS = (*TORCH_SAYS, Placeholder.__name__)
+_RECOMPUTE = CheckpointPolicy.RECOMPUTE
+_new = object.__new__  # as in the recorder
+
+
+class ReplayOp(RematHandle):
+    """An op with policy RECOMPUTE in replay, and what all ops in replay have in common.
+
+    Attributes:
+        ops: The ops of its region.
+        record: Its record.
+    """
+
+    ops: Answerer
+    record: Record
+
+    def save_or_load_inputs(self, *args: Any) -> Any:
+        """Replace the inputs that are placeholders by the kept ones."""
+        if self._step != 0:
+            raise self._out_of_order(1)
+        self._step = 1
+        record = self.record
+        if record.slots or Placeholder in map(type, args):
+            args = tuple(self.ops.load_inputs(record, args, record.name))
+        return args[0] if len(args) == 1 else args
+
+    def save_for_backward(self, saved_tensors: Mapping[str, Tensor | None]) -> None:
+        """Do what ``ctx.save_for_backward`` does; forward has checked the names."""
+        if not 0 <= self._step < 2:
+            raise self._out_of_order(2)
+        self._step = 2
+        self._ctx.save_for_backward(*saved_tensors.values())
+
+    def finish(self, outs: tuple[Tensor, ...], as_tuple: bool) -> Any:
+        """Note the outputs that SAVE ops wait for."""
+        if not 0 <= self._step < 3:
+            raise self._out_of_order(3)
+        self._step = 3
+        if self.record.elided_outputs is not None:
+            self.ops.note_made(self.record.elided_outputs, outs)
+        return outs if as_tuple else outs[0]
+
+
+class SkippedOp(ReplayOp):
+    """An op with policy SAVE or OFFLOAD in replay; its body runs only if it must run for good, or has raised."""
+
+    record: HandleCall
+    _again = False  # whether the body runs after all
+
+    def maybe_load_saved(self) -> Tensor | tuple[Tensor, ...] | None:
+        """Return placeholders for the outputs, and leave the generators where the body left them."""
+        return self.load(())
+
+    def load(self, args: tuple[Any, ...]) -> Tensor | tuple[Tensor, ...] | None:
+        """Do the same, and fill what waits for the op's inputs."""
+        if self._step != -1:
+            raise self._out_of_order(0)
+        self._step = 0
+        record, ops, ctx = self.record, self.ops, self._ctx
+        if record.results is None:  # its body has raised
+            return None
+        if record.elided_inputs or ops.made:
+            ops.fill_elided(record, args)
+        answerer = ops.ops
+        if answerer is not None:
+            kept = answerer.load_call(record)
+            if record.run:
+                self._again = answerer.passing = True
+                return None
+        if record.drawn is not None:
+            record.drawn.restore()
+        made = []
+        metas = record.results
+        for place, meta in enumerate(metas if type(metas) is list else (metas,)):
+            source = new_tuple(Source, (ops.region_name, record.name, record.label(place)))
+            value = None if answerer is None else kept[place]
+            if value is None:
+                value = stand_in(meta, source, None if answerer is None else partial(ops.start_over, record, place))
+            made.append(value)
+        if record.plain:
+            ctx.mark_non_differentiable(*[made[place] for place in record.plain])
+        # The graph of the replay has nothing that this op's backward could work on.
+        ctx.apply = partial(_refuse_backward, source)
+        self._step = SKIPPED
+        return tuple(made) if record.as_tuple else made[0]
+
+    def save_or_load_inputs(self, *args: Any) -> Any:
+        """Pass the inputs to a body that runs after all."""
+        if self._step != 0:
+            raise self._out_of_order(1)
+        self._step = 1
+        if self._again:
+            args = tuple([real(arg, self.record.name) for arg in args])
+        return args[0] if len(args) == 1 else args
+
+    def save_for_backward(self, saved_tensors: Mapping[str, Tensor | None]) -> None:
+        """Save nothing if the body runs after all: forward's holders have what backward needs."""
+        if self._again:
+            self._step = 2
+        else:
+            super().save_for_backward(saved_tensors)
+
+    def finish(self, outs: tuple[Tensor, ...], as_tuple: bool) -> Any:
+        """End a body that ran after all."""
+        result = super().finish(outs, as_tuple)
+        if not self._again or self.ops.ops is None:
+            self.ops.fail_returned(self.record)
+        self.ops.ops.passing = False
+        if self.record.drawn is not None:
+            self.record.drawn.restore()
+        return result
 
 
 class Replay(Protocol):
@@ -108,28 +218,47 @@ class Answerer:
         self._loaded: dict[int, torch.Tensor] = {}  # by id, kept so that no other tensor gets the id
         self.made: dict[str, list[tuple[Elided, Any]]] = {}  # by the SAVE ops that have saved it
         self.suppressed = Suppressed()
-        self.ops: OpAnswerer | None = None  # of the whole region, or of the native region that runs
+        self.ops: OpAnswerer | None = None  # while the ops of the region, or of a native region, are watched
+        self._answers: OpAnswerer | None = None
         self._in_skipped = False  # whether the body of a native region runs
         if self.region.options.policy is not None and self._entries:
-            self.ops = self._answerer(self._entries, "")
+            self.ops = self._watched_ops()
+            self.ops.expect(self._entries)
 
-    def _answerer(self, entries: Sequence[Entry], group: str, left: Any = ()) -> OpAnswerer:
-        made = OpAnswerer(self._replay, entries, group, self.suppressed, self._slots, self.start_over, left)
-        self._answerers.append(made)
-        return made
+    def _watched_ops(self) -> OpAnswerer:
+        """Return what answers the ops that are watched, in this run of the function."""
+        if self._answers is None:
+            self._answers = OpAnswerer(self._replay, self.suppressed, self._slots, self.start_over)
+            self._answerers.append(self._answers)
+        return self._answers
 
     def begin(self, name: str, policy: CheckpointPolicy, ctx: Any) -> RematHandle | None:
-        """Begin an op; see `RematMode.begin_op`."""
+        """Begin an op; None if it is plain autograd. Only `get_handle` calls it.
+
+        Args:
+            name: The op's name, with its scopes.
+            policy: Its policy.
+            ctx: Its autograd context.
+
+        Raises:
+            MismatchError: This is not the op that forward had here.
+        """
         if self._in_skipped:
             policy = CheckpointPolicy.SAVE  # it follows the native region around it
         place = self._next
         records = self._records
         if place < len(records) and (record := records[place]).name == name and record.policy is policy:
             self._next = place + 1
-            return ReplayOp(self, record, ctx)
-        if self._replay.stopped:
+        elif self._replay.stopped:
             return None
-        return ReplayOp(self, self._next_record(name, policy), ctx)
+        else:
+            record = self._next_record(name, policy)
+        op: ReplayOp = _new(ReplayOp if policy is _RECOMPUTE else SkippedOp)
+        op._ctx = ctx
+        op._name = name
+        op.ops = self
+        op.record = record
+        return op
 
     def run_native(
         self, name: str, policy: CheckpointPolicy, function: Callable[..., Any], args: Sequence[Any],
@@ -139,12 +268,17 @@ class Answerer:
         if self._in_skipped:
             return function(*args, **kwargs)
         self._replay.stop_if_filled()  # forward does not expect it to come here
-        record = self._next_record(name, policy)
+        place, records = self._next, self._records
+        if place < len(records) and (record := records[place]).name == name and record.policy is policy:
+            self._next = place + 1
+        else:
+            record = self._next_record(name, policy)
         if type(record) is WholeCall:
-            check_call(self._replay, record, function, args, kwargs)
+            if not is_same_call(record, function, args, kwargs):
+                self._replay.fail(another_call(self.region, record, function))
             if record.elided_inputs or self.made:
                 self.fill_elided(record, tuple(args) if not kwargs else (*args, *kwargs.values()))
-            return replayed(self._replay, record, function, args, kwargs, self.start_over)
+            return replayed(self, record, function, args, kwargs, self.start_over)
         if type(record) is Stretch:
             return self._run_stretch(record, function, args, kwargs)
         if self.region.options.policy is not None:
@@ -165,8 +299,8 @@ class Answerer:
             if stretch.end < stretch.start:
                 return self._run_unfinished(stretch, function, args, kwargs)
             run_for_good(self._entries[stretch.start : stretch.end])
-        left = [((one.place[0] - stretch.start, one.place[1]), one) for one in stretch.left]
-        ops = self.ops = self._answerer(self._entries[stretch.start : stretch.end], stretch.name, left)
+        ops = self.ops = self._watched_ops()
+        ops.expect(self._entries[stretch.start : stretch.end], stretch.name, stretch.left, stretch.start)
         self._in_skipped = True
         try:
             result = self._replay.watched(ops.answer, function, args, kwargs)
@@ -228,7 +362,7 @@ class Answerer:
         """Mark all entries where an error may be of what placeholders lack; return whether replay is to start over."""
         if isinstance(error, PlaceholderError):
             record = self.region.tape.records.get(error.op or "")
-            if record is not None and record.outputs:
+            if type(record) is HandleCall and record.results is not None:
                 return False  # of an op with a handle, whose body cannot run in replay
         elif not _is_of_placeholders(error):
             return False
@@ -295,7 +429,7 @@ class Answerer:
         for ops in self._answerers:
             ops.forget()
         self._over = True
-        self.ops = None
+        self.ops = self._answers = None
         self._answerers, self._records, self._entries, self._slots, self._loaded = [], [], (), {}, {}
         del self._replay, self.region
 
@@ -379,11 +513,11 @@ class Answerer:
         leaves = self.load_inputs(regions[place], leaves_of(args, kwargs), "inner region")
         return with_leaves(args, kwargs, leaves)
 
-    def note_made(self, record: Record, outputs: Sequence[torch.Tensor]) -> None:
+    def note_made(self, waiting: Sequence[Elided], outputs: Sequence[torch.Tensor]) -> None:
         """Note the outputs of an op that SAVE ops wait for; see NOTE [ When an elided tensor is complete ]."""
-        for elided in record.elided_outputs:
+        for elided in waiting:
             holder = elided.holder()
-            if holder is not None and holder.value is None and holder.op is not None:
+            if holder is not None and holder.value is None:
                 source = outputs[elided.place] if elided.place < len(outputs) else None
                 self.made.setdefault(holder.op, []).append((elided, source))
 
@@ -392,7 +526,7 @@ class Answerer:
         if self.made:
             for elided, source in self.made.pop(record.name, ()):
                 self._fill(elided, source, False)
-        for elided in record.elided_inputs:
+        for elided in record.elided_inputs or ():
             self._fill(elided, args[elided.place] if elided.place < len(args) else None, True)
 
     def _fill(self, elided: Elided, source: Any, is_input: bool) -> None:
@@ -403,7 +537,7 @@ class Answerer:
         if loaded:
             source = real(source, f"op {holder.op!r}")
         value = elided.value(source) if isinstance(source, torch.Tensor) else None
-        if value is None or (value.shape, value.dtype, value.device) != holder.metadata[1:]:
+        if value is None or metadata_of(value)[1:] != holder.metadata[1:]:
             self._replay.fail(other_source(self.region, holder, source, is_input))
         if is_input and not loaded:
             owner = source if source._base is None else source._base
@@ -415,6 +549,10 @@ class Answerer:
         """End the replay, since an op returned whose body has raised in forward."""
         what = "this op raised an exception in forward and returned in replay"
         self._replay.fail(mismatched(self.region, what, SAME_ORDER, op=record.name))
+
+
+def _refuse_backward(source: Source, *_grad_outputs: Tensor | None) -> NoReturn:
+    refuse(source, "a gradient taken inside the region")
 
 
 def _is_of_placeholders(error: BaseException) -> bool:

@@ -18,6 +18,7 @@ NOTE [ What is kept for an op ]
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -43,13 +44,12 @@ class RematHandle:
     `record_outputs`. The second and the third may be left out. Outside of regions they act as plain autograd.
     """
 
-    __slots__ = ("_ctx", "_name", "_named", "_step")
+    _step = -1  # the last of `_STEPS` that was taken
+    _named: Mapping[str, Tensor | None] = MappingProxyType({})
 
     def __init__(self, ctx: Any, name: str) -> None:
         self._ctx = ctx
         self._name = name
-        self._step = -1
-        self._named: Mapping[str, Tensor | None] = _NOTHING
 
     def maybe_load_saved(self) -> Tensor | tuple[Tensor, ...] | None:
         """Return what the forward shall return at once if replay skips the op, else None.
@@ -104,14 +104,14 @@ class RematHandle:
         if not 0 <= self._step < 2:
             raise self._out_of_order(2)
         self._step = 2
-        if type(saved_tensors) is not dict and not isinstance(saved_tensors, Mapping):
+        if not isinstance(saved_tensors, (dict, Mapping)):
             raise self.misused(
                 f"save_for_backward takes a dict of names to tensors, not a {type(saved_tensors).__name__}"
             )
         for key, tensor in saved_tensors.items():
             if not isinstance(key, str) or not key or "." in key:
                 raise self.misused(f"{key!r} is no name for a saved tensor: a non-empty string without '.'")
-            if type(tensor) is not Tensor and tensor is not None and not isinstance(tensor, Tensor):
+            if not isinstance(tensor, Tensor) and tensor is not None:
                 raise self.misused(f"the saved value is a {type(tensor).__name__}, neither a tensor nor None", key)
         self._ctx.save_for_backward(*saved_tensors.values())
         self._named = saved_tensors
@@ -129,14 +129,14 @@ class RematHandle:
             UsageError: It was called out of order, without outputs, or with a value that is no tensor; or the op has
                 policy SAVE and marked an input as dirty.
         """
-        return self.record(outs, len(outs) > 1)
+        return self.finish(outs, len(outs) > 1)
 
-    def record(self, outs: tuple[Tensor, ...], as_tuple: bool) -> Any:
+    def finish(self, outs: tuple[Tensor, ...], as_tuple: bool) -> Any:
         """Do what `record_outputs` does, for a forward that returns a tuple or not, whatever its length."""
         self._end(outs)
         return outs if as_tuple else outs[0]
 
-    def _end(self, outs: tuple[Tensor, ...]) -> None:
+    def _end(self, outs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Check the last step and what it was given."""
         if not 0 <= self._step < 3:
             raise self._out_of_order(3)
@@ -144,9 +144,10 @@ class RematHandle:
         if not outs:
             raise self.misused("record_outputs needs at least one output")
         for out in outs:
-            if type(out) is not Tensor and not isinstance(out, Tensor):
+            if not isinstance(out, Tensor):
                 place = next(place for place, value in enumerate(outs) if value is out)
                 raise self.misused(f"output {place} is a {type(out).__name__}, not a tensor", str(place))
+        return outs
 
     def _out_of_order(self, step: int) -> UsageError:
         if self._step == SKIPPED:
@@ -163,6 +164,3 @@ class RematHandle:
         mode = current_mode()
         region = None if mode is None else mode.region.name
         return UsageError(what, region=region, op=self._name, tensor=tensor, remedy=_FORM)
-
-
-_NOTHING: Mapping[str, Tensor | None] = {}

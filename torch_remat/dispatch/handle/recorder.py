@@ -7,26 +7,294 @@ forward ends, where tensors come from. Out: the holders of what SAVE calls save.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from sys import _getframe
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
+from torch import Tensor, UntypedStorage, strided
 
-from torch_remat._compat import node_number, sequence_number
+from torch_remat._compat import has_returned, node_number, sequence_number
+from torch_remat.dispatch.ambient import RngState
 from torch_remat.dispatch.check.inner_ops import Around
-from torch_remat.dispatch.handle.body import Body
-from torch_remat.dispatch.handle.elision import elide
-from torch_remat.dispatch.handle.forward_op import begin
-from torch_remat.dispatch.handle.provenance import Provenance
+from torch_remat.dispatch.handle.op import RematHandle
 from torch_remat.dispatch.handle.whole_call import CallForward, is_whole_call
-from torch_remat.dispatch.holder import Anchor, Holder, OpHolder, is_parameter
-from torch_remat.dispatch.log.record import Record, Stretch, WholeCall
+from torch_remat.dispatch.holder import AUTOCAST_DTYPES, Anchor, Holder, OpHolder, is_parameter, parameter_behind
+from torch_remat.dispatch.log.entry import HandleCall
+from torch_remat.dispatch.log.meta import Meta, described
+from torch_remat.dispatch.log.record import Record, Stretch
 from torch_remat.dispatch.log.recorder import Forward, Recorder
 from torch_remat.dispatch.log.slot import Slot
-from torch_remat.dispatch.offloading import offload_resident, slot_hooks
+from torch_remat.dispatch.offloading import offload_resident, sender_of, slot_hooks
 from torch_remat.dispatch.options import DEFAULTS
+from torch_remat.dispatch.placeholder import NOT_LAZY, Geometry, Placeholder, new_tuple
 from torch_remat.dispatch.region.inputs import leaves_of
+from torch_remat.dispatch.views import Elided
+from torch_remat.errors import UsageError
 from torch_remat.policies.decision import CheckpointPolicy
+
+_RECOMPUTE, _OFFLOAD = CheckpointPolicy.RECOMPUTE, CheckpointPolicy.OFFLOAD
+_BODY = 2  # frames from `CallRecorder.begin` to the body: by way of `get_handle`
+_new = object.__new__  # without a call of `__init__`, which would be a tenth of what an op costs
+
+
+class ForwardOp(RematHandle):
+    """An op with policy RECOMPUTE in forward, and what all ops in forward have in common.
+
+    Attributes:
+        ops: The ops of its region.
+        record: Its record.
+        outer: The op in whose body it runs, if any.
+        place: The address of the frame in which its body runs; the frame itself would keep the body's tensors alive.
+        code: The body's code.
+        args: The op's inputs, as far as they are known.
+    """
+
+    ops: CallRecorder
+    record: Record
+    outer: ForwardOp | None
+    place: int
+    code: CodeType
+    args: tuple[Any, ...] = ()
+
+    def save_or_load_inputs(self, *args: Any) -> Any:
+        """Keep the inputs that replay would not have."""
+        if self._step != 0:
+            raise self._out_of_order(1)
+        self._step = 1
+        self.args = args
+        if self.ops.skipped_any:
+            self.ops.keep_inputs(self.record, args)
+        return args[0] if len(args) == 1 else args
+
+    def finish(self, outs: tuple[Tensor, ...], as_tuple: bool) -> Any:
+        """Note the outputs: SAVE ops may save them, or views of them."""
+        if 0 <= self._step < 3 and len(outs) == 1 and type(out := outs[0]) is Tensor and not out.requires_grad:
+            self._step = 3
+        else:
+            outs = self._end(outs)
+        ops, record = self.ops, self.record
+        if as_tuple:
+            record.as_tuple = True
+        ops.opened = self.outer
+        ops.made.note(record, outs, self.args)
+        self.args = ()
+        return outs if as_tuple else outs[0]
+
+    def _end(self, outs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Check the last step; an input that is returned as it is becomes a view, as autograd does, too."""
+        super()._end(outs)
+        for out in outs:
+            if out.requires_grad:
+                dirty = {id(tensor) for tensor in self._ctx.dirty_tensors or ()}
+                return tuple([o.view_as(o) if o.requires_grad and id(o) not in dirty else o for o in outs])
+        return outs
+
+    def is_running(self) -> bool:
+        """Whether its body is on this thread's stack."""
+        return self._is_at_or_above(_getframe(1))
+
+    def is_around(self, frame: FrameType, ctx: Any) -> bool:
+        """Whether its body is on the stack above that of another op, or is that one.
+
+        If it has raised, the other body may have its address and its code: then only the context tells them apart.
+        """
+        return self._is_at_or_above(frame if self._ctx is ctx else frame.f_back)
+
+    def _is_at_or_above(self, frame: FrameType | None) -> bool:
+        while frame is not None:
+            if id(frame) == self.place and frame.f_code is self.code:
+                return True
+            frame = frame.f_back
+        return False
+
+    def check_ended(self) -> None:
+        """Raise if the body returned without telling its outputs; one that raised may be forgotten."""
+        if has_returned(self._ctx):
+            raise UsageError(
+                "the op's forward returned without handle.record_outputs",
+                region=self.ops.region.name,
+                op=self.record.name,
+                remedy="End the forward with `return handle.record_outputs(out)`.",
+            )
+
+
+class SavedOp(ForwardOp):
+    """An op with policy SAVE or OFFLOAD in forward."""
+
+    record: HandleCall
+    rng_start: RngState | None = None
+
+    def load(self, args: tuple[Any, ...]) -> None:
+        """Note the inputs; forward skips nothing."""
+        self.maybe_load_saved()
+        self.args = args
+        self._know_parameters(args)
+
+    def save_or_load_inputs(self, *args: Any) -> Any:
+        """Keep nothing: replay does not run the body."""
+        if self._step != 0:
+            raise self._out_of_order(1)
+        self._step = 1
+        self._know_parameters(args)
+        return args[0] if len(args) == 1 else args
+
+    def _know_parameters(self, args: tuple[Any, ...]) -> None:
+        if self.record.policy is _OFFLOAD:
+            sender_of(self.ops.region).know_parameters(args)
+
+    def finish(self, outs: tuple[Tensor, ...], as_tuple: bool) -> Any:
+        """Note the outputs, all that placeholders must show, and what autograd is to save next."""
+        outs = self._end(outs)
+        ctx, ops, record = self._ctx, self.ops, self.record
+        ops.opened = self.outer
+        if ctx.dirty_tensors:
+            raise UsageError(
+                f"an op with policy {record.policy.name} cannot mark inputs as dirty: replay would not change them "
+                "again",
+                region=ops.region.name,
+                op=record.name,
+                remedy="Return a new tensor instead, or give the op the policy RECOMPUTE.",
+            )
+        out = outs[0]
+        if as_tuple:
+            record.as_tuple = True
+            record.results = described(outs, None)
+        elif type(out) is Tensor and out.layout is strided and not out.is_complex():
+            geometry = new_tuple(Geometry, (out.shape, out.stride(), out.storage_offset()))
+            record.results = new_tuple(Meta, (geometry, out.dtype, out.device, False, NOT_LAZY))
+        else:
+            record.results = described(out, None)
+        if plain := ctx.non_differentiable:
+            record.plain = [place for place, out in enumerate(outs) if any(out is tensor for tensor in plain)]
+        if self.rng_start is not None and ops.region.rng is not None:
+            record.drawn = self.rng_start.drawn()
+        ops.note_skipped(record, outs, ctx)
+        expected = [(name, tensor) for name, tensor in self._named.items() if tensor is not None]
+        if expected:
+            expected.reverse()
+            ops.expected, ops.known_args = (record, expected, sequence_number()), self.args
+        self._named, self.args = {}, ()
+        return outs if as_tuple else out
+
+
+class Made(NamedTuple):
+    """An op's output."""
+
+    record: Record
+    place: int
+    version: int
+    tensor: ref[Tensor]
+
+
+_Storages = dict[int, tuple[ref[UntypedStorage], Made]]
+
+
+class MadeByOps:
+    """Which tensors of one region are outputs of its ops with handles; until forward ends, by weak references.
+
+    A tensor is known by itself, by the tensor that it is a view of, or by its storage: a detached alias has no other
+    link. What is taken for an output of a skipped op by mistake is kept, which costs memory; the other mistake is an
+    error in replay.
+
+    Args:
+        region: The region.
+
+    Attributes:
+        tensors: The outputs, by the id of the tensor.
+    """
+
+    __slots__ = ("_bases", "_region", "_shared", "_storages", "_unindexed", "tensors")
+
+    def __init__(self, region: Any) -> None:
+        self._region = region
+        self.tensors: dict[int, Made] = {}
+        # By the storage's address, with the storage, which tells whether another has the address now.
+        self._storages: _Storages = {}
+        # Outputs of skipped ops that are views of other tensors, by the storage that they share; and these tensors.
+        self._shared: _Storages = {}
+        self._bases: dict[int, ref[Tensor]] = {}
+        # Outputs of recomputed ops that are not in `_storages` yet: few are ever looked for there.
+        self._unindexed: list[Made] = []
+
+    def note(self, record: Record, outputs: tuple[Tensor, ...], inputs: tuple[Any, ...]) -> None:
+        """Note the outputs of a RECOMPUTE op; one that is an input, returned as it is, stays what it was."""
+        for place, tensor in enumerate(outputs):
+            for value in inputs:
+                if value is tensor:
+                    break
+            else:
+                made = new_tuple(Made, (record, place, _version_of(tensor), ref(tensor)))
+                self.tensors[id(tensor)] = made
+                self._unindexed.append(made)
+
+    def note_skipped(self, record: Record, outputs: tuple[Tensor, ...]) -> None:
+        """Note the outputs of an op that replay skips; it will not have them even where they are inputs."""
+        for place, tensor in enumerate(outputs):
+            self.tensors[id(tensor)] = made = new_tuple(Made, (record, place, -1, ref(tensor)))
+            base = tensor._base
+            _index(self._storages if base is None else self._shared, tensor, made)
+            if base is not None:
+                self._bases[id(base)] = ref(base)
+
+    def maker_of(self, tensor: Tensor) -> Made | None:
+        """Return the op's output that a tensor is, or is a view or an alias of; None for all other tensors.
+
+        What shares a storage with a view that a skipped op returned may be a view or an alias of that: it counts as
+        one, so that it is kept, unless it is the tensor that was viewed.
+        """
+        made = self.tensors.get(id(tensor))
+        if made is not None and made.tensor() is tensor:
+            return made
+        if self._shared and (shared := _look_up(self._shared, tensor)) is not None:
+            viewed = self._bases.get(id(tensor))
+            if (viewed is None or viewed() is not tensor) and not self._is_older(tensor):
+                return shared
+        base = tensor._base
+        if base is not None:
+            made = self.tensors.get(id(base))
+            if made is not None and made.tensor() is base:
+                return made
+        if not self._storages and not self._unindexed:
+            return None
+        for made in self._unindexed:
+            output = made.tensor()
+            if output is not None and output._base is None:
+                _index(self._storages, output, made)
+        self._unindexed.clear()
+        return _look_up(self._storages, tensor)
+
+    def _is_older(self, tensor: Tensor) -> bool:
+        """Whether a tensor was there before the region: then none of its ops made it.
+
+        In the replay of a region around this one the same tensor may be no view.
+        """
+        inputs, node = self._region.inputs, tensor.grad_fn
+        known = inputs is not None and inputs.contains(tensor)
+        return known or (node is not None and node_number(node) < self._region.first_number)
+
+
+def _version_of(tensor: Tensor) -> int:
+    try:
+        return tensor._version
+    except RuntimeError:
+        return -1  # made in inference mode, where nothing is counted, and nothing saved either
+
+
+def _index(storages: _Storages, tensor: Tensor, made: Made) -> None:
+    if isinstance(tensor, Placeholder):
+        return  # in the replay of a region around this one; it has no storage
+    storage = tensor.untyped_storage()
+    storages[storage._cdata] = (ref(storage), made)
+
+
+def _look_up(storages: _Storages, tensor: Tensor) -> Made | None:
+    if isinstance(tensor, Placeholder):
+        return None
+    storage = tensor.untyped_storage()
+    known, made = storages.get(storage._cdata, (None, None))
+    return made if known is not None and known() is storage else None
 
 
 class CallRecorder(Recorder):
@@ -38,21 +306,21 @@ class CallRecorder(Recorder):
     Attributes:
         expected: The record, names and tensors whose saving comes next, since its body has just ended, before any other
             node.
-        known_args: The inputs of the op whose tensors are expected, if they are known.
-        opened: The body of the op with a handle that was begun last and has not ended.
-        provenance: Where tensors come from.
+        known_args: The inputs of the op whose tensors are expected, or of the call that runs, if they are known.
+        opened: The op with a handle that was begun last and has not ended.
+        made: What ops with handles made.
         calling: The function of torch's own that runs.
     """
 
     def __init__(self, forward: Forward) -> None:
         super().__init__(forward)
-        self.provenance = Provenance(self.region)
-        self.opened: Body | None = None
-        self.expected: tuple[Record, list[tuple[str, torch.Tensor]], int] | None = None
-        self.known_args: tuple[Any, ...] = ()
+        self.made = MadeByOps(self.region)
+        self.opened: ForwardOp | None = None
+        self.expected: tuple[Record, list[tuple[str, Tensor]], int] | None = None
+        self.known_args: Sequence[Any] = ()
         self.calling: CallForward | None = None
         self._around: Around | None = None
-        self._views: list[tuple[Stretch, int, torch.Tensor, int]] = []
+        self._views: list[tuple[Stretch, int, Tensor, int]] = []
 
     def note_record(self, record: Record) -> None:
         """Note what has a name, here and in the regions around."""
@@ -64,7 +332,47 @@ class CallRecorder(Recorder):
 
     # Ops with handles.
 
-    begin = begin
+    def begin(self, name: str, policy: CheckpointPolicy, ctx: Any) -> ForwardOp | None:
+        """Begin an op; None if it is part of one that replay skips. Only `get_handle` calls it, which the body calls.
+
+        Args:
+            name: The op's name, with its scopes.
+            policy: Its policy.
+            ctx: Its autograd context.
+
+        Raises:
+            UsageError: The region already has an op of that name, or the op before it was not ended.
+        """
+        if self.expected is not None:
+            self.forget_expected()
+        frame, watch = _getframe(_BODY), self.watch
+        if self.opened is not None and self.is_part_of_skipped(self.opened.is_around(frame, ctx)):
+            return None
+        if watch is not None and watch.native is not None:
+            policy = CheckpointPolicy.SAVE  # it follows the native region around it
+        op: ForwardOp
+        record: Record
+        if policy is _RECOMPUTE:
+            op, record = _new(ForwardOp), _new(Record)
+        else:
+            op, record = _new(SavedOp), _new(HandleCall)
+            record.group = name
+            if self.region.rng is not None:
+                op.rng_start = self.region.rng.present()
+        record.name = name
+        record.policy = policy
+        self.note_record(record)
+        op._ctx = ctx
+        op._name = name
+        op.ops = self
+        op.record = record
+        op.outer = self.opened
+        op.place = id(frame)
+        op.code = frame.f_code
+        self.opened = op
+        if watch is not None and policy is not _RECOMPUTE:
+            watch.skipped_op = op
+        return op
 
     def is_part_of_skipped(self, is_running: bool) -> bool:
         """Whether a skipped op's body runs; see NOTE [ What is kept for an op ], 3.
@@ -75,39 +383,30 @@ class CallRecorder(Recorder):
         opened = self.opened
         assert opened is not None
         if is_running:
-            return opened.record.policy is not CheckpointPolicy.RECOMPUTE
-        opened.check_ended(self.region.name)
+            return opened.record.policy is not _RECOMPUTE
+        opened.check_ended()
         self.opened = opened.outer
         return False
 
     def passes_over(self) -> bool:
         """Whether the body of a skipped op runs, to which replay does not come."""
         opened = self.opened
-        return opened is not None and opened.record.policy is not CheckpointPolicy.RECOMPUTE and opened.is_running()
+        return opened is not None and opened.record.policy is not _RECOMPUTE and opened.is_running()
 
     def in_recomputed_op(self) -> bool:
         """Whether the body of a RECOMPUTE op runs: replay runs all of it."""
         return self.opened is not None and self.opened.is_running()
 
-    def note_skipped(self, record: Record, outputs: tuple[torch.Tensor, ...], ctx: Any) -> None:
+    def note_skipped(self, record: HandleCall, outputs: tuple[Tensor, ...], ctx: Any) -> None:
         """Note what a SAVE op made, and its autograd node: in replay that reads nothing."""
         self.skipped_any = True
-        if self.watch is not None and (self.has_policy or self.watch.group):
-            self.watch.note_handle(record, outputs)
-        elif self.watch is not None:
+        if self.watch is not None:
             self.watch.skipped_op = None
+            if self.has_policy or self.watch.native is not None:
+                self.watch.note_handle(record, outputs)
         number = node_number(ctx)
         self.skipped.append((number, number + 1))
-        self.provenance.note_skipped(record, outputs)
-
-    def expect_saved(
-        self, record: Record, named: Mapping[str, torch.Tensor | None], known_args: tuple[Any, ...]
-    ) -> None:
-        """Note what autograd saves next, if it records the op at all, and the op's inputs, if they are known."""
-        self.known_args = known_args
-        tensors = [(name, tensor) for name, tensor in named.items() if tensor is not None]
-        tensors.reverse()
-        self.expected = (record, tensors, sequence_number()) if tensors else None
+        self.made.note_skipped(record, outputs)
 
     def forget_expected(self) -> None:
         """Expect nothing: something else has come."""
@@ -118,94 +417,121 @@ class CallRecorder(Recorder):
         """Keep those inputs of an op in slots that replay would not have."""
         slots: dict[int, Slot] = {}
         for place, arg in enumerate(args):
-            if isinstance(arg, torch.Tensor) and not self.note_reader(arg):
-                source = self.source_of(arg)
-                if source is not None:
-                    slots[place] = self._slot_for(record.name, f"input {place}", arg, source)
+            if isinstance(arg, Tensor) and not (self.entries and self.note_reader(arg)):
+                made = self.made.maker_of(arg)
+                if made is not None and made.record.policy is not _RECOMPUTE:
+                    slots[place] = self._slot_for(record.name, f"input {place}", arg, made.record, made.place)
         if slots:
             record.slots = slots
 
-    def _slot_for(self, op: str, name: str, tensor: torch.Tensor, source: tuple[str, int]) -> Slot:
+    def _slot_for(self, op: str, name: str, tensor: Tensor, maker: Record, place: int) -> Slot:
         hooks = self.region.hooks
-        away = self.region.tape.records[source[0]].policy is CheckpointPolicy.OFFLOAD and not tensor.is_inference()
-        if hooks is None and away:
+        if hooks is None and maker.policy is _OFFLOAD and not tensor.is_inference():
             hooks = slot_hooks(self.region, op or None, name, tensor)
-        return Slot(tensor, hooks, None, False, source)
+        return Slot(tensor, hooks, None, False, (maker.name, place))
 
     def enter_region(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """Keep those inputs of an inner region that replay would not have."""
         self.forget_expected()
         if self.has_policy:
             return args, kwargs  # it sees what the inner region reads
-        record = Record("", CheckpointPolicy.RECOMPUTE)
+        record = Record("", _RECOMPUTE)
         self.keep_inputs(record, leaves_of(args, kwargs))
         self.region.tape.regions.append(record)
         return args, kwargs
 
-    def source_of(self, tensor: torch.Tensor) -> tuple[str, int] | None:
-        """Return name and place of the skipped op's output that a tensor is, or is a view of, if it is one."""
+    def _source_of(self, tensor: Tensor) -> tuple[Record, int] | None:
+        """Return record and place of the skipped op's output that a tensor is, or is a view of, if it is one."""
         writer = self.storages.writer_of(tensor) if self.entries else None
         if writer is not None:
-            return writer[0].group, writer[1]
-        made = self.provenance.maker_of(tensor)
-        if made is None or made.record.policy is CheckpointPolicy.RECOMPUTE:
-            return None
-        return made.record.name, made.output
+            return self.region.tape.records[writer[0].group], writer[1]
+        made = self.made.maker_of(tensor)
+        return None if made is None or made.record.policy is _RECOMPUTE else (made.record, made.place)
 
     # What autograd saves.
 
-    def pack_in_call(self, tensor: torch.Tensor) -> Holder | Anchor | None:
+    def pack_in_call(self, tensor: Tensor) -> Holder | Anchor | None:
         """Do what `pack` does where a call runs, or a SAVE op is expected to save."""
         if self.expected is not None:
             record, tensors, number = self.expected
             name, expected = tensors[-1]
             if tensor is expected and number == sequence_number():
                 tensors.pop()
-                held = self._hold(record, name, tensor, record.policy)
+                held = self.hold(record, name, tensor, record.policy)
                 if not tensors:
                     self.forget_expected()
                 return held
             self.forget_expected()  # autograd did not record the op
-        if self.calling is not None:
-            return self.calling.pack(tensor)
-        return self.pack(tensor)
+        calling = self.calling
+        return self.pack(tensor) if calling is None else calling.pack(tensor)
 
-    def pack_of_call(self, tensor: torch.Tensor) -> OpHolder | None:
+    def pack_of_call(self, tensor: Tensor) -> OpHolder | None:
         """Return the holder for the output of a SAVE op that is saved in a native region."""
-        source = self.source_of(tensor) if self.watch is not None and self.watch.stretch is not None else None
-        if source is None or self.watch is None:
+        native = None if self.watch is None or not self.made.tensors else self.watch.native
+        if native is None or (source := self._source_of(tensor)) is None:
             return None
-        name = f"{source[0].rpartition('/')[2]}_{source[1]}"
-        return self.resident(self.watch.group, name, tensor, self.watch.group_policy)
+        return self.resident(native.name, f"{source[0].name.rpartition('/')[2]}_{source[1]}", tensor, native.policy)
 
-    def hold(self, record: Record, name: str, tensor: torch.Tensor, args: tuple[Any, ...]) -> Holder | Anchor:
-        """Return the holder for a tensor that a whole call saves; ``args`` are the call's arguments."""
-        self.known_args = args
-        held = self._hold(record, name, tensor, CheckpointPolicy.SAVE)
-        leaves = record.policy is CheckpointPolicy.OFFLOAD and self.region.hooks is None
-        if leaves and type(held) is OpHolder and held.resident:
-            self.departures.waiting.append((held, tensor))
-        return held
-
-    def _hold(self, record: Record, name: str, tensor: torch.Tensor, policy: CheckpointPolicy) -> Holder | Anchor:
-        region = self.region
-        owner = tensor if tensor._base is None else tensor._base
-        if type(owner) is not torch.Tensor and is_parameter(owner):
+    def hold(self, record: Record, name: str, tensor: Tensor, policy: CheckpointPolicy) -> Holder | Anchor:
+        """Return the holder for a tensor that a skipped op or a whole call saves."""
+        region, owner = self.region, tensor._base
+        if owner is None:
+            owner = tensor
+        if type(owner) is not Tensor and is_parameter(owner):
             return (tensor if tensor is owner else tensor.detach(), tensor._version, region)
         holder = self.holder_for(record.name, name, tensor)
-        if elide(self, record, tensor, owner, holder):
+        made = self.made.maker_of(tensor) if self.made.tensors else None
+        if (
+            self._elide_output(made, record, tensor, holder)
+            if made is not None
+            else self.known_args and self._elide_input(record, tensor, owner, holder)
+        ):
             holder.resident = False
             region.tape.note_elided(ref(holder))
             if region.options is not DEFAULTS:
                 self.mode.note_value(holder, tensor)
-            return holder
-        if policy is CheckpointPolicy.SAVE and region.hooks is None and self.mode.watcher is None:
-            holder.value = tensor.detach()
-        elif not (
-            policy is CheckpointPolicy.OFFLOAD and region.hooks is None and offload_resident(region, holder, tensor)
-        ):
+        elif policy is not _OFFLOAD or region.hooks is not None or not offload_resident(region, holder, tensor):
             self.keep(holder, tensor)
         return holder
+
+    def _elide_output(self, made: Made, record: Record, tensor: Tensor, holder: OpHolder) -> bool:
+        """Let replay take a saved tensor from another op's output, if it makes that again; return whether it does.
+
+        Args:
+            made: The output that the tensor is, or is a view or an alias of.
+            record: The record of the op that saves it.
+            tensor: The saved tensor.
+            holder: Its holder.
+        """
+        maker, source = made.record, made.tensor()
+        # Of an alias of an output that is gone nobody knows where it lies.
+        if maker.policy is not _RECOMPUTE or maker is record or tensor._version != made.version or source is None:
+            return False
+        if self.has_policy and self.watch is not None and not self.watch.runs_writer(tensor):
+            return False  # written since, past its version counter, by an op that replay need not run
+        if maker.elided_outputs is None:
+            maker.elided_outputs = []
+        maker.elided_outputs.append(Elided.of(tensor, holder, made.place, source))
+        return True
+
+    def _elide_input(self, record: Record, tensor: Tensor, owner: Tensor, holder: OpHolder) -> bool:
+        """Do the same with an input of the op or the call itself, where the inputs are known."""
+        if self.has_policy or (self.entries and self.storages.knows(tensor)):
+            return False
+        inputs = self.region.inputs
+        if inputs is None or inputs.contains(owner):
+            return False  # it shares the storage of a region input
+        for place, arg in enumerate(self.known_args):
+            # Of a view of a skipped op's output replay has no data.
+            if arg is tensor or (
+                isinstance(arg, Tensor) and (arg is owner or arg._base is owner) and self._source_of(arg) is None
+            ):
+                if record.elided_inputs is None:
+                    record.elided_inputs = []
+                record.elided_inputs.append(Elided.of(tensor, holder, place, arg))
+                _note_origin(holder, owner, self.region.first_number)
+                return True
+        return False
 
     # Native regions.
 
@@ -219,18 +545,20 @@ class CallRecorder(Recorder):
         opened = self.opened
         if (opened is not None and self.is_part_of_skipped(opened.is_running())) or self.skips():
             return function(*args, **kwargs)
-        if policy is CheckpointPolicy.RECOMPUTE and not self.has_policy:
+        if policy is _RECOMPUTE:
             record = Record(name, policy)
             self.note_record(record)
-            self.keep_inputs(record, leaves_of(args, kwargs))
+            if not self.has_policy:
+                self.keep_inputs(record, leaves_of(args, kwargs))
             return function(*args, **kwargs)
-        if policy is CheckpointPolicy.RECOMPUTE or self.has_policy or not is_whole_call(function, args, kwargs):
-            return super().run_native(name, policy, function, args, kwargs)
-        self.skipped_any = True
-        record = WholeCall(name, policy, function)
-        self.note_record(record)
-        self.packs = True
-        self.calling = call = CallForward(self, record, args, kwargs)
+        if self.has_policy:
+            return self.run_watched(name, policy, function, args, kwargs)
+        if not is_whole_call(function, args, kwargs):
+            return self.run_stretch(Stretch(name, policy), function, args, kwargs)
+        call = CallForward(self, name, policy, function, args if not kwargs else (*args, *kwargs.values()))
+        self.note_record(call.record)
+        self.skipped_any = self.packs = True
+        self.calling, self.known_args = call, call.args
         try:
             result = function(*args, **kwargs)
             call.returns(result)
@@ -238,16 +566,16 @@ class CallRecorder(Recorder):
             call.left_by(error)
             raise
         finally:
-            self.calling = None
+            self.calling, self.known_args = None, ()
         return result
 
     def skips(self) -> bool:
         """Whether a native region runs that replay skips."""
-        return self.calling is not None or (self.watch is not None and bool(self.watch.group))
+        return self.calling is not None or super().skips()
 
-    def note_returned_view(self, stretch: Stretch, place: int, leaf: torch.Tensor, last: int) -> None:
+    def note_returned_view(self, stretch: Stretch, place: int, leaf: Tensor, last: int) -> None:
         """Note a view of a SAVE op's output that a native region returns: code outside may read it."""
-        if self.source_of(leaf) is not None:
+        if self._source_of(leaf) is not None:
             self._views.append((stretch, place, leaf, last))
 
     # The end.
@@ -255,7 +583,7 @@ class CallRecorder(Recorder):
     def finish(self, boundary: Sequence[torch.autograd.graph.Node | None]) -> None:
         """Check at the region's end that the last op was ended, and keep what replay reads."""
         if self.opened is not None:
-            self.opened.check_ended(self.region.name)
+            self.opened.check_ended()
         if self._views:
             self._keep_views(boundary)
         super().finish(boundary)
@@ -263,9 +591,9 @@ class CallRecorder(Recorder):
     def _keep_views(self, boundary: Sequence[torch.autograd.graph.Node | None]) -> None:
         views, self._views = self._views, []
         for stretch, place, leaf, last in views:
-            if self.is_read(boundary, leaf, last) and (source := self.source_of(leaf)) is not None:
-                name = "out" if place == 0 else str(place)
-                stretch.returned[place] = self._slot_for(stretch.name, name, leaf, source)
+            if self.is_read(boundary, leaf, last) and (source := self._source_of(leaf)) is not None:
+                slot = self._slot_for(stretch.name, "out" if place == 0 else str(place), leaf, *source)
+                stretch.returned = {**stretch.returned, place: slot}
 
     def forget(self) -> None:
         """Let go of the op that an exception has left open, and of the graph."""
@@ -273,3 +601,14 @@ class CallRecorder(Recorder):
         self._views = []
         self.forget_expected()
         super().forget()
+
+
+def _note_origin(holder: OpHolder, owner: Tensor, first_number: int) -> None:
+    """Note where an input comes from, which replay compares as it does for what is recomputed."""
+    node = owner.grad_fn
+    holder.producer = type(node)
+    if type(owner) is not Tensor or owner.dtype in AUTOCAST_DTYPES:
+        holder.origin = parameter_behind(owner)
+    outside = owner.requires_grad if node is None else node_number(node) < first_number
+    if outside and holder.origin is None:
+        holder.origin = ref(owner)

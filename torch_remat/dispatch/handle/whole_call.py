@@ -30,16 +30,25 @@ from torch_remat._compat import (
     storage_key,
 )
 from torch_remat.dispatch.check.mismatch import mismatched
-from torch_remat.dispatch.holder import Anchor, Holder
-from torch_remat.dispatch.log.entry import CallEntry, Entry
-from torch_remat.dispatch.log.meta import Meta, WrapperMeta, described, keys_of, layout_of, stand_in, tensors_in
-from torch_remat.dispatch.log.record import WholeCall
+from torch_remat.dispatch.holder import Anchor, Holder, OpHolder
+from torch_remat.dispatch.log.entry import CALL, Entry, WholeCall
+from torch_remat.dispatch.log.meta import (
+    Meta,
+    Raised,
+    WrapperMeta,
+    described,
+    keys_of,
+    layout_of,
+    stand_in,
+    tensors_in,
+)
 from torch_remat.dispatch.log.schema import may_draw
 from torch_remat.dispatch.log.slot import version_of
 from torch_remat.dispatch.naming import default_name
-from torch_remat.dispatch.placeholder import Placeholder, Source, real, unpack
+from torch_remat.dispatch.placeholder import NOT_LAZY, Geometry, Placeholder, Source, new_tuple, real, unpack
 from torch_remat.dispatch.region.inputs import leaves_of, with_leaves
-from torch_remat.errors import MutationError, UsageError
+from torch_remat.errors import MismatchError, MutationError, UsageError
+from torch_remat.policies.decision import CheckpointPolicy
 
 
 def is_whole_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -47,13 +56,14 @@ def is_whole_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 
     Under autocast one of torch's own makes casts besides, and parameters' casts are not to be kept.
     """
-    if type(function) is not BuiltinFunctionType:
-        return is_compiled(function) and all(map(_is_ordinary, args)) and all(map(_is_ordinary, kwargs.values()))
-    if not _is_pure(function) or any_autocast_enabled():
+    if type(function) is BuiltinFunctionType:
+        if not (_pure.get(id(function)) or _is_pure(function)) or any_autocast_enabled() or "out" in kwargs:
+            return False
+    elif not is_compiled(function):
         return False
-    if kwargs and ("out" in kwargs or any(not _is_ordinary(value) for value in kwargs.values())):
-        return False
-    return all(map(_is_ordinary, args))
+    if not kwargs and _ORDINARY.issuperset(map(type, args)):
+        return True
+    return all(map(_is_ordinary, args)) and all(map(_is_ordinary, kwargs.values()))
 
 
 def _is_ordinary(value: Any) -> bool:
@@ -64,8 +74,10 @@ def _is_ordinary(value: Any) -> bool:
     return not isinstance(value, (list, tuple)) or all(map(_is_ordinary, value))
 
 
-_USUAL = {torch.Tensor, Parameter}
-_ORDINARY = frozenset((torch.Tensor, Parameter, Placeholder, int, float, bool, type(None)))
+_USUAL = frozenset((torch.Tensor, Parameter))
+_VALUES = frozenset((int, float, bool, type(None)))
+_ORDINARY = frozenset((*_USUAL, *_VALUES, Placeholder))
+_FLAT = _USUAL | _VALUES  # what the arguments of most calls are
 _pure: dict[int, bool] = {}
 
 
@@ -79,28 +91,18 @@ def _is_pure(function: Any) -> bool:
     return pure
 
 
-def _versions_of(args: Sequence[Any]) -> list[int]:
-    return [version_of(arg) for arg in args if isinstance(arg, torch.Tensor)]
-
-
 _version_of = attrgetter("_version")
-
-
-def _keys_in(tensors: Sequence[torch.Tensor]) -> list[int]:
-    return [key for tensor in tensors for key in keys_of(tensor)]
 
 
 def _nothing(_leaf: Any) -> int:
     return 0
 
 
-def may_draw_in(function: Callable[..., Any]) -> bool:
+def _may_draw_in(function: Callable[..., Any]) -> bool:
     """Whether such a function may draw random numbers."""
     if type(function) is not BuiltinFunctionType:
         return True
-    draws = _draws.get(id(function))
-    if draws is None:
-        draws = _draws[id(function)] = may_draw(function.__name__)
+    draws = _draws[id(function)] = may_draw(function.__name__)
     return draws
 
 
@@ -117,10 +119,13 @@ class Ops(Protocol):
     departures: Any
     skipped: list[tuple[int, int]]
 
-    def hold(self, record: WholeCall, name: str, tensor: torch.Tensor, args: tuple[Any, ...]) -> Holder | Anchor:
+    def hold(self, record: WholeCall, name: str, tensor: torch.Tensor, policy: CheckpointPolicy) -> Holder | Anchor:
         """Return the holder for a tensor that a whole call saves."""
 
-    def note_returned(self, leaf: torch.Tensor, first: int, last: int) -> bool:
+    def note_result(self, entry: Entry, result: torch.Tensor, first: int, last: int) -> None:
+        """Note a call with its one result, an ordinary tensor in a storage of its own."""
+
+    def note_returned(self, leaf: torch.Tensor, first: int, last: int) -> Any:
         """Note a tensor that a native region returned."""
 
 
@@ -129,118 +134,134 @@ class CallForward:
 
     Args:
         ops: The recorder of the region around it.
-        record: Its record.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
+        name: The name of the native region.
+        policy: Its policy.
+        function: The function.
+        args: All its arguments.
+
+    Attributes:
+        record: What the log keeps of it.
+        args: The arguments, while it runs.
     """
 
-    def __init__(self, ops: Ops, record: WholeCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def __init__(
+        self, ops: Ops, name: str, policy: CheckpointPolicy, function: Callable[..., Any], args: Sequence[Any]
+    ) -> None:
         self._ops = ops
-        self._record = record
         self._saved = 0
         self._first = sequence_number()
-        self._args = tuple(args) if not kwargs else (*args, *kwargs.values())
-        record.layout = layout_of(args, kwargs)
-        self._versions = None if type(record.function) is BuiltinFunctionType else _versions_of(self._args)
-        rng = ops.region.rng if may_draw_in(record.function) else None
+        self.args = args
+        given: Sequence[torch.Tensor]
+        try:
+            given = [arg for arg in args if type(arg) in _USUAL]
+            layout = [(arg.shape, arg.stride()) for arg in given]
+            self.record = record = WholeCall(name, policy, function, layout)
+            record.reads = list(map(storage_key, given))
+            record.versions = list(enumerate(map(_version_of, given)))
+            usual = _FLAT.issuperset(map(type, args))
+        except RuntimeError:  # sparse tensors have no strides, those of inference mode no versions
+            usual = False
+        if not usual:
+            given = list(tensors_in(args, {}))
+            self.record = record = WholeCall(name, policy, function, layout_of(args, {}))
+            record.reads = [key for tensor in given for key in keys_of(tensor)]
+            record.versions = list(enumerate(map(version_of, given)))
+        self._given = given
+        draws = _draws.get(id(function))
+        rng = ops.region.rng if (draws is None and _may_draw_in(function)) or draws else None
         self._rng = None if rng is None else rng.present()
 
     def pack(self, tensor: torch.Tensor) -> Holder | Anchor:
         """Return what autograd keeps of a tensor that the call saves."""
+        ops, record = self._ops, self.record
         if type(tensor) is Parameter:
-            return (tensor, tensor._version, self._ops.region)
-        name = f"saved_{self._saved}"
+            return (tensor, tensor._version, ops.region)
+        held = ops.hold(record, f"saved_{self._saved}", tensor, CheckpointPolicy.SAVE)
         self._saved += 1
-        return self._ops.hold(self._record, name, tensor, self._args)
+        if record.away and ops.region.hooks is None and type(held) is OpHolder and held.resident:
+            ops.departures.waiting.append((held, tensor))
+        return held
 
     def returns(self, result: Any) -> None:
         """Note what the call returns."""
-        ops, record = self._ops, self._record
-        if self._versions is not None and self._versions != _versions_of(self._args):
+        ops, record = self._ops, self.record
+        if type(record.op) is not BuiltinFunctionType and record.versions != list(
+            enumerate(map(version_of, self._given))
+        ):
             raise UsageError(
                 "a compiled function in a native region changed its argument in place, which replay would not repeat",
                 region=ops.region.name,
                 op=record.name,
                 remedy="Return the new value from it, or give the native region the policy RECOMPUTE.",
             )
-        leaves = (result,) if isinstance(result, torch.Tensor) else leaves_of((result,), {})
-        if leaves and all(map(self._is_view_of_argument, leaves)):
-            self._end()
-            return
-        last = sequence_number()
-        ops.skipped.append((self._first, last))
-        given = [arg for arg in self._args if isinstance(arg, torch.Tensor)]
-        if list in map(type, self._args) or tuple in map(type, self._args):
-            given = list(tensors_in(self._args, {}))
-        reads = [storage_key(arg) for arg in given] if set(map(type, given)) <= _USUAL else _keys_in(given)
-        if type(result) is torch.Tensor and not result.dtype.is_complex and result.layout is torch.strided:
+        if (
+            type(result) is torch.Tensor and result._base is None and id(result) not in map(id, self._given)
+            and result.layout is torch.strided and not result.dtype.is_complex
+        ):  # fmt: skip
             # What most calls return.
-            record.leaves = [result.requires_grad]
-            entry = CallEntry(record.function, record, described(result, None), ("out",))
-            ops.storages.note_one(entry, result)
-            ops.results.note_one(entry, result)
+            last = sequence_number()
+            geometry = new_tuple(Geometry, (result.shape, result.stride(), result.storage_offset()))
+            record.results = new_tuple(Meta, (geometry, result.dtype, result.device, False, NOT_LAZY))
+            record.leaves = (result.requires_grad,)
+            ops.note_result(record, result, self._first, last)
+            leaves: Sequence[Any] = (result,)
         else:
-            entry = self._note_several(result, leaves, reads)
-        record.entry = entry
-        entry.reads = reads
-        try:
-            entry.versions = list(enumerate(map(_version_of, given)))
-        except RuntimeError:  # made in inference mode
-            entry.versions = list(enumerate(map(version_of, given)))
-        ops.entries.append(entry)
-        for leaf in leaves:
-            if not isinstance(leaf, torch.Tensor):
-                continue
-            ops.note_returned(leaf, self._first, last)
-            node = leaf.grad_fn
-            if node is not None and not self._saved and node_number(node) >= self._first:
-                node.register_prehook(ops.region.note_backward)
-        self._end()
+            leaves = (result,) if isinstance(result, torch.Tensor) else leaves_of((result,), {})
+            if leaves and all(map(self._is_view_of_argument, leaves)):
+                self._end()
+                return
+            last = sequence_number()
+            self._note_several(result, leaves)
+            for leaf in leaves:
+                if isinstance(leaf, torch.Tensor):
+                    ops.note_returned(leaf, self._first, last)
+        record.is_entry = True
+        ops.skipped.append((self._first, last))
+        if not self._saved:
+            for leaf in leaves:
+                node = leaf.grad_fn if isinstance(leaf, torch.Tensor) else None
+                if node is not None and node_number(node) >= self._first:
+                    node.register_prehook(ops.region.note_backward)
+        if self._rng is not None or ops.departures.waiting:
+            self._end()
 
-    def _note_several(self, result: Any, leaves: Sequence[Any], reads: Sequence[int]) -> CallEntry:
-        ops, record = self._ops, self._record
+    def _note_several(self, result: Any, leaves: Sequence[Any]) -> None:
+        ops, record = self._ops, self.record
+        record.kind = CALL
         record.leaves = [leaf.requires_grad if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         if len(leaves) != 1 or leaves[0] is not result:
             record.template = optree.tree_map(_nothing, result, namespace=PYTREE_NAMESPACE)
-        names = [record.output_name(place) for place in range(len(leaves))]
-        entry = CallEntry(record.function, record, [described(leaf, None) for leaf in leaves], names)
-        ops.storages.note_call(entry, leaves, reads)
-        ops.results.note(entry, leaves)
-        return entry
+        record.results = [described(leaf, None) for leaf in leaves]
+        record.saved = frozenset(range(len(leaves)))
+        if record.away:
+            record.away = record.saved
+        ops.storages.note_call(record, leaves, record.reads)
+        ops.results.note(record, leaves)
+        ops.entries.append(record)
 
     def _is_view_of_argument(self, leaf: Any) -> bool:
         if not isinstance(leaf, torch.Tensor):
             return False
         base = leaf._base
-        for arg in self._args:
-            if arg is leaf:
-                return True
-            if base is not None and isinstance(arg, torch.Tensor) and (arg is base or arg._base is base):
-                return True
-        return False
+        return any(arg is leaf or (base is not None and (arg is base or arg._base is base)) for arg in self._given)
 
     def left_by(self, error: BaseException) -> None:
         """Note that an exception left the call: the region that catches it must do without."""
         if isinstance(error, Exception):
-            self._record.raised = type(error), error.args
+            self.record.results = Raised(type(error), error.args)
         self._end()
 
     def _end(self) -> None:
         if self._ops.departures.waiting:
             self._ops.departures.send()
         if self._rng is not None:
-            self._record.drawn = self._rng.drawn()
-            self._rng = None
-        self._args = ()
+            self.record.drawn = self._rng.drawn()
 
 
 class Replay(Protocol):
     """What of a region's replay is asked here."""
 
     region: Any
-
-    def fail(self, error: Any) -> Any:
-        """End the replay with an error."""
 
     def note_loaded(self, tensor: torch.Tensor) -> None:
         """Note a tensor that was kept."""
@@ -267,36 +288,33 @@ def replayed(
     Raises:
         MutationError: The call is made again, and an argument was changed in place since forward.
     """
-    if record.raised is not None:
-        kind, values = record.raised
-        raise kind(*values)
-    entry, region = record.entry, replay.region
-    if entry is None:
+    if not record.is_entry:
+        if type(record.results) is Raised:
+            raise record.results.kind(*record.results.args)
         return function(*args, **kwargs)
-    if entry.run or region.tape.backward_inside:
+    if record.run or replay.region.tape.backward_inside:
         return _made_again(replay, record, function, args, kwargs)
     if record.drawn is not None:
         record.drawn.restore()
-    leaves = [_leaf(replay, record, place, start_over) for place in range(len(record.leaves))]
+    leaves = [_leaf(replay, record, place, known, start_over) for place, known in enumerate(record.leaves)]
     return leaves[0] if record.template is None else with_leaves((record.template,), {}, leaves)[0][0]
 
 
-def check_call(
-    replay: Replay, record: WholeCall, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> None:
-    """End the replay if it makes another call than forward."""
-    same = function is record.function
-    if not same or layout_of(args, kwargs) != record.layout:
-        ran = default_name(record.function)
-        found = "tensors of other shapes or strides" if same else default_name(function)
-        replay.fail(
-            mismatched(
-                replay.region,
-                f"forward ran {ran} here, replay ran {'it on ' if same else ''}{found}",
-                "A native region must run the same function on the same arguments in both phases.",
-                op=record.name,
-            )
-        )
+def is_same_call(record: WholeCall, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether replay makes the same call as forward."""
+    return function is record.op and layout_of(args, kwargs) == record.layout
+
+
+def another_call(region: Any, record: WholeCall, function: Any) -> MismatchError:
+    """Return the error about a call that is not that of forward."""
+    same = function is record.op
+    found = "tensors of other shapes or strides" if same else default_name(function)
+    return mismatched(
+        region,
+        f"forward ran {default_name(record.op)} here, replay ran {'it on ' if same else ''}{found}",
+        "A native region must run the same function on the same arguments in both phases.",
+        op=record.name,
+    )
 
 
 def _made_again(
@@ -306,9 +324,9 @@ def _made_again(
     leaves = [real(leaf, record.name) for leaf in leaves_of(args, kwargs)]
     args, kwargs = with_leaves(args, kwargs, leaves)
     given = list(tensors_in(args, kwargs))
-    for at, version in () if replay.region.inputs.packed else record.entry.versions:
+    for at, version in () if replay.region.inputs.packed else record.versions:
         # What replay makes itself has storages of its own; autograd may sum gradients in place in one phase only.
-        if version_of(given[at]) != version and not set(_keys_in([given[at]])).isdisjoint(record.entry.reads):
+        if version_of(given[at]) != version and not set(keys_of(given[at])).isdisjoint(record.reads):
             raise MutationError(
                 f"this call is made again in replay, and its argument {at} was changed in place since it was made",
                 region=replay.region.name,
@@ -322,16 +340,19 @@ def _made_again(
     return result
 
 
-def _leaf(replay: Replay, record: WholeCall, place: int, start_over: Callable[[Entry, int, str], Any]) -> Any:
-    entry, known = record.entry, record.leaves[place]
-    meta = entry.meta(place)
-    slot = entry.kept.get(place)
-    name = record.output_name(place)
+def _leaf(
+    replay: Replay, record: WholeCall, place: int, known: Any, start_over: Callable[[Entry, int, str], Any]
+) -> Any:
+    slot = record.kept.get(place)
     if slot is not None:
-        tensor = slot.load(replay.region.name, record.name, name)
+        tensor = slot.unchanged()
+        if tensor is None:
+            tensor = slot.load(replay.region.name, record.name, record.label(place))
         replay.note_loaded(tensor)
         return tensor.requires_grad_(known)
+    meta = record.meta(place)
     if type(meta) not in (Meta, WrapperMeta):
         return meta
-    made = stand_in(meta, Source(replay.region.name, record.name, name), partial(start_over, entry, place))
+    source = Source(replay.region.name, record.name, record.label(place))
+    made = stand_in(meta, source, partial(start_over, record, place))
     return made.requires_grad_() if known else made

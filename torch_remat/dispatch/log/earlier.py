@@ -37,7 +37,7 @@ class Earlier:
         entries: The log, as it grows.
     """
 
-    __slots__ = ("_copies", "_entries", "_inner", "_marks", "_readers", "_reading", "_seen", "_storages")
+    __slots__ = ("_copies", "_entries", "_inner", "_readers", "_seen", "_storages")
 
     def __init__(self, storages: Storages, entries: Sequence[Entry]) -> None:
         self._storages = storages
@@ -47,19 +47,17 @@ class Earlier:
         # the inner region in which it ran.
         self._readers: dict[int, list[tuple[Entry, int, object]]] = {}
         self._inner: list[object] = [None]  # the inner regions that run
-        self._marks: list[tuple[int, object]] = []  # from which entry on which of them runs
-        self._reading: object = None  # that of the last reader
         self._copies: list[tuple[torch.Tensor, list[tuple[Entry, int]]]] = []
 
     def enter(self, has_policy: bool) -> None:
         """Note that an inner region begins."""
+        self._note_readers()
         self._inner.append(object() if has_policy else _WITHOUT_POLICY)
-        self._marks.append((len(self._entries), self._inner[-1]))
 
     def leave(self) -> None:
         """Note that it has ended."""
+        self._note_readers()
         self._inner.pop()
-        self._marks.append((len(self._entries), self._inner[-1]))
 
     def note_writes(self, written: Sequence[torch.Tensor]) -> None:
         """Copy what an op is about to write, where that comes from outside and was read."""
@@ -76,17 +74,12 @@ class Earlier:
                 self._copies.append((flattened(tensor, whole).clone(), readers))
 
     def _note_readers(self) -> None:
-        marks = iter([*self._marks, (len(self._entries), None)])
-        until, following = next(marks)
-        for place in range(self._seen, len(self._entries)):
-            while until <= place:
-                self._reading = following
-                until, following = next(marks)
-            entry = self._entries[place]
+        """Note what the entries since the last call have read, all of them in the inner region that runs."""
+        for entry in self._entries[self._seen :]:
             if entry.versions and not (entry.kind == VIEW or entry.outside or _is_left_out(entry)):
                 for at, _ in entry.versions:
-                    self._readers.setdefault(entry.reads[at], []).append((entry, at, self._reading))
-        self._seen, self._reading, self._marks = len(self._entries), self._inner[-1], []
+                    self._readers.setdefault(entry.reads[at], []).append((entry, at, self._inner[-1]))
+        self._seen = len(self._entries)
 
     def keep(self, make_slot: MakeSlot) -> None:
         """At the end of forward: keep what an entry that replay runs will read."""

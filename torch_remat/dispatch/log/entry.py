@@ -138,33 +138,76 @@ class Entry:
 _OF_A_CALL = UNKNOWN._replace(random=False)
 
 
-class CallEntry(Entry):
-    """A call that replay may leave out: of what happens inside the log knows nothing.
+class HandleCall(Record, Entry):
+    """An op with a handle that replay skips: a record, and, where ops are watched, its own entry in the log.
 
-    Args:
-        op: What was called: the record of an op with a handle, or a function.
-        record: Its record; a record that knows its entry must not be known by it.
-        results: What replay must know of its results.
-        names: Their names.
+    Attributes:
+        results: What replay must know of its outputs; None if its body has raised.
+        plain: The places of the outputs that are not differentiable.
     """
 
     kind = CALL
+    path = ""
+    count = 0
+    effects = _OF_A_CALL
+    results: Any = None
+    plain: Sequence[int] = ()
+    group: str
 
-    def __init__(self, op: Any, record: Record, results: Any, names: Sequence[str]) -> None:
+    @property
+    def op(self) -> HandleCall:
+        """The entry itself, by which the log knows it."""
+        return self
+
+    def forget_slots(self) -> None:
+        """Drop what only a further replay would need."""
+        super().forget_slots()
+        self.kept = _NONE
+
+
+class WholeCall(Record, Entry):
+    """One call of a function of torch's own, which replay leaves out whole: a record, and its own entry in the log.
+
+    Args:
+        name: The name of the native region.
+        policy: Its policy.
+        op: The function.
+        layout: Shape and strides of the tensors among its arguments.
+
+    Attributes:
+        leaves: The leaves of its result: for each tensor whether it needs a gradient, other values as they are.
+        template: Its result with numbers in place of the leaves; None if it is one tensor or value.
+        is_entry: Whether it stands in the log. It does not if all its results are views of its arguments, which cost
+            nothing, so that replay makes the call again, nor if it raised.
+    """
+
+    kind = ONE
+    path = ""
+    count = 0
+    effects = _OF_A_CALL
+    saved = FIRST
+    results: Any = None
+    leaves: Sequence[Any] = ()
+    template: Any = None
+    is_entry = False
+
+    def __init__(self, name: str, policy: CheckpointPolicy, op: Any, layout: Sequence[Any]) -> None:
+        self.name = self.group = name
+        self.policy = policy
         self.op = op
-        self.count = 0
-        self.results = results
-        self.path = ""
-        self.effects = _OF_A_CALL
-        self.group = record.name
-        self._labels = names
-        self.saved = FIRST if len(names) == 1 else frozenset(range(len(names)))
-        if record.policy is CheckpointPolicy.OFFLOAD:
-            self.away = self.saved
+        self.layout = layout
+        if policy is CheckpointPolicy.OFFLOAD:
+            self.away = FIRST
 
     def label(self, place: int) -> str:
         """Return the name of a result."""
-        return self._labels[max(place, 0)]
+        return "out" if self.template is None else str(max(place, 0))
+
+    def forget_slots(self) -> None:
+        """Drop what only a further replay would need."""
+        super().forget_slots()
+        self.kept = _NONE
+        self.results = None
 
 
 def names_of(entries: Iterable[Entry]) -> Iterator[str]:

@@ -14,7 +14,7 @@ import torch
 from torch_remat.dispatch.check.mismatch import mismatched
 from torch_remat.dispatch.log.entry import Entry
 from torch_remat.dispatch.log.meta import dense_layout
-from torch_remat.dispatch.log.schema import Effects, argument, effects_of
+from torch_remat.dispatch.log.schema import Effects, argument
 from torch_remat.dispatch.placeholder import Placeholder, geometry_of
 from torch_remat.errors import MismatchError, at_user_line
 
@@ -74,7 +74,7 @@ def after_loose(entries: Sequence[Entry], at: int, op: Any = None) -> int:
     """Return the place after the views and casts from here on, or that of an op that comes before; see `place_of`."""
     place = at
     while place < len(entries) and entries[place].op is not op:
-        effects = effects_of(entries[place].op)
+        effects = entries[place].effects
         if effects.viewed is None and not effects.cast:
             return place if op is None else at
         place += 1

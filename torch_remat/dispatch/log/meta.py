@@ -7,6 +7,7 @@ layouts). Out: in replay placeholders.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from torch_remat.dispatch.placeholder import (
 
 _USUAL = frozenset((Tensor, Parameter))
 _DENSE = frozenset((*_USUAL, Placeholder))
+_FLAT = frozenset((*_USUAL, int, float, bool, complex, NoneType, str, torch.dtype, torch.device))  # usual arguments
 
 
 class Meta(NamedTuple):
@@ -207,7 +209,7 @@ def layout_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[torc
 
     A placeholder cannot be resized, which ops do with an empty ``out``.
     """
-    if not kwargs and not any(isinstance(arg, (Tensor, list, tuple)) and type(arg) not in _USUAL for arg in args):
+    if not kwargs and _FLAT.issuperset(map(type, args)):
         return dense_layout(args)
     layout = []
     for tensor in tensors_in(args, kwargs):

@@ -9,9 +9,6 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
-from torch_remat.dispatch.placeholder import Geometry
 from torch_remat.policies.decision import CheckpointPolicy
 
 if TYPE_CHECKING:
@@ -24,23 +21,12 @@ if TYPE_CHECKING:
 _NO_SLOTS: Mapping[int, Any] = MappingProxyType({})
 
 
-class Output(NamedTuple):
-    """What replay must know of a skipped op's output to stand something in for it."""
-
-    name: str
-    geometry: Geometry
-    dtype: torch.dtype
-    device: torch.device
-    differentiable: bool
-
-
 class Record:
     """One named op of a region.
 
     Attributes:
         name: The op's name, with its scopes.
         policy: Its policy.
-        outputs: Its outputs, in order.
         as_tuple: Whether it returned a tuple.
         slots: The inputs that replay would not have, by place.
         elided_outputs: Saved tensors of SAVE ops that replay takes from this op's outputs.
@@ -49,42 +35,21 @@ class Record:
         saved_before: How many tensors the region had saved when the op began.
     """
 
-    __slots__ = (
-        "as_tuple",
-        "drawn",
-        "elided_inputs",
-        "elided_outputs",
-        "name",
-        "outputs",
-        "policy",
-        "saved_before",
-        "slots",
-    )
+    # Most records have little to note: what stands here is not set for each of them.
+    as_tuple = False
+    slots: Mapping[int, Slot] = _NO_SLOTS
+    elided_outputs: list[Elided] | None = None
+    elided_inputs: list[Elided] | None = None
+    drawn: RngState | None = None
+    saved_before = 0
 
     def __init__(self, name: str, policy: CheckpointPolicy) -> None:
         self.name = name
         self.policy = policy
-        self.outputs: Sequence[Output] = ()
-        self.as_tuple = False
-        self.slots: Mapping[int, Slot] = _NO_SLOTS  # and no list of its own for what most ops have none of
-        self.elided_outputs: list[Elided] | tuple[()] = ()
-        self.elided_inputs: list[Elided] | tuple[()] = ()
-        self.drawn: RngState | None = None
-        self.saved_before = 0
 
-    def elide_output(self, elided: Elided) -> None:
-        """Note a saved tensor that replay takes from this op's outputs."""
-        if self.elided_outputs:
-            self.elided_outputs.append(elided)
-        else:
-            self.elided_outputs = [elided]
-
-    def elide_input(self, elided: Elided) -> None:
-        """Note a saved tensor of this op that replay takes from its inputs."""
-        if self.elided_inputs:
-            self.elided_inputs.append(elided)
-        else:
-            self.elided_inputs = [elided]
+    def label(self, place: int) -> str:
+        """Return the name of an output."""
+        return str(max(place, 0)) if self.as_tuple else "out"
 
     def forget_slots(self) -> None:
         """Drop what only a further replay would need."""
@@ -118,51 +83,14 @@ class Stretch(Record):
         raised: Whether an exception left it.
     """
 
-    __slots__ = ("end", "left", "raised", "returned", "start")
-
-    def __init__(self, name: str, policy: CheckpointPolicy) -> None:
-        super().__init__(name, policy)
-        self.start, self.end = 0, -1  # the latter until it is over
-        self.left: list[Left] = []
-        self.returned: dict[int, Slot] = {}
-        self.raised = False
+    start = 0
+    end = -1  # until it is over
+    left: Sequence[Left] = ()
+    returned: Mapping[int, Slot] = _NO_SLOTS
+    raised = False
 
     def forget_slots(self) -> None:
         """Drop what only a further replay would need."""
         super().forget_slots()
-        self.left = []
-        self.returned = {}
-
-
-class WholeCall(Record):
-    """One call of a function of torch's own, which replay leaves out whole.
-
-    Attributes:
-        function: The function.
-        layout: Shape and strides of the tensors among its arguments.
-        leaves: The leaves of its result: for each tensor whether it needs a gradient, other values as they are.
-        template: Its result with numbers in place of the leaves; None if it is one tensor or value.
-        raised: The kind and arguments of the exception that it raised.
-        entry: Its entry in the log; None if all its results are views of its arguments, which cost nothing, so that
-            replay makes the call again.
-    """
-
-    __slots__ = ("entry", "function", "layout", "leaves", "raised", "template")
-
-    def __init__(self, name: str, policy: CheckpointPolicy, function: Any) -> None:
-        super().__init__(name, policy)
-        self.function = function
-        self.layout: Sequence[Any] = ()
-        self.leaves: list[Any] = []
-        self.template: Any = None
-        self.raised: tuple[type[Exception], tuple[Any, ...]] | None = None
-        self.entry: Any = None
-
-    def output_name(self, place: int) -> str:
-        """Return the name of a result."""
-        return "out" if self.template is None else str(place)
-
-    def forget_slots(self) -> None:
-        """Drop what only a further replay would need."""
-        super().forget_slots()
-        self.entry = None
+        self.left = ()
+        self.returned = _NO_SLOTS

@@ -17,6 +17,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
+from types import NoneType
 from typing import Any, NamedTuple, Protocol
 from weakref import ref
 
@@ -24,13 +25,13 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
-from torch_remat._compat import SavedTensorHooks, node_number, sequence_number, without_dispatch_modes
+from torch_remat._compat import SavedTensorHooks, node_number, sequence_number, storage_key, without_dispatch_modes
 from torch_remat.dispatch.ambient import RngState
 from torch_remat.dispatch.holder import Anchor, Holder, OpHolder, ResidentRef, metadata_of
 from torch_remat.dispatch.log.departures import Departures
 from torch_remat.dispatch.log.entry import CALL, FIRST, ONE, Entry, run_for_good
-from torch_remat.dispatch.log.meta import has_placeholder, key_of, keys_of, parts_of
-from torch_remat.dispatch.log.needs import Needs, find_needs
+from torch_remat.dispatch.log.meta import key_of, keys_of, parts_of
+from torch_remat.dispatch.log.needs import find_needs
 from torch_remat.dispatch.log.op_recorder import Observer, OpRecorder
 from torch_remat.dispatch.log.readers import read_outputs
 from torch_remat.dispatch.log.record import Left, Record, Stretch
@@ -107,9 +108,9 @@ class Recorder:
         self.departures = Departures(forward)
         options = self.region.options
         self._allow_mutation: bool = options.allow_cache_entry_mutation
-        self.results = Results(
-            self.storages, self.departures.slot_for, self.region.hooks is not None, self._allow_mutation
-        )
+        nested = self.region.hooks is not None
+        self.results = Results(self.storages, self.departures.slot_for, nested, self._allow_mutation)
+        self._plain = not (nested or self._allow_mutation)
         self.has_policy: bool = options.policy is not None
         self.watch: OpRecorder | None = None
         self.opened: Any = None  # the body of an op with a handle that was begun last and has not ended
@@ -127,11 +128,6 @@ class Recorder:
 
     # What the recorder of aten ops asks.
 
-    @property
-    def saved_count(self) -> int:
-        """How many tensors the region has saved."""
-        return len(self.region.tape.saved)
-
     def rng_now(self) -> RngState | None:
         """Return the present state of the region's generators; None where nobody cares."""
         rng: RngState | None = self.region.rng
@@ -146,13 +142,8 @@ class Recorder:
     ) -> OpHolder:
         """Return a resident holder for a tensor that replay saves again, as a placeholder, at the same place."""
         holder = self.holder_for(op, name, tensor)
-        hooks = self.region.hooks
-        if hooks is None and type(tensor) is torch.Tensor:
-            with without_dispatch_modes():
-                holder.value = tensor.detach()
-        else:
-            self.keep(holder, tensor)
-        if policy is CheckpointPolicy.OFFLOAD and hooks is None:
+        self.keep(holder, tensor)
+        if policy is CheckpointPolicy.OFFLOAD and self.region.hooks is None:
             self.departures.waiting.append((holder, tensor))
         if may_change and holder.value is not None:
             holder.value = holder.value.data  # with a version counter of its own
@@ -163,33 +154,29 @@ class Recorder:
     def holder_for(self, op: str, name: str, tensor: torch.Tensor) -> OpHolder:
         """Return a holder without a value."""
         holder = OpHolder()
-        holder.region = self.region
+        holder.region = region = self.region
         holder.op = op
         holder.tensor_name = name
         holder.metadata = metadata_of(tensor)
-        holder.origin = None
+        holder.origin = holder.value = holder.packed = holder.unpack = None
         holder.plain = False
-        holder.producer = type(None)
+        holder.producer = NoneType
         holder.resident = True
-        holder.value = holder.packed = holder.unpack = None
-        self.region.tape.holders.append(ref(holder))
+        region.tape.holders.append(ref(holder))
         return holder
 
     def keep(self, holder: OpHolder, tensor: torch.Tensor) -> None:
         """Give a holder its value, or what the hooks around the region make of it."""
         hooks: SavedTensorHooks | None = self.region.hooks
-        if hooks is None:
-            holder.value = self._alias_of(tensor)
-        else:
+        if hooks is not None:
             pack, holder.unpack = hooks
             with self.mode.unwatched():
                 holder.packed = pack(tensor)
-
-    def _alias_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        if type(tensor) is not torch.Tensor or self.mode.watcher is None:
-            return tensor.detach()
-        with without_dispatch_modes():
-            return tensor.detach()
+        elif type(tensor) is not torch.Tensor or self.mode.watcher is None:
+            holder.value = tensor.detach()
+        else:
+            with without_dispatch_modes():
+                holder.value = tensor.detach()
 
     # What runs.
 
@@ -201,7 +188,7 @@ class Recorder:
 
     def skips(self) -> bool:
         """Whether a native region runs that replay skips."""
-        return self.watch is not None and bool(self.watch.group)
+        return self.watch is not None and self.watch.native is not None
 
     def note_record(self, record: Record) -> None:
         """Note what has a name.
@@ -220,60 +207,53 @@ class Recorder:
         records[record.name] = record
         record.saved_before = len(self.region.tape.saved)
 
-    def run_native(
+    def run_watched(
         self, name: str, policy: CheckpointPolicy, function: Callable[..., Any], args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:  # fmt: skip
-        """Run a native region; see `RematMode.run_native`."""
-        if policy is CheckpointPolicy.RECOMPUTE:
-            self.note_record(Record(name, policy))
-            if not self.has_policy:
-                self.read_by_replay(leaves_of(args, kwargs))
+        """Run a native region in a region whose ops are all watched."""
+        assert self.watch is not None
+        self.watch.native = record = Record(name, policy)
+        try:
+            self.note_record(record)
             return function(*args, **kwargs)
-        if self.has_policy:
-            assert self.watch is not None
-            self.note_record(Record(name, policy))
-            self.watch.group, self.watch.group_policy = name, policy
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self.watch.group, self.watch.group_policy = "", CheckpointPolicy.SAVE
-        self.skipped_any = True
-        return self._run_stretch(Stretch(name, policy), function, args, kwargs)
+        finally:
+            self.watch.native = None
 
-    def _run_stretch(
+    def run_stretch(
         self, stretch: Stretch, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
+        """Run a native region, watching its ops, in a region whose ops are not watched."""
         self.note_record(stretch)
+        self.skipped_any = True
         watch = self.watch
         if watch is None:
             self.packs = True
             watch = self.watch = OpRecorder(self, None, ("",), self._allow_mutation, None)
         stretch.start = len(self.entries)
-        watch.group, watch.group_policy, watch.stretch = stretch.name, stretch.policy, stretch
+        watch.native = stretch
         watch.forget_counts()
         first = sequence_number()
-        leaves: list[Any] = []
+        leaves: Sequence[Any] = ()
+        name = None
         try:
             result = self.mode.watched(watch.watch, function, args, kwargs)
-            leaves = [result] if isinstance(result, torch.Tensor) else leaves_of((result,), {})
-            self._name_results(stretch, leaves, isinstance(result, torch.Tensor))
+            if isinstance(result, torch.Tensor):
+                leaves, name = (result,), "out"
+            else:
+                leaves = leaves_of((result,), {})
         except BaseException:
             stretch.raised = True
             raise
         finally:
-            watch.group, watch.group_policy, watch.stretch = "", CheckpointPolicy.SAVE, None
-            self._end_stretch(watch, stretch, first, leaves)
+            watch.native = None
+            self._end_stretch(watch, stretch, first, leaves, name)
         return result
 
-    def _name_results(self, stretch: Stretch, leaves: Sequence[Any], single: bool) -> None:
-        for place, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor):
-                writer = self.storages.writer_of(leaf)
-                if writer is not None and writer[0].group == stretch.name and writer[1] not in writer[0].names:
-                    writer[0].names = {**writer[0].names, writer[1]: "out" if single else str(place)}
-
-    def _end_stretch(self, watch: OpRecorder, stretch: Stretch, first: int, leaves: Sequence[Any]) -> None:
+    def _end_stretch(
+        self, watch: OpRecorder, stretch: Stretch, first: int, leaves: Sequence[Any], name: str | None
+    ) -> None:
+        start = stretch.start
         stretch.end = len(self.entries)
         last = sequence_number()
         self.skipped.append((first, last))
@@ -284,13 +264,19 @@ class Recorder:
         if watch.rng is not None:
             stretch.drawn, watch.rng = watch.rng.drawn(), None
         for place, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor) and not self.note_returned(leaf, first, last) and not leaf.is_inference():
-                self.note_returned_view(stretch, place, leaf, last)
-        entries = self.entries[stretch.start :]
-        # Of all that its ops made, only what is reached from outside is held on to.
-        touched = {key for entry in entries for key in entry.touches()}
-        if not touched <= self._known:
-            self._drop(entries, touched)
+            if not isinstance(leaf, torch.Tensor):
+                continue
+            if (writer := self.note_returned(leaf, first, last)) is None:
+                if not leaf.is_inference():
+                    self.note_returned_view(stretch, place, leaf, last)
+            elif writer[0].group == stretch.name and writer[1] not in writer[0].names:
+                writer[0].names = {**writer[0].names, writer[1]: name or str(place)}
+        if stretch.end != start + 1 or self.entries[start].storage not in self._known:
+            # Of all that its ops made, only what is reached from outside is held on to.
+            entries = self.entries[start:]
+            touched = {key for entry in entries for key in entry.touches()}
+            if not touched <= self._known:
+                self._drop(entries, touched)
         if watch.written:
             self._note_left(watch, stretch)
 
@@ -300,14 +286,24 @@ class Recorder:
         self.results.drop(entries, needs.kept)
         self.storages.forget(touched - self._known)
 
-    def note_returned(self, leaf: torch.Tensor, first: int, last: int) -> bool:
-        """Note a tensor that a native region returned; return whether an entry made it."""
-        found, after = False, len(self.entries)
-        for key in keys_of(leaf):
-            if key in self.storages.writers:
-                found = True
+    def note_result(self, entry: Entry, result: torch.Tensor, first: int, last: int) -> None:
+        """Note a call with its one result, an ordinary tensor in a storage of its own."""
+        key = entry.storage = storage_key(result)
+        self.storages.note_one(entry, key)
+        self.results.note_one(entry, result)
+        self.entries.append(entry)
+        self._known.add(key)
+        about = key, result.grad_fn, result.output_nr, first, last, len(self.entries)
+        self._returned.append(new_tuple(Returned, about))
+
+    def note_returned(self, leaf: torch.Tensor, first: int, last: int) -> tuple[Entry, int] | None:
+        """Note a tensor that a native region returned; return the entry that made it, and as which of its results."""
+        found = None
+        for key in reversed(keys_of(leaf)):
+            if (writer := self.storages.writers.get(key)) is not None:
+                found = writer
                 self._known.add(key)
-                about = (key, leaf.grad_fn, leaf.output_nr, first, last, after)
+                about = key, leaf.grad_fn, leaf.output_nr, first, last, len(self.entries)
                 self._returned.append(new_tuple(Returned, about))
         return found
 
@@ -318,7 +314,7 @@ class Recorder:
         for tensor, place in chain.from_iterable(watch.written.values()):
             storage = StorageWeakRef(tensor.untyped_storage())
             slot = self.departures.slot_for(stretch.name, "written", tensor, stretch.policy)
-            stretch.left.append(Left(storage, slot, place))
+            stretch.left = [*stretch.left, Left(storage, slot, place)]
         for key, version in watch.versions.items():
             times = watch.written[key][0][0]._version - version
             self._changes[key] = self._changes.get(key, 0) + times
@@ -329,21 +325,22 @@ class Recorder:
         if self.results.unread:
             self.results.read_versions()
         held: Holder | Anchor | None = None
+        watch, saved = self.watch, self.region.tape.saved
+        place = len(saved)
         if type(tensor) is not Parameter or self.storages.has_writes:
             key = key_of(tensor)
             writer = self.storages.writers.get(key)
             if writer is not None:
                 held = self._pack_made(tensor, key, *writer)
-            elif self.watch is not None and self.watch.stretch is not None:
+            elif watch is not None and watch.native is not None and not self.has_policy:
                 held = self.pack_of_call(tensor)
             elif type(tensor) is not torch.Tensor:
-                self.roots += [(self.saved_count, key_of(part), len(self.entries)) for part in parts_of(tensor)]
+                self.roots += [(place, key_of(part), len(self.entries)) for part in parts_of(tensor)]
         if self.has_policy:
             return held
-        tape = self.region.tape
         number = stop = sequence_number()
         buffer = False
-        if self.watch is None or not self.watch.group:
+        if watch is None or watch.native is None:
             node = tensor.grad_fn
             # A result is saved once its op has run, all else before. Of a tensor without a history nobody knows.
             if node is not None and node_number(node) != number - 1:
@@ -352,20 +349,32 @@ class Recorder:
                 self._reads.append((stop, len(self.entries), key))
             else:
                 buffer = not tensor.requires_grad and tensor.is_floating_point()
-        tape.numbers[len(tape.saved) - (held is not None)] = number, stop, buffer
+        self.region.tape.numbers[place] = number, stop, buffer
         return held
 
     def _pack_made(self, tensor: torch.Tensor, key: int, entry: Entry, place: int) -> OpHolder | None:
-        if place not in entry.packed:
-            entry.packed = FIRST if place == 0 and not entry.packed else entry.packed | {place}
+        tape = self.region.tape
+        if entry.kind == ONE:
+            entry.packed = FIRST
+        elif place not in entry.packed:
+            entry.packed |= {place}
         if place not in entry.saved:
-            self.roots.append((self.saved_count, key, len(self.entries)))
+            self.roots.append((len(tape.saved), key, len(self.entries)))
             return None
-        away = place in entry.away
-        policy = CheckpointPolicy.OFFLOAD if away else CheckpointPolicy.SAVE
-        holder = self.resident(entry.group, entry.label(place), tensor, policy, self._allow_mutation)
-        if entry.kind == ONE and not (away or self._allow_mutation) and holder.value is not None:
-            self.results.note_alias(entry, tensor, holder.value)
+        label = entry.label(place)
+        if entry.kind != ONE or entry.away or not self._plain or type(tensor) is not torch.Tensor:
+            policy = CheckpointPolicy.OFFLOAD if place in entry.away else CheckpointPolicy.SAVE
+            return self.resident(entry.group, label, tensor, policy, self._allow_mutation)
+        # What most are.
+        holder = self.holder_for(entry.group, label, tensor)
+        if self.mode.watcher is None:
+            alias = tensor.detach()
+        else:
+            with without_dispatch_modes():
+                alias = tensor.detach()
+        holder.value = alias
+        self.results.aliases[entry] = id(tensor), alias
+        tape.saved.append(ResidentRef(holder))
         return holder
 
     def pack_of_call(self, tensor: torch.Tensor) -> OpHolder | None:
@@ -374,17 +383,11 @@ class Recorder:
 
     def note_reader(self, tensor: torch.Tensor) -> bool:
         """Note that replay reads a tensor here in any case; return whether an entry made it."""
-        writer = self.storages.writer_of(tensor)
-        if writer is None:
-            return False
-        self._read.append((key_of(tensor), len(self.entries)))
-        return True
-
-    def read_by_replay(self, values: Sequence[Any]) -> None:
-        """Note that replay reads those values that entries made."""
-        for value in values:
-            if isinstance(value, torch.Tensor) and not has_placeholder(value):
-                self.note_reader(value)
+        key = key_of(tensor)
+        if key in self.storages.writers:
+            self._read.append((key, len(self.entries)))
+            return True
+        return False
 
     # The end.
 
@@ -409,13 +412,12 @@ class Recorder:
             self.departures.send()
         if not self.entries:
             return
-        if self.has_policy:
+        if self.has_policy:  # elsewhere the graph is asked
             self.results.let_go_of_graph()
-        roots = self._roots(boundary)
-        if not self.has_policy:  # there the graph was asked
-            self.results.let_go_of_graph()
+        tape.roots = roots = self._roots(boundary)
         needs = find_needs(self.entries, roots, self.results.can_keep)
-        apply(needs)
+        for entry in needs.run:
+            entry.run = True
         for entry, places in needs.kept:
             self.results.keep(entry, places)
         if self.has_policy:
@@ -424,7 +426,6 @@ class Recorder:
             # Replay does not change them again.
             changes = self._changes
             region.inputs.accept_changes(lambda tensor, times: changes.get(key_of(tensor)) == times)
-        tape.roots = roots
 
     def before_replay(self) -> None:
         """Let a replay inside of forward, and each later one, run all ops so far, on what they have read."""
@@ -461,10 +462,13 @@ class Recorder:
             return roots
         stop = self._stop()
         # Also where the graph of what saved it is gone: replay runs it all the same.
-        roots += [(key, after) for number, after, key in self._reads if number <= stop]
+        read = [(key, after) for number, after, key in self._reads if number <= stop]
+        roots += read
+        # Where nothing is written a storage is what it is for all that read it: one of them is enough.
+        known = set() if self.storages.has_writes else {key for key, _ in read}
         outputs: dict[tuple[torch.autograd.graph.Node, int], Returned] = {}
         for returned in self._returned:
-            if returned.last >= stop:
+            if returned.last >= stop or returned.key in known:
                 continue
             writer = self.storages.writers.get(returned.key)
             if returned.node is None or (writer is not None and self.results.is_written(*writer)):
@@ -511,12 +515,6 @@ class Recorder:
         self.watch = None
         self._returned = []
         del self.mode, self.departures
-
-
-def apply(needs: Needs) -> None:
-    """Mark the entries that replay runs."""
-    for entry in needs.run:
-        entry.run = True
 
 
 def keep_random(region: Any, entries: Sequence[Entry]) -> None:

@@ -16,7 +16,6 @@ from torch_remat.errors import MutationError
 
 UNCOUNTED = -1
 """The version of a tensor made in inference mode, which counts no changes."""
-_CHANGED = -2  # no load accepts the tensor
 _NOTHING = torch.empty(0)
 
 
@@ -46,10 +45,14 @@ class Slot:
 
     Attributes:
         kept: The alias, or what the hooks made of the tensor.
-        device: Where the tensor was when it was kept.
     """
 
-    __slots__ = ("_aliases", "_requires_grad", "_unpack", "_version", "device", "kept", "source")
+    # What most slots have none of is not set for each.
+    source: tuple[str, int] | None = None
+    _requires_grad = False
+    _aliases: Sequence[tuple[torch.Tensor, int]] = ()
+    _unpack: Callable[[Any], torch.Tensor] | None = None
+    _device: torch.device | None = None  # where hooks may have taken the tensor from
 
     def __init__(
         self,
@@ -60,10 +63,7 @@ class Slot:
         source: tuple[str, int] | None = None,
     ) -> None:
         self.source = source
-        self.device = tensor.device
         self._requires_grad = tensor.requires_grad if requires_grad is None else requires_grad
-        self._aliases: Sequence[tuple[torch.Tensor, int]] = ()
-        self._unpack: Callable[[Any], torch.Tensor] | None = None
         self._version = version_of(tensor)
         if self._version == UNCOUNTED:
             self.kept: Any = tensor.clone()  # nothing tells of changes
@@ -73,6 +73,7 @@ class Slot:
                 self.kept = self.kept.data
                 self._version = self.kept._version
         else:
+            self._device = tensor.device
             pack, self._unpack = hooks
             with torch.no_grad():
                 self.kept = pack(tensor)
@@ -81,35 +82,25 @@ class Slot:
     def of_alias(cls, alias: torch.Tensor) -> Slot:
         """Return the slot for an alias without a history, which nobody else has."""
         slot = cls.__new__(cls)
-        slot.source = slot._unpack = None
-        slot.device = alias.device
-        slot._requires_grad = False
-        slot._version = alias._version
-        slot._aliases = ()
-        slot.kept = alias
+        slot.kept, slot._version = alias, alias._version
         return slot
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensor was when it was kept."""
+        device: torch.device = self._device or self.kept.device
+        return device
 
     def watch(self, aliases: Sequence[torch.Tensor]) -> None:
         """Look also at tensors that share the storage and count changes for themselves; see `Storages`."""
         self._aliases = [(counter_of(alias), alias._version) for alias in aliases]
 
-    def mark_changed(self) -> None:
-        """Note that the tensor was changed in place after it should have been kept: no load accepts it."""
-        self._version = _CHANGED
-        self._unpack = None
-
-    def _is_changed(self) -> bool:
-        if self._version < 0:
-            return self._version == _CHANGED
-        if self._aliases and any(alias._version != at for alias, at in self._aliases):
-            return True
-        changed: bool = self._unpack is None and self.kept._version != self._version
-        return changed  # what hooks have kept, they check themselves
-
     def unchanged(self) -> torch.Tensor | None:
         """Return the tensor without a history if it is simply there; else None: `load` has more to do."""
         kept: torch.Tensor = self.kept
-        return None if self._unpack is not None or self._is_changed() else kept.detach()
+        if self._unpack is not None or self._aliases or self._version == UNCOUNTED or kept._version != self._version:
+            return None
+        return kept.detach()
 
     def load(self, region: str, op: str, name: str) -> torch.Tensor:
         """Return the tensor for one replay; an error calls it ``region::op.name``.
@@ -118,10 +109,8 @@ class Slot:
             MutationError: It was changed in place since forward.
         """
         kept: torch.Tensor = self.kept
-        usual = self._unpack is None and self._version >= 0 and not self._aliases
-        if usual and kept._version == self._version:
-            return kept.detach().requires_grad_() if self._requires_grad else kept.detach()
-        if self._is_changed():
+        counted = self._unpack is None and self._version != UNCOUNTED  # what hooks have kept, they check themselves
+        if (counted and kept._version != self._version) or any(alias._version != at for alias, at in self._aliases):
             raise MutationError(
                 "this tensor was changed in place after it was kept for replay",
                 region=region,

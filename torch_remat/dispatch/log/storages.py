@@ -73,6 +73,11 @@ class Storages:
         """Return the aliases of a saved result that count their versions for themselves."""
         return self._aliases.get(key_of(tensor), ()) if self._aliases else ()
 
+    @property
+    def has_aliases(self) -> bool:
+        """Whether a saved result has an alias that counts its versions for itself."""
+        return bool(self._aliases)
+
     def has_changed(self, tensor: torch.Tensor) -> bool:
         """Whether an entry has written a tensor from outside."""
         return key_of(tensor) in self._foreign
@@ -193,11 +198,10 @@ class Storages:
             entry.versions = ((0, base._version),)
         return True
 
-    def note_one(self, entry: Entry, result: torch.Tensor) -> None:
+    def note_one(self, entry: Entry, key: int) -> None:
         """Note a call whose one result is an ordinary tensor in a new storage."""
-        key = entry.storage = storage_key(result)
-        entry.kind = ONE
-        self._foreign.discard(key)
+        if self._foreign:
+            self._foreign.discard(key)
         self.writers[key] = entry, 0
 
     def note_call(self, entry: Entry, results: Sequence[Any], given: Collection[int] | None = None) -> None:
