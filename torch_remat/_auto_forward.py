@@ -168,7 +168,7 @@ def _run(
         loaded = handle.save_or_load_inputs(*inputs)
         inputs = [loaded] if len(inputs) == 1 else loaded
     out = forward(_NamingContext(ctx, handle, tensor_names), *inputs, *rest)
-    return handle.finish(out, True) if isinstance(out, tuple) else handle.finish((out,), False)
+    return handle.record_outputs(*out, as_tuple=True) if isinstance(out, tuple) else handle.record_outputs(out)
 
 
 class _NamingContext:

@@ -81,14 +81,14 @@ class ReplayOp(RematHandle):
         self._step = 2
         self._ctx.save_for_backward(*saved_tensors.values())
 
-    def finish(self, outs: tuple[Tensor, ...], as_tuple: bool) -> Any:
+    def record_outputs(self, *outs: Tensor, as_tuple: bool = False) -> Any:
         """Note the outputs that SAVE ops wait for."""
         if not 0 <= self._step < 3:
             raise self._out_of_order(3)
         self._step = 3
         if self.record.elided_outputs is not None:
             self.ops.note_made(self.record.elided_outputs, outs)
-        return outs if as_tuple else outs[0]
+        return outs if as_tuple or len(outs) > 1 else outs[0]
 
 
 class SkippedOp(ReplayOp):
@@ -150,9 +150,9 @@ class SkippedOp(ReplayOp):
         else:
             super().save_for_backward(saved_tensors)
 
-    def finish(self, outs: tuple[Tensor, ...], as_tuple: bool) -> Any:
+    def record_outputs(self, *outs: Tensor, as_tuple: bool = False) -> Any:
         """End a body that ran after all."""
-        result = super().finish(outs, as_tuple)
+        result = super().record_outputs(*outs, as_tuple=as_tuple)
         if not self._again or self.ops.ops is None:
             self.ops.fail_returned(self.record)
         self.ops.ops.passing = False

@@ -47,7 +47,7 @@ class ForwardOp(RematHandle):
         outer: The op in whose body it runs, if any.
         place: The address of the frame in which its body runs; the frame itself would keep the body's tensors alive.
         code: The body's code.
-        args: The op's inputs, as far as they are known.
+        args: The op's inputs, as far as they are known and matter.
     """
 
     ops: CallRecorder
@@ -62,24 +62,26 @@ class ForwardOp(RematHandle):
         if self._step != 0:
             raise self._out_of_order(1)
         self._step = 1
-        self.args = args
         if self.ops.skipped_any:
+            self.args = args
             self.ops.keep_inputs(self.record, args)
         return args[0] if len(args) == 1 else args
 
-    def finish(self, outs: tuple[Tensor, ...], as_tuple: bool) -> Any:
+    def record_outputs(self, *outs: Tensor, as_tuple: bool = False) -> Any:
         """Note the outputs: SAVE ops may save them, or views of them."""
         if 0 <= self._step < 3 and len(outs) == 1 and type(out := outs[0]) is Tensor and not out.requires_grad:
             self._step = 3
         else:
             outs = self._end(outs)
-        ops, record = self.ops, self.record
-        if as_tuple:
-            record.as_tuple = True
+        ops = self.ops
         ops.opened = self.outer
-        ops.made.note(record, outs, self.args)
-        self.args = ()
-        return outs if as_tuple else outs[0]
+        ops.made.note(self.record, outs, self.args)
+        if self.args:
+            self.args = ()
+        if not as_tuple and len(outs) == 1:
+            return outs[0]
+        self.record.as_tuple = True
+        return outs
 
     def _end(self, outs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Check the last step; an input that is returned as it is becomes a view, as autograd does, too."""
@@ -120,7 +122,11 @@ class ForwardOp(RematHandle):
 
 
 class SavedOp(ForwardOp):
-    """An op with policy SAVE or OFFLOAD in forward."""
+    """An op with policy SAVE or OFFLOAD in forward.
+
+    Attributes:
+        rng_start: Where the generators stood when it began.
+    """
 
     record: HandleCall
     rng_start: Sequence[Tensor] | None = None
@@ -143,7 +149,7 @@ class SavedOp(ForwardOp):
         if self.record.policy is _OFFLOAD:
             know_parameters(self.ops.region, args)
 
-    def finish(self, outs: tuple[Tensor, ...], as_tuple: bool) -> Any:
+    def record_outputs(self, *outs: Tensor, as_tuple: bool = False) -> Any:
         """Note the outputs, all that placeholders must show, and what autograd is to save next."""
         outs = self._end(outs)
         ctx, ops, record = self._ctx, self.ops, self.record
@@ -157,8 +163,8 @@ class SavedOp(ForwardOp):
                 remedy="Return a new tensor instead, or give the op the policy RECOMPUTE.",
             )
         out = outs[0]
-        if as_tuple:
-            record.as_tuple = True
+        if as_tuple or len(outs) > 1:
+            record.as_tuple = as_tuple = True
             record.results = described(outs, None)
         elif type(out) is Tensor and out.layout is strided and not out.is_complex():
             geometry = new_tuple(Geometry, (out.shape, out.stride(), out.storage_offset()))
@@ -170,11 +176,11 @@ class SavedOp(ForwardOp):
         if self.rng_start is not None and ops.region.rng is not None:
             record.drawn = ops.region.rng.drawn_since(self.rng_start)
         ops.note_skipped(record, outs, ctx)
-        expected = [(name, tensor) for name, tensor in self._named.items() if tensor is not None]
-        if expected:
+        if self._named:
+            expected = [*self._named.items()]
             expected.reverse()
             ops.expected, ops.known_args = (record, expected, sequence_number()), self.args
-        self._named, self.args = {}, ()
+            self._named, self.args = {}, ()
         return outs if as_tuple else out
 
 
@@ -224,8 +230,8 @@ class MadeByOps:
                 if value is tensor:
                     break
             else:
-                made = new_tuple(Made, (record, place, _version_of(tensor), ref(tensor)))
-                self.tensors[id(tensor)] = made
+                version = -1 if tensor.is_inference() else tensor._version  # nothing saves the former
+                self.tensors[id(tensor)] = made = new_tuple(Made, (record, place, version, ref(tensor)))
                 self._unindexed.append(made)
 
     def note_skipped(self, record: Record, outputs: tuple[Tensor, ...]) -> None:
@@ -274,13 +280,6 @@ class MadeByOps:
         return known or (node is not None and node_number(node) < self._region.first_number)
 
 
-def _version_of(tensor: Tensor) -> int:
-    try:
-        return tensor._version
-    except RuntimeError:
-        return -1  # made in inference mode, where nothing is counted, and nothing saved either
-
-
 def _index(storages: _Storages, tensor: Tensor, made: Made) -> None:
     if isinstance(tensor, Placeholder):
         return  # in the replay of a region around this one; it has no storage
@@ -304,7 +303,7 @@ class CallRecorder(Recorder):
 
     Attributes:
         expected: The record, names and tensors whose saving comes next, since its body has just ended, before any other
-            node.
+            node; the last ones first.
         known_args: The inputs of the op whose tensors are expected, or of the call that runs, if they are known.
         opened: The op with a handle that was begun last and has not ended.
         made: What ops with handles made.
@@ -315,7 +314,7 @@ class CallRecorder(Recorder):
         super().__init__(forward)
         self.made = MadeByOps(self.region)
         self.opened: ForwardOp | None = None
-        self.expected: tuple[Record, list[tuple[str, Tensor]], int] | None = None
+        self.expected: tuple[Record, list[tuple[str, Tensor | None]], int] | None = None
         self.known_args: Sequence[Any] = ()
         self.calling: CallForward | None = None
         self._around: Around | None = None
@@ -360,7 +359,12 @@ class CallRecorder(Recorder):
                 op.rng_start = self.region.rng.mark()
         record.name = name
         record.policy = policy
-        self.note_record(record)
+        tape = self.region.tape
+        if name in tape.records or self.mode.parent is not None:
+            self.note_record(record)
+        else:  # what it does, for the usual op
+            tape.records[name] = record
+            record.saved_before = len(tape.saved)
         op._ctx = ctx
         op._name = name
         op.ops = self
@@ -453,12 +457,13 @@ class CallRecorder(Recorder):
         """Do what `pack` does where a call runs, or a SAVE op is expected to save."""
         if self.expected is not None:
             record, tensors, number = self.expected
-            name, expected = tensors[-1]
+            name, expected = tensors.pop()
+            while expected is None and tensors:
+                name, expected = tensors.pop()
             if tensor is expected and number == sequence_number():
-                tensors.pop()
                 held = self.hold(record, name, tensor, record.policy)
                 if not tensors:
-                    self.forget_expected()
+                    self.expected, self.known_args = None, ()
                 return held
             self.forget_expected()  # autograd did not record the op
         if self.calling is not None:
@@ -604,6 +609,7 @@ def _note_origin(holder: OpHolder, owner: Tensor, first_number: int) -> None:
     """Note where an input comes from, which replay compares as it does for what is recomputed."""
     node = owner.grad_fn
     holder.producer = type(node)
+    holder.origin = None
     if type(owner) is not Tensor or owner.dtype in AUTOCAST_DTYPES:
         holder.origin = parameter_behind(owner)
     outside = owner.requires_grad if node is None else node_number(node) < first_number
