@@ -531,8 +531,8 @@ class Answerer:
 
     def fill_elided(self, record: Record, args: Sequence[Any]) -> None:
         """Give the holders of a skipped op their values that wait for its inputs, or for what was made before."""
-        if self.made:
-            for elided, source in self.made.pop(record.name, ()):
+        if record.name in self.made:
+            for elided, source in self.made.pop(record.name):
                 self._fill(elided, source, False)
         for elided in record.elided_inputs or ():
             self._fill(elided, args[elided.place] if elided.place < len(args) else None, True)

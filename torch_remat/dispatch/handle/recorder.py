@@ -129,7 +129,7 @@ class SavedOp(ForwardOp):
     """
 
     record: HandleCall
-    rng_start: Sequence[Tensor] | None = None
+    rng_start: Tensor | Sequence[Tensor] | None = None
 
     def load(self, args: tuple[Any, ...]) -> None:
         """Note the inputs; forward skips nothing."""
@@ -151,31 +151,44 @@ class SavedOp(ForwardOp):
 
     def record_outputs(self, *outs: Tensor, as_tuple: bool = False) -> Any:
         """Note the outputs, all that placeholders must show, and what autograd is to save next."""
-        outs = self._end(outs)
         ctx, ops, record = self._ctx, self.ops, self.record
+        region, watch = ops.region, ops.watch
+        out: Any = outs[0] if outs else None
+        usual = type(out) is Tensor and not (out.requires_grad or out.is_complex()) and out.layout is strided
+        if usual and len(outs) == 1 and 0 <= self._step < 3:
+            self._step = 3
+        else:
+            outs = self._end(outs)
+            out = outs[0]
         ops.opened = self.outer
         if ctx.dirty_tensors:
             raise UsageError(
                 f"an op with policy {record.policy.name} cannot mark inputs as dirty: replay would not change them "
                 "again",
-                region=ops.region.name,
+                region=region.name,
                 op=record.name,
                 remedy="Return a new tensor instead, or give the op the policy RECOMPUTE.",
             )
-        out = outs[0]
         if as_tuple or len(outs) > 1:
             record.as_tuple = as_tuple = True
             record.results = described(outs, None)
-        elif type(out) is Tensor and out.layout is strided and not out.is_complex():
+        elif usual:
             geometry = new_tuple(Geometry, (out.shape, out.stride(), out.storage_offset()))
             record.results = new_tuple(Meta, (geometry, out.dtype, out.device, False, NOT_LAZY))
         else:
             record.results = described(out, None)
         if plain := ctx.non_differentiable:
             record.plain = [place for place, out in enumerate(outs) if any(out is tensor for tensor in plain)]
-        if self.rng_start is not None and ops.region.rng is not None:
-            record.drawn = ops.region.rng.drawn_since(self.rng_start)
-        ops.note_skipped(record, outs, ctx)
+        if self.rng_start is not None and region.rng is not None:
+            record.drawn = region.rng.drawn_since(self.rng_start)
+        ops.skipped_any = True
+        if watch is not None:
+            watch.skipped_op = None
+            if ops.has_policy or watch.group:
+                watch.note_handle(record, outs)
+        number = node_number(ctx)  # in replay its node reads nothing
+        ops.skipped.append((number, number + 1))
+        ops.made.note_skipped(record, outs)
         if self._named:
             expected = [*self._named.items()]
             expected.reverse()
@@ -400,17 +413,6 @@ class CallRecorder(Recorder):
         """Whether the body of a RECOMPUTE op runs: replay runs all of it."""
         return self.opened is not None and self.opened.is_running()
 
-    def note_skipped(self, record: HandleCall, outputs: tuple[Tensor, ...], ctx: Any) -> None:
-        """Note what a SAVE op made, and its autograd node: in replay that reads nothing."""
-        self.skipped_any = True
-        if self.watch is not None:
-            self.watch.skipped_op = None
-            if self.has_policy or self.watch.group:
-                self.watch.note_handle(record, outputs)
-        number = node_number(ctx)
-        self.skipped.append((number, number + 1))
-        self.made.note_skipped(record, outputs)
-
     def forget_expected(self) -> None:
         """Expect nothing: something else has come."""
         self.expected = None
@@ -488,7 +490,7 @@ class CallRecorder(Recorder):
         holder = self.holder_for(record.name, name, tensor)
         made = self.made.maker_of(tensor) if self.made.tensors else None
         if (
-            self._elide_output(made, record, tensor, holder)
+            made.record.policy is _RECOMPUTE and self._elide_output(made, record, tensor, holder)
             if made is not None
             else self.known_args and self._elide_input(record, tensor, owner, holder)
         ):
@@ -501,7 +503,7 @@ class CallRecorder(Recorder):
         return holder
 
     def _elide_output(self, made: Made, record: Record, tensor: Tensor, holder: OpHolder) -> bool:
-        """Let replay take a saved tensor from another op's output, if it makes that again; return whether it does.
+        """Let replay take a saved tensor from the output of an op that it runs again; return whether it can.
 
         Args:
             made: The output that the tensor is, or is a view or an alias of.
@@ -511,7 +513,7 @@ class CallRecorder(Recorder):
         """
         maker, source = made.record, made.tensor()
         # Of an alias of an output that is gone nobody knows where it lies.
-        if maker.policy is not _RECOMPUTE or maker is record or tensor._version != made.version or source is None:
+        if maker is record or tensor._version != made.version or source is None:
             return False
         if self.has_policy and self.watch is not None and not self.watch.runs_writer(tensor):
             return False  # written since, past its version counter, by an op that replay need not run

@@ -193,7 +193,8 @@ class Filling(RematMode):
                 ):
                     owner = tensor._base
                     if (
-                        type(tensor.grad_fn) is holder.producer and position not in layouts
+                        (type(tensor.grad_fn) is holder.producer or (ops is not None and ops.has_loaded(tensor)))
+                        and position not in layouts
                         if owner is None
                         else type(owner.grad_fn) is holder.producer
                         and layouts.get(position, layout := layout_of(tensor, owner)) == layout
