@@ -18,6 +18,7 @@ import optree
 import torch
 import torch.utils.checkpoint
 from torch._ops import OperatorBase, OpOverloadPacket  # the types of what torch.ops gives; no public place has them
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import SUPPORTED_NODES
 
@@ -57,8 +58,10 @@ __all__ = [
     "negative_view",
     "node_number",
     "past_the_compiler",
+    "pop_mode",
     "pop_saved_tensors_hooks",
     "profiler_runs",
+    "push_mode",
     "push_saved_tensors_hooks",
     "sequence_number",
     "set_conj",
@@ -250,6 +253,50 @@ class DispatchMode(TorchDispatchMode):
         super().__init_subclass__()
         if "__torch_dispatch__" in cls.__dict__:
             keep_from_compiler(cls.__torch_dispatch__)
+
+
+# What torch keeps, besides the stack, of the modes that are on it: in module variables, which other releases name
+# otherwise.
+_FLAGS = (
+    "_is_in_torch_dispatch_mode",
+    "_is_in_non_infra_torch_dispatch_mode",
+    "_is_in_any_mode_without_ignore_compile_internals",
+)
+_knows_flags = all(
+    hasattr(_python_dispatch, name) for name in (*_FLAGS, "set_is_in_mode_without_ignore_compile_internals")
+)
+
+
+def push_mode(mode: DispatchMode) -> tuple[bool, bool, bool] | None:
+    """Put a mode on the stack, as ``with mode:`` does in five functions; return what `pop_mode` is to be given."""
+    if not _knows_flags:
+        mode.__enter__()
+        return None
+    modules: Any = _python_dispatch
+    before = (
+        modules._is_in_torch_dispatch_mode,
+        modules._is_in_non_infra_torch_dispatch_mode,
+        modules._is_in_any_mode_without_ignore_compile_internals,
+    )
+    modules._is_in_torch_dispatch_mode = modules._is_in_non_infra_torch_dispatch_mode = True
+    if not (before[2] or mode.lets_compiled_code_run):
+        modules._is_in_any_mode_without_ignore_compile_internals = True
+        modules.set_is_in_mode_without_ignore_compile_internals(True)
+    torch._C._push_on_torch_dispatch_stack(mode)
+    return before
+
+
+def pop_mode(mode: DispatchMode, before: tuple[bool, bool, bool] | None) -> None:
+    """Take a mode off the stack again."""
+    if before is None:
+        mode.__exit__(None, None, None)
+        return
+    modules: Any = _python_dispatch
+    torch._C._pop_torch_dispatch_stack(None)
+    modules._is_in_torch_dispatch_mode, modules._is_in_non_infra_torch_dispatch_mode = before[:2]
+    if modules._is_in_any_mode_without_ignore_compile_internals != before[2]:
+        modules._is_in_any_mode_without_ignore_compile_internals = before[2]
+        modules.set_is_in_mode_without_ignore_compile_internals(before[2])
 
 
 # Counts the compiled frames that this thread runs, from 0 on; -1 stops. Torch has no public way to notice that compiled

@@ -21,7 +21,9 @@ from torch_remat._compat import (
     DispatchMode,
     SavedTensorHooks,
     active_modes,
+    pop_mode,
     pop_saved_tensors_hooks,
+    push_mode,
     push_saved_tensors_hooks,
 )
 from torch_remat.dispatch.log.schema import effects_of
@@ -152,8 +154,11 @@ class RematMode(DispatchMode):
         previous, self.watcher = self.watcher, watcher
         try:
             if previous is None or not any(mode is self for mode in active_modes()):
-                with self:
+                before = push_mode(self)
+                try:
                     return function(*args, **kwargs)
+                finally:
+                    pop_mode(self, before)
             if self.lets_compiled_code_run:
                 with _Uncompiled():
                     return function(*args, **kwargs)

@@ -220,17 +220,21 @@ class Answerer:
         self._loaded: dict[int, torch.Tensor] = {}  # by id, kept so that no other tensor gets the id
         self.made: dict[str, list[tuple[Elided, Any]]] = {}  # by the SAVE ops that have saved it
         self.suppressed = Suppressed()
-        self.ops: OpAnswerer | None = None  # of the whole region, or of the native region that runs
+        self.ops: OpAnswerer | None = None  # while the ops of the region, or of a native region, are watched
+        self._answers: OpAnswerer | None = None
         self._in_skipped = False  # whether the body of a native region runs
         if self.region.options.policy is not None and self._entries:
             if not self.region.finished:
                 _run_for_good(self._entries)
-            self.ops = self._answerer(self._entries, "")
+            self.ops = self._watched_ops()
+            self.ops.expect(self._entries)
 
-    def _answerer(self, entries: Sequence[Entry], group: str, left: Any = ()) -> OpAnswerer:
-        made = OpAnswerer(self._replay, entries, group, self.suppressed, self._slots, self.start_over, left)
-        self._answerers.append(made)
-        return made
+    def _watched_ops(self) -> OpAnswerer:
+        """Return what answers the ops that are watched, in this run of the function."""
+        if self._answers is None:
+            self._answers = OpAnswerer(self._replay, self.suppressed, self._slots, self.start_over)
+            self._answerers.append(self._answers)
+        return self._answers
 
     def begin(self, name: str, policy: CheckpointPolicy, ctx: Any) -> RematHandle | None:
         """Begin an op; None if it is plain autograd. Only `get_handle` calls it.
@@ -299,8 +303,8 @@ class Answerer:
             if stretch.end < stretch.start:
                 return self._run_unfinished(stretch, function, args, kwargs)
             _run_for_good(self._entries[stretch.start : stretch.end])
-        left = [((one.place[0] - stretch.start, one.place[1]), one) for one in stretch.left]
-        ops = self.ops = self._answerer(self._entries[stretch.start : stretch.end], stretch.name, left)
+        ops = self.ops = self._watched_ops()
+        ops.expect(self._entries[stretch.start : stretch.end], stretch.name, stretch.left, stretch.start)
         self._in_skipped = True
         try:
             result = self._replay.watched(ops.answer, function, args, kwargs)
@@ -429,7 +433,7 @@ class Answerer:
         for ops in self._answerers:
             ops.forget()
         self._over = True
-        self.ops = None
+        self.ops = self._answers = None
         self._answerers, self._records, self._entries, self._slots, self._loaded = [], [], (), {}, {}
         del self._replay, self.region
 

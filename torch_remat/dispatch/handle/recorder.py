@@ -184,7 +184,7 @@ class SavedOp(ForwardOp):
         ops.skipped_any = True
         if watch is not None:
             watch.skipped_op = None
-            if ops.has_policy or watch.group:
+            if ops.has_policy or watch.native is not None:
                 watch.note_handle(record, outs)
         number = node_number(ctx)  # in replay its node reads nothing
         ops.skipped.append((number, number + 1))
@@ -359,7 +359,7 @@ class CallRecorder(Recorder):
         frame, watch = _getframe(_BODY), self.watch
         if self.opened is not None and self.is_part_of_skipped(self.opened.is_around(frame, ctx)):
             return None
-        if watch is not None and watch.group:
+        if watch is not None and watch.native is not None:
             policy = CheckpointPolicy.SAVE  # it follows the native region around it
         op: ForwardOp
         record: Record
@@ -474,11 +474,10 @@ class CallRecorder(Recorder):
 
     def pack_of_call(self, tensor: Tensor) -> OpHolder | None:
         """Return the holder for the output of a SAVE op that is saved in a native region."""
-        source = self._source_of(tensor) if self.watch is not None and self.watch.stretch is not None else None
-        if source is None or self.watch is None:
+        native = None if self.watch is None or not self.made.tensors else self.watch.native
+        if native is None or (source := self._source_of(tensor)) is None:
             return None
-        name = f"{source[0].name.rpartition('/')[2]}_{source[1]}"
-        return self.resident(self.watch.group, name, tensor, self.watch.group_policy)
+        return self.resident(native.name, f"{source[0].name.rpartition('/')[2]}_{source[1]}", tensor, native.policy)
 
     def hold(self, record: Record, name: str, tensor: Tensor, policy: CheckpointPolicy) -> Holder | Anchor:
         """Return the holder for a tensor that a skipped op or a whole call saves."""
@@ -530,9 +529,10 @@ class CallRecorder(Recorder):
         if inputs is None or inputs.contains(owner):
             return False  # it shares the storage of a region input
         for place, arg in enumerate(self.known_args):
-            if not isinstance(arg, Tensor) or not (arg is tensor or arg is owner or arg._base is owner):
-                continue
-            if arg is tensor or self._source_of(arg) is None:  # else replay has no data for this one
+            # Of a view of a skipped op's output replay has no data.
+            if arg is tensor or (
+                isinstance(arg, Tensor) and (arg is owner or arg._base is owner) and self._source_of(arg) is None
+            ):
                 if record.elided_inputs is None:
                     record.elided_inputs = []
                 record.elided_inputs.append(Elided.of(tensor, holder, place, arg))
@@ -552,13 +552,16 @@ class CallRecorder(Recorder):
         opened = self.opened
         if (opened is not None and self.is_part_of_skipped(opened.is_running())) or self.skips():
             return function(*args, **kwargs)
-        if policy is _RECOMPUTE and not self.has_policy:
+        if policy is _RECOMPUTE:
             record = Record(name, policy)
             self.note_record(record)
-            self.keep_inputs(record, leaves_of(args, kwargs))
+            if not self.has_policy:
+                self.keep_inputs(record, leaves_of(args, kwargs))
             return function(*args, **kwargs)
-        if policy is _RECOMPUTE or self.has_policy or not is_whole_call(function, args, kwargs):
-            return super().run_native(name, policy, function, args, kwargs)
+        if self.has_policy:
+            return self.run_watched(name, policy, function, args, kwargs)
+        if not is_whole_call(function, args, kwargs):
+            return self.run_stretch(Stretch(name, policy), function, args, kwargs)
         call = CallForward(self, name, policy, function, args if not kwargs else (*args, *kwargs.values()))
         self.note_record(call.record)
         self.skipped_any = self.packs = True
@@ -575,7 +578,7 @@ class CallRecorder(Recorder):
 
     def skips(self) -> bool:
         """Whether a native region runs that replay skips."""
-        return self.calling is not None or (self.watch is not None and bool(self.watch.group))
+        return self.calling is not None or super().skips()
 
     def note_returned_view(self, stretch: Stretch, place: int, leaf: Tensor, last: int) -> None:
         """Note a view of a SAVE op's output that a native region returns: code outside may read it."""

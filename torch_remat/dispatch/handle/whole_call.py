@@ -126,7 +126,7 @@ class Ops(Protocol):
     def note_result(self, entry: Entry, result: torch.Tensor, first: int, last: int) -> None:
         """Note a call with its one result, an ordinary tensor in a storage of its own."""
 
-    def note_returned(self, leaf: torch.Tensor, first: int, last: int) -> bool:
+    def note_returned(self, leaf: torch.Tensor, first: int, last: int) -> Any:
         """Note a tensor that a native region returned."""
 
 
@@ -209,7 +209,8 @@ class CallForward:
         else:
             leaves = (result,) if isinstance(result, torch.Tensor) else leaves_of((result,), {})
             if leaves and all(map(self._is_view_of_argument, leaves)):
-                return self._end()
+                self._end()
+                return
             last = sequence_number()
             self._note_several(result, leaves)
             for leaf in leaves:

@@ -11,7 +11,7 @@ put back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -78,50 +78,61 @@ class _LeftOver(NamedTuple):
 
 
 class OpAnswerer:
-    """The aten ops of one replay, of a whole region or of one native region in it.
+    """The aten ops of one replay: of a whole region, or of the native regions in it, one after the other.
 
     Args:
         replay: The replay.
-        entries: The entries that come.
-        group: The native region; empty for a whole region.
         suppressed: The writes that are not done again.
         loaded: What slots keep, by the id of the slot, where hooks around the region have given it.
         start_over: Ends a replay in which something reads a result that was not kept; takes the entry, the place of the
             result, and who reads it.
-        left: What a native region left in tensors from outside.
 
     Attributes:
         passing: Whether the body of an op with a handle runs: its aten ops are no entries.
     """
 
+    passing = False
+    _remakes = False  # whether a placeholder was changed in place, whose views autograd makes anew
+    _entries: Sequence[Entry] = ()
+    _group = ""
+    _at = 0
+    _left: Mapping[tuple[int, int], Left] = {}
+    _outside: Collection[int] = ()
+
     def __init__(
         self,
         replay: Replay,
-        entries: Sequence[Entry],
-        group: str,
         suppressed: Suppressed,
         loaded: Mapping[int, torch.Tensor],
         start_over: Callable[[Entry, int, str], Any],
-        left: Iterable[tuple[tuple[int, int], Left]] = (),
     ) -> None:
         self._replay = replay
         self._region = replay.region
         self._region_name: str = replay.region.name
-        self._entries = entries
-        self._group = group
-        self._at = 0
         self._suppressed = suppressed
         self._loaded = loaded
         self._start_over = start_over
-        self.passing = False
-        self._remakes = False  # whether a placeholder was changed in place, whose views autograd makes anew
         # What saved writes left in placeholders, by the identity of the source, which all views of one share.
         self._left_over: dict[int, _LeftOver] = {}
-        self._left = dict(left)
-        self._outside = still_there(one.storage for one in self._left.values()) if self._left else _NOTHING
         self._written: list[tuple[torch.Tensor, Slot]] = []
         inputs = self._region.inputs
         self._restored = inputs is not None and inputs.packed  # by hooks, which may count versions anew
+
+    def expect(self, entries: Sequence[Entry], group: str = "", left: Sequence[Left] = (), start: int = 0) -> None:
+        """Expect the ops of the whole region, or of one native region in it.
+
+        Args:
+            entries: The entries that come.
+            group: The native region; empty for a whole region.
+            left: What it left in tensors from outside.
+            start: The place of its first entry in the log.
+        """
+        self._entries, self._group, self._at = entries, group, 0
+        self.passing = self._remakes = False
+        if left or self._left:
+            self._left = {(one.place[0] - start, one.place[1]): one for one in left}
+            self._outside = still_there(one.storage for one in left)
+            self._written = []
 
     def answer(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run an op, or answer it without."""
@@ -336,9 +347,6 @@ class OpAnswerer:
     def _value(self, entry: Entry, place: int, slot: Slot) -> torch.Tensor:
         loaded = self._loaded.get(id(slot))
         return slot.load(self._region_name, entry.group, entry.label(place)) if loaded is None else loaded.detach()
-
-
-_NOTHING: frozenset[int] = frozenset()
 
 
 def loaded_slots(region: Any) -> dict[int, torch.Tensor]:

@@ -28,7 +28,7 @@ from torch_remat.dispatch.log.entry import (
     written_arguments,
 )
 from torch_remat.dispatch.log.meta import Raised, dense_layout, described, key_of, layout_of, tensors_in
-from torch_remat.dispatch.log.record import Stretch
+from torch_remat.dispatch.log.record import Record
 from torch_remat.dispatch.log.results import Results
 from torch_remat.dispatch.log.schema import Effects, effects_of
 from torch_remat.dispatch.log.storages import Storages
@@ -77,9 +77,7 @@ class OpRecorder:
         observer: Is told each op.
 
     Attributes:
-        group: The native region that runs, all of whose results are saved; empty outside of such.
-        group_policy: Whether what it saves stays here or goes away.
-        stretch: Its record, in a region without a policy.
+        native: The native region that runs, all of whose results are saved.
         skipped_op: The body of an op with a handle and policy SAVE; replay does not run it.
         earlier: What tensors from outside were before the region changed them.
         compiled_code: Notes whether compiled code runs, whose ops are not seen.
@@ -94,9 +92,7 @@ class OpRecorder:
         allow_mutation: bool,
         observer: Observer | None,
     ) -> None:
-        self.group = ""
-        self.group_policy = CheckpointPolicy.SAVE
-        self.stretch: Stretch | None = None
+        self.native: Record | None = None
         self.skipped_op: Body | None = None
         self.has_random = False
         self.compiled_code = CompiledCode()
@@ -135,7 +131,12 @@ class OpRecorder:
             raise
         if not noter(entry, args, result):
             self._note_odd(entry, args, kwargs, result)
-        if keeps is None or self.group:
+        native = self.native
+        if native is not None and self._decider is None:
+            entry.group = native.name
+            if effects.plain:
+                self._keep(entry)
+        elif keeps is None or native is not None:
             self._decide(entry, args, kwargs, result)
         elif keeps:
             entry.saved = FIRST if entry.kind == ONE else entry.all_places()
@@ -175,7 +176,7 @@ class OpRecorder:
             self.skipped_op = None
         if self._results.unread:
             self._results.read_versions()
-        if effects.written and self.stretch is None:
+        if effects.written and self._decider is not None:
             self.earlier.note_writes(written_arguments(effects, args, kwargs))
         before = self._rng_before(effects)
         path = self._paths[-1]
@@ -196,7 +197,7 @@ class OpRecorder:
         entry.always = self._owner.in_recomputed_op()
         self._decide(entry, args, kwargs, result)
         changed = entry.changed_arguments(args, kwargs) if entry.writes else []
-        if changed and self.stretch is not None:
+        if changed and self._decider is None:
             self._note_written(entry, changed)
         if entry.saved:
             if not effects.written:  # ops resize what they write
@@ -217,7 +218,7 @@ class OpRecorder:
         if not effects.random:
             return None
         self.has_random = True
-        if self.stretch is None:
+        if self._decider is not None:
             return self._owner.rng_now()
         if self.rng is None:
             self.rng = self._owner.rng_now()
@@ -225,7 +226,7 @@ class OpRecorder:
 
     def _note_raised(self, entry: Entry, error: Exception) -> None:
         entry.results = Raised(type(error), error.args)
-        entry.group = self.group
+        entry.group = self.native.name if self.native is not None else ""
         self._entries.append(entry)
 
     def _note_odd(self, entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
@@ -250,15 +251,13 @@ class OpRecorder:
         said: Sequence[Any] = ()
         if self._decider is not None:
             said = self._decider.decide(OpContext(result, entry.labels), entry.op, args, kwargs)
-        if self.group:
-            entry.group = self.group
+        if self.native is not None:
+            entry.group = self.native.name
         if entry.effects.viewed is not None or entry.effects.reshapes:
             return
         # An op that changes what lies outside is not repeated, so that what else it makes cannot be made again.
         if entry.group or (entry.outside and entry.made):
-            entry.saved = FIRST if entry.kind == ONE else entry.all_places()
-            if self.group_policy is CheckpointPolicy.OFFLOAD:
-                entry.away = entry.saved
+            self._keep(entry)
         elif len(said) == 1:
             if said[0].keeps:
                 entry.saved = FIRST if type(entry.results) is not list and not entry.writes else entry.all_places()
@@ -269,6 +268,12 @@ class OpRecorder:
             if places:
                 entry.saved = frozenset((WRITTEN, *places))
                 entry.away = frozenset(place for place in places if said[place].offloads)
+
+    def _keep(self, entry: Entry) -> None:
+        """Save all that an entry of a native region makes."""
+        entry.saved = FIRST if entry.kind == ONE else entry.all_places()
+        if self.native is not None and self.native.policy is CheckpointPolicy.OFFLOAD:
+            entry.away = entry.saved
 
     def note_handle(self, entry: HandleCall, outputs: Sequence[torch.Tensor]) -> None:
         """Note an op with a handle and policy SAVE, once its body is over."""

@@ -29,8 +29,8 @@ from torch_remat.dispatch.ambient import RngState
 from torch_remat.dispatch.holder import Anchor, Holder, OpHolder, ResidentRef, metadata_of
 from torch_remat.dispatch.log.departures import Departures
 from torch_remat.dispatch.log.entry import CALL, FIRST, ONE, Entry
-from torch_remat.dispatch.log.meta import has_placeholder, key_of, keys_of, parts_of
-from torch_remat.dispatch.log.needs import Needs, find_needs
+from torch_remat.dispatch.log.meta import key_of, keys_of, parts_of
+from torch_remat.dispatch.log.needs import find_needs
 from torch_remat.dispatch.log.op_recorder import Observer, OpRecorder
 from torch_remat.dispatch.log.readers import read_outputs
 from torch_remat.dispatch.log.record import Left, Record, Stretch
@@ -107,9 +107,9 @@ class Recorder:
         self.departures = Departures(forward)
         options = self.region.options
         self._allow_mutation: bool = options.allow_cache_entry_mutation
-        self.results = Results(
-            self.storages, self.departures.slot_for, self.region.hooks is not None, self._allow_mutation
-        )
+        nested = self.region.hooks is not None
+        self.results = Results(self.storages, self.departures.slot_for, nested, self._allow_mutation)
+        self._plain = not (nested or self._allow_mutation)
         self.has_policy: bool = options.policy is not None
         self.watch: OpRecorder | None = None
         self.opened: Any = None  # the body of an op with a handle that was begun last and has not ended
@@ -185,7 +185,7 @@ class Recorder:
 
     def skips(self) -> bool:
         """Whether a native region runs that replay skips."""
-        return self.watch is not None and bool(self.watch.group)
+        return self.watch is not None and self.watch.native is not None
 
     def note_record(self, record: Record) -> None:
         """Note what has a name.
@@ -204,60 +204,53 @@ class Recorder:
         records[record.name] = record
         record.saved_before = len(self.region.tape.saved)
 
-    def run_native(
+    def run_watched(
         self, name: str, policy: CheckpointPolicy, function: Callable[..., Any], args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:  # fmt: skip
-        """Run a native region; see `RematMode.run_native`."""
-        if policy is CheckpointPolicy.RECOMPUTE:
-            self.note_record(Record(name, policy))
-            if not self.has_policy:
-                self.read_by_replay(leaves_of(args, kwargs))
+        """Run a native region in a region whose ops are all watched."""
+        assert self.watch is not None
+        self.watch.native = record = Record(name, policy)
+        try:
+            self.note_record(record)
             return function(*args, **kwargs)
-        if self.has_policy:
-            assert self.watch is not None
-            self.note_record(Record(name, policy))
-            self.watch.group, self.watch.group_policy = name, policy
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self.watch.group, self.watch.group_policy = "", CheckpointPolicy.SAVE
-        self.skipped_any = True
-        return self._run_stretch(Stretch(name, policy), function, args, kwargs)
+        finally:
+            self.watch.native = None
 
-    def _run_stretch(
+    def run_stretch(
         self, stretch: Stretch, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
+        """Run a native region, watching its ops, in a region whose ops are not watched."""
         self.note_record(stretch)
+        self.skipped_any = True
         watch = self.watch
         if watch is None:
             self.packs = True
             watch = self.watch = OpRecorder(self, None, ("",), self._allow_mutation, None)
         stretch.start = len(self.entries)
-        watch.group, watch.group_policy, watch.stretch = stretch.name, stretch.policy, stretch
+        watch.native = stretch
         watch.forget_counts()
         first = sequence_number()
-        leaves: list[Any] = []
+        leaves: Sequence[Any] = ()
+        name = None
         try:
             result = self.mode.watched(watch.watch, function, args, kwargs)
-            leaves = [result] if isinstance(result, torch.Tensor) else leaves_of((result,), {})
-            self._name_results(stretch, leaves, isinstance(result, torch.Tensor))
+            if isinstance(result, torch.Tensor):
+                leaves, name = (result,), "out"
+            else:
+                leaves = leaves_of((result,), {})
         except BaseException:
             stretch.raised = True
             raise
         finally:
-            watch.group, watch.group_policy, watch.stretch = "", CheckpointPolicy.SAVE, None
-            self._end_stretch(watch, stretch, first, leaves)
+            watch.native = None
+            self._end_stretch(watch, stretch, first, leaves, name)
         return result
 
-    def _name_results(self, stretch: Stretch, leaves: Sequence[Any], single: bool) -> None:
-        for place, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor):
-                writer = self.storages.writer_of(leaf)
-                if writer is not None and writer[0].group == stretch.name and writer[1] not in writer[0].names:
-                    writer[0].names = {**writer[0].names, writer[1]: "out" if single else str(place)}
-
-    def _end_stretch(self, watch: OpRecorder, stretch: Stretch, first: int, leaves: Sequence[Any]) -> None:
+    def _end_stretch(
+        self, watch: OpRecorder, stretch: Stretch, first: int, leaves: Sequence[Any], name: str | None
+    ) -> None:
+        start = stretch.start
         stretch.end = len(self.entries)
         last = sequence_number()
         self.skipped.append((first, last))
@@ -268,13 +261,19 @@ class Recorder:
         if watch.rng is not None:
             stretch.drawn, watch.rng = watch.rng.drawn(), None
         for place, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor) and not self.note_returned(leaf, first, last) and not leaf.is_inference():
-                self.note_returned_view(stretch, place, leaf, last)
-        entries = self.entries[stretch.start :]
-        # Of all that its ops made, only what is reached from outside is held on to.
-        touched = {key for entry in entries for key in entry.touches()}
-        if not touched <= self._known:
-            self._drop(entries, touched)
+            if not isinstance(leaf, torch.Tensor):
+                continue
+            if (writer := self.note_returned(leaf, first, last)) is None:
+                if not leaf.is_inference():
+                    self.note_returned_view(stretch, place, leaf, last)
+            elif writer[0].group == stretch.name and writer[1] not in writer[0].names:
+                writer[0].names = {**writer[0].names, writer[1]: name or str(place)}
+        if stretch.end != start + 1 or self.entries[start].storage not in self._known:
+            # Of all that its ops made, only what is reached from outside is held on to.
+            entries = self.entries[start:]
+            touched = {key for entry in entries for key in entry.touches()}
+            if not touched <= self._known:
+                self._drop(entries, touched)
         if watch.written:
             self._note_left(watch, stretch)
 
@@ -294,14 +293,14 @@ class Recorder:
         about = key, result.grad_fn, result.output_nr, first, last, len(self.entries)
         self._returned.append(new_tuple(Returned, about))
 
-    def note_returned(self, leaf: torch.Tensor, first: int, last: int) -> bool:
-        """Note a tensor that a native region returned; return whether an entry made it."""
-        found, after = False, len(self.entries)
-        for key in keys_of(leaf):
-            if key in self.storages.writers:
-                found = True
+    def note_returned(self, leaf: torch.Tensor, first: int, last: int) -> tuple[Entry, int] | None:
+        """Note a tensor that a native region returned; return the entry that made it, and as which of its results."""
+        found = None
+        for key in reversed(keys_of(leaf)):
+            if (writer := self.storages.writers.get(key)) is not None:
+                found = writer
                 self._known.add(key)
-                about = (key, leaf.grad_fn, leaf.output_nr, first, last, after)
+                about = key, leaf.grad_fn, leaf.output_nr, first, last, len(self.entries)
                 self._returned.append(new_tuple(Returned, about))
         return found
 
@@ -330,7 +329,7 @@ class Recorder:
             writer = self.storages.writers.get(key)
             if writer is not None:
                 held = self._pack_made(tensor, key, *writer)
-            elif watch is not None and watch.stretch is not None:
+            elif watch is not None and watch.native is not None and not self.has_policy:
                 held = self.pack_of_call(tensor)
             elif type(tensor) is not torch.Tensor:
                 self.roots += [(place, key_of(part), len(self.entries)) for part in parts_of(tensor)]
@@ -338,7 +337,7 @@ class Recorder:
             return held
         number = stop = sequence_number()
         buffer = False
-        if watch is None or not watch.group:
+        if watch is None or watch.native is None:
             node = tensor.grad_fn
             # A result is saved once its op has run, all else before. Of a tensor without a history nobody knows.
             if node is not None and node_number(node) != number - 1:
@@ -356,11 +355,18 @@ class Recorder:
         if place not in entry.saved:
             self.roots.append((len(self.region.tape.saved), key, len(self.entries)))
             return None
-        away = place in entry.away
-        policy = CheckpointPolicy.OFFLOAD if away else CheckpointPolicy.SAVE
-        holder = self.resident(entry.group, entry.label(place), tensor, policy, self._allow_mutation)
-        if entry.kind == ONE and not (away or self._allow_mutation) and holder.value is not None:
-            self.results.note_alias(entry, tensor, holder.value)
+        if entry.kind != ONE or entry.away or not self._plain or type(tensor) is not torch.Tensor:
+            policy = CheckpointPolicy.OFFLOAD if place in entry.away else CheckpointPolicy.SAVE
+            return self.resident(entry.group, entry.label(place), tensor, policy, self._allow_mutation)
+        # What most are.
+        holder = self.holder_for(entry.group, entry.label(0), tensor)
+        if self.mode.watcher is None:
+            holder.value = tensor.detach()
+        else:
+            with without_dispatch_modes():
+                holder.value = tensor.detach()
+        self.results.note_alias(entry, tensor, holder.value)
+        self.region.tape.saved.append(ResidentRef(holder))
         return holder
 
     def pack_of_call(self, tensor: torch.Tensor) -> OpHolder | None:
@@ -369,17 +375,11 @@ class Recorder:
 
     def note_reader(self, tensor: torch.Tensor) -> bool:
         """Note that replay reads a tensor here in any case; return whether an entry made it."""
-        writer = self.storages.writer_of(tensor)
-        if writer is None:
-            return False
-        self._read.append((key_of(tensor), len(self.entries)))
-        return True
-
-    def read_by_replay(self, values: Sequence[Any]) -> None:
-        """Note that replay reads those values that entries made."""
-        for value in values:
-            if isinstance(value, torch.Tensor) and not has_placeholder(value):
-                self.note_reader(value)
+        key = key_of(tensor)
+        if key in self.storages.writers:
+            self._read.append((key, len(self.entries)))
+            return True
+        return False
 
     # The end.
 
@@ -404,13 +404,12 @@ class Recorder:
             self.departures.send()
         if not self.entries:
             return
-        if self.has_policy:
+        if self.has_policy:  # elsewhere the graph is asked
             self.results.let_go_of_graph()
-        roots = self._roots(boundary)
-        if not self.has_policy:  # there the graph was asked
-            self.results.let_go_of_graph()
+        tape.roots = roots = self._roots(boundary)
         needs = find_needs(self.entries, roots, self.results.can_keep)
-        apply(needs)
+        for entry in needs.run:
+            entry.run = True
         for entry, places in needs.kept:
             self.results.keep(entry, places)
         if self.has_policy:
@@ -419,7 +418,6 @@ class Recorder:
             # Replay does not change them again.
             changes = self._changes
             region.inputs.accept_changes(lambda tensor, times: changes.get(key_of(tensor)) == times)
-        tape.roots = roots
 
     def _finish_policy(self) -> None:
         watch, region = self.watch, self.region
@@ -503,12 +501,6 @@ class Recorder:
         self.watch = None
         self._returned = []
         del self.mode, self.departures
-
-
-def apply(needs: Needs) -> None:
-    """Mark the entries that replay runs."""
-    for entry in needs.run:
-        entry.run = True
 
 
 def keep_random(region: Any, entries: Sequence[Entry]) -> None:

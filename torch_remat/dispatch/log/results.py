@@ -23,25 +23,6 @@ Undecided = tuple[str, str, torch.Tensor, CheckpointPolicy]  # op, name, tensor 
 MakeSlot = Callable[[str, str, torch.Tensor, CheckpointPolicy, bool, bool], Slot]
 
 
-class _Held:
-    """The results of one entry.
-
-    Attributes:
-        tensors: The results by place.
-        versions: Their version counters when the op was over.
-        written: The arguments that it wrote.
-        written_versions: Their version counters likewise.
-    """
-
-    __slots__ = ("tensors", "versions", "written", "written_versions")
-
-    def __init__(self) -> None:
-        self.tensors: dict[int, torch.Tensor] = {}
-        self.versions: dict[int, int] = {}
-        self.written: list[torch.Tensor] = []
-        self.written_versions: list[int] = []
-
-
 class Results:
     """The saved results of one forward.
 
@@ -56,169 +37,138 @@ class Results:
     """
 
     __slots__ = (
-        "_aliases", "_allow_mutation", "_held", "_make_slot", "_nested", "_ones", "_reshaped", "_storages", "unread"
+        "_aliases", "_allow_mutation", "_held", "_make_slot", "_reshaped", "_storages", "_usual", "unread",
     )  # fmt: skip
 
     def __init__(self, storages: Storages, make_slot: MakeSlot, nested: bool, allow_mutation: bool) -> None:
         self.unread: list[Entry] = []
         self._storages = storages
         self._make_slot = make_slot
-        self._nested = nested
         self._allow_mutation = allow_mutation
-        self._ones: dict[Entry, tuple[torch.Tensor, int]] = {}  # those of kind ONE, what most are
-        self._held: dict[Entry, _Held] = {}
-        self._reshaped = False  # whether one of them may have been reshaped since its op was over
-        self._aliases: dict[Entry, torch.Tensor] = {}  # of results that autograd has saved, without their history
+        self._usual = not (nested or allow_mutation)
+        self._reshaped = False  # whether a result may have been reshaped since its op was over
+        # Of each entry the results by their places, and from -1 downwards the arguments that it wrote, each with its
+        # version when the op was over.
+        self._held: dict[Entry, dict[int, tuple[torch.Tensor, int]]] = {}
+        # Of entries with one result: an alias that autograd has saved of it, without its history.
+        self._aliases: dict[Entry, torch.Tensor] = {}
 
     def note_one(self, entry: Entry, result: torch.Tensor) -> None:
         """Note the result of an entry of kind `ONE`."""
-        self._ones[entry] = result, UNCOUNTED if result.is_inference() else result._version
+        self._held[entry] = {0: (result, UNCOUNTED if result.is_inference() else result._version)}
 
     def note(self, entry: Entry, result: Any, written: Sequence[torch.Tensor] = ()) -> None:
         """Note what any other entry returned, and the arguments that it wrote."""
-        held = self._held[entry] = _Held()
         results = result if isinstance(result, (list, tuple)) else (result,)
-        for place, tensor in enumerate(results):
-            if isinstance(tensor, torch.Tensor) and place in entry.saved:
-                held.tensors[place] = tensor
-        held.written += written
-        if entry.kind == CALL:
-            held.versions = {place: version_of(tensor) for place, tensor in held.tensors.items()}
-        else:
+        held = self._held[entry] = {
+            place: (tensor, version_of(tensor))
+            for place, tensor in enumerate(results)
+            if isinstance(tensor, torch.Tensor) and place in entry.saved
+        }
+        for at, tensor in enumerate(written):
+            held[WRITTEN - at] = tensor, version_of(tensor)
+        if entry.kind != CALL:
             self.unread.append(entry)
 
     def note_named(self, entry: Entry, place: int, tensor: torch.Tensor) -> None:
         """Note one result that is saved because of the name that it was given."""
-        if entry in self._ones:
-            return
-        held = self._held.setdefault(entry, _Held())
-        if place == WRITTEN:
-            if not held.written:
-                held.written, held.written_versions = [tensor], [version_of(tensor)]
-        else:
-            held.tensors[place] = tensor
-            held.versions[place] = version_of(tensor)
+        self._held.setdefault(entry, {}).setdefault(place, (tensor, version_of(tensor)))
 
     def note_alias(self, entry: Entry, tensor: torch.Tensor, alias: torch.Tensor) -> None:
         """Note an alias that autograd keeps of the result of an entry: the slot may keep the same."""
-        one = self._ones.get(entry)
-        if one is not None and one[0] is tensor:
+        held = self._held.get(entry)
+        if held is not None and held[0][0] is tensor:
             self._aliases[entry] = alias
 
     def read_versions(self) -> None:
         """Read the version counters, now that the ops are over."""
         for entry in self.unread:
-            if (one := self._ones.get(entry)) is not None:
-                self._ones[entry] = one[0], version_of(one[0])
-                self._reshaped = True
-            elif (held := self._held.get(entry)) is not None:
-                held.versions = {place: version_of(tensor) for place, tensor in held.tensors.items()}
-                held.written_versions = [version_of(tensor) for tensor in held.written]
+            if (held := self._held.get(entry)) is not None:
+                self._held[entry] = {place: (tensor, version_of(tensor)) for place, (tensor, _) in held.items()}
+                self._reshaped = self._reshaped or entry.kind == ONE
         self.unread = []
 
     def let_go_of_graph(self) -> None:
         """At the end of forward: hold results without their history, since what only they reach needs no replay."""
-        for entry, (tensor, version) in self._ones.items():
-            alias = self._aliases.get(entry)
-            self._ones[entry] = tensor.detach() if alias is None else alias, version
-        for held in self._held.values():
-            held.tensors = {place: tensor.detach() for place, tensor in held.tensors.items()}
-            held.written = [tensor.detach() for tensor in held.written]
-        self._aliases = {}
+        for entry, held in self._held.items():
+            for place, (tensor, version) in held.items():
+                held[place] = self._alias_of(entry, tensor), version
         self._storages.let_go_of_graph()
+
+    def _alias_of(self, entry: Entry, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a result without its history."""
+        alias = self._aliases.get(entry)
+        return tensor.detach() if alias is None else alias
 
     def can_keep(self, entry: Entry, place: int) -> bool:
         """Whether a result is there, as the entry left it."""
-        if self._allow_mutation:
-            return entry in self._ones or entry in self._held
-        if (one := self._ones.get(entry)) is not None:
-            tensor, version = one
-            return version_of(tensor) == version and not self._storages.is_changed(entry, tensor)
         held = self._held.get(entry)
-        if held is None:
-            return False
+        if held is None or self._allow_mutation:
+            return held is not None
         if place == WRITTEN:
-            return bool(held.written) and all(map(self._is_as(entry), held.written, held.written_versions))
-        return place in held.tensors and self._is_as(entry)(held.tensors[place], held.versions.get(place, 0))
+            written = [one for at, one in held.items() if at < 0]
+            return bool(written) and all(self._is_unchanged(entry, *one) for one in written)
+        return place in held and self._is_unchanged(entry, *held[place])
+
+    def _is_unchanged(self, entry: Entry, tensor: torch.Tensor, version: int) -> bool:
+        if version != UNCOUNTED and tensor._version != version:
+            return False
+        return not (self._storages.has_writes and self._storages.is_changed(entry, tensor))
 
     def is_written(self, entry: Entry, place: int) -> bool:
         """Whether a result was changed in place since: a change that autograd counted."""
-        if (one := self._ones.get(entry)) is not None:
-            return version_of(one[0]) != one[1]
-        held = self._held.get(entry)
-        if held is None or place not in held.tensors:
-            return False
-        return version_of(held.tensors[place]) != held.versions.get(place, 0)
-
-    def _is_as(self, entry: Entry) -> Callable[[torch.Tensor, int], bool]:
-        def is_as(tensor: torch.Tensor, version: int) -> bool:
-            return version_of(tensor) == version and not self._storages.is_changed(entry, tensor)
-
-        return is_as
+        tensor, version = self._held.get(entry, {}).get(place, (None, 0))
+        return tensor is not None and version_of(tensor) != version
 
     def drop(self, entries: Iterable[Entry], kept: Sequence[tuple[Entry, Collection[int]]]) -> None:
         """Let go of all that some entries hold but what is named."""
         places_of = dict(kept)
         for entry in entries:
-            places = places_of.get(entry, ())
-            if not places:
-                self._ones.pop(entry, None)
-            if (held := self._held.get(entry)) is not None:
-                held.tensors = {place: tensor for place, tensor in held.tensors.items() if place in places}
-                if WRITTEN not in places:
-                    held.written = []
-                if not (held.tensors or held.written):
-                    del self._held[entry]
+            held, places = self._held.pop(entry, {}), places_of.get(entry, ())
+            if rest := {place: one for place, one in held.items() if max(place, WRITTEN) in places}:
+                self._held[entry] = rest
 
     def undecided(self) -> Iterator[Undecided]:
         """Yield op, name, tensor and decision of each result."""
-        for entry, (tensor, _) in list(self._ones.items()):
-            yield entry.group, entry.label(0), tensor, decision_on(entry, 0)
         for entry, held in list(self._held.items()):
-            for place, tensor in held.tensors.items():
-                yield entry.group, entry.label(place), tensor, decision_on(entry, place)
+            for place, (tensor, _) in held.items():
+                if place >= 0:
+                    yield entry.group, entry.label(place), tensor, decision_on(entry, place)
 
     def keep(self, entry: Entry, places: Collection[int]) -> None:
         """Keep results of an entry, and what it wrote, in slots."""
-        if (one := self._ones.get(entry)) is not None:
-            usual = not (self._nested or self._allow_mutation or self._reshaped or entry.away)
-            if usual and entry.kind == ONE and not self._storages.aliases_of(one[0]):
-                slot = Slot.of_alias(one[0])
-            else:
-                slot = self._slot(entry, 0, one[0])
-            entry.kept = {0: slot}
-            return
         held = self._held[entry]
-        kept = dict(entry.kept)
-        for place in places:
-            if place == WRITTEN:
-                entry.written = [self._slot(entry, WRITTEN, tensor) for tensor in held.written]
-            else:
-                kept[place] = self._slot(entry, place, held.tensors[place])
-        entry.kept = kept
+        if entry.kind == ONE and self._usual and not (self._reshaped or entry.away):
+            alias = self._alias_of(entry, held[0][0])
+            if not self._storages.aliases_of(alias):
+                entry.kept = {0: Slot.of_alias(alias)}
+                return
+        kept = {place: self._slot(entry, place, one[0]) for place, one in held.items() if max(place, WRITTEN) in places}
+        entry.written = [slot for place, slot in kept.items() if place < 0]
+        entry.kept = {place: slot for place, slot in kept.items() if place >= 0}
 
     def keep_views(self, entry: Entry) -> None:
         """Keep the outputs of an op with a handle that are views: replay would pass placeholders in their place."""
         made = {place for place, _ in entry.made}
-        for place, tensor in self._held[entry].tensors.items():
+        for place, (tensor, _) in self._held[entry].items():
             if place not in made:
                 entry.kept = {**entry.kept, place: self._slot(entry, place, tensor)}
 
     def _slot(self, entry: Entry, place: int, tensor: torch.Tensor) -> Slot:
+        tensor = tensor.detach()
         # What was given a name may be another view of what was written.
-        meta = entry.meta(place) if place != WRITTEN else entry.results if entry.effects.returned == (0,) else None
-        aliases = self._storages.aliases_of(tensor)
+        meta = entry.meta(place) if place >= 0 else entry.results if entry.effects.returned == (0,) else None
         if type(meta) is Meta and not meta.describes(tensor):
             # It was reshaped since, or it is a view that was given a name: the name is that of the whole.
             with without_dispatch_modes(), torch.no_grad():
-                tensor = in_same_storage(tensor.detach(), meta.geometry, meta.dtype, *meta.lazy)
-        decision = decision_on(entry, place)
-        slot = self._make_slot(entry.group, entry.label(place), tensor, decision, False, self._allow_mutation)
-        if aliases and not (self._nested or self._allow_mutation):
+                tensor = in_same_storage(tensor, meta.geometry, meta.dtype, *meta.lazy)
+        label = entry.label(max(place, WRITTEN))
+        slot = self._make_slot(entry.group, label, tensor, decision_on(entry, place), False, self._allow_mutation)
+        if self._usual and (aliases := self._storages.aliases_of(tensor)):
             slot.watch(aliases)
         return slot
 
 
 def decision_on(entry: Entry, place: int) -> CheckpointPolicy:
     """Return where a saved result is kept."""
-    return CheckpointPolicy.OFFLOAD if place in entry.away else CheckpointPolicy.SAVE
+    return CheckpointPolicy.OFFLOAD if max(place, WRITTEN) in entry.away else CheckpointPolicy.SAVE
