@@ -548,7 +548,10 @@ class Answerer:
         loaded = type(source) is Placeholder
         if loaded:
             source = real(source, f"op {holder.op!r}")
-        value = elided.value(source) if isinstance(source, torch.Tensor) else None
+        if type(source) is Tensor and elided.view is None:
+            value: Tensor | None = source.detach()
+        else:
+            value = elided.value(source) if isinstance(source, Tensor) else None
         if value is None or (value.shape, value.dtype, value.device) != holder.metadata[1:]:
             self._replay.fail(other_source(self.region, holder, source, is_input))
         if is_input and not loaded:

@@ -252,9 +252,14 @@ class MadeByOps:
         for place, tensor in enumerate(outputs):
             self.tensors[id(tensor)] = made = new_tuple(Made, (record, place, -1, ref(tensor)))
             base = tensor._base
-            _index(self._storages if base is None else self._shared, tensor, made)
             if base is not None:
                 self._bases[id(base)] = ref(base)
+                _index(self._shared, tensor, made)
+            elif type(tensor) is Tensor:  # what `_index` does
+                storage = tensor.untyped_storage()
+                self._storages[storage._cdata] = (ref(storage), made)
+            else:
+                _index(self._storages, tensor, made)
 
     def maker_of(self, tensor: Tensor) -> Made | None:
         """Return the op's output that a tensor is, or is a view or an alias of; None for all other tensors.
