@@ -260,6 +260,7 @@ class Answerer:
         op: ReplayOp = _new(ReplayOp if policy is _RECOMPUTE else SkippedOp)
         op._ctx = ctx
         op._name = name
+        op._step = -1
         op.ops = self
         op.record = record
         return op
@@ -528,9 +529,10 @@ class Answerer:
     def note_made(self, waiting: Sequence[Elided], outputs: Sequence[torch.Tensor]) -> None:
         """Note the outputs of an op that SAVE ops wait for; see NOTE [ When an elided tensor is complete ]."""
         for elided in waiting:
-            holder = elided.holder()
+            known, place, _, _ = elided
+            holder = known()
             if holder is not None and holder.value is None:
-                source = outputs[elided.place] if elided.place < len(outputs) else None
+                source = outputs[place] if place < len(outputs) else None
                 self.made.setdefault(holder.op, []).append((elided, source))
 
     def fill_elided(self, record: Record, args: Sequence[Any]) -> None:
@@ -542,13 +544,14 @@ class Answerer:
             self._fill(elided, args[elided.place] if elided.place < len(args) else None, True)
 
     def _fill(self, elided: Elided, source: Any, is_input: bool) -> None:
-        holder = elided.holder()
+        known, _, view, _ = elided
+        holder = known()
         if holder is None or holder.value is not None:
             return
         loaded = type(source) is Placeholder
         if loaded:
             source = real(source, f"op {holder.op!r}")
-        if type(source) is Tensor and elided.view is None:
+        if type(source) is Tensor and view is None:
             value: Tensor | None = source.detach()
         else:
             value = elided.value(source) if isinstance(source, Tensor) else None

@@ -144,11 +144,12 @@ def stand_in(meta: Any, source: Source, compute: Callable[[str], torch.Tensor] |
         shape, stride, _ = meta.geometry
         made: torch.Tensor = meta.kind.__tensor_unflatten__(parts, meta.context, shape, stride)
         return made
-    placeholder = placeholder_at(meta.geometry, meta.dtype, meta.device, source)
+    geometry, dtype, device, _, lazy = meta
+    placeholder = placeholder_at(geometry, dtype, device, source)
     placeholder.compute = compute
-    if meta.lazy is not NOT_LAZY:
-        set_conj(placeholder, meta.lazy[0])
-        set_neg(placeholder, meta.lazy[1])
+    if lazy is not NOT_LAZY:
+        set_conj(placeholder, lazy[0])
+        set_neg(placeholder, lazy[1])
     return placeholder
 
 
