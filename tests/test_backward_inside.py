@@ -223,6 +223,30 @@ def test_gradient_taken_inside_a_native_region_that_has_named_parts_is_equal(nam
     assert_same_program(program, early_stop=early_stop)
 
 
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("policy", [None, lambda *_, **__: False], ids=["native", "policy"])
+def test_gradient_taken_inside_what_is_watched_in_regions_in_each_other_is_equal(policy, depth):
+    """It replays the outer regions, whose ops are none of those that are watched."""
+
+    def gradients(wrap):
+        def inside(x):
+            s = x.detach().requires_grad_()
+            return x * forces(s.sin().square(), s, create_graph=False)
+
+        def block(x):
+            return (remat.native_save_region("inside", inside, x) if policy is None else inside(x)).exp()
+
+        function = wrap(block, policy=policy)
+        for _ in range(depth):
+            function = wrap(lambda x, function=function: function(x * 1.5) * 1)
+        x = torch.linspace(0.1, 1, 4).requires_grad_()
+        y = function(x)
+        y.sum().backward()
+        return y, x.grad
+
+    assert_same(gradients(lambda function, policy=None: function), gradients(checkpointed))
+
+
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_gradient_taken_inside_a_native_region_does_not_run_what_comes_after_it(early_stop):
     count = torch.zeros(())

@@ -392,3 +392,14 @@ def test_bitwise_takes_wrapper_subclasses(inside, early_stop):
 def test_bitwise_refuses_a_subclass_whose_values_it_cannot_read():
     with pytest.raises(remat.UsageError, match="Bare"):
         checkpointed(lambda x: x.sin().exp(), determinism_check="bitwise")(Bare(torch.randn(3)))
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_check_of_an_inner_region_is_no_op_of_the_outer_one_and_reads_nothing_that_replay_leaves_out(keeps):
+    def gradients(wrap):
+        x = torch.linspace(0.1, 1, 16).view(4, 4).requires_grad_()
+        inner = wrap(lambda x: x.t().exp().sin(), determinism_check="bitwise")
+        outer = wrap(lambda x: inner(x.t() * 2).cos(), policy=lambda *_, **__: keeps)
+        return torch.autograd.grad(outer(x).sum(), x)
+
+    assert_same(gradients(lambda function, **_: function), gradients(checkpointed))

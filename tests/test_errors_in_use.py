@@ -302,3 +302,9 @@ def test_region_that_replays_after_an_exception_elsewhere_in_backward_is_right()
     y.sum().backward()
     assert function.replays == 1
     assert_same(x.grad, torch.autograd.grad(chain(x).sum(), x)[0])
+
+
+def test_a_function_of_torchs_own_is_named_as_users_know_it():
+    x = torch.ones(2, requires_grad=True)
+    y = remat.checkpoint()(torch.sin)(x)
+    assert "  sin: 8 B" in str(remat.memory_report(y)).splitlines()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -324,3 +325,29 @@ def test_views_of_inputs_that_come_back_with_other_strides_are_no_difference(giv
         y = checkpointed(block)(given(base * 1), None)
     y.sum().backward()
     assert torch.equal(base.grad, expected[0])
+
+
+@pytest.mark.parametrize("policy", [None, [torch.ops.aten.sin.default]], ids=["plain", "policy"])
+@pytest.mark.parametrize("differs", ["op", "dtype", "layout"])
+def test_error_names_the_line_that_does_otherwise_in_replay(differs, policy):
+    odd = {"op": torch.sigmoid, "dtype": torch.Tensor.double, "layout": torch.t}[differs]
+
+    def other(x):
+        return odd(x.exp()).sin()  # this line
+
+    text = str(raised(differing(lambda x: x.exp().sin(), other), leaf(4, 4), policy=policy))
+    assert f"at {Path(__file__).name}:{other.__code__.co_firstlineno + 1}" in text
+
+
+def test_replaced_and_changed_parameters_are_told_with_the_line_that_reads_them():
+    module = nn.Linear(4, 4)
+    weight = module.weight
+    for change, error in [
+        (lambda: setattr(module, "bias", nn.Parameter(torch.ones(4))), remat.MismatchError),
+        (lambda: weight.add_(1), remat.MutationError),
+    ]:
+        y = checkpointed(lambda x: module(x).sin(), region_name="block")(leaf(4, 4))
+        with torch.no_grad():
+            change()
+        with pytest.raises(error, match=rf"reads .*at {Path(__file__).name}:\d+"):
+            y.sum().backward()

@@ -46,7 +46,7 @@ def test_view_is_rebuilt_with_its_strides_on_a_copy_of_what_travelled(view):
     whole = span.start == 0 and span.stop > total - 16
     assert whole or span.stop - span.start < ALIGNMENT_BYTES + total / 2
     assert span.start % ALIGNMENT_BYTES == 0
-    rebuilt = placement.rebuilt_on(flat.clone(), span.start)
+    rebuilt = placement.seen_in(flat.clone(), -span.start)
     assert_same(view, rebuilt)
     assert rebuilt.stride() == view.stride()
     assert (rebuilt.is_conj(), rebuilt.is_neg()) == (view.is_conj(), view.is_neg())
@@ -58,12 +58,12 @@ def test_view_of_smaller_elements_is_rebuilt_on_larger_ones(dtype):
     view = (base.view(torch.uint8) & 1).view(dtype)[:, 3:7] if dtype is torch.bool else base.view(dtype)[:, 3:7]
     source = view if dtype is torch.bool else base
     span = travelling_span(source, Placement.of(source))
-    assert_same(view, Placement.of(view).rebuilt_on(flattened(source, span).clone(), span.start))
+    assert_same(view, Placement.of(view).seen_in(flattened(source, span).clone(), -span.start))
 
 
 def test_rebuilt_view_shares_the_version_counter_of_what_came_back():
     view = torch.randn(4, 4).t()[1:]
     flat = torch.zeros(16)
-    rebuilt = Placement.of(view).rebuilt_on(flat, 0)
+    rebuilt = Placement.of(view).seen_in(flat)
     rebuilt.add_(1)
     assert flat._version == rebuilt._version == 1

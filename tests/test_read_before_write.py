@@ -18,6 +18,7 @@ from native_programs import aten, keep, region
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.nn import functional as F
+from torch.testing._internal.two_tensor import TwoTensor
 
 import torch_remat as remat
 from torch_remat.dispatch.region.region import live_regions
@@ -322,3 +323,103 @@ def test_lists_and_views_of_other_dtypes_are_read_as_they_were():
     for policy in POLICIES.values():
         expected = stateful_program(function, _plainly, "closure", plain)
         assert_same(expected, stateful_program(function, _plainly, "closure", region(policy)))
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_write_to_a_wrapper_subclass_after_a_read_is_an_error_where_the_read_is_repeated(keeps):
+    """It has no storage that could be copied."""
+
+    def block(x):
+        y = x * 1.5
+        x.view(2, 8).view(4, 4).add_(y)
+        return (y * x).sin()
+
+    def gradient(function):
+        torch.manual_seed(0)
+        x = TwoTensor(torch.randn(4, 4), torch.randn(4, 4)).requires_grad_()
+        (grad,) = torch.autograd.grad(function(x * 1).sum(), x)
+        return grad
+
+    function = remat.checkpoint(region_name="r", policy=lambda *_, **__: keeps)(block)
+    if keeps:
+        assert_same(gradient(block), gradient(function))
+    else:
+        with pytest.raises(remat.MutationError, match=r"r::mul_0_0: aten\.mul\.Tensor runs again"):
+            gradient(function)
+
+
+@pytest.mark.parametrize("keeps", ["", "mul", "sin"])
+def test_gradient_taken_after_statistics_were_read_and_changed_reads_them_as_they_were(keeps):
+    """It replays a forward that is not over."""
+
+    def program(wrap):
+        norm = nn.InstanceNorm1d(4, affine=True, track_running_stats=True)
+
+        def block(x):
+            y = norm(x[None])[0]
+            s = y.detach().requires_grad_()
+            (grad,) = torch.autograd.grad(s.sin().square().sum(), s)
+            return y * grad
+
+        x = leaf(4, 4)
+        y = wrap(block)(x)
+        y.sum().backward()
+        return y, x.grad, norm.running_mean, norm.running_var, *parameter_gradients(norm)
+
+    assert_same_program(program, policy=lambda ctx, op, *_, **__: keeps == op._schema.name.removeprefix("aten::"))
+
+
+def _doubled(x):
+    return x.mul_(2).sin()
+
+
+def _part_doubled(x):
+    x[1:].mul_(2)
+    return x.sin()
+
+
+def _doubled_past_autograd(x):
+    x.detach().mul_(2)
+    return x.sin()
+
+
+@pytest.mark.parametrize("is_read_after", [False, True])
+@pytest.mark.parametrize("way", ["native", "nothing", "everything", "sin"])
+@pytest.mark.parametrize("write", [_doubled, _part_doubled, _doubled_past_autograd])
+def test_argument_that_needs_a_gradient_may_be_changed_where_replay_leaves_that_out(write, way, is_read_after):
+    def block(x, write=write):
+        y = write(x)
+        return y * x if is_read_after else y.exp()
+
+    def policy(_ctx, op, *_, **__):
+        return way == "everything" or op._schema.name == f"aten::{way}"
+
+    def run(function):
+        x = torch.linspace(0.1, 1, 16).view(4, 4).requires_grad_()
+        h = x * 1
+        y = function(h)
+        return y, h, *torch.autograd.grad(y.sum(), x)
+
+    if way == "native":
+        actual = run(region()(lambda x: block(x, lambda x: keep("written", write, x))))
+    else:
+        actual = run(region(policy)(block))
+    assert_same(run(block), actual)
+
+
+@pytest.mark.parametrize("inner", ["nothing", "everything", "repeat", "native_batch_norm"])
+@pytest.mark.parametrize("outer", ["nothing", "everything", "repeat", "native_batch_norm"])
+def test_statistics_in_regions_with_policies_in_each_other_are_updated_once(outer, inner):
+    def keeps(what):
+        return lambda _ctx, op, *_, **__: what == "everything" or op._schema.name == f"aten::{what}"
+
+    def gradients(wrap):
+        torch.manual_seed(0)
+        norm = nn.InstanceNorm1d(4, affine=True, track_running_stats=True)
+        x = leaf(4, 4)
+        block = wrap(lambda x: norm(x[None])[0].sin(), keeps(inner))
+        y = wrap(lambda x: norm(block(x)[None])[0].exp(), keeps(outer))(x)
+        y.sum().backward()
+        return y, x.grad, norm.running_mean, norm.running_var, *parameter_gradients(norm)
+
+    assert_same(gradients(lambda function, _: function), gradients(lambda function, policy: region(policy)(function)))

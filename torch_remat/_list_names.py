@@ -9,7 +9,8 @@ from typing import Any, ParamSpec
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from torch_remat.dispatch.log.entry import Entry
+from torch_remat.dispatch.log.entry import ONE, WRITTEN, Entry
+from torch_remat.dispatch.log.meta import Meta
 from torch_remat.dispatch.naming import default_name
 from torch_remat.dispatch.options import Options
 from torch_remat.dispatch.region.forward import run_region
@@ -155,10 +156,21 @@ def _is_inference(leaf: Any) -> bool:
 
 
 def _rows(call: Entry, flops: int) -> Iterator[NamedResult]:
-    from torch_remat.dispatch.kept import results_of  # loaded when something is listed
-
-    for place, one in enumerate(results_of(call)):
-        yield NamedResult(*one[:5], flops if place == 0 else 0, one.needed, one.kept)
+    """Yield the results of an op, once forward is over."""
+    results = call.results if type(call.results) is list else [call.results]
+    made = {0} if call.kind == ONE else {place for place, _ in call.made}
+    returned = call.effects.returned
+    for place, meta in enumerate(results):
+        if type(meta) is Meta:
+            changed = place < len(returned) and returned[place] >= 0
+            booked = WRITTEN if changed else place
+            needed = booked in call.packed
+            kept = booked in call.saved and (needed or (bool(call.written) if changed else place in call.kept))
+            owns = (needed or kept) if changed else (call.effects.viewed is None and place in made)
+            shape, dtype = meta.geometry.shape, str(meta.dtype).removeprefix("torch.")
+            size = meta.dtype.itemsize * shape.numel() if owns else 0
+            yield NamedResult(call.label(place), str(call.op), tuple(shape), dtype, size, flops, needed, kept)
+            flops = 0
 
 
 def _flops(call: Entry, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:

@@ -249,6 +249,14 @@ def user_line() -> tuple[str, int]:
     return frame.f_code.co_filename, frame.f_lineno
 
 
+def at_user_line() -> str:
+    """Return the same for a message, `` at file.py:12``; empty in a thread where no code of the user's runs."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not _is_of_a_user(frame):
+        frame = frame.f_back
+    return "" if frame is None else f" at {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
 def raised_at(error: BaseException) -> str:
     """Return the same for where an error was raised, as ``file.py:12``."""
     place, step = "", error.__traceback__

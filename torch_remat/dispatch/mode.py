@@ -81,6 +81,10 @@ class RematMode(DispatchMode):
         """Whether this phase, or one around it, is a replay."""
         return self.replaying or (self.parent is not None and self.parent.recomputing)
 
+    def is_in(self, region: Any) -> bool:
+        """Whether this phase is one of a region, or lies in one of it."""
+        return self.region is region or (self.parent is not None and self.parent.is_in(region))
+
     def run(
         self,
         function: Callable[..., Any],
@@ -217,11 +221,11 @@ class RematMode(DispatchMode):
 
 
 @contextmanager
-def unseen_by_forward_of(region: Any) -> Iterator[None]:
-    """Show no op to the mode of a region that is still in forward: a backward in it runs a replay, which is no part."""
+def unseen(region: Any = None) -> Iterator[None]:
+    """Show no op to the modes of a region and of those in it, by default of any: what runs inside is no part."""
     with ExitStack() as stack:
         for mode in active_modes():
-            if isinstance(mode, RematMode) and mode.region is region:
+            if isinstance(mode, RematMode) and (region is None or mode.is_in(region)):
                 stack.enter_context(mode.unwatched())
         yield
 

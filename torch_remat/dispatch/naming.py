@@ -18,8 +18,8 @@ def default_name(function: Callable[..., Any] | None) -> str:
 
 
 def short_name(name: str) -> str:
-    """Return a qualified name without the functions around it."""
-    return name.rpartition("<locals>.")[2]
+    """Return a qualified name without the functions around it; of ``torch.sin`` without a class that nobody knows."""
+    return name.rpartition("<locals>.")[2].removeprefix("_VariableFunctionsClass.")
 
 
 # What `name_scope` puts before the names of ops. A replay has the scopes that were around its region.

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -20,9 +19,6 @@ from torch_remat.dispatch.handle.op import RematHandle
 from torch_remat.dispatch.region.inputs import leaves_of
 from torch_remat.errors import qualified_name
 from torch_remat.policies.decision import CheckpointPolicy
-
-if TYPE_CHECKING:
-    from torch_remat.offload.transfer import Transfer
 
 # Of the whole process, since backward runs in threads of its own, which have no context variables of their callers.
 _observers: tuple[Observer, ...] = ()
@@ -51,13 +47,16 @@ class Observer:
         """The op has ended, was skipped, or has raised; ``op.outputs_made`` are its outputs, if it ran."""
 
     def offload_began(self, tensor: torch.Tensor, key: int) -> None:
-        """An offloader has taken a tensor's memory, and may free it on a thread that no profiler sees (`Away.key`)."""
+        """An offloader has taken a tensor's memory, and may free it on a thread that no profiler sees.
+
+        ``key`` is the id of the `StoredCopy`.
+        """
 
 
-def tell_offloaded(tensor: torch.Tensor, transfer: Transfer) -> None:
+def tell_offloaded(tensor: torch.Tensor, key: int) -> None:
     """Tell observers that an offloader has taken a tensor, now or under an earlier name."""
     for observer in _observers:
-        observer.offload_began(tensor, id(transfer.copy))
+        observer.offload_began(tensor, key)
 
 
 @contextmanager
@@ -76,8 +75,8 @@ def is_watched() -> bool:
     return profiler_runs() or _observers != ()
 
 
-class Watch(AbstractContextManager[None]):
-    """Watches one phase of one region; entered around the region's function.
+class Watch:
+    """Watches one phase of one region.
 
     Args:
         mode: The phase.
@@ -86,37 +85,36 @@ class Watch(AbstractContextManager[None]):
     def __init__(self, mode: Any) -> None:
         self.region = mode.region
         self.phase = "replay" if mode.replaying else "forward"
-        self.observers = _observers
-        self._open: list[tuple[WatchedOp | None, AbstractContextManager[Any] | None]] = []
+        self._observers = _observers
+        self._open: list[tuple[WatchedOp | None, AbstractContextManager[Any] | None]] = []  # None for the region
 
-    def __enter__(self) -> None:
-        """Begin the region's range."""
-        self._open.append((None, self._range(None)))
-        for observer in self.observers:
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Tell that the region's function runs inside."""
+        self._begin_range(None)
+        for observer in self._observers:
             observer.begin_region(self.region, self.phase)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """End the region's range, and those of ops that an exception has left open."""
-        self._close(0)
+        try:
+            yield
+        finally:
+            self.end(None)
 
     def finish(self, boundary: Sequence[torch.autograd.graph.Node | None]) -> None:
         """Note that the region's forward is over."""
-        for observer in self.observers:
+        for observer in self._observers:
             observer.finish_region(self.region, boundary)
 
     def policy_of(self, name: str, policy: CheckpointPolicy) -> CheckpointPolicy:
         """Return the policy that observers want an op to have."""
-        for observer in self.observers:
+        for observer in self._observers:
             policy = observer.policy_of(self.region, name, policy)
         return policy
 
     def begin(self, op: RematHandle | None, name: str, policy: CheckpointPolicy, ctx: Any) -> WatchedOp:
         """Begin an op's range and return the op, watched."""
         watched = WatchedOp(self, op, name, policy, ctx)
-        self._open.append((watched, self._range(name)))
-        for observer in self.observers:
+        self._begin_range(watched)
+        for observer in self._observers:
             observer.begin_op(self.region, watched, self.phase)
         return watched
 
@@ -132,10 +130,11 @@ class Watch(AbstractContextManager[None]):
         """Run a native region by ``run(name, policy, function, args, kwargs)``, as an op that is watched."""
         policy = self.policy_of(name, policy)
         watched = self.begin(None, name, policy, None)
-        watched.numbers = sequence_number(), sequence_number()
+        first = sequence_number()
+        watched.numbers = first, first
         try:
             result = run(name, policy, function, args, kwargs)
-            watched.numbers = watched.numbers[0], sequence_number()
+            watched.numbers = first, sequence_number()
             if self.phase == "forward" or policy is CheckpointPolicy.RECOMPUTE:
                 watched.outputs_made = tuple(leaves_of((result,), {}))
                 watched.as_tuple = not isinstance(result, torch.Tensor)
@@ -143,36 +142,31 @@ class Watch(AbstractContextManager[None]):
             self.end(watched)
         return result
 
-    def end(self, op: WatchedOp) -> None:
-        """End an op's range, and those inside it that an exception has left open."""
-        place = next((place for place, (one, _) in enumerate(self._open) if one is op), None)
-        if place is not None:
-            self._close(place)
+    def _begin_range(self, op: WatchedOp | None) -> None:
+        entered = None
+        if profiler_runs():
+            name = qualified_name(self.region.name, None if op is None else op.name)
+            entered = ProfilerRange(f"remat::{name} [{self.phase}]")
+            entered.__enter__()
+        self._open.append((op, entered))
 
-    def _range(self, op: str | None) -> AbstractContextManager[Any] | None:
-        if not profiler_runs():
-            return None
-        entered = ProfilerRange(f"remat::{qualified_name(self.region.name, op)} [{self.phase}]")
-        entered.__enter__()
-        return entered
-
-    def _close(self, place: int) -> None:
-        while len(self._open) > place:
-            op, entered = self._open.pop()
-            for observer in self.observers[::-1]:
-                if op is None:
+    def end(self, op: WatchedOp | None) -> None:
+        """End the range of an op, or of the region, and those inside it that an exception has left open."""
+        while any(one is op for one, _ in self._open):
+            last, entered = self._open.pop()
+            for observer in self._observers[::-1]:
+                if last is None:
                     observer.end_region(self.region, self.phase)
                 else:
-                    observer.end_op(self.region, op, self.phase)
+                    observer.end_op(self.region, last, self.phase)
             if entered is not None:
                 entered.__exit__(None, None, None)
 
 
 class WatchedOp(RematHandle):
-    """An op that is watched while its body runs.
+    """An op that is watched while its body runs: each step is done by the op's own handle.
 
     Attributes:
-        inner: What runs.
         name: The op's name.
         policy: Its policy.
         numbers: The sequence number of its first autograd node, and that after its last; equal if it has none.
@@ -182,8 +176,6 @@ class WatchedOp(RematHandle):
     """
 
     def __init__(self, watch: Watch, op: RematHandle | None, name: str, policy: CheckpointPolicy, ctx: Any) -> None:
-        super().__init__(ctx, name)
-        self.inner = op or RematHandle(ctx, name)
         self.name = name
         self.policy = policy
         number = node_number(ctx) if isinstance(ctx, torch.autograd.graph.Node) else -1
@@ -192,34 +184,31 @@ class WatchedOp(RematHandle):
         self.outputs_made: tuple[Any, ...] | None = None
         self.as_tuple = False
         self._watch = watch
+        self._handle = op or RematHandle(ctx, name)
 
     def maybe_load_saved(self) -> torch.Tensor | tuple[torch.Tensor, ...] | None:
         """Do as the op does; if it is skipped, that is its end."""
-        return self._loaded(self.inner.maybe_load_saved())
+        return self.load(())
 
     def load(self, args: tuple[Any, ...]) -> torch.Tensor | tuple[torch.Tensor, ...] | None:
-        """Do as the op does; if it is skipped, that is its end."""
-        return self._loaded(self.inner.load(args))
-
-    def _loaded(
-        self, outputs: torch.Tensor | tuple[torch.Tensor, ...] | None
-    ) -> torch.Tensor | tuple[torch.Tensor, ...] | None:
+        """Do the same for a caller that knows the inputs."""
+        outputs = self._handle.load(args)
         if outputs is not None:
             self._finish()
         return outputs
 
     def save_or_load_inputs(self, *args: Any) -> Any:
         """Do as the op does."""
-        return self.inner.save_or_load_inputs(*args)
+        return self._handle.save_or_load_inputs(*args)
 
     def save_for_backward(self, saved_tensors: Mapping[str, torch.Tensor | None]) -> None:
         """Do as the op does."""
-        self.inner.save_for_backward(saved_tensors)
+        self._handle.save_for_backward(saved_tensors)
         self.named = saved_tensors
 
     def record_outputs(self, *outs: torch.Tensor, as_tuple: bool = False) -> Any:
         """Do as the op does."""
-        made = self.inner.record_outputs(*outs, as_tuple=as_tuple)
+        made = self._handle.record_outputs(*outs, as_tuple=as_tuple)
         self.as_tuple = isinstance(made, tuple)
         self.outputs_made = made if self.as_tuple else (made,)
         self._finish()

@@ -36,7 +36,7 @@ def _pack(tensor: torch.Tensor) -> Own | Packed:
 
 def _unpack(region: str, kept: Own | Packed) -> torch.Tensor:
     if type(kept) is Packed:
-        return kept.placeholder()
+        return kept()
     tensor, version = kept  # type: ignore[misc]
     if tensor._version != version:
         raise MutationError(

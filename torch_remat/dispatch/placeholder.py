@@ -9,14 +9,15 @@ Decided by the op's schema, never by its name:
    the op itself, run on the meta device.
 2. A factory takes one tensor, ``self``, and the tensor options (dtype, layout, device, pin_memory): it needs nothing
    but metadata, and makes a real tensor. (A conversion takes ``non_blocking`` besides: it reads.)
-3. Every other op reads or writes data, and raises. The placeholder of a native region's output can do better: its
-   ``compute`` runs the region once more, and the op gets the value.
+3. Every other op reads or writes data, and raises. Where the log can do better, the placeholder has a ``compute``: it
+   returns the value that a saved write has left, or ends the replay, which starts over and makes the value.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -35,6 +36,7 @@ from torch_remat._compat import (
 from torch_remat.dispatch.log.schema import argument, effects_of
 from torch_remat.errors import PlaceholderError, user_line
 
+NOT_LAZY = (False, False)
 # Makes a named tuple for half the time.
 new_tuple: Callable[[type, tuple[Any, ...]], Any] = tuple.__new__
 
@@ -65,7 +67,7 @@ class Placeholder(torch.Tensor):
     """A tensor with true metadata and no data; see NOTE [ What an op may do with a placeholder ]."""
 
     source: Source
-    # Takes the name of the reader and returns the value after all; only native regions have such a way.
+    # Takes the name of the reader and returns the value after all, if there is such a way.
     compute: Callable[[str], torch.Tensor] | None = None
     resized = False  # whether an op has resized what it stands for
 
@@ -75,15 +77,14 @@ class Placeholder(torch.Tensor):
     ) -> Any:
         """Refuse what reaches data without an aten op; leave results as they are."""
         name = getattr(func, "__name__", str(func))
-        try:
-            if name in _DATA_ACCESS:
-                return func(*[real(arg, name) for arg in args], **(kwargs or {}))
-            with without_torch_function():
-                return func(*args, **(kwargs or {}))
-        except RuntimeError as error:
-            if isinstance(error, PlaceholderError) or not any(text in str(error) for text in TORCH_SAYS):
-                raise
-        return refuse(_first_of([*args, *(kwargs or {}).values()]).source, name)
+        if name not in _DATA_ACCESS:
+            try:
+                with without_torch_function():
+                    return func(*args, **(kwargs or {}))
+            except RuntimeError as error:
+                if isinstance(error, PlaceholderError) or not any(text in str(error) for text in TORCH_SAYS):
+                    raise
+        return _with_data(func, name, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -98,15 +99,12 @@ class Placeholder(torch.Tensor):
         if effects.viewed is not None:
             base = argument(effects.viewed, args, kwargs)
             if isinstance(base, Placeholder):
-                return views_of(base, op, args, kwargs, _on_meta(op, args, kwargs, first))
+                return _views_of(base, op, args, kwargs, _on_meta(op, args, kwargs, first))
         if effects.factory:
             device = kwargs.get("device")
             return _on_meta(op, args, {**kwargs, "device": first.device if device is None else device}, first)
         if first.compute is not None:
-            consumer = str(op)
-            arguments: Any = (tuple(args), dict(kwargs))
-            resolved: Any = optree.tree_map(lambda leaf: real(leaf, consumer), arguments)
-            result = op(*resolved[0], **resolved[1])
+            result = _with_data(op, str(op), args, kwargs)
             returned = effects.returned
             if len(returned) == 1 and returned[0] >= 0:  # in place: the placeholder itself goes on
                 return argument(effects.written[returned[0]], args, kwargs)
@@ -132,72 +130,52 @@ class Placeholder(torch.Tensor):
         return refuse(self.source, f"format {spec!r}") if spec else repr(self)
 
 
-class Packed(NamedTuple):
-    """What autograd saves of a placeholder: the placeholder itself may be an output of the node that saves it."""
-
-    geometry: Geometry
-    dtype: torch.dtype
-    device: torch.device
-    source: Source
-    compute: Callable[[str], torch.Tensor] | None
+class Packed(partial[Placeholder]):
+    """What autograd saves of a placeholder, which may be an output of the node that saves it: makes one like it."""
 
     @classmethod
     def of(cls, tensor: Placeholder) -> Packed:
         """Describe a placeholder."""
-        return cls(geometry_of(tensor), tensor.dtype, tensor.device, tensor.source, tensor.compute)
-
-    def placeholder(self) -> Placeholder:
-        """Return a placeholder like it, without its history."""
-        made = placeholder_at(self.geometry, self.dtype, self.device, self.source)
-        made.compute = self.compute
-        return made
+        with without_torch_function():
+            lazy = tensor.is_conj(), tensor.is_neg()
+            geometry, dtype, device = geometry_of(tensor), tensor.dtype, tensor.device
+        return cls(placeholder_at, geometry, dtype, device, tensor.source, lazy, tensor.compute)
 
 
 def unpack(value: torch.Tensor | Packed) -> torch.Tensor:
     """Unpack hook of a replay: return what was saved."""
-    return value.placeholder() if type(value) is Packed else value  # type: ignore[return-value]
-
-
-class Refusal(NamedTuple):
-    """A use of a placeholder's data that was refused."""
-
-    source: Source
-    consumer: str
-    line: str
-
-    def error(self) -> PlaceholderError:
-        """Return the error about it."""
-        region, op, output = self.source
-        return PlaceholderError(region=region, op=op, output=output, consumer=self.consumer, line=self.line)
-
-
-# The latest refusal in this thread, so that a replay finds out about one that user code swallowed. Not the error
-# itself, whose traceback knows frames and their tensors.
-last_refusal: ContextVar[Refusal | None] = ContextVar("torch_remat_refusal", default=None)
+    return value() if type(value) is Packed else value  # type: ignore[return-value]
 
 
 def make_placeholder(like: torch.Tensor, source: Source, device: torch.device | None = None) -> Placeholder:
     """Return a placeholder with the metadata of a tensor (needs no gradient), on its device or another."""
-    placeholder = placeholder_at(geometry_of(like), like.dtype, device or like.device, source)
-    if like.is_conj():
-        set_conj(placeholder, True)
-    if like.is_neg():
-        set_neg(placeholder, True)
-    return placeholder
+    return placeholder_at(geometry_of(like), like.dtype, device or like.device, source, (like.is_conj(), like.is_neg()))
 
 
-def placeholder_at(geometry: Geometry, dtype: torch.dtype, device: torch.device, source: Source) -> Placeholder:
-    """Return a placeholder with the given metadata."""
+def placeholder_at(
+    geometry: Geometry,
+    dtype: torch.dtype,
+    device: torch.device,
+    source: Source,
+    lazy: tuple[bool, bool] = NOT_LAZY,
+    compute: Callable[[str], torch.Tensor] | None = None,
+) -> Placeholder:
+    """Return a placeholder with the given metadata; ``lazy`` tells of a conjugate, and of a negative."""
     shape, stride, offset = geometry
     if torch.is_inference_mode_enabled():  # autograd refuses to take views made here for views of others
         with torch.inference_mode(False):
-            return placeholder_at(geometry, dtype, device, source)
+            return placeholder_at(geometry, dtype, device, source, lazy, compute)
     # By position, which takes a sixth less than by keyword.
     placeholder: Placeholder = make_wrapper_subclass(
         Placeholder, shape, stride, offset, None, dtype, torch.strided, device
     )
     placeholder.source = source
+    if compute is not None:
+        placeholder.compute = compute
     forbid_data_access(placeholder)
+    if lazy != NOT_LAZY:
+        set_conj(placeholder, lazy[0])
+        set_neg(placeholder, lazy[1])
     return placeholder
 
 
@@ -208,29 +186,36 @@ def reshape(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return args[0]
 
 
-def views_of(base: Placeholder, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], like: Any) -> Any:
+def _views_of(base: Placeholder, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], like: Any) -> Any:
     """Return placeholders for the results of a view op, which are like the given tensors."""
-    made: Any = optree.tree_map(
+    views: Any = optree.tree_map(
         lambda leaf: make_placeholder(leaf, base.source, base.device) if isinstance(leaf, torch.Tensor) else leaf, like
     )
-    compute = base.compute
-    if compute is not None:
+    if base.compute is not None:
         # Not the placeholders, whose history may own these views.
-        given: Any = (tuple(args), dict(kwargs))
-        given = optree.tree_map(lambda leaf: Packed.of(leaf) if isinstance(leaf, Placeholder) else leaf, given)
-        for place, view in enumerate([made] if isinstance(made, Placeholder) else made):
+        given = _mapped(lambda leaf: Packed.of(leaf) if isinstance(leaf, Placeholder) else leaf, args, kwargs)
+        for place, view in enumerate([views] if isinstance(views, Placeholder) else views):
+            view.compute = partial(_view_of_value, op, given, place)
+    return views
 
-            def computed(consumer: str, place: int = place) -> torch.Tensor:
-                with torch.no_grad():
-                    arguments: Any = optree.tree_map(
-                        lambda leaf: real(unpack(leaf), consumer), given, is_leaf=lambda node: type(node) is Packed
-                    )
-                    result = op(*arguments[0], **arguments[1])
-                value: torch.Tensor = result if isinstance(result, torch.Tensor) else result[place]
-                return value
 
-            view.compute = computed
-    return made
+def _view_of_value(op: Any, given: Any, place: int, consumer: str) -> torch.Tensor:
+    with torch.no_grad():
+        result = _with_data(op, consumer, *_mapped(unpack, *given))
+    value: torch.Tensor = result if isinstance(result, torch.Tensor) else result[place]
+    return value
+
+
+def _with_data(function: Any, consumer: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call a function with what the placeholders among its arguments stand for."""
+    args, kwargs = _mapped(lambda leaf: real(leaf, consumer), args, kwargs)
+    return function(*args, **kwargs)
+
+
+def _mapped(function: Callable[[Any], Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return arguments with a function applied to each value in them."""
+    given: Any = (tuple(args), dict(kwargs))
+    return optree.tree_map(function, given)
 
 
 def real(leaf: Any, consumer: str) -> Any:
@@ -271,15 +256,21 @@ def refuse(source: Source, consumer: str) -> NoReturn:
         PlaceholderError: Always.
     """
     file, line = user_line()
-    refusal = Refusal(source, consumer, f"{Path(file).name}:{line}")
+    (region, op, output), place = source, f"{Path(file).name}:{line}"
+    refusal = partial(PlaceholderError, region=region, op=op, output=output, consumer=consumer, line=place)
     last_refusal.set(refusal)
-    raise refusal.error()
+    raise refusal()
+
+
+# What makes the error of the latest refusal in this thread, so that a replay finds out about one that user code
+# swallowed. Not the error itself, whose traceback knows frames and their tensors.
+last_refusal: ContextVar[Callable[[], PlaceholderError] | None] = ContextVar("torch_remat_refusal", default=None)
 
 
 def _on_meta(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], first: Placeholder) -> Any:
-    arguments: Any = optree.tree_map(_meta_twin, (tuple(args), dict(kwargs)))  # type: ignore[arg-type]
+    args, kwargs = _mapped(_meta_twin, args, kwargs)
     try:
-        return op(*arguments[0], **arguments[1])
+        return op(*args, **kwargs)
     except NotImplementedError:
         refuse(first.source, str(op))
 
@@ -302,10 +293,9 @@ def _first_of(arguments: list[Any]) -> Placeholder:
     return next(leaf for leaf in optree.tree_leaves(tree) if isinstance(leaf, Placeholder))
 
 
-# What reaches data without an aten op.
+# What reaches memory without an aten op, and would find none; of all else torch's C++ code says so.
 _DATA_ACCESS = frozenset((
-    "data_ptr", "untyped_storage", "storage", "_typed_storage", "numpy", "tolist", "__array__", "__dlpack__",
-    "__reduce_ex__", "__deepcopy__", "share_memory_", "const_data_ptr", "mutable_data_ptr", "apply_", "map_", "map2_",
+    "data_ptr", "const_data_ptr", "mutable_data_ptr", "untyped_storage", "storage", "_typed_storage", "share_memory_",
 ))  # fmt: skip
 # How torch's C++ code refuses data that is not there.
 TORCH_SAYS = ("Cannot access data pointer", "not supported for tensor subclasses", "its data is not allocated")
@@ -330,13 +320,12 @@ def add_note(error: Exception, region: str) -> None:
     error.add_note(note)
 
 
-def _refusing(name: str) -> Callable[..., NoReturn]:
-    def access(self: Placeholder, *args: Any, **kwargs: Any) -> NoReturn:
-        refuse(self.source, name)
-
-    return access
+def _refused(self: Placeholder, name: str, *args: Any, **kwargs: Any) -> NoReturn:
+    refuse(self.source, name)
 
 
 for _name in ("__reduce_ex__", "__deepcopy__", "__copy__", "_typed_storage"):  # not in the torch-function protocol
-    setattr(Placeholder, _name, _refusing(_name))
-Placeholder.__cuda_array_interface__ = property(_refusing("__cuda_array_interface__"))  # type: ignore[assignment]
+    setattr(Placeholder, _name, partialmethod(_refused, _name))
+Placeholder.__cuda_array_interface__ = property(  # type: ignore[assignment]
+    lambda self: refuse(self.source, "__cuda_array_interface__")
+)

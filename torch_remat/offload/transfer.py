@@ -72,14 +72,20 @@ class Placement(NamedTuple):
         last = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
         return Span(self.offset_bytes, self.offset_bytes + (last + 1) * self.dtype.itemsize)
 
-    def rebuilt_on(self, flat: torch.Tensor, start: int) -> torch.Tensor:
-        """Return the same view of ``flat``, whose first element is byte ``start`` of the former storage.
+    def lies_within(self, size_bytes: int, moved: int = 0) -> bool:
+        """Whether a storage of a size holds all its elements, so many bytes further on than here."""
+        return self.offset_bytes + moved >= 0 and (0 in self.shape or self.span.stop + moved <= size_bytes)
 
-        The elements of ``flat`` are as large as this one's or larger. The view shares its version counter.
-        """
-        base = flat if flat.dtype == self.dtype else flat.view(self.dtype)
-        offset = int(base.storage_offset()) + (self.offset_bytes - start) // self.dtype.itemsize
-        value = base.as_strided(self.shape, self.stride, offset)
+    def seen_in(self, tensor: torch.Tensor, moved: int = 0) -> torch.Tensor:
+        """Return the same view of another tensor's storage, so many bytes further on; it shares its version counter."""
+        if tensor.is_conj():
+            tensor = tensor.conj()
+        if tensor.is_neg():
+            tensor = negative_view(tensor)
+        if tensor.dtype != self.dtype:
+            count = max(1, self.dtype.itemsize // tensor.dtype.itemsize)
+            tensor = tensor.as_strided((count,), (1,), 0).view(self.dtype)
+        value = tensor.as_strided(self.shape, self.stride, (self.offset_bytes + moved) // self.dtype.itemsize)
         if self.conjugated:
             value = value.conj()
         return negative_view(value) if self.negated else value
@@ -100,13 +106,8 @@ def travelling_span(tensor: torch.Tensor, placement: Placement) -> Span:
 
 def flattened(tensor: torch.Tensor, span: Span) -> torch.Tensor:
     """Return a part of a tensor's storage as a one-dimensional alias; it shares the tensor's version counter."""
-    base = tensor.detach()
-    if base.is_conj():
-        base = base.conj()
-    if base.is_neg():
-        base = negative_view(base)
-    item = base.dtype.itemsize
-    return base.as_strided(((span.stop - span.start) // item,), (1,), span.start // item)
+    count = (span.stop - span.start) // tensor.dtype.itemsize
+    return Placement((count,), (1,), span.start, tensor.dtype, False, False).seen_in(tensor.detach())
 
 
 class StoredCopy:

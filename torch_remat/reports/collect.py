@@ -5,22 +5,11 @@ In: a region, in whatever state it is. Kept: nothing. Out: its report. Nothing i
 
 from __future__ import annotations
 
-from torch_remat.dispatch.kept import Kept, What, Where, Why, decisions_of, parameters_of
+from torch_remat.dispatch.kept import Around, Kept, decisions_of, parameters_of
 from torch_remat.dispatch.region.region import Region
 from torch_remat.errors import qualified_name
 from torch_remat.reports.data import Kind, OpReport, RegionReport
 from torch_remat.reports.ledger import Ledger, Row, pieces_in
-
-_KINDS: dict[What, Kind] = {
-    What.INPUT: "input",
-    What.RESIDENT: "saved",
-    What.VALUE: "refilled",
-    What.SLOT: "kept for replay",
-    What.RESULT: "kept for replay",
-    What.UNDECIDED: "undecided",
-    What.RANDOM_STATE: "random state",
-    What.CHECK: "determinism check",
-}
 
 
 def collect_region(region: Region, ledger: Ledger, *, keep_empty: bool = False) -> RegionReport:
@@ -29,14 +18,15 @@ def collect_region(region: Region, ledger: Ledger, *, keep_empty: bool = False) 
     own: list[Row] = []
     by_op: dict[str, list[Row]] = {name: [] for name in decisions}
     for one in region.kept():
-        if one.what is What.EMPTY or one.where is Where.AROUND:
+        if one.what == "empty" or isinstance(one.value, Around):
             continue
+        kind: Kind = "kept for replay" if one.what == "slot" or one.what == "result" else one.what
         rows = by_op.setdefault(one.op, []) if one.op else own
         name = qualified_name(region.name, one.op, one.tensor)
         policy = one.decision.value if one.decision else ""
         for piece in pieces_in(one.value, one.made_on):
             if piece.besides is None or ledger.momentary:
-                ledger.add(piece, name, one.tensor, _KINDS[one.what], rows, _needed_by(one), policy)
+                ledger.add(piece, name, one.tensor, kind, rows, _needed_by(one), policy)
     ops = [
         OpReport(
             name, decisions[name].value if name in decisions else rows[0].policy, tuple(row.finished() for row in rows)
@@ -59,8 +49,8 @@ def report_of(region: Region, *, momentary: bool = False, keep_empty: bool = Fal
 
 
 def _needed_by(one: Kept) -> str:
-    if one.why is Why.BACKWARD:
+    if one.why == "backward":
         return f"backward of {one.by}" if one.by else "backward"
-    if one.why is Why.ENTRY:
+    if one.why == "entry":
         return f"replay of {one.by}"
-    return "replay of an inner region" if one.why is Why.INNER_REGION else "replay"
+    return "replay of an inner region" if one.why == "inner region" else "replay"

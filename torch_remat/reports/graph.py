@@ -56,7 +56,7 @@ def parameters_below(nodes: Sequence[Node], checkpoints: Iterable[TorchCheckpoin
         if isinstance(variable, torch.nn.Parameter):
             yield variable
     for _, packed in chain(*map(saved_in, nodes), *(checkpoint.kept() for checkpoint in checkpoints)):
-        for tensor in tensors_in(held_in(packed)[1]):
+        for tensor in tensors_in(held_in(packed)):
             if (parameter := viewed_parameter(tensor)) is not None:
                 yield parameter
 
@@ -75,7 +75,7 @@ def collect_nodes(
         kind = type(node).__name__
         found: list[Row] = []
         for attribute, packed in saved_in(node):
-            for piece in pieces_in(held_in(packed)[1]):
+            for piece in pieces_in(held_in(packed)):
                 ledger.add(piece, f"{kind}.{attribute}", attribute, "saved", found, f"backward of {kind}")
         kept = [row for row in found if row.bytes or row.shared_with is None]
         if kept:
@@ -85,7 +85,7 @@ def collect_nodes(
         found = []
         for label, packed in checkpoint.kept():
             refilled = label == "recomputed"
-            for piece in pieces_in(held_in(packed)[1]):
+            for piece in pieces_in(held_in(packed)):
                 name, needed_by = f"{_CHECKPOINT}.{label}", "backward" if refilled else "replay"
                 ledger.add(piece, name, label, "refilled" if refilled else "saved", found, needed_by)
         if any(row.bytes for row in found):

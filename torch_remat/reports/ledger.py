@@ -16,7 +16,8 @@ import optree
 import torch
 
 from torch_remat._compat import PYTREE_NAMESPACE, adopt_pytree_node
-from torch_remat.dispatch.kept import Away
+from torch_remat.dispatch.kept import told_of
+from torch_remat.dispatch.offloading import Offloaded
 from torch_remat.dispatch.placeholder import is_placeholder
 from torch_remat.reports.data import KeptTensor, Kind, ParameterReport
 
@@ -48,7 +49,7 @@ class Piece(NamedTuple):
 
 def pieces_in(value: Any, made_on: torch.device | None = None) -> Iterator[Piece]:
     """Yield the tensors in a value of `Kept`; what lies elsewhere than where it was made counts as offloaded."""
-    if isinstance(value, Away):
+    if isinstance(value, Offloaded):
         yield from _pieces_of_away(value)
         return
     leaves = [value] if isinstance(value, torch.Tensor) else list(leaves_in(value))
@@ -98,12 +99,16 @@ def _parts(value: Any) -> Sequence[Any] | None:
     return None if spec.is_leaf() else found
 
 
-def _pieces_of_away(away: Away) -> Iterator[Piece]:
-    shape, dtype, here, back = away.shape, away.dtype, away.not_gone, away.came_back
-    if here is not None and away.stays:
+def _pieces_of_away(away: Offloaded) -> Iterator[Piece]:
+    copy, back = away.transfer.copy, away.transfer.value
+    shape, dtype, here = tuple(away.placement.shape), away.placement.dtype, told_of(away, "still_here")
+    if not isinstance(here, torch.Tensor):
+        here = None
+    if here is not None and told_of(away, "stays") is True:
         yield Piece(shape, dtype, str(here.device), _memory_of(here))
         return
-    yield Piece(shape, dtype, away.offloader, [Memory(("away", away.key), away.owner, away.bytes)], offloaded=True)
+    offloader = type(copy.offloader).__name__
+    yield Piece(shape, dtype, offloader, [Memory(("away", id(copy)), copy, copy.bytes)], offloaded=True)
     if here is not None:
         yield Piece(shape, dtype, str(here.device), _memory_of(here), besides="not gone yet")
     if back is not None:

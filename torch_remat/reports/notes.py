@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from torch_remat._compat import TorchDispatchMode, node_number
-from torch_remat.dispatch.kept import What, decisions_of
+from torch_remat.dispatch.kept import decisions_of
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.observe import Observer, WatchedOp
 from torch_remat.dispatch.placeholder import is_placeholder
@@ -95,7 +95,7 @@ class Notes(Observer):
         self._after_forward = after_forward
         self._thread = threading.get_ident()
         self._running = _Running()
-        self._sent: dict[int, StorageWeakRef] = {}  # by `Away.key`
+        self._sent: dict[int, StorageWeakRef] = {}  # by what `offload_began` was told
 
     def begin_region(self, region: Region, phase: str) -> None:
         """Begin to count for a region."""
@@ -166,8 +166,8 @@ class Notes(Observer):
         # Left out: ops in the body of a skipped op, which are part of that.
         notes.ops = {name: notes.ops[name] for name in decisions_of(region) if name in notes.ops}
         for row in region.kept():
-            notes.unnamed += row.what is What.EMPTY and not row.op
-            if row.what is What.RESULT and row.op in notes.ops:
+            notes.unnamed += row.what == "empty" and not row.op
+            if row.what == "result" and row.op in notes.ops:
                 notes.ops[row.op].outputs = []  # its results are explained by their own names, those of aten ops
         ops = list(notes.ops.values())
         found = reasons(region, ops, self._readers(region, notes, boundary), self._sent)

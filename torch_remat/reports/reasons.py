@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torch_remat.dispatch.kept import Kept, Stayed, What, Where, Why, decisions_of, parameters_of
+from torch_remat.dispatch.kept import Around, Kept, decisions_of, parameters_of
 from torch_remat.dispatch.region.region import Region
 from torch_remat.errors import qualified_name
 from torch_remat.policies.decision import CheckpointPolicy
@@ -24,16 +24,10 @@ from torch_remat.reports.ledger import pieces_in, storages_of, viewed_parameter
 from torch_remat.reports.torch_checkpoint import is_of_checkpoint
 
 _PARAMETER = "a parameter: it exists anyway"
-_STAYED = {
-    Stayed.HOOKS: "; hooks around the region decide where it is",
-    Stayed.KIND: "; such a tensor does not travel",
-    Stayed.STUCK: "; the offloader took it, but it could not leave",
-    Stayed.DECLINED: "; the offloader did not take it",
-}
 
 Readers = Mapping[tuple[str, str], str]
 Sent = Mapping[int, StorageWeakRef]
-"""The storages that were offloaded, by `Away.key`."""
+"""The storages that were offloaded, by what `Observer.offload_began` was told."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +59,7 @@ class Seen:
         if isinstance(first, torch.UntypedStorage):
             guard: StorageWeakRef | None = StorageWeakRef(first)
         else:
-            guard = sent.get(row.value.key)
+            guard = sent.get(id(first))
         return cls(row.tensor, sum(one.bytes for one in memory), guard.cdata if guard else memory[0].key, guard=guard)
 
 
@@ -117,7 +111,7 @@ def never_needed(region: Region, op: str, tensors: Sequence[Seen]) -> Iterator[T
 
 def kept_by_policy(region: Region, report: RegionReport) -> Iterator[TensorExplanation]:
     """Yield why a policy for aten ops keeps what it keeps; see `checkpoint(policy=...)`."""
-    readers = {row.tensor: _reader(row) for row in region.kept() if not row.op and row.what is What.RESULT}
+    readers = {row.tensor: _reader(row) for row in region.kept() if not row.op and row.what == "result"}
     for tensor in report.tensors:
         if tensor.kind in ("saved", "kept for replay"):
             state: State = "offloaded" if tensor.offloaded else "kept"
@@ -141,7 +135,7 @@ class _Reasons:
         exists = {storage._cdata for parameter in parameters_of(region) for storage in storages_of(parameter)}
         for row in region.kept():
             self._rows.setdefault(row.op, []).append(row)
-            for key in _memory_of(row) if row.what is What.INPUT else ():
+            for key in _memory_of(row) if row.what == "input" else ():
                 self._inputs.setdefault(key, row)
                 if key not in exists:
                     told = qualified_name(region.name, None, row.tensor), self._state_of(row)
@@ -174,19 +168,19 @@ class _Reasons:
                 why = _PARAMETER if seen.parameter else f"no backward of {op.name} is to come"
                 yield _Told(seen, "not kept", why)
         for row in self._rows.get(op.name, ()):
-            if row.what is What.RESULT and row.tensor not in rows and (found := Seen.of_kept(row, {})) is not None:
+            if row.what == "result" and row.tensor not in rows and (found := Seen.of_kept(row, {})) is not None:
                 why = f"{_reader(row)} reads it{self._why_it_stayed(row)}"
                 yield _Told(found, self._state_of(row), why, row)
 
     def _saved_by(self, op: SeenOp) -> dict[str, Kept]:
-        saved = (What.RESIDENT, What.VALUE, What.EMPTY)
+        saved = ("saved", "refilled", "empty")
         return {row.tensor: row for row in self._rows.get(op.name, ()) if row.what in saved}
 
     def _held(self, op: SeenOp, seen: Seen, row: Kept) -> _Told:
-        if row.what is not What.RESIDENT:
-            if row.why is Why.FROM_OUTPUT:
+        if row.what != "saved":
+            if row.why == "output of":
                 return _Told(seen, "elided", f"replay makes it again, as {qualified_name(None, row.by, row.at)}")
-            if row.why is Why.FROM_INPUT:
+            if row.why == "input of":
                 return _Told(seen, "elided", f"replay has it as input {row.at} of {row.by}")
             return _Told(seen, "elided", "replay makes it again")
         state, why = self._state_of(row), f"the backward of {op.name} reads it"
@@ -200,7 +194,7 @@ class _Reasons:
         if self._is_recomputed(op):
             return _Told(seen, "recomputed", f"the replay of {op.name} makes it again")
         rows = self._rows.get(op.name, ())
-        slots = [row for row in rows if row.what is What.SLOT and row.tensor == seen.label]
+        slots = [row for row in rows if row.what == "slot" and row.tensor == seen.label]
         if slots:
             readers = self._readers_of(op, seen, slots)
             states = [self._state_of(row) for row in slots]
@@ -208,7 +202,7 @@ class _Reasons:
             why = f"{', '.join(readers)} {'reads' if len(readers) == 1 else 'read'} it"
             return _Told(seen, state, why + self._why_it_stayed(slots[0]), slots[0])
         row = self._saved_by(op).get(seen.label)
-        if row is not None and row.what is What.RESIDENT:
+        if row is not None and row.what == "saved":
             return _Told(seen, self._state_of(row), "a backward outside of it reads it", row)
         first = self._first.get(("seen", seen.memory))
         if first is not None:
@@ -216,11 +210,11 @@ class _Reasons:
         return _Told(seen, "not kept", "nothing reads it in replay: a placeholder stands for it")
 
     def _readers_of(self, op: SeenOp, seen: Seen, slots: Sequence[Kept]) -> list[str]:
-        readers = dict.fromkeys(_reader(row) for row in slots if row.why in (Why.ENTRY, Why.INNER_REGION))
-        others = [row for row in slots if row.why not in (Why.ENTRY, Why.INNER_REGION)]
+        readers = dict.fromkeys(_reader(row) for row in slots if row.why in ("entry", "inner region"))
+        others = [row for row in slots if row.why not in ("entry", "inner region")]
         if not readers:  # else an aten op that reads it may be part of one of these
-            readers = dict.fromkeys(_reader(row) for row in others if row.why is Why.OP)
-            others = [row for row in others if row.why is not Why.OP]
+            readers = dict.fromkeys(_reader(row) for row in others if row.why == "op")
+            others = [row for row in others if row.why != "op"]
         if others:
             shown = self._readers.get((op.name, seen.label))
             if shown is not None or not readers:
@@ -234,14 +228,14 @@ class _Reasons:
         pieces = list(pieces_in(row.value, row.made_on))
         hooks = self._region.hooks
         if not pieces and hooks is not None:  # the hooks around have made something else of it
-            return "recomputed" if row.where is Where.AROUND or is_of_checkpoint(hooks[1]) else "offloaded"
+            return "recomputed" if isinstance(row.value, Around) or is_of_checkpoint(hooks[1]) else "offloaded"
         return "offloaded" if any(piece.offloaded for piece in pieces) else "kept"
 
     def _why_it_stayed(self, row: Kept) -> str:
         state = self._state_of(row)
         if state == "recomputed":
             return "; the checkpoint around makes it again"
-        return _STAYED[row.stayed] if row.stayed is not None and state == "kept" else ""
+        return f"; {row.stayed}" if row.stayed and state == "kept" else ""
 
 
 def _memory_of(row: Kept | None) -> set[Hashable]:
@@ -252,10 +246,10 @@ def _memory_of(row: Kept | None) -> set[Hashable]:
 
 def _reader(row: Kept) -> str:
     """Return in words what reads the tensor of a row in replay."""
-    if row.why is Why.ENTRY:
+    if row.why == "entry":
         return f"the replay of {row.by}"
-    if row.why is Why.INNER_REGION:
+    if row.why == "inner region":
         return INNER_REGION
-    if row.why is Why.OP:
+    if row.why == "op":
         return f"the replay of {row.at}" if row.at else f"{SOME_OP} ({row.by})"
     return SOME_OP

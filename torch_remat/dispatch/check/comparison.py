@@ -6,23 +6,19 @@ where the difference is harmless.
 
 from __future__ import annotations
 
+from types import NoneType
 from typing import Any
 from weakref import ref
 
 import torch
 from torch.autograd.function import BackwardCFunction
 
-from torch_remat._compat import is_traceable_wrapper, without_dispatch_modes
-from torch_remat.dispatch.check.mismatch import (
-    another_parameter,
-    other_layout,
-    other_metadata,
-    other_producer,
-    outside_changed,
-)
+from torch_remat._compat import without_dispatch_modes
+from torch_remat.dispatch.check.mismatch import SAME_OPS, another_parameter, described, differs_at, mismatched
 from torch_remat.dispatch.holder import CHANGED, Holder, Layout, OwnRegion, is_parameter, layout_of
+from torch_remat.dispatch.log.meta import parts_of
 from torch_remat.dispatch.placeholder import Placeholder, refuse
-from torch_remat.errors import RematError
+from torch_remat.errors import MutationError, RematError, at_user_line
 
 
 def what_differs(
@@ -51,9 +47,12 @@ def what_differs(
         return another_parameter(region, holder.name, holder.op, None, tensor)
     if region.options.determinism_check in _COMPARING:
         if metadata != [tensor.shape, tensor.dtype, tensor.device]:
-            return other_metadata(region, holder, tensor)
+            what = f"forward saved {described(holder)} here, replay {described(tensor)}{at_user_line()}"
+            return differs_at(region, holder, what)
         if not loaded and _is_by_another_op(holder, owner):
-            return other_producer(region, holder, owner)
+            before, now = _op_behind(holder.producer), _op_behind(type(owner.grad_fn))
+            what = f"forward saved {described(holder)} made by {before} here, replay one made by {now}"
+            return differs_at(region, holder, f"{what}{at_user_line()}")
     if version != tensor._version:
         # Inputs that hooks around the region restored may count their versions anew, and so does what was kept for
         # replay where its changes are allowed.
@@ -61,7 +60,15 @@ def what_differs(
         if not (region.options.allow_cache_entry_mutation and made_inside) and (
             region.inputs is None or not region.inputs.packed
         ):
-            return outside_changed(region, holder)
+            return MutationError(
+                f"this {described(holder)}, which the region saves for backward, was changed in place between forward "
+                f"and replay (or another number of times in replay), which reads it{at_user_line()}",
+                region=region.name,
+                op=holder.op,
+                tensor=holder.name,
+                remedy="Buffers and other tensors that the region reads must stay as they are until backward: change "
+                "a clone, or pass a clone to the region as an argument.",
+            )
         holder.metadata = (tensor._version, *holder.metadata[1:])
     return None
 
@@ -92,14 +99,13 @@ def is_same_leaf(before: torch.Tensor, now: torch.Tensor) -> bool:
 
 def _have_equal_values(before: torch.Tensor, now: torch.Tensor) -> bool:
     """Whether two tensors are equal; those of a subclass without memory of its own are if what they consist of is."""
-    if before.shape != now.shape or before.dtype != now.dtype:
+    olds, news = list(parts_of(before)), list(parts_of(now))
+    if (before.shape, before.dtype, len(olds)) != (now.shape, now.dtype, len(news)):
         return False
-    if is_traceable_wrapper(before) or is_traceable_wrapper(now):
-        if type(before) is not type(now):
-            return False
-        names = before.__tensor_flatten__()[0]  # type: ignore[attr-defined]
-        return all(_have_equal_values(getattr(before, name), getattr(now, name)) for name in names)
-    return torch.equal(before, now)
+    return all(
+        (old.shape, old.dtype) == (new.shape, new.dtype) and torch.equal(old, new)
+        for old, new in zip(olds, news, strict=True)
+    )
 
 
 def _is_by_another_op(holder: Holder, owner: torch.Tensor) -> bool:
@@ -108,7 +114,15 @@ def _is_by_another_op(holder: Holder, owner: torch.Tensor) -> bool:
     Hooks of wrappers such as FSDP pass tensors through Functions of their own in one phase and not in the other.
     """
     kinds = {holder.producer, type(owner.grad_fn)}
-    return len(kinds) > 1 and not any(issubclass(kind, BackwardCFunction) for kind in kinds)
+    if len(kinds) < 2 or any(issubclass(kind, BackwardCFunction) for kind in kinds):
+        return False
+    inputs = holder.region.inputs
+    may_be_input = holder.producer is NoneType and inputs is not None and type(owner) is torch.Tensor
+    return not (may_be_input and inputs.has_values_of(owner))
+
+
+def _op_behind(node: type) -> str:
+    return "no recorded op" if node is type(None) else node.__name__.removesuffix("0")
 
 
 def lies_otherwise(region: OwnRegion, position: int, tensor: torch.Tensor, owner: torch.Tensor) -> RematError | None:
@@ -131,7 +145,12 @@ def lies_otherwise(region: OwnRegion, position: int, tensor: torch.Tensor, owner
         return None
     if (before[2:] != now[2:]) if before and now else region.inputs is None or not region.inputs.as_given:
         return None
-    return other_layout(region, f"saved tensor {position}", before[:2], (now or _AS_OWNER)[:2])
+    forward, replay = (
+        "a view with strides {} from element {} on".format(*layout) if layout else "all of a tensor as it is"
+        for layout in (before, now)
+    )
+    what = f"forward saved {forward} here, replay {replay}{at_user_line()}"
+    return mismatched(region, what, SAME_OPS, f"saved tensor {position}")
 
 
 _AS_OWNER: Any = ()

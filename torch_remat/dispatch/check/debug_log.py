@@ -8,7 +8,9 @@ difference.
 from __future__ import annotations
 
 import linecache
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,40 +35,25 @@ class LoggedOp(NamedTuple):
 class OpLog:
     """The ops of a region's forward and of its latest replay."""
 
-    __slots__ = ("_forward", "_replay")
-
     def __init__(self) -> None:
-        self._forward: list[LoggedOp] = []
-        self._replay: list[LoggedOp] = []
+        self._ops: dict[str, list[LoggedOp]] = {"forward": [], "replay": []}
 
-    def forward(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Watcher of forward: run the op and log it."""
-        return _run_and_log(self._forward, op, args, kwargs)
-
-    def begin_replay(self) -> Any:
-        """Forget the previous replay's ops; return the watcher of the next."""
-        log: list[LoggedOp] = []
-        self._replay = log
-
-        def watch(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-            return _run_and_log(log, op, args, kwargs)
-
-        return watch
+    def begin(self, phase: str) -> Callable[..., Any]:
+        """Forget what the phase ``"forward"`` or ``"replay"`` was before; return the watcher that logs it."""
+        self._ops[phase] = []
+        return partial(_run_and_log, self._ops[phase])
 
     def side_by_side(self) -> str:
         """Return the ops around the first difference of the two phases, with the user's source lines."""
-        forward, replay = self._forward, self._replay
-        first = next(
-            (at for at, pair in enumerate(zip(forward, replay, strict=False)) if pair[0].text != pair[1].text),
-            min(len(forward), len(replay)),
-        )
+        forward, replay = self._ops["forward"], self._ops["replay"]
+        pairs = list(enumerate(zip_longest(forward, replay)))
+        first = next((at for at, (one, two) in pairs if one is None or two is None or one.text != two.text), len(pairs))
         rows = [f"  {'forward':{_WIDTH}}  | replay"]
-        start, stop = max(0, first - _CONTEXT), first + _CONTEXT + 1
-        for at in range(start, min(stop, max(len(forward), len(replay)))):
-            left, right = _at(forward, at), _at(replay, at)
-            mark = ">" if at == first else " "
-            rows.append(f"{mark} {_cut(_text(left, at)):{_WIDTH}}  | {_cut(_text(right, at))}".rstrip())
-            rows += [f"      {line}" for line in _sources(left, right)]
+        for at, pair in pairs[max(0, first - _CONTEXT) : first + _CONTEXT + 1]:
+            left, right = ("" if op is None else _cut(f"{at}: {op.text}") for op in pair)
+            rows.append(f"{'>' if at == first else ' '} {left:{_WIDTH}}  | {right}".rstrip())
+            for file, line in dict.fromkeys((op.file, op.line) for op in pair if op is not None):
+                rows.append(f"      {Path(file).name}:{line}: {linecache.getline(file, line).strip()}")
         return (
             f"Ops of forward ({len(forward)}) and of replay up to here ({len(replay)}), around the first difference "
             f"(op {first}):\n" + "\n".join(rows)
@@ -77,8 +64,8 @@ def _run_and_log(log: list[LoggedOp], op: Any, args: Sequence[Any], kwargs: Mapp
     result = op(*args, **kwargs)
     # The hooks of checkpointing detach tensors, not equally often in both phases.
     if len(log) < MAX_OPS and op is not torch.ops.aten.detach.default:
-        text = f"{op}({_tensors((args, kwargs))}) -> {_tensors(result)}"
-        log.append(LoggedOp(text, *user_line()))
+        given: Any = (args, kwargs)
+        log.append(LoggedOp(f"{op}({_tensors(given)}) -> {_tensors(result)}", *user_line()))
     return result
 
 
@@ -91,18 +78,5 @@ def _tensors(tree: Any) -> str:
     return ", ".join(shown)
 
 
-def _at(log: list[LoggedOp], index: int) -> LoggedOp | None:
-    return log[index] if index < len(log) else None
-
-
-def _text(op: LoggedOp | None, index: int) -> str:
-    return "" if op is None else f"{index}: {op.text}"
-
-
 def _cut(text: str) -> str:
     return text if len(text) <= _WIDTH else text[: _WIDTH - 1] + "…"
-
-
-def _sources(left: LoggedOp | None, right: LoggedOp | None) -> list[str]:
-    places = dict.fromkeys((op.file, op.line) for op in (left, right) if op is not None)
-    return [f"{Path(file).name}:{line}: {linecache.getline(file, line).strip()}" for file, line in places]

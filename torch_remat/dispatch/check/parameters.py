@@ -21,9 +21,9 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from itertools import zip_longest
-from operator import attrgetter, is_
+from operator import is_
 from types import FunctionType, MethodType
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import optree
 import torch
@@ -31,10 +31,9 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import Module, Parameter
 
 from torch_remat._compat import DispatchMode, node_number
-from torch_remat.dispatch.check.mismatch import changed_parameter, replaced_parameter
+from torch_remat.dispatch.check.mismatch import REPLACED, described, mismatched
 from torch_remat.dispatch.generators import among_attributes
-from torch_remat.dispatch.holder import OwnRegion
-from torch_remat.errors import RematError
+from torch_remat.errors import MutationError, RematError, at_user_line
 
 _REACHING = frozenset((FunctionType, MethodType, partial))
 # The usual ones of torch's own, to which nobody adds a generator, are not searched for one.
@@ -51,27 +50,25 @@ def parameters_of(
         arguments: The modules among its arguments.
         generators: Gets the random generators among the attributes of the same modules.
     """
-    kind = type(function)
-    if not arguments and (
-        function.__closure__ is None
-        if kind is FunctionType
-        else kind not in _REACHING and not isinstance(function, Module)
-    ):
-        return ()
     found: list[torch.Tensor | None] = []
-    modules = []
-    for value in _reached(function, arguments):
-        if isinstance(value, Module):
-            modules.append(value)
-        else:
-            found.append(value)
+    modules: list[Module] = []
+    if not arguments and isinstance(function, Module):
+        modules.append(function)
+    elif arguments or type(function) in _REACHING:
+        for value in _reached(function, arguments):
+            if isinstance(value, Module):
+                modules.append(value)
+            else:
+                found.append(value)
     seen = set(modules)
     for module in modules:  # grows meanwhile
-        found += module._parameters.values()
-        for inner in module._modules.values():
-            if inner is not None and inner not in seen:
-                seen.add(inner)
-                modules.append(inner)
+        if module._parameters:
+            found += module._parameters.values()
+        if module._modules:
+            for inner in module._modules.values():
+                if inner is not None and inner not in seen:
+                    seen.add(inner)
+                    modules.append(inner)
         if generators is not None and type(module) not in _BARE:
             generators += among_attributes(module)
     return found
@@ -108,30 +105,15 @@ with torch.enable_grad():
     ACCUMULATE = type(get_gradient_edge(torch.zeros((), requires_grad=True, device="cpu")).node)
 
 
-_version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
-
-
-def versions_of(parameters: Sequence[torch.Tensor | None]) -> Sequence[int]:
-    """Return how often each parameter was changed in place; nothing where that is not counted."""
+def versions_of(tensors: Sequence[torch.Tensor | None]) -> Sequence[int]:
+    """Return how often each tensor was changed in place; -1 for none, and where that is not counted."""
     try:
-        return [-1 if parameter is None else parameter._version for parameter in parameters]
-    except RuntimeError:  # tensors of inference mode
-        return ()
+        return [-1 if one is None else one._version for one in tensors]
+    except RuntimeError:  # a tensor of inference mode
+        return [-1 if one is None or one.is_inference() else one._version for one in tensors]
 
 
-class ReachingRegion(OwnRegion, Protocol):
-    """What is asked of a region whose parameters are compared."""
-
-    function: Callable[..., Any] | None
-    parameters: Sequence[torch.Tensor | None]
-    versions: Sequence[int]
-    leaves: Sequence[torch.Tensor]
-    leaf_versions: Sequence[int]
-
-
-def check_parameters(
-    region: ReachingRegion, fail: Callable[[RematError], NoReturn]
-) -> list[AbstractContextManager[Any]]:
+def check_parameters(region: Any, fail: Callable[[RematError], NoReturn]) -> list[AbstractContextManager[Any]]:
     """Compare the parameters with those of forward, at the start of a replay.
 
     Args:
@@ -144,27 +126,22 @@ def check_parameters(
     Raises:
         MismatchError: A parameter is gone.
     """
-    assert region.function is not None
-    assert region.inputs is not None
     before, now = region.parameters, parameters_of(region.function, region.inputs.modules())
-    others: dict[int, RematError] = {}
+    others: dict[int, Callable[[], RematError]] = {}
     if len(now) != len(before) or not all(map(is_, before, now)):
         known = set() if len(now) == len(before) else set(map(id, before))  # which only stand elsewhere
         for place, (one, other) in enumerate(zip_longest(before, now)):
             if one is not other and not _may_stand_for(one, other):
-                error = replaced_parameter(region, _name_of(region, place, other), one, other)
                 if other is None:
-                    raise error
+                    raise _replaced(region, place, one, other)
                 if id(other) not in known:
-                    others[id(other)] = error
-    if region.versions != versions_of(now):
-        for place, (one, other, version) in enumerate(zip(before, now, region.versions, strict=False)):
-            if other is not None and one is other and other._version != version:
-                others[id(other)] = changed_parameter(region, _name_of(region, place, other), other)
-    if region.leaf_versions != list(map(_version_of, region.leaves)):
-        for place, (leaf, version) in enumerate(zip(region.leaves, region.leaf_versions, strict=True)):
-            if leaf._version != version and id(leaf) not in others:
-                others[id(leaf)] = changed_parameter(region, _name_of(region, place, leaf), leaf)
+                    others[id(other)] = partial(_replaced, region, place, one, other)
+    used = [*before, *region.leaves]
+    versions = versions_of(used)
+    if region.finished and versions != region.versions:
+        for place, (one, old, new) in enumerate(zip(used, region.versions, versions, strict=True)):
+            if one is not None and old != new and id(one) not in others:
+                others[id(one)] = partial(_changed, region, place, one)
     return [_Unread(others, fail)] if others else []
 
 
@@ -174,7 +151,7 @@ class _Unread(DispatchMode):
     Others may be replaced or changed: a region's function may reach a whole model and use a part of it.
     """
 
-    def __init__(self, errors: Mapping[int, RematError], fail: Callable[[RematError], NoReturn]) -> None:
+    def __init__(self, errors: Mapping[int, Callable[[], RematError]], fail: Callable[[RematError], NoReturn]) -> None:
         super().__init__()
         self._errors = errors
         self._fail = fail
@@ -185,7 +162,7 @@ class _Unread(DispatchMode):
         leaves: list[Any] = optree.tree_leaves((args, kwargs))  # type: ignore[arg-type]
         for leaf in leaves:
             if (error := self._errors.get(id(leaf))) is not None:
-                self._fail(error)
+                self._fail(error())
         return op(*args, **(kwargs or {}))
 
 
@@ -210,16 +187,32 @@ def _reached(function: Callable[..., Any], arguments: Sequence[Module]) -> Itera
             values += value
 
 
-def _name_of(region: ReachingRegion, place: int, parameter: torch.Tensor | None) -> str:
+def _name_of(region: Any, place: int, parameter: torch.Tensor | None) -> str:
     """Return what an error calls a parameter: its place, and its name in the module that has it, if one has."""
-    assert region.function is not None
-    assert region.inputs is not None
     for value in _reached(region.function, region.inputs.modules()):
         if isinstance(value, Module):
             for name, other in value.named_parameters():
                 if other is parameter:
                     return f"parameter {place} ({name})"
     return f"parameter {place}"
+
+
+def _replaced(region: Any, place: int, one: torch.Tensor | None, other: torch.Tensor | None) -> RematError:
+    before, now = ("none" if it is None else described(it) for it in (one, other))
+    how = f"{now}, with other values" if before == now else f"{before}, then {now}"
+    reader = "" if other is None else f", and replay reads the other one{at_user_line()}"
+    what = f"this parameter was replaced between forward and replay ({how}){reader}"
+    return mismatched(region, what, REPLACED, _name_of(region, place, other))
+
+
+def _changed(region: Any, place: int, parameter: torch.Tensor) -> RematError:
+    return MutationError(
+        f"this parameter, {described(parameter)}, was changed in place since forward, and replay reads it"
+        f"{at_user_line()}",
+        region=region.name,
+        tensor=_name_of(region, place, parameter),
+        remedy="Change parameters (a step of an optimizer, an average of weights) after backward.",
+    )
 
 
 def _may_stand_for(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:

@@ -19,8 +19,11 @@ from typing import Any
 import torch
 
 from torch_remat._compat import DispatchMode, sequence_number
-from torch_remat.dispatch.check.mismatch import other_value
+from torch_remat.dispatch.check.mismatch import SAME_OPS, described, differs_at
 from torch_remat.dispatch.holder import Holder, OwnRegion
+from torch_remat.dispatch.log.schema import WRITES_WITHOUT_SAYING, effects_of
+from torch_remat.dispatch.mode import unseen
+from torch_remat.dispatch.placeholder import Placeholder
 from torch_remat.errors import RematError, UsageError
 
 ValueOf = Callable[[torch.Tensor], Any]
@@ -77,17 +80,9 @@ class TrainedStatistics(DispatchMode):
         self, op: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run the op; what a batch norm is about to change is saved, but its value is not taken yet."""
-        if op in _BATCH_NORMS and args[5]:
+        if effects_of(op).name in WRITES_WITHOUT_SAYING and args[5]:
             self._values.leave_out(args[3:5])
         return op(*args, **(kwargs or {}))
-
-
-# input, weight, bias, running_mean, running_var, training, ...
-_BATCH_NORMS = (
-    torch.ops.aten.native_batch_norm.default,
-    torch.ops.aten.cudnn_batch_norm.default,
-    torch.ops.aten.miopen_batch_norm.default,
-)
 
 
 class Values:
@@ -95,19 +90,22 @@ class Values:
 
     Args:
         value_of: The function whose values are taken.
-        receive: Is called with each holder and its value.
+        compare: Is called with each holder and its value; without it the holder keeps the value.
     """
 
-    __slots__ = ("_number", "_pending", "_receive", "_value_of")
+    __slots__ = ("_compare", "_number", "_pending", "_value_of")
 
-    def __init__(self, value_of: ValueOf, receive: Callable[[Holder, Any], None]) -> None:
+    def __init__(self, value_of: ValueOf, compare: Callable[[Holder, Any], None] | None = None) -> None:
         self._value_of = value_of
-        self._receive = receive
+        self._compare = compare
         self._pending: list[tuple[Holder, torch.Tensor]] = []
         self._number = -1
 
     def add(self, holder: Holder, tensor: torch.Tensor) -> None:
         """Queue a tensor, after taking the values of the ops before it."""
+        if type(tensor) is Placeholder:  # in a region inside one that is replayed, and leaves out what made it
+            holder.fingerprint = _NOT_COMPARED
+            return
         number = sequence_number()
         if number != self._number:
             self.flush()
@@ -129,19 +127,21 @@ class Values:
         Those that were changed in place since they were saved have none: backward refuses them anyway.
         """
         pending, self._pending = self._pending, []
-        with torch.no_grad():
+        if not pending:
+            return
+        with torch.no_grad(), unseen():
             for holder, tensor in pending:
-                if holder.metadata[0] == tensor._version:
-                    self._receive(holder, self._value_of(tensor))
+                if holder.metadata[0] != tensor._version:
+                    continue
+                value = self._value_of(tensor)
+                if self._compare is None:
+                    holder.fingerprint = value
+                else:
+                    self._compare(holder, value)
 
     def forget(self) -> None:
         """Let go of what is queued; a node of autograd may know these values, through its pack hook."""
         self._pending.clear()
-
-
-def keep_value(holder: Holder, value: Any) -> None:
-    """Note the value that forward took, for replay to compare."""
-    holder.fingerprint = value
 
 
 def difference(region: OwnRegion, holder: Holder, value: Any) -> RematError | None:
@@ -162,4 +162,13 @@ def difference(region: OwnRegion, holder: Holder, value: Any) -> RematError | No
             tensor=holder.name,
             remedy="Return something of which == says True or False, such as a number, a tuple of numbers or a tensor.",
         )
-    return None if same else other_value(region, holder, value)
+    if same:
+        return None
+    shown = "" if isinstance(value, bytes) else f" ({before!r} in forward, {value!r} in replay)"
+    what = f"the saved {described(holder)} has other values in replay than in forward{shown}"
+    return differs_at(region, holder, f"{what}; this is the first difference", SAME_OPS + _NOT_DETERMINISTIC)
+
+
+_NOT_DETERMINISTIC = (
+    " Ops that are not deterministic on this device differ too (torch.use_deterministic_algorithms(True) reports them)."
+)

@@ -21,23 +21,21 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
-from torch_remat.dispatch.check.mismatch import SAME_ORDER, mismatched, other_source
+from torch_remat.dispatch.check.mismatch import SAME_ORDER, another_op, mismatched, other_source
 from torch_remat.dispatch.handle.op import SKIPPED, RematHandle
 from torch_remat.dispatch.handle.whole_call import another_call, is_same_call, replayed
-from torch_remat.dispatch.holder import parameter_behind
-from torch_remat.dispatch.log.aftermath import Aftermath
-from torch_remat.dispatch.log.entry import VIEW, WRITTEN, Entry, HandleCall, WholeCall
+from torch_remat.dispatch.holder import metadata_of, parameter_behind
+from torch_remat.dispatch.log.entry import VIEW, WRITTEN, Entry, HandleCall, WholeCall, run_for_good
 from torch_remat.dispatch.log.meta import stand_in
 from torch_remat.dispatch.log.needs import Needs, find_needs
 from torch_remat.dispatch.log.op_answerer import OpAnswerer, loaded_slots
 from torch_remat.dispatch.log.record import Record, Stretch
 from torch_remat.dispatch.log.schema import effects_of, without_statistics
-from torch_remat.dispatch.log.suppressed import Suppressed
+from torch_remat.dispatch.log.suppressed import Aftermath, Suppressed
 from torch_remat.dispatch.placeholder import TORCH_SAYS, Placeholder, Source, new_tuple, real, refuse
 from torch_remat.dispatch.region.inputs import leaves_of, with_leaves
 from torch_remat.dispatch.views import Elided
 from torch_remat.errors import (
-    MismatchError,
     PlaceholderError,
     RematWarning,
     UsageError,
@@ -224,8 +222,6 @@ class Answerer:
         self._answers: OpAnswerer | None = None
         self._in_skipped = False  # whether the body of a native region runs
         if self.region.options.policy is not None and self._entries:
-            if not self.region.finished:
-                _run_for_good(self._entries)
             self.ops = self._watched_ops()
             self.ops.expect(self._entries)
 
@@ -303,7 +299,7 @@ class Answerer:
         if not self.region.finished:  # a backward inside forward: what it goes through is made again for good
             if stretch.end < stretch.start:
                 return self._run_unfinished(stretch, function, args, kwargs)
-            _run_for_good(self._entries[stretch.start : stretch.end])
+            run_for_good(self._entries[stretch.start : stretch.end])
         ops = self.ops = self._watched_ops()
         ops.expect(self._entries[stretch.start : stretch.end], stretch.name, stretch.left, stretch.start)
         self._in_skipped = True
@@ -447,17 +443,9 @@ class Answerer:
         expected = self._records[place] if place < len(self._records) else None
         if expected is None and not self.region.finished:
             self._replay.stop()  # a backward inside forward, which has not come so far itself
-        if expected is None or expected.name != name:
-            self._replay.fail(self._another_op(name, expected))
-        if expected.policy is not policy:
-            self._replay.fail(
-                mismatched(
-                    self.region,
-                    f"this op has policy {policy.name} in replay and had {expected.policy.name} in forward",
-                    SAME_ORDER,
-                    op=name,
-                )
-            )
+        if expected is None or expected.name != name or expected.policy is not policy:
+            is_known = name in self.region.tape.records
+            self._replay.fail(another_op(self.region, name, policy, expected, is_known))
         self._next = place + 1
         known: Record = expected
         return known
@@ -555,7 +543,7 @@ class Answerer:
             value: Tensor | None = source.detach()
         else:
             value = elided.value(source) if isinstance(source, Tensor) else None
-        if value is None or (value.shape, value.dtype, value.device) != holder.metadata[1:]:
+        if value is None or metadata_of(value)[1:] != holder.metadata[1:]:
             self._replay.fail(other_source(self.region, holder, source, is_input))
         if is_input and not loaded:
             owner = source if source._base is None else source._base
@@ -567,16 +555,6 @@ class Answerer:
         """End the replay, since an op returned whose body has raised in forward."""
         what = "this op raised an exception in forward and returned in replay"
         self._replay.fail(mismatched(self.region, what, SAME_ORDER, op=record.name))
-
-    def _another_op(self, name: str, expected: Record | None) -> MismatchError:
-        if expected is None or name not in self.region.tape.records:
-            return mismatched(self.region, "replay runs this op, forward did not", SAME_ORDER, op=name)
-        return mismatched(
-            self.region,
-            f"replay runs this op where forward ran {expected.name!r}",
-            SAME_ORDER,
-            op=name,
-        )
 
 
 def _refuse_backward(source: Source, *_grad_outputs: Tensor | None) -> NoReturn:
@@ -592,12 +570,6 @@ def _is_of_placeholders(error: BaseException) -> bool:
 
 def _is_kept(entry: Entry, place: int) -> bool:
     return bool(entry.written) if place == WRITTEN else place in entry.kept
-
-
-def _run_for_good(entries: Sequence[Entry]) -> None:
-    """Make the ops of a forward that is not over run in each replay: a backward inside of it goes through them."""
-    for entry in entries:
-        entry.always = entry.run = entry.kind != VIEW
 
 
 def _run_again(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -21,13 +21,13 @@ from torch_remat.dispatch.handle.op import RematHandle
 from torch_remat.dispatch.handle.whole_call import CallForward, is_whole_call
 from torch_remat.dispatch.holder import AUTOCAST_DTYPES, Anchor, Holder, OpHolder, is_parameter, parameter_behind
 from torch_remat.dispatch.log.entry import HandleCall
-from torch_remat.dispatch.log.meta import NOT_LAZY, Meta, described
+from torch_remat.dispatch.log.meta import Meta, described
 from torch_remat.dispatch.log.record import NO_SLOTS, Record, Stretch
 from torch_remat.dispatch.log.recorder import Forward, Recorder
 from torch_remat.dispatch.log.slot import Slot
-from torch_remat.dispatch.offloading import know_parameters, offload_resident, slot_hooks
+from torch_remat.dispatch.offloading import offload_resident, sender_of, slot_hooks
 from torch_remat.dispatch.options import DEFAULTS
-from torch_remat.dispatch.placeholder import Geometry, Placeholder, new_tuple
+from torch_remat.dispatch.placeholder import NOT_LAZY, Geometry, Placeholder, new_tuple
 from torch_remat.dispatch.region.inputs import leaves_of
 from torch_remat.dispatch.views import Elided
 from torch_remat.errors import UsageError
@@ -147,7 +147,7 @@ class SavedOp(ForwardOp):
 
     def _know_parameters(self, args: tuple[Any, ...]) -> None:
         if self.record.policy is _OFFLOAD:
-            know_parameters(self.ops.region, args)
+            sender_of(self.ops.region).know_parameters(args)
 
     def record_outputs(self, *outs: Tensor, as_tuple: bool = False) -> Any:
         """Note the outputs, all that placeholders must show, and what autograd is to save next."""
@@ -483,9 +483,8 @@ class CallRecorder(Recorder):
                     self.expected, self.known_args = None, ()
                 return held
             self.forget_expected()  # autograd did not record the op
-        if self.calling is not None:
-            return self.calling.pack(tensor)
-        return self.pack(tensor)
+        calling = self.calling
+        return self.pack(tensor) if calling is None else calling.pack(tensor)
 
     def pack_of_call(self, tensor: Tensor) -> OpHolder | None:
         """Return the holder for the output of a SAVE op that is saved in a native region."""

@@ -33,7 +33,6 @@ from torch_remat.dispatch.check.mismatch import mismatched
 from torch_remat.dispatch.holder import Anchor, Holder, OpHolder
 from torch_remat.dispatch.log.entry import CALL, Entry, WholeCall
 from torch_remat.dispatch.log.meta import (
-    NOT_LAZY,
     Meta,
     Raised,
     WrapperMeta,
@@ -46,7 +45,7 @@ from torch_remat.dispatch.log.meta import (
 from torch_remat.dispatch.log.schema import may_draw
 from torch_remat.dispatch.log.slot import version_of
 from torch_remat.dispatch.naming import default_name
-from torch_remat.dispatch.placeholder import Geometry, Placeholder, Source, new_tuple, real, unpack
+from torch_remat.dispatch.placeholder import NOT_LAZY, Geometry, Placeholder, Source, new_tuple, real, unpack
 from torch_remat.dispatch.region.inputs import leaves_of, with_leaves
 from torch_remat.errors import MismatchError, MutationError, UsageError
 from torch_remat.policies.decision import CheckpointPolicy
@@ -57,10 +56,10 @@ def is_whole_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 
     Under autocast one of torch's own makes casts besides, and parameters' casts are not to be kept.
     """
-    if type(function) is not BuiltinFunctionType:
-        if not is_compiled(function):
+    if type(function) is BuiltinFunctionType:
+        if not (_pure.get(id(function)) or _is_pure(function)) or any_autocast_enabled() or "out" in kwargs:
             return False
-    elif not _is_pure(function) or any_autocast_enabled() or "out" in kwargs:
+    elif not is_compiled(function):
         return False
     if not kwargs and _ORDINARY.issuperset(map(type, args)):
         return True
@@ -326,7 +325,8 @@ def _made_again(
     args, kwargs = with_leaves(args, kwargs, leaves)
     given = list(tensors_in(args, kwargs))
     for at, version in () if replay.region.inputs.packed else record.versions:
-        if version_of(given[at]) != version:
+        # What replay makes itself has storages of its own; autograd may sum gradients in place in one phase only.
+        if version_of(given[at]) != version and not set(keys_of(given[at])).isdisjoint(record.reads):
             raise MutationError(
                 f"this call is made again in replay, and its argument {at} was changed in place since it was made",
                 region=replay.region.name,

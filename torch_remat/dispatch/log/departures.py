@@ -14,13 +14,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch_remat._compat import with_shared_versions, without_dispatch_modes
 from torch_remat.dispatch.log.meta import key_of
 from torch_remat.dispatch.log.slot import Slot
-from torch_remat.dispatch.offloading import load, offload_resident, slot_hooks
+from torch_remat.dispatch.offloading import Offloaded, offload_resident, slot_hooks
 from torch_remat.dispatch.placeholder import Geometry, geometry_of
 from torch_remat.policies.decision import CheckpointPolicy
 
 if TYPE_CHECKING:
     from torch_remat.dispatch.holder import OpHolder
-    from torch_remat.dispatch.sender import Offloaded
 
 
 class Sent(NamedTuple):
@@ -85,5 +84,5 @@ class Departures:
             sent = self._sent.get(key_of(tensor))
             with torch.no_grad(), without_dispatch_modes():
                 away = None if sent is None else sent.standing_for(tensor, op, name)
-                hooks = slot_hooks(self._region, op, name, tensor) if away is None else ((lambda _: away), load)
+                hooks = slot_hooks(self._region, op, name, tensor) if away is None else away.hooks
         return Slot(tensor, hooks, requires_grad, unchecked)

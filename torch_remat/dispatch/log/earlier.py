@@ -17,13 +17,13 @@ from typing import Any
 import torch
 
 from torch_remat._compat import without_dispatch_modes
-from torch_remat.dispatch.log.entry import ONE, VIEW, Entry
+from torch_remat.dispatch.log.entry import VIEW, Entry
 from torch_remat.dispatch.log.meta import key_of
 from torch_remat.dispatch.log.results import MakeSlot, Undecided
 from torch_remat.dispatch.log.slot import Slot
 from torch_remat.dispatch.log.storages import Storages
-from torch_remat.dispatch.placeholder import Geometry, Placeholder, geometry_of
-from torch_remat.dispatch.views import in_same_storage
+from torch_remat.dispatch.placeholder import Placeholder
+from torch_remat.offload.transfer import Placement, Span, flattened
 from torch_remat.policies.decision import CheckpointPolicy
 
 _WITHOUT_POLICY = object()  # an inner region without one
@@ -37,7 +37,7 @@ class Earlier:
         entries: The log, as it grows.
     """
 
-    __slots__ = ("_copies", "_entries", "_inner", "_marks", "_readers", "_reading", "_seen", "_storages")
+    __slots__ = ("_copies", "_entries", "_inner", "_readers", "_seen", "_storages")
 
     def __init__(self, storages: Storages, entries: Sequence[Entry]) -> None:
         self._storages = storages
@@ -47,19 +47,17 @@ class Earlier:
         # the inner region in which it ran.
         self._readers: dict[int, list[tuple[Entry, int, object]]] = {}
         self._inner: list[object] = [None]  # the inner regions that run
-        self._marks: list[tuple[int, object]] = []  # from which entry on which of them runs
-        self._reading: object = None  # that of the last reader
         self._copies: list[tuple[torch.Tensor, list[tuple[Entry, int]]]] = []
 
     def enter(self, has_policy: bool) -> None:
         """Note that an inner region begins."""
+        self._note_readers()
         self._inner.append(object() if has_policy else _WITHOUT_POLICY)
-        self._marks.append((len(self._entries), self._inner[-1]))
 
     def leave(self) -> None:
         """Note that it has ended."""
+        self._note_readers()
         self._inner.pop()
-        self._marks.append((len(self._entries), self._inner[-1]))
 
     def note_writes(self, written: Sequence[torch.Tensor]) -> None:
         """Copy what an op is about to write, where that comes from outside and was read."""
@@ -70,22 +68,18 @@ class Earlier:
         for tensor in outside:
             read = self._readers.pop(key_of(tensor), ())
             readers = [(entry, at) for entry, at, inner in read if inner is self._inner[-1] is not _WITHOUT_POLICY]
-            if readers and tensor.layout is torch.strided and not isinstance(tensor, Placeholder):
+            if readers and _has_memory(tensor):
                 # A region around this one sees the copy made, so that in its replay, too, it is of what was.
-                self._copies.append((_storage_of(tensor).clone(), readers))
+                whole = Span(0, tensor.untyped_storage().nbytes())
+                self._copies.append((flattened(tensor, whole).clone(), readers))
 
     def _note_readers(self) -> None:
-        marks = iter([*self._marks, (len(self._entries), None)])
-        until, following = next(marks)
-        for place in range(self._seen, len(self._entries)):
-            while until <= place:
-                self._reading = following
-                until, following = next(marks)
-            entry = self._entries[place]
-            if entry.versions and not (entry.kind == VIEW or entry.outside or (entry.kind == ONE and entry.saved)):
+        """Note what the entries since the last call have read, all of them in the inner region that runs."""
+        for entry in self._entries[self._seen :]:
+            if entry.versions and not (entry.kind == VIEW or entry.outside or _is_left_out(entry)):
                 for at, _ in entry.versions:
-                    self._readers.setdefault(entry.reads[at], []).append((entry, at, self._reading))
-        self._seen, self._reading, self._marks = len(self._entries), self._inner[-1], []
+                    self._readers.setdefault(entry.reads[at], []).append((entry, at, self._inner[-1]))
+        self._seen = len(self._entries)
 
     def keep(self, make_slot: MakeSlot) -> None:
         """At the end of forward: keep what an entry that replay runs will read."""
@@ -113,7 +107,7 @@ def earlier_label(entry: Entry, at: int) -> str:
 def as_it_was(tensor: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
     """Return a tensor as it was when its storage was copied."""
     with without_dispatch_modes(), torch.no_grad():
-        return in_same_storage(copy, geometry_of(tensor), tensor.dtype, tensor.is_conj(), tensor.is_neg())
+        return Placement.of(tensor).seen_in(copy)
 
 
 def with_tensors(
@@ -134,7 +128,13 @@ def with_tensors(
     return [replaced(arg) for arg in args], {name: replaced(value) for name, value in kwargs.items()}
 
 
-def _storage_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return all of a tensor's storage."""
-    count = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
-    return in_same_storage(tensor.detach(), Geometry(torch.Size((count,)), (1,), 0), tensor.dtype, False, False)
+def _is_left_out(entry: Entry) -> bool:
+    """Whether replay leaves an entry out, since all that it returns is saved."""
+    return entry.saved.issuperset(range(entry.count_of_results))
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has a storage of its own to copy; wrapper subclasses have none."""
+    if isinstance(tensor, Placeholder) or tensor.layout is not torch.strided:
+        return False
+    return tensor.numel() == 0 or tensor.data_ptr() != 0

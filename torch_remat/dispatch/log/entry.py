@@ -17,7 +17,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torch_remat._compat import in_autocast
-from torch_remat.dispatch.log.meta import Given, Meta, Raised, WrapperMeta, tensors_in
+from torch_remat.dispatch.log.meta import Given, Meta, Raised, WrapperMeta, has_placeholder, tensors_in
 from torch_remat.dispatch.log.record import Record
 from torch_remat.dispatch.log.schema import UNKNOWN, Effects, argument
 from torch_remat.dispatch.placeholder import Placeholder, reshape
@@ -271,7 +271,9 @@ def answered(
     base = argument(effects.viewed, args, kwargs) if effects.viewed is not None else None
     if any(getattr(item, "alias", False) for item in (results if several else [results])):
         base = args[0]
-    if isinstance(base, torch.Tensor) and not isinstance(base, Placeholder):
+    # Placeholders inside of a wrapper subclass give views, but not what is one without the schema saying so.
+    is_there = not (has_placeholder(base) if effects.viewed is None else isinstance(base, Placeholder))
+    if isinstance(base, torch.Tensor) and is_there:
         return entry.op(*args, **kwargs)  # views of a tensor that is there
     if not several:
         return _of_base(base, _answered_item(results, 0, (), make))
@@ -317,3 +319,9 @@ def _given_in(results: Any) -> list[int]:
     if type(results) is Given:
         return [results.place]
     return [place for item in results for place in _given_in(item)] if type(results) is list else []
+
+
+def run_for_good(entries: Sequence[Entry]) -> None:
+    """Make the ops of a forward that is not over run in each replay: a backward inside of it goes through them."""
+    for entry in entries:
+        entry.always = entry.run = entry.kind != VIEW

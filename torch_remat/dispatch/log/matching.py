@@ -16,7 +16,7 @@ from torch_remat.dispatch.log.entry import Entry
 from torch_remat.dispatch.log.meta import dense_layout
 from torch_remat.dispatch.log.schema import Effects, argument
 from torch_remat.dispatch.placeholder import Placeholder, geometry_of
-from torch_remat.errors import MismatchError
+from torch_remat.errors import MismatchError, at_user_line
 
 
 def place_of(op: Any, effects: Effects, entries: Sequence[Entry], at: int) -> int | None:
@@ -89,15 +89,15 @@ def run_loose(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 _SAME_OPS = (
-    "What is intercepted must run the same ops in both phases: look for state that changed in between and for branches "
-    "on is_recomputing() or on data that torch cannot see."
+    "A region with a policy, and a Python function in a native region, must run the same ops in both phases: look for "
+    "state that changed in between and for branches on is_recomputing() or on data that torch cannot see."
 )
 
 
 def another_op(region: Any, group: str | None, at: int, entries: Sequence[Entry], ran: Any) -> MismatchError:
     """Return the error about an op that is not the one that forward ran at its place."""
     expected = str(entries[at].op) if at < len(entries) else "no further op"
-    found = "ran no further op" if ran is None else f"ran {ran}"
+    found = "ran no further op" if ran is None else f"ran {ran}{at_user_line()}"
     return mismatched(
         region, f"the ops differ from op {at} on: forward ran {expected}, replay {found}", _SAME_OPS, op=group
     )
@@ -110,7 +110,7 @@ def other_arguments(region: Any, at: int, entry: Entry, forward: Sequence[Any], 
     ]
     return mismatched(
         region,
-        f"op {at} of forward, {entry.op}, got tensors of {shown[0]} there and of {shown[1]} in replay",
+        f"op {at} of forward, {entry.op}, got tensors of {shown[0]} there and of {shown[1]} in replay{at_user_line()}",
         _SAME_OPS,
         tensor=entry.label(0),
         op=entry.group,

@@ -14,10 +14,17 @@ import torch
 from torch import Tensor, strided
 from torch.nn import Parameter
 
-from torch_remat._compat import is_traceable_wrapper, set_conj, set_neg, shares_storage, storage_key
-from torch_remat.dispatch.placeholder import Geometry, Placeholder, Source, geometry_of, new_tuple, placeholder_at
+from torch_remat._compat import is_traceable_wrapper, shares_storage, storage_key
+from torch_remat.dispatch.placeholder import (
+    NOT_LAZY,
+    Geometry,
+    Placeholder,
+    Source,
+    geometry_of,
+    new_tuple,
+    placeholder_at,
+)
 
-NOT_LAZY = (False, False)
 _USUAL = frozenset((Tensor, Parameter))
 _DENSE = frozenset((*_USUAL, Placeholder))
 _FLAT = frozenset((*_USUAL, int, float, bool, complex, NoneType, str, torch.dtype, torch.device))  # usual arguments
@@ -145,12 +152,7 @@ def stand_in(meta: Any, source: Source, compute: Callable[[str], torch.Tensor] |
         made: torch.Tensor = meta.kind.__tensor_unflatten__(parts, meta.context, shape, stride)
         return made
     geometry, dtype, device, _, lazy = meta
-    placeholder = placeholder_at(geometry, dtype, device, source)
-    placeholder.compute = compute
-    if lazy is not NOT_LAZY:
-        set_conj(placeholder, lazy[0])
-        set_neg(placeholder, lazy[1])
-    return placeholder
+    return placeholder_at(geometry, dtype, device, source, lazy, compute)
 
 
 def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

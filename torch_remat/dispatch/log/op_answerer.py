@@ -46,7 +46,7 @@ from torch_remat.dispatch.log.schema import effects_of, without_statistics
 from torch_remat.dispatch.log.slot import Slot, version_of
 from torch_remat.dispatch.log.suppressed import Suppressed
 from torch_remat.dispatch.placeholder import Placeholder, Source, constant, real
-from torch_remat.dispatch.views import offset_in_bytes, view_of
+from torch_remat.dispatch.views import offset_in_bytes, placement_in
 from torch_remat.errors import MismatchError, MutationError
 
 
@@ -74,7 +74,8 @@ class _LeftOver(NamedTuple):
 
     def seen_as(self, meta: Any) -> torch.Tensor:
         """Return a view of it."""
-        return view_of(self.value, self.offset_in_bytes, meta.geometry, meta.dtype, *meta.lazy)
+        moved = offset_in_bytes(self.value) - self.offset_in_bytes
+        return placement_in(meta).seen_in(self.value.detach(), moved)
 
 
 class OpAnswerer:

@@ -28,7 +28,7 @@ from torch_remat._compat import SavedTensorHooks, node_number, sequence_number, 
 from torch_remat.dispatch.ambient import RngState
 from torch_remat.dispatch.holder import Anchor, Holder, OpHolder, ResidentRef, metadata_of
 from torch_remat.dispatch.log.departures import Departures
-from torch_remat.dispatch.log.entry import CALL, FIRST, ONE, Entry
+from torch_remat.dispatch.log.entry import CALL, FIRST, ONE, Entry, run_for_good
 from torch_remat.dispatch.log.meta import key_of, keys_of, parts_of
 from torch_remat.dispatch.log.needs import find_needs
 from torch_remat.dispatch.log.op_recorder import Observer, OpRecorder
@@ -350,23 +350,28 @@ class Recorder:
         return held
 
     def _pack_made(self, tensor: torch.Tensor, key: int, entry: Entry, place: int) -> OpHolder | None:
-        if place not in entry.packed:
-            entry.packed = FIRST if place == 0 and not entry.packed else entry.packed | {place}
+        tape = self.region.tape
+        if entry.kind == ONE:
+            entry.packed = FIRST
+        elif place not in entry.packed:
+            entry.packed |= {place}
         if place not in entry.saved:
-            self.roots.append((len(self.region.tape.saved), key, len(self.entries)))
+            self.roots.append((len(tape.saved), key, len(self.entries)))
             return None
+        label = entry.label(place)
         if entry.kind != ONE or entry.away or not self._plain or type(tensor) is not torch.Tensor:
             policy = CheckpointPolicy.OFFLOAD if place in entry.away else CheckpointPolicy.SAVE
-            return self.resident(entry.group, entry.label(place), tensor, policy, self._allow_mutation)
+            return self.resident(entry.group, label, tensor, policy, self._allow_mutation)
         # What most are.
-        holder = self.holder_for(entry.group, entry.label(0), tensor)
+        holder = self.holder_for(entry.group, label, tensor)
         if self.mode.watcher is None:
-            holder.value = tensor.detach()
+            alias = tensor.detach()
         else:
             with without_dispatch_modes():
-                holder.value = tensor.detach()
-        self.results.note_alias(entry, tensor, holder.value)
-        self.region.tape.saved.append(ResidentRef(holder))
+                alias = tensor.detach()
+        holder.value = alias
+        self.results.aliases[entry] = id(tensor), alias
+        tape.saved.append(ResidentRef(holder))
         return holder
 
     def pack_of_call(self, tensor: torch.Tensor) -> OpHolder | None:
@@ -418,6 +423,12 @@ class Recorder:
             # Replay does not change them again.
             changes = self._changes
             region.inputs.accept_changes(lambda tensor, times: changes.get(key_of(tensor)) == times)
+
+    def before_replay(self) -> None:
+        """Let a replay inside of forward, and each later one, run all ops so far, on what they have read."""
+        if self.watch is not None:
+            run_for_good(self.entries)
+            self.watch.earlier.keep(self.departures.slot_for)
 
     def _finish_policy(self) -> None:
         watch, region = self.watch, self.region

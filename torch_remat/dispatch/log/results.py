@@ -16,11 +16,14 @@ from torch_remat.dispatch.log.entry import CALL, ONE, WRITTEN, Entry
 from torch_remat.dispatch.log.meta import Meta
 from torch_remat.dispatch.log.slot import UNCOUNTED, Slot, version_of
 from torch_remat.dispatch.log.storages import Storages
-from torch_remat.dispatch.views import in_same_storage
+from torch_remat.dispatch.views import placement_in
 from torch_remat.policies.decision import CheckpointPolicy
 
 Undecided = tuple[str, str, torch.Tensor, CheckpointPolicy]  # op, name, tensor and decision
 MakeSlot = Callable[[str, str, torch.Tensor, CheckpointPolicy, bool, bool], Slot]
+
+
+_NO_ALIAS = (0, torch.empty(0))
 
 
 class Results:
@@ -34,10 +37,12 @@ class Results:
 
     Attributes:
         unread: Entries whose changes autograd counts only once they are over.
+        aliases: Of entries of kind `ONE`: an alias, without a history, that autograd has saved of a tensor in the
+            result's storage, and the id of this tensor.
     """
 
     __slots__ = (
-        "_aliases", "_allow_mutation", "_held", "_make_slot", "_reshaped", "_storages", "_usual", "unread",
+        "_allow_mutation", "_held", "_make_slot", "_reshaped", "_storages", "_usual", "aliases", "unread",
     )  # fmt: skip
 
     def __init__(self, storages: Storages, make_slot: MakeSlot, nested: bool, allow_mutation: bool) -> None:
@@ -50,8 +55,7 @@ class Results:
         # Of each entry the results by their places, and from -1 downwards the arguments that it wrote, each with its
         # version when the op was over.
         self._held: dict[Entry, dict[int, tuple[torch.Tensor, int]]] = {}
-        # Of entries with one result: an alias that autograd has saved of it, without its history.
-        self._aliases: dict[Entry, torch.Tensor] = {}
+        self.aliases: dict[Entry, tuple[int, torch.Tensor]] = {}
 
     def note_one(self, entry: Entry, result: torch.Tensor) -> None:
         """Note the result of an entry of kind `ONE`."""
@@ -74,12 +78,6 @@ class Results:
         """Note one result that is saved because of the name that it was given."""
         self._held.setdefault(entry, {}).setdefault(place, (tensor, version_of(tensor)))
 
-    def note_alias(self, entry: Entry, tensor: torch.Tensor, alias: torch.Tensor) -> None:
-        """Note an alias that autograd keeps of the result of an entry: the slot may keep the same."""
-        held = self._held.get(entry)
-        if held is not None and held[0][0] is tensor:
-            self._aliases[entry] = alias
-
     def read_versions(self) -> None:
         """Read the version counters, now that the ops are over."""
         for entry in self.unread:
@@ -92,23 +90,24 @@ class Results:
         """At the end of forward: hold results without their history, since what only they reach needs no replay."""
         for entry, held in self._held.items():
             for place, (tensor, version) in held.items():
-                held[place] = self._alias_of(entry, tensor), version
+                alias = self._alias_of(entry, tensor)
+                held[place], self.aliases[entry] = (alias, version), (id(alias), alias)  # it is its own
         self._storages.let_go_of_graph()
 
     def _alias_of(self, entry: Entry, tensor: torch.Tensor) -> torch.Tensor:
         """Return a result without its history."""
-        alias = self._aliases.get(entry)
-        return tensor.detach() if alias is None else alias
+        known, alias = self.aliases.get(entry, _NO_ALIAS)
+        return alias if known == id(tensor) else tensor.detach()
 
     def can_keep(self, entry: Entry, place: int) -> bool:
         """Whether a result is there, as the entry left it."""
         held = self._held.get(entry)
         if held is None or self._allow_mutation:
             return held is not None
-        if place == WRITTEN:
-            written = [one for at, one in held.items() if at < 0]
-            return bool(written) and all(self._is_unchanged(entry, *one) for one in written)
-        return place in held and self._is_unchanged(entry, *held[place])
+        if place != WRITTEN:
+            return place in held and self._is_unchanged(entry, *held[place])
+        written = [one for at, one in held.items() if at < 0]
+        return bool(written) and all(self._is_unchanged(entry, *one) for one in written)
 
     def _is_unchanged(self, entry: Entry, tensor: torch.Tensor, version: int) -> bool:
         if version != UNCOUNTED and tensor._version != version:
@@ -127,6 +126,8 @@ class Results:
             held, places = self._held.pop(entry, {}), places_of.get(entry, ())
             if rest := {place: one for place, one in held.items() if max(place, WRITTEN) in places}:
                 self._held[entry] = rest
+            else:
+                self.aliases.pop(entry, None)
 
     def undecided(self) -> Iterator[Undecided]:
         """Yield op, name, tensor and decision of each result."""
@@ -138,11 +139,9 @@ class Results:
     def keep(self, entry: Entry, places: Collection[int]) -> None:
         """Keep results of an entry, and what it wrote, in slots."""
         held = self._held[entry]
-        if entry.kind == ONE and self._usual and not (self._reshaped or entry.away):
-            alias = self._alias_of(entry, held[0][0])
-            if not self._storages.aliases_of(alias):
-                entry.kept = {0: Slot.of_alias(alias)}
-                return
+        if entry.kind == ONE and self._usual and not (self._reshaped or entry.away or self._storages.has_aliases):
+            entry.kept = {0: Slot.of_alias(self._alias_of(entry, held[0][0]))}
+            return
         kept = {place: self._slot(entry, place, one[0]) for place, one in held.items() if max(place, WRITTEN) in places}
         entry.written = [slot for place, slot in kept.items() if place < 0]
         entry.kept = {place: slot for place, slot in kept.items() if place >= 0}
@@ -161,7 +160,7 @@ class Results:
         if type(meta) is Meta and not meta.describes(tensor):
             # It was reshaped since, or it is a view that was given a name: the name is that of the whole.
             with without_dispatch_modes(), torch.no_grad():
-                tensor = in_same_storage(tensor, meta.geometry, meta.dtype, *meta.lazy)
+                tensor = placement_in(meta).seen_in(tensor)
         label = entry.label(max(place, WRITTEN))
         slot = self._make_slot(entry.group, label, tensor, decision_on(entry, place), False, self._allow_mutation)
         if self._usual and (aliases := self._storages.aliases_of(tensor)):

@@ -24,10 +24,10 @@ from torch.nn import Parameter
 
 from torch_remat._compat import storage_key
 from torch_remat.dispatch.log.entry import LEFT, ONE, SEVERAL, VIEW, WRITTEN, Entry
-from torch_remat.dispatch.log.meta import NOT_LAZY, Given, Meta, described, key_of, keys_of, parts_of, tensors_in
+from torch_remat.dispatch.log.meta import Given, Meta, described, key_of, keys_of, parts_of, tensors_in
 from torch_remat.dispatch.log.schema import LIFT
 from torch_remat.dispatch.log.slot import UNCOUNTED, version_of
-from torch_remat.dispatch.placeholder import Geometry, new_tuple
+from torch_remat.dispatch.placeholder import NOT_LAZY, Geometry, new_tuple
 
 _VALUES = frozenset((int, float, bool, complex, type(None), list, torch.dtype, torch.device))
 
@@ -72,6 +72,11 @@ class Storages:
     def aliases_of(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return the aliases of a saved result that count their versions for themselves."""
         return self._aliases.get(key_of(tensor), ()) if self._aliases else ()
+
+    @property
+    def has_aliases(self) -> bool:
+        """Whether a saved result has an alias that counts its versions for itself."""
+        return bool(self._aliases)
 
     def has_changed(self, tensor: torch.Tensor) -> bool:
         """Whether an entry has written a tensor from outside."""

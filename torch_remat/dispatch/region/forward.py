@@ -19,6 +19,7 @@ from torch.nn import Parameter
 
 from torch_remat._compat import (
     CompiledCode,
+    active_modes,
     keep_from_compiler,
     node_number,
     pop_saved_tensors_hooks,
@@ -27,7 +28,7 @@ from torch_remat._compat import (
     without_dispatch_modes,
 )
 from torch_remat.dispatch.check.parameters import used_leaves, versions_of
-from torch_remat.dispatch.check.values import TrainedStatistics, Values, keep_value, value_function
+from torch_remat.dispatch.check.values import TrainedStatistics, Values, value_function
 from torch_remat.dispatch.handle.recorder import CallRecorder
 from torch_remat.dispatch.holder import (
     CAST,
@@ -40,7 +41,7 @@ from torch_remat.dispatch.holder import (
     parameter_behind,
     read,
 )
-from torch_remat.dispatch.mode import RematMode, current_mode, make_current, unseen_by_forward_of
+from torch_remat.dispatch.mode import RematMode, current_mode, make_current, unseen
 from torch_remat.dispatch.observe import Watch, is_watched
 from torch_remat.dispatch.options import DEFAULTS, Options
 from torch_remat.dispatch.region.module_path import ModulePath
@@ -101,7 +102,7 @@ def run_any(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
         contexts: Sequence[AbstractContextManager[Any]] = () if options is DEFAULTS else mode.contexts()
         if is_watched():
             mode.observed = Watch(mode)
-            contexts = (mode.observed, *contexts)
+            contexts = (mode.observed.running(), *contexts)
         output = mode.run(function, args, kwargs, (mode.pack_hook(), read), contexts)
         nodes = [node_of(output)] if type(output) is Tensor else boundary_nodes(tensors_of(output))
         mode.finish(nodes)
@@ -130,7 +131,10 @@ def _replay(region: Region, empty: list[Holder]) -> None:
     if region.finished:
         Filling(region, empty).replay()
         return
-    with unseen_by_forward_of(region):
+    for mode in active_modes():
+        if isinstance(mode, Recording) and mode.region is region and mode.ops is not None:
+            mode.ops.before_replay()
+    with unseen(region):
         Filling(region, empty).replay()
 
 
@@ -157,7 +161,7 @@ class Recording(RematMode):
         self._counters: list[torch.Tensor] = []
         if region.options is not DEFAULTS:
             value_of = value_function(region.options.determinism_check)
-            self._values = region.values = None if value_of is None else Values(value_of, keep_value)
+            self._values = region.values = None if value_of is None else Values(value_of)
 
     def contexts(self) -> list[AbstractContextManager[Any]]:
         """Return the contexts that forward runs in, besides the hooks."""
@@ -168,7 +172,7 @@ class Recording(RematMode):
             contexts.append(forward_context)
         if region.op_log is not None:
             self.lets_compiled_code_run = True
-            contexts.append(self.watch(region.op_log.forward))
+            contexts.append(self.watch(region.op_log.begin("forward")))
         if self._values is not None:
             contexts.append(TrainedStatistics(self._values))
         if region.options.policy is not None:
@@ -301,8 +305,7 @@ class Recording(RematMode):
     def note_value(self, holder: Holder, tensor: torch.Tensor) -> None:
         """Take the value that the determinism check compares, if it compares values."""
         if self._values is not None:
-            with self.unwatched():
-                self._values.add(holder, tensor)
+            self._values.add(holder, tensor)
 
     def _counter_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor that shares the version counter of another, but not its data."""
@@ -344,11 +347,9 @@ class Recording(RematMode):
             self.ops.finish(boundary)
         if region.rng is not None and not region.rng.keep_drawn(region.tape.drawn_by_ops() if self.ops else ()):
             region.rng = None
-        if region.parameters:
-            region.versions = versions_of(region.parameters)
         assert region.inputs is not None
         region.leaves = used_leaves(boundary, region.first_number, region.inputs.originals)
-        region.leaf_versions = list(map(_version_of, region.leaves))
+        region.versions = versions_of([*region.parameters, *region.leaves])
         region.finished = True
 
     def _tail_is_tiny(self) -> bool:

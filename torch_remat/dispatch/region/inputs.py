@@ -10,7 +10,7 @@ enclosing ``save_on_cpu`` moves them, an enclosing region recomputes them.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import ref
 
 import optree
@@ -18,12 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from torch_remat._compat import PYTREE_NAMESPACE, SavedTensorHooks, adopt_pytree_node
-from torch_remat.dispatch.holder import OwnRegion, is_parameter
+from torch_remat._compat import PYTREE_NAMESPACE, SavedTensorHooks, adopt_pytree_node, without_dispatch_modes
+from torch_remat.dispatch.holder import OwnRegion, is_parameter, metadata_of
 from torch_remat.errors import MutationError
-
-if TYPE_CHECKING:
-    from torch_remat.dispatch.sender import Offloaded
 
 
 class RegionInputs:
@@ -47,9 +44,11 @@ class RegionInputs:
         "_inside",
         "_leaves",
         "_owners",
+        "_restored",
         "_spec",
         "_tensors",
         "_unpack",
+        "_written",
         "bases",
         "originals",
     )
@@ -60,11 +59,13 @@ class RegionInputs:
         # (index of the leaf, requires_grad, version); None for requires_grad marks a parameter, passed on as it is.
         self._tensors: list[tuple[int, bool | None, int]] = []
         self._unpack: Callable[[Any], torch.Tensor] | None = None
-        self._away: dict[int, Offloaded] | None = None  # by index of the leaf; set only if inputs are offloaded
+        self._restored: list[ref[torch.Tensor]] = []  # what the latest replay was given of what the hooks hold
+        self._away: dict[int, Any] | None = None  # by index of the leaf; set only if inputs are offloaded
         self._owners: tuple[ref[torch.Tensor], ...] = ()  # the parameters that arguments are views of
         self.bases: set[int] = set()
         self._attributes: dict[int, dict[str, Any]] | None = None  # by leaf: what Python code set on it
         self._inside: Collection[int] = ()  # the leaves that the region itself has changed, and may not have
+        self._written: Collection[int] = ()  # the leaves that it has changed where replay leaves that out
         self._given: Sequence[Any] = ()  # while forward runs, which may take them out of containers: ids are used again
         self.originals: dict[int, int | None] = {}
         if kwargs or not all(map(_is_tensor, args)):
@@ -156,7 +157,7 @@ class RegionInputs:
         self,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        send: Callable[[torch.Tensor, str], Offloaded | None],
+        send: Callable[[torch.Tensor, str], Any],
     ) -> None:
         """Let those tensors leave the device for which ``send(tensor, place)`` returns what stands in for them."""
         self._away = {}
@@ -183,6 +184,7 @@ class RegionInputs:
             if version >= 0 and isinstance(kept, Tensor) and (times := kept._version - version):
                 if is_left_out(kept, times):
                     self._tensors[entry] = (index, requires_grad, kept._version)
+                    self._written = {*self._written, index}
                 else:
                     self._inside = {*self._inside, index}
 
@@ -228,12 +230,14 @@ class RegionInputs:
             and self._unpack is None
             and self._away is None
             and not self._attributes
+            and not self._written
         ):
             # What the rest does, for the usual call.
             ((_, requires_grad, version),) = self._tensors
             (kept,) = leaves
             if requires_grad is not None and (version < 0 or kept._version == version):
                 return (kept.detach().requires_grad_(requires_grad),), _NO_KWARGS
+        self._restored.clear()
         if self._away is not None:
             for index, away in self._away.items():
                 leaves[index] = away.load()
@@ -248,7 +252,9 @@ class RegionInputs:
                     kept = self._unpack(kept)
             elif version >= 0 and kept._version != version:
                 raise self._changed(region.name, index)
-            leaves[index] = kept.detach().requires_grad_(requires_grad)
+            leaves[index] = fresh_alias(kept, requires_grad, index in self._written)
+            if self._unpack is not None:
+                self._restored.append(ref(leaves[index]))
         if self._attributes is not None:
             for index, attributes in self._attributes.items():
                 leaves[index].__dict__.update(attributes)
@@ -261,6 +267,17 @@ class RegionInputs:
         arguments: Any = optree.tree_unflatten(self._spec, leaves)
         args, kwargs = arguments
         return args, kwargs
+
+    def has_values_of(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is an argument that came past the call, as in a closure: asked while replay runs."""
+        here = [kept for _, kept in self.kept()] if self._unpack is None else [given() for given in self._restored]
+        with without_dispatch_modes():
+            return any(
+                type(kept) is Tensor
+                and metadata_of(kept)[1:] == metadata_of(tensor)[1:]
+                and (kept.is_set_to(tensor) or (self.packed and torch.equal(kept, tensor)))
+                for kept in here
+            )
 
     def _changed(self, region_name: str, index: int) -> MutationError:
         if index in self._inside:
@@ -302,6 +319,28 @@ class _SameAs:
 
     def __init__(self, index: int) -> None:
         self.index = index
+
+
+class _Alias(torch.autograd.Function):
+    """Returns a tensor in the memory of another, with a history, so that it may be changed in place."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+def fresh_alias(tensor: torch.Tensor, requires_grad: bool, is_written: bool) -> torch.Tensor:
+    """Return an argument for one replay: a leaf, but where the function writes it, which autograd allows of no leaf."""
+    alias = tensor.detach().requires_grad_(requires_grad)
+    if not (requires_grad and is_written):
+        return alias
+    with torch.enable_grad():
+        made: torch.Tensor = _Alias.apply(alias)
+    return made
 
 
 def leaves_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:

@@ -24,7 +24,7 @@ from torch_remat.dispatch.check.values import Values
 from torch_remat.dispatch.generators import generators_of
 from torch_remat.dispatch.holder import Holder, read
 from torch_remat.dispatch.naming import default_name, scope, short_name
-from torch_remat.dispatch.offloading import offload_inputs
+from torch_remat.dispatch.offloading import Sender, offload_inputs
 from torch_remat.dispatch.options import Options
 from torch_remat.dispatch.part import own_hooks
 from torch_remat.dispatch.placeholder import unpack
@@ -34,7 +34,6 @@ from torch_remat.errors import ReleasedError
 
 if TYPE_CHECKING:
     from torch_remat.dispatch.kept import Kept
-    from torch_remat.dispatch.sender import Sender
 
 # Weak references to all regions by their addresses, for reports. Dead ones stay until the address is used again.
 _regions: dict[int, ref[Region]] = {}
@@ -73,7 +72,6 @@ class Region:
         "hooks",
         "inputs",
         "last_number",
-        "leaf_versions",
         "leaves",
         "offloading",
         "op_log",
@@ -106,9 +104,8 @@ class Region:
         self.hooks = own_hooks(self.name) if is_part and hooks is not None and hooks[1] in (read, unpack) else hooks
         generators = [*self.inputs.generators(), *generators_of(function)] if options.preserve_rng_state else None
         self.parameters = parameters_of(function, self.inputs.modules(), generators)
-        self.versions: Sequence[int] = ()  # of the parameters at the end of forward
-        self.leaves: Sequence[torch.Tensor] = ()  # of the graph that forward has made; versions as those of parameters
-        self.leaf_versions: Sequence[int] = []
+        self.leaves: Sequence[torch.Tensor] = ()  # of the graph that forward has made
+        self.versions: Sequence[int] = ()  # of both at the end of forward
         self.ambient = capture_ambient()
         self.rng = None if generators is None else RngState(generators)
         self.tape = Tape()

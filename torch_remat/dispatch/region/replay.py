@@ -24,8 +24,8 @@ from torch_remat._compat import (
 )
 from torch_remat.dispatch.ambient import capture_ambient
 from torch_remat.dispatch.check.comparison import is_same_leaf, lies_otherwise, what_differs
-from torch_remat.dispatch.check.inner_ops import check_inner, missing_inner
-from torch_remat.dispatch.check.mismatch import another_parameter, fewer_saved, more_saved
+from torch_remat.dispatch.check.inner_ops import missing_inner
+from torch_remat.dispatch.check.mismatch import another_parameter, saved_otherwise
 from torch_remat.dispatch.check.parameters import check_parameters
 from torch_remat.dispatch.check.values import Values, difference, value_function
 from torch_remat.dispatch.handle.answerer import Answerer
@@ -44,8 +44,8 @@ from torch_remat.dispatch.mode import RematMode, StartOver, StopReplay
 from torch_remat.dispatch.naming import scope, scope_restored
 from torch_remat.dispatch.observe import Watch, is_watched
 from torch_remat.dispatch.options import DEFAULTS
-from torch_remat.dispatch.placeholder import Packed, Placeholder, Refusal, add_note, last_refusal, real, unpack
-from torch_remat.dispatch.region.inputs import leaves_of, with_leaves
+from torch_remat.dispatch.placeholder import Packed, Placeholder, add_note, last_refusal, real, unpack
+from torch_remat.dispatch.region.inputs import fresh_alias, leaves_of, with_leaves
 from torch_remat.dispatch.region.module_path import ModulePath
 from torch_remat.errors import MismatchError, RematError
 
@@ -67,7 +67,7 @@ class Filling(RematMode):
     _starts_over = False
     inner_next = 0  # the place of the next op of an inner region
     ops: Answerer | None
-    _refusal: Refusal | None = None  # the latest when `StopReplay` was raised
+    _refusal: Callable[[], RematError] | None = None  # the latest when `StopReplay` was raised
 
     def __init__(self, region: Region, empty: list[Holder]) -> None:
         self.region = region
@@ -147,7 +147,7 @@ class Filling(RematMode):
             contexts += region.ambient.contexts()
         if is_watched():
             self.observed = Watch(self)
-            contexts.insert(0, self.observed)
+            contexts.insert(0, self.observed.running())
         if scope.get() != region.scope:
             contexts.append(scope_restored(region.scope))
         if self.stale is not None:
@@ -159,7 +159,7 @@ class Filling(RematMode):
         if region.replay_context is not None:
             contexts.append(region.replay_context)
         if region.op_log is not None:
-            log = region.op_log.begin_replay()
+            log = region.op_log.begin("replay")
             self.lets_compiled_code_run = True
             contexts.append(self.watch(log))
             if self.stale is not None:
@@ -301,8 +301,7 @@ class Filling(RematMode):
     def _give(self, holder: Holder, tensor: torch.Tensor, value: torch.Tensor) -> None:
         holder.value = value
         if self._values is not None:
-            with self.unwatched():
-                self._values.add(holder, value)
+            self._values.add(holder, value)
         is_buffer = not tensor.requires_grad and value.is_floating_point()
         if is_buffer and (self.ops is None or self.ops.may_fill()):
             self._unfilled_number = sequence_number()
@@ -329,14 +328,14 @@ class Filling(RematMode):
                     raise
             except StopReplay as stop:
                 refusal = self._refusal if stop.replay is self and self._error is None else None
-                if refusal is None or not self.ops.starts_over_for(refusal.error()):
+                if refusal is None or not self.ops.starts_over_for(refusal()):
                     raise
             except Exception as error:
                 if self.stopped or not self.ops.starts_over_for(error):
                     raise
             else:
                 swallowed = None if self._starts_over or self.stopped else last_refusal.get()
-                if not self._starts_over and (swallowed is None or not self.ops.starts_over_for(swallowed.error())):
+                if not self._starts_over and (swallowed is None or not self.ops.starts_over_for(swallowed())):
                     return None
             args, kwargs = self._begin_again(args, kwargs, given)
 
@@ -361,7 +360,7 @@ class Filling(RematMode):
         if self.region.rng is not None:
             self.region.rng.restore()
         fresh = [
-            leaf.detach().requires_grad_(leaf.requires_grad)
+            fresh_alias(leaf, leaf.requires_grad, not leaf.is_leaf)
             if isinstance(leaf, Tensor) and not is_parameter(leaf)
             else leaf
             for leaf in given
@@ -416,8 +415,7 @@ class Filling(RematMode):
             holder.metadata = (value._version, *holder.metadata[1:])
         holder.value = value
         if self._values is not None:
-            with self.unwatched():
-                self._values.add(holder, value)
+            self._values.add(holder, value)
         self._waiting -= 1
         if not self._waiting and self.position > self._last:
             self.stop()
@@ -439,7 +437,7 @@ class Filling(RematMode):
     def fail(self, error: RematError) -> NoReturn:
         """Keep an error and end the replay with it."""
         if not self.stopped:  # an op of an inner region that is missing explains all else
-            self._error = (missing_inner(self) if type(error) is MismatchError else None) or error
+            self._error = (missing_inner(self, self.position - 1) if type(error) is MismatchError else None) or error
         self.stop()
 
     def explain(self, holder: Holder, tensor: torch.Tensor, owner: torch.Tensor, origin: torch.Tensor | None) -> None:
@@ -488,17 +486,18 @@ class Filling(RematMode):
             raise self._take_error()
         refusal = self._refusal if self.stopped else last_refusal.get()
         if refusal is not None:
-            raise refusal.error()
+            raise refusal()
         region = self.region
         if self.over or region.finished:
             if self.ops is not None:
                 self.ops.check_passed(self._last) if self.over else self.ops.finish()
-            check_inner(self, self._last if self.over else len(self._saved))
+            if missing := missing_inner(self, self._last if self.over else len(self._saved)):
+                raise missing
         for holder in self._empty:
             if holder.value is None:
-                raise fewer_saved(region, holder, self.position)
+                raise saved_otherwise(region, self.position, holder)
         if region.finished and not region.options.early_stop and self.position != len(self._saved):
-            raise more_saved(region, self.position)
+            raise saved_otherwise(region, self.position)
 
 
 keep_from_compiler(Filling.pack_hook)
