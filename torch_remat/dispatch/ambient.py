@@ -121,8 +121,11 @@ class RngState:
 
     def drawn(self) -> RngState | None:
         """Return the present state of the generators that were drawn from since, or None if none was."""
-        pairs = zip(self._states, self.present()._states, strict=True)
-        ends = [end for start, end in pairs if not _equal(start[1], end[1])]
+        ends = []
+        for generator, start in self._states:
+            end = generator.get_state()
+            if not _equal(start, end):
+                ends.append((generator, end))
         return RngState.of(ends) if ends else None
 
     def kept(self) -> list[torch.Tensor]:

@@ -132,7 +132,8 @@ class Tape:
         """Drop what only a further replay would need."""
         self.calls = self.inner = self.roots = ()
         for record in (*self.records.values(), *self.regions):
-            record.forget_slots()
+            if record.slots or type(record) is not Record:  # most have none
+                record.forget_slots()
 
     def may_need(self, place: int, hooks: object) -> bool:
         """Whether, at the end of forward, a replay may have to fill the holder at a place.

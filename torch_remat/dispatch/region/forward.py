@@ -111,6 +111,7 @@ class Recording(RematMode):
 
     def __init__(self, region: Region) -> None:
         self.region = region
+        self.observed = self.watcher = None
         self._counters: list[torch.Tensor] = []
         if region.options is not DEFAULTS:
             value_of = value_function(region.options.determinism_check)
@@ -321,7 +322,7 @@ class Recording(RematMode):
             self._values.forget()
             self._values = self.region.values = None
         if self.observed is not None:
-            self.observed = None
+            self.observed = self.watcher = None
 
 
 keep_from_compiler(Recording.pack_hook)

@@ -82,6 +82,7 @@ class Filling(RematMode):
         self._saved = tape.saved
         self._limit = len(tape.saved)  # 0 once the replay is over, so that the pack hook has one thing to look at
         self._last_empty = last
+        self.watcher = self.observed = None
         # Where early stop may end the replay; without it, past the end.
         # A forward that is not over has not run what comes next, so that a replay in it may not either.
         if not options.early_stop and region.finished:
@@ -200,7 +201,8 @@ class Filling(RematMode):
                 ):
                     owner = tensor._base
                     if (
-                        type(tensor.grad_fn) is holder.producer and layouts.get(position) is None
+                        (type(tensor.grad_fn) is holder.producer or (ops is not None and ops.has_loaded(tensor)))
+                        and layouts.get(position) is None
                         if owner is None
                         else type(owner.grad_fn) is holder.producer
                         and layouts.get(position) == layout_of(tensor, owner)
