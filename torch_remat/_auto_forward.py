@@ -168,7 +168,10 @@ def _run(
         loaded = handle.save_or_load_inputs(*inputs)
         inputs = [loaded] if len(inputs) == 1 else loaded
     out = forward(_NamingContext(ctx, handle, tensor_names), *inputs, *rest)
-    return handle.finish(out, True) if isinstance(out, tuple) else handle.finish((out,), False)
+    return handle.record_outputs(*out, as_tuple=True) if isinstance(out, tuple) else handle.record_outputs(out)
+
+
+_set = object.__setattr__
 
 
 class _NamingContext:
@@ -177,8 +180,10 @@ class _NamingContext:
     __slots__ = ("_ctx", "_handle", "_names")
 
     def __init__(self, ctx: Any, handle: RematHandle, names: tuple[str, ...]) -> None:
-        for field, value in (("_ctx", ctx), ("_handle", handle), ("_names", names)):
-            object.__setattr__(self, field, value)
+        # All else that is set here goes to the context.
+        _set(self, "_ctx", ctx)
+        _set(self, "_handle", handle)
+        _set(self, "_names", names)
 
     def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
         if len(tensors) != len(self._names):

@@ -50,34 +50,28 @@ def get_handle(ctx: Any, op_name: str, remat_policy: CheckpointPolicy) -> RematH
         >>> y = remat.checkpoint()(lambda x: Square.apply(x, "square", remat.CheckpointPolicy.SAVE))(x)
         >>> y.sum().backward()
     """
-    compiling = is_compiling()
-    name = scope.get() + op_name if type(op_name) is str and op_name and not compiling else scoped(op_name)
+    mode = None if is_compiling() else current_mode()
+    name = scope.get() + op_name if mode is not None and type(op_name) is str and op_name else scoped(op_name)
     if type(remat_policy) is not CheckpointPolicy:
         raise UsageError(
             f"{remat_policy!r} is no policy",
-            region=_region_name(),
+            region=None if mode is None else mode.region.name,
             op=name,
             remedy="Policies are remat.CheckpointPolicy.SAVE, OFFLOAD and RECOMPUTE.",
         )
     if not hasattr(ctx, "save_for_backward"):
         raise UsageError(
             f"get_handle needs the context of an autograd Function, not a {type(ctx).__name__}",
-            region=_region_name(),
+            region=None if mode is None else mode.region.name,
             op=name,
             remedy="Call it first thing in `forward(ctx, ...)`, with that ctx.",
         )
-    mode = None if compiling else current_mode()
-    if mode is not None and ((ops := mode.ops) is not None or (ops := mode.ops_now()) is not None):
-        observed = mode.observed
-        policy = remat_policy if observed is None else observed.policy_of(name, remat_policy)
-        handle: RematHandle | None = ops.begin(name, policy, ctx)
-        if observed is not None:
-            handle = observed.begin(handle, name, policy, ctx)
-        if handle is not None:
-            return handle
-    return RematHandle(ctx, name)
-
-
-def _region_name() -> str | None:
-    mode = None if is_compiling() else current_mode()
-    return None if mode is None else mode.region.name
+    ops = None if mode is None else mode.ops or mode.ops_now()
+    if mode is None or ops is None:
+        return RematHandle(ctx, name)
+    observed = mode.observed
+    policy = remat_policy if observed is None else observed.policy_of(name, remat_policy)
+    handle: RematHandle | None = ops.begin(name, policy, ctx)
+    if observed is not None:
+        handle = observed.begin(handle, name, policy, ctx)
+    return handle or RematHandle(ctx, name)

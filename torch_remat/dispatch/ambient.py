@@ -108,16 +108,24 @@ class RngState:
         ]
         return bool(self._states)
 
-    def mark(self) -> list[torch.Tensor]:
-        """Return where the same generators stand now, for `drawn_since`."""
+    def mark(self) -> torch.Tensor | list[torch.Tensor]:
+        """Return where the same generators stand now, for `drawn_since`; no list for one generator."""
+        if len(self._states) == 1:
+            return self._states[0][0].get_state()
         return [generator.get_state() for generator, _ in self._states]
 
     def drawn(self) -> RngState | None:
         """Return the present state of the generators that were drawn from since, or None if none was."""
         return self.drawn_since([start for _, start in self._states])
 
-    def drawn_since(self, mark: Sequence[torch.Tensor]) -> RngState | None:
+    def drawn_since(self, mark: torch.Tensor | Sequence[torch.Tensor]) -> RngState | None:
         """Do the same, from a mark on."""
+        if isinstance(mark, torch.Tensor):
+            generator = self._states[0][0]
+            end = generator.get_state()
+            if mark.nbytes == end.nbytes and not _memcmp(mark.data_ptr(), end.data_ptr(), end.nbytes):
+                return None
+            return RngState.of([(generator, end)])
         ends = []
         for (generator, _), start in zip(self._states, mark, strict=True):
             end = generator.get_state()

@@ -206,10 +206,11 @@ class WatchedOp(RematHandle):
         self._handle.save_for_backward(saved_tensors)
         self.named = saved_tensors
 
-    def finish(self, outs: tuple[torch.Tensor, ...], as_tuple: bool) -> Any:
+    def record_outputs(self, *outs: torch.Tensor, as_tuple: bool = False) -> Any:
         """Do as the op does."""
-        made = self._handle.finish(outs, as_tuple)
-        self.outputs_made, self.as_tuple = made if as_tuple else (made,), as_tuple
+        made = self._handle.record_outputs(*outs, as_tuple=as_tuple)
+        self.as_tuple = isinstance(made, tuple)
+        self.outputs_made = made if self.as_tuple else (made,)
         self._finish()
         return made
 

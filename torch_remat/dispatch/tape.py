@@ -125,7 +125,8 @@ class Tape:
         """Drop what only a further replay would need."""
         self.calls = self.inner = self.roots = ()
         for record in (*self.records.values(), *self.regions):
-            record.forget_slots()
+            if record.slots or type(record) is not Record:  # most have none
+                record.forget_slots()
 
     def forget_parameters(self) -> None:
         """Drop the parameters, where nothing will be compared with them any more; their places stay."""

@@ -79,14 +79,14 @@ class ReplayOp(RematHandle):
         self._step = 2
         self._ctx.save_for_backward(*saved_tensors.values())
 
-    def finish(self, outs: tuple[Tensor, ...], as_tuple: bool) -> Any:
+    def record_outputs(self, *outs: Tensor, as_tuple: bool = False) -> Any:
         """Note the outputs that SAVE ops wait for."""
         if not 0 <= self._step < 3:
             raise self._out_of_order(3)
         self._step = 3
         if self.record.elided_outputs is not None:
             self.ops.note_made(self.record.elided_outputs, outs)
-        return outs if as_tuple else outs[0]
+        return outs if as_tuple or len(outs) > 1 else outs[0]
 
 
 class SkippedOp(ReplayOp):
@@ -148,9 +148,9 @@ class SkippedOp(ReplayOp):
         else:
             super().save_for_backward(saved_tensors)
 
-    def finish(self, outs: tuple[Tensor, ...], as_tuple: bool) -> Any:
+    def record_outputs(self, *outs: Tensor, as_tuple: bool = False) -> Any:
         """End a body that ran after all."""
-        result = super().finish(outs, as_tuple)
+        result = super().record_outputs(*outs, as_tuple=as_tuple)
         if not self._again or self.ops.ops is None:
             self.ops.fail_returned(self.record)
         self.ops.ops.passing = False
@@ -256,6 +256,7 @@ class Answerer:
         op: ReplayOp = _new(ReplayOp if policy is _RECOMPUTE else SkippedOp)
         op._ctx = ctx
         op._name = name
+        op._step = -1
         op.ops = self
         op.record = record
         return op
@@ -516,27 +517,32 @@ class Answerer:
     def note_made(self, waiting: Sequence[Elided], outputs: Sequence[torch.Tensor]) -> None:
         """Note the outputs of an op that SAVE ops wait for; see NOTE [ When an elided tensor is complete ]."""
         for elided in waiting:
-            holder = elided.holder()
+            known, place, _, _ = elided
+            holder = known()
             if holder is not None and holder.value is None:
-                source = outputs[elided.place] if elided.place < len(outputs) else None
+                source = outputs[place] if place < len(outputs) else None
                 self.made.setdefault(holder.op, []).append((elided, source))
 
     def fill_elided(self, record: Record, args: Sequence[Any]) -> None:
         """Give the holders of a skipped op their values that wait for its inputs, or for what was made before."""
-        if self.made:
-            for elided, source in self.made.pop(record.name, ()):
+        if record.name in self.made:
+            for elided, source in self.made.pop(record.name):
                 self._fill(elided, source, False)
         for elided in record.elided_inputs or ():
             self._fill(elided, args[elided.place] if elided.place < len(args) else None, True)
 
     def _fill(self, elided: Elided, source: Any, is_input: bool) -> None:
-        holder = elided.holder()
+        known, _, view, _ = elided
+        holder = known()
         if holder is None or holder.value is not None:
             return
         loaded = type(source) is Placeholder
         if loaded:
             source = real(source, f"op {holder.op!r}")
-        value = elided.value(source) if isinstance(source, torch.Tensor) else None
+        if type(source) is Tensor and view is None:
+            value: Tensor | None = source.detach()
+        else:
+            value = elided.value(source) if isinstance(source, Tensor) else None
         if value is None or metadata_of(value)[1:] != holder.metadata[1:]:
             self._replay.fail(other_source(self.region, holder, source, is_input))
         if is_input and not loaded:

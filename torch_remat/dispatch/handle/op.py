@@ -21,7 +21,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from torch_remat.dispatch.mode import current_mode
@@ -104,7 +103,7 @@ class RematHandle:
         if not 0 <= self._step < 2:
             raise self._out_of_order(2)
         self._step = 2
-        if not isinstance(saved_tensors, (dict, Mapping)):
+        if type(saved_tensors) is not dict and not isinstance(saved_tensors, Mapping):
             raise self.misused(
                 f"save_for_backward takes a dict of names to tensors, not a {type(saved_tensors).__name__}"
             )
@@ -116,11 +115,12 @@ class RematHandle:
         self._ctx.save_for_backward(*saved_tensors.values())
         self._named = saved_tensors
 
-    def record_outputs(self, *outs: torch.Tensor) -> Any:
+    def record_outputs(self, *outs: Tensor, as_tuple: bool = False) -> Any:
         """Name the outputs (``out``, or ``0``, ``1``, ... for several) and note what placeholders must show.
 
         Args:
             *outs: The op's outputs, all tensors.
+            as_tuple: Whether the forward returns a tuple even if there is one output.
 
         Returns:
             The output, or a tuple of the outputs, to be returned from the forward.
@@ -129,12 +129,8 @@ class RematHandle:
             UsageError: It was called out of order, without outputs, or with a value that is no tensor; or the op has
                 policy SAVE and marked an input as dirty.
         """
-        return self.finish(outs, len(outs) > 1)
-
-    def finish(self, outs: tuple[Tensor, ...], as_tuple: bool) -> Any:
-        """Do what `record_outputs` does, for a forward that returns a tuple or not, whatever its length."""
         self._end(outs)
-        return outs if as_tuple else outs[0]
+        return outs if as_tuple or len(outs) > 1 else outs[0]
 
     def _end(self, outs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Check the last step and what it was given."""

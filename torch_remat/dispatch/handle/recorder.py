@@ -22,7 +22,7 @@ from torch_remat.dispatch.handle.whole_call import CallForward, is_whole_call
 from torch_remat.dispatch.holder import AUTOCAST_DTYPES, Anchor, Holder, OpHolder, is_parameter, parameter_behind
 from torch_remat.dispatch.log.entry import HandleCall
 from torch_remat.dispatch.log.meta import Meta, described
-from torch_remat.dispatch.log.record import Record, Stretch
+from torch_remat.dispatch.log.record import NO_SLOTS, Record, Stretch
 from torch_remat.dispatch.log.recorder import Forward, Recorder
 from torch_remat.dispatch.log.slot import Slot
 from torch_remat.dispatch.offloading import offload_resident, sender_of, slot_hooks
@@ -47,7 +47,7 @@ class ForwardOp(RematHandle):
         outer: The op in whose body it runs, if any.
         place: The address of the frame in which its body runs; the frame itself would keep the body's tensors alive.
         code: The body's code.
-        args: The op's inputs, as far as they are known.
+        args: The op's inputs, as far as they are known and matter.
     """
 
     ops: CallRecorder
@@ -62,24 +62,26 @@ class ForwardOp(RematHandle):
         if self._step != 0:
             raise self._out_of_order(1)
         self._step = 1
-        self.args = args
         if self.ops.skipped_any:
+            self.args = args
             self.ops.keep_inputs(self.record, args)
         return args[0] if len(args) == 1 else args
 
-    def finish(self, outs: tuple[Tensor, ...], as_tuple: bool) -> Any:
+    def record_outputs(self, *outs: Tensor, as_tuple: bool = False) -> Any:
         """Note the outputs: SAVE ops may save them, or views of them."""
         if 0 <= self._step < 3 and len(outs) == 1 and type(out := outs[0]) is Tensor and not out.requires_grad:
             self._step = 3
         else:
             outs = self._end(outs)
-        ops, record = self.ops, self.record
-        if as_tuple:
-            record.as_tuple = True
+        ops = self.ops
         ops.opened = self.outer
-        ops.made.note(record, outs, self.args)
-        self.args = ()
-        return outs if as_tuple else outs[0]
+        ops.made.note(self.record, outs, self.args)
+        if self.args:
+            self.args = ()
+        if not as_tuple and len(outs) == 1:
+            return outs[0]
+        self.record.as_tuple = True
+        return outs
 
     def _end(self, outs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Check the last step; an input that is returned as it is becomes a view, as autograd does, too."""
@@ -120,10 +122,14 @@ class ForwardOp(RematHandle):
 
 
 class SavedOp(ForwardOp):
-    """An op with policy SAVE or OFFLOAD in forward."""
+    """An op with policy SAVE or OFFLOAD in forward.
+
+    Attributes:
+        rng_start: Where the generators stood when it began.
+    """
 
     record: HandleCall
-    rng_start: Sequence[Tensor] | None = None
+    rng_start: Tensor | Sequence[Tensor] | None = None
 
     def load(self, args: tuple[Any, ...]) -> None:
         """Note the inputs; forward skips nothing."""
@@ -143,38 +149,51 @@ class SavedOp(ForwardOp):
         if self.record.policy is _OFFLOAD:
             sender_of(self.ops.region).know_parameters(args)
 
-    def finish(self, outs: tuple[Tensor, ...], as_tuple: bool) -> Any:
+    def record_outputs(self, *outs: Tensor, as_tuple: bool = False) -> Any:
         """Note the outputs, all that placeholders must show, and what autograd is to save next."""
-        outs = self._end(outs)
         ctx, ops, record = self._ctx, self.ops, self.record
+        region, watch = ops.region, ops.watch
+        out: Any = outs[0] if outs else None
+        usual = type(out) is Tensor and not (out.requires_grad or out.is_complex()) and out.layout is strided
+        if usual and len(outs) == 1 and 0 <= self._step < 3:
+            self._step = 3
+        else:
+            outs = self._end(outs)
+            out = outs[0]
         ops.opened = self.outer
         if ctx.dirty_tensors:
             raise UsageError(
                 f"an op with policy {record.policy.name} cannot mark inputs as dirty: replay would not change them "
                 "again",
-                region=ops.region.name,
+                region=region.name,
                 op=record.name,
                 remedy="Return a new tensor instead, or give the op the policy RECOMPUTE.",
             )
-        out = outs[0]
-        if as_tuple:
-            record.as_tuple = True
+        if as_tuple or len(outs) > 1:
+            record.as_tuple = as_tuple = True
             record.results = described(outs, None)
-        elif type(out) is Tensor and out.layout is strided and not out.is_complex():
+        elif usual:
             geometry = new_tuple(Geometry, (out.shape, out.stride(), out.storage_offset()))
             record.results = new_tuple(Meta, (geometry, out.dtype, out.device, False, NOT_LAZY))
         else:
             record.results = described(out, None)
         if plain := ctx.non_differentiable:
             record.plain = [place for place, out in enumerate(outs) if any(out is tensor for tensor in plain)]
-        if self.rng_start is not None and ops.region.rng is not None:
-            record.drawn = ops.region.rng.drawn_since(self.rng_start)
-        ops.note_skipped(record, outs, ctx)
-        expected = [(name, tensor) for name, tensor in self._named.items() if tensor is not None]
-        if expected:
+        if self.rng_start is not None and region.rng is not None:
+            record.drawn = region.rng.drawn_since(self.rng_start)
+        ops.skipped_any = True
+        if watch is not None:
+            watch.skipped_op = None
+            if ops.has_policy or watch.native is not None:
+                watch.note_handle(record, outs)
+        number = node_number(ctx)  # in replay its node reads nothing
+        ops.skipped.append((number, number + 1))
+        ops.made.note_skipped(record, outs)
+        if self._named:
+            expected = [*self._named.items()]
             expected.reverse()
             ops.expected, ops.known_args = (record, expected, sequence_number()), self.args
-        self._named, self.args = {}, ()
+            self._named, self.args = {}, ()
         return outs if as_tuple else out
 
 
@@ -224,8 +243,8 @@ class MadeByOps:
                 if value is tensor:
                     break
             else:
-                made = new_tuple(Made, (record, place, _version_of(tensor), ref(tensor)))
-                self.tensors[id(tensor)] = made
+                version = -1 if tensor.is_inference() else tensor._version  # nothing saves the former
+                self.tensors[id(tensor)] = made = new_tuple(Made, (record, place, version, ref(tensor)))
                 self._unindexed.append(made)
 
     def note_skipped(self, record: Record, outputs: tuple[Tensor, ...]) -> None:
@@ -233,9 +252,14 @@ class MadeByOps:
         for place, tensor in enumerate(outputs):
             self.tensors[id(tensor)] = made = new_tuple(Made, (record, place, -1, ref(tensor)))
             base = tensor._base
-            _index(self._storages if base is None else self._shared, tensor, made)
             if base is not None:
                 self._bases[id(base)] = ref(base)
+                _index(self._shared, tensor, made)
+            elif type(tensor) is Tensor:  # what `_index` does
+                storage = tensor.untyped_storage()
+                self._storages[storage._cdata] = (ref(storage), made)
+            else:
+                _index(self._storages, tensor, made)
 
     def maker_of(self, tensor: Tensor) -> Made | None:
         """Return the op's output that a tensor is, or is a view or an alias of; None for all other tensors.
@@ -244,7 +268,7 @@ class MadeByOps:
         one, so that it is kept, unless it is the tensor that was viewed.
         """
         made = self.tensors.get(id(tensor))
-        if made is not None and made.tensor() is tensor:
+        if made is not None and made[3]() is tensor:  # by place, which takes a third of the time
             return made
         if self._shared and (shared := _look_up(self._shared, tensor)) is not None:
             viewed = self._bases.get(id(tensor))
@@ -274,13 +298,6 @@ class MadeByOps:
         return known or (node is not None and node_number(node) < self._region.first_number)
 
 
-def _version_of(tensor: Tensor) -> int:
-    try:
-        return tensor._version
-    except RuntimeError:
-        return -1  # made in inference mode, where nothing is counted, and nothing saved either
-
-
 def _index(storages: _Storages, tensor: Tensor, made: Made) -> None:
     if isinstance(tensor, Placeholder):
         return  # in the replay of a region around this one; it has no storage
@@ -304,7 +321,7 @@ class CallRecorder(Recorder):
 
     Attributes:
         expected: The record, names and tensors whose saving comes next, since its body has just ended, before any other
-            node.
+            node; the last ones first.
         known_args: The inputs of the op whose tensors are expected, or of the call that runs, if they are known.
         opened: The op with a handle that was begun last and has not ended.
         made: What ops with handles made.
@@ -315,7 +332,7 @@ class CallRecorder(Recorder):
         super().__init__(forward)
         self.made = MadeByOps(self.region)
         self.opened: ForwardOp | None = None
-        self.expected: tuple[Record, list[tuple[str, Tensor]], int] | None = None
+        self.expected: tuple[Record, list[tuple[str, Tensor | None]], int] | None = None
         self.known_args: Sequence[Any] = ()
         self.calling: CallForward | None = None
         self._around: Around | None = None
@@ -351,18 +368,31 @@ class CallRecorder(Recorder):
             policy = CheckpointPolicy.SAVE  # it follows the native region around it
         op: ForwardOp
         record: Record
+        # What is read of it is set, also where the class has the same: Python finds the former far sooner.
         if policy is _RECOMPUTE:
             op, record = _new(ForwardOp), _new(Record)
+            record.slots = NO_SLOTS
+            record.elided_outputs = None
         else:
             op, record = _new(SavedOp), _new(HandleCall)
             record.group = name
-            if self.region.rng is not None:
-                op.rng_start = self.region.rng.mark()
+            record.as_tuple = False
+            record.elided_inputs = record.drawn = None
+            record.plain = ()
+            rng = self.region.rng
+            op.rng_start = None if rng is None else rng.mark()
         record.name = name
         record.policy = policy
-        self.note_record(record)
+        tape = self.region.tape
+        if name in tape.records or self.mode.parent is not None:
+            self.note_record(record)
+        else:  # what it does, for the usual op
+            tape.records[name] = record
+            record.saved_before = len(tape.saved)
         op._ctx = ctx
         op._name = name
+        op._step = -1
+        op.args = ()
         op.ops = self
         op.record = record
         op.outer = self.opened
@@ -396,17 +426,6 @@ class CallRecorder(Recorder):
         """Whether the body of a RECOMPUTE op runs: replay runs all of it."""
         return self.opened is not None and self.opened.is_running()
 
-    def note_skipped(self, record: HandleCall, outputs: tuple[Tensor, ...], ctx: Any) -> None:
-        """Note what a SAVE op made, and its autograd node: in replay that reads nothing."""
-        self.skipped_any = True
-        if self.watch is not None:
-            self.watch.skipped_op = None
-            if self.has_policy or self.watch.native is not None:
-                self.watch.note_handle(record, outputs)
-        number = node_number(ctx)
-        self.skipped.append((number, number + 1))
-        self.made.note_skipped(record, outputs)
-
     def forget_expected(self) -> None:
         """Expect nothing: something else has come."""
         self.expected = None
@@ -418,8 +437,10 @@ class CallRecorder(Recorder):
         for place, arg in enumerate(args):
             if isinstance(arg, Tensor) and not (self.entries and self.note_reader(arg)):
                 made = self.made.maker_of(arg)
-                if made is not None and made.record.policy is not _RECOMPUTE:
-                    slots[place] = self._slot_for(record.name, f"input {place}", arg, made.record, made.place)
+                if made is not None:
+                    maker, output, _, _ = made
+                    if maker.policy is not _RECOMPUTE:
+                        slots[place] = self._slot_for(record.name, f"input {place}", arg, maker, output)
         if slots:
             record.slots = slots
 
@@ -453,12 +474,13 @@ class CallRecorder(Recorder):
         """Do what `pack` does where a call runs, or a SAVE op is expected to save."""
         if self.expected is not None:
             record, tensors, number = self.expected
-            name, expected = tensors[-1]
+            name, expected = tensors.pop()
+            while expected is None and tensors:
+                name, expected = tensors.pop()
             if tensor is expected and number == sequence_number():
-                tensors.pop()
                 held = self.hold(record, name, tensor, record.policy)
                 if not tensors:
-                    self.forget_expected()
+                    self.expected, self.known_args = None, ()
                 return held
             self.forget_expected()  # autograd did not record the op
         calling = self.calling
@@ -481,7 +503,7 @@ class CallRecorder(Recorder):
         holder = self.holder_for(record.name, name, tensor)
         made = self.made.maker_of(tensor) if self.made.tensors else None
         if (
-            self._elide_output(made, record, tensor, holder)
+            made[0].policy is _RECOMPUTE and self._elide_output(made, record, tensor, holder)
             if made is not None
             else self.known_args and self._elide_input(record, tensor, owner, holder)
         ):
@@ -494,7 +516,7 @@ class CallRecorder(Recorder):
         return holder
 
     def _elide_output(self, made: Made, record: Record, tensor: Tensor, holder: OpHolder) -> bool:
-        """Let replay take a saved tensor from another op's output, if it makes that again; return whether it does.
+        """Let replay take a saved tensor from the output of an op that it runs again; return whether it can.
 
         Args:
             made: The output that the tensor is, or is a view or an alias of.
@@ -502,15 +524,16 @@ class CallRecorder(Recorder):
             tensor: The saved tensor.
             holder: Its holder.
         """
-        maker, source = made.record, made.tensor()
+        maker, place, version, output = made
+        source = output()
         # Of an alias of an output that is gone nobody knows where it lies.
-        if maker.policy is not _RECOMPUTE or maker is record or tensor._version != made.version or source is None:
+        if maker is record or tensor._version != version or source is None:
             return False
         if self.has_policy and self.watch is not None and not self.watch.runs_writer(tensor):
             return False  # written since, past its version counter, by an op that replay need not run
         if maker.elided_outputs is None:
             maker.elided_outputs = []
-        maker.elided_outputs.append(Elided.of(tensor, holder, made.place, source))
+        maker.elided_outputs.append(Elided.of(tensor, holder, place, source))
         return True
 
     def _elide_input(self, record: Record, tensor: Tensor, owner: Tensor, holder: OpHolder) -> bool:
@@ -606,6 +629,7 @@ def _note_origin(holder: OpHolder, owner: Tensor, first_number: int) -> None:
     """Note where an input comes from, which replay compares as it does for what is recomputed."""
     node = owner.grad_fn
     holder.producer = type(node)
+    holder.origin = None
     if type(owner) is not Tensor or owner.dtype in AUTOCAST_DTYPES:
         holder.origin = parameter_behind(owner)
     outside = owner.requires_grad if node is None else node_number(node) < first_number

@@ -160,9 +160,11 @@ class HandleCall(Record, Entry):
         return self
 
     def forget_slots(self) -> None:
-        """Drop what only a further replay would need."""
-        super().forget_slots()
-        self.kept = _NONE
+        """Drop what only a further replay would need; its inputs are in no slots."""
+        if self.drawn is not None:
+            self.drawn = None
+        if self.kept:
+            self.kept = _NONE
 
 
 class WholeCall(Record, Entry):

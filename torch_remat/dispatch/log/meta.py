@@ -151,7 +151,8 @@ def stand_in(meta: Any, source: Source, compute: Callable[[str], torch.Tensor] |
         shape, stride, _ = meta.geometry
         made: torch.Tensor = meta.kind.__tensor_unflatten__(parts, meta.context, shape, stride)
         return made
-    return placeholder_at(meta.geometry, meta.dtype, meta.device, source, meta.lazy, compute)
+    geometry, dtype, device, _, lazy = meta
+    return placeholder_at(geometry, dtype, device, source, lazy, compute)
 
 
 def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch_remat.dispatch.log.slot import Slot
     from torch_remat.dispatch.views import Elided
 
-_NO_SLOTS: Mapping[int, Any] = MappingProxyType({})
+NO_SLOTS: Mapping[int, Any] = MappingProxyType({})
 
 
 class Record:
@@ -37,7 +37,7 @@ class Record:
 
     # Most records have little to note: what stands here is not set for each of them.
     as_tuple = False
-    slots: Mapping[int, Slot] = _NO_SLOTS
+    slots: Mapping[int, Slot] = NO_SLOTS
     elided_outputs: list[Elided] | None = None
     elided_inputs: list[Elided] | None = None
     drawn: RngState | None = None
@@ -53,7 +53,7 @@ class Record:
 
     def forget_slots(self) -> None:
         """Drop what only a further replay would need."""
-        self.slots = _NO_SLOTS
+        self.slots = NO_SLOTS
         self.drawn = None
 
 
@@ -86,11 +86,11 @@ class Stretch(Record):
     start = 0
     end = -1  # until it is over
     left: Sequence[Left] = ()
-    returned: Mapping[int, Slot] = _NO_SLOTS
+    returned: Mapping[int, Slot] = NO_SLOTS
     raised = False
 
     def forget_slots(self) -> None:
         """Drop what only a further replay would need."""
         super().forget_slots()
         self.left = ()
-        self.returned = _NO_SLOTS
+        self.returned = NO_SLOTS

@@ -17,7 +17,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
-from types import NoneType
 from typing import Any, NamedTuple, Protocol
 from weakref import ref
 
@@ -158,9 +157,7 @@ class Recorder:
         holder.op = op
         holder.tensor_name = name
         holder.metadata = metadata_of(tensor)
-        holder.origin = holder.value = holder.packed = holder.unpack = None
-        holder.plain = False
-        holder.producer = NoneType
+        holder.value = holder.packed = holder.unpack = None
         holder.resident = True
         region.tape.holders.append(ref(holder))
         return holder

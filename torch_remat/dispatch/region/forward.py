@@ -155,6 +155,7 @@ class Recording(RematMode):
 
     def __init__(self, region: Region) -> None:
         self.region = region
+        self.observed = self.watcher = None
         self._first_number = region.first_number
         self._saved = region.tape.saved
         self._counters: list[torch.Tensor] = []
@@ -380,7 +381,7 @@ class Recording(RematMode):
             self._values.forget()
             self._values = self.region.values = None
         if self.observed is not None:
-            self.observed = None
+            self.observed = self.watcher = None
 
 
 keep_from_compiler(Recording.pack_hook)

@@ -75,7 +75,7 @@ class Filling(RematMode):
         self._error: RematError | None = None
         self.over = False
         self._values: Values | None = None
-        self.watcher = None
+        self.watcher = self.observed = None
         self._unfilled_number = -1  # of the latest op that may yet fill what it saved
         self._saved = region.tape.saved
         self._limit = len(self._saved)  # 0 once the replay is over, so that the pack hook has one thing to look at
@@ -193,7 +193,8 @@ class Filling(RematMode):
                 ):
                     owner = tensor._base
                     if (
-                        type(tensor.grad_fn) is holder.producer and position not in layouts
+                        (type(tensor.grad_fn) is holder.producer or (ops is not None and ops.has_loaded(tensor)))
+                        and position not in layouts
                         if owner is None
                         else type(owner.grad_fn) is holder.producer
                         and layouts.get(position, layout := layout_of(tensor, owner)) == layout
