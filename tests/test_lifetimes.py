@@ -164,6 +164,18 @@ def test_backward_frees_a_parameter_without_gradient_while_the_output_is_held(op
     assert weight.expired()
 
 
+@pytest.mark.parametrize("options", OPTIONS, ids=shown)
+def test_region_that_saves_nothing_keeps_nothing_while_its_output_is_held(options):
+    shift = torch.randn(3)
+    (given,) = watch(shift)
+    x = leaf(3)
+    y = checkpointed(lambda x, shift: x + shift, **options)(x, shift)
+    del shift
+    assert given.expired()
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.ones(3))
+
+
 def test_part_of_the_outputs_dropped_frees_what_only_it_needs():
     def block(x):
         return x.sin().exp(), x.cos().tanh()

@@ -91,6 +91,7 @@ class Holder:
     fingerprint: Any
 
     op: str | None = None
+    resident = False
 
     @property
     def name(self) -> str:
@@ -196,49 +197,38 @@ with torch.enable_grad():
     CAST = type(torch.zeros((), requires_grad=True, device="cpu").to(torch.float64).grad_fn)
 
 
-def read(packed: Holder | Anchor) -> torch.Tensor:
-    """Unpack hook: return a saved tensor, replaying its region if it is not there.
+def read(packed: Any) -> Any:
+    """Unpack hook: return the tensor of a holder or an anchor, replaying its region if it is not there.
 
     Raises:
         MutationError: The tensor was changed in place after autograd saved it.
         ReleasedError: The region's inputs were freed by an earlier backward.
     """
     if type(packed) is not Holder:
-        if type(packed) is not tuple:
-            return _read_of_op(packed)
-        value, version, region = packed
-        if value._version != version:
-            raise changed_in_place(region, "parameter" if is_parameter(value) else "leaf", value.shape)
-        return value
+        if type(packed) is tuple:
+            value, version, region = packed
+            if value._version != version:
+                raise changed_in_place(region, "parameter" if is_parameter(value) else "leaf", value.shape)
+            return value
+        if packed.unpack is not None:
+            with torch.no_grad():
+                return packed.unpack(packed.packed)
+        if not packed.region.finished:
+            packed.region.tape.backward_inside = True
+    region = packed.region
     kept = packed.value
     if kept is None:
-        kept = packed.region.refill(packed)
+        kept = region.refill(packed)
     if kept._version != packed.metadata[0]:
-        raise changed_in_place(packed.region, "tensor", packed.metadata[1], packed.name)
+        raise changed_in_place(region, "tensor", packed.metadata[1], packed.name, packed.op)
     if (
-        packed.region.inputs is not None
+        region.inputs is not None
+        and not packed.resident
         and graph_is_kept()
-        and not packed.region.filling
+        and not region.filling
         and graph_exec_group() is None
     ):
         packed.value = None
-    return kept
-
-
-def _read_of_op(holder: Any) -> torch.Tensor:
-    if holder.unpack is not None:
-        with torch.no_grad():
-            unpacked: torch.Tensor = holder.unpack(holder.packed)
-        return unpacked
-    kept: torch.Tensor | None = holder.value
-    if not holder.region.finished:
-        holder.region.tape.backward_inside = True
-    if kept is None:
-        kept = holder.region.refill(holder)
-    if kept._version != holder.metadata[0]:
-        raise changed_in_place(holder.region, "tensor", holder.metadata[1], holder.tensor_name, holder.op)
-    if not holder.resident and graph_is_kept() and not holder.region.filling and graph_exec_group() is None:
-        holder.value = None
     return kept
 
 
