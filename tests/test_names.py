@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from handle_ops import RECOMPUTE, SAVE, STYLES, Both, Inner, Result, Trace, call
 from helpers import assert_same, assert_same_program, checkpointed, leaf
+from torch import nn
 
 import torch_remat as remat
 
@@ -208,3 +211,26 @@ def test_scope_left_open_by_an_early_stop_does_not_leak():
 def test_scope_that_is_empty_or_no_string_is_an_error(name):
     with pytest.raises(remat.UsageError), remat.name_scope(name):
         pass
+
+
+def test_names_of_a_decorated_method_begin_below_its_module():
+    def decorated(function):
+        @functools.wraps(function)
+        def call(*args):
+            return function(*args)
+
+        return call
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.Linear(4, 4, bias=False)
+
+        @decorated
+        def forward(self, x):
+            return self.up(x).sin()
+
+    layer, x = Layer(), torch.randn(2, 4)
+    names = remat.list_names(layer)(x).names
+    assert names == ["up.t_0_0", "up.mm_0_0", "sin_0_0"]
+    assert remat.list_names(layer.forward)(x).names == names

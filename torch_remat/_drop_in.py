@@ -14,7 +14,6 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts, noop_co
 
 from torch_remat._checkpoint import checkpoint
 from torch_remat._compat import SELECTIVE_CONTEXTS, torch_checkpoint_switches
-from torch_remat._of_module import method_of
 from torch_remat.dispatch.options import ContextFn, DeterminismCheck, Options
 from torch_remat.errors import UsageError
 from torch_remat.policies.kinds import FunctionPolicy, OpListPolicy, OpPolicy, as_policy
@@ -120,8 +119,7 @@ class DropIn:
             changed.update(self._for_contexts(context_fn))
         bind = checkpoint(**{**self._options, **changed}) if changed else self._bind
         if type(function) is partial and type(function.func) is FunctionType:
-            named = (changed.get("policy") or self._options.get("policy")) is not None
-            function, args, kwargs = _method_of(function, args, kwargs, named)
+            function, args, kwargs = _method_of(function, args, kwargs)
         return bind(function)(*args, **kwargs)
 
     def _present(self, option: str) -> Any:
@@ -160,17 +158,15 @@ class DropIn:
         }
 
 
-def _method_of(
-    function: partial[Any], args: tuple[Any, ...], kwargs: dict[str, Any], named: bool
-) -> tuple[Any, Any, Any]:
+def _method_of(function: partial[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
     """Return a partial of a module's forward as the method that it is, and the call's arguments.
 
-    Names of ops begin below the module, if they have to, and tensors in the partial are inputs of the region.
+    Names of ops begin below the module, and tensors in the partial are inputs of the region.
     """
     if not function.args or not isinstance(function.args[0], Module):
         return function, args, kwargs
     module, *first = function.args
-    return method_of(function.func, module, named), (*first, *args), {**function.keywords, **kwargs}
+    return function.func.__get__(module), (*first, *args), {**function.keywords, **kwargs}
 
 
 def _policy_of(context_fn: ContextFn) -> tuple[OpPolicy, bool] | ContextFn:

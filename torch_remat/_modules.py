@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch.nn import Module
 
 from torch_remat._checkpoint import checkpoint
-from torch_remat._of_module import OfModule, method_of
+from torch_remat._of_module import OfModule
 from torch_remat.errors import UsageError
 
 Patterns = str | Iterable[str] | Mapping[str, Mapping[str, Any]]
@@ -127,8 +127,8 @@ class RegionForward(OfModule):
         function = self.earlier
         if function is None:
             module = self.module
-            named = self.options.get("policy") is not None
-            function = method_of(type(module).forward, module, named)  # the class as it is now: fully_shard changes it
+            forward: Any = type(module).forward  # of its class as it is now: fully_shard changes it
+            function = forward.__get__(module)  # MethodType is unknown to the compiler
         if self.active:
             function = self._bind(function)
         return function(*args, **kwargs)

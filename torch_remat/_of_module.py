@@ -6,11 +6,9 @@ module, a deep one or an unpickled one, has for itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
-from torch.compiler import is_compiling
 from torch.nn import Module
 
 from torch_remat.errors import UsageError
@@ -56,26 +54,3 @@ class OfModule:
 
 def _nothing() -> None:
     return None
-
-
-def method_of(function: Any, module: Module, named: bool) -> Callable[..., Any]:
-    """Return a function as a method of a module.
-
-    Args:
-        function: The function.
-        module: The module.
-        named: Whether names of ops have to begin below the module. What looks for it there follows ``__wrapped__`` of a
-            decorated function, which leads past the method to a function that knows no module.
-    """
-    if named and hasattr(function, "__wrapped__") and not is_compiling():
-        function = _without_wrapped(function)
-    method: Callable[..., Any] = function.__get__(module)  # MethodType is unknown to the compiler
-    return method
-
-
-def _without_wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
-    def forward(module: Module, /, *args: Any, **kwargs: Any) -> Any:
-        return function(module, *args, **kwargs)
-
-    forward.__qualname__ = function.__qualname__
-    return forward

@@ -51,9 +51,9 @@ class ModulePath:
             hook.remove()
 
     def _learn_root(self) -> None:
-        function = unwrap(self._function)
-        root = function if isinstance(function, Module) else getattr(function, "__self__", None)
-        if isinstance(root, Module):
+        # A decorated method is known by its module: what it wraps is a function, which tells of none.
+        root = unwrap(self._function, stop=lambda function: isinstance(_owner_of(function), Module))
+        if isinstance(root := _owner_of(root), Module):
             self._learn(root, "")
 
     def _learn(self, module: Module, name: str) -> None:
@@ -77,3 +77,7 @@ class ModulePath:
             return
         if get_ident() == self._thread and len(self.stack) > 1:
             self.stack.pop()
+
+
+def _owner_of(function: Any) -> Any:
+    return function if isinstance(function, Module) else getattr(function, "__self__", None)
