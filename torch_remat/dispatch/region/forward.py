@@ -187,7 +187,7 @@ class Recording(RematMode):
                 if producer is CAST or node._sequence_nr() < first_number:
                     return self.pack(tensor)
             elif owner.requires_grad:
-                saved(owner)
+                saved(owner)  # the graph owns it, and so may a view of it
                 return (tensor, tensor._version, region)
             elif tensor.is_floating_point():
                 tape.buffers.add(len(tape.saved))
@@ -225,7 +225,7 @@ class Recording(RematMode):
         if is_parameter(owner) or (node is None and owner.requires_grad and not is_input):
             # An argument that is a view of a parameter comes back from the inputs without its base.
             region.tape.saved.append(None if is_input else owner)
-            return (tensor, tensor._version, region)
+            return (tensor if tensor is owner else self._alias_of(tensor), tensor._version, region)
         holder = Holder()
         region.tape.saved.append(ref(holder))
         holder.region = region
@@ -259,6 +259,12 @@ class Recording(RematMode):
             alias = tensor.detach()
             alias.data = _NOTHING
         return alias
+
+    def _alias_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.watcher is None or type(tensor) is not Tensor:
+            return tensor.detach()
+        with without_dispatch_modes():
+            return tensor.detach()
 
     def ops_now(self) -> CallRecorder:
         """Return the ops of this forward."""

@@ -209,7 +209,7 @@ class Filling(RematMode):
                     ):
                         self.position = position + 1
                         holder.value = value = tensor.detach() if self.watcher is None else self._alias_of(tensor)
-                        if position in buffers:
+                        if position in buffers and (ops is None or ops.may_fill()):
                             self._unfilled_number = sequence_number()
                         if position == last:
                             self._stop_at(position)
