@@ -98,12 +98,15 @@ def is_same_leaf(before: torch.Tensor, now: torch.Tensor) -> bool:
 
 
 def _have_equal_values(before: torch.Tensor, now: torch.Tensor) -> bool:
-    """Whether two tensors are equal; those of a subclass without memory of its own are if what they consist of is."""
+    """Whether two tensors are equal; those of a subclass without memory of its own are if what they consist of is.
+
+    A placeholder, in a wrapper of replay, stands for what forward made and has no data to look at.
+    """
     olds, news = list(parts_of(before)), list(parts_of(now))
     if (before.shape, before.dtype, len(olds)) != (now.shape, now.dtype, len(news)):
         return False
     return all(
-        (old.shape, old.dtype) == (new.shape, new.dtype) and torch.equal(old, new)
+        (old.shape, old.dtype) == (new.shape, new.dtype) and (isinstance(new, Placeholder) or torch.equal(old, new))
         for old, new in zip(olds, news, strict=True)
     )
 
