@@ -80,22 +80,15 @@ def test_leaf_around_placeholders_is_not_looked_at():
     """Replay compares a leaf that was made in the region with forward's by their values: there are none."""
 
     def block(x):
-        s = (x * 1.5).detach().requires_grad_()
+        h = x * 1.5
+        s = h.detach().requires_grad_()
         (grad,) = torch.autograd.grad(s.sin().square().sum(), s)
-        return x * 1.5 * grad
+        return h * grad * 1
 
     def gradients(function):
         x = TwoTensor(torch.linspace(0, 1, 16).view(4, 4), torch.linspace(1, 2, 16).view(4, 4)).requires_grad_()
         return torch.autograd.grad(function(x * 1).sum(), x)
 
-    kept = [
-        "cos_0_0",
-        "expand_0_0",
-        *(f"mul_{n}_0" for n in range(2, 7)),
-        "ones_like_0_0",
-        "pow_1_0",
-        "sin_0_0",
-        "sum_0_0",
-    ]
+    kept = "cos_0_0 expand_0_0 mul_2_0 mul_4_0 mul_5_0 ones_like_0_0 pow_1_0 sin_0_0 sum_0_0".split()
     function = remat.checkpoint(policy=lambda ctx, *_, **__: ctx.name in kept)(block)
     assert_same(gradients(block), gradients(function))
