@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from torch_remat._compat import DispatchMode, sequence_number
+from torch_remat._compat import DispatchMode, sequence_number, storage_key
 from torch_remat.dispatch.check.mismatch import SAME_OPS, described, differs_at
 from torch_remat.dispatch.holder import Holder, OwnRegion
 from torch_remat.dispatch.log.schema import WRITES_WITHOUT_SAYING, effects_of
@@ -60,11 +60,12 @@ def checksum(tensor: torch.Tensor) -> bytes:
     return hashlib.blake2b(data, digest_size=16).digest()
 
 
-class TrainedStatistics(DispatchMode):
-    """Leaves the running statistics of batch norms in training out of the comparison, while a forward runs.
+class LeftOut(DispatchMode):
+    """Leaves out of the comparison what is saved and may differ from run to run, while a forward runs.
 
-    Autograd saves them, each run changes them, and backward does not read them. In evaluation it does.
-    Instance norms are batch norms too, on copies of the statistics.
+    The running statistics of batch norms in training: autograd saves them, each run changes them, and backward does not
+    read them. In evaluation it does. Instance norms are batch norms too, on copies of the statistics. And the workspace
+    of recurrent layers, which has gaps that nobody has written.
 
     Args:
         values: What takes the values of the forward.
@@ -80,9 +81,16 @@ class TrainedStatistics(DispatchMode):
         self, op: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run the op; what a batch norm is about to change is saved, but its value is not taken yet."""
-        if effects_of(op).name in WRITES_WITHOUT_SAYING and args[5]:
+        name = effects_of(op).name
+        if name in WRITES_WITHOUT_SAYING and args[5]:
             self._values.leave_out(args[3:5])
-        return op(*args, **(kwargs or {}))
+        result = op(*args, **(kwargs or {}))
+        self._values.workspace = storage_key(result[3]) if name in _RECURRENT else None
+        return result
+
+
+# The fourth of what they return is their workspace.
+_RECURRENT = frozenset(("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn"))
 
 
 class Values:
@@ -91,18 +99,25 @@ class Values:
     Args:
         value_of: The function whose values are taken.
         compare: Is called with each holder and its value; without it the holder keeps the value.
+
+    Attributes:
+        workspace: The storage of one that the op before has made; its value is not taken.
     """
 
-    __slots__ = ("_compare", "_number", "_pending", "_value_of")
+    __slots__ = ("_compare", "_number", "_pending", "_value_of", "workspace")
 
     def __init__(self, value_of: ValueOf, compare: Callable[[Holder, Any], None] | None = None) -> None:
         self._value_of = value_of
         self._compare = compare
         self._pending: list[tuple[Holder, torch.Tensor]] = []
         self._number = -1
+        self.workspace: int | None = None
 
     def add(self, holder: Holder, tensor: torch.Tensor) -> None:
         """Queue a tensor, after taking the values of the ops before it."""
+        if self.workspace is not None and type(tensor) is torch.Tensor and storage_key(tensor) == self.workspace:
+            holder.fingerprint = _NOT_COMPARED
+            return
         if type(tensor) is Placeholder:  # in a region inside one that is replayed, and leaves out what made it
             holder.fingerprint = _NOT_COMPARED
             return

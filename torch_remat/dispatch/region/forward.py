@@ -26,7 +26,7 @@ from torch_remat._compat import (
     without_dispatch_modes,
 )
 from torch_remat.dispatch.check.parameters import used_leaves, versions_of
-from torch_remat.dispatch.check.values import TrainedStatistics, Values, value_function
+from torch_remat.dispatch.check.values import LeftOut, Values, value_function
 from torch_remat.dispatch.handle.recorder import CallRecorder
 from torch_remat.dispatch.holder import (
     CAST,
@@ -128,7 +128,7 @@ class Recording(RematMode):
             self.lets_compiled_code_run = True
             self.opening = region.op_log.begin("forward")
         if self._values is not None:
-            contexts.append(TrainedStatistics(self._values))
+            contexts.append(LeftOut(self._values))
         if region.options.policy is not None:
             contexts += self._policy_contexts(region.options.policy)
         return contexts
