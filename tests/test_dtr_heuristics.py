@@ -141,7 +141,7 @@ def test_names_classes_and_instances_resolve():
 
 
 def test_base_asks_for_a_score():
-    with pytest.raises(NotImplementedError):
+    with pytest.raises(NotImplementedError, match=r"Heuristic is a heuristic without score\(storage, clock\)"):
         Heuristic().score(Block("x"), 1)
 
 

@@ -6,6 +6,7 @@ module, a deep one or an unpickled one, has for itself.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any
 from weakref import ref
 
@@ -26,9 +27,9 @@ class OfModule:
     def __init__(self, module: Module | None) -> None:
         self._reference = _nothing if module is None else ref(module)
 
+    @abstractmethod
     def parts(self, memo: dict[int, Any] | None) -> tuple[Any, ...]:
         """Return what ``__init__`` takes besides the module; for a deep copy if there is a memo."""
-        raise NotImplementedError
 
     @property
     def module(self) -> Module:

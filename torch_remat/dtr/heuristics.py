@@ -74,8 +74,11 @@ class Heuristic:
         Args:
             storage: An evictable storage.
             clock: Time in ops so far, rematerialized ones included, in the unit of `Storage.cost`.
+
+        Raises:
+            NotImplementedError: The subclass has not written it.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} is a heuristic without score(storage, clock): write it")
 
     def start(self) -> None:
         """Forget earlier runs: called once before each run that uses this instance."""
