@@ -176,8 +176,8 @@ def _of_records(region: Any) -> Iterator[Kept]:
         if isinstance(record, Stretch):
             for place, slot in list(record.returned.items()):
                 yield Kept("slot", record.name, str(place), slot.kept, slot.device)
-            for _, slot, _ in list(record.left):
-                yield Kept("slot", record.name, "written", slot.kept, slot.device)
+            for left in list(record.left):
+                yield Kept("slot", record.name, "written", left.slot.kept, left.slot.device)
 
 
 def _of_calls(region: Any, calls: Sequence[Entry]) -> Iterator[Kept]:

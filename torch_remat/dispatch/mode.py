@@ -13,6 +13,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -147,6 +148,32 @@ class RematMode(DispatchMode):
         if self.observed is None:
             return ops.run_native(name, policy, function, args, kwargs)
         return self.observed.run_native(ops.run_native, name, policy, function, args, kwargs)
+
+    def run_call(
+        self,
+        opaque: bool,
+        name: str,
+        policy: CheckpointPolicy,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Run a call of `region` in this phase; the arguments and errors are those of `run_native`.
+
+        Args:
+            opaque: Whether its ops need not be watched.
+            name: Its name, with its scopes.
+            policy: Whether replay leaves it out.
+            function: What is called.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+        """
+        ops = self.ops_now()
+        if ops is None:
+            return function(*args, **kwargs)
+        if self.observed is None:
+            return ops.run_call(opaque, name, policy, function, args, kwargs)
+        return self.observed.run_native(partial(ops.run_call, opaque), name, policy, function, args, kwargs)
 
     @abstractmethod
     def give_name(self, tensor: torch.Tensor, name: str) -> None:

@@ -56,8 +56,13 @@ class Elided(NamedTuple):
         made: Elided = new_tuple(cls, (ref(holder), place, *places))
         return made
 
-    def value(self, source: torch.Tensor) -> torch.Tensor | None:
-        """Return the saved tensor, from replay's counterpart of its source; None if that lies otherwise in memory."""
+    def value(self, source: torch.Tensor, with_history: bool = False) -> torch.Tensor | None:
+        """Return the saved tensor, from replay's counterpart of its source; None if that lies otherwise in memory.
+
+        Args:
+            source: The counterpart.
+            with_history: Whether it is to be a view of the source for autograd, too.
+        """
         view, known = self.view, self.source
         if view is None or known is None:
             return source.detach()
@@ -70,7 +75,7 @@ class Elided(NamedTuple):
         moved = offset_in_bytes(source) - known.offset_bytes
         if not view.lies_within(source.untyped_storage().nbytes(), moved):
             return None
-        return view.seen_in(source.detach(), moved)
+        return view.seen_in(source if with_history else source.detach(), moved)
 
 
 def _laid_out(tensor: torch.Tensor, like: Placement) -> torch.Tensor | None:

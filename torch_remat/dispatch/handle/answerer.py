@@ -20,19 +20,29 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from torch_remat.dispatch.check.mismatch import SAME_ORDER, another_op, mismatched, other_source
 from torch_remat.dispatch.handle.op import SKIPPED, RematHandle
-from torch_remat.dispatch.handle.whole_call import another_call, is_same_call, replayed
+from torch_remat.dispatch.handle.saved_call import (
+    SavedCall,
+    kept_of_second_run,
+    of_another_function,
+    put_back,
+    result_of,
+)
+from torch_remat.dispatch.handle.variables import identity_of
+from torch_remat.dispatch.handle.whole_call import another_call, is_same_call, made_again, replayed
 from torch_remat.dispatch.holder import metadata_of, parameter_behind
 from torch_remat.dispatch.log.entry import VIEW, WRITTEN, Entry, HandleCall, WholeCall, run_for_good
-from torch_remat.dispatch.log.meta import stand_in
+from torch_remat.dispatch.log.meta import layout_of, stand_in
 from torch_remat.dispatch.log.needs import Needs, find_needs
 from torch_remat.dispatch.log.op_answerer import OpAnswerer, loaded_slots
 from torch_remat.dispatch.log.record import Record, Stretch
+from torch_remat.dispatch.log.slot import Slot
 from torch_remat.dispatch.log.schema import effects_of, without_statistics
 from torch_remat.dispatch.log.suppressed import Aftermath, Suppressed
-from torch_remat.dispatch.placeholder import TORCH_SAYS, Placeholder, Source, new_tuple, real, refuse
+from torch_remat.dispatch.placeholder import TORCH_SAYS, Placeholder, Source, new_tuple, real, refuse, unpack
 from torch_remat.dispatch.region.inputs import leaves_of, with_leaves
 from torch_remat.dispatch.views import Elided
 from torch_remat.errors import (
@@ -221,6 +231,7 @@ class Answerer:
         self.ops: OpAnswerer | None = None  # while the ops of the region, or of a native region, are watched
         self._answers: OpAnswerer | None = None
         self._in_skipped = False  # whether the body of a native region runs
+        self._in_call = False  # whether it is that of a call of `region`
         if self.region.options.policy is not None and self._entries:
             self.ops = self._watched_ops()
             self.ops.expect(self._entries)
@@ -243,6 +254,8 @@ class Answerer:
         Raises:
             MismatchError: This is not the op that forward had here.
         """
+        if self._in_call:
+            return None  # it is part of the call
         if self._in_skipped:
             policy = CheckpointPolicy.SAVE  # it follows the native region around it
         place = self._next
@@ -266,7 +279,7 @@ class Answerer:
         kwargs: Mapping[str, Any],
     ) -> Any:  # fmt: skip
         """Run a native region; see `RematMode.run_native`."""
-        if self._in_skipped:
+        if self._in_skipped or self._in_call:
             return function(*args, **kwargs)
         self._replay.stop_if_filled()  # forward does not expect it to come here
         place, records = self._next, self._records
@@ -280,7 +293,7 @@ class Answerer:
             if record.elided_inputs or self.made:
                 self.fill_elided(record, tuple(args) if not kwargs else (*args, *kwargs.values()))
             return replayed(self, record, function, args, kwargs, self.start_over)
-        if type(record) is Stretch:
+        if isinstance(record, Stretch):
             return self._run_stretch(record, function, args, kwargs)
         if self.region.options.policy is not None:
             self._in_skipped = policy is not CheckpointPolicy.RECOMPUTE
@@ -292,6 +305,53 @@ class Answerer:
             leaves = self.load_inputs(record, leaves_of(args, kwargs), name)
             args, kwargs = with_leaves(args, kwargs, leaves)
         return function(*args, **kwargs)
+
+    def run_call(
+        self, _opaque: bool, name: str, policy: CheckpointPolicy, function: Callable[..., Any], args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:  # fmt: skip
+        """Run a call of `region`, or leave it out; see `RematMode.run_call`."""
+        records, place = self._records, self._next
+        call = records[place] if place < len(records) else None
+        if self._in_call or not isinstance(call, SavedCall) or call.name != name or call.policy is not policy:
+            return self.run_native(name, policy, function, args, kwargs)
+        self._replay.stop_if_filled()
+        self._next = place + 1
+        leaves = leaves_of(args, kwargs)
+        if identity_of(function) != call.identity or layout_of(leaves, {}) != call.layout:
+            self._replay.fail(of_another_function(self.region, call, function))
+        given = call.given(function, leaves)
+        if not (call.again or call.raised or self.region.tape.backward_inside) and not any(
+            entry.run for entry in self._entries[call.start : call.end]
+        ):
+            if put_back(call, given, self.region_name):
+                if call.elided_inputs or self.made:
+                    self.fill_elided(call, given)
+                if call.drawn is not None:
+                    call.drawn.restore()
+                return result_of(self, call, given, self._load, self.start_over)
+        return self._call_again(call, function, args, kwargs, given)
+
+    def _load(self, slot: Slot, op: str, name: str) -> Tensor:
+        """Return what a slot keeps, which hooks around the region may have given already."""
+        loaded = self._slots.get(id(slot))
+        return slot.load(self.region_name, op, name) if loaded is None else loaded.detach()
+
+    def _call_again(
+        self, call: SavedCall, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], given: Any
+    ) -> Any:
+        if not self.region.finished and (call.elided_inputs or self.made):
+            self.fill_elided(call, given)  # a gradient taken inside reads them
+        self._in_call = True
+        try:
+            with saved_tensors_hooks(kept_of_second_run, unpack):
+                if call.opaque is None:
+                    return self._run_stretch(call, function, args, kwargs)
+                return made_again(self, call.opaque, function, args, kwargs)
+        finally:
+            self._in_call = False
+            if not self._replay.over and (call.elided_inputs or self.made):
+                self.fill_elided(call, given)
 
     def _run_stretch(
         self, stretch: Stretch, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -417,11 +477,11 @@ class Answerer:
 
     def skips(self) -> bool:
         """Whether a native region runs that replay skips."""
-        return self._in_skipped
+        return self._in_skipped or self._in_call
 
     def passes_over(self) -> bool:
-        """Whether what runs now has come in this replay before: it has not."""
-        return False
+        """Whether a call of `region` runs again, in which the log has no names."""
+        return self._in_call
 
     def forget(self) -> None:
         """At the end of the replay: let go of what placeholders that outlive it may know."""

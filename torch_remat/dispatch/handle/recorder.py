@@ -19,6 +19,7 @@ from torch_remat._compat import has_returned, node_number, sequence_number
 from torch_remat.dispatch.ambient import RngState
 from torch_remat.dispatch.check.inner_ops import Around
 from torch_remat.dispatch.handle.op import RematHandle
+from torch_remat.dispatch.handle.saved_call import RunningCall, check_needs, mark_calls_made_again
 from torch_remat.dispatch.handle.whole_call import CallForward, is_whole_call
 from torch_remat.dispatch.holder import AUTOCAST_DTYPES, Anchor, Holder, OpHolder, is_parameter, parameter_behind
 from torch_remat.dispatch.log.entry import HandleCall
@@ -326,7 +327,8 @@ class CallRecorder(Recorder):
         known_args: The inputs of the op whose tensors are expected, or of the call that runs, if they are known.
         opened: The op with a handle that was begun last and has not ended.
         made: What ops with handles made.
-        calling: The function of torch's own that runs.
+        calling: The function of torch's own that runs, or the call of `region`.
+        calls: The saved calls of `region`.
     """
 
     def __init__(self, forward: Forward) -> None:
@@ -334,8 +336,9 @@ class CallRecorder(Recorder):
         self.made = MadeByOps(self.region)
         self.opened: ForwardOp | None = None
         self.expected: tuple[Record, list[tuple[str, Tensor | None]], int] | None = None
-        self.known_args: Sequence[Any] = ()
-        self.calling: CallForward | None = None
+        self.known_args: Iterable[Any] = ()
+        self.calling: CallForward | RunningCall | None = None
+        self.calls: list[RunningCall] = []
         self._around: Around | None = None
         self._views: list[tuple[Stretch, int, Tensor, int]] = []
 
@@ -362,6 +365,8 @@ class CallRecorder(Recorder):
         """
         if self.expected is not None:
             self.forget_expected()
+        if self.calling is not None:
+            return None  # it is part of the call
         frame, watch = _getframe(_BODY), self.watch
         if self.opened is not None and self.is_part_of_skipped(self.opened.is_around(frame, ctx)):
             return None
@@ -421,6 +426,8 @@ class CallRecorder(Recorder):
     def passes_over(self) -> bool:
         """Whether the body of a skipped op runs, to which replay does not come."""
         opened = self.opened
+        if self.calling is not None:
+            return True
         return opened is not None and opened.record.policy is not _RECOMPUTE and opened.is_running()
 
     def in_recomputed_op(self) -> bool:
@@ -592,6 +599,32 @@ class CallRecorder(Recorder):
             self.calling, self.known_args = None, ()
         return result
 
+    def run_call(
+        self, opaque: bool, name: str, policy: CheckpointPolicy, function: Callable[..., Any], args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:  # fmt: skip
+        """Run a call of `region`; see `RematMode.run_call`."""
+        if policy is _RECOMPUTE or self.has_policy or is_whole_call(function, args, kwargs):
+            return self.run_native(name, policy, function, args, kwargs)
+        if self.expected is not None:
+            self.forget_expected()
+        opened = self.opened
+        if (opened is not None and self.is_part_of_skipped(opened.is_running())) or self.skips():
+            return function(*args, **kwargs)
+        running = RunningCall(self, name, policy, function, args, kwargs)
+        self.packs = True
+        self.calling, self.known_args = running, running.given
+        try:
+            result = (running.run_opaque if opaque else self.run_stretch)(running.record, function, args, kwargs)
+            running.ends(result)
+        except BaseException:
+            running.left_by()
+            raise
+        finally:
+            self.calling, self.known_args = None, ()
+            self.calls.append(running)
+        return result
+
     def skips(self) -> bool:
         """Whether a native region runs that replay skips."""
         return self.calling is not None or super().skips()
@@ -609,7 +642,11 @@ class CallRecorder(Recorder):
             self.opened.check_ended()
         if self._views:
             self._keep_views(boundary)
+        if self.calls:
+            mark_calls_made_again(self.calls, self.entries, boundary, self.region.tape.backward_inside)
         super().finish(boundary)
+        if self.calls:
+            check_needs(self.region, self.calls, self.entries)
 
     def _keep_views(self, boundary: Sequence[torch.autograd.graph.Node | None]) -> None:
         views, self._views = self._views, []
@@ -621,7 +658,7 @@ class CallRecorder(Recorder):
     def forget(self) -> None:
         """Let go of the op that an exception has left open, and of the graph."""
         self.opened = self._around = self.calling = None
-        self._views = []
+        self._views, self.calls = [], []
         self.forget_expected()
         super().forget()
 

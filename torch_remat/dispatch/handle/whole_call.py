@@ -211,7 +211,7 @@ class CallForward:
                 self._end()
                 return
             last = sequence_number()
-            self._note_several(result, leaves)
+            note_several(ops, record, result, leaves)
             for leaf in leaves:
                 if isinstance(leaf, torch.Tensor):
                     ops.note_returned(leaf, self._first, last)
@@ -224,20 +224,6 @@ class CallForward:
                     node.register_prehook(ops.region.note_backward)
         if self._rng is not None or ops.departures.waiting:
             self._end()
-
-    def _note_several(self, result: Any, leaves: Sequence[Any]) -> None:
-        ops, record = self._ops, self.record
-        record.kind = CALL
-        record.leaves = [leaf.requires_grad if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        if len(leaves) != 1 or leaves[0] is not result:
-            record.template = optree.tree_map(_nothing, result, namespace=PYTREE_NAMESPACE)
-        record.results = [described(leaf, None) for leaf in leaves]
-        record.saved = frozenset(range(len(leaves)))
-        if record.away:
-            record.away = record.saved
-        ops.storages.note_call(record, leaves, record.reads)
-        ops.results.note(record, leaves)
-        ops.entries.append(record)
 
     def _is_view_of_argument(self, leaf: Any) -> bool:
         if not isinstance(leaf, torch.Tensor):
@@ -256,6 +242,21 @@ class CallForward:
             self._ops.departures.send()
         if self._rng is not None:
             self.record.drawn = self._rng.drawn()
+
+
+def note_several(ops: Ops, record: WholeCall, result: Any, leaves: Sequence[Any]) -> None:
+    """Note a call with whatever it returns."""
+    record.kind = CALL
+    record.leaves = [leaf.requires_grad if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    if len(leaves) != 1 or leaves[0] is not result:
+        record.template = optree.tree_map(_nothing, result, namespace=PYTREE_NAMESPACE)
+    record.results = [described(leaf, None) for leaf in leaves]
+    record.saved = frozenset(range(len(leaves)))
+    if record.away:
+        record.away = record.saved
+    ops.storages.note_call(record, leaves, record.reads)
+    ops.results.note(record, leaves)
+    ops.entries.append(record)
 
 
 class Replay(Protocol):
@@ -293,7 +294,7 @@ def replayed(
             raise record.results.kind(*record.results.args)
         return function(*args, **kwargs)
     if record.run or replay.region.tape.backward_inside:
-        return _made_again(replay, record, function, args, kwargs)
+        return made_again(replay, record, function, args, kwargs)
     if record.drawn is not None:
         record.drawn.restore()
     leaves = [_leaf(replay, record, place, known, start_over) for place, known in enumerate(record.leaves)]
@@ -317,7 +318,7 @@ def another_call(region: Any, record: WholeCall, function: Any) -> MismatchError
     )
 
 
-def _made_again(
+def made_again(
     replay: Replay, record: WholeCall, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Make the call at its own place. Forward's holders have what backward needs; results that were kept stay."""

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch_remat.dispatch.ambient import RngState
     from torch_remat.dispatch.log.slot import Slot
     from torch_remat.dispatch.views import Elided
+    from torch_remat.offload.transfer import Placement
 
 NO_SLOTS: Mapping[int, Any] = MappingProxyType({})
 
@@ -64,11 +65,15 @@ class Left(NamedTuple):
         storage: The tensor's storage.
         slot: What it was afterwards.
         place: Which entry changed it first, and which of the tensors that this entry changed it is.
+        lies: Where it lies in the storage.
+        times: How often the storage's version counter moved.
     """
 
     storage: StorageWeakRef
     slot: Slot
     place: tuple[int, int]
+    lies: Placement
+    times: int
 
 
 class Stretch(Record):

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import Any, NamedTuple, Protocol
 from weakref import ref
 
@@ -39,6 +38,7 @@ from torch_remat.dispatch.log.storages import Storages
 from torch_remat.dispatch.placeholder import new_tuple
 from torch_remat.dispatch.region.inputs import leaves_of
 from torch_remat.errors import UsageError
+from torch_remat.offload.transfer import Placement
 from torch_remat.policies.decision import CheckpointPolicy
 from torch_remat.policies.kinds import OpPolicy
 
@@ -308,13 +308,13 @@ class Recorder:
         """Note a returned tensor that no entry made."""
 
     def _note_left(self, watch: OpRecorder, stretch: Stretch) -> None:
-        for tensor, place in chain.from_iterable(watch.written.values()):
-            storage = StorageWeakRef(tensor.untyped_storage())
-            slot = self.departures.slot_for(stretch.name, "written", tensor, stretch.policy)
-            stretch.left = [*stretch.left, Left(storage, slot, place)]
-        for key, version in watch.versions.items():
-            times = watch.written[key][0][0]._version - version
+        for key, parts in watch.written.items():
+            times = parts[0][0]._version - watch.versions[key] if key in watch.versions else 0
             self._changes[key] = self._changes.get(key, 0) + times
+            for tensor, place in parts:
+                storage = StorageWeakRef(tensor.untyped_storage())
+                slot = self.departures.slot_for(stretch.name, "written", tensor, stretch.policy)
+                stretch.left = [*stretch.left, Left(storage, slot, place, Placement.of(tensor), times)]
         watch.written, watch.versions = {}, {}
 
     def pack(self, tensor: torch.Tensor) -> Holder | Anchor | None:

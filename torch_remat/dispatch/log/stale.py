@@ -116,8 +116,8 @@ def stale_reads(replay: Any) -> StaleReads | None:
     """Return what watches for stale reads; None where no native region has changed what outlives the forward."""
     changed: dict[int, list[tuple[int, torch.Tensor | None]]] = {}
     for at, record in enumerate(replay.region.tape.records.values()):
-        if type(record) is Stretch and record.left:
-            for storage, slot, _ in record.left:
+        if isinstance(record, Stretch) and record.left:
+            for storage, slot, *_ in record.left:
                 for key in still_there([storage]):
                     kept = slot.kept if isinstance(slot.kept, torch.Tensor) else None  # hooks made it something else
                     changed.setdefault(key, []).append((at, kept))

@@ -1,0 +1,143 @@
+"""`region`: one call of anything that replay leaves out; `recompute_needs_tensor`: what replay will read all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar, overload
+
+import torch
+from torch.compiler import is_compiling
+
+from torch_remat._compiled import compiled_part
+from torch_remat._names import scoped
+from torch_remat.dispatch.mode import current_mode
+from torch_remat.dispatch.naming import scope
+from torch_remat.errors import UsageError
+from torch_remat.policies.decision import CheckpointPolicy
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_FORM = (
+    "The form is remat.region(function, 'name', policy=...)(*args, **kwargs), or, for a method, "
+    "@remat.region(name='name', policy=...) before its def."
+)
+
+
+@overload
+def region(
+    function: Callable[P, R],
+    name: str,
+    *,
+    policy: CheckpointPolicy | None = None,
+    recompute: bool | None = None,
+    opaque: bool = False,
+) -> Callable[P, R]: ...
+
+
+@overload
+def region(
+    function: None = None,
+    name: str | None = None,
+    *,
+    policy: CheckpointPolicy | None = None,
+    recompute: bool | None = None,
+    opaque: bool = False,
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+
+
+def region(
+    function: Any = None,
+    name: str | None = None,
+    *,
+    policy: CheckpointPolicy | None = None,
+    recompute: bool | None = None,
+    opaque: bool = False,
+) -> Any:
+    """Give one call inside a checkpointed region a name and a policy: a call of anything.
+
+    With SAVE, the default, replay does not make the call. What autograd saves inside stays, but for arguments, variables
+    that the function closes over, and parameters, which replay has anyway. Of the result that is kept which replay
+    reads; the rest is placeholders. What the call changed in tensors from outside is changed once, and what it leaves
+    otherwise (prints, attributes, appended lists) is left once. `native_save_region` is the careful way of the same:
+    its Python runs again in replay, and only its ops do not.
+
+    A call that reaches its region otherwise than by its result is made again in replay, in the way of
+    `native_save_region`, and a warning says why: if the region goes on with a tensor that was not returned, if a
+    variable or a container made in the region was changed, if a gradient is taken in the region, if a result that
+    replay needs was written in place, or if the result holds other objects than containers, tensors and plain values.
+
+    Args:
+        function: What is called: a module, a function, the ``apply`` of a custom autograd Function, a wrapper around
+            kernels. Left out, ``region(name=...)`` is a decorator for a function or method.
+        name: The call's name, unique within the region; `name_scope` prefixes it.
+        policy: SAVE (the default); OFFLOAD, as SAVE, and what is kept leaves the device; RECOMPUTE: replay makes the
+            call, and those of its arguments that come from saved calls are kept for that.
+        recompute: True for RECOMPUTE, False for SAVE: another way to say the same.
+        opaque: Promises that the call changes nothing outside of it in place. Its ops are not watched then, in either
+            phase, which is faster for functions that run many small ops.
+
+    Returns:
+        A function that takes what ``function`` takes and returns what it returns. Outside of regions, and inside of a
+        saved call, it is the plain call, and claims no name.
+
+    Raises:
+        UsageError: At once, if the function is not callable, the name is no string or empty, the policy is none, or
+            policy and recompute are both given; from the call, if the region has another op of this name, or an
+            opaque call changed an argument in place.
+        MismatchError: In backward, if replay called another function here, or on tensors of other shapes or strides.
+        MutationError: In backward, if a kept tensor was changed in place.
+        PlaceholderError: In backward, if replay reads a result that was not kept, and the call cannot be made again.
+
+    Example:
+        >>> import torch
+        >>> import torch_remat as remat
+        >>> attention = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+        >>> def block(x):
+        ...     y, _ = remat.region(attention, "attention")(x, x, x, need_weights=False)
+        ...     return torch.sin(x + y)
+        >>> y = remat.checkpoint()(block)(torch.randn(2, 4, 8, requires_grad=True))
+        >>> y.sum().backward()
+    """
+    chosen = _policy_of(policy, recompute, name)
+    if function is None:
+        if not isinstance(name, str) or not name:
+            scoped(name)
+        return lambda decorated: wraps(decorated)(_bound(decorated, name, chosen, opaque))
+    return _bound(function, name, chosen, opaque)
+
+
+def _policy_of(policy: Any, recompute: Any, name: Any) -> CheckpointPolicy:
+    if policy is None:
+        if recompute is None or recompute is False:
+            return CheckpointPolicy.SAVE
+        if recompute is True:
+            return CheckpointPolicy.RECOMPUTE
+        raise UsageError(f"recompute={recompute!r} is neither True nor False", op=str(name), remedy=_FORM)
+    if recompute is not None:
+        raise UsageError("region() takes policy or recompute, not both", op=str(name), remedy=_FORM)
+    if not isinstance(policy, CheckpointPolicy):
+        raise UsageError(
+            f"{policy!r} is no policy",
+            op=str(name),
+            remedy="Policies of calls are remat.CheckpointPolicy.SAVE, OFFLOAD and RECOMPUTE.",
+        )
+    return policy
+
+
+def _bound(function: Any, name: Any, policy: CheckpointPolicy, opaque: bool) -> Callable[..., Any]:
+    if not callable(function):
+        raise UsageError(f"a {type(function).__name__} cannot be called", op=str(name), remedy=_FORM)
+    if type(name) is not str or not name:
+        scoped(name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if is_compiling():
+            return compiled_part(policy is not CheckpointPolicy.RECOMPUTE, function, args, kwargs)
+        mode = current_mode()
+        if mode is None:
+            return function(*args, **kwargs)
+        return mode.run_call(opaque, scope.get() + name, policy, function, args, kwargs)
+
+    return call

@@ -1,0 +1,598 @@
+"""A call of `region` that is saved: replay leaves it out, with all that its Python does.
+
+In forward: the call's arguments and variables, the ops inside, what autograd saves meanwhile, and the result. Kept:
+residents; in the log what replay must know of the result, and of what the call wrote. Out: in replay the result, kept
+tensors or placeholders in it, the elided holders filled, and what it wrote put back.
+
+NOTE [ When a saved call is made again ]
+To leave a call out is right only if it reaches the rest of its region by its result and by what it writes. Else the
+call is *made again*: it runs as a native region does, so that its Python runs once more and its ops are answered from
+the log. So it is if
+1. a node after it reads one inside that is no result, or a variable, list, dict or set made in the region and in its
+   reach holds other objects after it;
+2. a gradient is taken in the region before its forward ends: then every call of the region;
+3. an op of it must run in replay: a result that replay needs was written in place since, or is no longer there;
+4. it returned something that can be no part of the log, such as a generator or a cache object;
+5. it wrote a tensor that is made in the region, and that is not to be found among arguments and variables.
+What autograd saves in it is kept in each case, so that the second run keeps nothing. One warning says so.
+An exception that leaves the call is raised by it in replay, too.
+"""
+
+from __future__ import annotations
+
+import warnings
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum
+from functools import partial
+from types import CodeType
+from typing import Any, NamedTuple, Protocol
+from weakref import ref
+
+import optree
+import torch
+from torch.autograd.graph import Node
+from torch.nn import Parameter
+
+from torch_remat._compat import PYTREE_NAMESPACE, node_number, sequence_number, set_version, without_dispatch_modes
+from torch_remat.dispatch.check.mismatch import mismatched
+from torch_remat.dispatch.holder import CAST, Anchor, Holder, OpHolder, changed_in_place, parameter_behind
+from torch_remat.dispatch.log.entry import WRITTEN, Entry, WholeCall, run_for_good, still_there
+from torch_remat.dispatch.handle.whole_call import note_several
+from torch_remat.dispatch.log.meta import Meta, WrapperMeta, described, key_of, keys_of, layout_of, stand_in
+from torch_remat.dispatch.log.record import Left, Stretch
+from torch_remat.dispatch.log.slot import Slot, version_of
+from torch_remat.dispatch.handle.variables import (
+    Path,
+    at_path,
+    changed_in,
+    identity_of,
+    state_of,
+    tensors_reached,
+)
+from torch_remat.dispatch.placeholder import Packed, Placeholder, Source
+from torch_remat.dispatch.region.inputs import leaves_of, with_leaves
+from torch_remat.dispatch.views import Elided, placement_in
+from torch_remat.errors import MismatchError, RematWarning, UsageError, qualified_name
+from torch_remat.offload.transfer import Placement
+from torch_remat.policies.decision import CheckpointPolicy
+
+
+class Made(NamedTuple):
+    """A tensor of the result that an entry made, or a view of one.
+
+    Attributes:
+        entry: The entry.
+        place: Which of its results; `WRITTEN` if the entry wrote it.
+        meta: What is known of the tensor.
+        requires_grad: Whether it needs a gradient.
+    """
+
+    entry: Entry
+    place: int
+    meta: Any
+    requires_grad: bool
+
+
+class Passed(NamedTuple):
+    """A tensor of the result that is an argument or a variable, or a view of one.
+
+    Attributes:
+        place: Which of them.
+        view: Where it lies there; None if it is the same tensor.
+    """
+
+    place: int
+    view: Elided | None
+
+
+class PutBack(NamedTuple):
+    """What the call wrote in an argument or a variable.
+
+    Attributes:
+        place: Which of them.
+        view: Where the written part lies there.
+        left: What was left there.
+    """
+
+    place: int
+    view: Elided
+    left: Left
+
+
+class SavedCall(Stretch):
+    """The record of a saved call.
+
+    Args:
+        name: Its name.
+        policy: SAVE or OFFLOAD.
+        function: What is called.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+
+    Attributes:
+        identity: What tells its function from others.
+        layout: Shape and strides of its arguments.
+        again: Why replay makes the call again; empty if it leaves it out.
+        results: What the leaves of its result are: `Made`, `Passed`, a `Slot`, or a plain value.
+        template: Its result with numbers in place of the leaves, alone in a tuple; empty if it is one leaf.
+        put_back: What it wrote in tensors of the region.
+        paths: Where those variables are found that are read in replay, by their places after the arguments.
+        count: How many arguments it has.
+        opaque: The one entry that stands for it, if its ops were not watched.
+    """
+
+    again = ""
+    results: Sequence[Any] = ()
+    template: tuple[Any, ...] = ()
+    put_back: Sequence[PutBack] = ()
+    opaque: Any = None
+
+    def __init__(self, name: str, policy: CheckpointPolicy, function: Any, leaves: Sequence[Any]) -> None:
+        super().__init__(name, policy)
+        self.identity = identity_of(function)
+        self.layout = layout_of(leaves, {})
+        self.count = len(leaves)
+        self.paths: dict[int, Path] = {}
+
+    def given(self, function: Any, leaves: list[Any]) -> list[Any]:
+        """Return arguments and variables in replay, by their places in forward."""
+        if not self.paths:
+            return leaves
+        given = leaves + [None] * (max(self.paths) + 1 - len(leaves))
+        for place, path in self.paths.items():
+            given[place] = at_path(function, path)
+        return given
+
+    def forget_slots(self) -> None:
+        """Drop what only a further replay would need."""
+        super().forget_slots()
+        self.results = self.put_back = ()
+        self.paths = {}
+        self.opaque = None
+
+
+class Ops(Protocol):
+    """What of a region's recorder is asked here."""
+
+    region: Any
+    entries: list[Entry]
+    storages: Any
+    results: Any
+    departures: Any
+    skipped: list[tuple[int, int]]
+
+    def note_record(self, record: Any) -> None:
+        """Note what has a name."""
+
+    def note_returned(self, leaf: torch.Tensor, first: int, last: int) -> Any:
+        """Note a tensor that a call returned."""
+
+    def hold(self, record: Any, name: str, tensor: torch.Tensor, policy: CheckpointPolicy) -> Holder | Anchor:
+        """Return the holder for a tensor that a call saves."""
+
+    def holder_for(self, op: str, name: str, tensor: torch.Tensor) -> OpHolder:
+        """Return a holder without a value."""
+
+
+class Given:
+    """The arguments of a call, then the tensors among its variables, which are looked for only if they are asked for.
+
+    Args:
+        call: The record, which is told the paths of variables.
+        function: The function.
+        leaves: The leaves of its arguments.
+    """
+
+    def __init__(self, call: SavedCall, function: Any, leaves: Sequence[Any]) -> None:
+        self._call = call
+        self._function = function
+        self.leaves = leaves
+        self._variables: list[tuple[Path, torch.Tensor]] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.leaves
+        if self._variables is None:
+            self._variables = list(tensors_reached(self._function))
+        for _, tensor in self._variables:
+            yield tensor
+
+    def use(self, place: int) -> None:
+        """Note that replay reads one of them."""
+        at = place - len(self.leaves)
+        if at >= 0 and self._variables is not None:
+            self._call.paths[place] = self._variables[at][0]
+
+
+class RunningCall:
+    """A saved call while forward runs.
+
+    Args:
+        ops: The recorder of the region around it.
+        name: The call's name.
+        policy: SAVE or OFFLOAD.
+        function: The function.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+
+    Attributes:
+        record: What the log keeps of it.
+        given: Its arguments and variables.
+        first: The number of the first autograd node that it may make.
+        last: That of the first one after it.
+        outputs: The nodes of its result, each with which of the node's outputs it is.
+    """
+
+    def __init__(
+        self, ops: Ops, name: str, policy: CheckpointPolicy, function: Any, args: Sequence[Any], kwargs: Any
+    ) -> None:
+        leaves: Sequence[Any] = args
+        if kwargs or not all(type(arg) in _FLAT for arg in args):
+            leaves = leaves_of(args, kwargs)
+        self.record = record = SavedCall(name, policy, function, leaves)
+        self.given = Given(record, function, leaves)
+        self.outputs: set[tuple[Node, int]] = set()
+        self._ops = ops
+        self._saved = 0
+        self._names: set[str] = set()
+        self._state = state_of(function, (*args, *kwargs.values()))
+        rng = ops.region.rng
+        self._rng = None if rng is None else rng.present()
+        self.first = self.last = sequence_number()
+
+    def pack(self, tensor: torch.Tensor) -> Holder | Anchor:
+        """Return what autograd keeps of a tensor that the call saves."""
+        ops, record = self._ops, self.record
+        if type(tensor) is Parameter:
+            return (tensor, tensor._version, ops.region)
+        if ops.results.unread:
+            ops.results.read_versions()
+        name = f"saved_{self._saved}"
+        self._saved += 1
+        writer = ops.storages.writer_of(tensor) if ops.entries else None
+        if writer is not None and writer[0].group == record.name and writer[1] >= 0:
+            label = writer[0].label(writer[1])
+            name = name if label in self._names else label
+            self._names.add(label)
+        owner = tensor if tensor._base is None else tensor._base
+        if writer is None and type(owner) is torch.Tensor and (leaf := parameter_behind(owner)) is not None:
+            return self._cast_of(leaf, owner, tensor, name)
+        held = ops.hold(record, name, tensor, CheckpointPolicy.SAVE)
+        if type(held) is OpHolder:
+            if not held.resident and record.elided_inputs and record.elided_inputs[-1].holder() is held:
+                self.given.use(record.elided_inputs[-1].place)
+            elif record.policy is CheckpointPolicy.OFFLOAD and ops.region.hooks is None and held.resident:
+                ops.departures.waiting.append((held, tensor))
+        return held
+
+    def _cast_of(self, leaf: torch.Tensor, owner: torch.Tensor, tensor: torch.Tensor, name: str) -> OpHolder:
+        """Keep a leaf's copy in a smaller dtype, or a view of it, as what it is: cast again when it is read."""
+        holder = self._ops.holder_for(self.record.name, name, tensor)
+        view = None if owner is tensor else Placement.of(tensor)
+        holder.packed = (leaf, leaf._version, self._ops.region)
+        holder.unpack = partial(_cast, owner.dtype, view)
+        return holder
+
+    def ends(self, result: Any) -> None:
+        """Note what the call returned, and what it left."""
+        ops, record = self._ops, self.record
+        if ops.departures.waiting:
+            ops.departures.send()
+        self.last = sequence_number()
+        record.drawn = None if self._rng is None else self._rng.drawn()
+        leaves = (result,) if isinstance(result, torch.Tensor) else leaves_of((result,), {})
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                node = leaf.grad_fn
+                if node is not None:
+                    self.outputs.add((node, leaf.output_nr))
+                    if not self._saved and node_number(node) >= self.first:
+                        node.register_prehook(ops.region.note_backward)
+            elif not _is_plain(leaf):
+                record.again = f"it returned an object of type {type(leaf).__name__}, of which the log can keep nothing"
+                return
+        if changed_in(self._state, ops.region.function):
+            record.again = "it changed a variable, list, dict or set that was made in the region"
+            return
+        if len(leaves) != 1 or leaves[0] is not result:
+            record.template = (optree.tree_map(_nothing, result, namespace=PYTREE_NAMESPACE),)
+        self._note_writes()
+        record.results = [self._described(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+    def run_opaque(
+        self, record: SavedCall, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Run a call whose ops nobody watches, as one entry."""
+        ops = self._ops
+        ops.note_record(record)
+        record.start = record.end = len(ops.entries)
+        record.opaque = entry = WholeCall(record.name, record.policy, record.identity, record.layout)
+        given = [leaf for leaf in self.given.leaves if isinstance(leaf, torch.Tensor)]
+        entry.reads = [key for tensor in given for key in keys_of(tensor)]
+        entry.versions = list(enumerate(map(version_of, given)))
+        result = function(*args, **kwargs)
+        if entry.versions != list(enumerate(map(version_of, given))):
+            raise UsageError(
+                "this call is declared as opaque, and changed an argument in place, which replay would not repeat",
+                region=ops.region.name,
+                op=record.name,
+                remedy="Leave out opaque=True, return the new value, or give the call the policy RECOMPUTE.",
+            )
+        leaves = (result,) if isinstance(result, torch.Tensor) else leaves_of((result,), {})
+        note_several(ops, entry, result, leaves)
+        record.end = len(ops.entries)
+        last = sequence_number()
+        ops.skipped.append((self.first, last))
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                ops.note_returned(leaf, self.first, last)
+        return result
+
+    def left_by(self) -> None:
+        """Note that an exception left the call: replay makes it again, so that it is raised again."""
+        self.record.raised = True
+        self.last = sequence_number()
+
+    def _described(self, leaf: torch.Tensor) -> Any:
+        """Return how replay comes to a tensor of the result."""
+        ops = self._ops
+        for place, given in enumerate(self.given):
+            if given is leaf:
+                self.given.use(place)
+                return Passed(place, None)
+        if leaf.is_leaf and leaf.requires_grad:
+            return Slot(leaf, None)
+        writer = ops.storages.writer_of(leaf)
+        if writer is not None:
+            meta = described(leaf, None)
+            if type(meta) in (Meta, WrapperMeta) and (writer[1] >= 0 or len(writer[0].writes) == 1):
+                return Made(*writer, meta, leaf.requires_grad)
+            self.record.again = "it returned a tensor that the log cannot describe"
+            return None
+        if leaf.layout is torch.strided and type(leaf) is torch.Tensor:
+            key = key_of(leaf)
+            for place, given in enumerate(self.given):
+                if type(given) in _USUAL and given.layout is torch.strided and key_of(given) == key:
+                    self.given.use(place)
+                    return Passed(place, _lies(leaf, given))
+        return Slot(leaf, ops.region.hooks)
+
+    def _note_writes(self) -> None:
+        """Find what the call wrote among arguments and variables."""
+        record, entries = self.record, self._ops.entries[self.record.start : self.record.end]
+        made = {key for entry in entries for key in (entry.storage, *(key for _, key in entry.made))}
+        writing = [entry for entry in entries if not made.issuperset(entry.writes)]
+        for entry in writing:
+            if any(key not in made and not self._ops.storages.is_foreign(key) for key in entry.writes):
+                record.again = "it wrote a result of another saved op in place"
+                return
+        found = []
+        for left in record.left:
+            place = next((at for at, one in enumerate(self.given) if _is_of(one, left.storage.cdata)), None)
+            if place is None:
+                record.again = "it wrote a tensor in place that is neither among its arguments nor in its reach"
+                return
+            self.given.use(place)
+            source = next(one for at, one in enumerate(self.given) if at == place)
+            if source.grad_fn is not None:
+                self.outputs.add((source.grad_fn, source.output_nr))
+            found.append(PutBack(place, Elided(_nobody, 0, left.lies, Placement.of(source)), left))
+        record.put_back = found
+        for entry in writing:
+            entry.whole = True  # nothing is to be run for the rest of what it wrote
+
+
+_USUAL = frozenset((torch.Tensor, Parameter))
+_PLAIN = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.layout, Enum, type)
+_FLAT = frozenset((*_USUAL, Placeholder, int, float, bool, str, complex, type(None)))
+
+
+def _is_plain(leaf: Any) -> bool:
+    return isinstance(leaf, _PLAIN)
+
+
+def _nothing(_leaf: Any) -> int:
+    return 0
+
+
+def _nobody() -> None:
+    return None
+
+
+def _is_of(tensor: Any, key: int) -> bool:
+    return isinstance(tensor, torch.Tensor) and key_of(tensor) == key
+
+
+def _lies(tensor: torch.Tensor, source: torch.Tensor) -> Elided:
+    """Describe how a tensor lies in the storage of another."""
+    return Elided(_nobody, 0, Placement.of(tensor), Placement.of(source))  # type: ignore[arg-type]
+
+
+def _cast(dtype: torch.dtype, view: Placement | None, anchor: Anchor) -> torch.Tensor:
+    leaf, version, region = anchor
+    if leaf._version != version:
+        raise changed_in_place(region, "parameter", leaf.shape)
+    with without_dispatch_modes():
+        cast = leaf.detach().to(dtype)
+        return cast if view is None else view.seen_in(cast)
+
+
+# At the end of forward.
+
+
+def mark_calls_made_again(
+    calls: Sequence[RunningCall], entries: Sequence[Entry], boundary: Sequence[Node | None], taken: bool
+) -> None:
+    """Find the calls that are made again because of what came after them; see the note above.
+
+    Args:
+        calls: The saved calls of a region, in their order.
+        entries: The region's log.
+        boundary: The nodes of its outputs.
+        taken: Whether a gradient was taken before forward ended.
+    """
+    _mark_escapes(calls, boundary)
+    for call in calls:
+        record = call.record
+        if taken:
+            record.again = record.again or "a gradient is taken in the region before its forward ends"
+        if taken or (record.again and record.opaque is not None):
+            run_for_good(entries[record.start : record.end])
+
+
+def _mark_escapes(calls: Sequence[RunningCall], boundary: Sequence[Node | None]) -> None:
+    starts = [call.first for call in calls]
+
+    def call_of(number: int) -> RunningCall | None:
+        at = bisect_right(starts, number) - 1
+        return calls[at] if at >= 0 and number < calls[at].last else None
+
+    todo = [node for node in boundary if node is not None]
+    seen = set(todo)
+    while todo:
+        node = todo.pop()
+        reader = call_of(node_number(node))
+        for child, place in node.next_functions:
+            if child is None or (number := node_number(child)) < starts[0]:
+                continue
+            call = call_of(number)
+            if call is not None and call is not reader and (child, place) not in call.outputs and not _is_cast(child):
+                call.record.again = call.record.again or "the region goes on with a tensor of it that it did not return"
+            if child not in seen:
+                seen.add(child)
+                todo.append(child)
+
+
+def _is_cast(node: Node) -> bool:
+    """Whether a node is that of a leaf's cast, which autocast makes once for all that read it."""
+    return type(node) is CAST and hasattr(node.next_functions[0][0], "variable")
+
+
+def check_needs(region: Any, calls: Sequence[RunningCall], entries: Sequence[Entry]) -> None:
+    """Once it is known what replay runs: mark the calls of which it runs something, and warn of all that are marked."""
+    for call in calls:
+        record = call.record
+        if not record.again and any(entry.run for entry in entries[record.start : record.end]):
+            record.again = "replay needs a result of it that was changed in place after it, or that is no longer there"
+        if record.again and not record.raised:
+            _warn(region, record)
+
+
+def _warn(region: Any, record: SavedCall) -> None:
+    code = record.identity
+    file, line = (code.co_filename, code.co_firstlineno) if isinstance(code, CodeType) else ("torch_remat", 0)
+    warnings.warn_explicit(
+        f"{qualified_name(region.name, record.name)}: replay makes this call again, since {record.again}. Its Python "
+        "runs a second time, its ops do not; the gradients are right all the same. To spare the second run, return "
+        "all that the region goes on with, and change nothing of it in place; or use remat.native_save_region, whose "
+        "Python always runs again.",
+        RematWarning,
+        file,
+        line,
+        registry=_warned,
+    )
+
+
+_warned: dict[Any, Any] = {}
+
+
+# In replay.
+
+
+class Replay(Protocol):
+    """What of a region's replay is asked here."""
+
+    region: Any
+
+    def note_loaded(self, tensor: torch.Tensor) -> None:
+        """Note a tensor that was kept."""
+
+
+_SAME = "A region must make the same calls in both phases, on tensors that lie in memory in the same way."
+
+
+def of_another_function(region: Any, call: SavedCall, function: Any) -> MismatchError:
+    """Return the error about a call that is not that of forward."""
+    same = identity_of(function) == call.identity
+    return mismatched(
+        region,
+        f"replay made this call {'with tensors of other shapes or strides' if same else 'of another function'}",
+        _SAME,
+        op=call.name,
+    )
+
+
+def put_back(call: SavedCall, given: Sequence[Any], region_name: str) -> bool:
+    """Leave in arguments and variables what the call left there; return whether all of them are as in forward."""
+    moved = set()
+    for place, view, left in call.put_back:
+        tensor = given[place]
+        if not isinstance(tensor, torch.Tensor) or isinstance(tensor, Placeholder):
+            return False
+        if key_of(tensor) in still_there([left.storage]):
+            continue  # it outlives the region, and was changed in forward
+        value = left.slot.load(region_name, call.name, "written")
+        with torch.no_grad(), without_dispatch_modes():
+            target = view.value(tensor)
+            if target is None or target.shape != value.shape:
+                return False
+            target.data.copy_(value)
+        if place not in moved:
+            moved.add(place)
+            set_version(tensor, tensor._version + left.times)
+    return True
+
+
+def result_of(
+    replay: Replay,
+    call: SavedCall,
+    given: Sequence[Any],
+    load: Callable[[Slot, str, str], torch.Tensor],
+    start_over: Callable[[Entry, int, str], Any],
+) -> Any:
+    """Return what a call that is left out returned in forward.
+
+    Args:
+        replay: The replay.
+        call: The call.
+        given: Its arguments and variables in replay.
+        load: Returns what a slot keeps; takes the names of the call and of the tensor, too.
+        start_over: Ends a replay in which something reads a result that was not kept.
+    """
+    name, leaves = replay.region.name, []
+    for form in call.results:
+        value = form
+        if type(form) is Made:
+            entry, place, meta, requires_grad = form
+            slot = entry.kept.get(place) if place != WRITTEN else next(iter(entry.written), None)
+            label = entry.label(place)
+            if slot is None:
+                value = stand_in(meta, Source(name, call.name, label), partial(start_over, entry, place))
+            else:
+                value = _seen(load(slot, call.name, label), entry, place, meta)
+                replay.note_loaded(value)
+            value.requires_grad_(requires_grad)
+        elif type(form) is Passed:
+            value = given[form.place]
+            if form.view is not None and (value := form.view.value(value, with_history=True)) is None:
+                raise mismatched(replay.region, "replay returned a view of a tensor that lies otherwise", _SAME, op=call.name)
+        elif type(form) is Slot:
+            value = load(form, call.name, "out")
+            replay.note_loaded(value)
+        leaves.append(value)
+    return with_leaves(call.template, {}, leaves)[0][0] if call.template else leaves[0]
+
+
+def _seen(value: torch.Tensor, entry: Entry, place: int, meta: Any) -> torch.Tensor:
+    """Return what was returned, as a view of what was kept of the entry."""
+    own = entry.meta(place) if place != WRITTEN else None
+    if type(meta) is not Meta or meta == own or meta.describes(value):
+        return value
+    source = placement_in(own) if type(own) is Meta else Placement.of(value)
+    view = Elided(_nobody, 0, placement_in(meta), source).value(value)  # type: ignore[arg-type]
+    return value if view is None else view
+
+
+def kept_of_second_run(tensor: torch.Tensor) -> torch.Tensor | Packed:
+    """Pack hook of a call that is made again: forward's holders have what backward needs."""
+    return Packed.of(tensor) if isinstance(tensor, Placeholder) else tensor.detach()
