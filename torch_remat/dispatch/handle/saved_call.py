@@ -379,7 +379,7 @@ class RunningCall:
             found.append(PutBack(place, Elided(_nobody, 0, left.lies, Placement.of(source)), left))
         record.put_back = found
         for entry in writing:
-            entry.whole = True  # nothing is to be run for the rest of what it wrote
+            entry.put_back = True
 
 
 _USUAL = frozenset((torch.Tensor, Parameter))
