@@ -25,7 +25,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch_remat.dispatch.check.mismatch import SAME_ORDER, another_op, mismatched, other_source
 from torch_remat.dispatch.handle.op import SKIPPED, RematHandle
 from torch_remat.dispatch.handle.saved_call import (
-    SavedCall,
+    LeftOut,
+    OpaqueCall,
+    entries_of,
+    is_flat,
     kept_of_second_run,
     of_another_function,
     put_back,
@@ -313,24 +316,26 @@ class Answerer:
         """Run a call of `region`, or leave it out; see `RematMode.run_call`."""
         records, place = self._records, self._next
         call = records[place] if place < len(records) else None
-        if self._in_call or not isinstance(call, SavedCall) or call.name != name or call.policy is not policy:
+        if self._in_call or not isinstance(call, LeftOut) or call.name != name or call.policy is not policy:
             return self.run_native(name, policy, function, args, kwargs)
         self._replay.stop_if_filled()
         self._next = place + 1
-        leaves = leaves_of(args, kwargs)
+        leaves = args if is_flat(args, kwargs) else leaves_of(args, kwargs)
         if identity_of(function) != call.identity or layout_of(leaves, {}) != call.layout:
             self._replay.fail(of_another_function(self.region, call, function))
-        given = call.given(function, leaves)
-        if not (call.again or call.raised or self.region.tape.backward_inside) and not any(
-            entry.run for entry in self._entries[call.start : call.end]
-        ):
-            if put_back(call, given, self.region_name):
-                if call.elided_inputs or self.made:
-                    self.fill_elided(call, given)
-                if call.drawn is not None:
-                    call.drawn.restore()
-                return result_of(self, call, given, self._load, self.start_over)
-        return self._call_again(call, function, args, kwargs, given)
+        given = call.given(function, leaves) if call.paths else leaves
+        entries = entries_of(call, self._entries)
+        if call.again or call.raised or self.region.tape.backward_inside or any(entry.run for entry in entries):
+            return self._call_again(call, function, args, kwargs, given)
+        if call.put_back and not put_back(call, given, self.region_name):
+            return self._call_again(call, function, args, kwargs, given)
+        if call.elided_inputs or self.made:
+            self.fill_elided(call, given)
+        if type(call) is OpaqueCall and not call.forms:
+            return replayed(self, call, function, args, kwargs, self.start_over)
+        if call.drawn is not None:
+            call.drawn.restore()
+        return result_of(self, call, given, self._load, self.start_over)
 
     def _load(self, slot: Slot, op: str, name: str) -> Tensor:
         """Return what a slot keeps, which hooks around the region may have given already."""
@@ -338,16 +343,16 @@ class Answerer:
         return slot.load(self.region_name, op, name) if loaded is None else loaded.detach()
 
     def _call_again(
-        self, call: SavedCall, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], given: Any
+        self, call: Any, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], given: Any
     ) -> Any:
         if not self.region.finished and (call.elided_inputs or self.made):
             self.fill_elided(call, given)  # a gradient taken inside reads them
         self._in_call = True
         try:
             with saved_tensors_hooks(kept_of_second_run, unpack):
-                if call.opaque is None:
+                if isinstance(call, Stretch):
                     return self._run_stretch(call, function, args, kwargs)
-                return made_again(self, call.opaque, function, args, kwargs)
+                return made_again(self, call, function, args, kwargs)
         finally:
             self._in_call = False
             if not self._replay.over and (call.elided_inputs or self.made):

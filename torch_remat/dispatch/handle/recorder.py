@@ -19,7 +19,7 @@ from torch_remat._compat import has_returned, node_number, sequence_number
 from torch_remat.dispatch.ambient import RngState
 from torch_remat.dispatch.check.inner_ops import Around
 from torch_remat.dispatch.handle.op import RematHandle
-from torch_remat.dispatch.handle.saved_call import RunningCall, check_needs, mark_calls_made_again
+from torch_remat.dispatch.handle.saved_call import Given, UnwatchedCall, WatchedCall, check_needs, mark_calls_made_again
 from torch_remat.dispatch.handle.whole_call import CallForward, is_whole_call
 from torch_remat.dispatch.holder import AUTOCAST_DTYPES, Anchor, Holder, OpHolder, is_parameter, parameter_behind
 from torch_remat.dispatch.log.entry import HandleCall
@@ -337,8 +337,8 @@ class CallRecorder(Recorder):
         self.opened: ForwardOp | None = None
         self.expected: tuple[Record, list[tuple[str, Tensor | None]], int] | None = None
         self.known_args: Iterable[Any] = ()
-        self.calling: CallForward | RunningCall | None = None
-        self.calls: list[RunningCall] = []
+        self.calling: CallForward | WatchedCall | None = None
+        self.calls: list[WatchedCall | UnwatchedCall] = []
         self._around: Around | None = None
         self._views: list[tuple[Stretch, int, Tensor, int]] = []
 
@@ -506,8 +506,10 @@ class CallRecorder(Recorder):
         region, owner = self.region, tensor._base
         if owner is None:
             owner = tensor
-        if type(owner) is not Tensor and is_parameter(owner):
-            return (tensor if tensor is owner else tensor.detach(), tensor._version, region)
+        is_leaf = owner.requires_grad and owner.grad_fn is None  # the graph owns it anyway
+        if is_leaf if type(owner) is Tensor else is_parameter(owner):
+            if not (is_leaf and region.inputs.contains(owner)):
+                return (tensor if tensor is owner else tensor.detach(), tensor._version, region)
         holder = self.holder_for(record.name, name, tensor)
         made = self.made.maker_of(tensor) if self.made.tensors else None
         if (
@@ -559,6 +561,8 @@ class CallRecorder(Recorder):
                 if record.elided_inputs is None:
                     record.elided_inputs = []
                 record.elided_inputs.append(Elided.of(tensor, holder, place, arg))
+                if type(self.known_args) is Given:
+                    self.known_args.use(place)
                 _note_origin(holder, owner, self.region.first_number)
                 return True
         return False
@@ -611,18 +615,27 @@ class CallRecorder(Recorder):
         opened = self.opened
         if (opened is not None and self.is_part_of_skipped(opened.is_running())) or self.skips():
             return function(*args, **kwargs)
-        running = RunningCall(self, name, policy, function, args, kwargs)
+        call: WatchedCall | UnwatchedCall
+        if opaque:
+            call = UnwatchedCall(self, name, policy, function, args, kwargs)
+            self.note_record(call.record)
+            self.skipped_any = True
+        else:
+            call = WatchedCall(self, name, policy, function, args, kwargs)
         self.packs = True
-        self.calling, self.known_args = running, running.given
+        self.calling, self.known_args = call, call.given
         try:
-            result = (running.run_opaque if opaque else self.run_stretch)(running.record, function, args, kwargs)
-            running.ends(result)
-        except BaseException:
-            running.left_by()
+            if opaque:
+                result = function(*args, **kwargs)
+            else:
+                result = self.run_stretch(call.record, function, args, kwargs)
+            call.returns(result)
+        except BaseException as error:
+            call.left_by(error)
             raise
         finally:
             self.calling, self.known_args = None, ()
-            self.calls.append(running)
+            self.calls.append(call)
         return result
 
     def skips(self) -> bool:

@@ -25,7 +25,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import partial
-from types import CodeType
+from types import CodeType, MappingProxyType
 from typing import Any, NamedTuple, Protocol
 from weakref import ref
 
@@ -36,14 +36,15 @@ from torch.nn import Parameter
 
 from torch_remat._compat import PYTREE_NAMESPACE, node_number, sequence_number, set_version, without_dispatch_modes
 from torch_remat.dispatch.check.mismatch import mismatched
-from torch_remat.dispatch.holder import CAST, Anchor, Holder, OpHolder, changed_in_place, parameter_behind
+from torch_remat.dispatch.holder import AUTOCAST_DTYPES, CAST, Anchor, Holder, OpHolder, changed_in_place, parameter_behind
 from torch_remat.dispatch.log.entry import WRITTEN, Entry, WholeCall, run_for_good, still_there
-from torch_remat.dispatch.handle.whole_call import note_several
+from torch_remat.dispatch.handle.whole_call import CallForward, note_backward
 from torch_remat.dispatch.log.meta import Meta, WrapperMeta, described, key_of, keys_of, layout_of, stand_in
 from torch_remat.dispatch.log.record import Left, Stretch
 from torch_remat.dispatch.log.slot import Slot, version_of
 from torch_remat.dispatch.handle.variables import (
     Path,
+    State,
     at_path,
     changed_in,
     identity_of,
@@ -100,56 +101,70 @@ class PutBack(NamedTuple):
     left: Left
 
 
-class SavedCall(Stretch):
-    """The record of a saved call.
-
-    Args:
-        name: Its name.
-        policy: SAVE or OFFLOAD.
-        function: What is called.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
+class LeftOut:
+    """What replay must know of a saved call to leave it out.
 
     Attributes:
+        name: Its name.
         identity: What tells its function from others.
         layout: Shape and strides of its arguments.
         again: Why replay makes the call again; empty if it leaves it out.
-        results: What the leaves of its result are: `Made`, `Passed`, a `Slot`, or a plain value.
-        template: Its result with numbers in place of the leaves, alone in a tuple; empty if it is one leaf.
+        raised: Whether an exception left it.
+        forms: What the leaves of its result are: `Made`, `Passed`, a `Slot`, or a plain value.
+        form: Its result with numbers in place of the leaves, alone in a tuple; empty if it is one leaf.
         put_back: What it wrote in tensors of the region.
         paths: Where those variables are found that are read in replay, by their places after the arguments.
-        count: How many arguments it has.
-        opaque: The one entry that stands for it, if its ops were not watched.
     """
 
+    name: str
+    identity: Any
+    layout: Sequence[Any]
     again = ""
-    results: Sequence[Any] = ()
-    template: tuple[Any, ...] = ()
+    raised = False
+    forms: Sequence[Any] = ()
+    form: tuple[Any, ...] = ()
     put_back: Sequence[PutBack] = ()
-    opaque: Any = None
+    paths: Mapping[int, Path] = MappingProxyType({})
 
-    def __init__(self, name: str, policy: CheckpointPolicy, function: Any, leaves: Sequence[Any]) -> None:
-        super().__init__(name, policy)
-        self.identity = identity_of(function)
-        self.layout = layout_of(leaves, {})
-        self.count = len(leaves)
-        self.paths: dict[int, Path] = {}
-
-    def given(self, function: Any, leaves: list[Any]) -> list[Any]:
+    def given(self, function: Any, leaves: Sequence[Any]) -> Sequence[Any]:
         """Return arguments and variables in replay, by their places in forward."""
         if not self.paths:
             return leaves
-        given = leaves + [None] * (max(self.paths) + 1 - len(leaves))
+        given = [*leaves, *[None] * (max(self.paths) + 1 - len(leaves))]
         for place, path in self.paths.items():
             given[place] = at_path(function, path)
         return given
 
     def forget_slots(self) -> None:
         """Drop what only a further replay would need."""
-        super().forget_slots()
-        self.results = self.put_back = ()
+        super().forget_slots()  # type: ignore[misc]
+        self.forms = self.put_back = ()
         self.paths = {}
-        self.opaque = None
+
+
+class SavedCall(LeftOut, Stretch):
+    """The record of a saved call whose ops are watched.
+
+    Args:
+        name: Its name.
+        policy: SAVE or OFFLOAD.
+        function: What is called.
+        leaves: The leaves of its arguments.
+    """
+
+    def __init__(self, name: str, policy: CheckpointPolicy, function: Any, leaves: Sequence[Any]) -> None:
+        super().__init__(name, policy)
+        self.identity = identity_of(function)
+        self.layout = layout_of(leaves, {})
+
+
+class OpaqueCall(LeftOut, WholeCall):
+    """The record of a saved call whose ops are not watched, and its own entry in the log."""
+
+    @property
+    def identity(self) -> Any:  # type: ignore[override]
+        """What tells its function from others."""
+        return self.op
 
 
 class Ops(Protocol):
@@ -184,7 +199,7 @@ class Given:
         leaves: The leaves of its arguments.
     """
 
-    def __init__(self, call: SavedCall, function: Any, leaves: Sequence[Any]) -> None:
+    def __init__(self, call: LeftOut, function: Any, leaves: Sequence[Any]) -> None:
         self._call = call
         self._function = function
         self.leaves = leaves
@@ -201,140 +216,57 @@ class Given:
         """Note that replay reads one of them."""
         at = place - len(self.leaves)
         if at >= 0 and self._variables is not None:
-            self._call.paths[place] = self._variables[at][0]
+            self._call.paths = {**self._call.paths, place: self._variables[at][0]}
 
 
-class RunningCall:
-    """A saved call while forward runs.
-
-    Args:
-        ops: The recorder of the region around it.
-        name: The call's name.
-        policy: SAVE or OFFLOAD.
-        function: The function.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
+class Leaving:
+    """A saved call while forward runs: what it leaves to the rest of its region.
 
     Attributes:
         record: What the log keeps of it.
         given: Its arguments and variables.
         first: The number of the first autograd node that it may make.
         last: That of the first one after it.
-        outputs: The nodes of its result, each with which of the node's outputs it is.
+        outputs: The nodes of its result, each with which of the node's outputs it is; None if they are all that it made.
     """
 
-    def __init__(
-        self, ops: Ops, name: str, policy: CheckpointPolicy, function: Any, args: Sequence[Any], kwargs: Any
-    ) -> None:
-        leaves: Sequence[Any] = args
-        if kwargs or not all(type(arg) in _FLAT for arg in args):
-            leaves = leaves_of(args, kwargs)
-        self.record = record = SavedCall(name, policy, function, leaves)
-        self.given = Given(record, function, leaves)
-        self.outputs: set[tuple[Node, int]] = set()
-        self._ops = ops
-        self._saved = 0
-        self._names: set[str] = set()
-        self._state = state_of(function, (*args, *kwargs.values()))
-        rng = ops.region.rng
-        self._rng = None if rng is None else rng.present()
-        self.first = self.last = sequence_number()
+    record: Any
+    given: Given
+    first: int
+    last = -1
+    outputs: set[tuple[Node, int]] | None = None
+    _ops: Any
+    _state: State
 
-    def pack(self, tensor: torch.Tensor) -> Holder | Anchor:
-        """Return what autograd keeps of a tensor that the call saves."""
-        ops, record = self._ops, self.record
-        if type(tensor) is Parameter:
-            return (tensor, tensor._version, ops.region)
-        if ops.results.unread:
-            ops.results.read_versions()
-        name = f"saved_{self._saved}"
-        self._saved += 1
-        writer = ops.storages.writer_of(tensor) if ops.entries else None
-        if writer is not None and writer[0].group == record.name and writer[1] >= 0:
-            label = writer[0].label(writer[1])
-            name = name if label in self._names else label
-            self._names.add(label)
-        owner = tensor if tensor._base is None else tensor._base
-        if writer is None and type(owner) is torch.Tensor and (leaf := parameter_behind(owner)) is not None:
-            return self._cast_of(leaf, owner, tensor, name)
-        held = ops.hold(record, name, tensor, CheckpointPolicy.SAVE)
-        if type(held) is OpHolder:
-            if not held.resident and record.elided_inputs and record.elided_inputs[-1].holder() is held:
-                self.given.use(record.elided_inputs[-1].place)
-            elif record.policy is CheckpointPolicy.OFFLOAD and ops.region.hooks is None and held.resident:
-                ops.departures.waiting.append((held, tensor))
-        return held
+    def note_results(self, result: Any, leaves: Sequence[Any]) -> None:
+        """Note how replay comes to the result, or why it makes the call again."""
+        record = self.record
+        self.outputs = {(leaf.grad_fn, leaf.output_nr) for leaf in leaves if getattr(leaf, "grad_fn", None) is not None}
+        for leaf in leaves:
+            if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
+                record.again = f"it returned an object of type {type(leaf).__name__}, of which the log can keep nothing"
+                return
+        if len(leaves) != 1 or leaves[0] is not result:
+            record.form = (optree.tree_map(_nothing, result, namespace=PYTREE_NAMESPACE),)
+        record.forms = [self._described(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
-    def _cast_of(self, leaf: torch.Tensor, owner: torch.Tensor, tensor: torch.Tensor, name: str) -> OpHolder:
+    def note_state(self) -> None:
+        """Note whether the call changed what its region goes on with."""
+        if self._state and changed_in(self._state, self._ops.region.function):
+            self.record.again = "it changed a variable, list, dict or set that was made in the region"
+
+    def cast_of_leaf(self, tensor: torch.Tensor, name: str) -> OpHolder | None:
         """Keep a leaf's copy in a smaller dtype, or a view of it, as what it is: cast again when it is read."""
-        holder = self._ops.holder_for(self.record.name, name, tensor)
+        owner = tensor if tensor._base is None else tensor._base
+        if owner.dtype not in AUTOCAST_DTYPES or (leaf := parameter_behind(owner)) is None or leaf is owner:
+            return None
+        holder: OpHolder = self._ops.holder_for(self.record.name, name, tensor)
         view = None if owner is tensor else Placement.of(tensor)
         holder.packed = (leaf, leaf._version, self._ops.region)
         holder.unpack = partial(_cast, owner.dtype, view)
         return holder
 
-    def ends(self, result: Any) -> None:
-        """Note what the call returned, and what it left."""
-        ops, record = self._ops, self.record
-        if ops.departures.waiting:
-            ops.departures.send()
-        self.last = sequence_number()
-        record.drawn = None if self._rng is None else self._rng.drawn()
-        leaves = (result,) if isinstance(result, torch.Tensor) else leaves_of((result,), {})
-        for leaf in leaves:
-            if isinstance(leaf, torch.Tensor):
-                node = leaf.grad_fn
-                if node is not None:
-                    self.outputs.add((node, leaf.output_nr))
-                    if not self._saved and node_number(node) >= self.first:
-                        node.register_prehook(ops.region.note_backward)
-            elif not _is_plain(leaf):
-                record.again = f"it returned an object of type {type(leaf).__name__}, of which the log can keep nothing"
-                return
-        if changed_in(self._state, ops.region.function):
-            record.again = "it changed a variable, list, dict or set that was made in the region"
-            return
-        if len(leaves) != 1 or leaves[0] is not result:
-            record.template = (optree.tree_map(_nothing, result, namespace=PYTREE_NAMESPACE),)
-        self._note_writes()
-        record.results = [self._described(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-
-    def run_opaque(
-        self, record: SavedCall, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
-        """Run a call whose ops nobody watches, as one entry."""
-        ops = self._ops
-        ops.note_record(record)
-        record.start = record.end = len(ops.entries)
-        record.opaque = entry = WholeCall(record.name, record.policy, record.identity, record.layout)
-        given = [leaf for leaf in self.given.leaves if isinstance(leaf, torch.Tensor)]
-        entry.reads = [key for tensor in given for key in keys_of(tensor)]
-        entry.versions = list(enumerate(map(version_of, given)))
-        result = function(*args, **kwargs)
-        if entry.versions != list(enumerate(map(version_of, given))):
-            raise UsageError(
-                "this call is declared as opaque, and changed an argument in place, which replay would not repeat",
-                region=ops.region.name,
-                op=record.name,
-                remedy="Leave out opaque=True, return the new value, or give the call the policy RECOMPUTE.",
-            )
-        leaves = (result,) if isinstance(result, torch.Tensor) else leaves_of((result,), {})
-        note_several(ops, entry, result, leaves)
-        record.end = len(ops.entries)
-        last = sequence_number()
-        ops.skipped.append((self.first, last))
-        for leaf in leaves:
-            if isinstance(leaf, torch.Tensor):
-                ops.note_returned(leaf, self.first, last)
-        return result
-
-    def left_by(self) -> None:
-        """Note that an exception left the call: replay makes it again, so that it is raised again."""
-        self.record.raised = True
-        self.last = sequence_number()
-
     def _described(self, leaf: torch.Tensor) -> Any:
-        """Return how replay comes to a tensor of the result."""
         ops = self._ops
         for place, given in enumerate(self.given):
             if given is leaf:
@@ -357,6 +289,76 @@ class RunningCall:
                     return Passed(place, _lies(leaf, given))
         return Slot(leaf, ops.region.hooks)
 
+
+class WatchedCall(Leaving):
+    """A saved call whose ops are watched.
+
+    Args:
+        ops: The recorder of the region around it.
+        name: The call's name.
+        policy: SAVE or OFFLOAD.
+        function: The function.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+    """
+
+    def __init__(
+        self, ops: Ops, name: str, policy: CheckpointPolicy, function: Any, args: Sequence[Any], kwargs: Any
+    ) -> None:
+        leaves = args if is_flat(args, kwargs) else leaves_of(args, kwargs)
+        self.record = record = SavedCall(name, policy, function, leaves)
+        self.given = Given(record, function, leaves)
+        self._ops = ops
+        self._saved = 0
+        self._names: set[str] = set()
+        self._state = state_of(function, args, kwargs)
+        rng = ops.region.rng
+        self._rng = None if rng is None else rng.present()
+        self.first = sequence_number()
+
+    def pack(self, tensor: torch.Tensor) -> Holder | Anchor:
+        """Return what autograd keeps of a tensor that the call saves."""
+        ops, record = self._ops, self.record
+        if type(tensor) is Parameter:
+            return (tensor, tensor._version, ops.region)
+        if ops.results.unread:
+            ops.results.read_versions()
+        name = f"saved_{self._saved}"
+        self._saved += 1
+        writer = ops.storages.writer_of(tensor) if ops.entries else None
+        if writer is None:
+            if (held := self.cast_of_leaf(tensor, name)) is not None:
+                return held
+        elif writer[0].group == record.name and writer[1] >= 0:
+            label = writer[0].label(writer[1])
+            name = name if label in self._names else label
+            self._names.add(label)
+        held = ops.hold(record, name, tensor, CheckpointPolicy.SAVE)
+        if record.policy is CheckpointPolicy.OFFLOAD and ops.region.hooks is None:
+            if type(held) is OpHolder and held.resident:
+                ops.departures.waiting.append((held, tensor))
+        return held
+
+    def returns(self, result: Any) -> None:
+        """Note what the call returned, and what it left."""
+        ops, record = self._ops, self.record
+        if ops.departures.waiting:
+            ops.departures.send()
+        self.last = sequence_number()
+        record.drawn = None if self._rng is None else self._rng.drawn()
+        leaves = (result,) if isinstance(result, torch.Tensor) else leaves_of((result,), {})
+        self.note_results(result, leaves)
+        self.note_state()
+        if not self._saved:
+            note_backward(ops.region, self.first, leaves)
+        if record.left or ops.storages.has_writes:
+            self._note_writes()
+
+    def left_by(self, _error: BaseException) -> None:
+        """Note that an exception left the call: replay makes it again, so that it is raised again."""
+        self.record.raised = True
+        self.last = sequence_number()
+
     def _note_writes(self) -> None:
         """Find what the call wrote among arguments and variables."""
         record, entries = self.record, self._ops.entries[self.record.start : self.record.end]
@@ -368,13 +370,13 @@ class RunningCall:
                 return
         found = []
         for left in record.left:
-            place = next((at for at, one in enumerate(self.given) if _is_of(one, left.storage.cdata)), None)
-            if place is None:
+            known = ((at, one) for at, one in enumerate(self.given) if _is_of(one, left.storage.cdata))
+            place, source = next(known, (-1, None))
+            if source is None:
                 record.again = "it wrote a tensor in place that is neither among its arguments nor in its reach"
                 return
             self.given.use(place)
-            source = next(one for at, one in enumerate(self.given) if at == place)
-            if source.grad_fn is not None:
+            if source.grad_fn is not None and self.outputs is not None:
                 self.outputs.add((source.grad_fn, source.output_nr))
             found.append(PutBack(place, Elided(_nobody, 0, left.lies, Placement.of(source)), left))
         record.put_back = found
@@ -382,13 +384,69 @@ class RunningCall:
             entry.put_back = True
 
 
+class UnwatchedCall(Leaving, CallForward):
+    """A saved call whose ops are not watched, since its author promises that they write nothing outside.
+
+    Args:
+        ops: The recorder of the region around it.
+        name: The call's name.
+        policy: SAVE or OFFLOAD.
+        function: The function.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+    """
+
+    kind = OpaqueCall
+
+    def __init__(
+        self, ops: Any, name: str, policy: CheckpointPolicy, function: Any, args: Sequence[Any], kwargs: Any
+    ) -> None:
+        leaves = args if is_flat(args, kwargs) else leaves_of(args, kwargs)
+        super().__init__(ops, name, policy, identity_of(function), leaves)
+        self.given = Given(self.record, function, leaves)
+        self._state = state_of(function, args, kwargs)
+
+    def _may_draw(self, _identity: Any) -> bool:
+        return True
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Return what autograd keeps of a tensor that the call saves."""
+        if tensor.dtype in AUTOCAST_DTYPES and (held := self.cast_of_leaf(tensor, f"saved_{self._saved}")) is not None:
+            self._saved += 1
+            return held
+        return super().pack(tensor)
+
+    def _returns_one(self, result: torch.Tensor) -> None:
+        super()._returns_one(result)
+        self.note_state()
+        self.last = sequence_number()
+        if (node := result.grad_fn) is not None and self.last - self.first > 1:
+            self.outputs = {(node, result.output_nr)}
+
+    def _returns_odd(self, result: Any) -> None:
+        leaves = (result,) if isinstance(result, torch.Tensor) else leaves_of((result,), {})
+        self._note_several(result, leaves)
+        self.last = sequence_number()
+        self.note_results(result, leaves)
+        self.note_state()
+        if self.record.again:
+            self.record.leaves = self.record.results = ()  # which may be any objects
+
+    def left_by(self, _error: BaseException) -> None:
+        """Note that an exception left the call: replay makes it again, so that it is raised again."""
+        self.record.raised = True
+        self.last = sequence_number()
+        self._end()
+
+
+def is_flat(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether there are only positional arguments, and each is a leaf."""
+    return not kwargs and _FLAT.issuperset(map(type, args))
+
+
 _USUAL = frozenset((torch.Tensor, Parameter))
 _PLAIN = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.layout, Enum, type)
 _FLAT = frozenset((*_USUAL, Placeholder, int, float, bool, str, complex, type(None)))
-
-
-def _is_plain(leaf: Any) -> bool:
-    return isinstance(leaf, _PLAIN)
 
 
 def _nothing(_leaf: Any) -> int:
@@ -419,9 +477,11 @@ def _cast(dtype: torch.dtype, view: Placement | None, anchor: Anchor) -> torch.T
 
 # At the end of forward.
 
+Saved = WatchedCall | UnwatchedCall
+
 
 def mark_calls_made_again(
-    calls: Sequence[RunningCall], entries: Sequence[Entry], boundary: Sequence[Node | None], taken: bool
+    calls: Sequence[Saved], entries: Sequence[Entry], boundary: Sequence[Node | None], taken: bool
 ) -> None:
     """Find the calls that are made again because of what came after them; see the note above.
 
@@ -436,14 +496,22 @@ def mark_calls_made_again(
         record = call.record
         if taken:
             record.again = record.again or "a gradient is taken in the region before its forward ends"
-        if taken or (record.again and record.opaque is not None):
-            run_for_good(entries[record.start : record.end])
+        if taken or (record.again and isinstance(record, OpaqueCall)):
+            run_for_good(entries_of(record, entries))
 
 
-def _mark_escapes(calls: Sequence[RunningCall], boundary: Sequence[Node | None]) -> None:
+def entries_of(record: SavedCall | OpaqueCall, entries: Sequence[Entry]) -> Sequence[Entry]:
+    """Return the entries of a call in the log."""
+    return (record,) if isinstance(record, OpaqueCall) else entries[record.start : record.end]
+
+
+def _mark_escapes(calls: Sequence[Saved], boundary: Sequence[Node | None]) -> None:
+    calls = [call for call in calls if call.outputs is not None]
+    if not calls:
+        return
     starts = [call.first for call in calls]
 
-    def call_of(number: int) -> RunningCall | None:
+    def call_of(number: int) -> Saved | None:
         at = bisect_right(starts, number) - 1
         return calls[at] if at >= 0 and number < calls[at].last else None
 
@@ -456,7 +524,7 @@ def _mark_escapes(calls: Sequence[RunningCall], boundary: Sequence[Node | None])
             if child is None or (number := node_number(child)) < starts[0]:
                 continue
             call = call_of(number)
-            if call is not None and call is not reader and (child, place) not in call.outputs and not _is_cast(child):
+            if call is not None and call is not reader and (child, place) not in (call.outputs or ()) and not _is_cast(child):
                 call.record.again = call.record.again or "the region goes on with a tensor of it that it did not return"
             if child not in seen:
                 seen.add(child)
@@ -468,17 +536,17 @@ def _is_cast(node: Node) -> bool:
     return type(node) is CAST and hasattr(node.next_functions[0][0], "variable")
 
 
-def check_needs(region: Any, calls: Sequence[RunningCall], entries: Sequence[Entry]) -> None:
+def check_needs(region: Any, calls: Sequence[Saved], entries: Sequence[Entry]) -> None:
     """Once it is known what replay runs: mark the calls of which it runs something, and warn of all that are marked."""
     for call in calls:
         record = call.record
-        if not record.again and any(entry.run for entry in entries[record.start : record.end]):
+        if not record.again and any(entry.run for entry in entries_of(record, entries)):
             record.again = "replay needs a result of it that was changed in place after it, or that is no longer there"
         if record.again and not record.raised:
             _warn(region, record)
 
 
-def _warn(region: Any, record: SavedCall) -> None:
+def _warn(region: Any, record: LeftOut) -> None:
     code = record.identity
     file, line = (code.co_filename, code.co_firstlineno) if isinstance(code, CodeType) else ("torch_remat", 0)
     warnings.warn_explicit(
@@ -511,7 +579,7 @@ class Replay(Protocol):
 _SAME = "A region must make the same calls in both phases, on tensors that lie in memory in the same way."
 
 
-def of_another_function(region: Any, call: SavedCall, function: Any) -> MismatchError:
+def of_another_function(region: Any, call: LeftOut, function: Any) -> MismatchError:
     """Return the error about a call that is not that of forward."""
     same = identity_of(function) == call.identity
     return mismatched(
@@ -522,7 +590,7 @@ def of_another_function(region: Any, call: SavedCall, function: Any) -> Mismatch
     )
 
 
-def put_back(call: SavedCall, given: Sequence[Any], region_name: str) -> bool:
+def put_back(call: LeftOut, given: Sequence[Any], region_name: str) -> bool:
     """Leave in arguments and variables what the call left there; return whether all of them are as in forward."""
     moved = set()
     for place, view, left in call.put_back:
@@ -545,7 +613,7 @@ def put_back(call: SavedCall, given: Sequence[Any], region_name: str) -> bool:
 
 def result_of(
     replay: Replay,
-    call: SavedCall,
+    call: LeftOut,
     given: Sequence[Any],
     load: Callable[[Slot, str, str], torch.Tensor],
     start_over: Callable[[Entry, int, str], Any],
@@ -560,7 +628,7 @@ def result_of(
         start_over: Ends a replay in which something reads a result that was not kept.
     """
     name, leaves = replay.region.name, []
-    for form in call.results:
+    for form in call.forms:
         value = form
         if type(form) is Made:
             entry, place, meta, requires_grad = form
@@ -580,7 +648,7 @@ def result_of(
             value = load(form, call.name, "out")
             replay.note_loaded(value)
         leaves.append(value)
-    return with_leaves(call.template, {}, leaves)[0][0] if call.template else leaves[0]
+    return with_leaves(call.form, {}, leaves)[0][0] if call.form else leaves[0]
 
 
 def _seen(value: torch.Tensor, entry: Entry, place: int, meta: Any) -> torch.Tensor:

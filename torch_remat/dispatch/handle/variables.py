@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter, itemgetter
-from types import BuiltinFunctionType, CellType, FunctionType, MethodType
+from types import BuiltinFunctionType, CellType, FunctionType, MappingProxyType, MethodType
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ Path = tuple[Callable[[Any], Any], ...]  # leads from the function to the value
 State = list[tuple[Any, tuple[Any, ...]]]  # variables and containers, each with what it holds
 _DEPTH = 3  # of functions and containers in each other
 _CONTAINERS = (list, dict, set)
+_NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 def tensors_reached(function: Any) -> Iterator[tuple[Path, torch.Tensor]]:
@@ -39,17 +40,20 @@ def at_path(function: Any, path: Path) -> Any:
     return value
 
 
-def state_of(function: Any, given: Sequence[Any], in_objects: bool = False) -> State:
+def state_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any] = _NONE, in_objects: bool = False) -> State:
     """Return the variables that a function closes over, and the lists, dicts and sets in reach, with what they hold.
 
     Args:
         function: The function.
-        given: Its arguments.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
         in_objects: Whether to look into modules and other objects, too.
     """
     state: State = []
-    for root in (function, *given):
+    for root in (function, *args, *kwargs.values()):
         if type(root) in _BARE or isinstance(root, torch.Tensor):
+            continue
+        if type(root) is FunctionType and root.__closure__ is None and root.__defaults__ is None and not root.__dict__:
             continue
         for value in (root, *(value for _, value in _reached(root, in_objects))):
             holders = [value] if isinstance(value, _CONTAINERS) else _cells_of(value)

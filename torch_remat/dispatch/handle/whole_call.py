@@ -144,18 +144,20 @@ class CallForward:
         args: The arguments, while it runs.
     """
 
+    kind = WholeCall
+
     def __init__(
         self, ops: Ops, name: str, policy: CheckpointPolicy, function: Callable[..., Any], args: Sequence[Any]
     ) -> None:
         self._ops = ops
         self._saved = 0
-        self._first = sequence_number()
+        self.first = sequence_number()
         self.args = args
         given: Sequence[torch.Tensor]
         try:
             given = [arg for arg in args if type(arg) in _USUAL]
             layout = [(arg.shape, arg.stride()) for arg in given]
-            self.record = record = WholeCall(name, policy, function, layout)
+            self.record = record = self.kind(name, policy, function, layout)
             record.reads = list(map(storage_key, given))
             record.versions = list(enumerate(map(_version_of, given)))
             usual = _FLAT.issuperset(map(type, args))
@@ -163,13 +165,17 @@ class CallForward:
             usual = False
         if not usual:
             given = list(tensors_in(args, {}))
-            self.record = record = WholeCall(name, policy, function, layout_of(args, {}))
+            self.record = record = self.kind(name, policy, function, layout_of(args, {}))
             record.reads = [key for tensor in given for key in keys_of(tensor)]
             record.versions = list(enumerate(map(version_of, given)))
         self._given = given
+        self.rng = ops.region.rng if self._may_draw(function) else None
+        if self.rng is not None:
+            self.rng = self.rng.present()
+
+    def _may_draw(self, function: Any) -> bool:
         draws = _draws.get(id(function))
-        rng = ops.region.rng if (draws is None and _may_draw_in(function)) or draws else None
-        self._rng = None if rng is None else rng.present()
+        return _may_draw_in(function) if draws is None else draws
 
     def pack(self, tensor: torch.Tensor) -> Holder | Anchor:
         """Return what autograd keeps of a tensor that the call saves."""
@@ -184,46 +190,69 @@ class CallForward:
 
     def returns(self, result: Any) -> None:
         """Note what the call returns."""
-        ops, record = self._ops, self.record
+        record = self.record
         if type(record.op) is not BuiltinFunctionType and record.versions != list(
             enumerate(map(version_of, self._given))
         ):
             raise UsageError(
-                "a compiled function in a native region changed its argument in place, which replay would not repeat",
-                region=ops.region.name,
+                "this call is left out of replay, and changed an argument in place, which replay would not repeat",
+                region=self._ops.region.name,
                 op=record.name,
-                remedy="Return the new value from it, or give the native region the policy RECOMPUTE.",
+                remedy="Return the new value from it, or give it the policy RECOMPUTE. Of a call that is declared as "
+                "opaque, leave out opaque=True.",
             )
         if (
             type(result) is torch.Tensor and result._base is None and id(result) not in map(id, self._given)
             and result.layout is torch.strided and not result.dtype.is_complex
         ):  # fmt: skip
-            # What most calls return.
-            last = sequence_number()
-            geometry = new_tuple(Geometry, (result.shape, result.stride(), result.storage_offset()))
-            record.results = new_tuple(Meta, (geometry, result.dtype, result.device, False, NOT_LAZY))
-            record.leaves = (result.requires_grad,)
-            ops.note_result(record, result, self._first, last)
-            leaves: Sequence[Any] = (result,)
+            self._returns_one(result)
         else:
-            leaves = (result,) if isinstance(result, torch.Tensor) else leaves_of((result,), {})
-            if leaves and all(map(self._is_view_of_argument, leaves)):
-                self._end()
-                return
-            last = sequence_number()
-            note_several(ops, record, result, leaves)
-            for leaf in leaves:
-                if isinstance(leaf, torch.Tensor):
-                    ops.note_returned(leaf, self._first, last)
+            self._returns_odd(result)
+
+    def _returns_one(self, result: torch.Tensor) -> None:
+        """Note what most calls return: a tensor in memory of its own."""
+        ops, record = self._ops, self.record
+        last = sequence_number()
+        geometry = new_tuple(Geometry, (result.shape, result.stride(), result.storage_offset()))
+        record.results = new_tuple(Meta, (geometry, result.dtype, result.device, False, NOT_LAZY))
+        record.leaves = (result.requires_grad,)
+        ops.note_result(record, result, self.first, last)
         record.is_entry = True
-        ops.skipped.append((self._first, last))
+        ops.skipped.append((self.first, last))
         if not self._saved:
-            for leaf in leaves:
-                node = leaf.grad_fn if isinstance(leaf, torch.Tensor) else None
-                if node is not None and node_number(node) >= self._first:
-                    node.register_prehook(ops.region.note_backward)
-        if self._rng is not None or ops.departures.waiting:
+            note_backward(ops.region, self.first, (result,))
+        if self.rng is not None or ops.departures.waiting:
             self._end()
+
+    def _returns_odd(self, result: Any) -> None:
+        leaves = (result,) if isinstance(result, torch.Tensor) else leaves_of((result,), {})
+        if leaves and all(map(self._is_view_of_argument, leaves)):
+            self._end()
+        else:
+            self._note_several(result, leaves)
+
+    def _note_several(self, result: Any, leaves: Sequence[Any]) -> None:
+        ops, record = self._ops, self.record
+        last = sequence_number()
+        record.kind = CALL
+        record.leaves = [leaf.requires_grad if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        if len(leaves) != 1 or leaves[0] is not result:
+            record.template = optree.tree_map(_nothing, result, namespace=PYTREE_NAMESPACE)
+        record.results = [described(leaf, None) for leaf in leaves]
+        record.saved = frozenset(range(len(leaves)))
+        if record.away:
+            record.away = record.saved
+        ops.storages.note_call(record, leaves, record.reads)
+        ops.results.note(record, leaves)
+        ops.entries.append(record)
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                ops.note_returned(leaf, self.first, last)
+        record.is_entry = True
+        ops.skipped.append((self.first, last))
+        if not self._saved:
+            note_backward(ops.region, self.first, leaves)
+        self._end()
 
     def _is_view_of_argument(self, leaf: Any) -> bool:
         if not isinstance(leaf, torch.Tensor):
@@ -240,23 +269,16 @@ class CallForward:
     def _end(self) -> None:
         if self._ops.departures.waiting:
             self._ops.departures.send()
-        if self._rng is not None:
-            self.record.drawn = self._rng.drawn()
+        if self.rng is not None:
+            self.record.drawn = self.rng.drawn()
 
 
-def note_several(ops: Ops, record: WholeCall, result: Any, leaves: Sequence[Any]) -> None:
-    """Note a call with whatever it returns."""
-    record.kind = CALL
-    record.leaves = [leaf.requires_grad if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    if len(leaves) != 1 or leaves[0] is not result:
-        record.template = optree.tree_map(_nothing, result, namespace=PYTREE_NAMESPACE)
-    record.results = [described(leaf, None) for leaf in leaves]
-    record.saved = frozenset(range(len(leaves)))
-    if record.away:
-        record.away = record.saved
-    ops.storages.note_call(record, leaves, record.reads)
-    ops.results.note(record, leaves)
-    ops.entries.append(record)
+def note_backward(region: Any, first: int, leaves: Sequence[Any]) -> None:
+    """Let a region know of a backward inside of its forward through what a call returned, which saved nothing."""
+    for leaf in leaves:
+        node = leaf.grad_fn if isinstance(leaf, torch.Tensor) else None
+        if node is not None and node_number(node) >= first:
+            node.register_prehook(region.note_backward)
 
 
 class Replay(Protocol):
