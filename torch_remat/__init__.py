@@ -10,7 +10,7 @@ from torch_remat._handle import get_handle
 from torch_remat._names import name_scope
 from torch_remat._native import native_region, native_save_region
 from torch_remat._offload import offload_to
-from torch_remat._region import region
+from torch_remat._region import recompute_needs_tensor, region
 from torch_remat._save_names import checkpoint_name, offload_names, save_names
 from torch_remat.dispatch.handle.op import RematHandle
 from torch_remat.dispatch.placeholder import is_placeholder
@@ -92,8 +92,9 @@ __all__ = [
     "offload_to",
     "op",
     "policies",
-    "region",
     "print_current_memory_report",
+    "recompute_needs_tensor",
+    "region",
     "report_on_oom",
     "save_names",
     "testing",

@@ -47,6 +47,7 @@ __all__ = [
     "graph_is_kept",
     "graph_task",
     "has_effect",
+    "has_one_output",
     "has_returned",
     "in_autocast",
     "is_compiled",
@@ -117,6 +118,11 @@ set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 graph_exec_group: Callable[[], object | None] = getattr(
     getattr(torch.utils.checkpoint, "GraphExecGroup", None), "_get_current_group", lambda: None
 )
+
+
+def has_one_output(node: Any) -> bool:
+    """Whether an autograd node is there, and has a single output, which torch has no public way to ask."""
+    return len(getattr(node, "_input_metadata", ())) == 1
 
 
 def has_returned(ctx: Any) -> bool:

@@ -16,6 +16,7 @@ from torch_remat.dispatch.naming import scope
 from torch_remat.errors import UsageError
 from torch_remat.policies.decision import CheckpointPolicy
 
+_SAVE, _RECOMPUTE = CheckpointPolicy.SAVE, CheckpointPolicy.RECOMPUTE
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -100,7 +101,7 @@ def region(
         >>> y = remat.checkpoint()(block)(torch.randn(2, 4, 8, requires_grad=True))
         >>> y.sum().backward()
     """
-    chosen = _policy_of(policy, recompute, name)
+    chosen = _SAVE if policy is None and recompute is None else _policy_of(policy, recompute, name)
     if function is None:
         if not isinstance(name, str) or not name:
             scoped(name)
@@ -111,9 +112,9 @@ def region(
 def _policy_of(policy: Any, recompute: Any, name: Any) -> CheckpointPolicy:
     if policy is None:
         if recompute is None or recompute is False:
-            return CheckpointPolicy.SAVE
+            return _SAVE
         if recompute is True:
-            return CheckpointPolicy.RECOMPUTE
+            return _RECOMPUTE
         raise UsageError(f"recompute={recompute!r} is neither True nor False", op=str(name), remedy=_FORM)
     if recompute is not None:
         raise UsageError("region() takes policy or recompute, not both", op=str(name), remedy=_FORM)
@@ -134,10 +135,44 @@ def _bound(function: Any, name: Any, policy: CheckpointPolicy, opaque: bool) -> 
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if is_compiling():
-            return compiled_part(policy is not CheckpointPolicy.RECOMPUTE, function, args, kwargs)
+            return compiled_part(policy is not _RECOMPUTE, function, args, kwargs)
         mode = current_mode()
         if mode is None:
             return function(*args, **kwargs)
         return mode.run_call(opaque, scope.get() + name, policy, function, args, kwargs)
 
     return call
+
+
+def recompute_needs_tensor(*tensors: torch.Tensor) -> None:
+    """Say that replay reads these tensors, which forward cannot see: their values are kept, if a saved call made them.
+
+    What reads a saved result by an op that autograd records, or as an argument of an op with a handle, an inner region
+    or another call, is seen without this. Data that is taken past all ops (``numpy()``, ``tolist()``), and ops without
+    a history, are not: without this, replay starts over once and warns.
+
+    Args:
+        *tensors: Results of saved calls, native regions or ops with handles, or views of them. For others, and outside
+            of regions, this does nothing.
+
+    Raises:
+        UsageError: One of them is no tensor.
+
+    Example:
+        >>> import torch
+        >>> import torch_remat as remat
+        >>> def block(x):
+        ...     y = remat.region(torch.sin, "sin")(x)
+        ...     remat.recompute_needs_tensor(y)
+        ...     return y * float(y.detach().numpy().max())
+        >>> remat.checkpoint()(block)(torch.ones(3, requires_grad=True)).sum().backward()
+    """
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            raise UsageError(
+                f"recompute_needs_tensor() takes tensors, not a {type(tensor).__name__}",
+                remedy="Pass each tensor as an argument of its own.",
+            )
+    mode = None if is_compiling() else current_mode()
+    if mode is not None and mode.ops is not None and not mode.ops.skips():
+        mode.ops.note_readers(tensors)

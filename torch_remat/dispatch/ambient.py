@@ -148,6 +148,34 @@ class RngState:
             present.restore()
 
 
+class Draws:
+    """Which calls of a region draw random numbers; asked once a call as long as none does.
+
+    Of the first state that differs nobody knows whether the call drew or what came before it: it is noted all the same,
+    since replay is to have it after the call in any case.
+
+    Args:
+        start: The state at the region's start.
+    """
+
+    def __init__(self, start: RngState) -> None:
+        self._seen = start
+        self._any = False
+
+    def begin(self) -> None:
+        """Note that a call begins."""
+        if self._any:
+            self._seen = self._seen.present()
+
+    def end(self) -> RngState | None:
+        """Return where a call left the generators; None if it did not draw."""
+        drawn = self._seen.drawn()
+        if drawn is not None:
+            self._any = True
+            self._seen = self._seen.present()
+        return drawn
+
+
 def _default_generators() -> Sequence[torch.Generator]:
     if len(_device_types()) == 1:
         return (torch.default_generator,)

@@ -27,12 +27,12 @@ from torch_remat.dispatch.handle.op import SKIPPED, RematHandle
 from torch_remat.dispatch.handle.saved_call import (
     LeftOut,
     OpaqueCall,
-    entries_of,
     is_flat,
     kept_of_second_run,
     of_another_function,
     put_back,
     result_of,
+    runs,
 )
 from torch_remat.dispatch.handle.variables import identity_of
 from torch_remat.dispatch.handle.whole_call import another_call, is_same_call, made_again, replayed
@@ -45,7 +45,7 @@ from torch_remat.dispatch.log.record import Record, Stretch
 from torch_remat.dispatch.log.slot import Slot
 from torch_remat.dispatch.log.schema import effects_of, without_statistics
 from torch_remat.dispatch.log.suppressed import Aftermath, Suppressed
-from torch_remat.dispatch.placeholder import TORCH_SAYS, Placeholder, Source, new_tuple, real, refuse, unpack
+from torch_remat.dispatch.placeholder import TORCH_SAYS, Placeholder, Source, constant, new_tuple, real, refuse, unpack
 from torch_remat.dispatch.region.inputs import leaves_of, with_leaves
 from torch_remat.dispatch.views import Elided
 from torch_remat.errors import (
@@ -324,8 +324,7 @@ class Answerer:
         if identity_of(function) != call.identity or layout_of(leaves, {}) != call.layout:
             self._replay.fail(of_another_function(self.region, call, function))
         given = call.given(function, leaves) if call.paths else leaves
-        entries = entries_of(call, self._entries)
-        if call.again or call.raised or self.region.tape.backward_inside or any(entry.run for entry in entries):
+        if call.again or call.raised or self.region.tape.backward_inside or runs(call, self._entries):
             return self._call_again(call, function, args, kwargs, given)
         if call.put_back and not put_back(call, given, self.region_name):
             return self._call_again(call, function, args, kwargs, given)
@@ -578,6 +577,13 @@ class Answerer:
             return args, kwargs
         leaves = self.load_inputs(regions[place], leaves_of(args, kwargs), "inner region")
         return with_leaves(args, kwargs, leaves)
+
+    def note_readers(self, tensors: Sequence[Tensor]) -> None:
+        """Give placeholders that something reads from here on the values that were kept for it."""
+        values, _ = self.enter_region(tensors, {})
+        for tensor, value in zip(tensors, values, strict=True):
+            if isinstance(tensor, Placeholder):
+                tensor.compute = partial(constant, value.detach())
 
     def note_made(self, waiting: Sequence[Elided], outputs: Sequence[torch.Tensor]) -> None:
         """Note the outputs of an op that SAVE ops wait for; see NOTE [ When an elided tensor is complete ]."""

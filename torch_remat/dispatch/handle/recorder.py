@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, UntypedStorage, strided
 
 from torch_remat._compat import has_returned, node_number, sequence_number
-from torch_remat.dispatch.ambient import RngState
+from torch_remat.dispatch.ambient import Draws, RngState
 from torch_remat.dispatch.check.inner_ops import Around
 from torch_remat.dispatch.handle.op import RematHandle
 from torch_remat.dispatch.handle.saved_call import Given, UnwatchedCall, WatchedCall, check_needs, mark_calls_made_again
@@ -329,6 +329,7 @@ class CallRecorder(Recorder):
         made: What ops with handles made.
         calling: The function of torch's own that runs, or the call of `region`.
         calls: The saved calls of `region`.
+        draws: Which calls draw random numbers; None where nobody cares.
     """
 
     def __init__(self, forward: Forward) -> None:
@@ -339,6 +340,7 @@ class CallRecorder(Recorder):
         self.known_args: Iterable[Any] = ()
         self.calling: CallForward | WatchedCall | None = None
         self.calls: list[WatchedCall | UnwatchedCall] = []
+        self.draws = None if self.region.rng is None else Draws(self.region.rng)
         self._around: Around | None = None
         self._views: list[tuple[Stretch, int, Tensor, int]] = []
 
@@ -467,6 +469,14 @@ class CallRecorder(Recorder):
         self.keep_inputs(record, leaves_of(args, kwargs))
         self.region.tape.regions.append(record)
         return args, kwargs
+
+    def note_readers(self, tensors: Sequence[Tensor]) -> None:
+        """Keep tensors that replay reads here."""
+        if self.has_policy:
+            for tensor in tensors:
+                self.note_reader(tensor)
+        else:
+            self.enter_region(tensors, {})
 
     def _source_of(self, tensor: Tensor) -> tuple[Record, int] | None:
         """Return record and place of the skipped op's output that a tensor is, or is a view of, if it is one."""

@@ -34,9 +34,24 @@ import torch
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
-from torch_remat._compat import PYTREE_NAMESPACE, node_number, sequence_number, set_version, without_dispatch_modes
+from torch_remat._compat import (
+    PYTREE_NAMESPACE,
+    has_one_output,
+    node_number,
+    sequence_number,
+    set_version,
+    without_dispatch_modes,
+)
 from torch_remat.dispatch.check.mismatch import mismatched
-from torch_remat.dispatch.holder import AUTOCAST_DTYPES, CAST, Anchor, Holder, OpHolder, changed_in_place, parameter_behind
+from torch_remat.dispatch.holder import (
+    AUTOCAST_DTYPES,
+    CAST,
+    Anchor,
+    Holder,
+    OpHolder,
+    changed_in_place,
+    parameter_behind,
+)
 from torch_remat.dispatch.log.entry import WRITTEN, Entry, WholeCall, run_for_good, still_there
 from torch_remat.dispatch.handle.whole_call import CallForward, note_backward
 from torch_remat.dispatch.log.meta import Meta, WrapperMeta, described, key_of, keys_of, layout_of, stand_in
@@ -175,13 +190,7 @@ class Ops(Protocol):
     storages: Any
     results: Any
     departures: Any
-    skipped: list[tuple[int, int]]
-
-    def note_record(self, record: Any) -> None:
-        """Note what has a name."""
-
-    def note_returned(self, leaf: torch.Tensor, first: int, last: int) -> Any:
-        """Note a tensor that a call returned."""
+    draws: Any
 
     def hold(self, record: Any, name: str, tensor: torch.Tensor, policy: CheckpointPolicy) -> Holder | Anchor:
         """Return the holder for a tensor that a call saves."""
@@ -203,19 +212,23 @@ class Given:
         self._call = call
         self._function = function
         self.leaves = leaves
-        self._variables: list[tuple[Path, torch.Tensor]] | None = None
+        self._variables: list[tuple[Path, torch.Tensor]] = []
+        self._more: Iterator[tuple[Path, torch.Tensor]] | None = None
 
     def __iter__(self) -> Iterator[Any]:
         yield from self.leaves
-        if self._variables is None:
-            self._variables = list(tensors_reached(self._function))
+        if self._more is None:
+            self._more = tensors_reached(self._function)
         for _, tensor in self._variables:
             yield tensor
+        for variable in self._more:
+            self._variables.append(variable)
+            yield variable[1]
 
     def use(self, place: int) -> None:
         """Note that replay reads one of them."""
         at = place - len(self.leaves)
-        if at >= 0 and self._variables is not None:
+        if at >= 0:
             self._call.paths = {**self._call.paths, place: self._variables[at][0]}
 
 
@@ -241,7 +254,9 @@ class Leaving:
     def note_results(self, result: Any, leaves: Sequence[Any]) -> None:
         """Note how replay comes to the result, or why it makes the call again."""
         record = self.record
-        self.outputs = {(leaf.grad_fn, leaf.output_nr) for leaf in leaves if getattr(leaf, "grad_fn", None) is not None}
+        if self.last - self.first > 1 or len(leaves) != 1 or not has_one_output(getattr(leaves[0], "grad_fn", None)):
+            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            self.outputs = {(leaf.grad_fn, leaf.output_nr) for leaf in tensors if leaf.grad_fn is not None}
         for leaf in leaves:
             if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
                 record.again = f"it returned an object of type {type(leaf).__name__}, of which the log can keep nothing"
@@ -268,13 +283,14 @@ class Leaving:
 
     def _described(self, leaf: torch.Tensor) -> Any:
         ops = self._ops
-        for place, given in enumerate(self.given):
-            if given is leaf:
-                self.given.use(place)
-                return Passed(place, None)
-        if leaf.is_leaf and leaf.requires_grad:
-            return Slot(leaf, None)
         writer = ops.storages.writer_of(leaf)
+        if writer is None or writer[0].group != self.record.name or writer[1] < 0:
+            for place, given in enumerate(self.given):
+                if given is leaf:
+                    self.given.use(place)
+                    return Passed(place, None)
+            if leaf.is_leaf and leaf.requires_grad:
+                return Slot(leaf, None)
         if writer is not None:
             meta = described(leaf, None)
             if type(meta) in (Meta, WrapperMeta) and (writer[1] >= 0 or len(writer[0].writes) == 1):
@@ -312,8 +328,8 @@ class WatchedCall(Leaving):
         self._saved = 0
         self._names: set[str] = set()
         self._state = state_of(function, args, kwargs)
-        rng = ops.region.rng
-        self._rng = None if rng is None else rng.present()
+        if ops.draws is not None:
+            ops.draws.begin()
         self.first = sequence_number()
 
     def pack(self, tensor: torch.Tensor) -> Holder | Anchor:
@@ -345,7 +361,7 @@ class WatchedCall(Leaving):
         if ops.departures.waiting:
             ops.departures.send()
         self.last = sequence_number()
-        record.drawn = None if self._rng is None else self._rng.drawn()
+        record.drawn = None if ops.draws is None else ops.draws.end()
         leaves = (result,) if isinstance(result, torch.Tensor) else leaves_of((result,), {})
         self.note_results(result, leaves)
         self.note_state()
@@ -376,8 +392,8 @@ class WatchedCall(Leaving):
                 record.again = "it wrote a tensor in place that is neither among its arguments nor in its reach"
                 return
             self.given.use(place)
-            if source.grad_fn is not None and self.outputs is not None:
-                self.outputs.add((source.grad_fn, source.output_nr))
+            if source.grad_fn is not None:
+                self.outputs = {*(self.outputs or ()), (source.grad_fn, source.output_nr)}
             found.append(PutBack(place, Elided(_nobody, 0, left.lies, Placement.of(source)), left))
         record.put_back = found
         for entry in writing:
@@ -406,9 +422,6 @@ class UnwatchedCall(Leaving, CallForward):
         self.given = Given(self.record, function, leaves)
         self._state = state_of(function, args, kwargs)
 
-    def _may_draw(self, _identity: Any) -> bool:
-        return True
-
     def pack(self, tensor: torch.Tensor) -> Any:
         """Return what autograd keeps of a tensor that the call saves."""
         if tensor.dtype in AUTOCAST_DTYPES and (held := self.cast_of_leaf(tensor, f"saved_{self._saved}")) is not None:
@@ -420,7 +433,7 @@ class UnwatchedCall(Leaving, CallForward):
         super()._returns_one(result)
         self.note_state()
         self.last = sequence_number()
-        if (node := result.grad_fn) is not None and self.last - self.first > 1:
+        if (node := result.grad_fn) is not None and (self.last - self.first > 1 or not has_one_output(node)):
             self.outputs = {(node, result.output_nr)}
 
     def _returns_odd(self, result: Any) -> None:
@@ -496,13 +509,18 @@ def mark_calls_made_again(
         record = call.record
         if taken:
             record.again = record.again or "a gradient is taken in the region before its forward ends"
-        if taken or (record.again and isinstance(record, OpaqueCall)):
-            run_for_good(entries_of(record, entries))
+        if isinstance(record, OpaqueCall):
+            if record.again:
+                run_for_good([record])
+        elif taken:
+            run_for_good(entries[record.start : record.end])
 
 
-def entries_of(record: SavedCall | OpaqueCall, entries: Sequence[Entry]) -> Sequence[Entry]:
-    """Return the entries of a call in the log."""
-    return (record,) if isinstance(record, OpaqueCall) else entries[record.start : record.end]
+def runs(record: Any, entries: Sequence[Entry]) -> bool:
+    """Whether replay runs something of a call."""
+    if isinstance(record, OpaqueCall):
+        return record.run
+    return any(entry.run for entry in entries[record.start : record.end])
 
 
 def _mark_escapes(calls: Sequence[Saved], boundary: Sequence[Node | None]) -> None:
@@ -524,7 +542,12 @@ def _mark_escapes(calls: Sequence[Saved], boundary: Sequence[Node | None]) -> No
             if child is None or (number := node_number(child)) < starts[0]:
                 continue
             call = call_of(number)
-            if call is not None and call is not reader and (child, place) not in (call.outputs or ()) and not _is_cast(child):
+            if (
+                call is not None
+                and call is not reader
+                and (child, place) not in (call.outputs or ())
+                and not _is_cast(child)
+            ):
                 call.record.again = call.record.again or "the region goes on with a tensor of it that it did not return"
             if child not in seen:
                 seen.add(child)
@@ -540,7 +563,7 @@ def check_needs(region: Any, calls: Sequence[Saved], entries: Sequence[Entry]) -
     """Once it is known what replay runs: mark the calls of which it runs something, and warn of all that are marked."""
     for call in calls:
         record = call.record
-        if not record.again and any(entry.run for entry in entries_of(record, entries)):
+        if not record.again and runs(record, entries):
             record.again = "replay needs a result of it that was changed in place after it, or that is no longer there"
         if record.again and not record.raised:
             _warn(region, record)
@@ -643,7 +666,9 @@ def result_of(
         elif type(form) is Passed:
             value = given[form.place]
             if form.view is not None and (value := form.view.value(value, with_history=True)) is None:
-                raise mismatched(replay.region, "replay returned a view of a tensor that lies otherwise", _SAME, op=call.name)
+                raise mismatched(
+                    replay.region, "replay returned a view of a tensor that lies otherwise", _SAME, op=call.name
+                )
         elif type(form) is Slot:
             value = load(form, call.name, "out")
             replay.note_loaded(value)

@@ -23,7 +23,12 @@ _NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 def tensors_reached(function: Any) -> Iterator[tuple[Path, torch.Tensor]]:
-    """Yield the tensors that a function reaches, each with its path."""
+    """Yield the tensors that a function reaches, each with its path, those that it closes over first."""
+    if type(function) is FunctionType:
+        for at, cell in enumerate(function.__closure__ or ()):
+            for value in _held_by(cell):
+                if isinstance(value, torch.Tensor):
+                    yield (partial(_cell_contents, at),), value
     for path, value in _reached(function, True):
         if isinstance(value, torch.Tensor):
             yield path, value
@@ -51,14 +56,32 @@ def state_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any] = _NO
     """
     state: State = []
     for root in (function, *args, *kwargs.values()):
-        if type(root) in _BARE or isinstance(root, torch.Tensor):
+        if type(root) in _BARE:
             continue
-        if type(root) is FunctionType and root.__closure__ is None and root.__defaults__ is None and not root.__dict__:
+        if type(root) is FunctionType and not in_objects:
+            if root.__closure__ is not None:
+                _note_cells(state, root)
+            if root.__defaults__ is None and not root.__dict__:
+                continue
+        elif isinstance(root, torch.Tensor):
             continue
         for value in (root, *(value for _, value in _reached(root, in_objects))):
             holders = [value] if isinstance(value, _CONTAINERS) else _cells_of(value)
             state += [(holder, _held_by(holder)) for holder in holders]
     return state
+
+
+def _note_cells(state: State, function: FunctionType) -> None:
+    """Do the same for what a plain function closes over."""
+    for cell in function.__closure__ or ():
+        held = _held_by(cell)
+        state.append((cell, held))
+        for value in held:
+            if type(value) in _BARE or isinstance(value, (torch.Tensor, Module)):
+                continue
+            for inner in (value, *(inner for _, inner in _reached(value, False))):
+                holders = [inner] if isinstance(inner, _CONTAINERS) else _cells_of(inner)
+                state += [(holder, _held_by(holder)) for holder in holders]
 
 
 def changed_in(state: State, region_function: Any) -> bool:

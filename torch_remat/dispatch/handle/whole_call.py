@@ -101,7 +101,7 @@ def _nothing(_leaf: Any) -> int:
 def _may_draw_in(function: Callable[..., Any]) -> bool:
     """Whether such a function may draw random numbers."""
     if type(function) is not BuiltinFunctionType:
-        return True
+        return True  # and is no name for long
     draws = _draws[id(function)] = may_draw(function.__name__)
     return draws
 
@@ -118,6 +118,7 @@ class Ops(Protocol):
     results: Any
     departures: Any
     skipped: list[tuple[int, int]]
+    draws: Any
 
     def hold(self, record: WholeCall, name: str, tensor: torch.Tensor, policy: CheckpointPolicy) -> Holder | Anchor:
         """Return the holder for a tensor that a whole call saves."""
@@ -169,13 +170,10 @@ class CallForward:
             record.reads = [key for tensor in given for key in keys_of(tensor)]
             record.versions = list(enumerate(map(version_of, given)))
         self._given = given
-        self.rng = ops.region.rng if self._may_draw(function) else None
-        if self.rng is not None:
-            self.rng = self.rng.present()
-
-    def _may_draw(self, function: Any) -> bool:
         draws = _draws.get(id(function))
-        return _may_draw_in(function) if draws is None else draws
+        self.draws = ops.draws if (draws is None and _may_draw_in(function)) or draws else None
+        if self.draws is not None:
+            self.draws.begin()
 
     def pack(self, tensor: torch.Tensor) -> Holder | Anchor:
         """Return what autograd keeps of a tensor that the call saves."""
@@ -221,7 +219,7 @@ class CallForward:
         ops.skipped.append((self.first, last))
         if not self._saved:
             note_backward(ops.region, self.first, (result,))
-        if self.rng is not None or ops.departures.waiting:
+        if self.draws is not None or ops.departures.waiting:
             self._end()
 
     def _returns_odd(self, result: Any) -> None:
@@ -269,8 +267,8 @@ class CallForward:
     def _end(self) -> None:
         if self._ops.departures.waiting:
             self._ops.departures.send()
-        if self.rng is not None:
-            self.record.drawn = self.rng.drawn()
+        if self.draws is not None:
+            self.record.drawn = self.draws.end()
 
 
 def note_backward(region: Any, first: int, leaves: Sequence[Any]) -> None:
