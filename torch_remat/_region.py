@@ -1,4 +1,4 @@
-"""`region`: one call of anything that replay leaves out; `recompute_needs_tensor`: what replay will read all the same."""
+"""`region`: one call of anything, which replay leaves out; `recompute_needs_tensor`: what replay reads all the same."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ def region(
 ) -> Any:
     """Give one call inside a checkpointed region a name and a policy: a call of anything.
 
-    With SAVE, the default, replay does not make the call. What autograd saves inside stays, but for arguments, variables
-    that the function closes over, and parameters, which replay has anyway. Of the result that is kept which replay
-    reads; the rest is placeholders. What the call changed in tensors from outside is changed once, and what it leaves
+    With SAVE, the default, replay does not make the call. What autograd saves inside stays, but for arguments,
+    variables that the function closes over, and parameters, which replay has anyway. Of the result that is kept which
+    replay reads; the rest is placeholders. What the call changed in tensors from outside is changed once, and what it leaves
     otherwise (prints, attributes, appended lists) is left once. `native_save_region` is the careful way of the same:
     its Python runs again in replay, and only its ops do not.
 

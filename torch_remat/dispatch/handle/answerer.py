@@ -42,8 +42,8 @@ from torch_remat.dispatch.log.meta import layout_of, stand_in
 from torch_remat.dispatch.log.needs import Needs, find_needs
 from torch_remat.dispatch.log.op_answerer import OpAnswerer, loaded_slots
 from torch_remat.dispatch.log.record import Record, Stretch
-from torch_remat.dispatch.log.slot import Slot
 from torch_remat.dispatch.log.schema import effects_of, without_statistics
+from torch_remat.dispatch.log.slot import Slot
 from torch_remat.dispatch.log.suppressed import Aftermath, Suppressed
 from torch_remat.dispatch.placeholder import TORCH_SAYS, Placeholder, Source, constant, new_tuple, real, refuse, unpack
 from torch_remat.dispatch.region.inputs import leaves_of, with_leaves

@@ -517,9 +517,8 @@ class CallRecorder(Recorder):
         if owner is None:
             owner = tensor
         is_leaf = owner.requires_grad and owner.grad_fn is None  # the graph owns it anyway
-        if is_leaf if type(owner) is Tensor else is_parameter(owner):
-            if not (is_leaf and region.inputs.contains(owner)):
-                return (tensor if tensor is owner else tensor.detach(), tensor._version, region)
+        if (is_leaf and not region.inputs.contains(owner)) or (type(owner) is not Tensor and is_parameter(owner)):
+            return (tensor if tensor is owner else tensor.detach(), tensor._version, region)
         holder = self.holder_for(record.name, name, tensor)
         made = self.made.maker_of(tensor) if self.made.tensors else None
         if (
@@ -635,10 +634,7 @@ class CallRecorder(Recorder):
         self.packs = True
         self.calling, self.known_args = call, call.given
         try:
-            if opaque:
-                result = function(*args, **kwargs)
-            else:
-                result = self.run_stretch(call.record, function, args, kwargs)
+            result = function(*args, **kwargs) if opaque else self.run_stretch(call.record, function, args, kwargs)
             call.returns(result)
         except BaseException as error:
             call.left_by(error)

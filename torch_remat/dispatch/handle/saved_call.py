@@ -27,7 +27,6 @@ from enum import Enum
 from functools import partial
 from types import CodeType, MappingProxyType
 from typing import Any, NamedTuple, Protocol
-from weakref import ref
 
 import optree
 import torch
@@ -43,6 +42,16 @@ from torch_remat._compat import (
     without_dispatch_modes,
 )
 from torch_remat.dispatch.check.mismatch import mismatched
+from torch_remat.dispatch.handle.variables import (
+    Path,
+    State,
+    at_path,
+    changed_in,
+    identity_of,
+    state_of,
+    tensors_reached,
+)
+from torch_remat.dispatch.handle.whole_call import CallForward, note_backward
 from torch_remat.dispatch.holder import (
     AUTOCAST_DTYPES,
     CAST,
@@ -53,23 +62,13 @@ from torch_remat.dispatch.holder import (
     parameter_behind,
 )
 from torch_remat.dispatch.log.entry import WRITTEN, Entry, WholeCall, run_for_good, still_there
-from torch_remat.dispatch.handle.whole_call import CallForward, note_backward
-from torch_remat.dispatch.log.meta import Meta, WrapperMeta, described, key_of, keys_of, layout_of, stand_in
-from torch_remat.dispatch.log.record import Left, Stretch
-from torch_remat.dispatch.log.slot import Slot, version_of
-from torch_remat.dispatch.handle.variables import (
-    Path,
-    State,
-    at_path,
-    changed_in,
-    identity_of,
-    state_of,
-    tensors_reached,
-)
+from torch_remat.dispatch.log.meta import Meta, WrapperMeta, described, key_of, layout_of, stand_in
+from torch_remat.dispatch.log.record import Left, Record, Stretch
+from torch_remat.dispatch.log.slot import Slot
 from torch_remat.dispatch.placeholder import Packed, Placeholder, Source
 from torch_remat.dispatch.region.inputs import leaves_of, with_leaves
 from torch_remat.dispatch.views import Elided, placement_in
-from torch_remat.errors import MismatchError, RematWarning, UsageError, qualified_name
+from torch_remat.errors import MismatchError, RematWarning, qualified_name
 from torch_remat.offload.transfer import Placement
 from torch_remat.policies.decision import CheckpointPolicy
 
@@ -116,11 +115,10 @@ class PutBack(NamedTuple):
     left: Left
 
 
-class LeftOut:
+class LeftOut(Record):
     """What replay must know of a saved call to leave it out.
 
     Attributes:
-        name: Its name.
         identity: What tells its function from others.
         layout: Shape and strides of its arguments.
         again: Why replay makes the call again; empty if it leaves it out.
@@ -131,7 +129,6 @@ class LeftOut:
         paths: Where those variables are found that are read in replay, by their places after the arguments.
     """
 
-    name: str
     identity: Any
     layout: Sequence[Any]
     again = ""
@@ -152,7 +149,7 @@ class LeftOut:
 
     def forget_slots(self) -> None:
         """Drop what only a further replay would need."""
-        super().forget_slots()  # type: ignore[misc]
+        super().forget_slots()
         self.forms = self.put_back = ()
         self.paths = {}
 
@@ -177,7 +174,7 @@ class OpaqueCall(LeftOut, WholeCall):
     """The record of a saved call whose ops are not watched, and its own entry in the log."""
 
     @property
-    def identity(self) -> Any:  # type: ignore[override]
+    def identity(self) -> Any:
         """What tells its function from others."""
         return self.op
 
@@ -240,7 +237,7 @@ class Leaving:
         given: Its arguments and variables.
         first: The number of the first autograd node that it may make.
         last: That of the first one after it.
-        outputs: The nodes of its result, each with which of the node's outputs it is; None if they are all that it made.
+        outputs: The nodes of its result, with which of the node's outputs each is; None if they are all that it made.
     """
 
     record: Any
@@ -294,7 +291,7 @@ class Leaving:
         if writer is not None:
             meta = described(leaf, None)
             if type(meta) in (Meta, WrapperMeta) and (writer[1] >= 0 or len(writer[0].writes) == 1):
-                return Made(*writer, meta, leaf.requires_grad)
+                return Made(writer[0], writer[1], meta, leaf.requires_grad)
             self.record.again = "it returned a tensor that the log cannot describe"
             return None
         if leaf.layout is torch.strided and type(leaf) is torch.Tensor:
@@ -302,7 +299,7 @@ class Leaving:
             for place, given in enumerate(self.given):
                 if type(given) in _USUAL and given.layout is torch.strided and key_of(given) == key:
                     self.given.use(place)
-                    return Passed(place, _lies(leaf, given))
+                    return Passed(place, _view(Placement.of(leaf), Placement.of(given)))
         return Slot(leaf, ops.region.hooks)
 
 
@@ -350,9 +347,9 @@ class WatchedCall(Leaving):
             name = name if label in self._names else label
             self._names.add(label)
         held = ops.hold(record, name, tensor, CheckpointPolicy.SAVE)
-        if record.policy is CheckpointPolicy.OFFLOAD and ops.region.hooks is None:
-            if type(held) is OpHolder and held.resident:
-                ops.departures.waiting.append((held, tensor))
+        leaves = record.policy is CheckpointPolicy.OFFLOAD and ops.region.hooks is None
+        if leaves and type(held) is OpHolder and held.resident:
+            ops.departures.waiting.append((held, tensor))
         return held
 
     def returns(self, result: Any) -> None:
@@ -394,10 +391,10 @@ class WatchedCall(Leaving):
             self.given.use(place)
             if source.grad_fn is not None:
                 self.outputs = {*(self.outputs or ()), (source.grad_fn, source.output_nr)}
-            found.append(PutBack(place, Elided(_nobody, 0, left.lies, Placement.of(source)), left))
+            found.append(PutBack(place, _view(left.lies, Placement.of(source)), left))
         record.put_back = found
         for entry in writing:
-            entry.put_back = True
+            entry.restored = True
 
 
 class UnwatchedCall(Leaving, CallForward):
@@ -474,9 +471,9 @@ def _is_of(tensor: Any, key: int) -> bool:
     return isinstance(tensor, torch.Tensor) and key_of(tensor) == key
 
 
-def _lies(tensor: torch.Tensor, source: torch.Tensor) -> Elided:
-    """Describe how a tensor lies in the storage of another."""
-    return Elided(_nobody, 0, Placement.of(tensor), Placement.of(source))  # type: ignore[arg-type]
+def _view(view: Placement, source: Placement) -> Elided:
+    """Describe how a tensor lies in the storage of another, though no holder waits for it."""
+    return Elided(_nobody, 0, view, source)  # type: ignore[arg-type]
 
 
 def _cast(dtype: torch.dtype, view: Placement | None, anchor: Anchor) -> torch.Tensor:
@@ -682,8 +679,8 @@ def _seen(value: torch.Tensor, entry: Entry, place: int, meta: Any) -> torch.Ten
     if type(meta) is not Meta or meta == own or meta.describes(value):
         return value
     source = placement_in(own) if type(own) is Meta else Placement.of(value)
-    view = Elided(_nobody, 0, placement_in(meta), source).value(value)  # type: ignore[arg-type]
-    return value if view is None else view
+    seen = _view(placement_in(meta), source).value(value)
+    return value if seen is None else seen
 
 
 def kept_of_second_run(tensor: torch.Tensor) -> torch.Tensor | Packed:

@@ -1,4 +1,4 @@
-"""What a function reaches besides its arguments: cells, defaults, arguments of partials, attributes of a bound ``self``.
+"""What a function reaches besides its arguments: cells, defaults, arguments of partials, attributes of ``self``.
 
 In: the function of a call that replay leaves out. Kept: paths, never values. Out: tensors by their paths, in forward to
 find one, in replay to have its counterpart; and the lists, dicts and variables that a call may change.

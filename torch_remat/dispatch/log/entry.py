@@ -54,7 +54,7 @@ class Entry:
         versions: Which of the tensors among its arguments come from outside, and their version counters.
         writes: The storages of the arguments that it writes.
         whole: Whether it writes its arguments' whole storages.
-        put_back: Whether the call in which it ran leaves in them what it wrote, also without running it.
+        restored: Whether the call in which it ran leaves in them what it wrote, also without running it.
         outside: Those of them that come from outside the region.
         made: The storages of its new results, by their place, unless there is just `storage`.
         storage: That of its one new result, if its kind is `ONE`.
@@ -77,7 +77,7 @@ class Entry:
     layout: Sequence[tuple[torch.Size, tuple[int, ...]]] = ()
     versions: Sequence[tuple[int, int]] = ()
     writes: Sequence[int] = ()
-    put_back = False
+    restored = False
     outside: Sequence[StorageWeakRef] = ()
     made: Sequence[tuple[int, int]] = ()
     storage = 0

@@ -70,7 +70,7 @@ def find_needs(entries: Sequence[Entry], roots: Sequence[Root], can_keep: Callab
 def _step(entry: Entry, needed: set[int], can_keep: Callable[[Entry, int], bool], needs: Needs) -> None:
     """Take one entry of any kind."""
     made = {place for place, storage in entry.made if storage in needed}
-    writes = [] if entry.put_back else [storage for storage in entry.writes if storage in needed]
+    writes = [] if entry.restored else [storage for storage in entry.writes if storage in needed]
     if not (made or writes or entry.always):
         return
     kept = {place for place in made if place in entry.saved and can_keep(entry, place)}
