@@ -60,9 +60,9 @@ def region(
 
     With SAVE, the default, replay does not make the call. What autograd saves inside stays, but for arguments,
     variables that the function closes over, and parameters, which replay has anyway. Of the result that is kept which
-    replay reads; the rest is placeholders. What the call changed in tensors from outside is changed once, and what it leaves
-    otherwise (prints, attributes, appended lists) is left once. `native_save_region` is the careful way of the same:
-    its Python runs again in replay, and only its ops do not.
+    replay reads; the rest is placeholders. What the call changed in tensors from outside is changed once, and what it
+    leaves otherwise (prints, attributes, appended lists) is left once. `native_save_region` is the careful way of the
+    same: its Python runs again in replay, and only its ops do not.
 
     A call that reaches its region otherwise than by its result is made again in replay, in the way of
     `native_save_region`, and a warning says why: if the region goes on with a tensor that was not returned, if a
