@@ -41,7 +41,10 @@ _BARE = frozenset(kind for kind in vars(torch.nn).values() if isinstance(kind, t
 
 
 def parameters_of(
-    function: Callable[..., Any], arguments: Sequence[Module] = (), generators: list[torch.Generator] | None = None
+    function: Callable[..., Any],
+    arguments: Sequence[Module] = (),
+    generators: list[torch.Generator] | None = None,
+    buffered: list[Module] | None = None,
 ) -> Sequence[torch.Tensor | None]:
     """Return the parameters that a function reaches: those of the modules that it reaches.
 
@@ -49,6 +52,7 @@ def parameters_of(
         function: A module, a method of one, or a function that closes over some; also a ``partial`` of these.
         arguments: The modules among its arguments.
         generators: Gets the random generators among the attributes of the same modules.
+        buffered: Gets those of the modules that have buffers.
     """
     found: list[torch.Tensor | None] = []
     modules: list[Module] = []
@@ -69,6 +73,8 @@ def parameters_of(
                 if inner is not None and inner not in seen:
                     seen.add(inner)
                     modules.append(inner)
+        if module._buffers and buffered is not None:
+            buffered.append(module)
         if generators is not None and type(module) not in _BARE:
             generators += among_attributes(module)
     return found

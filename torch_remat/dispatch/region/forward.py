@@ -294,6 +294,8 @@ class Recording(RematMode):
         assert region.inputs is not None
         region.leaves = used_leaves(boundary, region.first_number, region.inputs.originals)
         region.versions = versions_of([*region.parameters, *region.leaves])
+        if region.buffers is not None and not region.buffers.finish():
+            region.buffers = None
         region.finished = True
 
     def _tail_is_tiny(self) -> bool:

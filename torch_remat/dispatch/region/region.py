@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from weakref import finalize, ref
 
 import torch
+from torch.nn import Module
 
 from torch_remat._compat import (
     active_modes,
@@ -35,6 +36,7 @@ from torch_remat.dispatch.offloading import Sender, offload_inputs
 from torch_remat.dispatch.options import DEFAULTS, Options
 from torch_remat.dispatch.part import own_hooks
 from torch_remat.dispatch.placeholder import unpack
+from torch_remat.dispatch.region.buffers import Buffers
 from torch_remat.dispatch.region.inputs import RegionInputs
 from torch_remat.dispatch.tape import Tape
 from torch_remat.errors import ReleasedError
@@ -82,6 +84,7 @@ class Region:
     replay_context: AbstractContextManager[Any] | None = None
     op_log: OpLog | None = None
     offloading: Sender | None = None
+    buffers: Buffers | None = None  # of modules, while they are to be put back
     _replayed_in = -1  # the latest backward that came here
 
     def __init__(
@@ -104,7 +107,10 @@ class Region:
             generators = generators_of(function)
             if inputs.others:
                 generators += [other for other in inputs.others if isinstance(other, torch.Generator)]
-        self.parameters = parameters_of(function, inputs.modules() if inputs.others else (), generators)
+        buffered: list[Module] = []
+        self.parameters = parameters_of(function, inputs.modules() if inputs.others else (), generators, buffered)
+        if buffered:
+            self.buffers = Buffers(buffered)
         self.rng = None if generators is None else RngState(generators)
         self.hooks = own_hooks(self.name) if is_part and hooks is not None and hooks[1] in (read, unpack) else hooks
         self.ambient = capture_ambient()
@@ -207,3 +213,4 @@ class Region:
         if self.tape.records or self.tape.regions or self.tape.calls or self.tape.inner:
             self.tape.forget_slots()
         self.inputs = self.function = self.hooks = self.rng = self.replay_context = self.op_log = None
+        self.buffers = None

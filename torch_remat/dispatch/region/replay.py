@@ -45,6 +45,7 @@ from torch_remat.dispatch.naming import scope, scope_restored
 from torch_remat.dispatch.observe import Watch, is_watched
 from torch_remat.dispatch.options import DEFAULTS
 from torch_remat.dispatch.placeholder import Packed, Placeholder, add_note, last_refusal, real, unpack
+from torch_remat.dispatch.region.buffers import put_back
 from torch_remat.dispatch.region.inputs import fresh_alias, leaves_of, with_leaves
 from torch_remat.dispatch.region.module_path import ModulePath
 from torch_remat.errors import MismatchError, RematError
@@ -112,6 +113,7 @@ class Filling(RematMode):
         if last_refusal.get() is not None:
             last_refusal.set(None)
         grad_enabled = torch.is_grad_enabled()
+        buffers = () if region.buffers is None else region.buffers.now()
         try:
             contexts = [] if unchanged(region) else check_parameters(region, self.fail)
             args, kwargs = region.inputs.restore(region)
@@ -146,6 +148,8 @@ class Filling(RematMode):
             raise
         finally:
             set_grad_enabled(grad_enabled)
+            if buffers:
+                put_back(buffers)
             if self.ops is not None:
                 self.ops.forget()
                 self.ops = None  # which knows this mode

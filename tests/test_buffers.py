@@ -1,0 +1,122 @@
+"""Buffers of modules in regions: as forward left them after backward, whatever was recomputed."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from helpers import assert_same
+from torch import nn
+from torch.nn import functional as F
+
+import torch_remat as remat
+
+
+class Counting(nn.Module):
+    """Changes buffers in each way: counted and not, in place and by binding them anew, its own and a child's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+        self.register_buffer("average", torch.zeros(4, 4))
+        self.register_buffer("bound", torch.zeros(3))
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("var", torch.ones(4))
+        self.register_buffer("absent", None)
+        self.register_buffer("seen", torch.zeros(0))
+
+    def forward(self, x):
+        y = self.norm(self.linear(x)).relu()
+        y = F.batch_norm(y, self.mean, self.var, training=True)
+        self.steps += 1
+        self.bound = self.bound + self.steps
+        with torch.no_grad():
+            self.average.mul_(0.9).add_(y.t() @ y, alpha=0.1)
+            self.seen.resize_(self.seen.numel() + 1).fill_(float(self.steps))
+        return y.sin()
+
+
+def train(wrap, module, backward=lambda y: y.sum().backward()):
+    torch.manual_seed(0)
+    for _ in range(3):
+        x = torch.randn(8, 4, requires_grad=True)
+        backward(wrap(module)(x))
+    return [*(p.grad for p in module.parameters()), *module.buffers()]
+
+
+WAYS = {
+    "plain": remat.checkpoint(),
+    "to the end": remat.checkpoint(early_stop=False),
+    "bitwise": remat.checkpoint(determinism_check="bitwise"),
+    "debug": remat.checkpoint(debug=True),
+    "policy": remat.checkpoint(policy=[torch.ops.aten.addmm.default]),
+    "method": lambda module: remat.checkpoint()(module.forward),
+    "closure": lambda module: remat.checkpoint()(lambda x: module(x)),
+    "argument": lambda module: lambda x: remat.checkpoint()(lambda m, y: m(y))(module, x),
+    "region in a region": lambda module: remat.checkpoint()(lambda x: remat.checkpoint()(module)(x)),
+    "native region": lambda module: remat.checkpoint()(lambda x: remat.native_save_region("m", module, x).sin()),
+    "call": lambda module: remat.checkpoint()(lambda x: remat.region(module, "m")(x).sin()),
+}
+SINES = {"native region", "call"}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_buffers_are_changed_once(way):
+    torch.manual_seed(1)
+    module = Counting()
+    twin = copy.deepcopy(module)
+    expected = train((lambda m: lambda x: m(x).sin()) if way in SINES else lambda m: m, module)
+    assert_same(expected, train(WAYS[way], twin))
+    assert module.steps == twin.steps == 3
+
+
+def test_buffers_are_changed_once_where_the_graph_is_kept():
+    def twice(y):
+        y.sum().backward(retain_graph=True)
+        y.sum().backward()
+
+    torch.manual_seed(1)
+    module = Counting()
+    twin = copy.deepcopy(module)
+    assert_same(train(lambda m: m, module, twice), train(remat.checkpoint(), twin, twice))
+
+
+def test_what_happened_between_forward_and_backward_stays():
+    module = nn.BatchNorm1d(4)
+    y = remat.checkpoint()(module)(torch.randn(8, 4, requires_grad=True))
+    module(torch.randn(8, 4))
+    left = [buffer.clone() for buffer in module.buffers()]
+    versions = [buffer._version for buffer in module.buffers()]
+    y.sum().backward()
+    assert_same(left, list(module.buffers()))
+    assert versions == [buffer._version for buffer in module.buffers()]
+
+
+def test_replay_that_fails_leaves_buffers_alone():
+    module = nn.BatchNorm1d(4)
+    fails = []
+
+    def block(x):
+        y = module(x)
+        if fails:
+            raise ValueError("in replay")
+        return y.sin()
+
+    y = remat.checkpoint()(block)(torch.randn(8, 4, requires_grad=True))
+    left = [buffer.clone() for buffer in module.buffers()]
+    fails.append(True)
+    with pytest.raises(ValueError, match="in replay"):
+        y.sum().backward()
+    assert_same(left, list(module.buffers()))
+
+
+def test_buffer_that_autograd_saved_is_still_compared():
+    module = nn.Module()
+    module.register_buffer("scale", torch.ones(4))
+    y = remat.checkpoint()(lambda x, m: (x.sin() * m.scale).sin())(torch.randn(4, requires_grad=True), module)
+    module.scale.mul_(2)
+    with pytest.raises(remat.MutationError):
+        y.sum().backward()
