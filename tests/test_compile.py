@@ -391,8 +391,13 @@ def offloaded(x):
         return remat.checkpoint(offload_inputs=True)(torch.exp)(x)
 
 
-def several(x):
-    found = remat.native_save_region("op", lambda x: (x.sin(), {"a": x.exp(), "b": None}, 3), x)
+@remat.region(name="op")
+def decorated(x):
+    return x.exp()
+
+
+def several(x, keep=remat.native_save_region):
+    found = keep("op", lambda x: (x.sin(), {"a": x.exp(), "b": None}, 3), x)
     return found[1]["a"] + 0 * found[0] * found[2]
 
 
@@ -404,6 +409,14 @@ FORMS = {
     "native_region": lambda x: remat.native_region("op")(torch.exp)(x),
     "native_region, recomputed": lambda x: remat.native_region("op", policy=RECOMPUTE)(torch.exp)(x),
     "native_region, offloaded": lambda x: remat.native_region("op", policy=OFFLOAD)(torch.exp)(x),
+    "region": lambda x: remat.region(torch.exp, "op")(x),
+    "region, a Python function": lambda x: remat.region(lambda: x.exp(), "op")(),
+    "region, several results": lambda x: several(x, lambda name, function, *args: remat.region(function, name)(*args)),
+    "region, opaque": lambda x: remat.region(lambda y: y.exp(), "op", opaque=True)(x),
+    "region, recomputed": lambda x: remat.region(torch.exp, "op", recompute=True)(x),
+    "region, offloaded": lambda x: remat.region(torch.exp, "op", policy=OFFLOAD)(x),
+    "region, a decorated function": lambda x: decorated(x),
+    "recompute_needs_tensor": lambda x: remat.recompute_needs_tensor(x) or x.exp(),
     "name_scope": in_scope,
     "op": lambda x: remat.op(Scale.apply, "op")(x),
     "op, recomputed": lambda x: remat.op(Scale.apply, "op", policy=remat.CheckpointPolicy.RECOMPUTE)(x),
@@ -482,6 +495,10 @@ def saving(how):
             return remat.native_save_region("op", lambda x: (x @ w).sigmoid(), x)
         if how == "offloaded":
             return remat.native_region("op", policy=remat.CheckpointPolicy.OFFLOAD)(lambda x: (x @ w).sigmoid())(x)
+        if how == "region":
+            return remat.region(lambda x: (x @ w).sigmoid(), "op")(x)
+        if how == "region, offloaded":
+            return remat.region(lambda x: (x @ w).sigmoid(), "op", policy=OFFLOAD)(x)
         if how == "op":
             return remat.op(MatmulSigmoid.apply, "op")(x, w)
         if how == "op in a native region":
@@ -507,7 +524,7 @@ class MatmulSigmoid(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("options", [{}, {"policy": [torch.ops.aten.exp.default]}], ids=["plain", "policy"])
-@pytest.mark.parametrize("how", ["native", "offloaded", "op", "op in a native region"])
+@pytest.mark.parametrize("how", ["native", "offloaded", "region", "region, offloaded", "op", "op in a native region"])
 def test_what_is_saved_inside_a_compiled_region_does_not_run_again(how, options):
     def program(how):
         return lambda x, w: remat.checkpoint(**options)(lambda x: (saving(how)(x.sin(), w) @ w).exp().cos())(x)

@@ -133,7 +133,7 @@ def op(
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if is_compiling():
-            return compiled_part(policy is not CheckpointPolicy.RECOMPUTE, function, args, kwargs)
+            return compiled_part(policy, function, args, kwargs)
         taken: list[bool] = []
         token = _given.set((op_name, policy, taken))
         try:

@@ -13,7 +13,8 @@ from typing import Any
 from torch.utils.checkpoint import checkpoint
 
 from torch_remat.dispatch.options import Options
-from torch_remat.policies.for_torch import all_saved, contexts_for_torch
+from torch_remat.policies.decision import CheckpointPolicy
+from torch_remat.policies.for_torch import all_offloaded, all_saved, contexts_for_torch
 
 _in_region = False
 
@@ -38,11 +39,14 @@ def compiled_region(options: Options, function: Callable[..., Any], args: Sequen
         _in_region = False
 
 
-def compiled_part(saved: bool, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run a part of a region whose results are kept, if it is saved; outside of regions it is a plain call."""
-    if saved and _in_region:
-        return _call(function, args, kwargs, {"context_fn": all_saved})
-    return function(*args, **kwargs)
+def compiled_part(
+    policy: CheckpointPolicy, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Run a part of a region whose results are kept, unless its policy is RECOMPUTE; outside of regions, call it."""
+    if not _in_region or policy is CheckpointPolicy.RECOMPUTE:
+        return function(*args, **kwargs)
+    contexts = all_offloaded if policy is CheckpointPolicy.OFFLOAD else all_saved
+    return _call(function, args, kwargs, {"context_fn": contexts})
 
 
 def _call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], more: Mapping[str, Any]) -> Any:

@@ -61,7 +61,7 @@ def native_save_region(op_name: str, function: Callable[..., R], /, *args: Any, 
         raise UsageError(f"a native region cannot run a {type(function).__name__}", op=name, remedy=_FORM)
     result: R
     if compiling:
-        result = compiled_part(True, function, args, kwargs)
+        result = compiled_part(CheckpointPolicy.SAVE, function, args, kwargs)
     elif (mode := current_mode()) is None:
         result = function(*args, **kwargs)
     else:
@@ -109,7 +109,7 @@ def native_region(
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             result: R
             if is_compiling():
-                result = compiled_part(policy is not CheckpointPolicy.RECOMPUTE, function, args, kwargs)
+                result = compiled_part(policy, function, args, kwargs)
             elif (mode := current_mode()) is None:
                 result = function(*args, **kwargs)
             else:

@@ -135,7 +135,7 @@ def _bound(function: Any, name: Any, policy: CheckpointPolicy, opaque: bool) -> 
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if is_compiling():
-            return compiled_part(policy is not _RECOMPUTE, function, args, kwargs)
+            return compiled_part(policy, function, args, kwargs)
         mode = current_mode()
         if mode is None:
             return function(*args, **kwargs)
