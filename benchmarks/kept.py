@@ -24,7 +24,10 @@ from .contenders import (
     OURS_CLOSURE,
     OURS_FUNCTION,
     OURS_NATIVE,
+    OURS_OPAQUE,
     OURS_POLICY,
+    OURS_REGION,
+    OURS_REGION_CLOSURE,
     REMAT_0_2,
     SAC,
     Wrap,
@@ -96,13 +99,15 @@ def _way_of_ours(contender: str, package: ModuleType, ops: list[Any]) -> Way:
         return Way(partial(region, package), package.native_save_region)
     if contender == OURS_CLOSURE:
         return Way(partial(region, package), partial(_closed, package))
+    if contender in _CALLS:
+        return Way(partial(region, package), partial(_CALLS[contender], package))
     policy = {OURS_POLICY: ops, OURS_FUNCTION: policy_function(ops)}[contender]
     return Way(partial(region, package, policy=policy), plainly)
 
 
 def native_overhead() -> Workload:
     """The small block, where native regions cost what they cost."""
-    return _overhead("native-overhead", REMAT_0_2, OURS_NATIVE, OURS_CLOSURE)
+    return _overhead("native-overhead", REMAT_0_2, OURS_NATIVE, OURS_CLOSURE, *_CALLS)
 
 
 def policies_overhead() -> Workload:
@@ -126,7 +131,7 @@ def native_blocks() -> Workload:
             h = wrap(function)(h)
         return h
 
-    chosen = {**_references(), **ways(KEPT_OPS["attention"], OURS_NATIVE)}
+    chosen = {**_references(), **ways(KEPT_OPS["attention"], OURS_NATIVE, OURS_REGION, OURS_OPAQUE)}
     return Workload(
         name="native-blocks",
         about=f"{SMALL_BLOCKS} regions, transformer blocks of d=32, 2 heads, 2 x 16 tokens; kept: attention, in Python",
@@ -251,6 +256,24 @@ class AnnotatedBlock:
 def _closed(package: ModuleType, name: str, function: Keep, *args: Any, **kwargs: Any) -> Tensor:
     result: Tensor = package.native_save_region(name, lambda: function(*args, **kwargs))
     return result
+
+
+def _called(package: ModuleType, name: str, function: Keep, *args: Any, **kwargs: Any) -> Tensor:
+    result: Tensor = package.region(function, name)(*args, **kwargs)
+    return result
+
+
+def _called_closure(package: ModuleType, name: str, function: Keep, *args: Any, **kwargs: Any) -> Tensor:
+    result: Tensor = package.region(lambda: function(*args, **kwargs), name)()
+    return result
+
+
+def _called_opaque(package: ModuleType, name: str, function: Keep, *args: Any, **kwargs: Any) -> Tensor:
+    result: Tensor = package.region(function, name, opaque=True)(*args, **kwargs)
+    return result
+
+
+_CALLS = {OURS_REGION: _called, OURS_REGION_CLOSURE: _called_closure, OURS_OPAQUE: _called_opaque}
 
 
 def _in_region(name: str, function: Keep, *args: Any, **kwargs: Any) -> Tensor:
