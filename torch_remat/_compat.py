@@ -58,6 +58,7 @@ __all__ = [
     "make_subclass",
     "make_wrapper_subclass",
     "negative_view",
+    "node_behind",
     "node_number",
     "past_the_compiler",
     "pop_mode",
@@ -118,6 +119,17 @@ set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 graph_exec_group: Callable[[], object | None] = getattr(
     getattr(torch.utils.checkpoint, "GraphExecGroup", None), "_get_current_group", lambda: None
 )
+
+
+def node_behind(value: Any) -> Any:
+    """Return the autograd node that made a tensor; None for other values, and where torch refuses to tell.
+
+    It does so of a view that was made under ``no_grad`` and whose base has got a history since.
+    """
+    try:
+        return getattr(value, "grad_fn", None)
+    except RuntimeError:
+        return None
 
 
 def has_one_output(node: Any) -> bool:

@@ -213,7 +213,7 @@ def read(packed: Any) -> Any:
         if packed.unpack is not None:
             with torch.no_grad():
                 return packed.unpack(packed.packed)
-        if not packed.region.finished:
+        if not packed.region.finished and packed.op != packed.region.tape.calling:
             packed.region.tape.backward_inside = True
     region = packed.region
     kept = packed.value

@@ -43,12 +43,14 @@ class Tape:
             which the compiler makes other code.
         roots: The storages that replay must have, each after how many entries.
         backward_inside: Whether a backward that ran inside forward has read a tensor that the region saved.
+        calling: The call of `region` that runs in forward, if it is saved: what it reads of its own is its own affair.
     """
 
     __slots__ = (
         "_elided_numbers",
         "backward_inside",
         "buffers",
+        "calling",
         "calls",
         "elided",
         "holders",
@@ -74,6 +76,7 @@ class Tape:
         self.regions: list[Record] = []
         self.roots: Sequence[tuple[int, int]] = ()
         self.backward_inside = self.ran_compiled = False
+        self.calling: str | None = None
         self.numbers: dict[int, tuple[int, int, bool]] = {}
         self._elided_numbers: list[tuple[ref[OpHolder], int]] = []
 

@@ -326,17 +326,17 @@ class Answerer:
         given = call.given(function, leaves) if call.paths else leaves
         if call.again or call.raised or self.region.tape.backward_inside or runs(call, self._entries):
             return self._call_again(call, function, args, kwargs, given)
-        if call.put_back and not put_back(call, given, self.region_name):
+        if call.put_back and not put_back(self, call, given):
             return self._call_again(call, function, args, kwargs, given)
         if call.elided_inputs or self.made:
             self.fill_elided(call, given)
-        if type(call) is OpaqueCall and not call.forms:
+        if type(call) is OpaqueCall and not (call.forms or call.form):
             return replayed(self, call, function, args, kwargs, self.start_over)
         if call.drawn is not None:
             call.drawn.restore()
-        return result_of(self, call, given, self._load, self.start_over)
+        return result_of(self, call, given, self.load, self.start_over)
 
-    def _load(self, slot: Slot, op: str, name: str) -> Tensor:
+    def load(self, slot: Slot, op: str, name: str) -> Tensor:
         """Return what a slot keeps, which hooks around the region may have given already."""
         loaded = self._slots.get(id(slot))
         return slot.load(self.region_name, op, name) if loaded is None else loaded.detach()

@@ -632,7 +632,7 @@ class CallRecorder(Recorder):
         else:
             call = WatchedCall(self, name, policy, function, args, kwargs)
         self.packs = True
-        self.calling, self.known_args = call, call.given
+        self.calling, self.known_args, self.region.tape.calling = call, call.given, name
         try:
             result = function(*args, **kwargs) if opaque else self.run_stretch(call.record, function, args, kwargs)
             call.returns(result)
@@ -640,7 +640,7 @@ class CallRecorder(Recorder):
             call.left_by(error)
             raise
         finally:
-            self.calling, self.known_args = None, ()
+            self.calling, self.known_args, self.region.tape.calling = None, (), None
             self.calls.append(call)
         return result
 

@@ -36,6 +36,7 @@ from torch.nn import Parameter
 from torch_remat._compat import (
     PYTREE_NAMESPACE,
     has_one_output,
+    node_behind,
     node_number,
     sequence_number,
     set_version,
@@ -77,13 +78,13 @@ class Made(NamedTuple):
     """A tensor of the result that an entry made, or a view of one.
 
     Attributes:
-        entry: The entry.
+        entry: The entry; None for the call itself, which must not know itself.
         place: Which of its results; `WRITTEN` if the entry wrote it.
         meta: What is known of the tensor.
         requires_grad: Whether it needs a gradient.
     """
 
-    entry: Entry
+    entry: Entry | None
     place: int
     meta: Any
     requires_grad: bool
@@ -108,11 +109,13 @@ class PutBack(NamedTuple):
         place: Which of them.
         view: Where the written part lies there.
         left: What was left there.
+        requires_grad: Whether the tensor needed a gradient afterwards.
     """
 
     place: int
     view: Elided
     left: Left
+    requires_grad: bool
 
 
 class LeftOut(Record):
@@ -144,7 +147,7 @@ class LeftOut(Record):
             return leaves
         given = [*leaves, *[None] * (max(self.paths) + 1 - len(leaves))]
         for place, path in self.paths.items():
-            given[place] = at_path(function, path)
+            given[place] = at_path((function, *leaves), path)
         return given
 
     def forget_slots(self) -> None:
@@ -215,7 +218,7 @@ class Given:
     def __iter__(self) -> Iterator[Any]:
         yield from self.leaves
         if self._more is None:
-            self._more = tensors_reached(self._function)
+            self._more = tensors_reached((self._function, *self.leaves))
         for _, tensor in self._variables:
             yield tensor
         for variable in self._more:
@@ -251,16 +254,18 @@ class Leaving:
     def note_results(self, result: Any, leaves: Sequence[Any]) -> None:
         """Note how replay comes to the result, or why it makes the call again."""
         record = self.record
-        if self.last - self.first > 1 or len(leaves) != 1 or not has_one_output(getattr(leaves[0], "grad_fn", None)):
+        if self.last - self.first > 1 or len(leaves) != 1 or not has_one_output(node_behind(leaves[0])):
             tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-            self.outputs = {(leaf.grad_fn, leaf.output_nr) for leaf in tensors if leaf.grad_fn is not None}
+            self.outputs = {(node, leaf.output_nr) for leaf in tensors if (node := node_behind(leaf)) is not None}
         for leaf in leaves:
             if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
                 record.again = f"it returned an object of type {type(leaf).__name__}, of which the log can keep nothing"
                 return
         if len(leaves) != 1 or leaves[0] is not result:
             record.form = (optree.tree_map(_nothing, result, namespace=PYTREE_NAMESPACE),)
-        record.forms = [self._described(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        record.forms = [
+            self._described(leaf, at) if isinstance(leaf, torch.Tensor) else leaf for at, leaf in enumerate(leaves)
+        ]
 
     def note_state(self) -> None:
         """Note whether the call changed what its region goes on with."""
@@ -278,17 +283,21 @@ class Leaving:
         holder.unpack = partial(_cast, owner.dtype, view)
         return holder
 
-    def _described(self, leaf: torch.Tensor) -> Any:
+    def _described(self, leaf: torch.Tensor, at: int) -> Any:
         ops = self._ops
         writer = ops.storages.writer_of(leaf)
-        if writer is None or writer[0].group != self.record.name or writer[1] < 0:
+        if writer is not None and writer[0] is self.record and not leaf.is_leaf:
+            return Made(None, at, writer[0].meta(at), leaf.requires_grad)
+        if writer is None or writer[0] is self.record or writer[0].group != self.record.name or writer[1] < 0:
             for place, given in enumerate(self.given):
                 if given is leaf:
                     self.given.use(place)
                     return Passed(place, None)
             if leaf.is_leaf and leaf.requires_grad:
                 return Slot(leaf, None)
-        if writer is not None:
+        if writer is not None and writer[0] is self.record:
+            return Made(None, at, writer[0].meta(at), leaf.requires_grad)
+        if writer is not None and not (writer[1] < 0 and ops.storages.is_foreign(key_of(leaf))):
             meta = described(leaf, None)
             if type(meta) in (Meta, WrapperMeta) and (writer[1] >= 0 or len(writer[0].writes) == 1):
                 return Made(writer[0], writer[1], meta, leaf.requires_grad)
@@ -385,13 +394,15 @@ class WatchedCall(Leaving):
         for left in record.left:
             known = ((at, one) for at, one in enumerate(self.given) if _is_of(one, left.storage.cdata))
             place, source = next(known, (-1, None))
+            if source is None and is_buffer(self._ops.region, left.storage.cdata):
+                continue  # it outlives the region
             if source is None:
                 record.again = "it wrote a tensor in place that is neither among its arguments nor in its reach"
                 return
             self.given.use(place)
             if source.grad_fn is not None:
                 self.outputs = {*(self.outputs or ()), (source.grad_fn, source.output_nr)}
-            found.append(PutBack(place, _view(left.lies, Placement.of(source)), left))
+            found.append(PutBack(place, _view(left.lies, Placement.of(source)), left, source.requires_grad))
         record.put_back = found
         for entry in writing:
             entry.restored = True
@@ -447,6 +458,11 @@ class UnwatchedCall(Leaving, CallForward):
         self.record.raised = True
         self.last = sequence_number()
         self._end()
+
+
+def is_buffer(region: Any, key: int) -> bool:
+    """Whether a storage is that of a buffer of a module that the region reaches."""
+    return region.buffers is not None and key in map(key_of, region.buffers.tensors())
 
 
 def is_flat(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -610,16 +626,18 @@ def of_another_function(region: Any, call: LeftOut, function: Any) -> MismatchEr
     )
 
 
-def put_back(call: LeftOut, given: Sequence[Any], region_name: str) -> bool:
+def put_back(replay: Replay, call: LeftOut, given: Sequence[Any]) -> bool:
     """Leave in arguments and variables what the call left there; return whether all of them are as in forward."""
     moved = set()
-    for place, view, left in call.put_back:
+    for place, view, left, requires_grad in call.put_back:
         tensor = given[place]
         if not isinstance(tensor, torch.Tensor) or isinstance(tensor, Placeholder):
             return False
         if key_of(tensor) in still_there([left.storage]):
             continue  # it outlives the region, and was changed in forward
-        value = left.slot.load(region_name, call.name, "written")
+        if tensor.requires_grad != requires_grad:
+            return False  # it has to get a history
+        value = left.slot.load(replay.region.name, call.name, "written")
         with torch.no_grad(), without_dispatch_modes():
             target = view.value(tensor)
             if target is None or target.shape != value.shape:
@@ -628,6 +646,7 @@ def put_back(call: LeftOut, given: Sequence[Any], region_name: str) -> bool:
         if place not in moved:
             moved.add(place)
             set_version(tensor, tensor._version + left.times)
+            replay.note_loaded(tensor)  # its history is not forward's
     return True
 
 
@@ -651,7 +670,8 @@ def result_of(
     for form in call.forms:
         value = form
         if type(form) is Made:
-            entry, place, meta, requires_grad = form
+            made, place, meta, requires_grad = form
+            entry = call if made is None else made
             slot = entry.kept.get(place) if place != WRITTEN else next(iter(entry.written), None)
             label = entry.label(place)
             if slot is None:
@@ -676,10 +696,9 @@ def result_of(
 def _seen(value: torch.Tensor, entry: Entry, place: int, meta: Any) -> torch.Tensor:
     """Return what was returned, as a view of what was kept of the entry."""
     own = entry.meta(place) if place != WRITTEN else None
-    if type(meta) is not Meta or meta == own or meta.describes(value):
+    if type(meta) is not Meta or meta == own or (type(own) is not Meta and meta.describes(value)):
         return value
-    source = placement_in(own) if type(own) is Meta else Placement.of(value)
-    seen = _view(placement_in(meta), source).value(value)
+    seen = _view(placement_in(meta), placement_in(own) if type(own) is Meta else Placement.of(value)).value(value)
     return value if seen is None else seen
 
 

@@ -22,21 +22,31 @@ _CONTAINERS = (list, dict, set)
 _NONE: Mapping[str, Any] = MappingProxyType({})
 
 
-def tensors_reached(function: Any) -> Iterator[tuple[Path, torch.Tensor]]:
-    """Yield the tensors that a function reaches, each with its path, those that it closes over first."""
+def tensors_reached(call: tuple[Any, ...]) -> Iterator[tuple[Path, torch.Tensor]]:
+    """Yield the tensors that a call reaches, each with its path, those that its function closes over first.
+
+    Args:
+        call: The function, and the leaves of its arguments.
+    """
+    function = call[0]
     if type(function) is FunctionType:
         for at, cell in enumerate(function.__closure__ or ()):
             for value in _held_by(cell):
                 if isinstance(value, torch.Tensor):
-                    yield (partial(_cell_contents, at),), value
-    for path, value in _reached(function, True):
-        if isinstance(value, torch.Tensor):
-            yield path, value
+                    yield (_FIRST, partial(_cell_contents, at)), value
+    for at, root in enumerate(call):
+        if type(root) not in _BARE:
+            for path, value in _reached(root, True):
+                if isinstance(value, torch.Tensor):
+                    yield (itemgetter(at), *path), value
 
 
-def at_path(function: Any, path: Path) -> Any:
-    """Return what lies at a path; None if nothing does."""
-    value = function
+_FIRST = itemgetter(0)
+
+
+def at_path(call: tuple[Any, ...], path: Path) -> Any:
+    """Return what lies at a path of a call; None if nothing does."""
+    value: Any = call
     try:
         for step in path:
             value = step(value)

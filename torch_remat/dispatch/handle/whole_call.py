@@ -25,6 +25,7 @@ from torch_remat._compat import (
     PYTREE_NAMESPACE,
     any_autocast_enabled,
     is_compiled,
+    node_behind,
     node_number,
     sequence_number,
     storage_key,
@@ -274,7 +275,7 @@ class CallForward:
 def note_backward(region: Any, first: int, leaves: Sequence[Any]) -> None:
     """Let a region know of a backward inside of its forward through what a call returned, which saved nothing."""
     for leaf in leaves:
-        node = leaf.grad_fn if isinstance(leaf, torch.Tensor) else None
+        node = node_behind(leaf)
         if node is not None and node_number(node) >= first:
             node.register_prehook(region.note_backward)
 
@@ -286,6 +287,9 @@ class Replay(Protocol):
 
     def note_loaded(self, tensor: torch.Tensor) -> None:
         """Note a tensor that was kept."""
+
+    def load(self, slot: Any, op: str, name: str) -> torch.Tensor:
+        """Return what a slot keeps, which hooks around the region may have given already."""
 
 
 def replayed(
@@ -368,7 +372,7 @@ def _leaf(
     if slot is not None:
         tensor = slot.unchanged()
         if tensor is None:
-            tensor = slot.load(replay.region.name, record.name, record.label(place))
+            tensor = replay.load(slot, record.name, record.label(place))
         replay.note_loaded(tensor)
         return tensor.requires_grad_(known)
     meta = record.meta(place)

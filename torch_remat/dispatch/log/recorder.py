@@ -23,7 +23,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
-from torch_remat._compat import SavedTensorHooks, node_number, sequence_number, storage_key, without_dispatch_modes
+from torch_remat._compat import SavedTensorHooks, node_behind, node_number, sequence_number, storage_key, without_dispatch_modes
 from torch_remat.dispatch.ambient import RngState
 from torch_remat.dispatch.holder import Anchor, Holder, OpHolder, ResidentRef, metadata_of
 from torch_remat.dispatch.log.departures import Departures
@@ -300,7 +300,7 @@ class Recorder:
             if (writer := self.storages.writers.get(key)) is not None:
                 found = writer
                 self._known.add(key)
-                about = key, leaf.grad_fn, leaf.output_nr, first, last, len(self.entries)
+                about = key, node_behind(leaf), leaf.output_nr, first, last, len(self.entries)
                 self._returned.append(new_tuple(Returned, about))
         return found
 

@@ -27,7 +27,8 @@ def version_of(tensor: torch.Tensor) -> int:
 def counter_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor that shares the version counter of another, but not its data."""
     counter = tensor.detach()
-    counter.data = _NOTHING
+    if not tensor.is_meta:
+        counter.data = _NOTHING
     return counter
 
 

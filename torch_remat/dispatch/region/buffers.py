@@ -10,7 +10,7 @@ replay a region reads what forward left.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +44,11 @@ class Buffers:
             id(held) in names and tensor.dim() == 1 and tensor.is_floating_point() for held, _, tensor in self._buffers
         ]
         self._changed: Sequence[Buffer] | None = None
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yield them, while forward runs."""
+        for _, _, tensor in self._buffers:
+            yield tensor
 
     def finish(self) -> bool:
         """At the end of forward: note what it has changed; return whether that is anything."""

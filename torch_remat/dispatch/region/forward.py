@@ -255,6 +255,8 @@ class Recording(RematMode):
         """Return a tensor that shares the version counter of another, but not its data."""
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.nbytes <= SMALL_BYTES:
             return tensor
+        if tensor.is_meta:
+            return tensor
         with without_dispatch_modes():
             alias = tensor.detach()
             alias.data = _NOTHING
