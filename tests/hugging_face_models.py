@@ -104,6 +104,12 @@ _ENCODERS = {
         _bidirectional,
         ("encoder.layer.*",),
     ),
+    "XLNet": Family(
+        {"vocab_size": VOCABULARY, "d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 32},
+        lambda: {"input_ids": _tokens()},
+        ("layer.*",),
+        own=False,
+    ),
     "ModernBert": Family({**_TEXT, **_CLOSED, "attention_dropout": 0.1, "mlp_dropout": 0.1}, _bidirectional),
 }
 _ENCODER_DECODERS = {
@@ -129,6 +135,22 @@ _MIXTURES = {
             "first_k_dense_replace": 1,
             "topk_group": 1,
         },
+        _no_cache,
+    ),
+    "SwitchTransformers": Family(
+        {
+            "vocab_size": VOCABULARY,
+            "d_model": 16,
+            "d_kv": 8,
+            "d_ff": 32,
+            **dict.fromkeys(("num_layers", "num_decoder_layers", "num_heads", "num_experts"), 2),
+            **dict.fromkeys(("num_sparse_encoder_layers", "num_sparse_decoder_layers"), 1),
+        },
+        _pair,
+        ("encoder.block.*", "decoder.block.*"),
+    ),
+    "GptOss": Family(
+        {**_HEADS, "intermediate_size": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4},
         _no_cache,
     ),
 }
@@ -172,6 +194,8 @@ _STATES = {
         _no_cache,
     ),
     "RecurrentGemma": Family({**_HEADS, "lru_width": 16, "block_types": ["recurrent", "attention"]}, _no_cache),
+    "Lfm2": Family({**_GROUPED, "layer_types": ["conv", "full_attention"]}, _no_cache),
+    "xLSTM": Family({**_TEXT, "num_heads": 2, "num_blocks": 2, "chunk_size": 4}, _no_cache, ("blocks.*",)),
     "Rwkv": Family({**_TEXT, "attention_hidden_size": 16, "context_length": 16}, _no_cache, ("blocks.*",)),
 }
 _VISION = {
@@ -212,6 +236,12 @@ _VISION = {
         lambda: _image(16),
         ("encoder.stages.*",),
         own=False,
+    ),
+    "MobileViT": Family(
+        {"image_size": 32, "hidden_sizes": [8] * 3, "neck_hidden_sizes": [8] * 7, "num_attention_heads": 2, **_HIDDEN},
+        lambda: _image(32),
+        ("encoder.layer.[234]",),
+        statistics=True,
     ),
     "CLIP": Family(
         {

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from helpers import CountOps, assert_same
+from hugging_face_models import FAMILIES
 from hugging_face_models import build as build_transformer
 from hugging_face_models import train_step as train_transformer
 from torch import nn
@@ -167,11 +168,12 @@ def test_an_activation_that_is_a_region_and_changes_its_input_is_an_error_in_tor
         train_step(model, x)
 
 
+TRANSFORMERS = [name for name, family in FAMILIES.items() if family.statistics]
 ONCE = pytest.mark.xfail(strict=True, reason="replay of a plain region changes running statistics again")
 
 
 @pytest.mark.parametrize("policy", [pytest.param(None, marks=ONCE, id="plain"), "save_matmuls", "never_replay_effects"])
-@pytest.mark.parametrize("name", [*NETWORKS, "Wav2Vec2Conformer"])
+@pytest.mark.parametrize("name", [*NETWORKS, *TRANSFORMERS])
 def test_running_statistics_change_once_a_step(name, policy):
     """Those of a step without checkpointing; torch's own checkpoint changes them twice."""
     pattern, step = BLOCKS, train_step
@@ -179,7 +181,7 @@ def test_running_statistics_change_once_a_step(name, policy):
         model, inputs = build(name)
     else:
         model, inputs = build_transformer(pytest.importorskip("transformers"), name)
-        pattern, step = "encoder.layers.*", train_transformer
+        pattern, step = FAMILIES[name].layers, train_transformer
     before, plain = buffers_of(model), copy.deepcopy(model)
     step(plain, inputs)
     remat.checkpoint_modules(model, pattern, **({} if policy is None else {"policy": POLICIES[policy]}))
