@@ -591,6 +591,53 @@ def test_backwards_in_many_threads_over_one_weight_add_up(run):
 
 
 @EVERY
+@pytest.mark.parametrize("shape", ["one region", "regions in a row", "nested"])
+def test_weights_that_are_updated_as_soon_as_their_gradient_is_there_are_equal(run, shape):
+    def update(weight):
+        with torch.no_grad():
+            weight.add_(weight.grad, alpha=-0.1)
+        weight.grad = None
+
+    def trained(call):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        for weight in model.parameters():
+            weight.register_post_accumulate_grad_hook(update)
+        for _ in range(2):
+            x = torch.linspace(-1, 1, 8).view(2, 4)
+            if shape == "one region":
+                y = call(model, x)
+            elif shape == "nested":
+                y = call(lambda x: call(model[2], call(model[:2], x).exp()), x)
+            else:
+                y = call(model[2], call(model[:2], x))
+            y.sin().sum().backward()
+        return [weight.detach() for weight in model.parameters()]
+
+    assert_same(trained(lambda function, x: function(x)), trained(run))
+
+
+@EVERY
+def test_gradients_of_inputs_first_and_of_weights_later_are_equal_with_several_batches_under_way(run):
+    """As schedules of pipelines do that take the two apart."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    inputs = [torch.full((2, 4), float(number)).requires_grad_() for number in range(3)]
+
+    def gradients(call):
+        under_way, found = [], []
+        for x in inputs:
+            under_way.append((x, call(model, x).sin().sum()))
+            if len(under_way) > 1:
+                found += torch.autograd.grad(under_way[-2][1], under_way[-2][0], retain_graph=True)
+        for _, loss in under_way:
+            found += torch.autograd.grad(loss, list(model.parameters()))
+        return found
+
+    assert_same(gradients(lambda function, x: function(x)), gradients(run))
+
+
+@EVERY
 def test_an_exception_in_replay_reaches_the_caller_and_the_graph_is_still_there(run):
     broken = [False]
 
