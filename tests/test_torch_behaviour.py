@@ -18,7 +18,9 @@ import torch
 import torch.utils.checkpoint as of_torch
 from helpers import CountOps, Mlp, assert_clean_state, assert_same, chain, leaf, parameter_gradients
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import allow_mutation_on_saved_tensors, disable_saved_tensors_hooks, saved_tensors_hooks
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import create_selective_checkpoint_contexts, set_checkpoint_early_stop
 
@@ -771,3 +773,51 @@ def test_contexts_of_selective_checkpointing_work_on_a_wrapper_subclass(checkpoi
     assert_same(expected, actual)
     assert replayed["mm"] == plain["mm"]  # those of backward; no product runs again
     assert replayed["sin"] == plain["sin"] + (aten.sin.default not in products)
+
+
+# ---- where there are no values
+
+
+META_ALIASES = pytest.mark.xfail(strict=True, reason="the counter of a saved result's alias takes no meta tensor")
+
+
+@pytest.mark.parametrize(
+    ("kind", "run"),
+    [
+        pytest.param(kind, run, id=f"{kind}-{name}", marks=[META_ALIASES] if (kind, run) == ("meta", MATMULS) else [])
+        for kind in ("meta", "fake")
+        for name, run in (("torch", TORCH), ("plain", OURS), ("save_matmuls", MATMULS), ("save_everything", SAVING))
+    ],
+)
+def test_tensors_without_data_get_gradients_of_the_right_shape(kind, run):
+    """As those do who measure a model before it is there."""
+    mode = FakeTensorMode() if kind == "fake" else torch.device("meta")
+    with mode:
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        x = torch.randn(2, 4, 8, requires_grad=True)
+        run(layer, x).sum().backward()
+    assert x.grad.shape == x.shape
+    assert all(parameter.grad.shape == parameter.shape for parameter in layer.parameters())
+
+
+CONSTANTS = pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason="what a policy keeps is a constant to the tracer"
+)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [TORCH, OURS, *(pytest.param(run, marks=CONSTANTS) for run in (MATMULS, SAVING))],
+    ids=["torch", "plain", "save_matmuls", "save_everything"],
+)
+def test_trace_of_a_whole_step_is_right_for_other_inputs(run):
+    w = torch.randn(4, 4)
+
+    def step(call, x):
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(call(lambda x: (x @ w).sin().exp(), x).sum(), x)[0]
+
+    traced = make_fx(functools.partial(step, run))(torch.randn(3, 4))
+    for _ in range(2):
+        x = torch.randn(3, 4)
+        assert_same([step(lambda function, x: function(x), x)], [traced(x)])
