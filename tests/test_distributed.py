@@ -1,4 +1,4 @@
-"""`DistributedDataParallel` and `fully_shard` over gloo with checkpointed modules, in processes of their own."""
+"""`DistributedDataParallel`, `fully_shard` and `DTensor` over gloo with regions, in processes of their own."""
 
 from __future__ import annotations
 
@@ -48,3 +48,8 @@ def test_two_processes_have_gradients_equal_to_plain_training(tmp_path):
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_layers_chosen_by_a_pattern_and_sharded_have_gradients_equal_to_plain_training(tmp_path, world_size):
     run_workers(world_size, tmp_path / "rendezvous", "fsdp_worker.py")
+
+
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_blocks_of_split_tensors_have_gradients_equal_to_plain_training_under_all_policies(tmp_path, world_size):
+    run_workers(world_size, tmp_path / "rendezvous", "dtensor_worker.py")
