@@ -56,13 +56,10 @@ class Saving(torch.autograd.Function):
 # ---- arguments and results
 
 
-ANOTHER_OBJECT = pytest.mark.xfail(strict=True, reason="a region saves and passes on aliases, not the objects")
-
-
 @pytest.mark.parametrize("where", ["argument", "closure"])
 @pytest.mark.parametrize(
     "run",
-    [TORCH, *(pytest.param(run, marks=ANOTHER_OBJECT) for run in (OURS, MATMULS, SAVING))],
+    [TORCH, OURS, MATMULS, SAVING],
     ids=["torch", "plain", "save_matmuls", "save_everything"],
 )
 def test_backward_gets_the_very_object_that_was_saved_if_it_needs_no_gradient(run, where):
@@ -245,16 +242,13 @@ class Doubled(torch.Tensor):
         return out * 2 if func is torch.Tensor.sin else out
 
 
-IN_BACKWARD = pytest.mark.xfail(strict=True, reason="replay runs without __torch_function__ where backward does")
-
-
 @pytest.mark.parametrize(
     ("run", "backward_of"),
     [
         pytest.param(OURS, "a tensor", id="plain"),
         pytest.param(MATMULS, "a tensor", id="save_matmuls"),
-        pytest.param(OURS, "the subclass", id="plain, in backward of the subclass", marks=IN_BACKWARD),
-        pytest.param(MATMULS, "the subclass", id="save_matmuls, in backward of the subclass", marks=IN_BACKWARD),
+        pytest.param(OURS, "the subclass", id="plain, in backward of the subclass"),
+        pytest.param(MATMULS, "the subclass", id="save_matmuls, in backward of the subclass"),
         pytest.param(SAVING, "the subclass", id="save_everything, in backward of the subclass"),
     ],
 )
@@ -778,13 +772,10 @@ def test_contexts_of_selective_checkpointing_work_on_a_wrapper_subclass(checkpoi
 # ---- where there are no values
 
 
-META_ALIASES = pytest.mark.xfail(strict=True, reason="the counter of a saved result's alias takes no meta tensor")
-
-
 @pytest.mark.parametrize(
     ("kind", "run"),
     [
-        pytest.param(kind, run, id=f"{kind}-{name}", marks=[META_ALIASES] if (kind, run) == ("meta", MATMULS) else [])
+        pytest.param(kind, run, id=f"{kind}-{name}")
         for kind in ("meta", "fake")
         for name, run in (("torch", TORCH), ("plain", OURS), ("save_matmuls", MATMULS), ("save_everything", SAVING))
     ],

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import SUPPORTED_NODES
 
 __all__ = [
+    "BATCH_NORM",
     "PYTREE_NAMESPACE",
     "SELECTIVE_CONTEXTS",
     "ZERO_TENSOR",
@@ -52,6 +53,7 @@ __all__ = [
     "in_autocast",
     "is_compiled",
     "is_dispatched",
+    "is_refused",
     "is_traceable_wrapper",
     "keep_from_compiler",
     "kernel_of",
@@ -76,9 +78,11 @@ __all__ = [
     "swap_identity",
     "top_saved_tensors_hooks",
     "torch_checkpoint_switches",
+    "torch_function_is_on",
     "use_count",
     "with_dispatch_state",
     "with_shared_versions",
+    "with_torch_function",
     "without_dispatch_modes",
     "without_torch_function",
     "without_torch_function_ever",
@@ -122,14 +126,17 @@ graph_exec_group: Callable[[], object | None] = getattr(
 
 
 def node_behind(value: Any) -> Any:
-    """Return the autograd node that made a tensor; None for other values, and where torch refuses to tell.
+    """Return the autograd node that made a tensor; None for other values, and where torch refuses to tell."""
+    return None if is_refused(value) else getattr(value, "grad_fn", None)
 
-    It does so of a view that was made under ``no_grad`` and whose base has got a history since.
-    """
+
+def is_refused(value: Any) -> bool:
+    """Whether torch refuses to tell of a view, which was made under ``no_grad`` and whose base has a history since."""
     try:
-        return getattr(value, "grad_fn", None)
+        getattr(value, "grad_fn", None)
     except RuntimeError:
-        return None
+        return True
+    return False
 
 
 def has_one_output(node: Any) -> bool:
@@ -409,10 +416,18 @@ is_traceable_wrapper: Callable[[object], bool] = torch.utils._python_dispatch.is
 without_dispatch_modes: Callable[[], AbstractContextManager[Any]] = torch._C._DisableTorchDispatch
 
 
+# torch disables __torch_function__ while ``backward`` is called on a tensor subclass; replay is to run as forward did.
+torch_function_is_on: Callable[[], bool] = torch._C._is_torch_function_enabled
+with_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C._EnableTorchFunction
+
+
 def set_version(tensor: torch.Tensor, version: int) -> None:
     """Set a tensor's version counter; torch's own context manager for this has no way to be left later."""
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
+
+# The base of all batch norms, which in training read none of their statistics, and write them uncounted.
+BATCH_NORM: type = torch.nn.modules.batchnorm._NormBase
 
 # The types of the two contexts that torch's create_selective_checkpoint_contexts returns: a library may hand on no more
 # than them, and the policy is in the first.

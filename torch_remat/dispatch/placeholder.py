@@ -25,6 +25,7 @@ import optree
 import torch
 
 from torch_remat._compat import (
+    active_modes,
     forbid_data_access,
     make_wrapper_subclass,
     negative_view,
@@ -78,6 +79,10 @@ class Placeholder(torch.Tensor):
     ) -> Any:
         """Refuse what reaches data without an aten op; leave results as they are."""
         name = getattr(func, "__name__", str(func))
+        if name in _OTHER_FOR_SUBCLASSES and any(getattr(mode, "answers", False) for mode in active_modes()):
+            # Its ops are answered one by one; where one of them runs, the log has kept what it reads.
+            args, kwargs = _mapped(_zeros_in_place_of, args, kwargs or {})
+            return func(*args, **kwargs)
         if name not in _DATA_ACCESS:
             try:
                 return without_torch_function_ever(func, types, args, kwargs or {})
@@ -286,6 +291,18 @@ def _meta_twin(leaf: Any) -> Any:
     if leaf.is_conj():
         twin = twin.conj()
     return negative_view(twin) if leaf.is_neg() else twin
+
+
+def _zeros_in_place_of(leaf: Any) -> Any:
+    """Return an ordinary tensor with a placeholder's metadata; other values as they are."""
+    if not isinstance(leaf, Placeholder):
+        return leaf
+    with without_dispatch_modes(), without_torch_function():
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device).zero_()
+
+
+# Functions of ATen that run other ops on tensor subclasses than on tensors.
+_OTHER_FOR_SUBCLASSES = frozenset(("one_hot",))
 
 
 def _first_of(arguments: list[Any]) -> Placeholder:

@@ -16,7 +16,7 @@ from weakref import ref
 
 import torch
 
-from torch_remat.dispatch.placeholder import new_tuple
+from torch_remat.dispatch.placeholder import Placeholder, new_tuple
 from torch_remat.offload.transfer import Placement
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Elided(NamedTuple):
                 return None
             source = ordered
         moved = offset_in_bytes(source) - known.offset_bytes
-        if not view.lies_within(source.untyped_storage().nbytes(), moved):
+        if not isinstance(source, Placeholder) and not view.lies_within(source.untyped_storage().nbytes(), moved):
             return None
         return view.seen_in(source if with_history else source.detach(), moved)
 

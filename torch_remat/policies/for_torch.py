@@ -48,7 +48,9 @@ def all_offloaded() -> tuple[Any, Any]:
     """Return those for a part whose results are kept away from the device; a torch without such a tag keeps them."""
     if not hasattr(TorchPolicy, "MUST_CPU_OFFLOAD"):
         warnings.warn(
-            "this torch has no tag for what a compiled region offloads: OFFLOAD is SAVE there", RematWarning, stacklevel=2
+            "this torch has no tag for what a compiled region offloads: OFFLOAD is SAVE there",
+            RematWarning,
+            stacklevel=2,
         )
         return all_saved()
     contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(_offload)

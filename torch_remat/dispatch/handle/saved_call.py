@@ -36,6 +36,7 @@ from torch.nn import Parameter
 from torch_remat._compat import (
     PYTREE_NAMESPACE,
     has_one_output,
+    is_refused,
     node_behind,
     node_number,
     sequence_number,
@@ -261,6 +262,9 @@ class Leaving:
             if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
                 record.again = f"it returned an object of type {type(leaf).__name__}, of which the log can keep nothing"
                 return
+            if is_refused(leaf):
+                record.again = "it returned a view that was made without gradients and whose base has a history now"
+                return
         if len(leaves) != 1 or leaves[0] is not result:
             record.form = (optree.tree_map(_nothing, result, namespace=PYTREE_NAMESPACE),)
         record.forms = [
@@ -284,32 +288,42 @@ class Leaving:
         return holder
 
     def _described(self, leaf: torch.Tensor, at: int) -> Any:
-        ops = self._ops
+        ops, record = self._ops, self.record
         writer = ops.storages.writer_of(leaf)
-        if writer is not None and writer[0] is self.record and not leaf.is_leaf:
-            return Made(None, at, writer[0].meta(at), leaf.requires_grad)
-        if writer is None or writer[0] is self.record or writer[0].group != self.record.name or writer[1] < 0:
-            for place, given in enumerate(self.given):
-                if given is leaf:
-                    self.given.use(place)
-                    return Passed(place, None)
+        if (
+            writer is None
+            or writer[0].group != record.name
+            or (writer[1] < 0 and ops.storages.is_foreign(key_of(leaf)))
+        ):
+            if (passed := self._passed(leaf)) is not None:
+                return passed
             if leaf.is_leaf and leaf.requires_grad:
                 return Slot(leaf, None)
-        if writer is not None and writer[0] is self.record:
-            return Made(None, at, writer[0].meta(at), leaf.requires_grad)
-        if writer is not None and not (writer[1] < 0 and ops.storages.is_foreign(key_of(leaf))):
-            meta = described(leaf, None)
-            if type(meta) in (Meta, WrapperMeta) and (writer[1] >= 0 or len(writer[0].writes) == 1):
-                return Made(writer[0], writer[1], meta, leaf.requires_grad)
-            self.record.again = "it returned a tensor that the log cannot describe"
-            return None
-        if leaf.layout is torch.strided and type(leaf) is torch.Tensor:
-            key = key_of(leaf)
-            for place, given in enumerate(self.given):
-                if type(given) in _USUAL and given.layout is torch.strided and key_of(given) == key:
-                    self.given.use(place)
-                    return Passed(place, _view(Placement.of(leaf), Placement.of(given)))
-        return Slot(leaf, ops.region.hooks)
+            if writer is None:
+                return Slot(leaf, ops.region.hooks)
+        assert writer is not None
+        if writer[0] is record:
+            return Made(None, at, record.meta(at), leaf.requires_grad)
+        meta = described(leaf, None)
+        if type(meta) in (Meta, WrapperMeta) and (writer[1] >= 0 or len(writer[0].writes) == 1):
+            return Made(writer[0], writer[1], meta, leaf.requires_grad)
+        record.again = "it returned a tensor that the log cannot describe"
+        return None
+
+    def _passed(self, leaf: torch.Tensor) -> Passed | None:
+        """Describe an argument or a variable, or a view of one."""
+        is_plain = leaf.layout is torch.strided and type(leaf) is torch.Tensor
+        key, view = key_of(leaf), None
+        for place, given in enumerate(self.given):
+            if given is leaf:
+                self.given.use(place)
+                return Passed(place, None)
+            is_base = view is None and is_plain and type(given) in _USUAL and given.layout is torch.strided
+            if is_base and key_of(given) == key:
+                view = Passed(place, _view(Placement.of(leaf), Placement.of(given)))
+        if view is not None:
+            self.given.use(view.place)
+        return view
 
 
 class WatchedCall(Leaving):
@@ -671,7 +685,7 @@ def result_of(
         value = form
         if type(form) is Made:
             made, place, meta, requires_grad = form
-            entry = call if made is None else made
+            entry: Any = call if made is None else made
             slot = entry.kept.get(place) if place != WRITTEN else next(iter(entry.written), None)
             label = entry.label(place)
             if slot is None:

@@ -23,7 +23,14 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
-from torch_remat._compat import SavedTensorHooks, node_behind, node_number, sequence_number, storage_key, without_dispatch_modes
+from torch_remat._compat import (
+    SavedTensorHooks,
+    node_behind,
+    node_number,
+    sequence_number,
+    storage_key,
+    without_dispatch_modes,
+)
 from torch_remat.dispatch.ambient import RngState
 from torch_remat.dispatch.holder import Anchor, Holder, OpHolder, ResidentRef, metadata_of
 from torch_remat.dispatch.log.departures import Departures

@@ -1,25 +1,44 @@
 """Buffers of the modules that a region reaches: changed once, in forward, whatever is recomputed.
 
-In: the modules. Kept: their buffers, and which of them forward has changed. Out: after a replay, the same buffers as
-before it.
+In: the modules. Kept: their buffers, which of them forward has changed, and what small ones were before. Out: in a
+replay the buffers as forward found them, and after it as it found them itself.
 
 A buffer counts as changed if its version counter moved in forward, or if it was bound to another tensor. Statistics of
-batch norms are written without being counted: what may be such, in a module in training, is put back in any case. In
-replay a region reads what forward left.
+batch norms are written without being counted: what may be such, in a module in training, is put back in any case.
+Where ops are watched, the log knows what they read and wrote, and replay starts from what forward left.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import Module
 
-from torch_remat._compat import set_version, without_dispatch_modes
+from torch_remat._compat import BATCH_NORM, set_version, without_dispatch_modes
 from torch_remat.dispatch.log.slot import UNCOUNTED, version_of
 
-Buffer = tuple[dict[str, torch.Tensor | None], str, torch.Tensor]  # the buffers of a module, the name, the tensor
+COPIED_BYTES = 1 << 16
+"""Of a buffer up to this size a copy is made before forward, since only at its end it is known to have changed."""
+
+
+class Buffer(NamedTuple):
+    """A buffer at one time.
+
+    Attributes:
+        held: The buffers of its module.
+        name: Its name there.
+        tensor: The tensor.
+        version: Its version counter.
+        copy: What was in it; None if no copy was made.
+    """
+
+    held: dict[str, torch.Tensor | None]
+    name: str
+    tensor: torch.Tensor
+    version: int
+    copy: torch.Tensor | None
 
 
 class Buffers:
@@ -27,57 +46,78 @@ class Buffers:
 
     Args:
         modules: The modules that have some.
+        has_policy: Whether a policy watches the region's ops.
     """
 
-    __slots__ = ("_buffers", "_changed", "_statistics", "_versions")
+    __slots__ = ("_buffers", "_statistics")
 
-    def __init__(self, modules: Sequence[Module]) -> None:
-        self._buffers: Sequence[Buffer] = [
-            (module._buffers, name, tensor)
-            for module in modules
-            for name, tensor in module._buffers.items()
-            if tensor is not None
-        ]
-        self._versions = [version_of(tensor) for _, _, tensor in self._buffers]
-        names = {id(module._buffers) for module in modules if module.training}
-        self._statistics = [
-            id(held) in names and tensor.dim() == 1 and tensor.is_floating_point() for held, _, tensor in self._buffers
-        ]
-        self._changed: Sequence[Buffer] | None = None
+    def __init__(self, modules: Sequence[Module], has_policy: bool) -> None:
+        self._buffers: list[Buffer] = []
+        self._statistics: set[int] = set()
+        with without_dispatch_modes(), torch.no_grad():
+            for module in modules:
+                for name, tensor in module._buffers.items():
+                    if tensor is None:
+                        continue
+                    if module.training and tensor.dim() == 1 and tensor.is_floating_point():
+                        self._statistics.add(id(tensor))
+                    copied = not (has_policy or tensor.nbytes > COPIED_BYTES or isinstance(module, BATCH_NORM))
+                    self._buffers.append(_as_it_is(module._buffers, name, tensor, copied))
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Yield them, while forward runs."""
-        for _, _, tensor in self._buffers:
-            yield tensor
+        """Yield them."""
+        for buffer in self._buffers:
+            yield buffer.tensor
 
-    def finish(self) -> bool:
-        """At the end of forward: note what it has changed; return whether that is anything."""
-        self._changed = [
-            buffer
-            for buffer, version, is_statistic in zip(self._buffers, self._versions, self._statistics, strict=True)
-            if is_statistic or version_of(buffer[2]) != version or buffer[0].get(buffer[1]) is not buffer[2]
-        ]
-        self._buffers = self._versions = self._statistics = ()  # type: ignore[assignment]
-        return bool(self._changed)
+    def finish(self, is_logged: bool) -> bool:
+        """At the end of forward: note what it has changed; return whether that is anything.
 
-    def now(self) -> list[tuple[Buffer, torch.Tensor, int]]:
-        """Return those buffers before a replay, with copies of what is in them, and their versions."""
-        saved = []
+        Args:
+            is_logged: Whether the log knows of ops of the region.
+        """
+        changed = []
+        for buffer in self._buffers:
+            held, name, tensor, version, copy = buffer
+            if version_of(tensor) != version or held.get(name) is not tensor:
+                changed.append(buffer._replace(copy=None) if is_logged else buffer)
+            elif id(tensor) in self._statistics:
+                changed.append(
+                    buffer._replace(copy=None) if copy is None or is_logged or _same(tensor, copy) else buffer
+                )
+        self._buffers, self._statistics = changed, set()
+        return bool(changed)
+
+    def go_back(self, is_logged: bool) -> list[Buffer]:
+        """Return what buffers are now; without a log that knows more, let them be as forward found them."""
+        now = []
         with without_dispatch_modes(), torch.no_grad():
-            for held, name, _ in self._buffers if self._changed is None else self._changed:
+            for held, name, *_ in self._buffers:
                 if (tensor := held.get(name)) is not None:
-                    saved.append(((held, name, tensor), tensor.detach().clone(), version_of(tensor)))
-        return saved
+                    now.append(_as_it_is(held, name, tensor, True))
+        if not is_logged:
+            put_back(self._buffers)
+        return now
 
 
-def put_back(saved: Sequence[tuple[Buffer, torch.Tensor, int]]) -> None:
-    """Leave buffers as `Buffers.now` found them."""
+def put_back(buffers: Sequence[Buffer]) -> None:
+    """Let buffers be as they were, as far as that is known."""
     with without_dispatch_modes(), torch.no_grad():
-        for (held, name, tensor), value, version in saved:
+        for held, name, tensor, version, copy in buffers:
+            if copy is None:
+                continue
             held[name] = tensor
-            if tensor.shape == value.shape:
-                tensor.data.copy_(value)
+            if tensor.shape == copy.shape:
+                tensor.data.copy_(copy)
             else:
-                tensor.data = value
+                tensor.data = copy
             if version != UNCOUNTED:
                 set_version(tensor, version)
+
+
+def _as_it_is(held: dict[str, Any], name: str, tensor: torch.Tensor, copied: bool) -> Buffer:
+    return Buffer(held, name, tensor, version_of(tensor), tensor.detach().clone() if copied else None)
+
+
+def _same(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
+    with without_dispatch_modes():
+        return tensor.shape == copy.shape and torch.equal(tensor, copy)

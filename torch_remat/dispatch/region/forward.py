@@ -296,7 +296,7 @@ class Recording(RematMode):
         assert region.inputs is not None
         region.leaves = used_leaves(boundary, region.first_number, region.inputs.originals)
         region.versions = versions_of([*region.parameters, *region.leaves])
-        if region.buffers is not None and not region.buffers.finish():
+        if region.buffers is not None and not region.buffers.finish(bool(region.tape.calls or region.tape.records)):
             region.buffers = None
         region.finished = True
 

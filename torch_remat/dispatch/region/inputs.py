@@ -10,6 +10,7 @@ enclosing ``save_on_cpu`` moves them, an enclosing region recomputes them.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 from weakref import ref
 
@@ -44,6 +45,7 @@ class RegionInputs:
     _restored: Sequence[ref[torch.Tensor]] = ()  # what the latest replay was given of what the hooks hold
     _away: dict[int, Any] | None = None  # by index of the leaf; set only if inputs are offloaded
     _owners: tuple[ref[torch.Tensor], ...] = ()  # the parameters that arguments are views of
+    _given: Mapping[int, ref[torch.Tensor]] = MappingProxyType({})  # those that need no gradient, by leaf
     _attributes: dict[int, dict[str, Any]] | None = None  # by leaf: what Python code set on it
     _inside: Collection[int] = ()  # the leaves that the region itself has changed, and may not have
     _written: Collection[int] = ()  # the leaves that it has changed where replay leaves that out
@@ -83,6 +85,8 @@ class RegionInputs:
                     self._keep_attributes(index, leaf)
             if hooks is None or is_inference:  # no hooks are asked for what autograd cannot save
                 leaves[index] = leaf.detach()
+                if type(leaf) is Tensor and not leaf.requires_grad and leaf.layout is torch.strided:
+                    self._given = {**self._given, index: ref(leaf)}
             else:
                 # Once for each argument, also for one that comes twice: the hooks may be counting.
                 pack, self._unpack = hooks
@@ -203,13 +207,18 @@ class RegionInputs:
                     kept = self._unpack(kept)
             elif version >= 0 and kept._version != version:
                 raise self._changed(region.name, index)
+            same = self._given[index]() if index in self._given else None
+            if same is not None and not same.requires_grad and _place(same) == _place(kept):
+                leaves[index] = same  # backward of a custom Function may look at what it is
+                continue
             leaves[index] = fresh_alias(kept, requires_grad, index in self._written)
             if self._unpack is not None:
                 restored.append(ref(leaves[index]))
         self._restored = restored
         if self._attributes is not None:
             for index, attributes in self._attributes.items():
-                leaves[index].__dict__.update(attributes)
+                if index not in self._given or leaves[index] is not self._given[index]():
+                    leaves[index].__dict__.update(attributes)
         if len(self._tensors) != len(leaves):
             for index, leaf in enumerate(leaves):
                 if type(leaf) is _SameAs:
@@ -258,6 +267,10 @@ class RegionInputs:
 
 _USUAL = frozenset((Tensor, Parameter))
 _UNPACKED = -2  # the version of an input that did not go through the hooks around the region
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
 class _SameAs:

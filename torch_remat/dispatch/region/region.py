@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from _thread import RLock  # without the Python function around it that threading has
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import finalize, ref
@@ -23,6 +23,8 @@ from torch_remat._compat import (
     graph_task,
     sequence_number,
     top_saved_tensors_hooks,
+    torch_function_is_on,
+    with_torch_function,
 )
 from torch_remat.dispatch.ambient import RngState, capture_ambient
 from torch_remat.dispatch.check.debug_log import OpLog
@@ -110,7 +112,7 @@ class Region:
         buffered: list[Module] = []
         self.parameters = parameters_of(function, inputs.modules() if inputs.others else (), generators, buffered)
         if buffered:
-            self.buffers = Buffers(buffered)
+            self.buffers = Buffers(buffered, options.policy is not None)
         self.rng = None if generators is None else RngState(generators)
         self.hooks = own_hooks(self.name) if is_part and hooks is not None and hooks[1] in (read, unpack) else hooks
         self.ambient = capture_ambient()
@@ -185,10 +187,11 @@ class Region:
                 self.values.flush()
             self.filling = True
             try:
-                if self.finished:
-                    self._replay(self, last).replay()
-                else:
-                    self._replay_in_forward(last)
+                with nullcontext() if torch_function_is_on() else with_torch_function():
+                    if self.finished:
+                        self._replay(self, last).replay()
+                    else:
+                        self._replay_in_forward(last)
             finally:
                 self.filling = False
         self._replayed_in = graph_task()

@@ -113,7 +113,7 @@ class Filling(RematMode):
         if last_refusal.get() is not None:
             last_refusal.set(None)
         grad_enabled = torch.is_grad_enabled()
-        buffers = () if region.buffers is None else region.buffers.now()
+        buffers = () if region.buffers is None else region.buffers.go_back(self.ops is not None)
         try:
             contexts = [] if unchanged(region) else check_parameters(region, self.fail)
             args, kwargs = region.inputs.restore(region)
@@ -212,7 +212,11 @@ class Filling(RematMode):
                         and layouts.get(position) == layout_of(tensor, owner)
                     ):
                         self.position = position + 1
-                        holder.value = value = tensor.detach() if self.watcher is None else self._alias_of(tensor)
+                        if not tensor.requires_grad:  # a custom Function's backward may look at what it is
+                            value = tensor
+                        else:
+                            value = tensor.detach() if self.watcher is None else self._alias_of(tensor)
+                        holder.value = value
                         if position in buffers and (ops is None or ops.may_fill()):
                             self._unfilled_number = sequence_number()
                         if position == last:
@@ -248,7 +252,7 @@ class Filling(RematMode):
         owner = tensor._base
         if owner is None:
             owner = tensor
-        value = tensor if is_parameter(tensor) else self._alias_of(tensor)
+        value = tensor if is_parameter(tensor) or not tensor.requires_grad else self._alias_of(tensor)
         if position >= self._limit:
             return value
         entry = self._saved[position]
