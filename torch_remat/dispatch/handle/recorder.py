@@ -19,7 +19,13 @@ from torch_remat._compat import has_returned, node_number, sequence_number
 from torch_remat.dispatch.ambient import Draws, RngState
 from torch_remat.dispatch.check.inner_ops import Around
 from torch_remat.dispatch.handle.op import RematHandle
-from torch_remat.dispatch.handle.saved_call import Given, UnwatchedCall, WatchedCall, check_needs, mark_calls_made_again
+from torch_remat.dispatch.handle.running_call import (
+    Given,
+    UnwatchedCall,
+    WatchedCall,
+    check_needs,
+    mark_calls_made_again,
+)
 from torch_remat.dispatch.handle.whole_call import CallForward, is_whole_call
 from torch_remat.dispatch.holder import AUTOCAST_DTYPES, Anchor, Holder, OpHolder, is_parameter, parameter_behind
 from torch_remat.dispatch.log.entry import HandleCall
