@@ -194,9 +194,9 @@ class Leaving:
             if (passed := self._passed(leaf)) is not None:
                 return passed
             if leaf.is_leaf and leaf.requires_grad:
-                return Slot(leaf, None)
+                return leaf
             if writer is None:
-                return Slot(leaf, ops.region.hooks)
+                return Slot(leaf.detach(), ops.region.hooks, leaf.requires_grad)
         assert writer is not None
         if writer[0] is record:
             return Made(None, at, record.meta(at), leaf.requires_grad)
