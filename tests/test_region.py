@@ -318,7 +318,7 @@ def variable_with_history(call, e, x):
     return h.sin()
 
 
-@program()
+@program(again=True)
 def variable_that_gets_a_history(call, e, x):
     h = torch.zeros(4, 4)
     call("k", counted(lambda: h.copy_(x)))
@@ -585,17 +585,10 @@ def compared(name: str, how: str, wrap: Callable, mode: str = "once", around: Ca
     return [str(w.message) for w in caught if issubclass(w.category, remat.RematWarning)]
 
 
-WRONG = {
-    "variable_that_gets_a_history": "a false MutationError: the variable had no history before the call filled it",
-    "twice_written": "a false MutationError: two calls write one tensor of the region",
-}
-NEEDLESS = {
-    "counter_in_a_buffer": "an attribute of a variable is not looked up",
-    "running_mean": "an attribute of a variable is not looked up",
-    "twice_read_buffer": "an attribute of a variable is not looked up",
-    "gradient_in_the_call": "the gradient is of a leaf made in the call",
-    "view_of_what_it_wrote": "the result is a view of what the call wrote",
-}
+WRONG = {"twice_written": "a false MutationError: two calls write one tensor of the region"}
+NEEDLESS = dict.fromkeys(
+    ["counter_in_a_buffer", "running_mean", "twice_read_buffer"], "an attribute of a variable is not looked up"
+)
 # fmt: off
 WRITES = frozenset(
     [
@@ -629,6 +622,7 @@ SURROUNDINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", known({}, skip=frozenset(WRONG)))
 @pytest.mark.parametrize("wrap", SURROUNDINGS)
 def test_equals_autograd_with_each_option(name, wrap):
@@ -644,17 +638,12 @@ def test_other_policies_equal_autograd(name, how):
     compared(name, how, wrap)
 
 
-OPAQUE = {
-    "no result": "IndexError in replay, of an opaque call without results",
-    "unbound": "wrong gradients, where an opaque call returns what unbind returned",
-}
-
-
-@pytest.mark.parametrize("name", known(OPAQUE, skip=WRITES))
+@pytest.mark.parametrize("name", known({}, skip=WRITES))
 def test_opaque_calls_equal_autograd(name):
     compared(name, "opaque", remat.checkpoint())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", known({}, skip=WRITES | frozenset(WRONG)))
 @pytest.mark.parametrize("how", ["save", "recompute"])
 def test_a_region_in_a_region_and_in_a_native_region(name, how):
@@ -671,10 +660,7 @@ def test_a_region_in_a_region_and_in_a_native_region(name, how):
         compared(name, how, wrap, around=lambda f: lambda x: f(x * 1.0).sin())
 
 
-TORCH_FAULTS = dict.fromkeys(["chain of calls", "caught"], "CheckpointError: unpacked twice, in torch's checkpoint")
-
-
-@pytest.mark.parametrize("name", known(TORCH_FAULTS, skip=WRITES | frozenset(["gradient_through_the_call"])))
+@pytest.mark.parametrize("name", known({}, skip=WRITES | frozenset(["gradient_through_the_call"])))
 def test_a_region_in_one_of_torch(name):
     def wrap(function: Callable) -> Callable:
         def outer(x: Tensor) -> Tensor:
@@ -708,25 +694,13 @@ def lives(name: str, how: str, backward: bool) -> int:
         return live.count()
 
 
-# fmt: off
-LEAKS = dict.fromkeys(
-    [
-    "third of several", "all of a dict", "same twice", "a result and its view", "view of an inner tensor",
-    "unbound", "attention", "view of a variable", "parameter", "view of a parameter", "view of a constant",
-    "complex", "expanded",
-],
-    "an opaque call and the slot of a result are a cycle",
-)
-# fmt: on
-
-
 @pytest.mark.parametrize("name", known({}, skip=HOLDS_ITSELF | frozenset(WRONG)))
 @pytest.mark.parametrize("backward", [False, True])
 def test_nothing_outlives_its_graph(name, backward):
     assert lives(name, "save", backward) == 0
 
 
-@pytest.mark.parametrize("name", known(LEAKS, skip=WRITES | HOLDS_ITSELF | frozenset(["no result"])))
+@pytest.mark.parametrize("name", known({}, skip=WRITES | HOLDS_ITSELF | frozenset(["no result"])))
 def test_nothing_outlives_the_graph_of_an_opaque_call(name):
     assert lives(name, "opaque", backward=False) == 0
 
@@ -772,7 +746,6 @@ def test_as_a_decorator_it_keeps_the_method_and_is_plain_outside():
         remat.checkpoint()(lambda t: block.mix(block.mix(t)))(x)
 
 
-@pytest.mark.xfail(strict=True, reason="the buffers of a decorated method's module are not looked up")
 def test_a_decorated_method_with_a_batch_norm_does_not_warn():
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -791,7 +764,6 @@ def test_a_decorated_method_with_a_batch_norm_does_not_warn():
         remat.checkpoint()(Block())(leaf(4, 4)).sum().backward()
 
 
-@pytest.mark.xfail(strict=True, reason="wrong gradients: numbers on objects made in the region")
 def test_a_number_left_on_an_object_of_the_region():
     def block(make, x):
         state = SimpleNamespace(n=1)
@@ -799,7 +771,8 @@ def test_a_number_left_on_an_object_of_the_region():
         return (x.sin() * state.n).exp()
 
     x = leaf(4)
-    (got,) = torch.autograd.grad(remat.checkpoint()(lambda t: block(Noted("save"), t))(x).sum(), x)
+    with pytest.warns(remat.RematWarning, match="k: replay makes this call again, since it changed a variable"):
+        (got,) = torch.autograd.grad(remat.checkpoint()(lambda t: block(Noted("save"), t))(x).sum(), x)
     assert torch.equal(got, torch.autograd.grad(block(Noted("plain"), x).sum(), x)[0])
 
 

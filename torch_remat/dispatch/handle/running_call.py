@@ -311,6 +311,8 @@ class WatchedCall(Leaving):
                 return
             self.given.use(place)
             if source.grad_fn is not None:
+                if not _had_history(source.grad_fn, self.first):
+                    record.again = "it gave a history to a tensor that had none"
                 self.outputs = {*(self.outputs or ()), (source.grad_fn, source.output_nr)}
             found.append(PutBack(place, lying_in(left.lies, Placement.of(source)), left, source.requires_grad))
         record.put_back = found
@@ -381,6 +383,13 @@ _PLAIN = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.
 
 def _nothing(_leaf: Any) -> int:
     return 0
+
+
+def _had_history(node: Node | None, first: int) -> bool:
+    """Whether what ops since a node changed in place had a history before."""
+    while node is not None and node_number(node) >= first:
+        node = node.next_functions[0][0] if node.next_functions else None
+    return node is not None
 
 
 def _is_of(tensor: Any, key: int) -> bool:

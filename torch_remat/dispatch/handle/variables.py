@@ -57,8 +57,8 @@ def at_path(call: tuple[Any, ...], path: Path) -> Any:
 def state_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any] = _NONE) -> State:
     """Return what a call may change otherwise than in tensors, each with what it holds.
 
-    These are the variables that its function closes over; lists, dicts, sets, iterators, and attributes of objects, those
-    of modules apart, among these and among its arguments.
+    These are the variables that its function closes over; lists, dicts, sets, iterators, and attributes of objects,
+    those of modules apart, among these and among its arguments.
 
     Args:
         function: The function.
@@ -117,6 +117,8 @@ def _holders_of(value: Any) -> Sequence[Any]:
         return value.__closure__ or ()
     if isinstance(value, (list, dict, set, Iterator)):
         return (value,)
+    if type(value).__module__.partition(".")[0] == "torch":
+        return ()  # contexts, and the like
     attributes = getattr(value, "__dict__", None)
     return (attributes,) if type(attributes) is dict else ()
 
