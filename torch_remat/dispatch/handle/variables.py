@@ -79,11 +79,10 @@ def changed_in(state: State, region_function: Any) -> bool:
     if not changed:
         return False
     outside: State = []
-    for function in (region_function, getattr(region_function, "__func__", None)):
-        _note_state(outside, function, 2 * _DEPTH, (torch.Tensor, type))
-        code = getattr(function, "__code__", None)
-        for name in () if code is None else code.co_names:
-            _note_state(outside, function.__globals__.get(name), _DEPTH, (torch.Tensor, type))
+    _note_state(outside, region_function, 2 * _DEPTH, (torch.Tensor, type))
+    function: Any = getattr(region_function, "__func__", region_function)
+    for name in function.__code__.co_names if isinstance(function, FunctionType) else ():
+        _note_state(outside, function.__globals__.get(name), _DEPTH, (torch.Tensor, type))
     known = {id(holder) for holder, _ in outside}
     return any(id(holder) not in known for holder in changed)
 
