@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from torch_remat._hugging_face import enable_gradient_checkpointing
     from torch_remat._list_names import NamedResult, NameTable, list_names
     from torch_remat._modules import CheckpointedModules, checkpoint_modules
+    from torch_remat.budgets.budget import Budget, budget
     from torch_remat.offload.cpu import CpuOffloader
     from torch_remat.offload.disk import DiskOffloader
     from torch_remat.reports.explain import explain
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from torch_remat.reports.trace import trace
 
 __all__ = [
+    "Budget",
     "CheckpointPolicy",
     "CheckpointedModules",
     "CpuOffloader",
@@ -70,6 +72,7 @@ __all__ = [
     "Trace",
     "UsageError",
     "auto_forward",
+    "budget",
     "checkpoint",
     "checkpoint_modules",
     "checkpoint_name",
@@ -104,6 +107,7 @@ _LOADED_ON_USE = {
     "_hugging_face": ("enable_gradient_checkpointing",),
     "_list_names": ("NamedResult", "NameTable", "list_names"),
     "_modules": ("CheckpointedModules", "checkpoint_modules"),
+    "budgets.budget": ("Budget", "budget"),
     "offload.cpu": ("CpuOffloader",),
     "offload.disk": ("DiskOffloader",),
     "reports.explain": ("explain",),

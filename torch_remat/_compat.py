@@ -25,6 +25,7 @@ from torch.utils._pytree import SUPPORTED_NODES
 __all__ = [
     "PYTREE_NAMESPACE",
     "SELECTIVE_CONTEXTS",
+    "USES_BY_PYTHON",
     "ZERO_TENSOR",
     "CompiledCode",
     "DispatchMode",
@@ -71,6 +72,7 @@ __all__ = [
     "set_version",
     "shares_storage",
     "storage_key",
+    "storage_uses",
     "swap_identity",
     "top_saved_tensors_hooks",
     "torch_checkpoint_switches",
@@ -215,6 +217,21 @@ set_neg: Callable[[torch.Tensor, bool], None] = torch._C._set_neg
 # The address of a tensor's storage object: the identity of what views share, also where it is empty. The public way
 # makes a storage object in Python.
 storage_key: Callable[[torch.Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
+
+
+# How often the storage of this address, which must be alive, is held: by tensors, and by its Python object once it has
+# one.
+storage_uses: Callable[[int], int] = torch._C._storage_Use_Count  # type: ignore[attr-defined]
+
+
+def _uses_by_python() -> int:
+    """Return how often its Python object holds a storage, whether or not Python still knows that."""
+    tensor = torch.empty(1, device="cpu")
+    tensor.untyped_storage()
+    return storage_uses(storage_key(tensor)) - 1
+
+
+USES_BY_PYTHON = _uses_by_python()
 
 
 # Tells the compiler's frame evaluation what to do with a code object; missing in some releases.

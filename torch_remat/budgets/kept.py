@@ -1,0 +1,368 @@
+"""One region of a budget: its holders have their values from the start, and some are emptied when room is needed.
+
+In: each saved tensor, as forward makes it. Kept: weak references to the holders, and when each was made; of inputs and
+of what the author saves, addresses. Out: the prefix that is best given up, and what it costs.
+
+NOTE [ What is given up ]
+1. A replay runs from the region's start to the last holder that is empty. So what is given up is a prefix: it costs the
+   time from the region's start to its last tensor, and frees what was saved before.
+2. A storage that something else holds, too, is not given up: another region, a later holder of this one, the user, the
+   running code. Use counts tell: those of the storage against those of the ledger.
+3. A holder that forward gives up leaves the version counter of its tensor here, so that a later change in place is
+   noticed at the end of forward; one that is given up later is compared with its counter at once.
+4. Once backward has come without ``retain_graph`` the region drops its inputs, and nothing of it is given up any more.
+   So the region's own lock is held while holders are emptied; who cannot have it at once takes another region.
+5. What the author decides stays: what is saved by name or by a policy is counted and never given up, and what is named
+   RECOMPUTE is never kept. A region with a policy for its ops keeps what that saves, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from time import perf_counter
+from types import NoneType
+from typing import Any, NamedTuple, Protocol
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from torch_remat._compat import keep_from_compiler, node_number, sequence_number, storage_key
+from torch_remat._compat import without_dispatch_modes
+from torch_remat.budgets.ledger import Ledger, parts_of
+from torch_remat.budgets.steps import Row
+from torch_remat.dispatch.check.parameters import reached_by
+from torch_remat.dispatch.holder import Holder, mark_changed
+from torch_remat.dispatch.region.region import Region
+from torch_remat.policies.decision import CheckpointPolicy
+
+REPLAY_SECONDS = 1e-4
+"""What a replay costs besides the ops that it runs."""
+
+Keys = tuple[int, ...]
+
+_NOTHING = torch.empty(0)
+
+
+class Owner(Protocol):
+    """What a region asks of the budget that it is in."""
+
+    ledger: Ledger
+    limit: float
+
+    def make_room(self) -> None:
+        """The sum has passed the limit."""
+
+    def reached(self, kept: KeptRegion) -> None:
+        """Backward has come to a region."""
+
+    def finished(self, kept: KeptRegion) -> None:
+        """A region's forward is over."""
+
+
+class Prefix(NamedTuple):
+    """What may be given up next of one region: its first ``cut`` saved tensors."""
+
+    seconds: float
+    bytes: int
+    cut: int
+
+
+class KeptRegion:
+    """One region in a budget.
+
+    Args:
+        region: The region.
+        owners: The budget, and those around it.
+        lock: That of all budgets.
+        always_empty: How many of its first saved tensors are never kept.
+
+    Attributes:
+        keep: What fills a holder; None for a region with a policy of its own.
+        keys: For each saved tensor, in the order of forward, the addresses of the storages that are counted for it.
+        fixed: Those of inputs, and of what the author saves.
+        last: When values were made or read last.
+        row: What reports know of the region.
+    """
+
+    __slots__ = (
+        "__weakref__", "_begun", "_best", "_counters", "_full", "_lock", "_paid", "_refs", "_stamps", "fixed", "keep",
+        "keys", "last", "owners", "region", "row",
+    )  # fmt: skip
+
+    def __init__(self, region: Region, owners: Sequence[Owner], lock: Any, always_empty: int = 0) -> None:
+        self.region = ref(region)
+        self.owners = owners
+        self.row = Row()
+        self.keys: list[Keys] = []
+        self.fixed: list[int] = []
+        self._lock = lock
+        self._refs: list[ref[Holder]] = []
+        self._full: list[int] = []  # the places of those whose storages are counted, in order
+        self._stamps: list[float] = []
+        self._counters: list[tuple[ref[Holder], Tensor]] = []
+        self._best: Prefix | None = None
+        self._paid = 0.0
+        assert region.inputs is not None
+        self._fix(region.inputs.held())
+        self.keep = None if region.options.policy is not None else self._keep_function(region, always_empty)
+        self.last = self._begun = perf_counter()
+
+    def _fix(self, tensors: Iterator[Tensor]) -> None:
+        with self._lock:
+            for tensor in tensors:
+                keys, size = add(self.owners, tensor)
+                self.fixed += keys
+                self.row.fixed_bytes += size
+
+    # Forward.
+
+    def _keep_function(self, region: Region, always_empty: int) -> Callable[[Holder, Tensor, Any], None]:
+        """Return what fills a holder: a closure, since it runs for each saved tensor; the graph keeps it."""
+        owners, lock, row, counters = self.owners, self._lock, self.row, self._counters
+        refs, note, full, stamp = self._refs, self.keys.append, self._full.append, self._stamps.append
+        outer, counts = owners[1:], owners[0].ledger.counts
+        existing = _Existing(region)
+
+        def keep(holder: Holder, value: Tensor, ops: Any) -> None:
+            stamp(perf_counter())
+            refs.append(ref(holder))
+            if (ops is not None and is_recomputed(ops)) or len(refs) <= always_empty:
+                note(())
+                counters.append((refs[-1], counter_of(value)))
+                return
+            holder.value = value
+            try:
+                key = storage_key(value) if type(value) is Tensor else 0
+            except (NotImplementedError, RuntimeError):
+                key = 0
+            with lock:
+                if not outer and key in counts:
+                    note((key,))
+                    full(len(refs) - 1)
+                    counts[key] += 1
+                    return
+                if holder.producer is NoneType and existing.has(value):
+                    note(())
+                    return
+                keys, size = add(owners, value)
+                note(keys)
+                full(len(refs) - 1)
+                row.saved_bytes += size
+                for one in owners:
+                    if one.ledger.total > one.limit:
+                        one.make_room()
+
+        return keep
+
+    def end(self) -> None:
+        """The function has ended: mark the holders that were given up and whose tensors were changed since."""
+        for entry, counter in self._counters:
+            holder = entry()
+            if holder is not None and counter._version != holder.metadata[0]:
+                mark_changed(holder)
+        self._counters.clear()
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Have all holders empty for a moment: what replay would need is what it needs outside of a budget."""
+        full = []
+        for entry in self._refs:
+            if (holder := entry()) is not None and holder.value is not None:
+                full.append((holder, holder.value))
+                holder.value = None
+        try:
+            yield
+        finally:
+            for holder, value in full:
+                holder.value = value
+
+    def finish(self) -> None:
+        """Forward is over: count what the region keeps for its author."""
+        region = self.region()
+        assert region is not None
+        tape = region.tape
+        if tape.records or tape.regions or tape.calls or tape.holders:
+            own = (row.value for row in region.kept() if row.what in ("saved", "slot", "result"))
+            self._fix(value for value in own if isinstance(value, Tensor))
+        row = self.row
+        row.name = region.name
+        row.tensors = len(self.keys)
+        self.last = perf_counter()
+        row.forward_seconds = self.last - self._begun
+        for owner in self.owners:
+            owner.finished(self)
+
+    # Room.
+
+    def prefix(self, ledger: Ledger) -> Prefix | None:
+        """Return the prefix that costs least for its bytes, None where nothing is left to give up."""
+        region = self.region()
+        if region is None or region.inputs is None or region.filling:
+            return None
+        if self._best is None or not region.finished:
+            self._best = self._find(ledger)
+        return self._best if self._best.bytes else None
+
+    def forget_prefix(self) -> None:
+        """Look for the best prefix anew: what else holds its storages may have changed."""
+        self._best = None
+
+    def _find(self, ledger: Ledger) -> Prefix:
+        best, least, freed = Prefix(0.0, 0, 0), 0.0, 0
+        met: dict[int, int] = {}
+        sizes, stamps = ledger.sizes, self._stamps
+        spent = self._begun + self._paid - (0 if self._paid else REPLAY_SECONDS)
+        for place in self._full:
+            holder = self._refs[place]()
+            value = None if holder is None else holder.value
+            if value is None:
+                continue  # dead: `refresh` finds out
+            found = 0
+            for key in self.keys[place]:
+                count = met[key] = met.get(key, 0) + 1
+                if ledger.is_held_by(key, count):
+                    found += sizes[key]
+            if found:
+                freed += found
+                seconds = max(stamps[place] - spent, 0.0)
+                if not best.bytes or seconds * best.bytes < best.seconds * freed:
+                    best = Prefix(seconds, freed, place + 1)
+        return best
+
+    def give_up(self, ledger: Ledger, cut: int) -> int:
+        """Empty the holders of a prefix whose storages nothing else holds; return how many bytes that frees."""
+        region = self.region()
+        if region is None or not region.lock.acquire(blocking=False):
+            return 0
+        try:
+            if region.inputs is None or region.filling:
+                return 0
+            met: dict[int, int] = {}
+            full = []
+            for place in self._full:
+                holder = self._refs[place]() if place < cut else None
+                if holder is not None and holder.value is not None:
+                    full.append((place, holder))
+                    for key in self.keys[place]:
+                        met[key] = met.get(key, 0) + 1
+            free = {key for key, count in met.items() if ledger.is_held_by(key, count)}
+            given = [(place, holder) for place, holder in full if free.issuperset(self.keys[place])]
+            freed = sum([self._empty(region, place, holder) for place, holder in given])
+            self._full[:] = [place for place in self._full if self.keys[place]]
+            return freed
+        finally:
+            self._best = None
+            region.lock.release()
+
+    def _empty(self, region: Region, place: int, holder: Holder) -> int:
+        value = holder.value
+        assert value is not None
+        if not region.finished:
+            self._counters.append((self._refs[place], counter_of(value)))
+        elif value._version != holder.metadata[0]:
+            mark_changed(holder)
+        holder.value = None
+        self._paid = max(self._paid, self._stamps[place] - self._begun)
+        freed = self._remove(place)
+        self.row.given_up(place, freed, self._paid)
+        return freed
+
+    def _remove(self, place: int) -> int:
+        keys, self.keys[place] = self.keys[place], ()
+        return sum([[owner.ledger.remove(key) for owner in self.owners][0] for key in keys])
+
+    def refresh(self) -> None:
+        """Compare what is counted with what is there: nodes die, replays fill, backwards release."""
+        region = self.region()
+        for place, entry in enumerate(self._refs):
+            holder = entry()
+            value = None if holder is None else holder.value
+            keys = self.keys[place]
+            if value is None:
+                if keys:
+                    self._remove(place)
+            elif not keys or (type(value) is Tensor and storage_key(value) != keys[0]):
+                self._remove(place)
+                self.keys[place] = () if region is None or _Existing(region).has(value) else add(self.owners, value)[0]
+        if region is None or region.inputs is None:
+            for key in self.fixed:
+                for owner in self.owners:
+                    owner.ledger.remove(key)
+            self.fixed.clear()
+        self._full[:] = [place for place, keys in enumerate(self.keys) if keys]
+        self._best = None
+
+    # Backward.
+
+    def reach(self) -> None:
+        """Backward has come to the region."""
+        self.last = perf_counter()
+        for owner in self.owners:
+            owner.reached(self)
+
+    def replay(self, replay: Callable[[], None]) -> None:
+        """Run one replay, and take its time."""
+        begin = perf_counter()
+        try:
+            replay()
+        finally:
+            self.last = perf_counter()
+            self.row.replay_seconds += self.last - begin
+            self.row.replays += 1
+
+
+def add(owners: Sequence[Owner], tensor: Tensor) -> tuple[Keys, int]:
+    """Count a tensor's storages in all budgets; return their addresses, and the bytes that are new to the first."""
+    parts = parts_of(tensor)
+    keys = tuple(map(storage_key, parts))
+    size = 0
+    for key, part in zip(keys, parts, strict=True):
+        size += [owner.ledger.add(key, part) for owner in owners][0]
+    return keys, size
+
+
+class _Existing:
+    """The storages of the buffers of a region's modules, which live anyway; looked up when it is first asked for."""
+
+    __slots__ = ("_keys", "_region")
+
+    def __init__(self, region: Region) -> None:
+        self._region = ref(region)
+        self._keys: frozenset[int] | None = None
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in one of them."""
+        if self._keys is None:
+            region, keys = self._region(), set()
+            if region is not None and region.function is not None and region.inputs is not None:
+                for module in reached_by(region.function, region.inputs.modules()):
+                    if isinstance(module, Module):
+                        keys |= {storage_key(part) for buffer in module.buffers() for part in parts_of(buffer)}
+            self._keys = frozenset(keys)
+        return bool(self._keys) and any(storage_key(part) in self._keys for part in parts_of(tensor))
+
+
+def is_recomputed(ops: Any) -> bool:
+    """Whether the body of an op that its author named RECOMPUTE runs, or has just ended and saves its tensors."""
+    opened = ops.opened
+    if opened is None or opened.record.policy is not CheckpointPolicy.RECOMPUTE:
+        return False
+    node = opened._ctx
+    ended = isinstance(node, torch.autograd.graph.Node) and node_number(node) == sequence_number() - 1
+    return ended or opened.is_running()
+
+
+def counter_of(value: Tensor) -> Tensor:
+    """Return a tensor that shares the version counter of another, but not its data, where that can be."""
+    if type(value) is not Tensor or value.layout is not torch.strided:
+        return value
+    with without_dispatch_modes():
+        alias = value.detach()
+        alias.data = _NOTHING
+    return alias
+
+
+keep_from_compiler(KeptRegion._keep_function)
