@@ -7,6 +7,7 @@ which torch documents for use outside although its module has an underscore.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -35,6 +36,7 @@ __all__ = [
     "SavedTensorHooks",
     "TorchDispatchMode",
     "active_modes",
+    "after_backward",
     "adopt_pytree_node",
     "any_autocast_enabled",
     "any_profiler_runs",
@@ -217,6 +219,26 @@ set_neg: Callable[[torch.Tensor, bool], None] = torch._C._set_neg
 # The address of a tensor's storage object: the identity of what views share, also where it is empty. The public way
 # makes a storage object in Python.
 storage_key: Callable[[torch.Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
+
+
+def after_backward(then: Callable[[], None]) -> None:
+    """Do something once the backward that runs in this thread has returned to Python; not if it raises.
+
+    The engine's own callbacks run while it still has the thread-local state of forward in place, where a profiler cannot
+    be ended. So the first event that Python's profiling hook sees outside of it is waited for. Where that hook is in use
+    nothing is done.
+    """
+
+    def returned(frame: object, event: str, argument: object) -> None:
+        if graph_task() < 0:
+            sys.setprofile(None)
+            then()
+
+    def ended() -> None:
+        if sys.getprofile() is None:
+            sys.setprofile(returned)
+
+    torch.autograd.Variable._execution_engine.queue_callback(ended)
 
 
 # How often the storage of this address, which must be alive, is held: by tensors, and by its Python object once it has

@@ -11,7 +11,7 @@ import threading
 import warnings
 from _thread import RLock
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextvars import Token
 from math import inf
 from pathlib import Path
@@ -22,11 +22,13 @@ from weakref import ref
 import torch
 
 from torch_remat._bytes import parse_bytes
-from torch_remat._compat import graph_task
-from torch_remat.budgets.kept import KeptRegion
+from torch_remat._compat import after_backward, graph_task
+from torch_remat.budgets.kept import LEAST_SECONDS, KeptRegion
 from torch_remat.budgets.ledger import Ledger
+from torch_remat.budgets.reserve import Reserve
 from torch_remat.budgets.steps import Step
 from torch_remat.dispatch.keeping import Keeper, Keeping, keeping
+from torch_remat.dispatch.region.outputs import tensors_of
 from torch_remat.dispatch.region.region import Region
 from torch_remat.errors import RematWarning, UsageError, user_line
 
@@ -35,6 +37,9 @@ if TYPE_CHECKING:
 
 _STEPS = 64
 """How many steps a budget remembers."""
+
+_NAMES = 4096
+"""Of how many regions the time of the fastest forward is known."""
 
 # One for all budgets: regions of one may count towards others. Forward takes it for each saved tensor; nothing else is
 # waited for inside.
@@ -57,6 +62,7 @@ class Budget:
         limit: The most that regions are to keep: the budget less the reserve.
         ledger: What they keep.
         steps: What happened in the latest steps.
+        step_count: How many steps there were in all.
     """
 
     def __init__(
@@ -65,13 +71,24 @@ class Budget:
         self.budget_bytes = parse_bytes(limit)
         self.ledger = Ledger(_device_type())
         self.steps: deque[Step] = deque(maxlen=_STEPS)
-        self.reserve_bytes = 0
-        self.limit: float = self.budget_bytes
+        if offload not in (None, "fill"):
+            raise UsageError(f"budget(offload={offload!r}) is not possible", remedy='It is None or "fill".')
+        self._fills = offload == "fill"
+        self._reserve = Reserve(self.ledger.device_type, self.budget_bytes) if reserve == "auto" else None
+        self.reserve_bytes = 0 if reserve == "auto" or reserve == 0 else parse_bytes(reserve)
+        if self.reserve_bytes >= self.budget_bytes:
+            raise UsageError(
+                f"a reserve of {self.reserve_bytes:,} B leaves nothing of a budget of {self.budget_bytes:,} B",
+                remedy="The reserve is a part of the budget: give less of it, or a larger budget.",
+            )
+        self.limit: float = self.budget_bytes - self.reserve_bytes
         self._regions: set[_Entry] = set()
         self._dead: deque[_Entry] = deque()
         self._entered = threading.local()
-        self._step_count = 0
+        self.step_count = 0
+        self._backward = -1  # the latest that was asked to tell its end
         self._changed = False  # whether regions have begun, ended, or were read, since it was last looked
+        self._fastest: dict[tuple[str, int, int], float] = {}  # forwards of the same name and size, latest last
         self._warned = False
         self._too_much: int = 0
 
@@ -87,41 +104,67 @@ class Budget:
 
     def __exit__(self, *exception: object) -> None:
         keeping.reset(self._entered.tokens.pop())
+        self._end_step()
 
     # What regions ask.
 
-    def add(self, kept: KeptRegion) -> None:
-        """Take a region that begins."""
+    def add(self, kept: KeptRegion, given: Sequence[Any]) -> None:
+        """Take a region that begins, with the values that it was given."""
         self._forget_dead()
         self._changed = True
-        if (not self.steps or self.steps[-1].has_backward) and graph_task() < 0:
-            self.steps.append(Step(int(self.limit), perf_counter()))
-            self._step_count += 1
+        if not self.steps or (self.steps[-1].has_backward and graph_task() < 0):
+            self._begin_step(kept.row.fixed_bytes, given)
         entry = _Entry(kept, self._dead.append)
         entry.keys, entry.fixed = kept.keys, kept.fixed
         self._regions.add(entry)
         if self.ledger.total > self.limit:
             self.make_room()
 
+    def _begin_step(self, scale: int, given: Sequence[Any]) -> None:
+        self._end_step()
+        if self._reserve is not None:
+            if self._reserve.wants(scale):
+                self._reserve.begin(self.ledger.total + _saved_below(given))
+            self.reserve_bytes = self._reserve.bytes_for(scale)
+            self.limit = max(self.budget_bytes - self.reserve_bytes, 0)
+        self.steps.append(Step(int(self.limit), perf_counter()))
+        self.step_count += 1
+
+    def _end_step(self) -> None:
+        if self._reserve is not None and self._reserve.measures:
+            with _lock:
+                step = self.steps[-1]
+                step.peak_bytes = peak = self._reserve.end(step.forward_bytes)
+                if peak > self.budget_bytes and not any(row.saved_bytes > row.given_bytes for row in step.rows):
+                    self._too_much = peak - self.budget_bytes
+            self._warn_once()
+
     def finished(self, kept: KeptRegion) -> None:
         """A region's forward is over."""
         with _lock:
             self._changed = True
+            row = kept.row
+            usual = row.name, row.tensors, row.saved_bytes
+            fastest = self._fastest[usual] = min(row.forward_seconds, self._fastest.pop(usual, inf))
+            if len(self._fastest) > _NAMES:
+                del self._fastest[next(iter(self._fastest))]
+            kept.pace = fastest / row.forward_seconds
             step = self.steps[-1]
             step.rows.append(kept.row)
             self._note(step.kept)
-            too_much, self._too_much = self._too_much, 0
-        if too_much and not self._warned:
-            self._warned = True
-            self._warn(too_much)
+        self._warn_once()
 
     def reached(self, kept: KeptRegion) -> None:
         """Backward has come to a region."""
         with _lock:
             self._forget_dead()
             step = self.steps[-1]
-            step.has_backward = True
             self._note(step.kept)
+            if not step.has_backward:
+                step.has_backward, step.forward_bytes = True, self.ledger.total
+            if self._reserve is not None and self._reserve.measures and graph_task() != self._backward:
+                self._backward = graph_task()
+                after_backward(self._end_step)
 
     def make_room(self) -> None:
         """Give up what is best given up, until the sum is within the limit or nothing is left."""
@@ -130,11 +173,11 @@ class Budget:
         while self.ledger.total > self.limit:
             found = self._cheapest(passed_over)
             if found is not None:
-                kept, cut = found
-                if kept.give_up(self.ledger, cut):
+                cut = found.shortest(self.ledger, self.ledger.total - int(self.limit))
+                if found.give_up(self.ledger, cut):
                     self._note(self.steps[-1].given)
                 else:
-                    passed_over.add(kept)  # another thread has it, or something holds what it would give up
+                    passed_over.add(found)  # another thread has it, or something holds what it would give up
             elif self._changed:
                 self._changed = False  # until the next region begins, only the one that runs can change
                 self.refresh()
@@ -145,17 +188,19 @@ class Budget:
             if needed > self.budget_bytes:
                 self._too_much = max(self._too_much, needed - self.budget_bytes)
 
-    def _cheapest(self, passed_over: Collection[KeptRegion]) -> tuple[KeptRegion, int] | None:
-        """Return the region whose prefix has the least score, seconds over bytes and staleness, and the prefix."""
-        now, least, found = perf_counter(), inf, None
+    def _cheapest(self, passed_over: Collection[KeptRegion]) -> KeptRegion | None:
+        """Return the region whose prefix has the least score: seconds over bytes and staleness."""
+        now, least = perf_counter(), inf
+        found: KeptRegion | None = None
         for entry in self._regions:
             kept = entry()
             if kept is None or kept in passed_over:
                 continue
             if (prefix := kept.prefix(self.ledger)) is not None:
-                score = prefix.seconds / (prefix.bytes * max(now - kept.last, 1e-6))
-                if score < least or (score == least and found is not None and kept.last < found[0].last):
-                    least, found = score, (kept, prefix.cut)
+                last = kept.last
+                score = prefix.seconds / (prefix.bytes * max(now - last, LEAST_SECONDS))
+                if score < least or (score == least and found is not None and last < found.last):
+                    least, found = score, kept
         return found
 
     def refresh(self) -> None:
@@ -182,16 +227,20 @@ class Budget:
         events.append((perf_counter() - step.begun, total))
         step.most_bytes = max(step.most_bytes, total)
 
-    def _warn(self, too_much: int) -> None:
-        """Warn once that the inputs of regions, and what their authors keep, pass the budget by themselves."""
+    def _warn_once(self) -> None:
+        """Warn, once, if full recomputation passes the budget, too."""
+        too_much, self._too_much = self._too_much, 0
+        if not too_much or self._warned:
+            return
+        self._warned = True
         from torch_remat.reports.memory import memory_report
 
         shown = "\n".join(str(memory_report()).splitlines()[:12])
         file, line = user_line()
         warnings.warn_explicit(
-            f"the budget of {self.budget_bytes:,} B is too small by {too_much:,} B even where regions recompute "
-            f"everything: their inputs, and what is saved by name, are kept in any case. Nothing fails: the budget is "
-            f"passed.\n{shown}",
+            f"the budget of {self.budget_bytes:,} B is passed by {too_much:,} B although regions recompute everything: "
+            "what they need in any case are their inputs, what is saved by name, and in backward the tensors of one of "
+            f"them. Nothing else comes of it.\n{shown}",
             RematWarning,
             file,
             line,
@@ -215,13 +264,21 @@ class _Inside:
     def __init__(self, budgets: tuple[Budget, ...]) -> None:
         self.budgets = budgets
 
-    def begin(self, region: Region) -> Keeper:
+    def begin(self, region: Region, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Keeper:
         """Return what keeps a region's saved tensors."""
         with _lock:
             kept = KeptRegion(region, self.budgets, _lock)
             for budget in self.budgets:
-                budget.add(kept)
+                budget.add(kept, (*args, *kwargs.values()))
         return kept
+
+
+def _saved_below(given: Sequence[Any]) -> int:
+    """Return the bytes that autograd has saved, outside of regions, below what a region was given."""
+    from torch_remat.reports.memory import memory_report
+
+    report = memory_report(*tensors_of(list(given)))
+    return sum(node.bytes for node in report.outside)
 
 
 def _device_type() -> str:

@@ -29,17 +29,25 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from torch_remat._compat import keep_from_compiler, node_number, sequence_number, storage_key
-from torch_remat._compat import without_dispatch_modes
+from torch_remat._compat import (
+    keep_from_compiler,
+    node_number,
+    sequence_number,
+    storage_key,
+    without_dispatch_modes,
+)
 from torch_remat.budgets.ledger import Ledger, parts_of
 from torch_remat.budgets.steps import Row
 from torch_remat.dispatch.check.parameters import reached_by
 from torch_remat.dispatch.holder import Holder, mark_changed
+from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.region.region import Region
 from torch_remat.policies.decision import CheckpointPolicy
 
 REPLAY_SECONDS = 1e-4
 """What a replay costs besides the ops that it runs."""
+LEAST_SECONDS = 1e-6
+"""The least staleness: that of the region that runs."""
 
 Keys = tuple[int, ...]
 
@@ -84,12 +92,14 @@ class KeptRegion:
         keys: For each saved tensor, in the order of forward, the addresses of the storages that are counted for it.
         fixed: Those of inputs, and of what the author saves.
         last: When values were made or read last.
+        pace: How long the fastest forward of such a region took, as a share of this one: what else the machine does
+            slows some down.
         row: What reports know of the region.
     """
 
     __slots__ = (
         "__weakref__", "_begun", "_best", "_counters", "_full", "_lock", "_paid", "_refs", "_stamps", "fixed", "keep",
-        "keys", "last", "owners", "region", "row",
+        "keys", "last", "owners", "pace", "region", "row",
     )  # fmt: skip
 
     def __init__(self, region: Region, owners: Sequence[Owner], lock: Any, always_empty: int = 0) -> None:
@@ -105,9 +115,11 @@ class KeptRegion:
         self._counters: list[tuple[ref[Holder], Tensor]] = []
         self._best: Prefix | None = None
         self._paid = 0.0
+        self.pace = 1.0
         assert region.inputs is not None
         self._fix(region.inputs.held())
-        self.keep = None if region.options.policy is not None else self._keep_function(region, always_empty)
+        own = region.options.policy is not None or _is_watched()
+        self.keep = None if own else self._keep_function(region, always_empty)
         self.last = self._begun = perf_counter()
 
     def _fix(self, tensors: Iterator[Tensor]) -> None:
@@ -202,6 +214,8 @@ class KeptRegion:
         region = self.region()
         if region is None or region.inputs is None or region.filling:
             return None
+        if not region.finished:
+            self.last = self._stamps[-1] if self._stamps else self._begun
         if self._best is None or not region.finished:
             self._best = self._find(ledger)
         return self._best if self._best.bytes else None
@@ -210,11 +224,29 @@ class KeptRegion:
         """Look for the best prefix anew: what else holds its storages may have changed."""
         self._best = None
 
+    def shortest(self, ledger: Ledger, needed: int) -> int:
+        """Return how many saved tensors to give up for so many bytes; as many as are best, if that is too few."""
+        found = 0
+        for prefix in self._prefixes(ledger):
+            if prefix.bytes >= needed:
+                return prefix.cut
+            if self._best is None or prefix.cut <= self._best.cut:
+                found = prefix.cut
+        return found
+
     def _find(self, ledger: Ledger) -> Prefix:
-        best, least, freed = Prefix(0.0, 0, 0), 0.0, 0
+        best = Prefix(0.0, 0, 0)
+        for prefix in self._prefixes(ledger):
+            if not best.bytes or prefix.seconds * best.bytes < best.seconds * prefix.bytes:
+                best = prefix
+        return best
+
+    def _prefixes(self, ledger: Ledger) -> Iterator[Prefix]:
+        """Yield the prefixes that free something, shortest first."""
+        freed = 0
         met: dict[int, int] = {}
         sizes, stamps = ledger.sizes, self._stamps
-        spent = self._begun + self._paid - (0 if self._paid else REPLAY_SECONDS)
+        spent, fixed = self._begun + self._paid, 0.0 if self._paid else REPLAY_SECONDS
         for place in self._full:
             holder = self._refs[place]()
             value = None if holder is None else holder.value
@@ -227,10 +259,8 @@ class KeptRegion:
                     found += sizes[key]
             if found:
                 freed += found
-                seconds = max(stamps[place] - spent, 0.0)
-                if not best.bytes or seconds * best.bytes < best.seconds * freed:
-                    best = Prefix(seconds, freed, place + 1)
-        return best
+                seconds = max(stamps[place] - spent, 0.0) * self.pace + fixed
+                yield Prefix(seconds, freed, place + 1)
 
     def give_up(self, ledger: Ledger, cut: int) -> int:
         """Empty the holders of a prefix whose storages nothing else holds; return how many bytes that frees."""
@@ -353,6 +383,16 @@ def is_recomputed(ops: Any) -> bool:
     node = opened._ctx
     ended = isinstance(node, torch.autograd.graph.Node) and node_number(node) == sequence_number() - 1
     return ended or opened.is_running()
+
+
+def _is_watched() -> bool:
+    """Whether a region around this one compares ops: its replay would find those of another backward inside."""
+    mode = current_mode()
+    while mode is not None:
+        if mode.ops is not None and mode.ops.watch is not None:
+            return True
+        mode = mode.parent
+    return False
 
 
 def counter_of(value: Tensor) -> Tensor:

@@ -77,6 +77,7 @@ class Step:
         kept: What they kept, over the seconds of the step.
         given: When something was given up: seconds, and the bytes kept after it.
         most_bytes: The most that they kept at once.
+        forward_bytes: What they kept when backward came to the first of them.
         peak_bytes: The most that was allocated at once above what was there at the step's start; 0 if not measured.
         has_backward: Whether backward has come to a region.
     """
@@ -87,6 +88,7 @@ class Step:
     kept: list[tuple[float, int]] = field(default_factory=list)
     given: list[tuple[float, int]] = field(default_factory=list)
     most_bytes: int = 0
+    forward_bytes: int = 0
     peak_bytes: int = 0
     has_backward: bool = False
 

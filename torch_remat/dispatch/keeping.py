@@ -6,7 +6,7 @@ and may empty them again at any time: a replay fills what is empty. A region out
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, Protocol
@@ -43,8 +43,8 @@ class Keeper(Protocol):
 class Keeping(Protocol):
     """What gives regions their keepers."""
 
-    def begin(self, region: Any) -> Keeper | None:
-        """Return the keeper of a region whose forward begins."""
+    def begin(self, region: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Keeper | None:
+        """Return the keeper of a region whose forward begins, with the arguments as they were given."""
 
 
 # What the regions of this thread ask; None outside of budgets.

@@ -65,7 +65,7 @@ def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
             args, kwargs = parent.ops.enter_region(args, kwargs)
     region = Region(function, args, kwargs, options, Filling, is_part)
     if (budget := keeping.get()) is not None and (parent is None or not parent.recomputing):
-        region.keeper = budget.begin(region)
+        region.keeper = budget.begin(region, args, kwargs)
     mode = Recording(region)
     try:
         contexts: Sequence[AbstractContextManager[Any]] = () if options is DEFAULTS else mode.contexts()
