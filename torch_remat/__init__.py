@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from torch_remat._list_names import NamedResult, NameTable, list_names
     from torch_remat._modules import CheckpointedModules, checkpoint_modules
     from torch_remat.budgets.budget import Budget, budget
+    from torch_remat.budgets.frontier import Frontier, frontier
+    from torch_remat.budgets.plan import Plan, Planned
     from torch_remat.offload.cpu import CpuOffloader
     from torch_remat.offload.disk import DiskOffloader
     from torch_remat.reports.explain import explain
@@ -53,6 +55,7 @@ __all__ = [
     "CpuOffloader",
     "DiskOffloader",
     "Explanation",
+    "Frontier",
     "LogError",
     "MemoryReport",
     "MismatchError",
@@ -64,6 +67,8 @@ __all__ = [
     "Offloader",
     "OutputError",
     "PlaceholderError",
+    "Plan",
+    "Planned",
     "PolicyError",
     "ReleasedError",
     "RematError",
@@ -82,6 +87,7 @@ __all__ = [
     "enable_gradient_checkpointing",
     "explain",
     "format_current_memory_report",
+    "frontier",
     "get_handle",
     "is_placeholder",
     "is_recomputing",
@@ -108,6 +114,8 @@ _LOADED_ON_USE = {
     "_list_names": ("NamedResult", "NameTable", "list_names"),
     "_modules": ("CheckpointedModules", "checkpoint_modules"),
     "budgets.budget": ("Budget", "budget"),
+    "budgets.frontier": ("Frontier", "frontier"),
+    "budgets.plan": ("Plan", "Planned"),
     "offload.cpu": ("CpuOffloader",),
     "offload.disk": ("DiskOffloader",),
     "reports.explain": ("explain",),

@@ -36,8 +36,8 @@ __all__ = [
     "SavedTensorHooks",
     "TorchDispatchMode",
     "active_modes",
-    "after_backward",
     "adopt_pytree_node",
+    "after_backward",
     "any_autocast_enabled",
     "any_profiler_runs",
     "attach_oom_observer",
@@ -224,9 +224,9 @@ storage_key: Callable[[torch.Tensor], int] = torch._C._storage_address  # type: 
 def after_backward(then: Callable[[], None]) -> None:
     """Do something once the backward that runs in this thread has returned to Python; not if it raises.
 
-    The engine's own callbacks run while it still has the thread-local state of forward in place, where a profiler cannot
-    be ended. So the first event that Python's profiling hook sees outside of it is waited for. Where that hook is in use
-    nothing is done.
+    The engine's own callbacks run while it still has the thread-local state of forward in place, where a profiler
+    cannot be ended. So the first event that Python's profiling hook sees outside of it is waited for. Where that hook
+    is in use nothing is done.
     """
 
     def returned(frame: object, event: str, argument: object) -> None:
@@ -243,7 +243,7 @@ def after_backward(then: Callable[[], None]) -> None:
 
 # How often the storage of this address, which must be alive, is held: by tensors, and by its Python object once it has
 # one.
-storage_uses: Callable[[int], int] = torch._C._storage_Use_Count  # type: ignore[attr-defined]
+storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
 
 
 def _uses_by_python() -> int:

@@ -9,27 +9,24 @@ from __future__ import annotations
 import json
 import threading
 import warnings
-from _thread import RLock
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextvars import Token
 from math import inf
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal
-from weakref import ref
-
-import torch
 
 from torch_remat._bytes import parse_bytes
 from torch_remat._compat import after_backward, graph_task
 from torch_remat.budgets.kept import LEAST_SECONDS, KeptRegion
-from torch_remat.budgets.ledger import Ledger
+from torch_remat.budgets.plan import Plan, largest, plan_of
+from torch_remat.budgets.register import Inside, Register, lock, registers_around
 from torch_remat.budgets.reserve import Reserve
 from torch_remat.budgets.steps import Step
-from torch_remat.dispatch.keeping import Keeper, Keeping, keeping
+from torch_remat.budgets.text import format_budget
+from torch_remat.dispatch.keeping import Keeping, keeping
 from torch_remat.dispatch.region.outputs import tensors_of
-from torch_remat.dispatch.region.region import Region
 from torch_remat.errors import RematWarning, UsageError, user_line
 
 if TYPE_CHECKING:
@@ -41,24 +38,15 @@ _STEPS = 64
 _NAMES = 4096
 """Of how many regions the time of the fastest forward is known."""
 
-# One for all budgets: regions of one may count towards others. Forward takes it for each saved tensor; nothing else is
-# waited for inside.
-_lock = RLock()
 
-
-class _Entry(ref[KeptRegion]):
-    """A region of a budget; what was counted for it stays here when it is gone."""
-
-    __slots__ = ("fixed", "keys")
-
-    keys: list[tuple[int, ...]]
-    fixed: list[int]
-
-
-class Budget:
+class Budget(Register):
     """Bytes that regions may keep; see `budget`.
 
+    It may be entered again, and in several threads; what it learned stays.
+
     Attributes:
+        budget_bytes: The budget.
+        reserve_bytes: How much of it is held in reserve now.
         limit: The most that regions are to keep: the budget less the reserve.
         ledger: What they keep.
         steps: What happened in the latest steps.
@@ -69,7 +57,7 @@ class Budget:
         self, limit: str | float, *, reserve: str | float = "auto", offload: Literal["fill"] | None = None
     ) -> None:
         self.budget_bytes = parse_bytes(limit)
-        self.ledger = Ledger(_device_type())
+        super().__init__()
         self.steps: deque[Step] = deque(maxlen=_STEPS)
         if offload not in (None, "fill"):
             raise UsageError(f"budget(offload={offload!r}) is not possible", remedy='It is None or "fill".')
@@ -82,8 +70,6 @@ class Budget:
                 remedy="The reserve is a part of the budget: give less of it, or a larger budget.",
             )
         self.limit: float = self.budget_bytes - self.reserve_bytes
-        self._regions: set[_Entry] = set()
-        self._dead: deque[_Entry] = deque()
         self._entered = threading.local()
         self.step_count = 0
         self._backward = -1  # the latest that was asked to tell its end
@@ -95,9 +81,7 @@ class Budget:
     # The block.
 
     def __enter__(self) -> Budget:
-        outer = keeping.get()
-        around = outer.budgets if isinstance(outer, _Inside) else ()
-        inside = _Inside((self, *(one for one in around if one is not self)))
+        inside = Inside((self, *(one for one in registers_around() if one is not self)))
         tokens: list[Token[Keeping | None]] = self._entered.__dict__.setdefault("tokens", [])
         tokens.append(keeping.set(inside))
         return self
@@ -110,13 +94,10 @@ class Budget:
 
     def add(self, kept: KeptRegion, given: Sequence[Any]) -> None:
         """Take a region that begins, with the values that it was given."""
-        self._forget_dead()
+        super().add(kept, given)
         self._changed = True
         if not self.steps or (self.steps[-1].has_backward and graph_task() < 0):
             self._begin_step(kept.row.fixed_bytes, given)
-        entry = _Entry(kept, self._dead.append)
-        entry.keys, entry.fixed = kept.keys, kept.fixed
-        self._regions.add(entry)
         if self.ledger.total > self.limit:
             self.make_room()
 
@@ -131,17 +112,17 @@ class Budget:
         self.step_count += 1
 
     def _end_step(self) -> None:
-        if self._reserve is not None and self._reserve.measures:
-            with _lock:
+        if self._reserve is not None and self._reserve.measurement.runs_here:
+            with lock:
                 step = self.steps[-1]
                 step.peak_bytes = peak = self._reserve.end(step.forward_bytes)
-                if peak > self.budget_bytes and not any(row.saved_bytes > row.given_bytes for row in step.rows):
+                if peak > self.budget_bytes and step.limit_bytes <= sum(row.fixed_bytes for row in step.rows):
                     self._too_much = peak - self.budget_bytes
             self._warn_once()
 
     def finished(self, kept: KeptRegion) -> None:
         """A region's forward is over."""
-        with _lock:
+        with lock:
             self._changed = True
             row = kept.row
             usual = row.name, row.tensors, row.saved_bytes
@@ -156,19 +137,19 @@ class Budget:
 
     def reached(self, kept: KeptRegion) -> None:
         """Backward has come to a region."""
-        with _lock:
-            self._forget_dead()
+        with lock:
+            self.forget_dead()
             step = self.steps[-1]
             self._note(step.kept)
             if not step.has_backward:
                 step.has_backward, step.forward_bytes = True, self.ledger.total
-            if self._reserve is not None and self._reserve.measures and graph_task() != self._backward:
+            if self._reserve is not None and self._reserve.measurement.runs_here and graph_task() != self._backward:
                 self._backward = graph_task()
                 after_backward(self._end_step)
 
     def make_room(self) -> None:
         """Give up what is best given up, until the sum is within the limit or nothing is left."""
-        self._forget_dead()
+        self.forget_dead()
         passed_over: set[KeptRegion] = set()
         while self.ledger.total > self.limit:
             found = self._cheapest(passed_over)
@@ -184,7 +165,7 @@ class Budget:
             else:
                 break
         if self.ledger.total > self.limit and not self._warned:
-            needed = sum({key: self.ledger.sizes[key] for entry in self._regions for key in entry.fixed}.values())
+            needed = sum({key: self.ledger.sizes[key] for entry in self.regions for key in entry.fixed}.values())
             if needed > self.budget_bytes:
                 self._too_much = max(self._too_much, needed - self.budget_bytes)
 
@@ -192,7 +173,7 @@ class Budget:
         """Return the region whose prefix has the least score: seconds over bytes and staleness."""
         now, least = perf_counter(), inf
         found: KeptRegion | None = None
-        for entry in self._regions:
+        for entry in self.regions:
             kept = entry()
             if kept is None or kept in passed_over:
                 continue
@@ -202,25 +183,6 @@ class Budget:
                 if score < least or (score == least and found is not None and last < found.last):
                     least, found = score, kept
         return found
-
-    def refresh(self) -> None:
-        """Look up what regions keep now."""
-        self._forget_dead()
-        for kept in self._alive():
-            kept.refresh()
-
-    def _alive(self) -> Iterator[KeptRegion]:
-        for entry in list(self._regions):
-            if (kept := entry()) is not None:
-                yield kept
-
-    def _forget_dead(self) -> None:
-        while self._dead:
-            entry = self._dead.popleft()
-            self._regions.discard(entry)
-            for keys in (*entry.keys, entry.fixed):
-                for key in keys:
-                    self.ledger.remove(key)
 
     def _note(self, events: list[tuple[float, int]]) -> None:
         step, total = self.steps[-1], self.ledger.total
@@ -248,29 +210,56 @@ class Budget:
 
     # What users read.
 
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes that the regions keep now: inputs, saved tensors, and what replays have filled; each storage once."""
-        with _lock:
-            self.refresh()
-            return self.ledger.total
+    def report(self) -> str:
+        """Return what happened, as text: the latest steps, and for the last whole one a line for each region."""
+        return format_budget(self, self._last_step())
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return what happened as plain data: the budget, and the latest steps with their regions."""
+        return {
+            "budget_bytes": self.budget_bytes,
+            "reserve_bytes": self.reserve_bytes,
+            "limit_bytes": int(self.limit),
+            "kept_bytes": self.kept_bytes,
+            "step_count": self.step_count,
+            "steps": [step.to_dict() for step in self.steps],
+        }
 
-class _Inside:
-    """What regions ask inside of a block: the innermost budget, and those around it."""
+    def to_json(self, *, indent: int | None = 2) -> str:
+        """Return `to_dict` as JSON."""
+        return json.dumps(self.to_dict(), indent=indent)
 
-    __slots__ = ("budgets",)
+    def plot(self, path: str | Path | None = None) -> Figure:
+        """Draw what regions kept over the last whole step, against the budget, and where something was given up.
 
-    def __init__(self, budgets: tuple[Budget, ...]) -> None:
-        self.budgets = budgets
+        Args:
+            path: Where to write the picture; the ending tells the format. None writes nothing.
 
-    def begin(self, region: Region, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Keeper:
-        """Return what keeps a region's saved tensors."""
-        with _lock:
-            kept = KeptRegion(region, self.budgets, _lock)
-            for budget in self.budgets:
-                budget.add(kept, (*args, *kwargs.values()))
-        return kept
+        Returns:
+            The matplotlib figure; it is not shown.
+
+        Raises:
+            UsageError: matplotlib is not installed.
+        """
+        from torch_remat.budgets.pictures import plot_budget
+
+        return plot_budget(self, self._last_step(), path)
+
+    def plan(self) -> Plan:
+        """Return the decisions of a step as a plan: of the latest of those whose regions would keep most.
+
+        Raises:
+            UsageError: There was no whole step.
+        """
+        step = largest(list(self.steps))
+        if step is None:
+            raise UsageError(
+                "budget.plan() needs a step", remedy="Run forward and backward of some steps in the block before."
+            )
+        return plan_of(step)
+
+    def _last_step(self) -> Step | None:
+        return next((step for step in reversed(self.steps) if step.has_backward), None)
 
 
 def _saved_below(given: Sequence[Any]) -> int:
@@ -281,11 +270,43 @@ def _saved_below(given: Sequence[Any]) -> int:
     return sum(node.bytes for node in report.outside)
 
 
-def _device_type() -> str:
-    found = torch.accelerator.current_accelerator()
-    return "cpu" if found is None else found.type
-
-
 def budget(limit: str | float, *, reserve: str | float = "auto", offload: Literal["fill"] | None = None) -> Budget:
-    """Return a budget."""
+    """Return a memory budget for regions: inside of its block they keep everything, and give up just enough.
+
+    A region in the block starts with all that autograd saves, so that backward recomputes nothing. When the sum over
+    all regions would pass the limit, some is given up: the start of a region, which its replay makes again. The choice
+    is that of dynamic rematerialization: what costs least time for its bytes and was not used for longest. Gradients
+    are those of the same code without a budget, bit for bit. Outside of the block regions recompute everything; a graph
+    that was made inside stays counted until it is freed.
+
+    Args:
+        limit: Bytes; a text with a unit (``"6 GiB"``); or a float up to 1, a share of the device's memory, of the
+            machine's on the CPU.
+        reserve: How much of it is left for what backward needs besides: bytes, or ``"auto"``, which measures the first
+            steps, so that from the second step on the peak stays within the budget. The peak is the most bytes
+            above those at the step's start.
+        offload: ``"fill"`` offers what is to be given up to the offloader first, as long as it keeps up.
+
+    Returns:
+        A context manager, which tells what it did: ``kept_bytes``, ``report()``, ``plot(path)``, ``to_dict()``,
+        ``plan()``.
+
+    Raises:
+        UsageError: A limit or a reserve is zero, negative or nonsense, or ``offload`` is unknown.
+
+    Warns:
+        RematWarning: Once, where the budget is passed although everything is recomputed.
+
+    Example:
+        >>> import torch
+        >>> import torch_remat as remat
+        >>> block = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8))
+        >>> with remat.budget("1 MiB", reserve=0) as budget:
+        ...     y = remat.checkpoint(region_name="block")(block)(torch.randn(4, 8))
+        ...     print(budget.kept_bytes)
+        1152
+        >>> y.sum().backward()
+        >>> budget.kept_bytes
+        0
+    """
     return Budget(limit, reserve=reserve, offload=offload)

@@ -49,7 +49,7 @@ REPLAY_SECONDS = 1e-4
 LEAST_SECONDS = 1e-6
 """The least staleness: that of the region that runs."""
 
-Keys = tuple[int, ...]
+Keys = int | tuple[int, ...]  # 0 for none; several for a subclass
 
 _NOTHING = torch.empty(0)
 
@@ -98,8 +98,24 @@ class KeptRegion:
     """
 
     __slots__ = (
-        "__weakref__", "_begun", "_best", "_counters", "_full", "_lock", "_paid", "_refs", "_stamps", "fixed", "keep",
-        "keys", "last", "owners", "pace", "region", "row",
+        "__weakref__",
+        "_begun",
+        "_best",
+        "_counters",
+        "_full",
+        "_lock",
+        "_paid",
+        "_refs",
+        "_seen",
+        "_stamps",
+        "fixed",
+        "keep",
+        "keys",
+        "last",
+        "owners",
+        "pace",
+        "region",
+        "row",
     )  # fmt: skip
 
     def __init__(self, region: Region, owners: Sequence[Owner], lock: Any, always_empty: int = 0) -> None:
@@ -110,7 +126,8 @@ class KeptRegion:
         self.fixed: list[int] = []
         self._lock = lock
         self._refs: list[ref[Holder]] = []
-        self._full: list[int] = []  # the places of those whose storages are counted, in order
+        self._full: list[int] = []  # of the first so many, the places of those whose storages are counted
+        self._seen = 0
         self._stamps: list[float] = []
         self._counters: list[tuple[ref[Holder], Tensor]] = []
         self._best: Prefix | None = None
@@ -126,46 +143,52 @@ class KeptRegion:
         with self._lock:
             for tensor in tensors:
                 keys, size = add(self.owners, tensor)
-                self.fixed += keys
+                self.fixed += _each(keys)
                 self.row.fixed_bytes += size
 
     # Forward.
 
-    def _keep_function(self, region: Region, always_empty: int) -> Callable[[Holder, Tensor, Any], None]:
+    def _keep_function(self, region: Region, always_empty: int) -> Callable[[Holder, ref[Holder], Tensor, Any], None]:
         """Return what fills a holder: a closure, since it runs for each saved tensor; the graph keeps it."""
         owners, lock, row, counters = self.owners, self._lock, self.row, self._counters
-        refs, note, full, stamp = self._refs, self.keys.append, self._full.append, self._stamps.append
-        outer, counts = owners[1:], owners[0].ledger.counts
-        existing = _Existing(region)
+        all_refs, refs, note, stamp = self._refs, self._refs.append, self.keys.append, self._stamps.append
+        owner, existing = owners[0], _Existing(region)
+        ledger, counts, sizes = owner.ledger, owner.ledger.counts, owner.ledger.sizes
+        usual = Tensor if len(owners) == 1 and ledger.device_type == "cpu" else None
 
-        def keep(holder: Holder, value: Tensor, ops: Any) -> None:
+        def keep(holder: Holder, entry: ref[Holder], value: Tensor, ops: Any) -> None:
             stamp(perf_counter())
-            refs.append(ref(holder))
-            if (ops is not None and is_recomputed(ops)) or len(refs) <= always_empty:
-                note(())
-                counters.append((refs[-1], counter_of(value)))
+            refs(entry)
+            if (ops is not None and is_recomputed(ops)) or len(all_refs) <= always_empty:
+                note(0)
+                counters.append((entry, counter_of(value)))
                 return
             holder.value = value
             try:
-                key = storage_key(value) if type(value) is Tensor else 0
-            except (NotImplementedError, RuntimeError):
+                key = storage_key(value) if type(value) is usual else 0
+            except (NotImplementedError, RuntimeError):  # inside of a transform of functions
                 key = 0
             with lock:
-                if not outer and key in counts:
-                    note((key,))
-                    full(len(refs) - 1)
+                if key in counts:
                     counts[key] += 1
-                    return
-                if holder.producer is NoneType and existing.has(value):
-                    note(())
-                    return
-                keys, size = add(owners, value)
-                note(keys)
-                full(len(refs) - 1)
-                row.saved_bytes += size
-                for one in owners:
-                    if one.ledger.total > one.limit:
-                        one.make_room()
+                    note(key)
+                elif holder.producer is NoneType and existing.has(value):
+                    note(0)
+                elif key:  # what `add` does
+                    counts[key] = 1
+                    size = sizes[key] = value.untyped_storage().nbytes() if value.is_cpu else 0
+                    note(key)
+                    row.saved_bytes += size
+                    ledger.total = total = ledger.total + size
+                    if total > owner.limit:
+                        owner.make_room()
+                else:
+                    keys, size = add(owners, value)
+                    note(keys)
+                    row.saved_bytes += size
+                    for one in owners:
+                        if one.ledger.total > one.limit:
+                            one.make_room()
 
         return keep
 
@@ -243,6 +266,7 @@ class KeptRegion:
 
     def _prefixes(self, ledger: Ledger) -> Iterator[Prefix]:
         """Yield the prefixes that free something, shortest first."""
+        self._see()
         freed = 0
         met: dict[int, int] = {}
         sizes, stamps = ledger.sizes, self._stamps
@@ -253,7 +277,7 @@ class KeptRegion:
             if value is None:
                 continue  # dead: `refresh` finds out
             found = 0
-            for key in self.keys[place]:
+            for key in _each(self.keys[place]):
                 count = met[key] = met.get(key, 0) + 1
                 if ledger.is_held_by(key, count):
                     found += sizes[key]
@@ -261,6 +285,11 @@ class KeptRegion:
                 freed += found
                 seconds = max(stamps[place] - spent, 0.0) * self.pace + fixed
                 yield Prefix(seconds, freed, place + 1)
+
+    def _see(self) -> None:
+        """Take what was saved since into the list of what is full."""
+        self._full += [place for place in range(self._seen, len(self.keys)) if self.keys[place]]
+        self._seen = len(self.keys)
 
     def give_up(self, ledger: Ledger, cut: int) -> int:
         """Empty the holders of a prefix whose storages nothing else holds; return how many bytes that frees."""
@@ -272,14 +301,15 @@ class KeptRegion:
                 return 0
             met: dict[int, int] = {}
             full = []
+            self._see()
             for place in self._full:
                 holder = self._refs[place]() if place < cut else None
                 if holder is not None and holder.value is not None:
                     full.append((place, holder))
-                    for key in self.keys[place]:
+                    for key in _each(self.keys[place]):
                         met[key] = met.get(key, 0) + 1
             free = {key for key, count in met.items() if ledger.is_held_by(key, count)}
-            given = [(place, holder) for place, holder in full if free.issuperset(self.keys[place])]
+            given = [(place, holder) for place, holder in full if free.issuperset(_each(self.keys[place]))]
             freed = sum([self._empty(region, place, holder) for place, holder in given])
             self._full[:] = [place for place in self._full if self.keys[place]]
             return freed
@@ -301,8 +331,14 @@ class KeptRegion:
         return freed
 
     def _remove(self, place: int) -> int:
-        keys, self.keys[place] = self.keys[place], ()
-        return sum([[owner.ledger.remove(key) for owner in self.owners][0] for key in keys])
+        keys, self.keys[place] = self.keys[place], 0
+        freed = 0
+        for key in _each(keys):
+            first, *others = [owner.ledger for owner in self.owners]
+            freed += first.remove(key)
+            for ledger in others:
+                ledger.remove(key)
+        return freed
 
     def refresh(self) -> None:
         """Compare what is counted with what is there: nodes die, replays fill, backwards release."""
@@ -314,15 +350,16 @@ class KeptRegion:
             if value is None:
                 if keys:
                     self._remove(place)
-            elif not keys or (type(value) is Tensor and storage_key(value) != keys[0]):
+            elif not keys or (type(keys) is int and storage_key(value) != keys):
                 self._remove(place)
-                self.keys[place] = () if region is None or _Existing(region).has(value) else add(self.owners, value)[0]
+                self.keys[place] = 0 if region is None or _Existing(region).has(value) else add(self.owners, value)[0]
         if region is None or region.inputs is None:
             for key in self.fixed:
                 for owner in self.owners:
                     owner.ledger.remove(key)
             self.fixed.clear()
         self._full[:] = [place for place, keys in enumerate(self.keys) if keys]
+        self._seen = len(self.keys)
         self._best = None
 
     # Backward.
@@ -349,9 +386,18 @@ def add(owners: Sequence[Owner], tensor: Tensor) -> tuple[Keys, int]:
     parts = parts_of(tensor)
     keys = tuple(map(storage_key, parts))
     size = 0
+    first, *others = [owner.ledger for owner in owners]
     for key, part in zip(keys, parts, strict=True):
-        size += [owner.ledger.add(key, part) for owner in owners][0]
-    return keys, size
+        size += first.add(key, part)
+        for ledger in others:
+            ledger.add(key, part)
+    if not keys:
+        return 0, 0
+    return keys if type(tensor) is not Tensor else keys[0], size
+
+
+def _each(keys: Keys) -> tuple[int, ...]:
+    return keys if isinstance(keys, tuple) else (keys,) if keys else ()
 
 
 class _Existing:

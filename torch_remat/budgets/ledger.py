@@ -17,8 +17,6 @@ from torch import Tensor
 from torch_remat._compat import USES_BY_PYTHON, storage_key, storage_uses
 from torch_remat.dispatch.placeholder import is_placeholder
 
-Keys = tuple[int, ...]
-
 
 class Ledger:
     """Counts how many times each storage is held, and its bytes.

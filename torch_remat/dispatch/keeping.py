@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, Protocol
+from weakref import ref
 
 import torch
 
@@ -19,10 +20,11 @@ class Keeper(Protocol):
 
     Attributes:
         keep: Gives a holder its value, unless it is to be empty; None where none of the region's holders is kept.
-            From then on the keeper looks for later changes of the tensor in place. Its last argument is the region's ops.
+            From then on the keeper looks for later changes of the tensor in place. The arguments are the holder, the
+            tape's weak reference to it, the value, and the region's ops.
     """
 
-    keep: Callable[[Any, torch.Tensor, Any], None] | None
+    keep: Callable[[Any, ref[Any], torch.Tensor, Any], None] | None
 
     def end(self) -> None:
         """The function has ended: mark those holders whose tensors were changed in place and are given up."""

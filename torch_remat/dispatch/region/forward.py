@@ -112,7 +112,7 @@ class Recording(RematMode):
     _values: Values | None = None
     _any_version = 0
     _all_small = True  # of what is saved
-    _keep: Callable[[Holder, Tensor, Any], None] | None = None  # what a budget does with each saved tensor
+    _keep: Callable[[Holder, ref[Holder], Tensor, Any], None] | None = None  # what a budget does with each saved tensor
 
     def __init__(self, region: Region) -> None:
         self.region = region
@@ -160,8 +160,7 @@ class Recording(RematMode):
         assert region.inputs is not None
         tape, originals, bases = region.tape, region.inputs.originals, region.inputs.bases  # the graph keeps the hook
         layouts, saved, count = tape.layouts, tape.saved.append, self._counters.append
-        keep, strided = self._keep, torch.strided
-        room: float = ROOM_BYTES if keep is None else inf
+        keep, room, strided = self._keep, ROOM_BYTES if self._keep is None else inf, torch.strided
 
         def pack(tensor: torch.Tensor) -> Holder | Anchor:
             nonlocal room
@@ -208,13 +207,12 @@ class Recording(RematMode):
             holder = Holder()
             holder.region = region
             holder.value = holder.origin = None
-            holder.metadata, holder.producer = metadata, producer
-            holder.plain = True
-            saved(ref(holder))
+            holder.metadata, holder.producer, holder.plain = metadata, producer, True
+            saved(entry := ref(holder))
             if keep is None:
                 count(owner)
             else:
-                keep(holder, tensor.detach() if self.watcher is None else self._alias_of(tensor), ops)
+                keep(holder, entry, tensor.detach() if self.watcher is None else self._alias_of(tensor), ops)
             return holder
 
         return pack
@@ -256,7 +254,7 @@ class Recording(RematMode):
         if self._keep is None:
             self._counters.append(self._counter_of(owner))
         else:
-            self._keep(holder, self._alias_of(tensor), self.ops)
+            self._keep(holder, ref(holder), self._alias_of(tensor), self.ops)
         self.note_value(holder, tensor)
         return holder
 
