@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch_remat._bytes import parse_bytes
 from torch_remat._compat import after_backward, graph_task
+from torch_remat.budgets.fill import Filler
 from torch_remat.budgets.kept import LEAST_SECONDS, KeptRegion
 from torch_remat.budgets.plan import Plan, largest, plan_of
 from torch_remat.budgets.register import Inside, Register, lock, registers_around
@@ -61,7 +62,7 @@ class Budget(Register):
         self.steps: deque[Step] = deque(maxlen=_STEPS)
         if offload not in (None, "fill"):
             raise UsageError(f"budget(offload={offload!r}) is not possible", remedy='It is None or "fill".')
-        self._fills = offload == "fill"
+        self.offer = Filler(self.budget_bytes).offer if offload == "fill" else None
         self._reserve = Reserve(self.ledger.device_type, self.budget_bytes) if reserve == "auto" else None
         self.reserve_bytes = 0 if reserve == "auto" or reserve == 0 else parse_bytes(reserve)
         if self.reserve_bytes >= self.budget_bytes:

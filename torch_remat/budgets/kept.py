@@ -31,7 +31,6 @@ from torch.nn import Module
 
 from torch_remat._compat import (
     keep_from_compiler,
-    node_number,
     sequence_number,
     storage_key,
     without_dispatch_modes,
@@ -70,6 +69,17 @@ class Owner(Protocol):
         """A region's forward is over."""
 
 
+class Away(Protocol):
+    """What stands for a tensor that an offloader has."""
+
+    def load(self) -> Tensor:
+        """Return the tensor."""
+
+
+# Takes a saved tensor, by its region and place; None if it stays.
+Offer = Callable[[Region, int, Tensor], Away | None]
+
+
 class Prefix(NamedTuple):
     """What may be given up next of one region: its first ``cut`` saved tensors."""
 
@@ -86,6 +96,7 @@ class KeptRegion:
         owners: The budget, and those around it.
         lock: That of all budgets.
         always_empty: How many of its first saved tensors are never kept.
+        offer: Takes a tensor that is about to be given up off the device; None where nothing does.
 
     Attributes:
         keep: What fills a holder; None for a region with a policy of its own.
@@ -99,11 +110,13 @@ class KeptRegion:
 
     __slots__ = (
         "__weakref__",
+        "_away",
         "_begun",
         "_best",
         "_counters",
         "_full",
         "_lock",
+        "_offer",
         "_paid",
         "_refs",
         "_seen",
@@ -118,7 +131,9 @@ class KeptRegion:
         "row",
     )  # fmt: skip
 
-    def __init__(self, region: Region, owners: Sequence[Owner], lock: Any, always_empty: int = 0) -> None:
+    def __init__(
+        self, region: Region, owners: Sequence[Owner], lock: Any, always_empty: int = 0, offer: Offer | None = None
+    ) -> None:
         self.region = ref(region)
         self.owners = owners
         self.row = Row()
@@ -133,6 +148,8 @@ class KeptRegion:
         self._best: Prefix | None = None
         self._paid = 0.0
         self.pace = 1.0
+        self._offer = offer
+        self._away: dict[int, Away] = {}
         assert region.inputs is not None
         self._fix(region.inputs.held())
         own = region.options.policy is not None or _is_watched()
@@ -152,14 +169,14 @@ class KeptRegion:
         """Return what fills a holder: a closure, since it runs for each saved tensor; the graph keeps it."""
         owners, lock, row, counters = self.owners, self._lock, self.row, self._counters
         all_refs, refs, note, stamp = self._refs, self._refs.append, self.keys.append, self._stamps.append
-        owner, existing = owners[0], _Existing(region)
+        owner, existing, recomputed = owners[0], _Existing(region), _Recomputed()
         ledger, counts, sizes = owner.ledger, owner.ledger.counts, owner.ledger.sizes
         usual = Tensor if len(owners) == 1 and ledger.device_type == "cpu" else None
 
         def keep(holder: Holder, entry: ref[Holder], value: Tensor, ops: Any) -> None:
             stamp(perf_counter())
             refs(entry)
-            if (ops is not None and is_recomputed(ops)) or len(all_refs) <= always_empty:
+            if (ops is not None and recomputed.saves(ops)) or len(all_refs) <= always_empty:
                 note(0)
                 counters.append((entry, counter_of(value)))
                 return
@@ -324,6 +341,12 @@ class KeptRegion:
             self._counters.append((self._refs[place], counter_of(value)))
         elif value._version != holder.metadata[0]:
             mark_changed(holder)
+        if self._offer is not None and region.hooks is None and (away := self._offer(region, place, value)) is not None:
+            self._away[place] = away
+            holder.value = None
+            freed = self._remove(place)
+            self.row.offloaded_bytes += freed
+            return freed
         holder.value = None
         self._paid = max(self._paid, self._stamps[place] - self._begun)
         freed = self._remove(place)
@@ -365,8 +388,15 @@ class KeptRegion:
     # Backward.
 
     def reach(self) -> None:
-        """Backward has come to the region."""
+        """Backward has come to the region: what an offloader has is needed now, and the rest is replayed."""
         self.last = perf_counter()
+        away, self._away = self._away, {}
+        for place, one in away.items():
+            holder = self._refs[place]()
+            if holder is not None and holder.value is None:
+                value = one.load()
+                holder.expect_version_of(value)
+                holder.value = value
         for owner in self.owners:
             owner.reached(self)
 
@@ -421,14 +451,29 @@ class _Existing:
         return bool(self._keys) and any(storage_key(part) in self._keys for part in parts_of(tensor))
 
 
-def is_recomputed(ops: Any) -> bool:
-    """Whether the body of an op that its author named RECOMPUTE runs, or has just ended and saves its tensors."""
-    opened = ops.opened
-    if opened is None or opened.record.policy is not CheckpointPolicy.RECOMPUTE:
-        return False
-    node = opened._ctx
-    ended = isinstance(node, torch.autograd.graph.Node) and node_number(node) == sequence_number() - 1
-    return ended or opened.is_running()
+class _Recomputed:
+    """Tells which tensors an op saves that its author named RECOMPUTE."""
+
+    __slots__ = ("_number", "_record")
+
+    def __init__(self) -> None:
+        self._record: Any = None
+        self._number = -1
+
+    def saves(self, ops: Any) -> bool:
+        """Whether the tensor that the tape has noted last is one of these: asked of each in a region with ops."""
+        if ops.recomputing:
+            return True
+        tape = ops.region.tape
+        record = next(reversed(tape.records.values()), None)
+        if record is None or record.policy is not CheckpointPolicy.RECOMPUTE:
+            return False
+        if record is self._record:
+            return sequence_number() == self._number
+        # The body of an op with a handle saves nothing itself. What is saved first after it began is its own.
+        self._record = record
+        self._number = sequence_number() if record.saved_before == len(tape.saved) - 1 else -1
+        return self._number >= 0
 
 
 def _is_watched() -> bool:

@@ -15,7 +15,7 @@ from weakref import ref
 
 import torch
 
-from torch_remat.budgets.kept import KeptRegion, Keys
+from torch_remat.budgets.kept import KeptRegion, Keys, Offer
 from torch_remat.budgets.ledger import Ledger
 from torch_remat.dispatch.keeping import Keeper, Keeping, keeping
 from torch_remat.dispatch.region.region import Region
@@ -39,10 +39,12 @@ class Register:
 
     Attributes:
         limit: The most that they are to keep.
+        offer: Takes tensors off the device that are about to be given up.
         ledger: What they keep.
     """
 
     limit: float = inf
+    offer: Offer | None = None
 
     def __init__(self) -> None:
         found = torch.accelerator.current_accelerator()
@@ -127,7 +129,8 @@ class Inside:
                 return None
             registers = (_unlimited,)
         with lock:
-            kept = KeptRegion(region, registers, lock, 0 if planned is None else planned.given_tensors)
+            always_empty = 0 if planned is None else planned.given_tensors
+            kept = KeptRegion(region, registers, lock, always_empty, registers[0].offer)
             for one in registers:
                 one.add(kept, (*args, *kwargs.values()))
         return kept

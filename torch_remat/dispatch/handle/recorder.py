@@ -327,6 +327,7 @@ class CallRecorder(Recorder):
         opened: The op with a handle that was begun last and has not ended.
         made: What ops with handles made.
         calling: The function of torch's own that runs.
+        recomputing: In how many native regions of the policy RECOMPUTE code runs.
     """
 
     def __init__(self, forward: Forward) -> None:
@@ -335,6 +336,7 @@ class CallRecorder(Recorder):
         self.opened: ForwardOp | None = None
         self.expected: tuple[Record, list[tuple[str, Tensor | None]], int] | None = None
         self.known_args: Sequence[Any] = ()
+        self.recomputing = 0
         self.calling: CallForward | None = None
         self._around: Around | None = None
         self._views: list[tuple[Stretch, int, Tensor, int]] = []
@@ -573,7 +575,11 @@ class CallRecorder(Recorder):
             self.note_record(record)
             if not self.has_policy:
                 self.keep_inputs(record, leaves_of(args, kwargs))
-            return function(*args, **kwargs)
+            self.recomputing += 1
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.recomputing -= 1
         if self.has_policy:
             return self.run_watched(name, policy, function, args, kwargs)
         if not is_whole_call(function, args, kwargs):
