@@ -9,8 +9,20 @@ import threading
 import warnings
 
 import pytest
+import test_nesting
 import torch
-from helpers import Mlp, Stack, assert_same, checkpointed, collector_off, leaf, parameter_gradients, plain, watch
+from helpers import (
+    Mlp,
+    Stack,
+    assert_same,
+    checkpointed,
+    collector_off,
+    leaf,
+    no_other_regions,
+    parameter_gradients,
+    plain,
+    watch,
+)
 from test_random_programs import outcome
 from torch import nn
 from torch.nn import functional as F
@@ -209,7 +221,7 @@ def test_change_in_place_after_the_save_is_noticed_as_in_plain_autograd(limit):
         h.add_(1)
         return y
 
-    with pytest.raises(RuntimeError, match="in-?place"):
+    with pytest.raises(RuntimeError, match=r"in-?place"):
         block(x).sum().backward()
     with remat.budget(limit, reserve=0):
         y = checkpointed(block)(x)
@@ -797,3 +809,20 @@ def test_what_would_be_given_up_is_offered_to_the_offloader_first(tmp_path):
         assert sum(row.offloaded_bytes for row in budget.steps[-1].rows) > 0
         assert budget.kept_bytes == 0
     offloader.close() if hasattr(offloader, "close") else None
+
+
+@pytest.mark.parametrize("limit", [1, 100, 200, 300, 500, 1000, 10**6])
+@pytest.mark.parametrize("pattern", ["to", "oto", "ttoo", "totot"])
+def test_regions_and_torch_checkpoints_in_each_other_are_equal(pattern, limit):
+    with remat.budget(limit, reserve=0):
+        test_nesting.test_regions_and_torch_checkpoints_in_each_other_have_equal_gradients(pattern)
+
+
+def test_reports_of_memory_know_of_the_budget():
+    with no_other_regions(), remat.budget("1 MiB", reserve=0):
+        y = checkpointed(torch.exp)(leaf(16, 16))
+        assert "by regions: 2.0 KiB of a budget of 1.0 MiB, 0 B given up in this step" in str(remat.memory_report())
+        with remat.trace() as trace:
+            checkpointed(torch.exp, region_name="traced")(leaf(16, 16)).sum().backward()
+        assert "2.0 KiB" in str(trace)
+        del y

@@ -29,6 +29,7 @@ from torch_remat.budgets.text import format_budget
 from torch_remat.dispatch.keeping import Keeping, keeping
 from torch_remat.dispatch.region.outputs import tensors_of
 from torch_remat.errors import RematWarning, UsageError, user_line
+from torch_remat.reports.text import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -210,6 +211,12 @@ class Budget(Register):
         )
 
     # What users read.
+
+    def summary(self) -> str:
+        """Return a line for reports of memory."""
+        given = sum(row.given_bytes for row in self.steps[-1].rows) if self.steps else 0
+        kept = f"{format_bytes(self.ledger.total)} of a budget of {format_bytes(self.budget_bytes)}"
+        return f"by regions: {kept}, {format_bytes(given)} given up in this step"
 
     def report(self) -> str:
         """Return what happened, as text: the latest steps, and for the last whole one a line for each region."""

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from torch_remat._compat import (
+    graph_task,
     keep_from_compiler,
     sequence_number,
     storage_key,
@@ -254,6 +255,8 @@ class KeptRegion:
         region = self.region()
         if region is None or region.inputs is None or region.filling:
             return None
+        if region.replayed_in >= 0 and graph_task() >= 0:
+            return None  # the backward that runs may read it; in a checkpoint of torch's a region is replayed but once
         if not region.finished:
             self.last = self._stamps[-1] if self._stamps else self._begun
         if self._best is None or not region.finished:

@@ -68,6 +68,10 @@ class Register:
     def reached(self, kept: KeptRegion) -> None:
         """Backward has come to a region."""
 
+    def summary(self) -> str:
+        """Return a line for reports of memory; empty where there is nothing to tell."""
+        return ""
+
     def alive(self) -> Iterator[KeptRegion]:
         """Yield the regions."""
         for entry in list(self.regions):

@@ -19,11 +19,13 @@ class Keeper(Protocol):
     """What one region asks.
 
     Attributes:
+        owners: The budgets that the region is in.
         keep: Gives a holder its value, unless it is to be empty; None where none of the region's holders is kept.
             From then on the keeper looks for later changes of the tensor in place. The arguments are the holder, the
             tape's weak reference to it, the value, and the region's ops.
     """
 
+    owners: Sequence[Any]
     keep: Callable[[Any, ref[Any], torch.Tensor, Any], None] | None
 
     def end(self) -> None:

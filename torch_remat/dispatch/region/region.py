@@ -84,7 +84,7 @@ class Region:
     op_log: OpLog | None = None
     offloading: Sender | None = None
     keeper: Keeper | None = None  # inside of a budget
-    _replayed_in = -1  # the latest backward that came here
+    replayed_in = -1  # the latest backward that came here
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class Region:
             with self.lock:
                 # What this backward has filled and read already, it does not need again. What an earlier one has left
                 # may be all that this one reads: `read` asks for the rest.
-                earlier = self._replayed_in
+                earlier = self.replayed_in
                 if earlier != graph_task() and (earlier < 0 or not self.finished or not self.tape.has_values()):
                     self._fill()
 
@@ -193,7 +193,7 @@ class Region:
                     self._replay_in_forward(last)
             finally:
                 self.filling = False
-        self._replayed_in = graph_task()
+        self.replayed_in = graph_task()
         if not self.finished:
             return
         if not graph_is_kept():
