@@ -301,7 +301,7 @@ def test_tensor_subclasses_keep_and_give_up(limit):
     with remat.budget(limit, reserve=0) as budget:
         y = checkpointed(block)(x)
         assert budget.kept_bytes % (2 * x.a.nbytes) == 0
-        assert budget.steps[-1].rows[0].given_bytes == (2 * x.a.nbytes if limit == 1 else 0)
+        assert budget.steps[-1].rows[0].given_bytes == (6 * x.a.nbytes if limit == 1 else 0)
         (actual,) = torch.autograd.grad(y.sum(), x)
     assert torch.equal(expected.a, actual.a)
     assert torch.equal(expected.b, actual.b)

@@ -134,6 +134,8 @@ class Budget(Register):
             kept.pace = fastest / row.forward_seconds
             step = self.steps[-1]
             step.rows.append(kept.row)
+            if self.ledger.total > self.limit:
+                self.make_room()  # what its last op had in use
             self._note(step.kept)
         self._warn_once()
 

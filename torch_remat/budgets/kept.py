@@ -190,7 +190,7 @@ class KeptRegion:
                 if key in counts:
                     counts[key] += 1
                     note(key)
-                elif holder.producer is NoneType and existing.has(value):
+                elif holder.producer is NoneType and existing.has(value, key):
                     note(0)
                 elif key:  # what `add` does
                     counts[key] = 1
@@ -442,8 +442,8 @@ class _Existing:
         self._region = ref(region)
         self._keys: frozenset[int] | None = None
 
-    def has(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in one of them."""
+    def has(self, tensor: Tensor, key: int = 0) -> bool:
+        """Whether a tensor lies in one of them; ``key`` is its storage's address, if that is known."""
         if self._keys is None:
             region, keys = self._region(), set()
             if region is not None and region.function is not None and region.inputs is not None:
@@ -451,7 +451,9 @@ class _Existing:
                     if isinstance(module, Module):
                         keys |= {storage_key(part) for buffer in module.buffers() for part in parts_of(buffer)}
             self._keys = frozenset(keys)
-        return bool(self._keys) and any(storage_key(part) in self._keys for part in parts_of(tensor))
+        if key or not self._keys:
+            return key in self._keys
+        return any(storage_key(part) in self._keys for part in parts_of(tensor))
 
 
 class _Recomputed:
