@@ -1,6 +1,6 @@
 """The rules of the package: who imports whom, and where private torch names may stand.
 
-errors, _compat  <-  policies/, offload/  <-  dispatch/  <-  face  <-  reports/, dtr/
+errors, _compat  <-  policies/, offload/  <-  dispatch/  <-  face  <-  reports/, budgets/, dtr/
 
 An arrow points to what may be imported.
 """
