@@ -304,7 +304,13 @@ def overhead(rounds: int, count: int = 200) -> dict[str, float]:
 
 def table(result: dict[str, Any]) -> str:
     """Return a model's results as a table in Markdown."""
-    head = (result["model"], "of no checkpointing", "peak, MiB", "budget, MiB", "beside the best static way at its peak")
+    head = (
+        result["model"],
+        "of no checkpointing",
+        "peak, MiB",
+        "budget, MiB",
+        "beside the best static way at its peak",
+    )
     lines = [f"| {' | '.join(head)} |"]
     lines.append("| --- | --: | --: | --: | --- |")
     for name, row in result["rows"].items():

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from time import perf_counter
 from types import NoneType
 from typing import Any, NamedTuple, Protocol
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -433,27 +433,47 @@ def _each(keys: Keys) -> tuple[int, ...]:
     return keys if isinstance(keys, tuple) else (keys,) if keys else ()
 
 
+# By module, the storages of its buffers and of those in it, with one of the buffers. A module is looked through once:
+# buffers that it gets later are counted as what regions save.
+_buffers: WeakKeyDictionary[Module, dict[int, ref[Tensor]]] = WeakKeyDictionary()
+
+
 class _Existing:
     """The storages of the buffers of a region's modules, which live anyway; looked up when it is first asked for."""
 
-    __slots__ = ("_keys", "_region")
+    __slots__ = ("_known", "_region")
 
     def __init__(self, region: Region) -> None:
         self._region = ref(region)
-        self._keys: frozenset[int] | None = None
+        self._known: list[dict[int, ref[Tensor]]] | None = None
 
     def has(self, tensor: Tensor, key: int = 0) -> bool:
         """Whether a tensor lies in one of them; ``key`` is its storage's address, if that is known."""
-        if self._keys is None:
-            region, keys = self._region(), set()
-            if region is not None and region.function is not None and region.inputs is not None:
-                for module in reached_by(region.function, region.inputs.modules()):
-                    if isinstance(module, Module):
-                        keys |= {storage_key(part) for buffer in module.buffers() for part in parts_of(buffer)}
-            self._keys = frozenset(keys)
-        if key or not self._keys:
-            return key in self._keys
-        return any(storage_key(part) in self._keys for part in parts_of(tensor))
+        if self._known is None:
+            self._known = list(self._look_up())
+        if not self._known:
+            return False
+        keys = (key,) if key else tuple(map(storage_key, parts_of(tensor)))
+        for known in self._known:
+            for one in keys:
+                buffer = known[one]() if one in known else None
+                if buffer is not None and any(storage_key(part) == one for part in parts_of(buffer)):
+                    return True
+        return False
+
+    def _look_up(self) -> Iterator[dict[int, ref[Tensor]]]:
+        region = self._region()
+        if region is None or region.function is None or region.inputs is None:
+            return
+        for module in reached_by(region.function, region.inputs.modules()):
+            if isinstance(module, Module):
+                found = _buffers.get(module)
+                if found is None:
+                    buffers = list(module.buffers())
+                    found = {storage_key(part): ref(buffer) for buffer in buffers for part in parts_of(buffer)}
+                    _buffers[module] = found
+                if found:
+                    yield found
 
 
 class _Recomputed:
