@@ -108,7 +108,8 @@ class Budget(Register):
         if self._reserve is not None:
             if self._reserve.wants(scale):
                 self._reserve.begin(self.ledger.total + _saved_below(given))
-            self.reserve_bytes = self._reserve.bytes_for(scale)
+            largest = max((row.saved_bytes for row in self.steps[-1].rows), default=0) if self.steps else 0
+            self.reserve_bytes = self._reserve.bytes_for(scale, largest)
             self.limit = max(self.budget_bytes - self.reserve_bytes, 0)
         self.steps.append(Step(int(self.limit), perf_counter()))
         self.step_count += 1

@@ -8,7 +8,8 @@ NOTE [ How the reserve is learned ]
    of regions. What autograd has saved before the first region begins is looked up in the graph.
 2. On the CPU torch's own profiler counts each allocation of the step, exactly; it costs microseconds an allocation. On
    an accelerator the allocator's own figures are read, and its peak is reset.
-3. The first three steps are measured, and the larger of the latest two counts: from the second on there are gradients
+3. The first three steps are measured, and the larger of the latest two counts; the second step has room for a replay
+   of the largest region besides, since the first may not have had to fill one. From the second on there are gradients
    from before, and the reserve is in use. Then those are whose first region gets larger inputs than any that was, by a
    twentieth or more, and a step after one that passed the budget. Until then the reserve grows with the inputs.
 4. Where another profiler runs nothing is measured.
@@ -41,10 +42,15 @@ class Reserve:
         self._times = self._again = 0
         self._before = 0
 
-    def bytes_for(self, scale: int) -> int:
-        """Return the room for a step whose first region gets so many bytes."""
-        grown = scale / self._scale if self._scale else 1.0
-        return int(max(self._transients[-2:], default=0) * max(grown, 1.0))
+    def bytes_for(self, scale: int, largest: int = 0) -> int:
+        """Return the room for a step.
+
+        Args:
+            scale: How many bytes its first region gets.
+            largest: What the largest region saves: its replay may have to fill that, which one step alone does not tell.
+        """
+        grown = max(scale / self._scale, 1.0) if self._scale else 1.0
+        return int((max(self._transients[-2:], default=0) + (largest if len(self._transients) == 1 else 0)) * grown)
 
     def wants(self, scale: int) -> bool:
         """Whether something is to be learned from a step that begins, whose first region gets so many bytes."""
@@ -69,6 +75,6 @@ class Reserve:
         peak = self.measurement.end() + self._before
         self._times += 1
         if peak > self._budget_bytes:
-            self._again = self._times + 1  # what is given up now is filled again before something has been freed
+            self._again = max(self._again, self._times + 1)  # what is given up now is filled again before something has been freed
         self._transients.append(max(peak - kept, 0))
         return peak
