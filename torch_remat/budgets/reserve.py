@@ -47,7 +47,7 @@ class Reserve:
 
         Args:
             scale: How many bytes its first region gets.
-            largest: What the largest region saves: its replay may have to fill that, which one step alone does not tell.
+            largest: What the largest region saves: its replay may have to fill that, which one step does not tell.
         """
         grown = max(scale / self._scale, 1.0) if self._scale else 1.0
         return int((max(self._transients[-2:], default=0) + (largest if len(self._transients) == 1 else 0)) * grown)
@@ -75,6 +75,7 @@ class Reserve:
         peak = self.measurement.end() + self._before
         self._times += 1
         if peak > self._budget_bytes:
-            self._again = max(self._again, self._times + 1)  # what is given up now is filled again before something has been freed
+            # What is given up now is filled again before something has been freed.
+            self._again = max(self._again, self._times + 1)
         self._transients.append(max(peak - kept, 0))
         return peak
