@@ -159,6 +159,7 @@ class KeptForBackward(_Sums):
     outside: tuple[NodeReport, ...]
     parameters: ParameterReport
     buffers: ParameterReport = ParameterReport(0, 0)
+    budgets: tuple[str, ...] = ()
 
     def all_tensors(self) -> Iterator[KeptTensor]:
         """Yield all tensors that are kept."""

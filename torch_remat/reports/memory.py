@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from itertools import chain
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 
 from torch_remat.dispatch.kept import parameters_of
 from torch_remat.dispatch.mode import current_mode
-from torch_remat.dispatch.region.region import live_regions
+from torch_remat.dispatch.region.region import Region, live_regions
 from torch_remat.errors import UsageError
 from torch_remat.reports.collect import collect_region, report_of
 from torch_remat.reports.data import RegionReport
@@ -70,7 +71,14 @@ def memory_report(*roots: torch.Tensor | torch.nn.Module) -> MemoryReport:
         collect_nodes(nodes, checkpoints, ledger),
         ledger.existing(PARAMETER),
         ledger.existing(BUFFER),
+        tuple(line for one in _budgets_of(regions) if (line := one.summary())),
     )
+
+
+def _budgets_of(regions: Sequence[Region]) -> list[Any]:
+    """Return the budgets that regions are in, each once."""
+    keepers = (region.keeper for region in regions)
+    return list({id(one): one for keeper in keepers if keeper is not None for one in keeper.owners}.values())
 
 
 def format_current_memory_report() -> str:
