@@ -19,11 +19,12 @@ from weakref import ref
 
 import torch
 from torch.compiler import is_compiling
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from torch_remat.dispatch.holder import OpHolder
-from torch_remat.dispatch.log.slot import Slot
+from torch_remat.dispatch.log.slot import Slot, counter_of
 from torch_remat.dispatch.mode import current_mode, unseen
-from torch_remat.errors import UsageError
+from torch_remat.errors import MutationError, UsageError
 from torch_remat.v02._names import checked
 from torch_remat.v02._scope import Hooks, Output, scope
 
@@ -144,8 +145,9 @@ def hand_over(holders: Holders, name: str, hooks: Hooks) -> None:
     """Let hooks take what a saved call of this name keeps for backward."""
     for holder in _residents(holders, name):
         assert holder.value is not None
+        unpack = _Checked(hooks.unpack, holder.value, holder.region.name, name, holder.tensor_name)
         holder.packed = _packed(hooks, holder.value, SavedTensorKind.BACKWARD, hooks.context())
-        holder.value, holder.unpack = None, hooks.unpack
+        holder.value, holder.unpack = None, unpack
 
 
 def _residents(holders: Holders, name: str) -> Iterator[OpHolder]:
@@ -163,10 +165,49 @@ def hand_over_outputs(outputs: Sequence[Output]) -> None:
     for region, name, hooks, context in outputs:
         pack = _OnePack(hooks, context)
         for slot in list(_results_of(region, name)):
-            slot.hand_over(pack, hooks.unpack)
+            if isinstance(slot.kept, torch.Tensor):
+                slot.hand_over(pack, _Checked(hooks.unpack, slot.kept, region.name, name, "out"))
         for holder in _residents(region.tape.holders, name):
             assert holder.value is not None
-            holder.packed, holder.value, holder.unpack = pack(holder.value), None, hooks.unpack
+            unpack = _Checked(hooks.unpack, holder.value, region.name, name, holder.tensor_name)
+            holder.packed, holder.value, holder.unpack = pack(holder.value), None, unpack
+
+
+class _Checked:
+    """The unpack hook, which refuses a tensor that is in the memory of the packed one and was changed since.
+
+    Args:
+        unpack: The hook.
+        tensor: The tensor, before it is packed.
+        region: The names for the error.
+        op: The call.
+        name: The tensor.
+    """
+
+    def __init__(self, unpack: Callable[[Any], torch.Tensor], tensor: torch.Tensor, region: str, op: str, name: str):
+        self._unpack = unpack
+        self._names = region, op, name
+        self._counter = None
+        if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
+            with unseen():
+                self._counter = counter_of(tensor)
+            self._storage = StorageWeakRef(tensor.untyped_storage())
+            self._version = tensor._version
+
+    def __call__(self, packed: Any) -> torch.Tensor:
+        tensor = self._unpack(packed)
+        if self._counter is None or self._counter._version == self._version or self._storage.expired():
+            return tensor
+        if type(tensor) is torch.Tensor and StorageWeakRef(tensor.untyped_storage()) == self._storage:
+            region, op, name = self._names
+            raise MutationError(
+                "the pack hook kept this tensor as it was, and it was changed in place since",
+                region=region,
+                op=op,
+                tensor=name,
+                remedy="Let the hook keep a copy, or use the out-of-place form of the op that changes it.",
+            )
+        return tensor
 
 
 class _OnePack:
