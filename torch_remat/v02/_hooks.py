@@ -22,8 +22,10 @@ from torch.compiler import is_compiling
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torch_remat.dispatch.holder import OpHolder
+from torch_remat.dispatch.log.meta import key_of
 from torch_remat.dispatch.log.slot import Slot, counter_of
 from torch_remat.dispatch.mode import current_mode, unseen
+from torch_remat.dispatch.placeholder import geometry_of
 from torch_remat.errors import MutationError, UsageError
 from torch_remat.v02._names import checked
 from torch_remat.v02._scope import Hooks, Output, scope
@@ -220,7 +222,7 @@ class _OnePack:
 
     def __call__(self, tensor: torch.Tensor) -> Any:
         for same, packed in self._taken:
-            if same.is_set_to(tensor):
+            if _is_same(same, tensor):
                 return packed
         packed = _packed(self._hooks, tensor, SavedTensorKind.SAVE_OUTPUT, self._context)
         self._taken.append((tensor, packed))
@@ -287,4 +289,14 @@ def _holds(holder: OpHolder, tensor: torch.Tensor) -> bool:
     """Whether a holder keeps a tensor; of what hooks have taken, only the look tells."""
     if holder.metadata[1:] != (tensor.shape, tensor.dtype, tensor.device):
         return False
-    return holder.value is None or holder.value.is_set_to(tensor)
+    return holder.value is None or _is_same(holder.value, tensor)
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors lie at the same place, without an op that somebody may watch."""
+    if one is other:
+        return True
+    try:
+        return key_of(one) == key_of(other) and geometry_of(one) == geometry_of(other) and one.dtype == other.dtype
+    except RuntimeError:  # sparse tensors and nested ones have no strides
+        return False
