@@ -283,6 +283,16 @@ def test_saved_calls_are_left_out_and_recomputed_ones_are_made_again(remat):
     assert not remat.is_recomputing()
 
 
+def test_a_checkpointed_function_is_named_after_what_it_runs(remat):
+    def block(x):
+        """Say what it does."""
+
+    checkpointed = remat.checkpoint()(block)
+    assert (checkpointed.__name__, checkpointed.__doc__) == ("block", "Say what it does.")
+    assert inspect.unwrap(checkpointed) is block
+    assert remat.checkpoint()(torch.nn.Linear(2, 2))(torch.ones(2)).shape == (2,)
+
+
 def test_a_result_that_nothing_reads_in_replay_is_a_placeholder_there(remat):
     seen = []
 

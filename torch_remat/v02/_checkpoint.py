@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import Token
+from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -99,7 +100,8 @@ def checkpoint(
                 scope.reset(token)
             return result
 
-        return checkpointed
+        # Without a module's attributes, which are not the wrapper's.
+        return checkpointed if is_compiling() else wraps(run_plainly, updated=())(checkpointed)
 
     return bind
 
