@@ -5,8 +5,9 @@ Nothing else in the package imports it.
 """
 
 from torch_remat._checkpoint import is_recomputing
+from torch_remat._region import recompute_needs_tensor
 from torch_remat.dispatch.placeholder import is_placeholder
-from torch_remat.v02._checkpoint import checkpoint, name_scope, recompute_needs_tensor, region
+from torch_remat.v02._checkpoint import checkpoint, name_scope, region
 from torch_remat.v02._hooks import (
     SavedTensorInfo,
     SavedTensorKind,

@@ -16,13 +16,12 @@ import torch
 from torch.compiler import is_compiling
 
 from torch_remat import _checkpoint as face
+from torch_remat import _region as region_face
 from torch_remat._compat import top_saved_tensors_hooks
-from torch_remat._native import native_region
 from torch_remat.dispatch.mode import RematMode, current_mode
 from torch_remat.dispatch.naming import scope as name_prefix
 from torch_remat.dispatch.naming import scope_restored
 from torch_remat.errors import UsageError
-from torch_remat.policies.decision import CheckpointPolicy
 from torch_remat.v02._hooks import NativePack, checked_hooks, give_names, hand_over, hand_over_outputs
 from torch_remat.v02._names import checked
 from torch_remat.v02._scope import Call, Hooks, Output, RecomputeStateHook, Run, Scope, scope
@@ -170,26 +169,25 @@ def region(function: Callable[P, R], name: str, *, recompute: bool) -> Callable[
     checked(name, "a region")
     if not isinstance(recompute, bool):
         raise UsageError(f"recompute={recompute!r} is neither True nor False", op=name)
-    policy = CheckpointPolicy.RECOMPUTE if recompute else CheckpointPolicy.SAVE
-    made = native_region(name, policy=policy)
+    made = region_face.region(function, name, recompute=recompute)
 
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         mode = None if is_compiling() else current_mode()
         if mode is None:
-            return made(function)(*args, **kwargs)
+            return made(*args, **kwargs)
         full_name = name_prefix.get() + name
         around = scope.get()
         if around.call is not None:
-            return made(function)(*args, **kwargs)
+            return made(*args, **kwargs)
         note_region(mode, full_name, recompute)
         if recompute:
-            return made(function)(*args, **kwargs)
+            return made(*args, **kwargs)
         if mode.replaying:
-            result = made(function)(*args, **kwargs)
+            result = made(*args, **kwargs)
             if around.run is not None:
                 around.run.restore_exit(mode.region, full_name)
             return result
-        return _saved(mode, around, Call(full_name, []), lambda: made(function)(*args, **kwargs))
+        return _saved(mode, around, Call(full_name, []), lambda: made(*args, **kwargs))
 
     return call
 
@@ -213,20 +211,6 @@ def _saved(mode: RematMode, around: Scope, call: Call, make: Callable[[], R]) ->
     if around.run is not None:
         around.run.note_exit(region, call.name)
     return result
-
-
-def recompute_needs_tensor(*tensors: torch.Tensor) -> None:
-    """Say that replay will read tensors, which are, or are views of, results of saved calls; else it does nothing.
-
-    Args:
-        *tensors: The tensors.
-
-    Raises:
-        UsageError: One is no tensor.
-    """
-    for tensor in tensors:
-        if not isinstance(tensor, torch.Tensor):
-            raise UsageError(f"recompute_needs_tensor() takes tensors, not a {type(tensor).__name__}")
 
 
 @contextmanager
