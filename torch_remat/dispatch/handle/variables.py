@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter, itemgetter
-from types import BuiltinFunctionType, CellType, FunctionType, MappingProxyType, MethodType
+from types import BuiltinFunctionType, CellType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -69,7 +69,7 @@ def state_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any] = _NO
     for root in (function, *args, *kwargs.values()):
         if type(root) in _BARE or (type(root) is FunctionType and not (root.__closure__ or root.__defaults__)):
             continue
-        _note_state(state, root, _DEPTH, (torch.Tensor, Module, type))
+        _note_state(state, root, _DEPTH, (torch.Tensor, Module, type, ModuleType))
     return state
 
 
@@ -79,10 +79,10 @@ def changed_in(state: State, region_function: Any) -> bool:
     if not changed:
         return False
     outside: State = []
-    _note_state(outside, region_function, 2 * _DEPTH, (torch.Tensor, type))
+    _note_state(outside, region_function, 2 * _DEPTH, (torch.Tensor, type, ModuleType))
     function: Any = getattr(region_function, "__func__", region_function)
     for name in function.__code__.co_names if isinstance(function, FunctionType) else ():
-        _note_state(outside, function.__globals__.get(name), _DEPTH, (torch.Tensor, type))
+        _note_state(outside, function.__globals__.get(name), _DEPTH, (torch.Tensor, type, ModuleType))
     known = {id(holder) for holder, _ in outside}
     return any(id(holder) not in known for holder in changed)
 
