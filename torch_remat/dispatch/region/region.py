@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from _thread import RLock  # without the Python function around it that threading has
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import finalize, ref
@@ -191,15 +191,11 @@ class Region:
                 self.values.flush()
             self.filling = True
             try:
-                with nullcontext() if torch_function_is_on() else with_torch_function():
-                    if self.finished:
-                        replay = self._replay(self, last).replay
-                        if self.keeper is None:
-                            replay()
-                        else:
-                            self.keeper.replay(replay)
-                    else:
-                        self._replay_in_forward(last)
+                if torch_function_is_on():
+                    self._fill_up_to(last)
+                else:
+                    with with_torch_function():
+                        self._fill_up_to(last)
             finally:
                 self.filling = False
         self.replayed_in = graph_task()
@@ -209,6 +205,14 @@ class Region:
             self._release()
         elif (group := graph_exec_group()) is not None:
             finalize(group, self.tape.forget_values).atexit = False
+
+    def _fill_up_to(self, last: int) -> None:
+        if not self.finished:
+            self._replay_in_forward(last)
+        elif self.keeper is None:
+            self._replay(self, last).replay()
+        else:
+            self.keeper.replay(self._replay(self, last).replay)
 
     def _replay_in_forward(self, last: int) -> None:
         for mode in active_modes():
