@@ -451,6 +451,21 @@ def test_form_compiles_to_one_graph(form, where):
     assert_same(one_graph(program, x), torch.autograd.grad(y.sin().exp().cos().sum(), [x]))
 
 
+def with_all_forms(x):
+    for form in FORMS.values():
+        x = form(x.cos())
+    return x
+
+
+def test_all_forms_compile_with_inductor():
+    x = leaf(4)
+    gradients = one_graph(lambda x: remat.checkpoint()(with_all_forms)(x), x, backend="inductor")
+    y = x
+    for _ in FORMS:
+        y = y.cos().exp()
+    torch.testing.assert_close(gradients, torch.autograd.grad(y.sum(), [x]))
+
+
 def kept_and_rerun(function, *args):
     """Return the bytes that the compiled forward hands to its backward, and the ops that backward runs."""
     found = {}
@@ -523,6 +538,45 @@ class MatmulSigmoid(torch.autograd.Function):
         return grad @ w.T, x.T @ grad
 
 
+class ByHandMatmul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w, op_name, remat_policy):
+        handle = remat.get_handle(ctx, op_name, remat_policy)
+        if (ret := handle.maybe_load_saved()) is not None:
+            return ret
+        x, w = handle.save_or_load_inputs(x, w)
+        y = (x @ w).sigmoid()
+        handle.save_for_backward({"x": x, "w": w, "y": y})
+        return handle.record_outputs(y)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w, y = ctx.saved_tensors
+        grad = grad * y * (1 - y)
+        return grad @ w.T, x.T @ grad, None, None
+
+
+@pytest.mark.parametrize("around", ["nothing", "native", "region"])
+def test_handle_by_hand_in_a_compiled_region_is_kept_by_the_call_around_it_only(around):
+    def by_hand(x, w):
+        return ByHandMatmul.apply(x, w, "op", remat.CheckpointPolicy.SAVE)
+
+    parts = {
+        "nothing": by_hand,
+        "native": lambda x, w: remat.native_save_region("around", by_hand, x, w),
+        "region": lambda x, w: remat.region(by_hand, "around")(x, w),
+    }
+
+    def program(part):
+        return lambda x, w: remat.checkpoint()(lambda x: (part(x.sin(), w) @ w).exp().cos())(x)
+
+    x, w = leaf(8, 8), leaf(8, 8)
+    runs_again = torch.ops.aten.sigmoid.default in kept_and_rerun(program(parts[around]), x, w)[1]
+    assert runs_again == (around == "nothing")
+    expected = torch.autograd.grad((by_hand(x.sin(), w) @ w).exp().cos().sum(), [x, w])
+    assert_same(one_graph(program(parts[around]), x, w), expected)
+
+
 @pytest.mark.parametrize("options", [{}, {"policy": [torch.ops.aten.exp.default]}], ids=["plain", "policy"])
 @pytest.mark.parametrize("how", ["native", "offloaded", "region", "region, offloaded", "op", "op in a native region"])
 def test_what_is_saved_inside_a_compiled_region_does_not_run_again(how, options):
@@ -539,6 +593,85 @@ def test_what_is_saved_inside_a_compiled_region_does_not_run_again(how, options)
     assert found[0] > nothing[0]
     expected = torch.autograd.grad((saving(how)(x.sin(), w) @ w).exp().cos().sum(), [x, w])
     assert_same(one_graph(program(how), x, w), expected)
+
+
+@pytest.mark.parametrize("form", ["native", "region", "region, a closure", "region, opaque"])
+def test_what_is_saved_keeps_no_more_than_torchs_must_save_of_the_same_ops(form):
+    def inside(x, w):
+        return (x @ w).sigmoid().tanh()
+
+    forms = {
+        "native": lambda x, w: remat.native_save_region("op", inside, x, w),
+        "region": lambda x, w: remat.region(inside, "op")(x, w),
+        "region, a closure": lambda x, w: remat.region(lambda: inside(x, w), "op")(),
+        "region, opaque": lambda x, w: remat.region(inside, "op", opaque=True)(x, w),
+    }
+    ops = [getattr(torch.ops.aten, name).default for name in ("mm", "sigmoid", "tanh")]  # that occur nowhere else
+    contexts = functools.partial(create_selective_checkpoint_contexts, ops)
+    x, w = leaf(8, 8), leaf(8, 8)
+    theirs = kept_and_rerun(
+        lambda x, w: torch_checkpoint(
+            lambda x: inside(x.sin(), w).exp().cos(), x, use_reentrant=False, context_fn=contexts
+        ),
+        x,
+        w,
+    )
+    ours = kept_and_rerun(lambda x, w: remat.checkpoint()(lambda x: forms[form](x.sin(), w).exp().cos())(x), x, w)
+    nothing = kept_and_rerun(lambda x, w: remat.checkpoint()(lambda x: inside(x.sin(), w).exp().cos())(x), x, w)
+    assert nothing[0] < ours[0] <= theirs[0]
+    assert not {"sigmoid", "tanh"} & {str(op).split(".")[1] for op in ours[1]}
+
+
+def test_what_a_compiled_region_recomputes_keeps_nothing():
+    x, w = leaf(8, 8), leaf(8, 8)
+
+    def kept(part):
+        return kept_and_rerun(lambda x, w: remat.checkpoint()(lambda x: part(x.sin(), w).exp().cos())(x), x, w)[0]
+
+    nothing = kept(lambda x, w: (x @ w).sigmoid())
+    assert kept(lambda x, w: remat.region(saving("nothing"), "op", recompute=True)(x, w)) == nothing
+    assert kept(lambda x, w: remat.native_region("op", policy=RECOMPUTE)(saving("nothing"))(x, w)) == nothing
+    assert kept(lambda x, w: remat.recompute_needs_tensor(x) or (x @ w).sigmoid()) == nothing
+
+
+def test_modules_by_pattern_keep_what_the_same_regions_keep():
+    by_pattern, by_call, x = mlp(), mlp(), leaf(4, 8)
+    model = nn.Sequential(by_pattern, nn.Tanh())
+    remat.checkpoint_modules(model, "0", policy=READY)
+    ours = kept_and_rerun(lambda x: model(x), x)
+    assert ours == kept_and_rerun(lambda x: remat.checkpoint(policy=READY)(by_call)(x).tanh(), x)
+
+
+def test_reports_around_compiled_code_see_no_regions_in_it():
+    model, x = mlp(), leaf(4, 8)
+    compiled = torch.compile(lambda x: remat.checkpoint(region_name="r")(model)(x), backend="aot_eager")
+    compiled(x)
+    report = remat.memory_report(compiled(x), model)
+    assert not report.regions
+    assert report.bytes == x.nbytes
+    with remat.trace() as trace:
+        compiled(x).sum().backward()
+    assert not trace.spans
+    assert trace.peak.total_bytes > 0
+
+
+def test_explain_and_list_names_run_compiled_code_as_it_is_written():
+    model, x = mlp(), leaf(4, 8)
+    compiled = torch.compile(lambda x: remat.checkpoint(region_name="r")(model)(x), backend="aot_eager")
+    compiled(x)
+    assert "r\n  keeps 128 B, of which 128 B inputs" in str(remat.explain(compiled)(x))
+    assert sum(row.op == "aten.addmm.default" for row in remat.list_names(compiled)(x)) == 3
+
+
+@pytest.mark.parametrize("report", [remat.print_current_memory_report, remat.format_current_memory_report])
+def test_report_on_the_current_region_in_compiled_code_is_an_error_that_says_so(report):
+    def block(x):
+        h = x.sin()
+        report()
+        return h.exp()
+
+    with pytest.raises(remat.UsageError, match=r"outside of any region.*\n.*torch\.compile"):
+        torch.compile(lambda x: remat.checkpoint()(block)(x), backend="aot_eager")(leaf(4))
 
 
 def test_native_region_outside_of_regions_leaves_the_choice_to_the_compiler():
@@ -581,6 +714,12 @@ AROUND_COMPILED = {
     "native region, recomputed": lambda f: remat.checkpoint()(
         lambda x: remat.native_region("f", policy=remat.CheckpointPolicy.RECOMPUTE)(f)(x.sin()).exp()
     ),
+    "region": lambda f: remat.checkpoint()(lambda x: remat.region(f, "f")(x.sin()).exp()),
+    "region, opaque": lambda f: remat.checkpoint()(lambda x: remat.region(f, "f", opaque=True)(x.sin()).exp()),
+    "region, recomputed": lambda f: remat.checkpoint()(lambda x: remat.region(f, "f", recompute=True)(x.sin()).exp()),
+    "region under a policy": lambda f: remat.checkpoint(policy=[torch.ops.aten.exp.default])(
+        lambda x: remat.region(f, "f")(x.sin()).exp()
+    ),
     "native region under a policy": lambda f: remat.checkpoint(policy=[torch.ops.aten.exp.default])(
         lambda x: remat.native_save_region("f", f, x.sin()).exp()
     ),
@@ -611,7 +750,16 @@ def test_compiled_code_in_a_region_runs_compiled(around, backend, warm):
     assert_same(expected or step(lambda x: compiled(x.sin()).exp()), actual)
 
 
-def test_native_region_that_is_compiled_code_runs_once():
+@pytest.mark.parametrize(
+    "keep",
+    [
+        lambda f, x: remat.native_save_region("f", f, x),
+        lambda f, x: remat.region(f, "f")(x),
+        lambda f, x: remat.region(f, "f", opaque=True)(x),
+    ],
+    ids=["native_save_region", "region", "region, opaque"],
+)
+def test_saved_call_of_compiled_code_runs_once(keep):
     runs = []
 
     def backend(graph, example_inputs):
@@ -619,7 +767,7 @@ def test_native_region_that_is_compiled_code_runs_once():
 
     compiled = torch.compile(torch.nn.Sequential(nn.Linear(8, 8), nn.GELU()), backend=backend)
     x = leaf(4, 8)
-    remat.checkpoint()(lambda x: remat.native_save_region("f", compiled, x).sin())(x).sum().backward()
+    remat.checkpoint()(lambda x: keep(compiled, x).sin())(x).sum().backward()
     assert len(runs) == 1
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -23,14 +25,16 @@ def blocks(text: str) -> list[tuple[int, str]]:
     ]
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # where the compiler is used
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_python_blocks_of_a_text_run_in_their_order(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    namespace = {"__name__": "readme"}
+    module = ModuleType("readme")
+    monkeypatch.setitem(sys.modules, "readme", module)  # the compiler imports the module of what it compiles
     for line, code in blocks(path.read_text(encoding="utf-8")):
         torch.manual_seed(0)
         padded = "\n" * (line - 1) + code
-        exec(compile(padded, str(path), "exec"), namespace)
+        exec(compile(padded, str(path), "exec"), vars(module))
 
 
 def test_readme_has_blocks_that_run():

@@ -56,7 +56,7 @@ def new_figure(width: float, height: float, title: str) -> Figure:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise UsageError(
-            "plots need matplotlib, which is not installed", remedy='Install it: pip install "torch_remat[plot]".'
+            "plots need matplotlib, which is not installed", remedy="Install it: pip install matplotlib."
         ) from error
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
