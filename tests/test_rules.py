@@ -1,6 +1,6 @@
 """The rules of the package: who imports whom, and where private torch names may stand.
 
-errors, _compat  <-  policies/, offload/  <-  dispatch/  <-  face  <-  reports/, dtr/
+errors, _compat  <-  policies/, offload/  <-  dispatch/  <-  face  <-  reports/, budgets/, dtr/, v02/
 
 An arrow points to what may be imported.
 """
@@ -21,7 +21,7 @@ LEAVES = {"placeholder", "ambient", "schema"}
 
 
 MAX_FUNCTION_LINES = 60  # without the docstring
-MAX_ROOM_LINES = {"dispatch": 9_640, "offload": 1_500, "policies": 600, "reports": 3_300}
+MAX_ROOM_LINES = {"dispatch": 11_170, "offload": 1_500, "policies": 610, "reports": 3_360}
 
 
 def lines_of_functions(tree: ast.AST) -> list[tuple[str, int]]:
@@ -60,11 +60,11 @@ def layer(module: str) -> int:
     parts = module.split(".")[1:]
     if not parts:
         return 5  # the package itself gathers the public names
-    if parts[0] == "dtr":
-        return 6  # the bench: nothing imports it
+    if parts[0] in {"dtr", "v02"}:
+        return 6  # the bench, and another release's names: nothing imports them
     if parts[0] in {"errors", "_compat", "_version"}:
         return 0
-    return {"policies": 1, "offload": 1, "dispatch": 2, "reports": 4}.get(parts[0], 3)
+    return {"policies": 1, "offload": 1, "dispatch": 2, "reports": 4, "budgets": 4}.get(parts[0], 3)
 
 
 def imports(tree: ast.AST, module: str, is_package: bool) -> list[str]:

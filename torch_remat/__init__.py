@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from torch_remat._hugging_face import enable_gradient_checkpointing
     from torch_remat._list_names import NamedResult, NameTable, list_names
     from torch_remat._modules import CheckpointedModules, checkpoint_modules
+    from torch_remat.budgets.budget import Budget, budget
+    from torch_remat.budgets.frontier import Frontier, frontier
+    from torch_remat.budgets.plan import Plan, Planned
     from torch_remat.offload.cpu import CpuOffloader
     from torch_remat.offload.disk import DiskOffloader
     from torch_remat.reports.explain import explain
@@ -47,11 +50,13 @@ if TYPE_CHECKING:
     from torch_remat.reports.trace import trace
 
 __all__ = [
+    "Budget",
     "CheckpointPolicy",
     "CheckpointedModules",
     "CpuOffloader",
     "DiskOffloader",
     "Explanation",
+    "Frontier",
     "LogError",
     "MemoryReport",
     "MismatchError",
@@ -63,6 +68,8 @@ __all__ = [
     "Offloader",
     "OutputError",
     "PlaceholderError",
+    "Plan",
+    "Planned",
     "PolicyError",
     "ReleasedError",
     "RematError",
@@ -71,6 +78,7 @@ __all__ = [
     "Trace",
     "UsageError",
     "auto_forward",
+    "budget",
     "checkpoint",
     "checkpoint_modules",
     "checkpoint_name",
@@ -80,6 +88,7 @@ __all__ = [
     "enable_gradient_checkpointing",
     "explain",
     "format_current_memory_report",
+    "frontier",
     "get_handle",
     "is_placeholder",
     "is_recomputing",
@@ -107,6 +116,9 @@ _LOADED_ON_USE = {
     "_hugging_face": ("enable_gradient_checkpointing",),
     "_list_names": ("NamedResult", "NameTable", "list_names"),
     "_modules": ("CheckpointedModules", "checkpoint_modules"),
+    "budgets.budget": ("Budget", "budget"),
+    "budgets.frontier": ("Frontier", "frontier"),
+    "budgets.plan": ("Plan", "Planned"),
     "offload.cpu": ("CpuOffloader",),
     "offload.disk": ("DiskOffloader",),
     "reports.explain": ("explain",),

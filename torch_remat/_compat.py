@@ -7,6 +7,7 @@ which torch documents for use outside although its module has an underscore.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -26,6 +27,7 @@ __all__ = [
     "BATCH_NORM",
     "PYTREE_NAMESPACE",
     "SELECTIVE_CONTEXTS",
+    "USES_BY_PYTHON",
     "ZERO_TENSOR",
     "CompiledCode",
     "DispatchMode",
@@ -36,6 +38,7 @@ __all__ = [
     "TorchDispatchMode",
     "active_modes",
     "adopt_pytree_node",
+    "after_backward",
     "any_autocast_enabled",
     "any_profiler_runs",
     "attach_oom_observer",
@@ -75,6 +78,7 @@ __all__ = [
     "set_version",
     "shares_storage",
     "storage_key",
+    "storage_uses",
     "swap_identity",
     "top_saved_tensors_hooks",
     "torch_checkpoint_switches",
@@ -240,6 +244,41 @@ set_neg: Callable[[torch.Tensor, bool], None] = torch._C._set_neg
 # The address of a tensor's storage object: the identity of what views share, also where it is empty. The public way
 # makes a storage object in Python.
 storage_key: Callable[[torch.Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
+
+
+def after_backward(then: Callable[[], None]) -> None:
+    """Do something once the backward that runs in this thread has returned to Python; not if it raises.
+
+    The engine's own callbacks run while it still has the thread-local state of forward in place, where a profiler
+    cannot be ended. So the first event that Python's profiling hook sees outside of it is waited for. Where that hook
+    is in use nothing is done.
+    """
+
+    def returned(frame: object, event: str, argument: object) -> None:
+        if graph_task() < 0:
+            sys.setprofile(None)
+            then()
+
+    def ended() -> None:
+        if sys.getprofile() is None:
+            sys.setprofile(returned)
+
+    torch.autograd.Variable._execution_engine.queue_callback(ended)
+
+
+# How often the storage of this address, which must be alive, is held: by tensors, and by its Python object once it has
+# one.
+storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
+
+
+def _uses_by_python() -> int:
+    """Return how often its Python object holds a storage, whether or not Python still knows that."""
+    tensor = torch.empty(1, device="cpu")
+    tensor.untyped_storage()
+    return storage_uses(storage_key(tensor)) - 1
+
+
+USES_BY_PYTHON = _uses_by_python()
 
 
 # Tells the compiler's frame evaluation what to do with a code object; missing in some releases.

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+from torch.compiler import is_compiling
 from torch.nn import Module
 
 from torch_remat._checkpoint import checkpoint
@@ -22,7 +23,20 @@ _FORM = (
 )
 
 
-def checkpoint_modules(model: Module, patterns: Patterns, **options: Any) -> CheckpointedModules:
+class Plan(Protocol):
+    """What says, by region name, which saved tensors are kept: `torch_remat.Plan`."""
+
+    def __contains__(self, name: object) -> bool: ...
+
+    def __iter__(self) -> Iterator[str]: ...
+
+    def bind(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function whose regions keep what it says."""
+
+
+def checkpoint_modules(
+    model: Module, patterns: Patterns, *, policies: Plan | None = None, **options: Any
+) -> CheckpointedModules:
     """Make submodules of a model checkpointed regions, chosen by shell patterns on their qualified names.
 
     From then on each of them runs as if it were called through `checkpoint`, with its qualified name as the region's
@@ -36,6 +50,8 @@ def checkpoint_modules(model: Module, patterns: Patterns, **options: Any) -> Che
             also stands for dots. One, several, or a dict with options for each. Of nested modules that one pattern
             matches the outermost is taken: ``"layers.*"`` means ``layers.0``, not ``layers.0.up``. Modules without a
             ``forward``, such as ``ModuleList``, are passed over.
+        policies: A plan, by region name, of which saved tensors are kept: see `Budget.plan`. A module that it does not
+            name recomputes everything.
         **options: Those of `checkpoint` without ``region_name``, and ``keep_last=n``: the last n matches of a pattern,
             in the order of the model's definition, stay as they are, since backward needs their activations first. The
             options of a pattern come before those of the call.
@@ -68,11 +84,13 @@ def checkpoint_modules(model: Module, patterns: Patterns, **options: Any) -> Che
     named = list(_callable_modules(model))
     matches = [_match(model, named, pattern, {**options, **own}) for pattern, own in _checked(patterns)]
     regions = [
-        (match, RegionForward(module, name, match.options, vars(module).get("forward")))
+        (match, RegionForward(module, name, match.options, vars(module).get("forward"), plan=policies))
         for match in matches
         for name, module in match.regions
     ]
     _raise_if_they_meet(model, matches)
+    if policies is not None:
+        _raise_unless_it_fits(policies, [region.name for _, region in regions])
     handle = CheckpointedModules(type(model).__name__, matches, [region for _, region in regions])
     try:
         for _, region in regions:
@@ -92,9 +110,10 @@ class RegionForward(OfModule):
         options: Those of `checkpoint`.
         earlier: What was the module's ``forward`` before, unless that is the one of its class.
         active: Whether it still is a region.
+        plan: What it keeps; None where that is asked of nobody.
     """
 
-    __slots__ = ("_bind", "active", "earlier", "name", "options")
+    __slots__ = ("_bind", "active", "earlier", "name", "options", "plan")
 
     def __init__(
         self,
@@ -103,15 +122,16 @@ class RegionForward(OfModule):
         options: Mapping[str, Any],
         earlier: Callable[..., Any] | None = None,
         active: bool = True,
+        plan: Plan | None = None,
     ) -> None:
         super().__init__(module)
-        self.name, self.options, self.earlier, self.active = name, options, earlier, active
+        self.name, self.options, self.earlier, self.active, self.plan = name, options, earlier, active, plan
         self._bind = checkpoint(region_name=name, **options)
 
     def parts(self, memo: dict[int, Any] | None) -> tuple[Any, ...]:
         """Return all but the module; options are shared by copies."""
         earlier = self.earlier if memo is None else deepcopy(self.earlier, memo)
-        return self.name, self.options, earlier, self.active
+        return self.name, self.options, earlier, self.active, self.plan
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -131,6 +151,8 @@ class RegionForward(OfModule):
             function = forward.__get__(module)  # MethodType is unknown to the compiler
         if self.active:
             function = self._bind(function)
+            if self.plan is not None and not is_compiling():
+                function = self.plan.bind(function)
         return function(*args, **kwargs)
 
     def remove(self) -> None:
@@ -273,6 +295,19 @@ def _raise_if_they_meet(model: Module, matches: Sequence[_Match]) -> None:
 def _region_of(module: Module) -> RegionForward | None:
     forward = vars(module).get("forward")
     return forward if isinstance(forward, RegionForward) and forward.active else None
+
+
+def _raise_unless_it_fits(plan: Plan, names: Sequence[str]) -> None:
+    if not (isinstance(plan, Mapping) and hasattr(plan, "bind")):
+        raise UsageError(
+            f"checkpoint_modules() has no use for {plan!r} as policies",
+            remedy="It is a plan of budget.plan(), or Plan.from_json(text). A policy for ops is the option policy.",
+        )
+    if not any(name in plan for name in names):
+        raise UsageError(
+            f"the plan names none of these regions: it has {', '.join([*plan][:5]) or 'no name'}",
+            remedy=f"The regions are {', '.join(names[:5])}: they have the qualified names of the modules.",
+        )
 
 
 def _meets_earlier(name: str, earlier: RegionForward) -> UsageError:

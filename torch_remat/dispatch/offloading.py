@@ -41,7 +41,7 @@ class Offloaded:
         placement: How the tensor lay in its storage.
     """
 
-    __slots__ = ("_place", "_sent", "info", "placement", "transfer")
+    __slots__ = ("__weakref__", "_place", "_sent", "info", "placement", "transfer")
 
     def __init__(self, sent: RegionTransfers, transfer: Transfer, tensor: torch.Tensor, info: OffloadInfo) -> None:
         self.transfer = transfer

@@ -6,13 +6,12 @@ In: a limit, a heuristic. Kept: while the block runs, its runtime, one a thread.
 from __future__ import annotations
 
 import math
-import re
 import threading
 from types import TracebackType
-from typing import Any
 
 import torch
 
+from torch_remat._bytes import parse_bytes
 from torch_remat._compat import below_autograd
 from torch_remat.dtr._costs import Cost, Costs
 from torch_remat.dtr._memory import Deallocation, Memory
@@ -21,51 +20,7 @@ from torch_remat.dtr._runtime import BlockRuntime, Mode
 from torch_remat.dtr.heuristics import Heuristic, resolve
 from torch_remat.errors import UsageError
 
-_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-_TEXT = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)\s*")
 _active = threading.local()
-
-
-def parse_bytes(limit: str | int | float, device: torch.device | str | None = None) -> int:
-    """Return a limit in bytes.
-
-    Args:
-        limit: Bytes; a text with one of the units B, KiB, MiB, GiB; or a float below 1, a share of a device's memory.
-        device: The device of which a share is meant; the accelerator, else the machine's memory.
-
-    Raises:
-        UsageError: It is zero, negative or nonsense.
-
-    Example:
-        >>> parse_bytes("1.5 KiB")
-        1536
-    """
-    size: float = math.nan
-    if isinstance(limit, str):
-        match = _TEXT.fullmatch(limit)
-        if match is not None and match[2].upper() in _UNITS:
-            size = float(match[1]) * _UNITS[match[2].upper()]
-    elif isinstance(limit, float):
-        size = limit * _device_bytes(device) if 0 < limit < 1 else limit
-    elif isinstance(limit, int) and not isinstance(limit, bool):
-        size = limit
-    if not math.isfinite(size) or size < 1:
-        raise UsageError(
-            f"{limit!r} is no budget",
-            remedy='A budget is a number of bytes of at least 1, a text such as "600 MiB" (B, KiB, MiB, GiB), or a '
-            "float between 0 and 1: a share of the device's memory.",
-        )
-    return int(size)
-
-
-def _device_bytes(device: torch.device | str | None) -> int:
-    found = torch.accelerator.current_accelerator() if device is None else torch.device(device)
-    if found is not None and found.type != "cpu":
-        module: Any = getattr(torch, found.type)
-        return int(module.get_device_properties(found).total_memory)
-    import os
-
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 class Runtime:

@@ -9,7 +9,7 @@ from torch_remat.dispatch.kept import Around, Kept, decisions_of, parameters_of
 from torch_remat.dispatch.region.region import Region
 from torch_remat.errors import qualified_name
 from torch_remat.reports.data import Kind, OpReport, RegionReport
-from torch_remat.reports.ledger import Ledger, Row, pieces_in
+from torch_remat.reports.ledger import Annotate, Ledger, Row, pieces_in
 
 
 def collect_region(region: Region, ledger: Ledger, *, keep_empty: bool = False) -> RegionReport:
@@ -26,7 +26,7 @@ def collect_region(region: Region, ledger: Ledger, *, keep_empty: bool = False) 
         policy = one.decision.value if one.decision else ""
         for piece in pieces_in(one.value, one.made_on):
             if piece.besides is None or ledger.momentary:
-                ledger.add(piece, name, one.tensor, kind, rows, _needed_by(one), policy)
+                ledger.add(piece, name, one.tensor, kind, rows, _needed_by(one), policy, one.value)
     ops = [
         OpReport(
             name, decisions[name].value if name in decisions else rows[0].policy, tuple(row.finished() for row in rows)
@@ -37,12 +37,14 @@ def collect_region(region: Region, ledger: Ledger, *, keep_empty: bool = False) 
     return RegionReport(region.name, tuple(row.finished() for row in own), tuple(ops))
 
 
-def report_of(region: Region, *, momentary: bool = False, keep_empty: bool = False) -> RegionReport:
+def report_of(
+    region: Region, *, momentary: bool = False, keep_empty: bool = False, annotate: Annotate | None = None
+) -> RegionReport:
     """Return what a region keeps by itself, also of ops that keep nothing if ``keep_empty``.
 
     With ``momentary``, what is offloaded counts in place, too, while it has not left or has come back.
     """
-    ledger = Ledger(momentary)
+    ledger = Ledger(momentary, annotate)
     for parameter in parameters_of(region):
         ledger.add_parameter(parameter)
     return collect_region(region, ledger, keep_empty=keep_empty)

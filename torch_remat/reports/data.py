@@ -51,6 +51,7 @@ class KeptTensor:
         shared_with: Where the storage is counted, if not here: a name, or ``"parameter"`` or ``"buffer"``.
         offloaded: Whether it lies elsewhere than on the device where it was made.
         policy: The policy of what it belongs to, ``"save"``, ``"offload"`` or ``"recompute"``; empty without one.
+        note: What a function that looks at the tensors themselves says of it; empty where none was given.
     """
 
     name: str
@@ -65,6 +66,7 @@ class KeptTensor:
     shared_with: str | None = None
     offloaded: bool = False
     policy: str = ""
+    note: str = ""
 
 
 class _Sums:
@@ -159,6 +161,7 @@ class KeptForBackward(_Sums):
     outside: tuple[NodeReport, ...]
     parameters: ParameterReport
     buffers: ParameterReport = ParameterReport(0, 0)
+    budgets: tuple[str, ...] = ()
 
     def all_tensors(self) -> Iterator[KeptTensor]:
         """Yield all tensors that are kept."""

@@ -7,7 +7,7 @@ for those that are away, so that no address is used again. Out: rows, in which t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, is_dataclass
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
@@ -23,6 +23,9 @@ from torch_remat.reports.data import KeptTensor, Kind, ParameterReport
 
 PARAMETER, BUFFER = "parameter", "buffer"
 """Kinds of tensors that exist anyway."""
+
+Annotate = Callable[[torch.Tensor], str | None]
+"""Says something of a kept tensor, such as where it was allocated, or nothing."""
 
 _SIMPLE = (torch.Tensor, str, bytes, int, float, complex, type(None), type)
 
@@ -161,6 +164,7 @@ class Row:
     bytes: int = 0
     aliases: list[str] = field(default_factory=list)
     shared_with: str | None = None
+    note: str = ""
 
     def finished(self) -> KeptTensor:
         """Return the row as plain data."""
@@ -168,7 +172,7 @@ class Row:
         what = (self.name, self.label, piece.besides or self.kind, self.bytes)
         look = (piece.shape, str(piece.dtype).removeprefix("torch."), piece.place)
         others = (tuple(dict.fromkeys(self.needed_by)), tuple(dict.fromkeys(self.aliases)), self.shared_with)
-        return KeptTensor(*what, *look, *others, piece.offloaded, self.policy)
+        return KeptTensor(*what, *look, *others, piece.offloaded, self.policy, self.note)
 
 
 class Ledger:
@@ -177,10 +181,12 @@ class Ledger:
     Args:
         momentary: Whether to count the copy of an offloaded tensor that is in place for a moment: it has not left yet,
             or a backward has brought it back.
+        annotate: Says something of the tensors that regions keep.
     """
 
-    def __init__(self, momentary: bool = True) -> None:
+    def __init__(self, momentary: bool = True, annotate: Annotate | None = None) -> None:
         self.momentary = momentary
+        self.annotate = annotate
         self._owners: dict[Hashable, Row | str] = {}  # PARAMETER or BUFFER for what exists anyway
         self._alive: list[Any] = []  # no address may be used again meanwhile
         self._shown: dict[tuple[int, Hashable], Row] = {}  # by the rows of an op or region, what stands for a storage
@@ -210,10 +216,20 @@ class Ledger:
         return ParameterReport(len(self._existing[kind]), self._existing_bytes[kind])
 
     def add(
-        self, piece: Piece, name: str, label: str, kind: Kind, rows: list[Row], needed_by: str, policy: str = ""
+        self,
+        piece: Piece,
+        name: str,
+        label: str,
+        kind: Kind,
+        rows: list[Row],
+        needed_by: str,
+        policy: str = "",
+        value: Any = None,
     ) -> None:
         """Count a tensor, and append its row to ``rows``, unless it shares the memory of one that is there."""
         row = Row(name, label, kind, piece, policy, [needed_by])
+        if self.annotate is not None and isinstance(value, torch.Tensor):
+            row.note = self.annotate(value) or ""
         met: list[Hashable] = []
         for key, memory, count in piece.memory:
             if key in self._owners:

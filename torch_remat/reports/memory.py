@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from itertools import chain
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 
 from torch_remat.dispatch.kept import parameters_of
 from torch_remat.dispatch.mode import current_mode
-from torch_remat.dispatch.region.region import live_regions
+from torch_remat.dispatch.region.region import Region, live_regions
 from torch_remat.errors import UsageError
 from torch_remat.reports.collect import collect_region, report_of
 from torch_remat.reports.data import RegionReport
 from torch_remat.reports.graph import checkpoints_below, collect_nodes, nodes_below, parameters_below
-from torch_remat.reports.ledger import BUFFER, PARAMETER, Ledger
+from torch_remat.reports.ledger import BUFFER, PARAMETER, Annotate, Ledger
 from torch_remat.reports.model import MemoryReport
 from torch_remat.reports.text import format_region
 
@@ -49,13 +50,18 @@ def memory_report(*roots: torch.Tensor | torch.nn.Module) -> MemoryReport:
           block: 64 B
             args[0]  64 B  float32[4, 4] cpu  input
     """
+    return annotated_report(roots)
+
+
+def annotated_report(roots: Sequence[torch.Tensor | torch.nn.Module], annotate: Annotate | None = None) -> MemoryReport:
+    """Return what `memory_report` returns, with what a function says of each tensor that a region keeps."""
     for root in roots:
         if not isinstance(root, (torch.Tensor, torch.nn.Module)):
             raise UsageError(
                 f"memory_report() takes tensors and modules, not a {type(root).__name__}",
                 remedy="Pass the losses, and the model if it has buffers: remat.memory_report(loss, model).",
             )
-    ledger = Ledger()
+    ledger = Ledger(annotate=annotate)
     nodes = nodes_below(root for root in roots if isinstance(root, torch.Tensor))
     regions = live_regions()
     checkpoints = checkpoints_below(nodes, regions)
@@ -70,7 +76,14 @@ def memory_report(*roots: torch.Tensor | torch.nn.Module) -> MemoryReport:
         collect_nodes(nodes, checkpoints, ledger),
         ledger.existing(PARAMETER),
         ledger.existing(BUFFER),
+        tuple(line for one in _budgets_of(regions) if (line := one.summary())),
     )
+
+
+def _budgets_of(regions: Sequence[Region]) -> list[Any]:
+    """Return the budgets that regions are in, each once."""
+    keepers = (region.keeper for region in regions)
+    return list({id(one): one for keeper in keepers if keeper is not None for one in keeper.owners}.values())
 
 
 def format_current_memory_report() -> str:
@@ -93,7 +106,7 @@ def format_current_memory_report() -> str:
         block: 8 B
           args[0]  8 B  float32[2] cpu  input
     """
-    return format_region(_current("format_current_memory_report"))
+    return format_region(current_report("format_current_memory_report"))
 
 
 def print_current_memory_report(file: TextIO | None = None) -> None:
@@ -113,11 +126,12 @@ def print_current_memory_report(file: TextIO | None = None) -> None:
         ...     return x.sin()
         >>> y = remat.checkpoint()(block)(torch.ones(2, requires_grad=True))
     """
-    text = format_region(_current("print_current_memory_report"))
+    text = format_region(current_report("print_current_memory_report"))
     (sys.stdout if file is None else file).write(text + "\n")
 
 
-def _current(function: str) -> RegionReport:
+def current_report(function: str, annotate: Annotate | None = None) -> RegionReport:
+    """Return the report of the region that runs now, asked for by a function of this name."""
     mode = current_mode()
     if mode is None:
         raise UsageError(
@@ -125,4 +139,4 @@ def _current(function: str) -> RegionReport:
             remedy="Call it in the function that remat.checkpoint runs, or use remat.memory_report(loss) elsewhere. "
             "Under torch.no_grad() and torch.compile there are no regions.",
         )
-    return report_of(mode.region, momentary=True, keep_empty=True)
+    return report_of(mode.region, momentary=True, keep_empty=True, annotate=annotate)

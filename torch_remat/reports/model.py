@@ -25,6 +25,7 @@ class MemoryReport(KeptForBackward):
         outside: What is saved outside of regions, by node type, the largest first.
         parameters: Parameters, apart: those that regions and graph refer to, and those of the modules given.
         buffers: Buffers of the modules given, apart.
+        budgets: A line for each budget that regions are in.
     """
 
     def to_dict(self) -> dict[str, Any]:
@@ -41,6 +42,7 @@ class MemoryReport(KeptForBackward):
             "outside": [with_sums(node) for node in self.outside],
             "parameters": asdict(self.parameters),
             "buffers": asdict(self.buffers),
+            "budgets": list(self.budgets),
         }
 
     def to_json(self, *, indent: int | None = 2) -> str:

@@ -49,6 +49,7 @@ def format_report(report: KeptForBackward) -> str:
     for name, existing in (("parameters", report.parameters), ("buffers", report.buffers)):
         if existing.count:
             lines.append(f"{name}, apart: {format_bytes(existing.bytes)} in {existing.count}")
+    lines += report.budgets
     if report.regions:
         lines += ["", f"in {plural(len(report.regions), 'region')}: {_sum_of(report.regions)}"]
     for group in fold(report.regions):
@@ -110,7 +111,7 @@ def remarks(tensor: KeptTensor) -> str:
 
 
 def _cells(tensor: KeptTensor, label: str) -> list[str]:
-    note = ", ".join(part for part in (tensor.policy, remarks(tensor)) if part)
+    note = ", ".join(part for part in (tensor.policy, remarks(tensor), tensor.note) if part)
     return [label, format_bytes(tensor.bytes), describe(tensor), note]
 
 

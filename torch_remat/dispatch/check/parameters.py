@@ -59,7 +59,7 @@ def parameters_of(
     if not arguments and isinstance(function, Module):
         modules.append(function)
     elif arguments or type(function) in _REACHING:
-        for value in _reached(function, arguments):
+        for value in reached_by(function, arguments):
             if isinstance(value, Module):
                 modules.append(value)
             else:
@@ -180,7 +180,8 @@ class _Unread(DispatchMode):
         return op(*args, **(kwargs or {}))
 
 
-def _reached(function: Callable[..., Any], arguments: Sequence[Module]) -> Iterator[Module | Parameter]:
+def reached_by(function: Callable[..., Any], arguments: Sequence[Module]) -> Iterator[Module | Parameter]:
+    """Yield the modules and parameters that a region's function reaches, in its variables and among its arguments."""
     values: list[Any] = [function, *arguments]
     functions = set()
     for value in values:  # grows meanwhile
@@ -203,7 +204,7 @@ def _reached(function: Callable[..., Any], arguments: Sequence[Module]) -> Itera
 
 def _name_of(region: Any, place: int, parameter: torch.Tensor | None) -> str:
     """Return what an error calls a parameter: its place, and its name in the module that has it, if one has."""
-    for value in _reached(region.function, region.inputs.modules()):
+    for value in reached_by(region.function, region.inputs.modules()):
         if isinstance(value, Module):
             for name, other in value.named_parameters():
                 if other is parameter:

@@ -19,7 +19,13 @@ from torch_remat._compat import has_returned, node_number, sequence_number
 from torch_remat.dispatch.ambient import Draws, RngState
 from torch_remat.dispatch.check.inner_ops import Around
 from torch_remat.dispatch.handle.op import RematHandle
-from torch_remat.dispatch.handle.saved_call import Given, UnwatchedCall, WatchedCall, check_needs, mark_calls_made_again
+from torch_remat.dispatch.handle.running_call import (
+    Given,
+    UnwatchedCall,
+    WatchedCall,
+    check_needs,
+    mark_calls_made_again,
+)
 from torch_remat.dispatch.handle.whole_call import CallForward, is_whole_call
 from torch_remat.dispatch.holder import AUTOCAST_DTYPES, Anchor, Holder, OpHolder, is_parameter, parameter_behind
 from torch_remat.dispatch.log.entry import HandleCall
@@ -330,6 +336,7 @@ class CallRecorder(Recorder):
         calling: The function of torch's own that runs, or the call of `region`.
         calls: The saved calls of `region`.
         draws: Which calls draw random numbers; None where nobody cares.
+        recomputing: In how many native regions of the policy RECOMPUTE code runs.
     """
 
     def __init__(self, forward: Forward) -> None:
@@ -341,6 +348,7 @@ class CallRecorder(Recorder):
         self.calling: CallForward | WatchedCall | None = None
         self.calls: list[WatchedCall | UnwatchedCall] = []
         self.draws = None if self.region.rng is None else Draws(self.region.rng)
+        self.recomputing = 0
         self._around: Around | None = None
         self._views: list[tuple[Stretch, int, Tensor, int]] = []
 
@@ -593,7 +601,11 @@ class CallRecorder(Recorder):
             self.note_record(record)
             if not self.has_policy:
                 self.keep_inputs(record, leaves_of(args, kwargs))
-            return function(*args, **kwargs)
+            self.recomputing += 1
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.recomputing -= 1
         if self.has_policy:
             return self.run_watched(name, policy, function, args, kwargs)
         if not is_whole_call(function, args, kwargs):

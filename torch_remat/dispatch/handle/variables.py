@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter, itemgetter
-from types import BuiltinFunctionType, CellType, FunctionType, MappingProxyType, MethodType
+from types import BuiltinFunctionType, CellType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from torch.nn import Module
 Path = tuple[Callable[[Any], Any], ...]  # leads from the function to the value
 State = list[tuple[Any, tuple[Any, ...]]]  # variables and containers, each with what it holds
 _DEPTH = 3  # of functions and containers in each other
-_CONTAINERS = (list, dict, set)
 _NONE: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -36,7 +35,7 @@ def tensors_reached(call: tuple[Any, ...]) -> Iterator[tuple[Path, torch.Tensor]
                     yield (_FIRST, partial(_cell_contents, at)), value
     for at, root in enumerate(call):
         if type(root) not in _BARE:
-            for path, value in _reached(root, True):
+            for path, value in _reached(root):
                 if isinstance(value, torch.Tensor):
                     yield (itemgetter(at), *path), value
 
@@ -55,43 +54,23 @@ def at_path(call: tuple[Any, ...], path: Path) -> Any:
     return value
 
 
-def state_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any] = _NONE, in_objects: bool = False) -> State:
-    """Return the variables that a function closes over, and the lists, dicts and sets in reach, with what they hold.
+def state_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any] = _NONE) -> State:
+    """Return what a call may change otherwise than in tensors, each with what it holds.
+
+    These are the variables that its function closes over; lists, dicts, sets, iterators, and attributes of objects,
+    those of modules apart, among these and among its arguments.
 
     Args:
         function: The function.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
-        in_objects: Whether to look into modules and other objects, too.
     """
     state: State = []
     for root in (function, *args, *kwargs.values()):
-        if type(root) in _BARE:
+        if type(root) in _BARE or (type(root) is FunctionType and not (root.__closure__ or root.__defaults__)):
             continue
-        if type(root) is FunctionType and not in_objects:
-            if root.__closure__ is not None:
-                _note_cells(state, root)
-            if root.__defaults__ is None and not root.__dict__:
-                continue
-        elif isinstance(root, torch.Tensor):
-            continue
-        for value in (root, *(value for _, value in _reached(root, in_objects))):
-            holders = [value] if isinstance(value, _CONTAINERS) else _cells_of(value)
-            state += [(holder, _held_by(holder)) for holder in holders]
+        _note_state(state, root, _DEPTH, (torch.Tensor, Module, type, ModuleType))
     return state
-
-
-def _note_cells(state: State, function: FunctionType) -> None:
-    """Do the same for what a plain function closes over."""
-    for cell in function.__closure__ or ():
-        held = _held_by(cell)
-        state.append((cell, held))
-        for value in held:
-            if type(value) in _BARE or isinstance(value, (torch.Tensor, Module)):
-                continue
-            for inner in (value, *(inner for _, inner in _reached(value, False))):
-                holders = [inner] if isinstance(inner, _CONTAINERS) else _cells_of(inner)
-                state += [(holder, _held_by(holder)) for holder in holders]
 
 
 def changed_in(state: State, region_function: Any) -> bool:
@@ -99,8 +78,48 @@ def changed_in(state: State, region_function: Any) -> bool:
     changed = [holder for holder, held in state if not _same(_held_by(holder), held)]
     if not changed:
         return False
-    outside = {id(holder) for holder, _ in state_of(region_function, (), in_objects=True)}
-    return any(id(holder) not in outside for holder in changed)
+    outside: State = []
+    _note_state(outside, region_function, 2 * _DEPTH, (torch.Tensor, type, ModuleType))
+    function: Any = getattr(region_function, "__func__", region_function)
+    for name in function.__code__.co_names if isinstance(function, FunctionType) else ():
+        _note_state(outside, function.__globals__.get(name), _DEPTH, (torch.Tensor, type, ModuleType))
+    known = {id(holder) for holder, _ in outside}
+    return any(id(holder) not in known for holder in changed)
+
+
+def _note_state(state: State, root: Any, depth: int, passed_over: tuple[type, ...]) -> None:
+    """Note what holds objects, breadth first."""
+    level, seen = [root], set()
+    for _ in range(depth):
+        following: list[Any] = []
+        for value in level:
+            if type(value) in _BARE or id(value) in seen or isinstance(value, passed_over):
+                continue
+            seen.add(id(value))
+            for holder in _holders_of(value):
+                held = _held_by(holder)
+                state.append((holder, held))
+                following += held
+            if isinstance(value, FunctionType):
+                following += (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+            elif isinstance(value, MethodType):
+                following += (value.__func__, value.__self__)
+            elif isinstance(value, partial):
+                following += (value.func, *value.args, *value.keywords.values())
+            elif isinstance(value, tuple):
+                following += value
+        level = following
+
+
+def _holders_of(value: Any) -> Sequence[Any]:
+    if isinstance(value, FunctionType):
+        return value.__closure__ or ()
+    if isinstance(value, (list, dict, set, Iterator)):
+        return (value,)
+    if type(value).__module__.partition(".")[0] == "torch":
+        return ()  # contexts, and the like
+    attributes = getattr(value, "__dict__", None)
+    return (attributes,) if type(attributes) is dict else ()
 
 
 def identity_of(function: Any) -> Any:
@@ -117,14 +136,14 @@ def identity_of(function: Any) -> Any:
     return type(function)
 
 
-def _reached(function: Any, in_objects: bool) -> Iterator[tuple[Path, Any]]:
-    """Yield what a function reaches, breadth first; also the attributes of modules, and of an object that is called."""
+def _reached(function: Any) -> Iterator[tuple[Path, Any]]:
+    """Yield what a function reaches, breadth first."""
     level: list[tuple[Path, Any]] = [((), function)]
     seen = {id(function)}
     for depth in range(_DEPTH):
         following: list[tuple[Path, Any]] = []
         for path, value in level:
-            for step, inner in _parts_of(value, in_objects, is_called=not path):
+            for step, inner in _parts_of(value, is_called=not path):
                 if inner is None or id(inner) in seen:
                     continue
                 seen.add(id(inner))
@@ -137,11 +156,9 @@ def _reached(function: Any, in_objects: bool) -> Iterator[tuple[Path, Any]]:
 _BARE = frozenset((torch.Tensor, torch.nn.Parameter, int, float, bool, str, bytes, complex, type(None), type))
 
 
-def _parts_of(value: Any, in_objects: bool, is_called: bool) -> Iterator[tuple[Callable[[Any], Any], Any]]:
+def _parts_of(value: Any, is_called: bool) -> Iterator[tuple[Callable[[Any], Any], Any]]:
     """Yield the parts of a function or container, and how to get them."""
     if isinstance(value, Module):
-        if not in_objects:
-            return
         for name, module in value.named_modules():
             get = _submodule(name)
             for attribute, inner in _attributes_of(module):
@@ -165,7 +182,7 @@ def _parts_of(value: Any, in_objects: bool, is_called: bool) -> Iterator[tuple[C
     elif isinstance(value, MethodType):
         yield attrgetter("__func__"), value.__func__
         owner = value.__self__
-        for step, inner in _parts_of(owner, in_objects, is_called=True):
+        for step, inner in _parts_of(owner, is_called=True):
             yield partial(_then, attrgetter("__self__"), step), inner
     elif isinstance(value, Mapping):
         for key, inner in value.items():
@@ -173,7 +190,7 @@ def _parts_of(value: Any, in_objects: bool, is_called: bool) -> Iterator[tuple[C
     elif isinstance(value, (list, tuple)):
         for at, inner in enumerate(value):
             yield itemgetter(at), inner
-    elif in_objects and is_called and type(value) not in _BARE:
+    elif is_called and type(value) not in _BARE:
         for name, inner in getattr(value, "__dict__", {}).items():
             yield attrgetter(name), inner
 
@@ -198,10 +215,6 @@ def _cell_contents(at: int, function: FunctionType) -> Any:
     return (function.__closure__ or ())[at].cell_contents
 
 
-def _cells_of(value: Any) -> Sequence[CellType]:
-    return value.__closure__ or () if isinstance(value, FunctionType) else ()
-
-
 def _held_by(holder: Any) -> tuple[Any, ...]:
     if isinstance(holder, CellType):
         try:
@@ -210,7 +223,7 @@ def _held_by(holder: Any) -> tuple[Any, ...]:
             return ()
     if isinstance(holder, dict):
         return (*holder, *holder.values())
-    return tuple(holder)
+    return (object(),) if isinstance(holder, Iterator) else tuple(holder)  # how far an iterator is, it does not tell
 
 
 def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:

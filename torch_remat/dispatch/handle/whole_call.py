@@ -346,8 +346,10 @@ def made_again(
     replay: Replay, record: WholeCall, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Make the call at its own place. Forward's holders have what backward needs; results that were kept stay."""
-    leaves = [real(leaf, record.name) for leaf in leaves_of(args, kwargs)]
-    args, kwargs = with_leaves(args, kwargs, leaves)
+    leaves = leaves_of(args, kwargs)
+    if any(isinstance(leaf, Placeholder) for leaf in leaves):
+        fresh, kwargs = with_leaves(args, kwargs, [real(leaf, record.name) for leaf in leaves])
+        args = [_refilled(arg, new) for arg, new in zip(args, fresh, strict=True)]
     given = list(tensors_in(args, kwargs))
     for at, version in () if replay.region.inputs.packed else record.versions:
         # What replay makes itself has storages of its own; autograd may sum gradients in place in one phase only.
@@ -363,6 +365,17 @@ def made_again(
     if record.drawn is not None:
         record.drawn.restore()
     return result
+
+
+def _refilled(given: Any, fresh: Any) -> Any:
+    """Return an argument with other leaves; a list or dict as the object that it is, since the call may change it."""
+    if type(given) is list:
+        given[:] = fresh
+        return given
+    if type(given) is dict:
+        given.update(fresh)
+        return given
+    return fresh
 
 
 def _leaf(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from math import inf
 from operator import attrgetter
 from types import NoneType
 from typing import Any
@@ -39,6 +40,7 @@ from torch_remat.dispatch.holder import (
     parameter_behind,
     read,
 )
+from torch_remat.dispatch.keeping import keeping
 from torch_remat.dispatch.mode import RematMode, current_mode
 from torch_remat.dispatch.observe import Watch, is_watched
 from torch_remat.dispatch.options import DEFAULTS, Options
@@ -62,6 +64,8 @@ def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
         if not is_part:
             args, kwargs = parent.ops.enter_region(args, kwargs)
     region = Region(function, args, kwargs, options, Filling, is_part)
+    if (budget := keeping.get()) is not None and (parent is None or not parent.recomputing):
+        region.keeper = budget.begin(region, args, kwargs)
     mode = Recording(region)
     try:
         contexts: Sequence[AbstractContextManager[Any]] = () if options is DEFAULTS else mode.contexts()
@@ -108,11 +112,14 @@ class Recording(RematMode):
     _values: Values | None = None
     _any_version = 0
     _all_small = True  # of what is saved
+    _keep: Callable[[Holder, ref[Holder], Tensor, Any], None] | None = None  # what a budget does with each saved tensor
 
     def __init__(self, region: Region) -> None:
         self.region = region
         self.observed = self.watcher = None
         self._counters: list[torch.Tensor] = []
+        if region.keeper is not None:
+            self._keep = region.keeper.keep
         if region.options is not DEFAULTS:
             value_of = value_function(region.options.determinism_check)
             self._values = region.values = None if value_of is None else Values(value_of)
@@ -153,7 +160,7 @@ class Recording(RematMode):
         assert region.inputs is not None
         tape, originals, bases = region.tape, region.inputs.originals, region.inputs.bases  # the graph keeps the hook
         layouts, saved, count = tape.layouts, tape.saved.append, self._counters.append
-        room, strided = ROOM_BYTES, torch.strided
+        keep, room, strided = self._keep, ROOM_BYTES if self._keep is None else inf, torch.strided
 
         def pack(tensor: torch.Tensor) -> Holder | Anchor:
             nonlocal room
@@ -200,10 +207,12 @@ class Recording(RematMode):
             holder = Holder()
             holder.region = region
             holder.value = holder.origin = None
-            holder.metadata, holder.producer = metadata, producer
-            holder.plain = True
-            saved(ref(holder))
-            count(owner)
+            holder.metadata, holder.producer, holder.plain = metadata, producer, True
+            saved(entry := ref(holder))
+            if keep is None:
+                count(owner)
+            else:
+                keep(holder, entry, tensor.detach() if self.watcher is None else self._alias_of(tensor), ops)
             return holder
 
         return pack
@@ -242,7 +251,10 @@ class Recording(RematMode):
                 holder.origin = None if inputs.contains(cast_of) else cast_of
             elif node_number(node) < region.first_number:
                 holder.origin = ref(owner)
-        self._counters.append(self._counter_of(owner))
+        if self._keep is None:
+            self._counters.append(self._counter_of(owner))
+        else:
+            self._keep(holder, ref(holder), self._alias_of(tensor), self.ops)
         self.note_value(holder, tensor)
         return holder
 
@@ -284,13 +296,20 @@ class Recording(RematMode):
         region = self.region
         if self._values is not None:
             self._values.flush()
-        if self._any_version or any(map(_version_of, self._counters)):
+        keeper = region.keeper
+        if keeper is not None and self._keep is not None:
+            keeper.end()
+        elif self._any_version or any(map(_version_of, self._counters)):
             self._find_changed()
         if self._all_small and self._counters and self.ops is None:
             region.tail_is_tiny = self._tail_is_tiny()
         self._counters.clear()  # before the ops look for what is alive
         if self.ops is not None:
-            self.ops.finish(boundary)
+            if keeper is None:
+                self.ops.finish(boundary)
+            else:
+                with keeper.set_aside():
+                    self.ops.finish(boundary)
         if region.rng is not None and not region.rng.keep_drawn(region.tape.drawn_by_ops() if self.ops else ()):
             region.rng = None
         assert region.inputs is not None
@@ -299,6 +318,8 @@ class Recording(RematMode):
         if region.buffers is not None and not region.buffers.finish(bool(region.tape.calls or region.tape.records)):
             region.buffers = None
         region.finished = True
+        if keeper is not None:
+            keeper.finish()
 
     def _tail_is_tiny(self) -> bool:
         """Whether so little follows the last save that to stop replay there by an exception would take longer."""

@@ -122,6 +122,12 @@ class RegionInputs:
             if type(leaf) is not _SameAs:
                 yield self._place(index), leaf
 
+    def held(self) -> Iterator[torch.Tensor]:
+        """Yield the tensors that are held as they are, without parameters."""
+        for index, requires_grad, _ in self._tensors:
+            if requires_grad is not None and isinstance(leaf := self._leaves[index], Tensor):
+                yield leaf
+
     def offloaded(self) -> Collection[int]:
         """Return the indices, among the leaves of the arguments, of the tensors that are offloaded."""
         return () if self._away is None else self._away.keys()

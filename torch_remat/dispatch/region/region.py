@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from _thread import RLock  # without the Python function around it that threading has
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import finalize, ref
@@ -32,6 +32,7 @@ from torch_remat.dispatch.check.parameters import parameters_of
 from torch_remat.dispatch.check.values import Values
 from torch_remat.dispatch.generators import generators_of
 from torch_remat.dispatch.holder import Holder, read
+from torch_remat.dispatch.keeping import Keeper
 from torch_remat.dispatch.mode import RematMode, unseen
 from torch_remat.dispatch.naming import default_name, scope
 from torch_remat.dispatch.offloading import Sender, offload_inputs
@@ -87,7 +88,8 @@ class Region:
     op_log: OpLog | None = None
     offloading: Sender | None = None
     buffers: Buffers | None = None  # of modules, while they are to be put back
-    _replayed_in = -1  # the latest backward that came here
+    keeper: Keeper | None = None  # inside of a budget
+    replayed_in = -1  # the latest backward that came here
 
     def __init__(
         self,
@@ -124,7 +126,7 @@ class Region:
                 self.op_log = OpLog()
             if options.offload_inputs and hooks is None:
                 offload_inputs(self, args, kwargs)
-        self._lock = RLock()
+        self.lock = RLock()
         self.serial = _next_serial()
         _regions.add(ref(self, _regions.discard))
 
@@ -144,10 +146,10 @@ class Region:
     def reach(self) -> None:
         """Replay if a holder needs it: backward comes to the region, and has run nothing of it."""
         if self.inputs is not None:
-            with self._lock:
+            with self.lock:
                 # What this backward has filled and read already, it does not need again. What an earlier one has left
                 # may be all that this one reads: `read` asks for the rest.
-                earlier = self._replayed_in
+                earlier = self.replayed_in
                 if earlier != graph_task() and (earlier < 0 or not self.finished or not self.tape.has_values()):
                     self._fill()
 
@@ -162,7 +164,7 @@ class Region:
         Raises:
             ReleasedError: An earlier backward freed the region's inputs.
         """
-        with self._lock:
+        with self.lock:
             while (value := holder.value) is None:  # another thread's backward may read what this one fills
                 if self.inputs is None:
                     raise ReleasedError(
@@ -181,26 +183,36 @@ class Region:
             return
         if not self.finished:
             self.tape.backward_inside = True
+        if self.keeper is not None:
+            self.keeper.reach()
         last = self.tape.last_needed()
         if last >= 0 or (self.tape.elided and self.tape.empty_elided()):
             if self.values is not None:
                 self.values.flush()
             self.filling = True
             try:
-                with nullcontext() if torch_function_is_on() else with_torch_function():
-                    if self.finished:
-                        self._replay(self, last).replay()
-                    else:
-                        self._replay_in_forward(last)
+                if torch_function_is_on():
+                    self._fill_up_to(last)
+                else:
+                    with with_torch_function():
+                        self._fill_up_to(last)
             finally:
                 self.filling = False
-        self._replayed_in = graph_task()
+        self.replayed_in = graph_task()
         if not self.finished:
             return
         if not graph_is_kept():
             self._release()
         elif (group := graph_exec_group()) is not None:
             finalize(group, self.tape.forget_values).atexit = False
+
+    def _fill_up_to(self, last: int) -> None:
+        if not self.finished:
+            self._replay_in_forward(last)
+        elif self.keeper is None:
+            self._replay(self, last).replay()
+        else:
+            self.keeper.replay(self._replay(self, last).replay)
 
     def _replay_in_forward(self, last: int) -> None:
         for mode in active_modes():

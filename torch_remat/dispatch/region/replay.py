@@ -260,11 +260,14 @@ class Filling(RematMode):
             holder = entry()
             if holder is None:
                 return value
+            metadata = holder.metadata
             self._compare(position, holder, tensor, owner)
             if self.over:
                 return value
             if holder.value is None:
                 self._give(holder, tensor, value)
+            else:
+                holder.metadata = metadata  # the version is that of its own value
         elif isinstance(entry, torch.Tensor):
             loaded = self.ops is not None and self.ops.has_loaded(tensor)
             if owner is not entry and not loaded and not is_same_leaf(entry, owner):

@@ -1,0 +1,829 @@
+"""Budgets: gradients are those of plain autograd bit for bit, bytes are counted truly, and nothing outlives its use."""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+import threading
+import warnings
+from pathlib import Path
+
+import pytest
+import test_nesting
+import torch
+from helpers import (
+    Mlp,
+    Stack,
+    assert_same,
+    checkpointed,
+    collector_off,
+    leaf,
+    no_other_regions,
+    parameter_gradients,
+    plain,
+    watch,
+)
+from test_random_programs import outcome
+from torch import nn
+from torch.nn import functional as F
+
+import torch_remat as remat
+from benchmarks.memory import allocations
+
+KIB = 2**10
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="the budget")
+        yield
+
+
+def kept_without_limit(program):
+    """Return the most bytes that a program's regions keep where nothing is given up."""
+    with remat.budget(2**40, reserve=0) as budget:
+        program()
+    return max(step.most_bytes for step in budget.steps)
+
+
+# Gradients
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_random_program_is_equal_in_a_random_budget(seed):
+    expected = outcome(seed, plain, in_place=0)
+    with remat.budget(random.Random(seed).choice([1, 100, 300, 1000, 3000, 10**6]), reserve=0) as budget:
+        assert_same(expected, outcome(seed, checkpointed, in_place=0))
+    assert budget.kept_bytes == 0
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_random_program_with_in_place_ops_is_equal_or_refused_in_a_random_budget(seed):
+    given = []
+    expected = outcome(seed, plain, in_place=3, given=given)
+    with remat.budget(random.Random(seed).choice([1, 100, 300, 1000, 3000, 10**6]), reserve=0):
+        actual = outcome(seed, checkpointed, in_place=3)
+    if isinstance(expected, RuntimeError):
+        assert isinstance(actual, remat.MutationError)
+    elif isinstance(actual, RuntimeError):
+        assert isinstance(actual, remat.MutationError)
+        assert any(tensor._version != version for tensor, version in given), str(actual)
+    else:
+        assert_same(expected, actual)
+
+
+def stack_step(wrap, x, seed=1):
+    torch.manual_seed(seed)
+    stack = Stack(wrap, depth=3)
+    torch.manual_seed(seed + 1)
+    stack(x).square().mean().backward()
+    return parameter_gradients(stack)
+
+
+@pytest.mark.parametrize("share", [0.05, 0.2, 0.5, 0.8, 1.0])
+def test_every_share_gives_equal_gradients_within_the_budget(share):
+    x = torch.randn(4, 8, 8)
+    expected = stack_step(plain, x)
+    most = kept_without_limit(lambda: stack_step(checkpointed, x))
+    with remat.budget(int(share * most), reserve=0) as budget:
+        for _ in range(3):
+            assert_same(expected, stack_step(checkpointed, x))
+    floor = max(sum(row.fixed_bytes for row in step.rows) for step in budget.steps)
+    largest_result = 4 * 8 * 8 * 4 * 3
+    assert all(step.forward_bytes <= max(share * most, floor + largest_result) for step in budget.steps)
+    assert any(row.given_bytes for row in budget.steps[-1].rows) == (share < 1)
+
+
+def test_nothing_is_replayed_where_all_has_room():
+    runs = []
+
+    def block(x):
+        runs.append(remat.is_recomputing())
+        return (x.sin() @ x).exp()
+
+    with remat.budget("1 GiB"):
+        checkpointed(block)(leaf(4, 4)).sum().backward()
+    assert runs == [False]
+
+
+def test_outside_of_the_block_everything_is_recomputed_again():
+    x = leaf(4, 4)
+    with remat.budget("1 GiB", reserve=0) as budget:
+        inside = checkpointed(lambda x: x.sin().exp())(x)
+    outside = checkpointed(lambda x: x.sin().exp())(x)
+    kept = budget.kept_bytes
+    assert kept == 2 * x.nbytes  # the input, and the exponential's result
+    del inside
+    assert budget.kept_bytes == 0
+    assert outside is not None
+
+
+@pytest.mark.parametrize("limit", [1, 400, 10**6])
+def test_kept_graph_gives_equal_gradients_twice(limit):
+    x = leaf(4, 8)
+    block = Mlp()
+    expected = torch.autograd.grad(block(x).square().sum(), [x, *block.parameters()])
+    with remat.budget(limit, reserve=0):
+        loss = checkpointed(block)(x).square().sum()
+        for kept in (True, True, False):
+            assert_same(expected, torch.autograd.grad(loss, [x, *block.parameters()], retain_graph=kept))
+
+
+@pytest.mark.parametrize("limit", [1, 400, 10**6])
+def test_second_order_gradients_are_equal(limit):
+    x = leaf(4, 8)
+    block = Mlp()
+
+    def second(wrap):
+        (first,) = torch.autograd.grad(wrap(block)(x).square().sum(), x, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), [x, *block.parameters()], allow_unused=True)[:-1]
+
+    expected = second(plain)
+    with remat.budget(limit, reserve=0):
+        assert_same(expected, second(checkpointed))
+
+
+@pytest.mark.parametrize("limit", [1, 500, 10**6])
+def test_nested_regions_are_equal(limit):
+    inner, outer, x = Mlp(), Mlp(), leaf(4, 8)
+
+    def program(wrap):
+        def block(x):
+            return wrap(inner)(outer(x).sin()) + wrap(inner)(x)
+
+        return torch.autograd.grad(wrap(block)(x).square().sum(), [x, *inner.parameters(), *outer.parameters()])
+
+    expected = program(plain)
+    with remat.budget(limit, reserve=0) as budget:
+        assert_same(expected, program(checkpointed))
+    assert budget.kept_bytes == 0
+
+
+@pytest.mark.parametrize("limit", [1, 500, 2000, 10**6])
+def test_accumulated_gradients_of_graphs_that_live_together_are_equal(limit):
+    blocks, xs = [Mlp() for _ in range(3)], [torch.randn(4, 8) for _ in range(3)]
+
+    def program(wrap):
+        for block in blocks:
+            block.zero_grad()
+        losses = []
+        for x in xs:
+            for block in blocks:
+                x = wrap(block)(x)
+            losses.append(x.square().sum())
+        for loss in losses:
+            loss.backward()
+        return [gradient for block in blocks for gradient in parameter_gradients(block)]
+
+    expected = program(plain)
+    with remat.budget(limit, reserve=0) as budget:
+        assert_same(expected, program(checkpointed))
+    assert budget.kept_bytes == 0
+
+
+def test_partial_backward_is_equal():
+    x = leaf(4, 8)
+
+    def block(x):
+        return x.sin().exp(), (x.cos() * x).tanh()
+
+    expected = torch.autograd.grad(block(x)[0].sum(), x), torch.autograd.grad(block(x)[1].sum(), x)
+    for limit in (1, 200, 10**6):
+        with remat.budget(limit, reserve=0) as budget:
+            one, other = checkpointed(block)(x)
+            first = torch.autograd.grad(one.sum(), x, retain_graph=True)
+            second = torch.autograd.grad(other.sum(), x)
+            assert_same(expected, (first, second))
+            del one, other
+            assert budget.kept_bytes == 0
+
+
+def test_generation_without_gradients_in_between_changes_nothing():
+    block, x = Mlp(), leaf(4, 8)
+    expected = torch.autograd.grad(block(x).sum(), x)
+    with remat.budget(400, reserve=0) as budget:
+        y = checkpointed(block)(x)
+        with torch.no_grad():
+            kept = budget.kept_bytes
+            checkpointed(block)(x)
+            assert budget.kept_bytes == kept
+        assert_same(expected, torch.autograd.grad(y.sum(), x))
+
+
+@pytest.mark.parametrize("limit", [1, 300, 10**6])
+def test_change_in_place_after_the_save_is_noticed_as_in_plain_autograd(limit):
+    x = leaf(4, 8)
+
+    def block(x):
+        h = x.sin()
+        y = h.exp() * h
+        h.add_(1)
+        return y
+
+    with pytest.raises(RuntimeError, match=r"in-?place"):
+        block(x).sum().backward()
+    with remat.budget(limit, reserve=0):
+        y = checkpointed(block)(x)
+        with pytest.raises(remat.MutationError, match="changed in place"):
+            y.sum().backward()
+
+
+def test_change_in_place_after_forward_is_noticed_whether_or_not_it_is_given_up():
+    for limit in (1, 10**6):
+        kept = []
+
+        def block(x, kept=kept):
+            kept.append(h := x.sin())
+            return h.exp() * h
+
+        with remat.budget(limit, reserve=0):
+            y = checkpointed(block)(leaf(4, 8))
+            kept[0].add_(1)
+            if limit == 1:
+                kept.clear()
+            with pytest.raises(remat.MutationError, match="changed in place"):
+                y.sum().backward()
+
+
+def test_exceptions_leave_no_bytes_behind():
+    class Failed(Exception):
+        pass
+
+    def block(x):
+        h = x.sin().exp()
+        if fails:
+            raise Failed
+        return h
+
+    with remat.budget(10**6, reserve=0) as budget:
+        fails = True
+        with pytest.raises(Failed):
+            checkpointed(block)(leaf(4, 8))
+        assert budget.kept_bytes == 0
+        fails = False
+        checkpointed(block)(leaf(4, 8)).sum().backward()
+    assert budget.kept_bytes == 0
+
+
+def test_threads_share_one_budget():
+    blocks = [Mlp() for _ in range(4)]
+    xs = [leaf(4, 8) for _ in blocks]
+    expected = [torch.autograd.grad(block(x).sum(), x)[0] for block, x in zip(blocks, xs, strict=True)]
+    found, budget = [[] for _ in blocks], remat.budget(1500, reserve=0)
+
+    def work(place):
+        with budget:
+            for _ in range(25):
+                y = checkpointed(blocks[place])(xs[place])
+                found[place].append(torch.autograd.grad(y.sum(), xs[place])[0])
+
+    threads = [threading.Thread(target=work, args=(place,)) for place in range(len(blocks))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for one, gradients in zip(expected, found, strict=True):
+        assert len(gradients) == 25
+        assert all(torch.equal(one, gradient) for gradient in gradients)
+    assert budget.kept_bytes == 0
+
+
+@pytest.mark.parametrize("limit", [1, 10**6])
+def test_tensor_subclasses_keep_and_give_up(limit):
+    two_tensor = pytest.importorskip("torch.testing._internal.two_tensor").TwoTensor
+    x = two_tensor(torch.randn(4, 8), torch.randn(4, 8)).requires_grad_()
+
+    def block(x):
+        return x.sin().exp().exp() * x.sin()
+
+    expected = torch.autograd.grad(block(x).sum(), x)[0]
+    with remat.budget(limit, reserve=0) as budget:
+        y = checkpointed(block)(x)
+        assert budget.kept_bytes % (2 * x.a.nbytes) == 0
+        assert budget.steps[-1].rows[0].given_bytes == (6 * x.a.nbytes if limit == 1 else 0)
+        (actual,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(expected.a, actual.a)
+    assert torch.equal(expected.b, actual.b)
+    del y
+    assert budget.kept_bytes == 0
+
+
+# What the author decides
+
+
+def test_saved_results_are_counted_and_never_given_up():
+    runs = []
+
+    def product(x, w):
+        runs.append(1)
+        return x @ w
+
+    w = leaf(8, 8)
+
+    def block(x):
+        return remat.native_save_region("mm", lambda: product(x.sin(), w)).exp()
+
+    x = leaf(4, 8)
+    (expected,) = torch.autograd.grad((x.sin() @ w).exp().sum(), x)
+    runs.clear()
+    with remat.budget(1, reserve=0) as budget:
+        y = checkpointed(block)(x)
+        assert budget.kept_bytes >= x.nbytes
+        assert torch.equal(torch.autograd.grad(y.sum(), x)[0], expected)
+    assert budget.kept_bytes in (0, expected.nbytes)
+    del y
+    assert budget.kept_bytes == 0
+
+
+@pytest.mark.parametrize("limit", [1, 10**6])
+def test_policy_alone_decides_in_its_region(limit):
+    x, w = leaf(4, 8), leaf(8, 8)
+    mm = torch.ops.aten.mm.default
+    with remat.budget(limit, reserve=0) as budget:
+        y = checkpointed(lambda x: (x.sin() @ w).exp(), policy=[mm])(x)
+        # the input, and the product
+        assert budget.kept_bytes <= 2 * x.nbytes
+        y.sum().backward()
+    del y
+    assert budget.kept_bytes == 0
+
+
+@pytest.mark.parametrize("policy", [remat.CheckpointPolicy.RECOMPUTE, remat.CheckpointPolicy.SAVE])
+def test_op_named_recompute_is_never_kept(policy):
+    runs = []
+
+    class Exp(torch.autograd.Function):
+        @staticmethod
+        @remat.auto_forward("y")
+        def forward(ctx, x):
+            runs.append(1)
+            y = x.exp()
+            ctx.save_for_backward(y)
+            return y
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * ctx.saved_tensors[0]
+
+    x = leaf(4, 8)
+    with remat.budget("1 GiB", reserve=0):
+        y = checkpointed(lambda x: remat.op(Exp.apply, "exp", policy=policy)(x.sin()) * 2)(x)
+        (actual,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(actual, torch.autograd.grad((x.sin().exp() * 2).sum(), x)[0])
+    assert len(runs) == (2 if policy is remat.CheckpointPolicy.RECOMPUTE else 1)
+
+
+def test_native_region_named_recompute_is_never_kept():
+    runs = []
+
+    def block(x):
+        def inner(x):
+            runs.append(remat.is_recomputing())
+            return x.sin().exp()
+
+        return remat.native_region("inner", policy=remat.CheckpointPolicy.RECOMPUTE)(inner)(x) * 2
+
+    x = leaf(4, 8)
+    with remat.budget("1 GiB", reserve=0) as budget:
+        y = checkpointed(block)(x)
+        assert budget.kept_bytes == x.nbytes
+        (actual,) = torch.autograd.grad(y.sum(), x)
+    assert runs == [False, True]
+    assert torch.equal(actual, torch.autograd.grad((x.sin().exp() * 2).sum(), x)[0])
+
+
+# Bytes
+
+
+def test_each_storage_is_counted_once():
+    x = leaf(16, 16)
+    with remat.budget("1 MiB", reserve=0) as budget:
+        h = checkpointed(lambda x: x * x.t() * x[1:].sum())(x)  # saves x twice, a view of it, and a product
+        kept = budget.kept_bytes
+        y = checkpointed(lambda h: h.exp())(h)  # its input is what the caller holds; its result is saved
+        assert budget.kept_bytes == kept + h.nbytes + y.nbytes
+    assert kept <= 4 * x.nbytes
+
+
+def test_parameters_and_buffers_are_not_counted():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8, 8))
+            self.register_buffer("mask", torch.ones(4, 8))
+
+        def forward(self, x):
+            return (x @ self.weight) * self.mask
+
+    x = leaf(4, 8)
+    with remat.budget("1 MiB", reserve=0) as budget:
+        y = checkpointed(Masked())(x)
+        assert budget.kept_bytes == x.nbytes
+    assert y is not None
+
+
+@pytest.mark.parametrize("limit", [1, 2000, 5000, 10**9])
+def test_count_equals_the_profilers(limit):
+    blocks = [Mlp(16) for _ in range(4)]
+    x = torch.randn(32, 16)
+    with remat.budget(limit, reserve=0) as budget:
+        h = x
+        with allocations() as events:
+            for block in blocks:
+                h = checkpointed(block)(h)
+        # What only the caller holds is not counted, an input counts also if the caller holds it.
+        assert budget.kept_bytes == sum(events) - h.nbytes + x.nbytes
+        with allocations() as events:
+            h.sum().backward()
+            del h
+        assert budget.kept_bytes == 0
+
+
+def test_tensor_that_the_user_holds_is_not_given_up_in_vain():
+    held = []
+
+    def block(x):
+        held.append(h := x.sin())
+        return h * x.cos()
+
+    x = leaf(64, 64)
+    with remat.budget(2 * x.nbytes, reserve=0) as budget:
+        y = checkpointed(block)(x)
+        y = checkpointed(lambda y: y.exp())(y)
+    assert budget.steps[-1].rows[0].given_bytes == x.nbytes  # the cosine, but not the sine
+    del y
+
+
+def test_values_given_up_are_freed_at_once():
+    seen = []
+
+    def block(x):
+        h = x.sin()
+        seen.extend(watch(h))
+        return h.exp() * 2
+
+    with collector_off(), remat.budget(1, reserve=0):
+        y = checkpointed(block)(leaf(64, 64))
+        assert all(reference.expired() for reference in seen)
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("limit", [1, 3000, 10**9])
+def test_nothing_outlives_its_use_with_or_without_backward(limit):
+    stack = Stack(checkpointed)
+    x = torch.randn(2, 4, 8)
+    with collector_off(), remat.budget(limit, reserve=0) as budget:
+        for backward in (True, False, True):
+            y = stack(x)
+            values = [value for kept in budget.alive() for value in _values(kept) if value.data_ptr() != x.data_ptr()]
+            references = watch(*values)
+            del values
+            if backward:
+                y.sum().backward()
+            del y
+            gc.collect(0)
+            assert all(reference.expired() for reference in references)
+            assert budget.kept_bytes == 0
+            assert not list(budget.alive())
+
+
+def _values(kept):
+    region = kept.region()
+    return [row.value for row in region.kept() if isinstance(row.value, torch.Tensor) and row.what != "input"]
+
+
+def test_inner_budget_counts_towards_the_outer():
+    x = leaf(16, 16)
+    with remat.budget("1 MiB", reserve=0) as outer:
+        one = checkpointed(torch.exp)(x)
+        with remat.budget("1 MiB", reserve=0) as inner:
+            other = checkpointed(torch.exp)(x)
+            assert inner.kept_bytes == 2 * x.nbytes
+        assert outer.kept_bytes == 3 * x.nbytes
+    del one, other
+    assert outer.kept_bytes == inner.kept_bytes == 0
+
+
+def test_outer_budget_gives_up_what_the_inner_would_keep():
+    x = leaf(16, 16)
+    with remat.budget(2 * x.nbytes, reserve=0) as outer, remat.budget("1 MiB", reserve=0) as inner:
+        y = checkpointed(lambda x: x.exp().sin().exp() * 2)(x)
+        assert outer.kept_bytes <= 2 * x.nbytes
+        assert inner.kept_bytes <= 2 * x.nbytes
+        expected = torch.autograd.grad((x.exp().sin().exp() * 2).sum(), x)
+        assert_same(expected, torch.autograd.grad(y.sum(), x))
+
+
+# Steps
+
+
+def soak(steps, seed):
+    """Run steps in random budgets, with exceptions and dropped graphs; return the budgets that they ran in."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    blocks = [Mlp(width=8) for _ in range(4)]
+    budgets = [remat.budget(rng.randint(1, 40_000), reserve=0) for _ in range(5)]
+    parameters = [parameter for block in blocks for parameter in block.parameters()]
+
+    def fail(x):
+        raise ValueError
+
+    for step in range(steps):
+        x = torch.randn(rng.randint(1, 32), 8)
+        kind = rng.choice(["whole", "whole", "dropped", "raises", "kept", "partial"])
+        h = x
+        with rng.choice(budgets):
+            try:
+                for place, block in enumerate(blocks):
+                    h = checkpointed(fail if kind == "raises" and place == 2 else block)(h)
+            except ValueError:
+                pass
+        if kind in ("whole", "kept", "partial"):
+            parts = parameters if kind != "partial" else parameters[-2:]
+            expected = x
+            for block in blocks:
+                expected = block(expected)
+            expected = torch.autograd.grad(expected.sum(), parts)
+            if kind == "kept":
+                assert_same(expected, torch.autograd.grad(h.sum(), parts, retain_graph=True))
+            assert_same(expected, torch.autograd.grad(h.sum(), parts))
+        del h
+        assert [budget.kept_bytes for budget in budgets] == [0] * len(budgets), step
+    return budgets
+
+
+def test_budgets_that_change_from_step_to_step_count_truly():
+    budgets = soak(60, seed=0)
+    assert all(budget.ledger.counts == {} for budget in budgets)
+
+
+@pytest.mark.slow
+def test_a_thousand_steps_leave_nothing_behind():
+    soak(50, seed=1)
+    with collector_off():
+        before = torch.randn(1), len(gc.get_objects())
+        budgets = soak(1000, seed=1)
+        assert all(budget.ledger.counts == {} for budget in budgets)
+        del budgets
+        assert len(gc.get_objects()) - before[1] < 2000
+
+
+class Blocks(nn.Module):
+    def __init__(self, depth=6, width=64):
+        super().__init__()
+        self.layers = nn.ModuleList(Mlp(width) for _ in range(depth))
+        self.head = nn.Linear(width, 200)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(x), torch.zeros(len(x), dtype=torch.int64))
+
+
+def measured_step(model, x):
+    for parameter in model.parameters():
+        parameter.grad.zero_()
+    with allocations() as events:
+        model(x).backward()
+    most = total = 0
+    for size in events:
+        total += size
+        most = max(most, total)
+    return most
+
+
+def test_learned_reserve_keeps_the_peak_within_the_budget_from_the_second_step_on():
+    model, x = Blocks(), torch.randn(256, 64)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    whole = measured_step(model, x)
+    remat.checkpoint_modules(model, "layers.*")
+    least = measured_step(model, x)
+    for share in (0.9, 0.7, 0.5):
+        limit = max(int(share * whole), int(1.1 * least))
+        with remat.budget(limit) as budget:
+            for parameter in model.parameters():
+                parameter.grad.zero_()
+            model(x).backward()
+            assert budget.steps[-1].peak_bytes  # the first step is measured
+            assert measured_step(model, x) <= limit
+            for _ in range(4):
+                model(x).backward()
+            assert measured_step(model, x) <= limit
+            assert 0 < budget.reserve_bytes < limit
+
+
+def test_longer_batches_fit_too():
+    model = Blocks()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    whole = measured_step(model, torch.randn(256, 64))
+    remat.checkpoint_modules(model, "layers.*")
+    with remat.budget(int(0.7 * whole)) as budget:
+        for length in (32, 64, 256, 32, 256, 256):
+            model(torch.randn(length, 64)).backward()
+        assert measured_step(model, torch.randn(256, 64)) <= 0.7 * whole
+        model(torch.randn(32, 64)).backward()
+        assert not any(row.given_bytes for row in budget.steps[-1].rows)
+
+
+def test_measuring_leaves_no_profiler_behind():
+    model, x = Blocks(2), torch.randn(8, 64)
+    remat.checkpoint_modules(model, "layers.*")
+    with remat.budget("1 GiB"):
+        model(x).backward()
+        assert not torch.autograd._profiler_enabled()
+        with allocations():  # a profiler of the user's
+            model(x).backward()
+    model(x).backward()
+    assert not torch.autograd._profiler_enabled()
+
+
+def test_too_small_a_budget_warns_once():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with remat.budget(1, reserve=0) as budget:
+            for _ in range(3):
+                checkpointed(Mlp(), region_name="layers.0")(torch.randn(4, 8)).sum().backward()
+    (warning,) = caught
+    assert issubclass(warning.category, remat.RematWarning)
+    assert "budget" in str(warning.message)
+    assert "127 B" in str(warning.message)
+    assert "layers.0" in str(warning.message)
+    assert Path(warning.filename).parent == Path(__file__).parent  # where the region is called, or in what it runs
+    assert budget.step_count == 3
+
+
+@pytest.mark.parametrize("limit", [0, -1, 0.0, -0.5, "", "six", "6 XiB", None, True, float("nan"), [1]])
+def test_nonsense_is_an_error_at_once(limit):
+    with pytest.raises(remat.UsageError, match="no budget"):
+        remat.budget(limit)
+
+
+def test_other_nonsense_is_an_error_at_once():
+    with pytest.raises(remat.UsageError, match="reserve"):
+        remat.budget(100, reserve=200)
+    with pytest.raises(remat.UsageError):
+        remat.budget(100, reserve=-1)
+    with pytest.raises(remat.UsageError, match="offload"):
+        remat.budget(100, offload="all")
+
+
+def test_sizes_are_read_as_they_are_written():
+    assert remat.budget("6 GiB").budget_bytes == 6 * 2**30
+    assert remat.budget(12345).budget_bytes == 12345
+    assert 2**20 < remat.budget(0.5).budget_bytes < remat.budget(1.0).budget_bytes
+
+
+# Reports
+
+
+def run_steps(budget, steps=2):
+    blocks = [Mlp() for _ in range(3)]
+    with budget:
+        for _ in range(steps):
+            x = leaf(16, 8)
+            for place, block in enumerate(blocks):
+                x = checkpointed(block, region_name=f"layers.{place}")(x)
+            x.sum().backward()
+
+
+def test_report_has_a_line_for_each_region():
+    budget = remat.budget("3 KiB", reserve=0)
+    assert "0 steps" in budget.report()
+    run_steps(budget)
+    report = budget.report()
+    assert "budget of 3.0 KiB" in report
+    assert all(f"layers.{place}" in report for place in range(3))
+    assert "2 steps" in report
+
+
+def test_totals_are_plain_data():
+    budget = remat.budget("3 KiB", reserve=0)
+    run_steps(budget)
+    data = json.loads(budget.to_json())
+    assert data == json.loads(json.dumps(budget.to_dict()))
+    (first, second) = data["steps"]
+    assert [row["region"] for row in second["regions"]] == ["layers.0", "layers.1", "layers.2"]
+    assert second["given_up_bytes"] > 0
+    assert second["replay_seconds"] > 0
+    assert first["most_kept_bytes"] <= 3 * KIB + 1024
+
+
+def test_plot_is_written(tmp_path):
+    pytest.importorskip("matplotlib")
+    budget = remat.budget("3 KiB", reserve=0)
+    run_steps(budget)
+    budget.plot(tmp_path / "kept.png")
+    assert (tmp_path / "kept.png").stat().st_size > 1000
+
+
+# Plans
+
+
+def trained(model, x, handle):
+    for parameter in model.parameters():
+        parameter.grad = None
+    model(x).backward()
+    handle.remove()
+    return [gradient.clone() for gradient in parameter_gradients(model)]
+
+
+def test_plan_keeps_what_the_budget_kept():
+    model, x = Blocks(), torch.randn(32, 64)
+    expected = trained(model, x, remat.checkpoint_modules(model, "layers.*"))
+    handle = remat.checkpoint_modules(model, "layers.*")
+    most = kept_without_limit(lambda: model(x).backward())
+    with remat.budget(int(0.6 * most), reserve=0) as budget:
+        for _ in range(2):
+            model(x).backward()
+    handle.remove()
+    plan = remat.Plan.from_json(budget.plan().to_json())
+    assert plan == budget.plan()
+    assert "layers.3: keeps" in str(plan)
+    assert any(entry.given_tensors for entry in plan.values())
+    runs = []
+    for layer in model.layers:
+        layer.up.register_forward_hook(lambda *_: runs.append(remat.is_recomputing()))
+    assert_same(expected, trained(model, x, remat.checkpoint_modules(model, "layers.*", policies=plan)))
+    assert sum(runs) == sum(entry.given_tensors > 0 for entry in plan.values())
+    for name in plan:
+        plan.keep(name)
+    runs.clear()
+    assert_same(expected, trained(model, x, remat.checkpoint_modules(model, "layers.*", policies=plan)))
+    assert sum(runs) == 0
+    plan.give_up("layers.0")
+    assert_same(expected, trained(model, x, remat.checkpoint_modules(model, "layers.*", policies=plan)))
+    assert sum(runs) == 1
+
+
+def test_plan_that_fits_no_region_is_an_error():
+    with pytest.raises(remat.UsageError, match="names none of these regions"):
+        remat.checkpoint_modules(Blocks(), "layers.*", policies=remat.Plan({}))
+    with pytest.raises(remat.UsageError, match="no use for"):
+        remat.checkpoint_modules(Blocks(), "layers.*", policies="all")
+    with pytest.raises(remat.UsageError, match="no plan"):
+        remat.Plan.from_json("{}")
+    with pytest.raises(remat.UsageError, match="needs a step"):
+        remat.budget(100).plan()
+
+
+def test_frontier_goes_from_full_recomputation_to_none(tmp_path):
+    model, x = Blocks(), torch.randn(32, 64)
+    remat.checkpoint_modules(model, "layers.*")
+    measured = remat.frontier(lambda x: model(x).backward(), x, budgets=3, steps=1)
+    kept = [point.kept_bytes for point in measured.points]
+    assert kept == sorted(kept)
+    assert measured.points[0].replay_seconds > 0
+    assert measured.points[-1].replay_seconds == 0
+    assert measured.points[0].peak_bytes < measured.points[-1].peak_bytes
+    assert "a GiB buys" in str(measured)
+    assert len(measured.to_dict()["points"]) == 3
+    pytest.importorskip("matplotlib")
+    measured.plot(tmp_path / "frontier.png")
+    with pytest.raises(remat.UsageError, match="no region"):
+        remat.frontier(lambda: None)
+
+
+# Offloading
+
+
+def test_what_would_be_given_up_is_offered_to_the_offloader_first(tmp_path):
+    stack, x = Stack(plain, depth=2, width=64), torch.randn(8, 32, 64)
+    torch.manual_seed(3)
+    stack(x).square().mean().backward()
+    expected = [gradient.clone() for gradient in parameter_gradients(stack)]
+    stack.wrap = checkpointed
+    most = kept_without_limit(lambda: stack(x).sum().backward())
+    offloader = remat.DiskOffloader(tmp_path, min_bytes=0)
+    for _ in range(2):
+        stack.zero_grad()
+        torch.manual_seed(3)
+        with remat.budget(most // 2, reserve=0, offload="fill") as budget, remat.offload_to(offloader):
+            loss = stack(x).square().mean()
+            assert budget.kept_bytes <= most // 2
+            loss.backward()
+            del loss
+        assert_same(expected, parameter_gradients(stack))
+        assert sum(row.offloaded_bytes for row in budget.steps[-1].rows) > 0
+        assert budget.kept_bytes == 0
+    offloader.close() if hasattr(offloader, "close") else None
+
+
+@pytest.mark.parametrize("limit", [1, 100, 200, 300, 500, 1000, 10**6])
+@pytest.mark.parametrize("pattern", ["to", "oto", "ttoo", "totot"])
+def test_regions_and_torch_checkpoints_in_each_other_are_equal(pattern, limit):
+    with remat.budget(limit, reserve=0):
+        test_nesting.test_regions_and_torch_checkpoints_in_each_other_have_equal_gradients(pattern)
+
+
+def test_reports_of_memory_know_of_the_budget():
+    with no_other_regions(), remat.budget("1 MiB", reserve=0):
+        y = checkpointed(torch.exp)(leaf(16, 16))
+        assert "by regions: 2.0 KiB of a budget of 1.0 MiB, 0 B given up in this step" in str(remat.memory_report())
+        with remat.trace() as trace:
+            checkpointed(torch.exp, region_name="traced")(leaf(16, 16)).sum().backward()
+        assert "2.0 KiB" in str(trace)
+        del y

@@ -1,0 +1,872 @@
+"""`region`: one call of anything. The programs, around which the surroundings vary; then what single calls promise.
+
+Each program is written once, as a function of how a call is made: plainly, or by `region`. Equal means bit for bit:
+outputs, gradients, buffers with their versions, and the random state.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+import warnings
+import weakref
+from collections import namedtuple
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers import CountOps, LiveStorages, alive, assert_same, chain, collector_off, leaf, watch
+from native_programs import SAVE, keep, retained_bytes
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import torch_remat as remat
+
+OFFLOAD, RECOMPUTE = remat.CheckpointPolicy.OFFLOAD, remat.CheckpointPolicy.RECOMPUTE
+Pair = namedtuple("Pair", "first second")
+RUNS: list[bool] = []  # for each run of a call's Python, whether it was in replay
+
+
+def ran() -> None:
+    RUNS.append(remat.is_recomputing())
+
+
+class PMul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y):
+        ran()
+        ctx.save_for_backward(x, y)
+        return x * y + x.sin()
+
+    @staticmethod
+    def backward(ctx, g):
+        x, y = ctx.saved_tensors
+        return g * (y + x.cos()), g * x
+
+
+class Several(torch.autograd.Function):
+    """Three results, the second without a gradient."""
+
+    @staticmethod
+    def forward(ctx, x, y):
+        ran()
+        mask = x > y
+        ctx.mark_non_differentiable(mask)
+        ctx.save_for_backward(x, y, mask)
+        return x * y, mask, x.sin()
+
+    @staticmethod
+    def backward(ctx, g, _, h):
+        x, y, mask = ctx.saved_tensors
+        return g * y + h * x.cos() * mask, g * x
+
+
+class Dirty(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ran()
+        ctx.mark_dirty(x)
+        return x.mul_(1.5)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * 1.5
+
+
+class Ctx(torch.autograd.Function):
+    """Keeps a tensor and numbers as attributes of its context, as old code does."""
+
+    @staticmethod
+    def forward(ctx, x, power):
+        ran()
+        ctx.power, ctx.other = power, x.cos()
+        ctx.save_for_backward(x)
+        return x.sin() * power
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * ctx.other * ctx.power, None
+
+
+class Scaled:
+    def __init__(self, tensor: Tensor, factor: float = 2.0) -> None:
+        self.tensor, self.factor = tensor, factor
+
+    def times(self, x: Tensor) -> Tensor:
+        ran()
+        return (x * self.tensor).sin() * self.factor
+
+    def update(self, x: Tensor) -> Tensor:
+        ran()
+        with torch.no_grad():
+            self.tensor.mul_(0.5)
+        return x * self.tensor
+
+
+@dataclasses.dataclass
+class Boxed:
+    tensor: Tensor
+
+
+class Env(SimpleNamespace):
+    """What lies outside of the regions, made anew for each run."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        super().__init__(
+            w=nn.Parameter(torch.randn(4, 4)),
+            bias=nn.Parameter(torch.randn(4)),
+            buf=torch.randn(4, 4),
+            lin=nn.Linear(4, 4),
+            bn=nn.BatchNorm1d(4),
+            drop=nn.Dropout(0.4),
+            norm=nn.LayerNorm(4),
+            gen=torch.Generator().manual_seed(5),
+            mha=nn.MultiheadAttention(4, 2, dropout=0.2),
+            gru=nn.GRU(4, 4),
+        )
+
+    def leaves(self) -> list[Tensor]:
+        modules = [self.lin, self.bn, self.norm, self.mha, self.gru]
+        return [self.w, self.bias, *(p for module in modules for p in module.parameters())]
+
+    def state(self) -> list[Tensor]:
+        buffers = [self.buf, *self.bn.buffers()]
+        versions = torch.tensor([b._version for b in buffers])
+        return [*(b.clone() for b in buffers), versions, self.gen.get_state(), torch.get_rng_state()]
+
+
+PROGRAMS: dict[str, tuple[Callable, bool]] = {}
+
+
+def program(again: bool = False, name: str | None = None) -> Callable[[Callable], Callable]:
+    """Add a program; `again` says whether replay makes its calls again, with a warning."""
+
+    def add(function: Callable) -> Callable:
+        PROGRAMS[name or function.__name__] = (function, again)
+        return function
+
+    return add
+
+
+def counted(function: Callable) -> Callable:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        ran()
+        return function(*args, **kwargs)
+
+    return run
+
+
+for name_, one_call in {
+    "mm": lambda call, e, x: call("k", torch.mm, x.sin(), e.w).sin(),
+    "linear": lambda call, e, x: call("k", e.lin, x.sin()).sin(),
+    "layer norm": lambda call, e, x: call("k", e.norm, x.sin()).sin(),
+    "attention": lambda call, e, x: call("k", e.mha, x.sin(), x.cos(), x.exp())[0].sin() * torch.rand(4, 4),
+    "gru": lambda call, e, x: call("k", e.gru, x.sin())[1].sin(),
+    "batch norm": lambda call, e, x: call("k", e.bn, x.sin()).sin(),
+    "dropout module": lambda call, e, x: F.dropout(call("k", e.drop, x.sin()).sin(), 0.3),
+    "dropout": lambda call, e, x: F.dropout(call("k", F.dropout, x.sin(), 0.3).sin(), 0.3),
+    "custom function": lambda call, e, x: call("k", PMul.apply, x.sin(), e.w).sin(),
+    "several results": lambda call, e, x: (
+        lambda r: torch.where(r[1], r[0], r[2])
+    )(call("k", Several.apply, x.sin(), e.w)),
+    "third of several": lambda call, e, x: call("k", Several.apply, x.sin(), e.w)[2].sin(),
+    "context attributes": lambda call, e, x: call("k", Ctx.apply, x.sin(), 3).sin(),
+    "partial": lambda call, e, x: call("k", functools.partial(PMul.apply, x.sin()), e.w).sin(),
+    "keywords": lambda call, e, x: call("k", counted(lambda a, *, b: (a * b).sin()), x.sin(), b=x.cos()).sin(),
+    "bound method": lambda call, e, x: call("k", Scaled(x.sin()).times, x.cos()).sin(),
+    "pytree arguments": lambda call, e, x: call(
+        "k", counted(lambda t: t["a"][0] * t["b"].first), {"a": [x.sin(), None], "b": Pair(x.cos(), 3)}
+    ).sin(),
+    "dataclass argument": lambda call, e, x: call("k", counted(lambda b: b.tensor.sin()), Boxed(x.sin())).sin(),
+    "closure": lambda call, e, x: (lambda h: call("k", counted(lambda: (h @ e.w).sin() * h)).sin())(x.sin()),
+    "nested function": lambda call, e, x: (
+        lambda h: (lambda inner: call("k", counted(lambda: inner() * e.w)).sin())(lambda: h.exp())
+    )(x.sin()),
+    "closure over a view": lambda call, e, x: (
+        lambda h: call("k", counted(lambda: (h[1:].t() @ h[:3]).sin())).sin()
+    )(x.sin()),
+    "default argument": lambda call, e, x: (
+        lambda h: call("k", counted(lambda a, b=h: (a * b).sin()), x.cos()).sin()
+    )(x.sin()),
+    "outside tensor": lambda call, e, x: call("k", counted(lambda: x * e.buf)).sin(),
+    "only an input": lambda call, e, x: call("k", counted(torch.sin), x).sin(),
+    "named tuple": lambda call, e, x: call(
+        "k", counted(lambda h: Pair(h.sin(), {"a": [h.exp(), None, 3, "s"]})), x.sin()
+    ).second["a"][0].sin(),
+    "all of a dict": lambda call, e, x: sum(
+        call("k", counted(lambda h: {"a": h.sin(), "b": (h.exp(), h.cos())}), x.sin())["b"]
+    ).sin(),
+    "no result": lambda call, e, x: (call("k", counted(lambda h: None), x.sin()), x.sin().exp())[1],
+    "same twice": lambda call, e, x: torch.mul(*call("k", counted(lambda h: (h.sin(),) * 2), x.sin())).sin(),
+    "a result and its view": lambda call, e, x: torch.mul(
+        *call("k", counted(lambda h: (lambda s: (s, s.t()))(h.sin())), x.sin())
+    ).sin(),
+    "view of an inner tensor": lambda call, e, x: call("k", counted(lambda h: h.sin()[1:, ::2].t()), x.sin()).exp(),
+    "unbound": lambda call, e, x: torch.cat(call("k", counted(lambda h: h.sin().unbind()), x.sin())[::2]).exp(),
+    "the argument": lambda call, e, x: call("k", counted(lambda h: (h.sin(), h)), x.sin())[1].exp(),
+    "view of the argument": lambda call, e, x: call("k", counted(lambda h: (h.sin(), h.t()[1:])), x.sin())[1].exp(),
+    "unbound argument": lambda call, e, x: call("k", counted(lambda h: h.unbind()), x.sin())[1].exp(),
+    "view of a variable": lambda call, e, x: (lambda h: call("k", counted(lambda: h.t())).exp())(x.sin()),
+    "parameter": lambda call, e, x: call("k", counted(lambda: (e.w, e.bias)))[0] @ x.sin(),
+    "view of a parameter": lambda call, e, x: (call("k", counted(lambda: e.w.t())) @ x.sin()).sin(),
+    "constant": lambda call, e, x: (call("k", counted(lambda: e.buf)) * x.sin()).sin(),
+    "view of a constant": lambda call, e, x: (call("k", counted(lambda: e.buf[1:])) * x.sin()[1:]).sin(),
+    "inside in place": lambda call, e, x: call(
+        "k", counted(lambda h: F.relu(h @ e.w, inplace=True) * 2), x.sin()
+    ).sin(),
+    "no grad": lambda call, e, x: x.sin() * call("k", counted(torch.no_grad()(lambda h: h.exp() * e.w)), x.sin()),
+    "mask": lambda call, e, x: torch.where(call("k", counted(lambda h: h > e.w), x.sin()), x.sin(), x.cos()),
+    "indices": lambda call, e, x: x.sin().gather(1, call("k", counted(lambda h: h.argsort(1)), x.exp())).sin(),
+    "number": lambda call, e, x: x.sin() * call("k", counted(lambda h: h.mean().item()), x.sin()),
+    "complex": lambda call, e, x: call("k", counted(lambda h: torch.complex(h, h.sin()).exp()), x.sin()).abs().sin(),
+    "strides": lambda call, e, x: call("k", counted(lambda h: h.t().sin()), x.sin()).t().view(-1).exp(),
+    "empty": lambda call, e, x: call("k", counted(lambda h: h[:0].sin()), x.sin()).sum() * x.sin(),
+    "detached": lambda call, e, x: call("k", counted(lambda h: h.detach() * e.w), x.sin()).sin() * x.sin(),
+    "inner draws": lambda call, e, x: call("k", counted(lambda h: h * torch.rand(4)), x.sin()).sin() * torch.rand(4),
+    "inner seed": lambda call, e, x: call(
+        "k", counted(lambda h: torch.manual_seed(3) and h * torch.rand(4)), x.sin()
+    ).sin()
+    * torch.rand(4),
+    "inner generator": lambda call, e, x: call(
+        "k", counted(lambda h: h * torch.rand(4, generator=torch.Generator().manual_seed(3))), x.sin()
+    ).sin(),
+    "module in eval": lambda call, e, x: call("k", e.bn.eval(), x.sin()).sin(),
+    "chain of calls": lambda call, e, x: functools.reduce(
+        lambda h, i: call(f"k{i}", torch.mm, h, e.w).sin(), range(3), x.sin()
+    ),
+    "calls in a row": lambda call, e, x: functools.reduce(
+        lambda h, i: call(f"k{i}", counted(lambda t: (t @ e.w).tanh()), h), range(3), x.sin()
+    ).sin(),
+    "call in a call": lambda call, e, x: call(
+        "k", counted(lambda h: call("k", torch.mm, h, e.w).sin()), x.sin()
+    ).sin(),
+    "checkpoint in a call": lambda call, e, x: call(
+        "k", counted(lambda h: remat.checkpoint()(lambda t: chain(t) * e.w)(h)), x.sin()
+    ).sin(),
+    "torch's in a call": lambda call, e, x: call(
+        "k", counted(lambda h: torch_checkpoint(lambda t: chain(t) * e.w, h, use_reentrant=False)), x.sin()
+    ).sin(),
+    "native in a call": lambda call, e, x: call(
+        "k", counted(lambda h: keep("k", torch.mm, h, e.w).sin()), x.sin()
+    ).sin(),
+    "autocast in a call": lambda call, e, x: call(
+        "k", counted(torch.autocast("cpu", torch.bfloat16)(lambda h: e.lin(h))), x.sin()
+    ).sin(),
+    "leaf": lambda call, e, x: (call("k", counted(lambda: e.buf.clone().requires_grad_())) * x.sin()).sin(),
+    "as_strided": lambda call, e, x: call("k", counted(lambda h: h.as_strided((4, 4), (1, 4))), x.sin()).exp(),
+    "expanded": lambda call, e, x: call("k", counted(lambda h: h.sin()[:1].expand(4, 4)), x.sin()).exp(),
+}.items():  # fmt: skip
+    program(name=name_)(one_call)
+
+
+# What writes, or leaves something in Python: each is found by the call's watching, so that none of them is opaque.
+
+
+@program()
+def counter_in_a_buffer(call, e, x):
+    y = call("k", counted(lambda h: e.buf.add_(1).sin() * h), x.sin())
+    return y.sin()
+
+
+@program()
+def running_mean(call, e, x):
+    def update(h):
+        ran()
+        with torch.no_grad():
+            e.buf[0].lerp_(h.mean(0), 0.5)
+        return h * e.buf[0]
+
+    return call("k", update, x.sin()).sin()
+
+
+@program()
+def dirty_argument(call, e, x):
+    h = x.sin() * 1.0
+    call("k", Dirty.apply, h)
+    return h.sin()
+
+
+@program()
+def dirty_result(call, e, x):
+    return call("k", Dirty.apply, x.sin() * 1.0).sin()
+
+
+@program()
+def argument_without_history(call, e, x):
+    h = torch.zeros(4, 4)
+    call("k", counted(lambda t: t.add_(3)), h)
+    return (x * h).sin()
+
+
+@program()
+def argument_with_history(call, e, x):
+    h = x * 1.0
+    call("k", counted(lambda t: t.mul_(e.w)), h)
+    return h.sin()
+
+
+@program()
+def variable_with_history(call, e, x):
+    h = x * 1.0
+    call("k", counted(lambda: h.mul_(e.w)))
+    return h.sin()
+
+
+@program(again=True)
+def variable_that_gets_a_history(call, e, x):
+    h = torch.zeros(4, 4)
+    call("k", counted(lambda: h.copy_(x)))
+    return h * x
+
+
+@program()
+def variable_without_grad(call, e, x):
+    h = x.sin()
+    call("k", counted(torch.no_grad()(lambda: h[0].mul_(0.5) is None)))
+    return h.exp()
+
+
+@program()
+def base_of_a_variable(call, e, x):
+    h = x.sin()
+    part = h[1:3]
+    call("k", counted(torch.no_grad()(lambda: part.mul_(0.5) is None)))
+    return h.exp()
+
+
+@program()
+def twice_written(call, e, x):
+    h = torch.zeros(4, 4)
+    call("k", counted(lambda: h.add_(x.detach())))
+    call("j", counted(lambda: h.mul_(0.7)))
+    return (h * x).sin()
+
+
+@program()
+def bound_state(call, e, x):
+    state = Scaled(x.detach().clone())
+    return (call("k", state.update, x.sin()) * state.tensor).sin()
+
+
+@program()
+def written_result(call, e, x):
+    return call("k", counted(lambda h: h.mul_(e.w)), x.sin()).exp()
+
+
+@program()
+def view_of_what_it_wrote(call, e, x):
+    return call("k", counted(lambda h: h.mul_(0.5).t()), x.sin()).exp()
+
+
+@program()
+def relu_on_the_result(call, e, x):
+    return F.relu(call("k", counted(lambda h: h @ e.w), x.sin()), inplace=True).sin()
+
+
+@program()
+def add_on_the_result(call, e, x):
+    return call("k", counted(lambda h: (h @ e.w).tanh() * 2), x.sin()).add_(1).sin()
+
+
+@program(again=True)
+def left_in_a_list(call, e, x):
+    kept: list[Tensor] = []
+    call("k", counted(lambda: kept.append(x.sin().exp())))
+    return kept[0].sin()
+
+
+@program(again=True)
+def left_in_a_dict(call, e, x):
+    kept: dict[str, Tensor] = {}
+    y = call("k", counted(lambda: kept.setdefault("a", x.sin().exp()) * 2))
+    return y.sin() * kept["a"]
+
+
+@program(again=True)
+def left_in_a_variable(call, e, x):
+    kept = None
+
+    def run():
+        nonlocal kept
+        ran()
+        kept = x.sin().exp()
+        return kept * 2
+
+    return call("k", run).sin() * kept
+
+
+@program(again=True)
+def left_in_an_attribute(call, e, x):
+    def run():
+        ran()
+        e.left = x.sin().exp()
+        return e.left * 2
+
+    return call("k", run).sin() * e.left
+
+
+@program(again=True)
+def left_in_a_slot(call, e, x):
+    kept = [None, [None]]
+    call("k", counted(lambda: kept[1].__setitem__(0, x.sin().exp())))
+    return kept[1][0].sin()
+
+
+@program(again=True)
+def gradient_through_the_call(call, e, x):
+    with torch.enable_grad():
+        h = x.sin()
+        y = call("k", counted(lambda t: t.exp() * e.w), h)
+        (g,) = torch.autograd.grad(y.sum(), h, create_graph=True)
+    return (g * y).sin()
+
+
+@program()
+def gradient_in_the_call(call, e, x):
+    def run(h):
+        ran()
+        t = h.detach().requires_grad_()
+        return torch.autograd.grad((t.sin() * e.w).sum(), t)[0] * h
+
+    return call("k", run, x.sin()).sin()
+
+
+@program(again=True)
+def generator_result(call, e, x):
+    return sum(call("k", counted(lambda h: (t for t in (h.sin(), h.exp()))), x.sin())).sin()
+
+
+@program(again=True)
+def dataclass_result(call, e, x):
+    return call("k", counted(lambda h: Boxed(h.sin())), x.cos()).tensor.exp()
+
+
+@program()
+def caught(call, e, x):
+    def fails(h):
+        torch.rand(3)
+        h.exp()
+        raise ValueError("no")
+
+    try:
+        y = call("k", fails, x.sin())
+    except ValueError:
+        y = call("j", torch.mm, x.sin(), e.w)
+    return y.sin() * torch.rand(4)
+
+
+@program(again=True)
+def result_to_python(call, e, x):
+    y = call("k", counted(lambda h: h.sin()), x.exp())
+    return x.cos() if y.mean() > 0 else x.sin()
+
+
+@program(again=True)
+def result_to_numpy(call, e, x):
+    y = call("k", counted(lambda h: h.sin()), x.exp())
+    return (x.exp() * float(y.detach().numpy().max())).sin()
+
+
+@program()
+def numpy_that_is_said(call, e, x):
+    y = call("k", counted(lambda h: h.sin()), x.exp())
+    remat.recompute_needs_tensor(y)
+    return (x.exp() * float(y.detach().numpy().max())).sin()
+
+
+@program()
+def shared_casts(call, e, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        y = call("k", e.lin, x.sin())
+        y = call("j", counted(lambda h: e.lin(h).tanh()), y.float()) + e.lin(x)
+        return call("i", torch.mm, y, e.w).float().sin()
+
+
+@program()
+def drawn_in_turn(call, e, x):
+    y = call("k", counted(lambda h: F.dropout(h, 0.3) * torch.rand(4)), x.sin())
+    y = F.dropout(y.sin(), 0.3) * torch.rand(4)
+    return call("j", F.dropout, y, 0.5).sin() * torch.rand(4)
+
+
+@program()
+def rebound_name(call, e, x):
+    h = x.sin()
+    y = call("k", counted(lambda: h.exp() * e.w))
+    h = x.cos()
+    return (y.sin() * h).sin()
+
+
+@program()
+def loop_variable(call, e, x):
+    h, kept = x.sin(), []
+    for i in range(3):
+        h = call(f"k{i}", counted(lambda: (h * (i + 1)) @ e.w)).tanh()  # noqa: B023
+        kept.append(h)
+    return sum(kept).sin()
+
+
+@program()
+def call_reads_a_call(call, e, x):
+    first = call("a", counted(lambda h: {"u": h @ e.w, "v": [h.exp()]}), x.sin())
+    return call("b", counted(lambda t: t["u"] * t["v"][0] * e.bias), first).sin()
+
+
+@program()
+def twice_read_buffer(call, e, x):
+    y = call("a", counted(lambda h: e.bn(h)), x.sin())
+    return call("b", counted(lambda h: e.bn(h).sin()), y.exp()).sin()
+
+
+class Noted:
+    """How a program's calls are made in a region, and by it."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def __call__(self, name: str, function: Callable, *args: Any, **kwargs: Any) -> Any:
+        options = {"recompute": {"recompute": True}, "opaque": {"opaque": True}, "offload": {"policy": OFFLOAD}}
+        if self.how == "plain":
+            return function(*args, **kwargs)
+        if self.how == "native":
+            return remat.native_save_region(name, function, *args, **kwargs)
+        return remat.region(function, name, **options.get(self.how, {}))(*args, **kwargs)
+
+
+def measure(function: Callable, how: str, wrap: Callable, mode: str = "once") -> list[Tensor]:
+    """Run a program in one region and return everything that must be equal."""
+    e = Env()
+    torch.manual_seed(2)
+    x = leaf(4, 4)
+    RUNS.clear()
+    y = wrap(lambda t: function(Noted(how), e, t))(x)
+    out = [y.detach().clone(), *e.state()]
+    loss, leaves = (y * torch.linspace(-1, 1, y.numel()).view(y.shape)).sum(), [x, *e.leaves()]
+
+    def grad(**options: Any) -> tuple[Tensor | None, ...]:
+        gradients = torch.autograd.grad(loss, leaves, allow_unused=True, **options)
+        out.extend(torch.full((), 7.0) if g is None else g.detach().clone() for g in gradients)
+        return gradients
+
+    if mode == "double":
+        first = grad(create_graph=True)
+        loss = loss + sum(g.sin().sum() for g in first if g is not None and g.requires_grad)
+    elif mode == "kept":
+        grad(retain_graph=True)
+        torch.rand(2)
+        grad(retain_graph=True)
+    grad()
+    return [*out, *e.state()]
+
+
+def known(names: dict[str, str], skip: frozenset[str] = frozenset()) -> list[Any]:
+    """Return all programs as parameters, those that are known to fail as expected failures."""
+    return [
+        pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=names[name])) if name in names else name
+        for name in PROGRAMS
+        if name not in skip
+    ]
+
+
+def compared(name: str, how: str, wrap: Callable, mode: str = "once", around: Callable = lambda f: f) -> list[str]:
+    """Assert that a program is right, and return the warnings of it."""
+    function, _ = PROGRAMS[name]
+    expected = measure(function, "plain", around, mode)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        actual = measure(function, how, wrap, mode)
+    assert_same(expected, actual, name)
+    return [str(w.message) for w in caught if issubclass(w.category, remat.RematWarning)]
+
+
+WRONG = {"twice_written": "a false MutationError: two calls write one tensor of the region"}
+NEEDLESS = dict.fromkeys(
+    ["counter_in_a_buffer", "running_mean", "twice_read_buffer"], "an attribute of a variable is not looked up"
+)
+# fmt: off
+WRITES = frozenset(
+    [
+    "batch norm", "counter_in_a_buffer", "running_mean", "dirty_argument", "dirty_result",
+    "argument_without_history", "argument_with_history", "variable_with_history",
+    "variable_that_gets_a_history", "variable_without_grad", "base_of_a_variable", "twice_written",
+    "bound_state", "written_result", "view_of_what_it_wrote", "twice_read_buffer", "module in eval",
+]
+)
+# fmt: on
+
+
+@pytest.mark.parametrize("name", known(WRONG | NEEDLESS))
+def test_equals_autograd_and_runs_its_python_again_only_where_it_warns(name):
+    caught = compared(name, "save", remat.checkpoint())
+    assert bool(caught) == (True in RUNS) == PROGRAMS[name][1], (caught, RUNS)
+
+
+@pytest.mark.parametrize("name", known(WRONG))
+@pytest.mark.parametrize("mode", ["double", "kept"])
+def test_equals_autograd_in_several_backward_passes(name, mode):
+    compared(name, "save", remat.checkpoint(), mode)
+
+
+SURROUNDINGS = {
+    "late": remat.checkpoint(early_stop=False),
+    "bitwise": remat.checkpoint(determinism_check="bitwise"),
+    "debug": remat.checkpoint(debug=True),
+    "policy": remat.checkpoint(policy=remat.policies.save_matmuls),
+    "offloader": remat.checkpoint(offloader=remat.CpuOffloader()),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", known({}, skip=frozenset(WRONG)))
+@pytest.mark.parametrize("wrap", SURROUNDINGS)
+def test_equals_autograd_with_each_option(name, wrap):
+    compared(name, "save", SURROUNDINGS[wrap])
+
+
+@pytest.mark.parametrize("name", known({}, skip=WRITES))
+@pytest.mark.parametrize("how", ["recompute", "offload"])
+def test_other_policies_equal_autograd(name, how):
+    if name in ("call in a call", "native in a call"):
+        pytest.skip("a recomputed call does not own the names inside")
+    wrap = SURROUNDINGS["offloader"] if how == "offload" else remat.checkpoint()
+    compared(name, how, wrap)
+
+
+@pytest.mark.parametrize("name", known({}, skip=WRITES))
+def test_opaque_calls_equal_autograd(name):
+    compared(name, "opaque", remat.checkpoint())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", known({}, skip=WRITES | frozenset(WRONG)))
+@pytest.mark.parametrize("how", ["save", "recompute"])
+def test_a_region_in_a_region_and_in_a_native_region(name, how):
+    if how == "recompute" and name in ("call in a call", "native in a call"):
+        pytest.skip("a recomputed call does not own the names inside")
+
+    def twice(function: Callable) -> Callable:
+        return remat.checkpoint()(lambda x: remat.checkpoint()(function)(x * 1.0).sin())
+
+    def native(function: Callable) -> Callable:
+        return remat.checkpoint()(lambda x: keep("outer", function, x * 1.0).sin())
+
+    for wrap in (twice, native):
+        compared(name, how, wrap, around=lambda f: lambda x: f(x * 1.0).sin())
+
+
+@pytest.mark.parametrize("name", known({}, skip=WRITES | frozenset(["gradient_through_the_call"])))
+def test_a_region_in_one_of_torch(name):
+    def wrap(function: Callable) -> Callable:
+        def outer(x: Tensor) -> Tensor:
+            return remat.checkpoint()(function)(x * 1.0).sin()
+
+        return lambda x: torch_checkpoint(outer, x, use_reentrant=False)
+
+    compared(name, "save", wrap, around=lambda f: lambda x: f(x * 1.0).sin())
+
+
+HOLDS_ITSELF = frozenset(["left_in_an_attribute"])  # the region's function reaches what the region left
+
+
+def lives(name: str, how: str, backward: bool) -> int:
+    """Run a program and return how many storages of it are alive when all names are gone."""
+    live = LiveStorages()
+
+    def run() -> None:
+        e = Env()
+        with live:
+            x = leaf(4, 4)
+            y = remat.checkpoint()(lambda t: PROGRAMS[name][0](Noted(how), e, t))(x)
+        for tensor in (*e.leaves(), e.buf, *e.bn.buffers()):
+            live.watch(tensor)
+        if backward:
+            torch.autograd.grad(y.sum(), x, allow_unused=True)
+
+    with warnings.catch_warnings(), collector_off():
+        warnings.simplefilter("ignore")
+        run()
+        return live.count()
+
+
+@pytest.mark.parametrize("name", known({}, skip=HOLDS_ITSELF | frozenset(WRONG)))
+@pytest.mark.parametrize("backward", [False, True])
+def test_nothing_outlives_its_graph(name, backward):
+    assert lives(name, "save", backward) == 0
+
+
+@pytest.mark.parametrize("name", known({}, skip=WRITES | HOLDS_ITSELF | frozenset(["no result"])))
+def test_nothing_outlives_the_graph_of_an_opaque_call(name):
+    assert lives(name, "opaque", backward=False) == 0
+
+
+def test_keeps_what_a_native_region_keeps():
+    w = nn.Parameter(torch.randn(4, 4))
+
+    def block(x, make):
+        h = x.sin()
+        return make("k", lambda: (h @ w).sin() * h).exp()
+
+    made = {how: retained_bytes(remat.checkpoint()(lambda x, how=how: block(x, Noted(how))), (leaf(4, 4),)) for how in
+            ("save", "opaque", "native")}  # fmt: skip
+    assert made["save"] == made["opaque"] == made["native"]
+
+
+def test_replay_runs_no_op_of_the_call():
+    y = remat.checkpoint()(lambda x: remat.region(lambda h: h.tanh() * h.erf(), "k")(x.sin()).sin())(leaf(4))
+    with CountOps() as ops:
+        y.sum().backward()
+    assert not {"tanh", "erf"} & set(ops.counts)
+
+
+def test_as_a_decorator_it_keeps_the_method_and_is_plain_outside():
+    class Block(nn.Module):
+        calls = 0
+
+        @remat.region(name="mix", policy=SAVE)
+        def mix(self, x: Tensor, *, factor: float = 1.0) -> Tensor:
+            """Mix."""
+            self.calls += 1
+            return x.sin() * factor
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.mix(x.cos(), factor=2.0).exp()
+
+    block, x = Block(), leaf(4)
+    (got,) = torch.autograd.grad(remat.checkpoint()(block)(x).sum(), x)
+    assert block.calls == 1
+    assert Block.mix.__doc__ == "Mix."
+    assert torch.equal(got, torch.autograd.grad(block(x).sum(), x)[0])
+    with pytest.raises(remat.UsageError, match="mix"):
+        remat.checkpoint()(lambda t: block.mix(block.mix(t)))(x)
+
+
+def test_a_decorated_method_with_a_batch_norm_does_not_warn():
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bn = nn.BatchNorm1d(4)
+
+        @remat.region(name="norm")
+        def norm(self, x: Tensor) -> Tensor:
+            return self.bn(x)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(x.sin()).exp()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        remat.checkpoint()(Block())(leaf(4, 4)).sum().backward()
+
+
+def test_a_number_left_on_an_object_of_the_region():
+    def block(make, x):
+        state = SimpleNamespace(n=1)
+        make("k", lambda: setattr(state, "n", 3))
+        return (x.sin() * state.n).exp()
+
+    x = leaf(4)
+    with pytest.warns(remat.RematWarning, match="k: replay makes this call again, since it changed a variable"):
+        (got,) = torch.autograd.grad(remat.checkpoint()(lambda t: block(Noted("save"), t))(x).sum(), x)
+    assert torch.equal(got, torch.autograd.grad(block(Noted("plain"), x).sum(), x)[0])
+
+
+@pytest.mark.parametrize("how", ["save", "opaque", "native"])
+def test_a_subclass(how):
+    def run(make, wrap):
+        x = TwoTensor(torch.ones(4, 4), torch.full((4, 4), 2.0)).requires_grad_()
+        y = wrap(lambda t: make("k", lambda h: (h @ h).sin(), t.exp()).sin())(x)
+        (g,) = torch.autograd.grad(y.sum(), x)
+        return [g.a, g.b]
+
+    assert_same(run(Noted("plain"), lambda f: f), run(Noted(how), remat.checkpoint()))
+
+
+def test_in_threads():
+    x, wrong = leaf(4, 4), []
+    (expected,) = torch.autograd.grad((lambda h: h.exp() * h)(x.sin()).sin().sum(), x)
+
+    def work():
+        for _ in range(20):
+            y = remat.checkpoint()(lambda t: remat.region(lambda h: h.exp() * h, "k")(t.sin()).sin())(x)
+            if not torch.equal(torch.autograd.grad(y.sum(), x)[0], expected):
+                wrong.append(1)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_result_dies_with_its_last_use():
+    marks = []
+
+    def block(x):
+        y = remat.region(lambda h: h.exp(), "k")(x.sin())
+        if not remat.is_recomputing():
+            marks.extend(watch(y))
+        return y.sum() + x.sum()
+
+    with collector_off():
+        y = remat.checkpoint()(block)(leaf(64))
+        y.backward()
+        assert alive(marks) == 0
+
+
+def test_an_object_that_a_call_closes_over_dies():
+    class Thing:
+        pass
+
+    thing = Thing()
+    thing.tensor, reference = torch.ones(4), weakref.ref(thing)
+    with collector_off():
+        y = remat.checkpoint()(lambda x, t=thing: remat.region(lambda h: h * t.tensor, "k")(x.sin()).sin())(leaf(4))
+        y.sum().backward()
+        del thing, y
+        assert reference() is None
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: remat.region(3, "k"),
+        lambda: remat.region(torch.sin),
+        lambda: remat.region(torch.sin, ""),
+        lambda: remat.region(torch.sin, 3),
+        lambda: remat.region(torch.sin, "k", policy=SAVE, recompute=True),
+        lambda: remat.region(torch.sin, "k", policy="save"),
+        lambda: remat.region(torch.sin, "k", recompute=1),
+        lambda: remat.region("k", torch.sin),
+        lambda: remat.region(),
+        lambda: remat.recompute_needs_tensor([torch.ones(1)]),
+        lambda: remat.checkpoint()(lambda x: keep("k", torch.sin, remat.region(torch.cos, "k")(x)))(leaf(1)),
+        lambda: remat.checkpoint()(lambda x: remat.region(lambda h: h.add_(1), "k", opaque=True)(x * 1))(leaf(1)),
+    ],
+)  # fmt: skip
+def test_wrong_use_is_an_error(call):
+    with pytest.raises(remat.UsageError):
+        call()
+
+
+@pytest.mark.parametrize("change", ["function", "shape", "missing", "policy"])
+def test_another_call_in_replay_is_a_mismatch(change):
+    state = {"function": torch.sin, "length": 4, "policy": SAVE, "call": True}
+
+    def block(x):
+        h = x.exp()[: state["length"]]
+        if state["call"]:
+            h = remat.region(state["function"], "k", policy=state["policy"])(h)
+        return h.exp().sin()
+
+    y = remat.checkpoint()(block)(leaf(4))
+    state.update({"function": {"function": torch.tanh}, "shape": {"length": 3}, "missing": {"call": False},
+                  "policy": {"policy": RECOMPUTE}}[change])  # fmt: skip
+    with pytest.raises(remat.MismatchError):
+        y.sum().backward()

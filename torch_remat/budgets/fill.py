@@ -1,0 +1,54 @@
+"""What is to be given up is offered to an offloader first, as long as that keeps up.
+
+In: a saved tensor that a budget is about to give up. Kept: by its region, what stands for it; here weak references, to
+know what has not left yet. Out: the same, or None if the tensor is to be given up.
+"""
+
+from __future__ import annotations
+
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from torch_remat._compat import without_dispatch_modes
+from torch_remat.dispatch.kept import told_of
+from torch_remat.dispatch.offloading import Offloaded, sender_of
+from torch_remat.dispatch.region.region import Region
+
+_SHARE = 8
+"""Of the budget, one part in so many may be on its way: that much is counted as gone and is not yet."""
+
+
+class _Sent(ref[Offloaded]):
+    """What was sent and may still be here."""
+
+    __slots__ = ()
+
+
+class Filler:
+    """Offers tensors of one budget.
+
+    Args:
+        budget_bytes: The budget.
+    """
+
+    def __init__(self, budget_bytes: int) -> None:
+        self._most = budget_bytes // _SHARE
+        self._leaving: list[_Sent] = []
+
+    def offer(self, region: Region, place: int, tensor: Tensor) -> Offloaded | None:
+        """Send a tensor away; None if it stays, or if too much has not left yet."""
+        if self._bytes_leaving() + tensor.nbytes > self._most:
+            return None
+        with torch.no_grad(), without_dispatch_modes():
+            away = sender_of(region).send(tensor, None, f"saved tensor {place}", "residual")
+        if away is not None and told_of(away, "still_here") is not None:
+            self._leaving.append(_Sent(away))
+        return away
+
+    def _bytes_leaving(self) -> int:
+        leaving = [(sent, away) for sent in self._leaving if (away := sent()) is not None]
+        here = [(sent, away) for sent, away in leaving if isinstance(told_of(away, "still_here"), Tensor)]
+        self._leaving = [sent for sent, _ in here]
+        return sum(away.transfer.copy.bytes for _, away in here)

@@ -1,0 +1,140 @@
+"""`frontier`: how long a step takes at which peak, from full recomputation to none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torch_remat.budgets.budget import Budget
+from torch_remat.budgets.measure import Measurement
+from torch_remat.budgets.pictures import plot_frontier
+from torch_remat.budgets.text import format_frontier
+from torch_remat.errors import UsageError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_ENOUGH = 2**62
+
+
+@dataclass(frozen=True)
+class Point:
+    """What one budget took.
+
+    Attributes:
+        budget_bytes: What regions were to keep at most.
+        kept_bytes: What they kept at most.
+        peak_bytes: The most that was allocated above what was there before the step; 0 if another profiler ran.
+        seconds: The median of the steps.
+        replay_seconds: How much of it replays took, in the last of them.
+    """
+
+    budget_bytes: int
+    kept_bytes: int
+    peak_bytes: int
+    seconds: float
+    replay_seconds: float
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """What `frontier` has measured, from the smallest budget to the largest.
+
+    Attributes:
+        points: A point for each budget.
+    """
+
+    points: tuple[Point, ...]
+
+    def __str__(self) -> str:
+        """Return a line for each budget."""
+        return format_frontier(self.points)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the points as plain data."""
+        return {"points": [asdict(point) for point in self.points]}
+
+    def to_json(self, *, indent: int | None = 2) -> str:
+        """Return `to_dict` as JSON."""
+        return json.dumps(self.to_dict(), indent=indent)
+
+    def plot(self, path: str | Path | None = None) -> Figure:
+        """Draw step time against peak.
+
+        Args:
+            path: Where to write the picture; the ending tells the format. None writes nothing.
+
+        Raises:
+            UsageError: matplotlib is not installed.
+        """
+        return plot_frontier(self.points, path)
+
+
+def frontier(function: Callable[..., Any], *args: Any, budgets: int = 6, steps: int = 3, **kwargs: Any) -> Frontier:
+    """Run a step at budgets from full recomputation to none, and measure its time and its peak.
+
+    Args:
+        function: Runs a whole step: forward, backward, and what else belongs to it. It is called
+            ``1 + budgets * (steps + 2)`` times.
+        *args: Its positional arguments.
+        budgets: How many budgets; at least 2.
+        steps: How many steps are timed at each.
+        **kwargs: Its keyword arguments.
+
+    Returns:
+        A point for each budget, whose ``str`` is a table and whose ``plot(path)`` draws step time against peak.
+
+    Raises:
+        UsageError: No region runs in the function, or a number is too small.
+
+    Example:
+        >>> import torch, torch_remat as remat
+        >>> block = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8))
+        >>> x = torch.randn(4, 8)
+        >>> measured = remat.frontier(lambda: remat.checkpoint()(block)(x).sum().backward(), budgets=2)
+        >>> [point.replay_seconds > 0 for point in measured.points]
+        [True, False]
+    """
+    if budgets < 2 or steps < 1:
+        raise UsageError("frontier() needs budgets=2 or more, and steps=1 or more", remedy="Leave the defaults.")
+    with Budget(_ENOUGH, reserve=0) as budget:
+        function(*args, **kwargs)
+    if not budget.steps or not any(step.has_backward for step in budget.steps):
+        raise UsageError(
+            "frontier() has found no region whose backward ran",
+            remedy="The function runs a whole step, with regions in it: remat.checkpoint or checkpoint_modules.",
+        )
+    most = max(step.most_bytes for step in budget.steps)
+    least = max(sum(row.fixed_bytes for row in step.rows) for step in budget.steps)
+    sizes = [least + (most - least) * place // (budgets - 1) for place in range(budgets)]
+    return Frontier(tuple(_measure(function, args, kwargs, max(size, 1), steps) for size in sizes))
+
+
+def _measure(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], size: int, steps: int) -> Point:
+    with Budget(size, reserve=0) as budget:
+        function(*args, **kwargs)  # the first step sees how long regions take
+        times = []
+        for _ in range(steps):
+            begin = perf_counter()
+            function(*args, **kwargs)
+            _wait()
+            times.append(perf_counter() - begin)
+        replayed = sum(row.replay_seconds for row in budget.steps[-1].rows)
+        kept = max(step.most_bytes for step in budget.steps)
+        measurement = Measurement(budget.ledger.device_type)
+        if measurement.begin():
+            function(*args, **kwargs)
+    return Point(size, kept, measurement.end(), median(times), replayed)
+
+
+def _wait() -> None:
+    found = torch.accelerator.current_accelerator()
+    if found is not None and found.type != "cpu":
+        torch.accelerator.synchronize()

@@ -1,0 +1,524 @@
+"""One region of a budget: its holders have their values from the start, and some are emptied when room is needed.
+
+In: each saved tensor, as forward makes it. Kept: weak references to the holders, and when each was made; of inputs and
+of what the author saves, addresses. Out: the prefix that is best given up, and what it costs.
+
+NOTE [ What is given up ]
+1. A replay runs from the region's start to the last holder that is empty. So what is given up is a prefix: it costs the
+   time from the region's start to its last tensor, and frees what was saved before.
+2. A storage that something else holds, too, is not given up: another region, a later holder of this one, the user, the
+   running code. Use counts tell: those of the storage against those of the ledger.
+3. A holder that forward gives up leaves the version counter of its tensor here, so that a later change in place is
+   noticed at the end of forward; one that is given up later is compared with its counter at once.
+4. Once backward has come without ``retain_graph`` the region drops its inputs, and nothing of it is given up any more.
+   So the region's own lock is held while holders are emptied; who cannot have it at once takes another region.
+5. What the author decides stays: what is saved by name or by a policy is counted and never given up, and what is named
+   RECOMPUTE is never kept. A region with a policy for its ops keeps what that saves, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from time import perf_counter
+from types import NoneType
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from torch_remat._compat import (
+    graph_task,
+    keep_from_compiler,
+    sequence_number,
+    storage_key,
+    without_dispatch_modes,
+)
+from torch_remat.budgets.ledger import Ledger, parts_of
+from torch_remat.budgets.steps import Row
+from torch_remat.dispatch.check.parameters import reached_by
+from torch_remat.dispatch.holder import Holder, mark_changed
+from torch_remat.dispatch.mode import current_mode
+from torch_remat.dispatch.region.region import Region
+from torch_remat.policies.decision import CheckpointPolicy
+
+REPLAY_SECONDS = 1e-4
+"""What a replay costs besides the ops that it runs."""
+LEAST_SECONDS = 1e-6
+"""The least staleness: that of the region that runs."""
+
+Keys = int | tuple[int, ...]  # 0 for none; several for a subclass
+
+_NOTHING = torch.empty(0)
+
+
+class Owner(Protocol):
+    """What a region asks of the budget that it is in."""
+
+    ledger: Ledger
+    limit: float
+
+    def make_room(self) -> None:
+        """The sum has passed the limit."""
+
+    def reached(self, kept: KeptRegion) -> None:
+        """Backward has come to a region."""
+
+    def finished(self, kept: KeptRegion) -> None:
+        """A region's forward is over."""
+
+
+class Away(Protocol):
+    """What stands for a tensor that an offloader has."""
+
+    def load(self) -> Tensor:
+        """Return the tensor."""
+
+
+# Takes a saved tensor, by its region and place; None if it stays.
+Offer = Callable[[Region, int, Tensor], Away | None]
+
+
+class Prefix(NamedTuple):
+    """What may be given up next of one region: its first ``cut`` saved tensors."""
+
+    seconds: float
+    bytes: int
+    cut: int
+
+
+class KeptRegion:
+    """One region in a budget.
+
+    Args:
+        region: The region.
+        owners: The budget, and those around it.
+        lock: That of all budgets.
+        always_empty: How many of its first saved tensors are never kept.
+        offer: Takes a tensor that is about to be given up off the device; None where nothing does.
+
+    Attributes:
+        keep: What fills a holder; None for a region with a policy of its own.
+        keys: For each saved tensor, in the order of forward, the addresses of the storages that are counted for it.
+        fixed: Those of inputs, and of what the author saves.
+        last: When values were made or read last.
+        pace: How long the fastest forward of such a region took, as a share of this one: what else the machine does
+            slows some down.
+        row: What reports know of the region.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_away",
+        "_begun",
+        "_best",
+        "_counters",
+        "_full",
+        "_lock",
+        "_offer",
+        "_paid",
+        "_refs",
+        "_seen",
+        "_stamps",
+        "fixed",
+        "keep",
+        "keys",
+        "last",
+        "owners",
+        "pace",
+        "region",
+        "row",
+    )  # fmt: skip
+
+    def __init__(
+        self, region: Region, owners: Sequence[Owner], lock: Any, always_empty: int = 0, offer: Offer | None = None
+    ) -> None:
+        self.region = ref(region)
+        self.owners = owners
+        self.row = Row()
+        self.keys: list[Keys] = []
+        self.fixed: list[int] = []
+        self._lock = lock
+        self._refs: list[ref[Holder]] = []
+        self._full: list[int] = []  # of the first so many, the places of those whose storages are counted
+        self._seen = 0
+        self._stamps: list[float] = []
+        self._counters: list[tuple[ref[Holder], Tensor]] = []
+        self._best: Prefix | None = None
+        self._paid = 0.0
+        self.pace = 1.0
+        self._offer = offer
+        self._away: dict[int, Away] = {}
+        assert region.inputs is not None
+        self._fix(region.inputs.held())
+        own = region.options.policy is not None or _is_watched()
+        self.keep = None if own else self._keep_function(region, always_empty)
+        self.last = self._begun = perf_counter()
+
+    def _fix(self, tensors: Iterator[Tensor]) -> None:
+        with self._lock:
+            for tensor in tensors:
+                keys, size = add(self.owners, tensor)
+                self.fixed += _each(keys)
+                self.row.fixed_bytes += size
+
+    # Forward.
+
+    def _keep_function(self, region: Region, always_empty: int) -> Callable[[Holder, ref[Holder], Tensor, Any], None]:
+        """Return what fills a holder: a closure, since it runs for each saved tensor; the graph keeps it."""
+        owners, lock, row, counters = self.owners, self._lock, self.row, self._counters
+        all_refs, refs, note, stamp = self._refs, self._refs.append, self.keys.append, self._stamps.append
+        owner, existing, recomputed = owners[0], _Existing(region), _Recomputed()
+        ledger, counts, sizes = owner.ledger, owner.ledger.counts, owner.ledger.sizes
+        usual = Tensor if len(owners) == 1 and ledger.device_type == "cpu" else None
+
+        def keep(holder: Holder, entry: ref[Holder], value: Tensor, ops: Any) -> None:
+            stamp(perf_counter())
+            refs(entry)
+            if (ops is not None and recomputed.saves(ops)) or len(all_refs) <= always_empty:
+                note(0)
+                counters.append((entry, counter_of(value)))
+                return
+            holder.value = value
+            try:
+                key = storage_key(value) if type(value) is usual else 0
+            except (NotImplementedError, RuntimeError):  # inside of a transform of functions
+                key = 0
+            with lock:
+                if key in counts:
+                    counts[key] += 1
+                    note(key)
+                elif holder.producer is NoneType and existing.has(value, key):
+                    note(0)
+                elif key:  # what `add` does
+                    counts[key] = 1
+                    size = sizes[key] = value.untyped_storage().nbytes() if value.is_cpu else 0
+                    note(key)
+                    row.saved_bytes += size
+                    ledger.total = total = ledger.total + size
+                    if total > owner.limit:
+                        owner.make_room()
+                else:
+                    keys, size = add(owners, value)
+                    note(keys)
+                    row.saved_bytes += size
+                    for one in owners:
+                        if one.ledger.total > one.limit:
+                            one.make_room()
+
+        return keep
+
+    def end(self) -> None:
+        """The function has ended: mark the holders that were given up and whose tensors were changed since."""
+        for entry, counter in self._counters:
+            holder = entry()
+            if holder is not None and counter._version != holder.metadata[0]:
+                mark_changed(holder)
+        self._counters.clear()
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Have all holders empty for a moment: what replay would need is what it needs outside of a budget."""
+        full = []
+        for entry in self._refs:
+            if (holder := entry()) is not None and holder.value is not None:
+                full.append((holder, holder.value))
+                holder.value = None
+        try:
+            yield
+        finally:
+            for holder, value in full:
+                holder.value = value
+
+    def finish(self) -> None:
+        """Forward is over: count what the region keeps for its author."""
+        region = self.region()
+        assert region is not None
+        tape = region.tape
+        if tape.records or tape.regions or tape.calls or tape.holders:
+            own = (row.value for row in region.kept() if row.what in ("saved", "slot", "result"))
+            self._fix(value for value in own if isinstance(value, Tensor))
+        row = self.row
+        row.name = region.name
+        row.tensors = len(self.keys)
+        self.last = perf_counter()
+        row.forward_seconds = self.last - self._begun
+        for owner in self.owners:
+            owner.finished(self)
+
+    # Room.
+
+    def prefix(self, ledger: Ledger) -> Prefix | None:
+        """Return the prefix that costs least for its bytes, None where nothing is left to give up."""
+        region = self.region()
+        if region is None or region.inputs is None or region.filling:
+            return None
+        if region.replayed_in >= 0 and graph_task() >= 0:
+            return None  # the backward that runs may read it; in a checkpoint of torch's a region is replayed but once
+        if not region.finished:
+            self.last = self._stamps[-1] if self._stamps else self._begun
+        if self._best is None or not region.finished:
+            self._best = self._find(ledger)
+        return self._best if self._best.bytes else None
+
+    def forget_prefix(self) -> None:
+        """Look for the best prefix anew: what else holds its storages may have changed."""
+        self._best = None
+
+    def shortest(self, ledger: Ledger, needed: int) -> int:
+        """Return how many saved tensors to give up for so many bytes; as many as are best, if that is too few."""
+        found = 0
+        for prefix in self._prefixes(ledger):
+            if prefix.bytes >= needed:
+                return prefix.cut
+            if self._best is None or prefix.cut <= self._best.cut:
+                found = prefix.cut
+        return found
+
+    def _find(self, ledger: Ledger) -> Prefix:
+        best = Prefix(0.0, 0, 0)
+        for prefix in self._prefixes(ledger):
+            if not best.bytes or prefix.seconds * best.bytes < best.seconds * prefix.bytes:
+                best = prefix
+        return best
+
+    def _prefixes(self, ledger: Ledger) -> Iterator[Prefix]:
+        """Yield the prefixes that free something, shortest first."""
+        self._see()
+        freed = 0
+        met: dict[int, int] = {}
+        sizes, stamps = ledger.sizes, self._stamps
+        spent, fixed = self._begun + self._paid, 0.0 if self._paid else REPLAY_SECONDS
+        for place in self._full:
+            holder = self._refs[place]()
+            value = None if holder is None else holder.value
+            if value is None:
+                continue  # dead: `refresh` finds out
+            found = 0
+            for key in _each(self.keys[place]):
+                count = met[key] = met.get(key, 0) + 1
+                if ledger.is_held_by(key, count):
+                    found += sizes[key]
+            if found:
+                freed += found
+                seconds = max(stamps[place] - spent, 0.0) * self.pace + fixed
+                yield Prefix(seconds, freed, place + 1)
+
+    def _see(self) -> None:
+        """Take what was saved since into the list of what is full."""
+        self._full += [place for place in range(self._seen, len(self.keys)) if self.keys[place]]
+        self._seen = len(self.keys)
+
+    def give_up(self, ledger: Ledger, cut: int) -> int:
+        """Empty the holders of a prefix whose storages nothing else holds; return how many bytes that frees."""
+        region = self.region()
+        if region is None or not region.lock.acquire(blocking=False):
+            return 0
+        try:
+            if region.inputs is None or region.filling:
+                return 0
+            met: dict[int, int] = {}
+            full = []
+            self._see()
+            for place in self._full:
+                holder = self._refs[place]() if place < cut else None
+                if holder is not None and holder.value is not None:
+                    full.append((place, holder))
+                    for key in _each(self.keys[place]):
+                        met[key] = met.get(key, 0) + 1
+            free = {key for key, count in met.items() if ledger.is_held_by(key, count)}
+            given = [(place, holder) for place, holder in full if free.issuperset(_each(self.keys[place]))]
+            freed = sum([self._empty(region, place, holder) for place, holder in given])
+            self._full[:] = [place for place in self._full if self.keys[place]]
+            return freed
+        finally:
+            self._best = None
+            region.lock.release()
+
+    def _empty(self, region: Region, place: int, holder: Holder) -> int:
+        value = holder.value
+        assert value is not None
+        if not region.finished:
+            self._counters.append((self._refs[place], counter_of(value)))
+        elif value._version != holder.metadata[0]:
+            mark_changed(holder)
+        if self._offer is not None and region.hooks is None and (away := self._offer(region, place, value)) is not None:
+            self._away[place] = away
+            holder.value = None
+            freed = self._remove(place)
+            self.row.offloaded_bytes += freed
+            return freed
+        holder.value = None
+        self._paid = max(self._paid, self._stamps[place] - self._begun)
+        freed = self._remove(place)
+        self.row.given_up(place, freed, self._paid)
+        return freed
+
+    def _remove(self, place: int) -> int:
+        keys, self.keys[place] = self.keys[place], 0
+        freed = 0
+        for key in _each(keys):
+            first, *others = [owner.ledger for owner in self.owners]
+            freed += first.remove(key)
+            for ledger in others:
+                ledger.remove(key)
+        return freed
+
+    def refresh(self) -> None:
+        """Compare what is counted with what is there: nodes die, replays fill, backwards release."""
+        region = self.region()
+        for place, entry in enumerate(self._refs):
+            holder = entry()
+            value = None if holder is None else holder.value
+            keys = self.keys[place]
+            if value is None:
+                if keys:
+                    self._remove(place)
+            elif not keys or (type(keys) is int and storage_key(value) != keys):
+                self._remove(place)
+                self.keys[place] = 0 if region is None or _Existing(region).has(value) else add(self.owners, value)[0]
+        if region is None or region.inputs is None:
+            for key in self.fixed:
+                for owner in self.owners:
+                    owner.ledger.remove(key)
+            self.fixed.clear()
+        self._full[:] = [place for place, keys in enumerate(self.keys) if keys]
+        self._seen = len(self.keys)
+        self._best = None
+
+    # Backward.
+
+    def reach(self) -> None:
+        """Backward has come to the region: what an offloader has is needed now, and the rest is replayed."""
+        self.last = perf_counter()
+        away, self._away = self._away, {}
+        for place, one in away.items():
+            holder = self._refs[place]()
+            if holder is not None and holder.value is None:
+                value = one.load()
+                holder.expect_version_of(value)
+                holder.value = value
+        for owner in self.owners:
+            owner.reached(self)
+
+    def replay(self, replay: Callable[[], None]) -> None:
+        """Run one replay, and take its time."""
+        begin = perf_counter()
+        try:
+            replay()
+        finally:
+            self.last = perf_counter()
+            self.row.replay_seconds += self.last - begin
+            self.row.replays += 1
+
+
+def add(owners: Sequence[Owner], tensor: Tensor) -> tuple[Keys, int]:
+    """Count a tensor's storages in all budgets; return their addresses, and the bytes that are new to the first."""
+    parts = parts_of(tensor)
+    keys = tuple(map(storage_key, parts))
+    size = 0
+    first, *others = [owner.ledger for owner in owners]
+    for key, part in zip(keys, parts, strict=True):
+        size += first.add(key, part)
+        for ledger in others:
+            ledger.add(key, part)
+    if not keys:
+        return 0, 0
+    return keys if type(tensor) is not Tensor else keys[0], size
+
+
+def _each(keys: Keys) -> tuple[int, ...]:
+    return keys if isinstance(keys, tuple) else (keys,) if keys else ()
+
+
+# By module, the storages of its buffers and of those in it, with one of the buffers. A module is looked through once:
+# buffers that it gets later are counted as what regions save.
+_buffers: WeakKeyDictionary[Module, dict[int, ref[Tensor]]] = WeakKeyDictionary()
+
+
+class _Existing:
+    """The storages of the buffers of a region's modules, which live anyway; looked up when it is first asked for."""
+
+    __slots__ = ("_known", "_region")
+
+    def __init__(self, region: Region) -> None:
+        self._region = ref(region)
+        self._known: list[dict[int, ref[Tensor]]] | None = None
+
+    def has(self, tensor: Tensor, key: int = 0) -> bool:
+        """Whether a tensor lies in one of them; ``key`` is its storage's address, if that is known."""
+        if self._known is None:
+            self._known = list(self._look_up())
+        if not self._known:
+            return False
+        keys = (key,) if key else tuple(map(storage_key, parts_of(tensor)))
+        for known in self._known:
+            for one in keys:
+                buffer = known[one]() if one in known else None
+                if buffer is not None and any(storage_key(part) == one for part in parts_of(buffer)):
+                    return True
+        return False
+
+    def _look_up(self) -> Iterator[dict[int, ref[Tensor]]]:
+        region = self._region()
+        if region is None or region.function is None or region.inputs is None:
+            return
+        for module in reached_by(region.function, region.inputs.modules()):
+            if isinstance(module, Module):
+                found = _buffers.get(module)
+                if found is None:
+                    buffers = list(module.buffers())
+                    found = {storage_key(part): ref(buffer) for buffer in buffers for part in parts_of(buffer)}
+                    _buffers[module] = found
+                if found:
+                    yield found
+
+
+class _Recomputed:
+    """Tells which tensors an op saves that its author named RECOMPUTE."""
+
+    __slots__ = ("_number", "_record")
+
+    def __init__(self) -> None:
+        self._record: Any = None
+        self._number = -1
+
+    def saves(self, ops: Any) -> bool:
+        """Whether the tensor that the tape has noted last is one of these: asked of each in a region with ops."""
+        if ops.recomputing:
+            return True
+        tape = ops.region.tape
+        record = next(reversed(tape.records.values()), None)
+        if record is None or record.policy is not CheckpointPolicy.RECOMPUTE:
+            return False
+        if record is self._record:
+            return sequence_number() == self._number
+        # The body of an op with a handle saves nothing itself. What is saved first after it began is its own.
+        self._record = record
+        self._number = sequence_number() if record.saved_before == len(tape.saved) - 1 else -1
+        return self._number >= 0
+
+
+def _is_watched() -> bool:
+    """Whether a region around this one compares ops: its replay would find those of another backward inside."""
+    mode = current_mode()
+    while mode is not None:
+        if mode.ops is not None and mode.ops.watch is not None:
+            return True
+        mode = mode.parent
+    return False
+
+
+def counter_of(value: Tensor) -> Tensor:
+    """Return a tensor that shares the version counter of another, but not its data, where that can be."""
+    if type(value) is not Tensor or value.layout is not torch.strided:
+        return value
+    with without_dispatch_modes():
+        alias = value.detach()
+        alias.data = _NOTHING
+    return alias
+
+
+keep_from_compiler(KeptRegion._keep_function)

@@ -1,0 +1,143 @@
+"""`Plan`: decisions of a budget that last, by region name.
+
+In: what a budget has decided in a step. Kept: names and numbers. Out: regions that keep and give up the same in each
+step, on each rank, whatever their forwards take.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+from torch_remat.budgets.register import run_planned
+from torch_remat.budgets.text import format_plan
+from torch_remat.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch_remat.budgets.steps import Step
+
+_VERSION = 1
+_FORM = "A plan comes from budget.plan(), or from Plan.from_json(text) with the text that to_json() gave."
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What a region keeps.
+
+    Attributes:
+        given_tensors: How many of its saved tensors, in the order of forward, are given up: replay makes them.
+        saved_tensors: How many it saves.
+        kept_bytes: What it keeps, its inputs apart.
+        spared_seconds: What its backward need not recompute therefore.
+    """
+
+    given_tensors: int
+    saved_tensors: int
+    kept_bytes: int
+    spared_seconds: float
+
+
+class Plan(Mapping[str, Planned]):
+    """Which saved tensors regions keep, by region name; see `Budget.plan`.
+
+    Its text is a list of prices. It is changed by `keep` and `give_up`, and used by
+    ``checkpoint_modules(model, patterns, policies=plan)``.
+
+    Args:
+        entries: What each region keeps.
+
+    Example:
+        >>> import torch_remat as remat
+        >>> plan = remat.Plan({"layers.3": remat.Planned(0, 12, 96 * 2**20, 0.0031)})
+        >>> print(plan)
+        layers.3: keeps 96.0 MiB, spares 3.1 ms
+        >>> remat.Plan.from_json(plan.to_json()) == plan
+        True
+    """
+
+    def __init__(self, entries: Mapping[str, Planned]) -> None:
+        for name, entry in entries.items():
+            if not (isinstance(name, str) and isinstance(entry, Planned) and entry.given_tensors >= 0):
+                raise UsageError(f"{name!r}: {entry!r} is no entry of a plan", remedy=_FORM)
+        self._entries = dict(entries)
+
+    def __getitem__(self, name: str) -> Planned:
+        return self._entries[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __str__(self) -> str:
+        """Return a line for each region: what it keeps, and what that spares."""
+        return format_plan(self._entries.items())
+
+    def __repr__(self) -> str:
+        return f"<plan of {len(self)} regions>"
+
+    def keep(self, name: str) -> None:
+        """Have a region keep all that it saves.
+
+        Raises:
+            KeyError: The plan has no such region.
+        """
+        self._entries[name] = replace(self[name], given_tensors=0)
+
+    def give_up(self, name: str, tensors: int | None = None) -> None:
+        """Have a region give up its first saved tensors, by default all.
+
+        Raises:
+            KeyError: The plan has no such region.
+        """
+        entry = self[name]
+        self._entries[name] = replace(entry, given_tensors=entry.saved_tensors if tensors is None else tensors)
+
+    def bind(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function whose regions keep what the plan says; `checkpoint_modules` asks this."""
+        return run_planned(self, run)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as plain data."""
+        return {"version": _VERSION, "regions": {name: asdict(entry) for name, entry in self.items()}}
+
+    def to_json(self, *, indent: int | None = 2) -> str:
+        """Return `to_dict` as JSON."""
+        return json.dumps(self.to_dict(), indent=indent)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """Return the plan that `to_json` has written.
+
+        Raises:
+            UsageError: The text is no plan.
+        """
+        names = {field.name for field in fields(Planned)}
+        try:
+            data = json.loads(text)
+            if data["version"] != _VERSION:
+                raise ValueError(f"version {data['version']!r}")
+            rows = {name: {key: row[key] for key in names} for name, row in data["regions"].items()}
+            return Plan({name: Planned(**row) for name, row in rows.items()})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UsageError(f"this text is no plan: {error!r}", remedy=_FORM) from None
+
+
+def plan_of(step: Step) -> Plan:
+    """Return what was decided in a step; where a name stands for several calls, what gives up most."""
+    entries = {}
+    for name, rows in step.by_name():
+        most = max(rows, key=lambda row: row.cut)
+        spared = most.forward_seconds - most.given_seconds
+        kept = sum(row.saved_bytes - row.given_bytes for row in rows)
+        entries[name] = Planned(most.cut, most.tensors, kept, max(spared, 0.0) * len(rows))
+    return Plan(entries)
+
+
+def largest(steps: Sequence[Step]) -> Step | None:
+    """Return, of the steps whose backward has come, the latest of those that would keep most without a budget."""
+    done = [step for step in steps if step.has_backward]
+    return max(reversed(done), key=lambda step: sum(row.saved_bytes for row in step.rows), default=None)

@@ -1,0 +1,162 @@
+"""Which regions are in a budget, and how regions get there.
+
+In: regions whose forward begins in a block of `budget`, or by a plan. Kept: weak references to what they keep, and what
+was counted for them, so that it is taken off when they are gone. Out: the bytes that they keep now.
+"""
+
+from __future__ import annotations
+
+from _thread import RLock
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import inf
+from typing import Any, Protocol
+from weakref import ref
+
+import torch
+
+from torch_remat.budgets.kept import KeptRegion, Keys, Offer
+from torch_remat.budgets.ledger import Ledger
+from torch_remat.dispatch.keeping import Keeper, Keeping, keeping
+from torch_remat.dispatch.region.region import Region
+
+# One for all budgets: regions of one may count towards others. Forward takes it for each saved tensor; nothing else is
+# waited for inside.
+lock = RLock()
+
+
+class _Entry(ref[KeptRegion]):
+    """A region of a budget; what was counted for it stays here when it is gone."""
+
+    __slots__ = ("fixed", "keys")
+
+    keys: list[Keys]
+    fixed: list[int]
+
+
+class Register:
+    """The regions of one budget; by itself, without a limit.
+
+    Attributes:
+        limit: The most that they are to keep.
+        offer: Takes tensors off the device that are about to be given up.
+        ledger: What they keep.
+    """
+
+    limit: float = inf
+    offer: Offer | None = None
+
+    def __init__(self) -> None:
+        found = torch.accelerator.current_accelerator()
+        self.ledger = Ledger("cpu" if found is None else found.type)
+        self.regions: set[_Entry] = set()
+        self._dead: deque[_Entry] = deque()
+
+    def add(self, kept: KeptRegion, given: Sequence[Any]) -> None:
+        """Take a region that begins, with the values that it was given."""
+        self.forget_dead()
+        entry = _Entry(kept, self._dead.append)
+        entry.keys, entry.fixed = kept.keys, kept.fixed
+        self.regions.add(entry)
+
+    def make_room(self) -> None:
+        """The sum has passed the limit."""
+
+    def finished(self, kept: KeptRegion) -> None:
+        """A region's forward is over."""
+
+    def reached(self, kept: KeptRegion) -> None:
+        """Backward has come to a region."""
+
+    def summary(self) -> str:
+        """Return a line for reports of memory; empty where there is nothing to tell."""
+        return ""
+
+    def alive(self) -> Iterator[KeptRegion]:
+        """Yield the regions."""
+        for entry in list(self.regions):
+            if (kept := entry()) is not None:
+                yield kept
+
+    def refresh(self) -> None:
+        """Look up what regions keep now."""
+        self.forget_dead()
+        for kept in self.alive():
+            kept.refresh()
+
+    def forget_dead(self) -> None:
+        """Take off what was counted for regions that are gone."""
+        while self._dead:
+            entry = self._dead.popleft()
+            self.regions.discard(entry)
+            for keys in (*entry.keys, *entry.fixed):
+                for key in (keys,) if isinstance(keys, int) else keys:
+                    if key:
+                        self.ledger.remove(key)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that the regions keep now: inputs, saved tensors, and what replays have filled; each storage once."""
+        with lock:
+            self.refresh()
+            return self.ledger.total
+
+
+class Decided(Protocol):
+    """What a plan says of a region."""
+
+    @property
+    def given_tensors(self) -> int:
+        """How many of its first saved tensors are given up."""
+
+
+class Inside:
+    """What regions ask inside of blocks: the innermost budget, those around it, and plans.
+
+    Args:
+        registers: The budgets.
+        plan: The plan by which they run; only those that it names, where there is no budget.
+    """
+
+    __slots__ = ("plan", "registers")
+
+    def __init__(self, registers: Sequence[Register], plan: Mapping[str, Decided] | None = None) -> None:
+        self.registers = registers
+        self.plan = plan
+
+    def begin(self, region: Region, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Keeper | None:
+        """Return what keeps a region's saved tensors; None for one that neither a plan nor a budget knows."""
+        planned = None if self.plan is None else self.plan.get(region.name)
+        registers = self.registers
+        if not registers:
+            if planned is None:
+                return None
+            registers = (_unlimited,)
+        with lock:
+            always_empty = 0 if planned is None else planned.given_tensors
+            kept = KeptRegion(region, registers, lock, always_empty, registers[0].offer)
+            for one in registers:
+                one.add(kept, (*args, *kwargs.values()))
+        return kept
+
+
+def registers_around() -> Sequence[Register]:
+    """Return the budgets whose blocks this thread is in, innermost first."""
+    around: Keeping | None = keeping.get()
+    return around.registers if isinstance(around, Inside) else ()
+
+
+def run_planned(plan: Mapping[str, Decided], run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function whose regions keep what a plan says."""
+
+    def planned(*args: Any, **kwargs: Any) -> Any:
+        token = keeping.set(Inside(registers_around(), plan))
+        try:
+            return run(*args, **kwargs)
+        finally:
+            keeping.reset(token)
+
+    return planned
+
+
+_unlimited = Register()

@@ -1,0 +1,67 @@
+"""Reports of budgets, plans and frontiers as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch_remat.budgets.steps import Row, Step
+from torch_remat.reports.text import aligned, format_bytes
+
+_HEAD = ["", "calls", "kept", "given up", "offloaded", "replays", "replay ms"]
+
+
+def format_budget(budget: Any, step: Step | None) -> str:
+    """Return a budget's report: sums, and a line for each region of a step."""
+    head = f"budget of {format_bytes(budget.budget_bytes)}, {format_bytes(budget.reserve_bytes)} of it in reserve; "
+    lines = [head + f"{budget.step_count} step{'s' * (budget.step_count != 1)}"]
+    if step is None:
+        return lines[0]
+    lines += _steps(budget.steps)
+    rows = [_cells(name, rows) for name, rows in step.by_name()]
+    rows.append(_cells("all", step.rows))
+    lines += ["", *(f"  {line}".rstrip() for line in aligned([_HEAD, *rows], right=set(range(1, len(_HEAD)))))]
+    return "\n".join(lines)
+
+
+def _steps(steps: Iterable[Step]) -> list[str]:
+    """Return a line for each of the latest steps."""
+    cells = [["the latest steps", "kept at most", "given up", "replay ms", "peak"]]
+    for step in list(steps)[-6:]:
+        given, replayed = sum(row.given_bytes for row in step.rows), sum(row.replay_seconds for row in step.rows)
+        peak = format_bytes(step.peak_bytes) if step.peak_bytes else "not measured"
+        cells.append(["", format_bytes(step.most_bytes), format_bytes(given), f"{replayed * 1e3:.1f}", peak])
+    return ["", *(f"  {line}".rstrip() for line in aligned(cells, right={1, 2, 3, 4}))]
+
+
+def _cells(name: str, rows: Sequence[Row]) -> list[str]:
+    sums = [sum(getattr(row, field) for row in rows) for field in ("kept_bytes", "given_bytes", "offloaded_bytes")]
+    replays, seconds = sum(row.replays for row in rows), sum(row.replay_seconds for row in rows)
+    return [name, str(len(rows)), *map(format_bytes, sums), str(replays), f"{seconds * 1e3:.1f}"]
+
+
+def format_plan(entries: Iterable[tuple[str, Any]]) -> str:
+    """Return a plan as a list of prices."""
+    cells = []
+    for name, entry in entries:
+        what = f"keeps {format_bytes(entry.kept_bytes)}, spares {entry.spared_seconds * 1e3:.1f} ms"
+        if entry.given_tensors:
+            what += f"; gives up {entry.given_tensors} of {entry.saved_tensors} saved tensors"
+        cells.append(f"{name}: {what}")
+    return "\n".join(cells)
+
+
+def format_frontier(points: Sequence[Any]) -> str:
+    """Return a frontier as a table, and what a GiB buys."""
+    cells = [["kept", "peak", "step ms", "replay ms"]]
+    cells += [
+        [format_bytes(p.kept_bytes), format_bytes(p.peak_bytes) if p.peak_bytes else "not measured",
+         f"{p.seconds * 1e3:.1f}", f"{p.replay_seconds * 1e3:.1f}"]
+        for p in points
+    ]  # fmt: skip
+    lines = aligned(cells, right={0, 1, 2, 3})
+    least, most = points[0], points[-1]
+    if (gained := most.kept_bytes - least.kept_bytes) > 0:
+        spared = (least.seconds - most.seconds) / (gained / 2**30)
+        lines.append(f"a GiB buys {spared * 1e3:,.1f} ms a step, on the whole way")
+    return "\n".join(lines)

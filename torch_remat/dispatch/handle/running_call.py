@@ -1,0 +1,495 @@
+"""A call of `region` that is saved, while forward runs: replay leaves it out, with all that its Python does.
+
+In: the call's arguments and variables, the ops inside, what autograd saves meanwhile, and the result. Kept: residents,
+and the record of the call. Out: what replay makes again, and why.
+
+NOTE [ When a saved call is made again ]
+To leave a call out is right only if it reaches the rest of its region by its result and by what it writes. Else the
+call is *made again*: it runs as a native region does, so that its Python runs once more and its ops are answered from
+the log. So it is if
+1. a node after it reads one inside that is no result, or a variable, list, dict or set made in the region and in its
+   reach holds other objects after it;
+2. a gradient is taken in the region before its forward ends: then every call of the region;
+3. an op of it must run in replay: a result that replay needs was written in place since, or is no longer there;
+4. it returned something that can be no part of the log, such as a generator or a cache object;
+5. it wrote a tensor that is made in the region, and that is not to be found among arguments and variables.
+What autograd saves in it is kept in each case, so that the second run keeps nothing. One warning says so.
+An exception that leaves the call is raised by it in replay, too.
+"""
+
+from __future__ import annotations
+
+import warnings
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from enum import Enum
+from functools import partial
+from types import CodeType
+from typing import Any, Protocol
+
+import optree
+import torch
+from torch.autograd.graph import Node
+from torch.nn import Parameter
+
+from torch_remat._compat import (
+    PYTREE_NAMESPACE,
+    has_one_output,
+    is_refused,
+    node_behind,
+    node_number,
+    sequence_number,
+    without_dispatch_modes,
+)
+from torch_remat.dispatch.handle.saved_call import (
+    LeftOut,
+    Made,
+    OpaqueCall,
+    Passed,
+    PutBack,
+    SavedCall,
+    is_flat,
+    lying_in,
+    runs,
+)
+from torch_remat.dispatch.handle.variables import (
+    Path,
+    State,
+    changed_in,
+    identity_of,
+    state_of,
+    tensors_reached,
+)
+from torch_remat.dispatch.handle.whole_call import CallForward, note_backward
+from torch_remat.dispatch.holder import (
+    AUTOCAST_DTYPES,
+    CAST,
+    Anchor,
+    Holder,
+    OpHolder,
+    changed_in_place,
+    parameter_behind,
+)
+from torch_remat.dispatch.log.entry import Entry, run_for_good
+from torch_remat.dispatch.log.meta import Meta, WrapperMeta, described, key_of
+from torch_remat.dispatch.log.slot import Slot
+from torch_remat.dispatch.region.inputs import leaves_of
+from torch_remat.errors import RematWarning, qualified_name
+from torch_remat.offload.transfer import Placement
+from torch_remat.policies.decision import CheckpointPolicy
+
+
+class Ops(Protocol):
+    """What of a region's recorder is asked here."""
+
+    region: Any
+    entries: list[Entry]
+    storages: Any
+    results: Any
+    departures: Any
+    draws: Any
+
+    def hold(self, record: Any, name: str, tensor: torch.Tensor, policy: CheckpointPolicy) -> Holder | Anchor:
+        """Return the holder for a tensor that a call saves."""
+
+    def holder_for(self, op: str, name: str, tensor: torch.Tensor) -> OpHolder:
+        """Return a holder without a value."""
+
+
+class Given:
+    """The arguments of a call, then the tensors among its variables, which are looked for only if they are asked for.
+
+    Args:
+        call: The record, which is told the paths of variables.
+        function: The function.
+        leaves: The leaves of its arguments.
+    """
+
+    def __init__(self, call: LeftOut, function: Any, leaves: Sequence[Any]) -> None:
+        self._call = call
+        self._function = function
+        self.leaves = leaves
+        self._variables: list[tuple[Path, torch.Tensor]] = []
+        self._more: Iterator[tuple[Path, torch.Tensor]] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.leaves
+        if self._more is None:
+            self._more = tensors_reached((self._function, *self.leaves))
+        for _, tensor in self._variables:
+            yield tensor
+        for variable in self._more:
+            self._variables.append(variable)
+            yield variable[1]
+
+    def use(self, place: int) -> None:
+        """Note that replay reads one of them."""
+        at = place - len(self.leaves)
+        if at >= 0:
+            self._call.paths = {**self._call.paths, place: self._variables[at][0]}
+
+
+class Leaving:
+    """A saved call while forward runs: what it leaves to the rest of its region.
+
+    Attributes:
+        record: What the log keeps of it.
+        given: Its arguments and variables.
+        first: The number of the first autograd node that it may make.
+        last: That of the first one after it.
+        outputs: The nodes of its result, with which of the node's outputs each is; None if they are all that it made.
+    """
+
+    record: Any
+    given: Given
+    first: int
+    last = -1
+    outputs: set[tuple[Node, int]] | None = None
+    _ops: Any
+    _state: State
+
+    def note_results(self, result: Any, leaves: Sequence[Any]) -> None:
+        """Note how replay comes to the result, or why it makes the call again."""
+        record = self.record
+        if self.last - self.first > 1 or len(leaves) != 1 or not has_one_output(node_behind(leaves[0])):
+            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            self.outputs = {(node, leaf.output_nr) for leaf in tensors if (node := node_behind(leaf)) is not None}
+        for leaf in leaves:
+            if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
+                record.again = f"it returned an object of type {type(leaf).__name__}, of which the log can keep nothing"
+                return
+            if is_refused(leaf):
+                record.again = "it returned a view that was made without gradients and whose base has a history now"
+                return
+        if len(leaves) != 1 or leaves[0] is not result:
+            record.form = (optree.tree_map(_nothing, result, namespace=PYTREE_NAMESPACE),)
+        record.forms = [
+            self._described(leaf, at) if isinstance(leaf, torch.Tensor) else leaf for at, leaf in enumerate(leaves)
+        ]
+
+    def note_state(self) -> None:
+        """Note whether the call changed what its region goes on with."""
+        if self._state and changed_in(self._state, self._ops.region.function):
+            self.record.again = "it changed a variable, container, iterator or object that was made in the region"
+
+    def cast_of_leaf(self, tensor: torch.Tensor, name: str) -> OpHolder | None:
+        """Keep a leaf's copy in a smaller dtype, or a view of it, as what it is: cast again when it is read."""
+        owner = tensor if tensor._base is None else tensor._base
+        if owner.dtype not in AUTOCAST_DTYPES or (leaf := parameter_behind(owner)) is None or leaf is owner:
+            return None
+        holder: OpHolder = self._ops.holder_for(self.record.name, name, tensor)
+        view = None if owner is tensor else Placement.of(tensor)
+        holder.packed = (leaf, leaf._version, self._ops.region)
+        holder.unpack = partial(_cast, owner.dtype, view)
+        return holder
+
+    def _described(self, leaf: torch.Tensor, at: int) -> Any:
+        ops, record = self._ops, self.record
+        writer = ops.storages.writer_of(leaf)
+        if (
+            writer is None
+            or writer[0].group != record.name
+            or (writer[1] < 0 and ops.storages.is_foreign(key_of(leaf)))
+        ):
+            if (passed := self._passed(leaf)) is not None:
+                return passed
+            if leaf.is_leaf and leaf.requires_grad:
+                return leaf
+            if writer is None:
+                return Slot(leaf.detach(), ops.region.hooks, leaf.requires_grad)
+        assert writer is not None
+        if writer[0] is record:
+            return Made(None, at, record.meta(at), leaf.requires_grad)
+        meta = described(leaf, None)
+        if type(meta) in (Meta, WrapperMeta) and (writer[1] >= 0 or len(writer[0].writes) == 1):
+            return Made(writer[0], writer[1], meta, leaf.requires_grad)
+        record.again = "it returned a tensor that the log cannot describe"
+        return None
+
+    def _passed(self, leaf: torch.Tensor) -> Passed | None:
+        """Describe an argument or a variable, or a view of one."""
+        is_plain = leaf.layout is torch.strided and type(leaf) is torch.Tensor and not (leaf.is_neg() or leaf.is_conj())
+        key, view = key_of(leaf), None
+        for place, given in enumerate(self.given):
+            if given is leaf:
+                self.given.use(place)
+                return Passed(place, None)
+            is_base = view is None and is_plain and type(given) in _USUAL and given.layout is torch.strided
+            if is_base and given.dtype is leaf.dtype and key_of(given) == key:
+                view = Passed(place, lying_in(Placement.of(leaf), Placement.of(given)))
+        if view is not None:
+            self.given.use(view.place)
+        return view
+
+
+class WatchedCall(Leaving):
+    """A saved call whose ops are watched.
+
+    Args:
+        ops: The recorder of the region around it.
+        name: The call's name.
+        policy: SAVE or OFFLOAD.
+        function: The function.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+    """
+
+    def __init__(
+        self, ops: Ops, name: str, policy: CheckpointPolicy, function: Any, args: Sequence[Any], kwargs: Any
+    ) -> None:
+        leaves = args if is_flat(args, kwargs) else leaves_of(args, kwargs)
+        self.record = record = SavedCall(name, policy, function, leaves)
+        self.given = Given(record, function, leaves)
+        self._ops = ops
+        self._saved = 0
+        self._names: set[str] = set()
+        self._state = state_of(function, args, kwargs)
+        if ops.draws is not None:
+            ops.draws.begin()
+        self.first = sequence_number()
+
+    def pack(self, tensor: torch.Tensor) -> Holder | Anchor:
+        """Return what autograd keeps of a tensor that the call saves."""
+        ops, record = self._ops, self.record
+        if type(tensor) is Parameter:
+            return (tensor, tensor._version, ops.region)
+        if ops.results.unread:
+            ops.results.read_versions()
+        name = f"saved_{self._saved}"
+        self._saved += 1
+        writer = ops.storages.writer_of(tensor) if ops.entries else None
+        if writer is None:
+            if (held := self.cast_of_leaf(tensor, name)) is not None:
+                return held
+        elif writer[0].group == record.name and writer[1] >= 0:
+            label = writer[0].label(writer[1])
+            name = name if label in self._names else label
+            self._names.add(label)
+        held = ops.hold(record, name, tensor, CheckpointPolicy.SAVE)
+        leaves = record.policy is CheckpointPolicy.OFFLOAD and ops.region.hooks is None
+        if leaves and type(held) is OpHolder and held.resident:
+            ops.departures.waiting.append((held, tensor))
+        return held
+
+    def returns(self, result: Any) -> None:
+        """Note what the call returned, and what it left."""
+        ops, record = self._ops, self.record
+        if ops.departures.waiting:
+            ops.departures.send()
+        self.last = sequence_number()
+        record.drawn = None if ops.draws is None else ops.draws.end()
+        leaves = (result,) if isinstance(result, torch.Tensor) else leaves_of((result,), {})
+        self.note_results(result, leaves)
+        self.note_state()
+        if not self._saved:
+            note_backward(ops.region, self.first, leaves)
+        if record.left or ops.storages.has_writes:
+            self._note_writes()
+
+    def left_by(self, _error: BaseException) -> None:
+        """Note that an exception left the call: replay makes it again, so that it is raised again."""
+        self.record.raised = True
+        self.last = sequence_number()
+
+    def _note_writes(self) -> None:
+        """Find what the call wrote among arguments and variables."""
+        record, entries = self.record, self._ops.entries[self.record.start : self.record.end]
+        made = {key for entry in entries for key in (entry.storage, *(key for _, key in entry.made))}
+        writing = [entry for entry in entries if not made.issuperset(entry.writes)]
+        for entry in writing:
+            if any(key not in made and not self._ops.storages.is_foreign(key) for key in entry.writes):
+                record.again = "it wrote a result of another saved op in place"
+                return
+        found = []
+        for left in record.left:
+            known = ((at, one) for at, one in enumerate(self.given) if _is_of(one, left.storage.cdata))
+            place, source = next(known, (-1, None))
+            if source is None and is_buffer(self._ops.region, left.storage.cdata):
+                continue  # it outlives the region
+            if source is None:
+                record.again = "it wrote a tensor in place that is neither among its arguments nor in its reach"
+                return
+            self.given.use(place)
+            if source.grad_fn is not None:
+                if not _had_history(source.grad_fn, self.first):
+                    record.again = "it gave a history to a tensor that had none"
+                self.outputs = {*(self.outputs or ()), (source.grad_fn, source.output_nr)}
+            found.append(PutBack(place, lying_in(left.lies, Placement.of(source)), left, source.requires_grad))
+        record.put_back = found
+        for entry in writing:
+            entry.restored = True
+
+
+class UnwatchedCall(Leaving, CallForward):
+    """A saved call whose ops are not watched, since its author promises that they write nothing outside.
+
+    Args:
+        ops: The recorder of the region around it.
+        name: The call's name.
+        policy: SAVE or OFFLOAD.
+        function: The function.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+    """
+
+    kind = OpaqueCall
+
+    def __init__(
+        self, ops: Any, name: str, policy: CheckpointPolicy, function: Any, args: Sequence[Any], kwargs: Any
+    ) -> None:
+        leaves = args if is_flat(args, kwargs) else leaves_of(args, kwargs)
+        super().__init__(ops, name, policy, identity_of(function), leaves)
+        self.given = Given(self.record, function, leaves)
+        self._state = state_of(function, args, kwargs)
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Return what autograd keeps of a tensor that the call saves."""
+        if tensor.dtype in AUTOCAST_DTYPES and (held := self.cast_of_leaf(tensor, f"saved_{self._saved}")) is not None:
+            self._saved += 1
+            return held
+        return super().pack(tensor)
+
+    def _returns_one(self, result: torch.Tensor) -> None:
+        super()._returns_one(result)
+        self.note_state()
+        self.last = sequence_number()
+        if (node := result.grad_fn) is not None and (self.last - self.first > 1 or not has_one_output(node)):
+            self.outputs = {(node, result.output_nr)}
+
+    def _returns_odd(self, result: Any) -> None:
+        leaves = (result,) if isinstance(result, torch.Tensor) else leaves_of((result,), {})
+        self._note_several(result, leaves)
+        self.last = sequence_number()
+        self.note_results(result, leaves)
+        self.note_state()
+        if self.record.again:
+            self.record.leaves = self.record.results = ()  # which may be any objects
+
+    def left_by(self, _error: BaseException) -> None:
+        """Note that an exception left the call: replay makes it again, so that it is raised again."""
+        self.record.raised = True
+        self.last = sequence_number()
+        self._end()
+
+
+def is_buffer(region: Any, key: int) -> bool:
+    """Whether a storage is that of a buffer of a module that the region reaches."""
+    return region.buffers is not None and key in map(key_of, region.buffers.tensors())
+
+
+_USUAL = frozenset((torch.Tensor, Parameter))
+_PLAIN = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.layout, Enum, type)
+
+
+def _nothing(_leaf: Any) -> int:
+    return 0
+
+
+def _had_history(node: Node | None, first: int) -> bool:
+    """Whether what ops since a node changed in place had a history before."""
+    while node is not None and node_number(node) >= first:
+        node = node.next_functions[0][0] if node.next_functions else None
+    return node is not None
+
+
+def _is_of(tensor: Any, key: int) -> bool:
+    return isinstance(tensor, torch.Tensor) and key_of(tensor) == key
+
+
+def _cast(dtype: torch.dtype, view: Placement | None, anchor: Anchor) -> torch.Tensor:
+    leaf, version, region = anchor
+    if leaf._version != version:
+        raise changed_in_place(region, "parameter", leaf.shape)
+    with without_dispatch_modes():
+        cast = leaf.detach().to(dtype)
+        return cast if view is None else view.seen_in(cast)
+
+
+Saved = WatchedCall | UnwatchedCall
+
+
+def mark_calls_made_again(
+    calls: Sequence[Saved], entries: Sequence[Entry], boundary: Sequence[Node | None], taken: bool
+) -> None:
+    """Find the calls that are made again because of what came after them; see the note above.
+
+    Args:
+        calls: The saved calls of a region, in their order.
+        entries: The region's log.
+        boundary: The nodes of its outputs.
+        taken: Whether a gradient was taken before forward ended.
+    """
+    _mark_escapes(calls, boundary)
+    for call in calls:
+        record = call.record
+        if taken:
+            record.again = record.again or "a gradient is taken in the region before its forward ends"
+        if isinstance(record, OpaqueCall):
+            if record.again:
+                run_for_good([record])
+        elif taken:
+            run_for_good(entries[record.start : record.end])
+
+
+def _mark_escapes(calls: Sequence[Saved], boundary: Sequence[Node | None]) -> None:
+    calls = [call for call in calls if call.outputs is not None]
+    if not calls:
+        return
+    starts = [call.first for call in calls]
+
+    def call_of(number: int) -> Saved | None:
+        at = bisect_right(starts, number) - 1
+        return calls[at] if at >= 0 and number < calls[at].last else None
+
+    todo = [node for node in boundary if node is not None]
+    seen = set(todo)
+    while todo:
+        node = todo.pop()
+        reader = call_of(node_number(node))
+        for child, place in node.next_functions:
+            if child is None or (number := node_number(child)) < starts[0]:
+                continue
+            call = call_of(number)
+            if (
+                call is not None
+                and call is not reader
+                and (child, place) not in (call.outputs or ())
+                and not _is_cast(child)
+            ):
+                call.record.again = call.record.again or "the region goes on with a tensor of it that it did not return"
+            if child not in seen:
+                seen.add(child)
+                todo.append(child)
+
+
+def _is_cast(node: Node) -> bool:
+    """Whether a node is that of a leaf's cast, which autocast makes once for all that read it."""
+    return type(node) is CAST and hasattr(node.next_functions[0][0], "variable")
+
+
+def check_needs(region: Any, calls: Sequence[Saved], entries: Sequence[Entry]) -> None:
+    """Once it is known what replay runs: mark the calls of which it runs something, and warn of all that are marked."""
+    for call in calls:
+        record = call.record
+        if not record.again and runs(record, entries):
+            record.again = "replay needs a result of it that was changed in place after it, or that is no longer there"
+        if record.again and not record.raised:
+            _warn(region, record)
+
+
+def _warn(region: Any, record: LeftOut) -> None:
+    code = record.identity
+    file, line = (code.co_filename, code.co_firstlineno) if isinstance(code, CodeType) else ("torch_remat", 0)
+    warnings.warn_explicit(
+        f"{qualified_name(region.name, record.name)}: replay makes this call again, since {record.again}. Its Python "
+        "runs a second time, its ops do not; the gradients are right all the same. To spare the second run, return "
+        "all that the region goes on with, and change nothing of it in place; or use remat.native_save_region, whose "
+        "Python always runs again.",
+        RematWarning,
+        file,
+        line,
+        registry=_warned,
+    )
+
+
+_warned: dict[Any, Any] = {}
