@@ -640,6 +640,23 @@ def test_modules_by_pattern_keep_what_the_same_regions_keep():
     remat.checkpoint_modules(model, "0", policy=READY)
     ours = kept_and_rerun(lambda x: model(x), x)
     assert ours == kept_and_rerun(lambda x: remat.checkpoint(policy=READY)(by_call)(x).tanh(), x)
+    for one, other in zip(
+        one_graph(model, x, backend="inductor"), torch.autograd.grad(model(x).sum(), [x]), strict=True
+    ):
+        torch.testing.assert_close(one, other)
+
+
+def contexts_for_matmuls():
+    return create_selective_checkpoint_contexts(MATMULS)
+
+
+@pytest.mark.parametrize("made", ["partial", "function"])
+def test_contexts_of_selective_checkpointing_are_handed_on(made):
+    contexts = functools.partial(create_selective_checkpoint_contexts, MATMULS)
+    context_fn = contexts if made == "partial" else contexts_for_matmuls
+    model, x = mlp(), leaf(4, 8)
+    theirs = kept_and_rerun(lambda x: torch_checkpoint(model, x, use_reentrant=False, context_fn=contexts).cos(), x)
+    assert kept_and_rerun(lambda x: remat.checkpoint(context_fn=context_fn)(model)(x).cos(), x) == theirs
 
 
 def test_reports_around_compiled_code_see_no_regions_in_it():
@@ -756,8 +773,9 @@ def test_compiled_code_in_a_region_runs_compiled(around, backend, warm):
         lambda f, x: remat.native_save_region("f", f, x),
         lambda f, x: remat.region(f, "f")(x),
         lambda f, x: remat.region(f, "f", opaque=True)(x),
+        lambda f, x: remat.region(lambda x: f(x).tanh(), "f", opaque=True)(x),
     ],
-    ids=["native_save_region", "region", "region, opaque"],
+    ids=["native_save_region", "region", "region, opaque", "region of a function, opaque"],
 )
 def test_saved_call_of_compiled_code_runs_once(keep):
     runs = []
