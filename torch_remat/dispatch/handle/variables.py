@@ -1,4 +1,4 @@
-"""What a function reaches besides its arguments: cells, defaults, arguments of partials, attributes of ``self``.
+"""What a function reaches besides its arguments: cells, globals, defaults, arguments of partials, attributes.
 
 In: the function of a call that replay leaves out. Kept: paths, never values. Out: tensors by their paths, in forward to
 find one, in replay to have its counterpart; and the lists, dicts and variables that a call may change.
@@ -170,6 +170,9 @@ def _parts_of(value: Any, is_called: bool) -> Iterator[tuple[Callable[[Any], Any
             yield partial(_then, attrgetter("__defaults__"), itemgetter(at)), inner
         for name, inner in (value.__kwdefaults__ or {}).items():
             yield partial(_then, attrgetter("__kwdefaults__"), itemgetter(name)), inner
+        for name in value.__code__.co_names:
+            if isinstance(inner := value.__globals__.get(name), (torch.Tensor, Module)):
+                yield partial(_then, attrgetter("__globals__"), itemgetter(name)), inner
         wrapped = value.__dict__.get("__wrapped__")
         if wrapped is not None:
             yield attrgetter("__wrapped__"), wrapped

@@ -337,7 +337,7 @@ def another_call(region: Any, record: WholeCall, function: Any) -> MismatchError
     return mismatched(
         region,
         f"forward ran {default_name(record.op)} here, replay ran {'it on ' if same else ''}{found}",
-        "A native region must run the same function on the same arguments in both phases.",
+        "A call must be one of the same function, on the same arguments, in both phases.",
         op=record.name,
     )
 
