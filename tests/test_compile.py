@@ -868,3 +868,20 @@ def test_native_region_of_compiled_code_with_buffers_and_dropout_is_equal():
         x.grad = None
         model.zero_grad()
     assert_same(*results)
+
+
+@pytest.mark.parametrize("name", ["memory_report", "list_names", "explain", "trace", "budget"])
+def test_what_is_for_eager_code_says_so_in_compiled_code(name):
+    def program(x):
+        if name == "memory_report":
+            remat.memory_report(x.sin())
+        elif name in ("trace", "budget"):
+            with remat.trace() if name == "trace" else remat.budget("1 GiB"):
+                return x.cos()
+        else:
+            getattr(remat, name)(torch.sin)(x)
+        return x.cos()
+
+    x = leaf(3)
+    with pytest.raises(Exception, match=f"remat.{name} is for eager code"):
+        torch.compile(program, backend="aot_eager", fullgraph=True)(x)

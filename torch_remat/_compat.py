@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from operator import attrgetter, methodcaller
 from types import CodeType
-from typing import Any
+from typing import Any, TypeVar
 
 import optree
 import torch
@@ -45,6 +45,7 @@ __all__ = [
     "below_autograd",
     "current_node",
     "dispatch_state",
+    "eager_only",
     "forbid_data_access",
     "function_mode_depth",
     "graph_exec_group",
@@ -283,6 +284,19 @@ USES_BY_PYTHON = _uses_by_python()
 
 # Tells the compiler's frame evaluation what to do with a code object; missing in some releases.
 _set_strategy = getattr(torch._C._dynamo.eval_frame, "set_code_exec_strategy", None)
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def eager_only(function: F) -> F:
+    """Mark a function that compiled code cannot call: with ``fullgraph=True`` the compiler's error says so by name.
+
+    It is what ``torch.compiler.disable(reason=...)`` does, which would import the whole compiler.
+    """
+    reason = f"remat.{function.__name__} is for eager code: call it outside of what torch.compile compiles"
+    function.__dict__.update(_torchdynamo_disable=True, _torchdynamo_disable_msg=reason)
+    return function
 
 
 def keep_from_compiler(function: Any) -> None:

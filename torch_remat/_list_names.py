@@ -9,6 +9,7 @@ from typing import Any, ParamSpec
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from torch_remat._compat import eager_only
 from torch_remat.dispatch.log.entry import ONE, WRITTEN, Entry
 from torch_remat.dispatch.log.meta import Meta
 from torch_remat.dispatch.naming import default_name
@@ -95,6 +96,7 @@ _HEADER = ("name", "op", "shape", "dtype", "bytes", "FLOPs", "needed", "kept")
 _LEFT = (0, 1, 2, 3)
 
 
+@eager_only
 def list_names(function: Callable[P, Any], policy: Any = None) -> Callable[P, NameTable]:
     """Run a function's forward once and list the results of its ops by name.
 

@@ -18,7 +18,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch_remat._bytes import parse_bytes
-from torch_remat._compat import after_backward, graph_task
+from torch_remat._compat import after_backward, eager_only, graph_task
 from torch_remat.budgets.fill import Filler
 from torch_remat.budgets.kept import LEAST_SECONDS, KeptRegion
 from torch_remat.budgets.plan import Plan, largest, plan_of
@@ -281,6 +281,7 @@ def _saved_below(given: Sequence[Any]) -> int:
     return sum(node.bytes for node in report.outside)
 
 
+@eager_only
 def budget(limit: str | float, *, reserve: str | float = "auto", offload: Literal["fill"] | None = None) -> Budget:
     """Return a memory budget for regions: inside of its block they keep everything, and give up just enough.
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torch_remat._compat import eager_only
 from torch_remat.budgets.budget import Budget
 from torch_remat.budgets.measure import Measurement
 from torch_remat.budgets.pictures import plot_frontier
@@ -77,6 +78,7 @@ class Frontier:
         return plot_frontier(self.points, path)
 
 
+@eager_only
 def frontier(function: Callable[..., Any], *args: Any, budgets: int = 6, steps: int = 3, **kwargs: Any) -> Frontier:
     """Run a step at budgets from full recomputation to none, and measure its time and its peak.
 

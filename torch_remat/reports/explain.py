@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from torch_remat._compat import TorchDispatchMode, set_version
+from torch_remat._compat import TorchDispatchMode, eager_only, set_version
 from torch_remat.dispatch.kept import replay_now
 from torch_remat.dispatch.log.meta import key_of
 from torch_remat.dispatch.log.meta import tensors_in as arguments_in
@@ -37,6 +37,7 @@ from torch_remat.reports.torch_checkpoint import is_of_checkpoint
 _STATISTICS = {"running_mean", "running_var"}
 
 
+@eager_only
 def explain(function: Callable[..., Any], *, alternatives: bool = True) -> Callable[..., Explanation]:
     """Run a function forward and backward once, and say why each named tensor in its regions is kept or not.
 

@@ -9,6 +9,7 @@ from typing import Any, TextIO
 
 import torch
 
+from torch_remat._compat import eager_only
 from torch_remat.dispatch.kept import parameters_of
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.region.region import Region, live_regions
@@ -21,6 +22,7 @@ from torch_remat.reports.model import MemoryReport
 from torch_remat.reports.text import format_region
 
 
+@eager_only
 def memory_report(*roots: torch.Tensor | torch.nn.Module) -> MemoryReport:
     """Report what is kept for backward: by all regions that are alive, and in the graph below some tensors.
 
@@ -86,6 +88,7 @@ def _budgets_of(regions: Sequence[Region]) -> list[Any]:
     return list({id(one): one for keeper in keepers if keeper is not None for one in keeper.owners}.values())
 
 
+@eager_only
 def format_current_memory_report() -> str:
     """Return, as text, what the region that runs now keeps so far: its inputs, and each op's tensors by name.
 
@@ -109,6 +112,7 @@ def format_current_memory_report() -> str:
     return format_region(current_report("format_current_memory_report"))
 
 
+@eager_only
 def print_current_memory_report(file: TextIO | None = None) -> None:
     """Print what `format_current_memory_report` returns.
 

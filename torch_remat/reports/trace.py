@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch.profiler import ProfilerActivity, profile
 
-from torch_remat._compat import ProfilerRange, any_profiler_runs
+from torch_remat._compat import ProfilerRange, any_profiler_runs, eager_only
 from torch_remat.dispatch.observe import observed_by
 from torch_remat.errors import UsageError
 from torch_remat.reports.profile import spans_and_samples
@@ -18,6 +18,7 @@ from torch_remat.reports.recorder import MARK, Recorder
 from torch_remat.reports.timeline import Trace
 
 
+@eager_only
 @contextmanager
 def trace() -> Iterator[Trace]:
     """Record forward, replay and backward of each region and op inside, with every allocation.
