@@ -6,11 +6,12 @@ import copy
 
 import pytest
 import torch
-from helpers import assert_same
+from helpers import assert_same, leaf
 from torch import nn
 from torch.nn import functional as F
 
 import torch_remat as remat
+from torch_remat.dispatch.region.region import live_regions
 
 
 class Counting(nn.Module):
@@ -120,3 +121,12 @@ def test_buffer_that_autograd_saved_is_still_compared():
     module.scale.mul_(2)
     with pytest.raises(remat.MutationError):
         y.sum().backward()
+
+
+def test_statistics_that_did_not_change_are_not_looked_after():
+    module = nn.Linear(4, 4)
+    module.register_buffer("frequencies", torch.ones(4))
+    y = remat.checkpoint()(module)(leaf(2, 4))
+    (region,) = [region for region in live_regions() if region.function is module]
+    assert region.buffers is None
+    del y

@@ -870,3 +870,73 @@ def test_another_call_in_replay_is_a_mismatch(change):
                   "policy": {"policy": RECOMPUTE}}[change])  # fmt: skip
     with pytest.raises(remat.MismatchError):
         y.sum().backward()
+
+
+@pytest.mark.parametrize("form", ["argument", "closure", "list"])
+@pytest.mark.parametrize("opaque", [False, True])
+def test_an_argument_dies_in_forward_with_its_last_use(form, opaque):
+    dead = []
+
+    def block(x):
+        h = x * 2  # saved by nobody, and too large to be held until forward ends
+        (reference,) = watch(h)
+        if form == "argument":
+            y = remat.region(lambda t: t.exp(), "k", opaque=opaque)(h)
+        elif form == "list":
+            y = (lambda given: remat.region(lambda given: given[0].exp(), "k", opaque=opaque)(given))([h])
+        else:
+            y = (lambda t: remat.region(lambda: t.exp(), "k", opaque=opaque)())(h)
+        del h
+        dead.append(reference.expired())
+        return y.sum()
+
+    remat.checkpoint()(block)(leaf(1024, 1024)).backward()
+    assert dead[0]
+
+
+def test_a_constant_that_a_call_returns_is_in_the_report():
+    y = remat.checkpoint(region_name="r")(lambda x: (x * remat.region(_constant, "constant")()).sin())(leaf(8, 8))
+    assert "constant.result 0" in str(remat.memory_report(y.sum()))
+
+
+_CONSTANTS = [torch.ones(8, 8)]
+
+
+def _constant() -> Tensor:
+    return _CONSTANTS[0]
+
+
+@pytest.mark.parametrize("opaque", [False, True])
+def test_a_copy_that_was_cast_before_the_region_need_not_follow_its_leaf(opaque):
+    w = leaf(4, 4)
+    cast = w.to(torch.bfloat16)
+    x = torch.randn(4, 4, dtype=torch.bfloat16, requires_grad=True)
+    y = remat.checkpoint()(lambda x: remat.region(lambda t: t @ cast, "k", opaque=opaque)(x.sin()).sin())(x)
+    expected = (x.sin() @ cast).sin()
+    with torch.no_grad():
+        w.add_(1)
+    assert_same(torch.autograd.grad(expected.sum(), x), torch.autograd.grad(y.sum(), x))
+
+
+def test_the_warning_says_what_runs_again_and_where_it_is_defined():
+    class Leaves(nn.Module):
+        def forward(self, x: Tensor, found: list[Tensor]) -> Tensor:
+            found.append(x.exp())
+            return x.sin()
+
+    def block(x, function, opaque):
+        found: list[Tensor] = []
+        return remat.region(function, "k", opaque=opaque)(x, found) * found[0]
+
+    module = Leaves()
+    for function, opaque, what in (
+        (module, False, "Its Python runs a second time"),
+        (module, True, "It runs a second time"),
+        (lambda x, found: module.forward(x, found), True, "It runs a second time"),
+    ):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            remat.checkpoint()(block)(leaf(4), function, opaque).sum().backward()
+        (warning,) = caught
+        assert what in str(warning.message)
+        assert (warning.filename, warning.lineno > 0) == (__file__, True)

@@ -21,10 +21,12 @@ from weakref import ref
 
 import torch
 
+from torch_remat.dispatch.handle.saved_call import LeftOut
 from torch_remat.dispatch.holder import Holder, is_parameter
 from torch_remat.dispatch.log.earlier import earlier_label
 from torch_remat.dispatch.log.entry import CALL, Entry
 from torch_remat.dispatch.log.record import Stretch
+from torch_remat.dispatch.log.slot import Slot
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.offloading import Offloaded
 from torch_remat.offload.transfer import may_travel
@@ -173,6 +175,9 @@ def _of_records(region: Any) -> Iterator[Kept]:
             if slot.source is not None:
                 name = _output_name(region, *slot.source)
                 yield Kept("slot", slot.source[0], name, slot.kept, slot.device, why, record.name)
+        for at, form in enumerate(record.forms if isinstance(record, LeftOut) else ()):
+            if isinstance(form, Slot):
+                yield Kept("slot", record.name, f"result {at}", form.kept, form.device)
         if isinstance(record, Stretch):
             for place, slot in list(record.returned.items()):
                 yield Kept("slot", record.name, str(place), slot.kept, slot.device)

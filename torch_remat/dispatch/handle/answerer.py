@@ -330,7 +330,7 @@ class Answerer:
             return self._call_again(call, function, args, kwargs, given)
         if call.elided_inputs or self.made:
             self.fill_elided(call, given)
-        if type(call) is OpaqueCall and not (call.forms or call.form):
+        if type(call) is OpaqueCall and not (call.forms or call.template):
             return replayed(self, call, function, args, kwargs, self.start_over)
         if call.drawn is not None:
             call.drawn.restore()

@@ -653,6 +653,7 @@ class CallRecorder(Recorder):
             raise
         finally:
             self.calling, self.known_args, self.region.tape.calling = None, (), None
+            call.let_go()
             self.calls.append(call)
         return result
 

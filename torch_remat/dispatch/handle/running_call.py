@@ -5,8 +5,8 @@ and the record of the call. Out: what replay makes again, and why.
 
 NOTE [ When a saved call is made again ]
 To leave a call out is right only if it reaches the rest of its region by its result and by what it writes. Else the
-call is *made again*: it runs as a native region does, so that its Python runs once more and its ops are answered from
-the log. So it is if
+call is *made again*: it runs as a native region does, so that its Python runs once more, and its ops are answered from
+the log or run where they are needed. So it is if
 1. a node after it reads one inside that is no result, or a variable, list, dict or set made in the region and in its
    reach holds other objects after it;
 2. a gradient is taken in the region before its forward ends: then every call of the region;
@@ -27,14 +27,13 @@ from functools import partial
 from types import CodeType
 from typing import Any, Protocol
 
-import optree
 import torch
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
 from torch_remat._compat import (
-    PYTREE_NAMESPACE,
     has_one_output,
+    in_autocast,
     is_refused,
     node_behind,
     node_number,
@@ -52,15 +51,8 @@ from torch_remat.dispatch.handle.saved_call import (
     lying_in,
     runs,
 )
-from torch_remat.dispatch.handle.variables import (
-    Path,
-    State,
-    changed_in,
-    identity_of,
-    state_of,
-    tensors_reached,
-)
-from torch_remat.dispatch.handle.whole_call import CallForward, note_backward
+from torch_remat.dispatch.handle.variables import Path, State, changed_in, identity_of, state_of, tensors_reached
+from torch_remat.dispatch.handle.whole_call import CallForward, note_backward, template_of
 from torch_remat.dispatch.holder import (
     AUTOCAST_DTYPES,
     CAST,
@@ -74,7 +66,7 @@ from torch_remat.dispatch.log.entry import Entry, run_for_good
 from torch_remat.dispatch.log.meta import Meta, WrapperMeta, described, key_of
 from torch_remat.dispatch.log.slot import Slot
 from torch_remat.dispatch.region.inputs import leaves_of
-from torch_remat.errors import RematWarning, qualified_name
+from torch_remat.errors import RematWarning, qualified_name, user_line
 from torch_remat.offload.transfer import Placement
 from torch_remat.policies.decision import CheckpointPolicy
 
@@ -151,7 +143,8 @@ class Leaving:
     def note_results(self, result: Any, leaves: Sequence[Any]) -> None:
         """Note how replay comes to the result, or why it makes the call again."""
         record = self.record
-        if self.last - self.first > 1 or len(leaves) != 1 or not has_one_output(node_behind(leaves[0])):
+        made = self.last - self.first
+        if made > 1 or (made and not (len(leaves) == 1 and has_one_output(node_behind(leaves[0])))):
             tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
             self.outputs = {(node, leaf.output_nr) for leaf in tensors if (node := node_behind(leaf)) is not None}
         for leaf in leaves:
@@ -162,10 +155,14 @@ class Leaving:
                 record.again = "it returned a view that was made without gradients and whose base has a history now"
                 return
         if len(leaves) != 1 or leaves[0] is not result:
-            record.form = (optree.tree_map(_nothing, result, namespace=PYTREE_NAMESPACE),)
+            record.template = template_of(result)
         record.forms = [
             self._described(leaf, at) if isinstance(leaf, torch.Tensor) else leaf for at, leaf in enumerate(leaves)
         ]
+
+    def let_go(self) -> None:
+        """Let go of arguments and variables, once the call is over: the region may be done with them."""
+        del self.given, self._state
 
     def note_state(self) -> None:
         """Note whether the call changed what its region goes on with."""
@@ -177,6 +174,9 @@ class Leaving:
         owner = tensor if tensor._base is None else tensor._base
         if owner.dtype not in AUTOCAST_DTYPES or (leaf := parameter_behind(owner)) is None or leaf is owner:
             return None
+        node = owner.grad_fn
+        if node is None or (node_number(node) < self._ops.region.first_number and not in_autocast()):
+            return None  # a copy of the user's own, which need not follow the leaf
         holder: OpHolder = self._ops.holder_for(self.record.name, name, tensor)
         view = None if owner is tensor else Placement.of(tensor)
         holder.packed = (leaf, leaf._version, self._ops.region)
@@ -371,6 +371,11 @@ class UnwatchedCall(Leaving, CallForward):
         self.last = sequence_number()
         self._end()
 
+    def let_go(self) -> None:
+        """Let go of arguments and variables, once the call is over: the region may be done with them."""
+        super().let_go()
+        self.args = self._given = ()
+
 
 def is_buffer(region: Any, key: int) -> bool:
     """Whether a storage is that of a buffer of a module that the region reaches."""
@@ -379,10 +384,6 @@ def is_buffer(region: Any, key: int) -> bool:
 
 _USUAL = frozenset((torch.Tensor, Parameter))
 _PLAIN = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.layout, Enum, type)
-
-
-def _nothing(_leaf: Any) -> int:
-    return 0
 
 
 def _had_history(node: Node | None, first: int) -> bool:
@@ -419,22 +420,26 @@ def mark_calls_made_again(
         boundary: The nodes of its outputs.
         taken: Whether a gradient was taken before forward ended.
     """
-    _mark_escapes(calls, boundary)
+    left = _calls_left_by_tensors(calls, boundary)
     for call in calls:
         record = call.record
         if taken:
             record.again = record.again or "a gradient is taken in the region before its forward ends"
+        elif call in left:
+            record.again = record.again or "the region goes on with a tensor of it that it did not return"
         if isinstance(record, OpaqueCall):
             if record.again:
                 run_for_good([record])
-        elif taken:
+        elif taken or call in left:
             run_for_good(entries[record.start : record.end])
 
 
-def _mark_escapes(calls: Sequence[Saved], boundary: Sequence[Node | None]) -> None:
+def _calls_left_by_tensors(calls: Sequence[Saved], boundary: Sequence[Node | None]) -> set[Saved]:
+    """Return the calls of which a node outside reads a node that made no result."""
+    left: set[Saved] = set()
     calls = [call for call in calls if call.outputs is not None]
     if not calls:
-        return
+        return left
     starts = [call.first for call in calls]
 
     def call_of(number: int) -> Saved | None:
@@ -456,10 +461,11 @@ def _mark_escapes(calls: Sequence[Saved], boundary: Sequence[Node | None]) -> No
                 and (child, place) not in (call.outputs or ())
                 and not _is_cast(child)
             ):
-                call.record.again = call.record.again or "the region goes on with a tensor of it that it did not return"
+                left.add(call)
             if child not in seen:
                 seen.add(child)
                 todo.append(child)
+    return left
 
 
 def _is_cast(node: Node) -> bool:
@@ -477,19 +483,29 @@ def check_needs(region: Any, calls: Sequence[Saved], entries: Sequence[Entry]) -
             _warn(region, record)
 
 
-def _warn(region: Any, record: LeftOut) -> None:
-    code = record.identity
-    file, line = (code.co_filename, code.co_firstlineno) if isinstance(code, CodeType) else ("torch_remat", 0)
+def _warn(region: Any, record: SavedCall | OpaqueCall) -> None:
+    file, line = _defined_at(record.identity)
+    again = "Its Python runs a second time, and of its ops what is needed"
+    if isinstance(record, OpaqueCall):
+        again = "It runs a second time"
     warnings.warn_explicit(
-        f"{qualified_name(region.name, record.name)}: replay makes this call again, since {record.again}. Its Python "
-        "runs a second time, its ops do not; the gradients are right all the same. To spare the second run, return "
-        "all that the region goes on with, and change nothing of it in place; or use remat.native_save_region, whose "
-        "Python always runs again.",
+        f"{qualified_name(region.name, record.name)}: replay makes this call again, since {record.again}. {again}; the "
+        "gradients are right all the same. To spare the second run, return all that the region goes on with, and "
+        "change nothing of it in place; or use remat.native_save_region, whose Python always runs again.",
         RematWarning,
         file,
         line,
         registry=_warned,
     )
+
+
+def _defined_at(identity: Any) -> tuple[str, int]:
+    """Return file and line of what was called: of a function, a module's class, or a custom Function."""
+    if isinstance(identity, tuple):
+        identity = identity[0]
+    if isinstance(identity, type):
+        identity = getattr(getattr(identity, "forward", None) or identity.__call__, "__code__", None)
+    return (identity.co_filename, identity.co_firstlineno) if isinstance(identity, CodeType) else user_line()
 
 
 _warned: dict[Any, Any] = {}

@@ -14,16 +14,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.nn import Parameter
 
-from torch_remat._compat import (
-    set_version,
-    without_dispatch_modes,
-)
+from torch_remat._compat import set_version, without_dispatch_modes
 from torch_remat.dispatch.check.mismatch import mismatched
-from torch_remat.dispatch.handle.variables import (
-    Path,
-    at_path,
-    identity_of,
-)
+from torch_remat.dispatch.handle.variables import Path, at_path, identity_of
 from torch_remat.dispatch.log.entry import WRITTEN, Entry, WholeCall, still_there
 from torch_remat.dispatch.log.meta import Meta, key_of, layout_of, stand_in
 from torch_remat.dispatch.log.record import Left, Record, Stretch
@@ -88,8 +81,8 @@ class LeftOut(Record):
         layout: Shape and strides of its arguments.
         again: Why replay makes the call again; empty if it leaves it out.
         raised: Whether an exception left it.
-        forms: What the leaves of its result are: `Made`, `Passed`, a `Slot`, or a plain value.
-        form: Its result with numbers in place of the leaves, alone in a tuple; empty if it is one leaf.
+        forms: What the leaves of its result are: `Made`, `Passed`, a `Slot`; a plain value, or a leaf, as it is.
+        template: Its result with numbers in place of the leaves, alone in a tuple; empty if it is one leaf.
         put_back: What it wrote in tensors of the region.
         paths: Where those variables are found that are read in replay, by their places after the arguments.
     """
@@ -99,7 +92,7 @@ class LeftOut(Record):
     again = ""
     raised = False
     forms: Sequence[Any] = ()
-    form: tuple[Any, ...] = ()
+    template: tuple[Any, ...] = ()
     put_back: Sequence[PutBack] = ()
     paths: Mapping[int, Path] = MappingProxyType({})
 
@@ -255,7 +248,7 @@ def result_of(
             value = load(form, call.name, "out")
             replay.note_loaded(value)
         leaves.append(value)
-    return with_leaves(call.form, {}, leaves)[0][0] if call.form else leaves[0]
+    return with_leaves(call.template, {}, leaves)[0][0] if call.template else leaves[0]
 
 
 def _seen(value: torch.Tensor, entry: Entry, place: int, meta: Any) -> torch.Tensor:

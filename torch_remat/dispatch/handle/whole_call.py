@@ -95,6 +95,11 @@ def _is_pure(function: Any) -> bool:
 _version_of = attrgetter("_version")
 
 
+def template_of(result: Any) -> tuple[Any, ...]:
+    """Return a result with numbers in place of its leaves, alone in a tuple."""
+    return (optree.tree_map(_nothing, result, namespace=PYTREE_NAMESPACE),)
+
+
 def _nothing(_leaf: Any) -> int:
     return 0
 
@@ -236,7 +241,7 @@ class CallForward:
         record.kind = CALL
         record.leaves = [leaf.requires_grad if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         if len(leaves) != 1 or leaves[0] is not result:
-            record.template = optree.tree_map(_nothing, result, namespace=PYTREE_NAMESPACE)
+            record.template = template_of(result)
         record.results = [described(leaf, None) for leaf in leaves]
         record.saved = frozenset(range(len(leaves)))
         if record.away:
@@ -322,7 +327,7 @@ def replayed(
     if record.drawn is not None:
         record.drawn.restore()
     leaves = [_leaf(replay, record, place, known, start_over) for place, known in enumerate(record.leaves)]
-    return leaves[0] if record.template is None else with_leaves((record.template,), {}, leaves)[0][0]
+    return with_leaves(record.template, {}, leaves)[0][0] if record.template else leaves[0]
 
 
 def is_same_call(record: WholeCall, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -180,7 +180,7 @@ class WholeCall(Record, Entry):
 
     Attributes:
         leaves: The leaves of its result: for each tensor whether it needs a gradient, other values as they are.
-        template: Its result with numbers in place of the leaves; None if it is one tensor or value.
+        template: Its result with numbers in place of the leaves, alone in a tuple; empty if it is one leaf.
         is_entry: Whether it stands in the log. It does not if all its results are views of its arguments, which cost
             nothing, so that replay makes the call again, nor if it raised.
     """
@@ -192,7 +192,7 @@ class WholeCall(Record, Entry):
     saved = FIRST
     results: Any = None
     leaves: Sequence[Any] = ()
-    template: Any = None
+    template: tuple[Any, ...] = ()
     is_entry = False
 
     def __init__(self, name: str, policy: CheckpointPolicy, op: Any, layout: Sequence[Any]) -> None:
@@ -205,7 +205,7 @@ class WholeCall(Record, Entry):
 
     def label(self, place: int) -> str:
         """Return the name of a result."""
-        return "out" if self.template is None else str(max(place, 0))
+        return str(max(place, 0)) if self.template else "out"
 
     def forget_slots(self) -> None:
         """Drop what only a further replay would need."""

@@ -78,12 +78,12 @@ class Buffers:
         changed = []
         for buffer in self._buffers:
             held, name, tensor, version, copy = buffer
-            if version_of(tensor) != version or held.get(name) is not tensor:
+            if (
+                version_of(tensor) != version
+                or held.get(name) is not tensor
+                or (id(tensor) in self._statistics and (copy is None or not _same(tensor, copy)))
+            ):
                 changed.append(buffer._replace(copy=None) if is_logged else buffer)
-            elif id(tensor) in self._statistics:
-                changed.append(
-                    buffer._replace(copy=None) if copy is None or is_logged or _same(tensor, copy) else buffer
-                )
         self._buffers, self._statistics = changed, set()
         return bool(changed)
 
