@@ -940,3 +940,85 @@ def test_the_warning_says_what_runs_again_and_where_it_is_defined():
         (warning,) = caught
         assert what in str(warning.message)
         assert (warning.filename, warning.lineno > 0) == (__file__, True)
+
+
+@pytest.mark.parametrize("opaque", [False, True])
+def test_a_weights_copy_under_autocast_is_not_kept(opaque):
+    w, x = nn.Parameter(torch.randn(16, 48)), leaf(4, 16)
+
+    def block(x):
+        return remat.region(lambda t: t @ w, "k", opaque=opaque)(x.sin()).sin()
+
+    with torch.autocast("cpu", torch.bfloat16):
+        y = remat.checkpoint(region_name="r")(block)(x)
+        expected = torch.autograd.grad((x.sin() @ w).sin().sum(), [x, w])
+    rows = [row for row in remat.memory_report(y).regions[0].tensors if row.shape == (16, 48)]
+    assert sum(row.bytes for row in rows if row.kind != "parameter") == 0
+    assert_same(expected, torch.autograd.grad(y.sum(), [x, w]))
+
+
+def test_what_a_call_saves_after_it_wrote_an_argument():
+    def block(make, x):
+        h = x * 1.0
+        return make("k", lambda h: (h.add_(1), h * h)[1], h).sin()
+
+    x = leaf(4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (got,) = torch.autograd.grad(remat.checkpoint()(lambda t: block(Noted("save"), t))(x).sum(), x)
+    assert torch.equal(got, torch.autograd.grad(block(Noted("plain"), x).sum(), x)[0])
+
+
+@pytest.mark.parametrize("opaque", [False, True])
+@pytest.mark.parametrize("change", ["function", "shape"])
+def test_another_python_function_or_shape_is_a_mismatch_that_names_the_call(change, opaque):
+    state = {"function": lambda t: t.sum(), "length": 4}
+
+    def block(x):
+        return x.sum().sin() * remat.region(state["function"], "k", opaque=opaque)(x[: state["length"]]).sin()
+
+    y = remat.checkpoint()(block)(leaf(4))
+    state.update({"function": lambda t: t.sum()} if change == "function" else {"length": 3})
+    with pytest.raises(remat.MismatchError, match="another function" if change == "function" else "other shapes") as e:
+        y.sum().backward()
+    assert e.value.op == "k"
+
+
+@pytest.mark.parametrize("options", [{}, {"policy": [torch.ops.aten.sin.default]}], ids=["plain", "policy"])
+def test_what_replay_is_told_to_need_is_kept(options):
+    def block(x):
+        y = remat.region(lambda t: t.sin() * 2, "k")(x)
+        remat.recompute_needs_tensor(y[1:])
+        return x * float(y.detach().numpy().max())
+
+    x = leaf(4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (got,) = torch.autograd.grad(remat.checkpoint(**options)(block)(x).exp().sum(), x)
+    assert torch.equal(got, torch.autograd.grad(block(x).exp().sum(), x)[0])
+
+
+def test_random_state_is_kept_for_calls_that_draw():
+    def block(x):
+        x = F.dropout(x, 0.5)
+        for index in range(4):
+            x = remat.region(lambda t: t.exp().sin(), f"k{index}")(x)
+        return F.dropout(x, 0.5)
+
+    y = remat.checkpoint(region_name="r")(block)(leaf(4))
+    states = [row for row in remat.memory_report(y).regions[0].tensors if row.label == "random state"]
+    assert len(states) <= 2  # the region's, and that of the first call, of which nobody knows
+
+
+def test_replay_does_not_start_over_without_end():
+    def block(x):
+        y = remat.native_save_region("k", lambda t: t.sin().t(), x)
+        if remat.is_recomputing():
+            raise RuntimeError("Cannot access data pointer of Tensor that doesn't have storage")
+        return y.exp().sin()
+
+    loss = remat.checkpoint()(block)(leaf(4, 4)).sum()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(RuntimeError, match="Cannot access data"):
+            loss.backward()

@@ -812,3 +812,22 @@ def test_trace_of_a_whole_step_is_right_for_other_inputs(run):
     for _ in range(2):
         x = torch.randn(3, 4)
         assert_same([step(lambda function, x: function(x), x)], [traced(x)])
+
+
+@pytest.mark.parametrize("keep", ["policy", "native region"])
+def test_one_hot_of_what_is_kept_runs_the_ops_of_forward(keep):
+    """ATen has another one_hot for tensor subclasses, such as placeholders."""
+    w = torch.randn(4, 3)
+
+    def function(x):
+        scores = (x @ w).softmax(-1)
+        chosen = nn.functional.one_hot(scores.argmax(-1), 3)
+        expert, token = chosen.T.nonzero(as_tuple=True)
+        return (scores[token, expert].unsqueeze(-1) * x[token]).exp().sin()
+
+    x = torch.randn(5, 4, requires_grad=True)
+    run = remat.checkpoint(policy=remat.policies.save_discrete)(function)
+    if keep == "native region":
+        run = remat.checkpoint()(lambda x: remat.native_save_region("k", function, x).sin())
+    expected = function(x) if keep == "policy" else function(x).sin()
+    assert torch.equal(torch.autograd.grad(expected.sum(), x)[0], torch.autograd.grad(run(x).sum(), x)[0])

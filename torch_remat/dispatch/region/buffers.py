@@ -11,6 +11,7 @@ Where ops are watched, the log knows what they read and wrote, and replay starts
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,19 @@ from torch_remat.dispatch.log.slot import UNCOUNTED, version_of
 
 COPIED_BYTES = 1 << 16
 """Of a buffer up to this size a copy is made before forward, since only at its end it is known to have changed."""
+
+
+def buffered_globals(function: Any) -> list[Module]:
+    """Return the modules with buffers among the global variables that a function names."""
+    if type(function) is MethodType:
+        function = function.__func__
+    if type(function) is not FunctionType:
+        return []
+    found: list[Module] = []
+    for value in map(function.__globals__.get, function.__code__.co_names):
+        if isinstance(value, Module):
+            found += [module for module in value.modules() if module._buffers]
+    return found
 
 
 class Buffer(NamedTuple):

@@ -39,7 +39,7 @@ from torch_remat.dispatch.offloading import Sender, offload_inputs
 from torch_remat.dispatch.options import DEFAULTS, Options
 from torch_remat.dispatch.part import own_hooks
 from torch_remat.dispatch.placeholder import unpack
-from torch_remat.dispatch.region.buffers import Buffers
+from torch_remat.dispatch.region.buffers import Buffers, buffered_globals
 from torch_remat.dispatch.region.inputs import RegionInputs
 from torch_remat.dispatch.tape import Tape
 from torch_remat.errors import ReleasedError
@@ -113,6 +113,7 @@ class Region:
                 generators += [other for other in inputs.others if isinstance(other, torch.Generator)]
         buffered: list[Module] = []
         self.parameters = parameters_of(function, inputs.modules() if inputs.others else (), generators, buffered)
+        buffered += buffered_globals(function)
         if buffered:
             self.buffers = Buffers(buffered, options.policy is not None)
         self.rng = None if generators is None else RngState(generators)
