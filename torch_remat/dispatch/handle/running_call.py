@@ -313,7 +313,8 @@ class WatchedCall(Leaving):
             if source.grad_fn is not None:
                 if not _had_history(source.grad_fn, self.first):
                     record.again = "it gave a history to a tensor that had none"
-                self.outputs = {*(self.outputs or ()), (source.grad_fn, source.output_nr)}
+                if self.outputs is not None:
+                    self.outputs.add((source.grad_fn, source.output_nr))
             found.append(PutBack(place, lying_in(left.lies, Placement.of(source)), left, source.requires_grad))
         record.put_back = found
         for entry in writing:

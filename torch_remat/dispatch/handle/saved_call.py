@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.nn import Parameter
 
-from torch_remat._compat import set_version, without_dispatch_modes
+from torch_remat._compat import without_dispatch_modes
 from torch_remat.dispatch.check.mismatch import mismatched
 from torch_remat.dispatch.handle.variables import Path, at_path, identity_of
 from torch_remat.dispatch.log.entry import WRITTEN, Entry, WholeCall, still_there
@@ -186,7 +186,6 @@ def of_another_function(region: Any, call: LeftOut, function: Any) -> MismatchEr
 
 def put_back(replay: Replay, call: LeftOut, given: Sequence[Any]) -> bool:
     """Leave in arguments and variables what the call left there; return whether all of them are as in forward."""
-    moved = set()
     for place, view, left, requires_grad in call.put_back:
         tensor = given[place]
         if not isinstance(tensor, torch.Tensor) or isinstance(tensor, Placeholder):
@@ -200,11 +199,8 @@ def put_back(replay: Replay, call: LeftOut, given: Sequence[Any]) -> bool:
             target = view.value(tensor)
             if target is None or target.shape != value.shape:
                 return False
-            target.data.copy_(value)
-        if place not in moved:
-            moved.add(place)
-            set_version(tensor, tensor._version + left.times)
-            replay.note_loaded(tensor)  # its history is not forward's
+            target.copy_(value)
+        replay.note_loaded(tensor)  # its history is not forward's
     return True
 
 

@@ -66,14 +66,12 @@ class Left(NamedTuple):
         slot: What it was afterwards.
         place: Which entry changed it first, and which of the tensors that this entry changed it is.
         lies: Where it lies in the storage.
-        times: How often the storage's version counter moved.
     """
 
     storage: StorageWeakRef
     slot: Slot
     place: tuple[int, int]
     lies: Placement
-    times: int
 
 
 class Stretch(Record):

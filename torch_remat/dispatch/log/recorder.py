@@ -321,7 +321,7 @@ class Recorder:
             for tensor, place in parts:
                 storage = StorageWeakRef(tensor.untyped_storage())
                 slot = self.departures.slot_for(stretch.name, "written", tensor, stretch.policy)
-                stretch.left = [*stretch.left, Left(storage, slot, place, Placement.of(tensor), times)]
+                stretch.left = [*stretch.left, Left(storage, slot, place, Placement.of(tensor))]
         watch.written, watch.versions = {}, {}
 
     def pack(self, tensor: torch.Tensor) -> Holder | Anchor | None:
