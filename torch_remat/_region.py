@@ -102,11 +102,23 @@ def region(
         >>> y.sum().backward()
     """
     chosen = _SAVE if policy is None and recompute is None else _policy_of(policy, recompute, name)
+    if type(name) is not str or not name:
+        scoped(name)
+    assert name is not None
     if function is None:
-        if not isinstance(name, str) or not name:
-            scoped(name)
-        return lambda decorated: wraps(decorated)(_bound(decorated, name, chosen, opaque))
-    return _bound(function, name, chosen, opaque)
+        return lambda decorated: wraps(decorated)(region(decorated, name, policy=chosen, opaque=opaque))
+    if not callable(function):
+        raise UsageError(f"a {type(function).__name__} cannot be called", op=str(name), remedy=_FORM)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if is_compiling():
+            return compiled_part(chosen, function, args, kwargs)
+        mode = current_mode()
+        if mode is None:
+            return function(*args, **kwargs)
+        return mode.run_call(opaque, scope.get() + name, chosen, function, args, kwargs)
+
+    return call
 
 
 def _policy_of(policy: Any, recompute: Any, name: Any) -> CheckpointPolicy:
@@ -125,23 +137,6 @@ def _policy_of(policy: Any, recompute: Any, name: Any) -> CheckpointPolicy:
             remedy="Policies of calls are remat.CheckpointPolicy.SAVE, OFFLOAD and RECOMPUTE.",
         )
     return policy
-
-
-def _bound(function: Any, name: Any, policy: CheckpointPolicy, opaque: bool) -> Callable[..., Any]:
-    if not callable(function):
-        raise UsageError(f"a {type(function).__name__} cannot be called", op=str(name), remedy=_FORM)
-    if type(name) is not str or not name:
-        scoped(name)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if is_compiling():
-            return compiled_part(policy, function, args, kwargs)
-        mode = current_mode()
-        if mode is None:
-            return function(*args, **kwargs)
-        return mode.run_call(opaque, scope.get() + name, policy, function, args, kwargs)
-
-    return call
 
 
 def recompute_needs_tensor(*tensors: torch.Tensor) -> None:

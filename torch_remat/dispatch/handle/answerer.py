@@ -35,7 +35,7 @@ from torch_remat.dispatch.handle.saved_call import (
     runs,
 )
 from torch_remat.dispatch.handle.variables import identity_of
-from torch_remat.dispatch.handle.whole_call import another_call, is_same_call, made_again, replayed
+from torch_remat.dispatch.handle.whole_call import another_call, made_again, replayed
 from torch_remat.dispatch.holder import metadata_of, parameter_behind
 from torch_remat.dispatch.log.entry import VIEW, WRITTEN, Entry, HandleCall, WholeCall, run_for_good
 from torch_remat.dispatch.log.meta import layout_of, stand_in
@@ -291,10 +291,10 @@ class Answerer:
         else:
             record = self._next_record(name, policy)
         if type(record) is WholeCall:
-            if not is_same_call(record, function, args, kwargs):
+            if function is not record.op or layout_of(args, kwargs) != record.layout:
                 self._replay.fail(another_call(self.region, record, function))
             if record.elided_inputs or self.made:
-                self.fill_elided(record, tuple(args) if not kwargs else (*args, *kwargs.values()))
+                self.fill_elided(record, args if not kwargs else (*args, *kwargs.values()))
             return replayed(self, record, function, args, kwargs, self.start_over)
         if isinstance(record, Stretch):
             return self._run_stretch(record, function, args, kwargs)

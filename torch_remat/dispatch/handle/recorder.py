@@ -14,8 +14,9 @@ from weakref import ref
 
 import torch
 from torch import Tensor, UntypedStorage, strided
+from torch.autograd.graph import Node
 
-from torch_remat._compat import has_returned, node_number, sequence_number
+from torch_remat._compat import has_returned, node_number, sequence_number, storage_key
 from torch_remat.dispatch.ambient import Draws, RngState
 from torch_remat.dispatch.check.inner_ops import Around
 from torch_remat.dispatch.handle.op import RematHandle
@@ -349,6 +350,8 @@ class CallRecorder(Recorder):
         self.calls: list[WatchedCall | UnwatchedCall] = []
         self.draws = None if self.region.rng is None else Draws(self.region.rng)
         self.recomputing = 0
+        # Whether most saved tensors of calls need nothing but a holder.
+        self.is_usual = self.region.options is DEFAULTS and self.region.hooks is None
         self._around: Around | None = None
         self._views: list[tuple[Stretch, int, Tensor, int]] = []
 
@@ -496,21 +499,20 @@ class CallRecorder(Recorder):
 
     # What autograd saves.
 
-    def pack_in_call(self, tensor: Tensor) -> Holder | Anchor | None:
-        """Do what `pack` does where a call runs, or a SAVE op is expected to save."""
-        if self.expected is not None:
-            record, tensors, number = self.expected
+    def pack_expected(self, tensor: Tensor) -> Holder | Anchor | None:
+        """Do what `pack` does where a SAVE op is expected to save."""
+        assert self.expected is not None
+        record, tensors, number = self.expected
+        name, expected = tensors.pop()
+        while expected is None and tensors:
             name, expected = tensors.pop()
-            while expected is None and tensors:
-                name, expected = tensors.pop()
-            if tensor is expected and number == sequence_number():
-                held = self.hold(record, name, tensor, record.policy)
-                if not tensors:
-                    self.expected, self.known_args = None, ()
-                return held
-            self.forget_expected()  # autograd did not record the op
-        calling = self.calling
-        return self.pack(tensor) if calling is None else calling.pack(tensor)
+        if tensor is expected and number == sequence_number():
+            held = self.hold(record, name, tensor, record.policy)
+            if not tensors:
+                self.expected, self.known_args = None, ()
+            return held
+        self.forget_expected()  # autograd did not record the op
+        return self.pack(tensor)
 
     def pack_of_call(self, tensor: Tensor) -> OpHolder | None:
         """Return the holder for the output of a SAVE op that is saved in a native region."""
@@ -540,6 +542,34 @@ class CallRecorder(Recorder):
                 self.mode.note_value(holder, tensor)
         elif policy is not _OFFLOAD or region.hooks is not None or not offload_resident(region, holder, tensor):
             self.keep(holder, tensor)
+        return holder
+
+    def elide_made(self, record: Record, name: str, tensor: Tensor, node: Node, place: int) -> OpHolder | None:
+        """Do what `hold` does for an argument of a call that has a node, is no view and that replay makes again.
+
+        Args:
+            record: The call's record.
+            name: The name of the saved tensor.
+            tensor: An ordinary tensor.
+            node: The node that made it.
+            place: Which argument it is.
+
+        Returns:
+            Its holder; None where `hold` has to look.
+        """
+        region = self.region
+        if tensor._base is not None or id(tensor) in region.inputs.originals or tensor.dtype in AUTOCAST_DTYPES:
+            return None
+        if self.made.tensors or tensor.layout is not strided or storage_key(tensor) in self.storages.writers:
+            return None
+        holder = self.holder_for(record.name, name, tensor)
+        holder.resident = False
+        holder.producer = type(node)
+        holder.origin = None if node._sequence_nr() >= region.first_number else ref(tensor)
+        region.tape.note_elided(entry := ref(holder))
+        if record.elided_inputs is None:
+            record.elided_inputs = []
+        record.elided_inputs.append(new_tuple(Elided, (entry, place, None, None)))
         return holder
 
     def _elide_output(self, made: Made, record: Record, tensor: Tensor, holder: OpHolder) -> bool:
@@ -610,6 +640,13 @@ class CallRecorder(Recorder):
             return self.run_watched(name, policy, function, args, kwargs)
         if not is_whole_call(function, args, kwargs):
             return self.run_stretch(Stretch(name, policy), function, args, kwargs)
+        return self._run_whole(name, policy, function, args, kwargs)
+
+    def _run_whole(
+        self, name: str, policy: CheckpointPolicy, function: Callable[..., Any], args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:  # fmt: skip
+        """Run a call of a function of torch's own."""
         call = CallForward(self, name, policy, function, args if not kwargs else (*args, *kwargs.values()))
         self.note_record(call.record)
         self.skipped_any = self.packs = True
@@ -629,13 +666,15 @@ class CallRecorder(Recorder):
         kwargs: Mapping[str, Any],
     ) -> Any:  # fmt: skip
         """Run a call of `region`; see `RematMode.run_call`."""
-        if policy is _RECOMPUTE or self.has_policy or is_whole_call(function, args, kwargs):
+        if policy is _RECOMPUTE or self.has_policy:
             return self.run_native(name, policy, function, args, kwargs)
         if self.expected is not None:
             self.forget_expected()
         opened = self.opened
         if (opened is not None and self.is_part_of_skipped(opened.is_running())) or self.skips():
             return function(*args, **kwargs)
+        if is_whole_call(function, args, kwargs):
+            return self._run_whole(name, policy, function, args, kwargs)
         call: WatchedCall | UnwatchedCall
         if opaque:
             call = UnwatchedCall(self, name, policy, function, args, kwargs)

@@ -350,8 +350,8 @@ class UnwatchedCall(Leaving, CallForward):
             return held
         return super().pack(tensor)
 
-    def _returns_one(self, result: torch.Tensor) -> None:
-        super()._returns_one(result)
+    def _returns_one(self, result: torch.Tensor, key: int) -> None:
+        super()._returns_one(result, key)
         self.note_state()
         self.last = sequence_number()
         if (node := result.grad_fn) is not None and (self.last - self.first > 1 or not has_one_output(node)):

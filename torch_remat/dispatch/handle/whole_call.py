@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import optree
 import torch
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.nn import Parameter
 from torch.nn import functional as F
 
@@ -125,6 +125,10 @@ class Ops(Protocol):
     departures: Any
     skipped: list[tuple[int, int]]
     draws: Any
+    is_usual: bool
+
+    def elide_made(self, record: WholeCall, name: str, tensor: torch.Tensor, node: Node, place: int) -> OpHolder | None:
+        """Return the holder for an argument that a node has made and replay makes again; None for any other."""
 
     def hold(self, record: WholeCall, name: str, tensor: torch.Tensor, policy: CheckpointPolicy) -> Holder | Anchor:
         """Return the holder for a tensor that a whole call saves."""
@@ -160,17 +164,17 @@ class CallForward:
         self._saved = 0
         self.first = sequence_number()
         self.args = args
-        given: Sequence[torch.Tensor]
+        given: Sequence[torch.Tensor] = args
+        kinds = set(map(type, args))
         try:
-            given = [arg for arg in args if type(arg) in _USUAL]
-            layout = [(arg.shape, arg.stride()) for arg in given]
-            self.record = record = self.kind(name, policy, function, layout)
+            if not _USUAL.issuperset(kinds):
+                if not _FLAT.issuperset(kinds):
+                    raise RuntimeError
+                given = [arg for arg in args if type(arg) in _USUAL]
+            self.record = record = self.kind(name, policy, function, [(one.shape, one.stride()) for one in given])
             record.reads = list(map(storage_key, given))
             record.versions = list(enumerate(map(_version_of, given)))
-            usual = _FLAT.issuperset(map(type, args))
         except RuntimeError:  # sparse tensors have no strides, those of inference mode no versions
-            usual = False
-        if not usual:
             given = list(tensors_in(args, {}))
             self.record = record = self.kind(name, policy, function, layout_of(args, {}))
             record.reads = [key for tensor in given for key in keys_of(tensor)]
@@ -186,8 +190,15 @@ class CallForward:
         ops, record = self._ops, self.record
         if type(tensor) is Parameter:
             return (tensor, tensor._version, ops.region)
-        held = ops.hold(record, f"saved_{self._saved}", tensor, CheckpointPolicy.SAVE)
+        name = f"saved_{self._saved}"
         self._saved += 1
+        if ops.is_usual and type(tensor) is torch.Tensor and (node := tensor.grad_fn) is not None:
+            for place, arg in enumerate(self.args):  # what most are: an argument that replay makes again
+                if arg is tensor:
+                    if (elided := ops.elide_made(record, name, tensor, node, place)) is not None:
+                        return elided
+                    break
+        held = ops.hold(record, name, tensor, CheckpointPolicy.SAVE)
         if record.away and ops.region.hooks is None and type(held) is OpHolder and held.resident:
             ops.departures.waiting.append((held, tensor))
         return held
@@ -206,22 +217,23 @@ class CallForward:
                 "opaque, leave out opaque=True.",
             )
         if (
-            type(result) is torch.Tensor and result._base is None and id(result) not in map(id, self._given)
-            and result.layout is torch.strided and not result.dtype.is_complex
+            type(result) is torch.Tensor and result._base is None and result.layout is torch.strided
+            and not result.dtype.is_complex and (key := storage_key(result)) not in record.reads
         ):  # fmt: skip
-            self._returns_one(result)
+            self._returns_one(result, key)
         else:
             self._returns_odd(result)
 
-    def _returns_one(self, result: torch.Tensor) -> None:
+    def _returns_one(self, result: torch.Tensor, key: int) -> None:
         """Note what most calls return: a tensor in memory of its own."""
         ops, record = self._ops, self.record
         last = sequence_number()
         geometry = new_tuple(Geometry, (result.shape, result.stride(), result.storage_offset()))
         record.results = new_tuple(Meta, (geometry, result.dtype, result.device, False, NOT_LAZY))
         record.leaves = (result.requires_grad,)
-        ops.note_result(record, result, self.first, last)
+        record.storage = key
         record.is_entry = True
+        ops.note_result(record, result, self.first, last)
         ops.skipped.append((self.first, last))
         if not self._saved:
             note_backward(ops.region, self.first, (result,))
@@ -326,13 +338,10 @@ def replayed(
         return made_again(replay, record, function, args, kwargs)
     if record.drawn is not None:
         record.drawn.restore()
+    if not record.template:
+        return _leaf(replay, record, 0, record.leaves[0], start_over)
     leaves = [_leaf(replay, record, place, known, start_over) for place, known in enumerate(record.leaves)]
-    return with_leaves(record.template, {}, leaves)[0][0] if record.template else leaves[0]
-
-
-def is_same_call(record: WholeCall, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether replay makes the same call as forward."""
-    return function is record.op and layout_of(args, kwargs) == record.layout
+    return with_leaves(record.template, {}, leaves)[0][0]
 
 
 def another_call(region: Any, record: WholeCall, function: Any) -> MismatchError:

@@ -208,8 +208,9 @@ class WholeCall(Record, Entry):
         return str(max(place, 0)) if self.template else "out"
 
     def forget_slots(self) -> None:
-        """Drop what only a further replay would need."""
-        super().forget_slots()
+        """Drop what only a further replay would need; its inputs are in no slots."""
+        if self.drawn is not None:
+            self.drawn = None
         self.kept = _NONE
         self.results = None
 

@@ -210,8 +210,15 @@ def layout_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[torc
 
     A placeholder cannot be resized, which ops do with an empty ``out``.
     """
-    if not kwargs and _FLAT.issuperset(map(type, args)):
-        return dense_layout(args)
+    if not kwargs:
+        kinds = set(map(type, args))
+        if _USUAL.issuperset(kinds):
+            try:
+                return [(arg.shape, arg.stride()) for arg in args]
+            except RuntimeError:
+                pass  # sparse tensors have no strides
+        if _FLAT.issuperset(kinds):
+            return dense_layout(args)
     layout = []
     for tensor in tensors_in(args, kwargs):
         if isinstance(tensor, Placeholder) and tensor.resized:

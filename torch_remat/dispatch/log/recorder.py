@@ -292,7 +292,7 @@ class Recorder:
 
     def note_result(self, entry: Entry, result: torch.Tensor, first: int, last: int) -> None:
         """Note a call with its one result, an ordinary tensor in a storage of its own."""
-        key = entry.storage = storage_key(result)
+        key = entry.storage
         self.storages.note_one(entry, key)
         self.results.note_one(entry, result)
         self.entries.append(entry)
@@ -329,16 +329,16 @@ class Recorder:
         if self.results.unread:
             self.results.read_versions()
         held: Holder | Anchor | None = None
-        watch, saved = self.watch, self.region.tape.saved
-        place = len(saved)
-        if type(tensor) is not Parameter or self.storages.has_writes:
-            key = key_of(tensor)
+        watch, tape, kind = self.watch, self.region.tape, type(tensor)
+        place = len(tape.saved)
+        if kind is not Parameter or self.storages.has_writes:
+            key = storage_key(tensor) if kind is torch.Tensor and tensor.layout is torch.strided else key_of(tensor)
             writer = self.storages.writers.get(key)
             if writer is not None:
                 held = self._pack_made(tensor, key, *writer)
             elif watch is not None and watch.native is not None and not self.has_policy:
                 held = self.pack_of_call(tensor)
-            elif type(tensor) is not torch.Tensor:
+            elif kind is not torch.Tensor:
                 self.roots += [(place, key_of(part), len(self.entries)) for part in parts_of(tensor)]
         if self.has_policy:
             return held
@@ -353,7 +353,7 @@ class Recorder:
                 self._reads.append((stop, len(self.entries), key))
             else:
                 buffer = not tensor.requires_grad and tensor.is_floating_point()
-        self.region.tape.numbers[place] = number, stop, buffer
+        tape.numbers[place] = number, stop, buffer
         return held
 
     def _pack_made(self, tensor: torch.Tensor, key: int, entry: Entry, place: int) -> OpHolder | None:

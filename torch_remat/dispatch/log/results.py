@@ -105,7 +105,12 @@ class Results:
         if held is None or self._allow_mutation:
             return held is not None
         if place != WRITTEN:
-            return place in held and self._is_unchanged(entry, *held[place])
+            if place not in held:
+                return False
+            tensor, version = held[place]
+            if self._storages.has_writes or version == UNCOUNTED:
+                return self._is_unchanged(entry, tensor, version)
+            return tensor._version == version  # what most are
         written = [one for at, one in held.items() if at < 0]
         return bool(written) and all(self._is_unchanged(entry, *one) for one in written)
 
@@ -139,8 +144,10 @@ class Results:
     def keep(self, entry: Entry, places: Collection[int]) -> None:
         """Keep results of an entry, and what it wrote, in slots."""
         held = self._held[entry]
-        if entry.kind == ONE and self._usual and not (self._reshaped or entry.away or self._storages.has_aliases):
-            entry.kept = {0: Slot.of_alias(self._alias_of(entry, held[0][0]))}
+        if entry.kind == ONE and self._usual and not (self._reshaped or entry.away or self._storages.aliases):
+            tensor = held[0][0]
+            known, alias = self.aliases.get(entry, _NO_ALIAS)
+            entry.kept = {0: Slot.of_alias(alias if known == id(tensor) else tensor.detach())}
             return
         kept = {place: self._slot(entry, place, one[0]) for place, one in held.items() if max(place, WRITTEN) in places}
         entry.written = [slot for place, slot in kept.items() if place < 0]

@@ -39,19 +39,20 @@ class Storages:
         nested: Whether there are saved-tensor hooks around the region, which may be those of another region.
 
     Attributes:
+        aliases: By storage, aliases of saved results that count their versions for themselves.
         has_writes: Whether an entry has written an argument.
         writers: The entry that made or changed a storage last, and as which of its results it did; not for those from
             outside, unless an entry has written them.
     """
 
-    __slots__ = ("_aliases", "_foreign", "_nested", "_sizes", "has_writes", "writers")
+    __slots__ = ("_foreign", "_nested", "_sizes", "aliases", "has_writes", "writers")
 
     def __init__(self, nested: bool) -> None:
         self._nested = nested
         self.has_writes = False
         self.writers: dict[int, tuple[Entry, int]] = {}
         self._foreign: set[int] = set()  # those from outside that an entry has written
-        self._aliases: dict[int, list[torch.Tensor]] = {}
+        self.aliases: dict[int, list[torch.Tensor]] = {}
         self._sizes: dict[int, int] = {}  # how many bytes an entry made, of those that another has written since
 
     def writer_of(self, tensor: torch.Tensor) -> tuple[Entry, int] | None:
@@ -71,12 +72,7 @@ class Storages:
 
     def aliases_of(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return the aliases of a saved result that count their versions for themselves."""
-        return self._aliases.get(key_of(tensor), ()) if self._aliases else ()
-
-    @property
-    def has_aliases(self) -> bool:
-        """Whether a saved result has an alias that counts its versions for itself."""
-        return bool(self._aliases)
+        return self.aliases.get(key_of(tensor), ()) if self.aliases else ()
 
     def has_changed(self, tensor: torch.Tensor) -> bool:
         """Whether an entry has written a tensor from outside."""
@@ -84,7 +80,7 @@ class Storages:
 
     def let_go_of_graph(self) -> None:
         """Hold aliases without their history."""
-        for aliases in self._aliases.values():
+        for aliases in self.aliases.values():
             aliases[:] = [alias.detach() for alias in aliases]
 
     def forget(self, keys: set[int]) -> None:
@@ -224,7 +220,7 @@ class Storages:
         key = key_of(tensor)
         writer = self.writers.get(key)
         if writer is not None and writer[1] in writer[0].saved:  # else the alias would keep it alive
-            self._aliases.setdefault(key, []).append(tensor)
+            self.aliases.setdefault(key, []).append(tensor)
 
     def _new(self, entry: Entry, place: int, tensor: torch.Tensor) -> Sequence[int]:
         keys = keys_of(tensor)

@@ -166,7 +166,7 @@ class Recording(RematMode):
             nonlocal room
             ops = self.ops
             if ops is not None and (ops.packs or ops.expected is not None):
-                pack_by_op = ops.pack_in_call if ops.expected or ops.calling else ops.pack
+                pack_by_op = ops.calling.pack if ops.calling else ops.pack_expected if ops.expected else ops.pack
                 if (held := pack_by_op(tensor)) is not None:
                     return held
             kind = type(tensor)
