@@ -601,10 +601,21 @@ WRITES = frozenset(
 # fmt: on
 
 
+def native(function: Callable, name: str) -> Callable:
+    return lambda *args: remat.native_save_region(name, function, *args)
+
+
 @pytest.mark.parametrize("name", known(WRONG | NEEDLESS))
 def test_equals_autograd_and_runs_its_python_again_only_where_it_warns(name):
     caught = compared(name, "save", remat.checkpoint())
     assert bool(caught) == (True in RUNS) == PROGRAMS[name][1], (caught, RUNS)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_equals_autograd_and_runs_its_python_again_only_where_it_warns_under_a_policy(name):
+    caught = compared(name, "save", remat.checkpoint(policy=lambda *_, **__: RECOMPUTE))
+    assert caught or True not in RUNS, RUNS
+    assert not caught or PROGRAMS[name][1] or "in a region with a policy" in caught[0], caught
 
 
 @pytest.mark.parametrize("name", known(WRONG))
@@ -967,6 +978,27 @@ def test_what_a_call_saves_after_it_wrote_an_argument():
         warnings.simplefilter("error")
         (got,) = torch.autograd.grad(remat.checkpoint()(lambda t: block(Noted("save"), t))(x).sum(), x)
     assert torch.equal(got, torch.autograd.grad(block(Noted("plain"), x).sum(), x)[0])
+
+
+@pytest.mark.parametrize("how", [remat.region, native], ids=["call", "native"])
+@pytest.mark.parametrize("options", [{}, {"policy": lambda *_, **__: RECOMPUTE}], ids=["plain", "policy"])
+@pytest.mark.parametrize(
+    "alias",
+    [torch.detach, lambda t: t.detach(), lambda t: t.detach()[1:], lambda t: t.t().detach(), lambda t: t.detach().t(),
+     lambda t: t.data, lambda t: t.t(), lambda t: t[1:]],
+    ids=["detach", "detached", "part", "of a view", "view of it", "data", "transposed", "row"],
+)  # fmt: skip
+def test_an_alias_of_an_argument(alias, options, how):
+    def block(call, x):
+        h = x.sin()
+        y = call(alias, "k")(h)
+        return (h[-y.shape[0] :] * y).sin() + float(y.requires_grad)
+
+    x = leaf(4, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (got,) = torch.autograd.grad(remat.checkpoint(**options)(lambda t: block(how, t))(x).sum(), x)
+    assert torch.equal(got, torch.autograd.grad(block(lambda function, _: function, x).sum(), x)[0])
 
 
 def test_a_write_past_autograd_beside_the_one_result():

@@ -29,7 +29,7 @@ from torch_remat.dispatch.handle.running_call import (
 )
 from torch_remat.dispatch.handle.whole_call import CallForward, is_whole_call
 from torch_remat.dispatch.holder import AUTOCAST_DTYPES, Anchor, Holder, OpHolder, is_parameter, parameter_behind
-from torch_remat.dispatch.log.entry import HandleCall
+from torch_remat.dispatch.log.entry import Entry, HandleCall
 from torch_remat.dispatch.log.meta import Meta, described
 from torch_remat.dispatch.log.record import NO_SLOTS, Record, Stretch
 from torch_remat.dispatch.log.recorder import Forward, Recorder
@@ -595,7 +595,8 @@ class CallRecorder(Recorder):
 
     def _elide_input(self, record: Record, tensor: Tensor, owner: Tensor, holder: OpHolder) -> bool:
         """Do the same with an input of the op or the call itself, where the inputs are known."""
-        if self.has_policy or (self.entries and self.storages.knows(tensor)):
+        writer = self.storages.writer_of(tensor) if self.entries else None
+        if writer is not None and not (self.has_policy and self._runs_again(record, *writer)):
             return False
         inputs = self.region.inputs
         if inputs is None or inputs.contains(owner):
@@ -603,7 +604,9 @@ class CallRecorder(Recorder):
         for place, arg in enumerate(self.known_args):
             # Of a view of a skipped op's output replay has no data.
             if arg is tensor or (
-                isinstance(arg, Tensor) and (arg is owner or arg._base is owner) and self._source_of(arg) is None
+                isinstance(arg, Tensor)
+                and (arg is owner or arg._base is owner)
+                and (self.has_policy or self._source_of(arg) is None)
             ):
                 if record.elided_inputs is None:
                     record.elided_inputs = []
@@ -611,8 +614,14 @@ class CallRecorder(Recorder):
                 if type(self.known_args) is Given:
                     self.known_args.use(place)
                 _note_origin(holder, owner, self.region.first_number)
+                if isinstance(record, Stretch) and writer is not None:
+                    self.note_reader(tensor, record.start)
                 return True
         return False
+
+    def _runs_again(self, record: Record, entry: Entry, place: int) -> bool:
+        """Whether an argument of a call is made, under a policy, by an entry before it that is not saved."""
+        return isinstance(record, Stretch) and place >= 0 and place not in entry.saved and entry.group != record.name
 
     # Native regions.
 
@@ -666,17 +675,17 @@ class CallRecorder(Recorder):
         kwargs: Mapping[str, Any],
     ) -> Any:  # fmt: skip
         """Run a call of `region`; see `RematMode.run_call`."""
-        if policy is _RECOMPUTE or self.has_policy:
+        if policy is _RECOMPUTE:
             return self.run_native(name, policy, function, args, kwargs)
         if self.expected is not None:
             self.forget_expected()
         opened = self.opened
         if (opened is not None and self.is_part_of_skipped(opened.is_running())) or self.skips():
             return function(*args, **kwargs)
-        if is_whole_call(function, args, kwargs):
+        if not self.has_policy and is_whole_call(function, args, kwargs):
             return self._run_whole(name, policy, function, args, kwargs)
         call: WatchedCall | UnwatchedCall
-        if opaque:
+        if opaque and not self.has_policy:
             call = UnwatchedCall(self, name, policy, function, args, kwargs)
             self.note_record(call.record)
             self.skipped_any = True
@@ -685,7 +694,11 @@ class CallRecorder(Recorder):
         self.packs = True
         self.calling, self.known_args, self.region.tape.calling = call, call.given, name
         try:
-            result = function(*args, **kwargs) if opaque else self.run_stretch(call.record, function, args, kwargs)
+            if isinstance(call, UnwatchedCall):
+                result = function(*args, **kwargs)
+            else:
+                run = self.run_group if self.has_policy else self.run_stretch
+                result = run(call.record, function, args, kwargs)
             call.returns(result)
         except BaseException as error:
             call.left_by(error)
@@ -714,7 +727,7 @@ class CallRecorder(Recorder):
         if self._views:
             self._keep_views(boundary)
         if self.calls:
-            mark_calls_made_again(self.calls, self.entries, boundary, self.region.tape.backward_inside)
+            mark_calls_made_again(self.calls, self, boundary, self.region.tape.backward_inside)
         super().finish(boundary)
         if self.calls:
             check_needs(self.region, self.calls, self.entries)

@@ -80,6 +80,7 @@ class Ops(Protocol):
     results: Any
     departures: Any
     draws: Any
+    has_policy: bool
 
     def hold(self, record: Any, name: str, tensor: torch.Tensor, policy: CheckpointPolicy) -> Holder | Anchor:
         """Return the holder for a tensor that a call saves."""
@@ -216,7 +217,8 @@ class Leaving:
                 return Passed(place, None)
             is_base = view is None and is_plain and type(given) in _USUAL and given.layout is torch.strided
             if is_base and given.dtype is leaf.dtype and key_of(given) == key:
-                view = Passed(place, lying_in(Placement.of(leaf), Placement.of(given)))
+                lies = lying_in(Placement.of(leaf), Placement.of(given))
+                view = Passed(place, lies, leaf.requires_grad, leaf._base is not None)
         if view is not None:
             self.given.use(view.place)
         return view
@@ -284,20 +286,24 @@ class WatchedCall(Leaving):
         if not self._saved:
             note_backward(ops.region, self.first, leaves)
         if record.left or ops.storages.has_writes:
-            self._note_writes()
+            self._note_writes(ops.has_policy)
 
     def left_by(self, _error: BaseException) -> None:
         """Note that an exception left the call: replay makes it again, so that it is raised again."""
         self.record.raised = True
         self.last = sequence_number()
 
-    def _note_writes(self) -> None:
+    def _note_writes(self, has_policy: bool) -> None:
         """Find what the call wrote among arguments and variables."""
         record, entries = self.record, self._ops.entries[self.record.start : self.record.end]
         made = {key for entry in entries for key in (entry.storage, *(key for _, key in entry.made))}
         writing = [entry for entry in entries if not made.issuperset(entry.writes)]
         for entry in writing:
-            if any(key not in made and not self._ops.storages.is_foreign(key) for key in entry.writes):
+            outer = [key for key in entry.writes if key not in made]
+            if has_policy and not all(is_buffer(self._ops.region, key) for key in outer):
+                record.again = "it wrote a tensor in place that was there before, in a region with a policy"
+                return
+            if any(not self._ops.storages.is_foreign(key) for key in outer):
                 record.again = "it wrote a result of another saved op in place"
                 return
         found = []
@@ -410,14 +416,12 @@ def _cast(dtype: torch.dtype, view: Placement | None, anchor: Anchor) -> torch.T
 Saved = WatchedCall | UnwatchedCall
 
 
-def mark_calls_made_again(
-    calls: Sequence[Saved], entries: Sequence[Entry], boundary: Sequence[Node | None], taken: bool
-) -> None:
+def mark_calls_made_again(calls: Sequence[Saved], ops: Ops, boundary: Sequence[Node | None], taken: bool) -> None:
     """Find the calls that are made again because of what came after them; see the note above.
 
     Args:
         calls: The saved calls of a region, in their order.
-        entries: The region's log.
+        ops: The region's recorder.
         boundary: The nodes of its outputs.
         taken: Whether a gradient was taken before forward ended.
     """
@@ -428,11 +432,18 @@ def mark_calls_made_again(
             record.again = record.again or "a gradient is taken in the region before its forward ends"
         elif call in left:
             record.again = record.again or "the region goes on with a tensor of it that it did not return"
+        elif ops.has_policy and not record.again and any(_is_changed(ops.results, form) for form in record.forms):
+            record.again = "a result of it was changed in place after it, in a region with a policy"
         if isinstance(record, OpaqueCall):
             if record.again:
                 run_for_good([record])
         elif taken or call in left:
-            run_for_good(entries[record.start : record.end])
+            run_for_good(ops.entries[record.start : record.end])
+
+
+def _is_changed(results: Any, form: Any) -> bool:
+    """Whether a result that needs a gradient was changed in place since, which replay's leaf would refuse."""
+    return type(form) is Made and form.requires_grad and not results.can_keep(form.entry, form.place)
 
 
 def _calls_left_by_tensors(calls: Sequence[Saved], boundary: Sequence[Node | None]) -> set[Saved]:

@@ -51,10 +51,14 @@ class Passed(NamedTuple):
     Attributes:
         place: Which of them.
         view: Where it lies there; None if it is the same tensor.
+        has_history: Whether it needs a gradient.
+        is_view: Whether it was a view of another tensor for autograd, too.
     """
 
     place: int
     view: Elided | None
+    has_history: bool = True
+    is_view: bool = True
 
 
 class PutBack(NamedTuple):
@@ -236,10 +240,12 @@ def result_of(
             value.requires_grad_(requires_grad)
         elif type(form) is Passed:
             value = given[form.place]
-            if form.view is not None and (value := form.view.value(value, with_history=True)) is None:
-                raise mismatched(
-                    replay.region, "replay returned a view of a tensor that lies otherwise", _SAME, op=call.name
-                )
+            if form.view is not None:
+                if (value := form.view.value(value, form.has_history)) is None:
+                    what = "replay returned a view of a tensor that lies otherwise"
+                    raise mismatched(replay.region, what, _SAME, op=call.name)
+                if not form.is_view:
+                    value = value.detach()
         elif type(form) is Slot:
             value = load(form, call.name, "out")
             replay.note_loaded(value)

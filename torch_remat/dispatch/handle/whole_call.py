@@ -271,10 +271,7 @@ class CallForward:
         self._end()
 
     def _is_view_of_argument(self, leaf: Any) -> bool:
-        if not isinstance(leaf, torch.Tensor):
-            return False
-        base = leaf._base
-        return any(arg is leaf or (base is not None and (arg is base or arg._base is base)) for arg in self._given)
+        return isinstance(leaf, torch.Tensor) and not set(keys_of(leaf)).isdisjoint(self.record.reads)
 
     def left_by(self, error: BaseException) -> None:
         """Note that an exception left the call: the region that catches it must do without."""

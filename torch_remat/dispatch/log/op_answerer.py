@@ -238,6 +238,14 @@ class OpAnswerer:
             for place in range(entry.count_of_results)
         ]
 
+    def pass_over(self, call: str, start: int, end: int) -> None:
+        """Leave out the entries of a call, which must come next."""
+        if self._suppressed.pending:
+            self._suppressed.restore()
+        if self._at != start and after_loose(self._entries[:start], self._at) != start:
+            self._replay.fail(another_op(self._region, self._group or None, self._at, self._entries, call))
+        self._at = end
+
     def may_fill(self) -> bool:
         """Whether the op that comes next may write what was just saved for it."""
         entry = self._entries[self._at] if self._at < len(self._entries) else None

@@ -224,6 +224,27 @@ class Recorder:
         finally:
             self.watch.native = None
 
+    def run_group(
+        self, group: Stretch, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Run a call in a region whose ops are all watched: a part of the log, all of it saved."""
+        assert self.watch is not None
+        self.note_record(group)
+        group.start = len(self.entries)
+        self.watch.native = group
+        first = sequence_number()
+        try:
+            return function(*args, **kwargs)
+        except BaseException:
+            group.raised = True
+            raise
+        finally:
+            self.watch.native = None
+            group.end = len(self.entries)
+            self.skipped.append((first, sequence_number()))
+            if self.results.unread:
+                self.results.read_versions()
+
     def run_stretch(
         self, stretch: Stretch, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
@@ -385,11 +406,11 @@ class Recorder:
         """Return the holder for a tensor that no entry made, if an op with a handle did and replay will not have it."""
         return None
 
-    def note_reader(self, tensor: torch.Tensor) -> bool:
-        """Note that replay reads a tensor here in any case; return whether an entry made it."""
+    def note_reader(self, tensor: torch.Tensor, after: int | None = None) -> bool:
+        """Note that replay reads a tensor, here or after so many entries; return whether an entry made it."""
         key = key_of(tensor)
         if key in self.storages.writers:
-            self._read.append((key, len(self.entries)))
+            self._read.append((key, len(self.entries) if after is None else after))
             return True
         return False
 
