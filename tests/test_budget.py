@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import random
+import sys
 import threading
 import warnings
 from pathlib import Path
@@ -27,6 +28,7 @@ from helpers import (
 from test_random_programs import outcome
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import torch_remat as remat
 from benchmarks.memory import allocations
@@ -161,6 +163,48 @@ def test_nested_regions_are_equal(limit):
     assert budget.kept_bytes == 0
 
 
+@pytest.mark.filterwarnings("ignore:(?s).*starts over")
+@pytest.mark.parametrize("limit", [1, 100, 300, 10**6])
+def test_replay_that_starts_over_fills_what_was_kept_too(limit):
+    """Torch's checkpoint reads a skipped call's result after all, so that replay begins again, with all holders empty."""
+    linear, x = nn.Linear(4, 4), leaf(4, 4)
+
+    def program(wrap, keep):
+        def block(x):
+            with torch.autocast("cpu", torch.bfloat16):
+                h = keep("linear", linear, x)
+            inner = lambda h, x: x.detach() * x
+            return torch_checkpoint(inner, h.float(), x, use_reentrant=False)
+
+        return torch.autograd.grad(wrap(block)(x).sum(), x)
+
+    expected = program(plain, lambda name, function, x: function(x))
+    with remat.budget(limit, reserve=0) as budget:
+        assert_same(expected, program(checkpointed, remat.native_save_region))
+    assert budget.kept_bytes == 0
+
+
+@pytest.mark.parametrize("limit", [1, 500, 10**6])
+def test_gradient_taken_in_an_inner_region_is_equal(limit):
+    """A replay around it runs it outside of budgets: what it saves in forward must be the same."""
+    x = leaf(4, 4)
+
+    def program(wrap, keep):
+        def slope(x):
+            t = x.detach().requires_grad_()
+            return torch.autograd.grad((t.sin() * x).sum(), t, create_graph=True)[0]
+
+        def inner(x):
+            return keep("slope", slope, x) * x.tanh()
+
+        return torch.autograd.grad(wrap(lambda x: keep("sin", torch.sin, wrap(inner)(x)).exp())(x).sum(), x)
+
+    expected = program(plain, lambda name, function, x: function(x))
+    with remat.budget(limit, reserve=0) as budget:
+        assert_same(expected, program(checkpointed, remat.native_save_region))
+    assert budget.kept_bytes == 0
+
+
 @pytest.mark.parametrize("limit", [1, 500, 2000, 10**6])
 def test_accumulated_gradients_of_graphs_that_live_together_are_equal(limit):
     blocks, xs = [Mlp() for _ in range(3)], [torch.randn(4, 8) for _ in range(3)]
@@ -267,15 +311,26 @@ def test_exceptions_leave_no_bytes_behind():
     assert budget.kept_bytes == 0
 
 
-def test_threads_share_one_budget():
-    blocks = [Mlp() for _ in range(4)]
+@pytest.fixture
+def _often_switched():
+    """Have threads take turns as often as can be."""
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(usual)
+
+
+@pytest.mark.usefixtures("_often_switched")
+@pytest.mark.parametrize("limit", [1, 1500, 10**6])
+def test_threads_share_one_budget(limit):
+    blocks = [Mlp() for _ in range(6)]
     xs = [leaf(4, 8) for _ in blocks]
     expected = [torch.autograd.grad(block(x).sum(), x)[0] for block, x in zip(blocks, xs, strict=True)]
-    found, budget = [[] for _ in blocks], remat.budget(1500, reserve=0)
+    found, budget = [[] for _ in blocks], remat.budget(limit, reserve=0)
 
     def work(place):
         with budget:
-            for _ in range(25):
+            for _ in range(40):
                 y = checkpointed(blocks[place])(xs[place])
                 found[place].append(torch.autograd.grad(y.sum(), xs[place])[0])
 
@@ -285,9 +340,10 @@ def test_threads_share_one_budget():
     for thread in threads:
         thread.join()
     for one, gradients in zip(expected, found, strict=True):
-        assert len(gradients) == 25
+        assert len(gradients) == 40
         assert all(torch.equal(one, gradient) for gradient in gradients)
     assert budget.kept_bytes == 0
+    assert budget.ledger.counts == {}
 
 
 @pytest.mark.parametrize("limit", [1, 10**6])

@@ -116,6 +116,7 @@ class KeptRegion:
         "_best",
         "_counters",
         "_full",
+        "_let_go",
         "_lock",
         "_offer",
         "_paid",
@@ -144,6 +145,7 @@ class KeptRegion:
         self._refs: list[ref[Holder]] = []
         self._full: list[int] = []  # of the first so many, the places of those whose storages are counted
         self._seen = 0
+        self._let_go = 0  # how many saved tensors a backward inside of forward has found empty
         self._stamps: list[float] = []
         self._counters: list[tuple[ref[Holder], Tensor]] = []
         self._best: Prefix | None = None
@@ -175,18 +177,18 @@ class KeptRegion:
         usual = Tensor if len(owners) == 1 and ledger.device_type == "cpu" else None
 
         def keep(holder: Holder, entry: ref[Holder], value: Tensor, ops: Any) -> None:
-            stamp(perf_counter())
-            refs(entry)
-            if (ops is not None and recomputed.saves(ops)) or len(all_refs) <= always_empty:
-                note(0)
-                counters.append((entry, counter_of(value)))
-                return
-            holder.value = value
             try:
                 key = storage_key(value) if type(value) is usual else 0
             except (NotImplementedError, RuntimeError):  # inside of a transform of functions
                 key = 0
-            with lock:
+            with lock:  # other threads look at all of this
+                stamp(perf_counter())
+                refs(entry)
+                if (ops is not None and recomputed.saves(ops)) or len(all_refs) <= always_empty:
+                    note(0)
+                    counters.append((entry, counter_of(value)))
+                    return
+                holder.value = value
                 if key in counts:
                     counts[key] += 1
                     note(key)
@@ -217,6 +219,19 @@ class KeptRegion:
             if holder is not None and counter._version != holder.metadata[0]:
                 mark_changed(holder)
         self._counters.clear()
+
+    def let_go(self) -> None:
+        """Empty what was kept since the last time: a backward inside of forward reads it, and finds it as outside."""
+        with self._lock:
+            for place in range(self._let_go, len(self._refs)):
+                holder = self._refs[place]()
+                if holder is not None and holder.value is not None:
+                    self._counters.append((self._refs[place], counter_of(holder.value)))
+                    holder.value = None
+                    self._remove(place)
+            self._let_go = len(self._refs)
+            self._full[:] = [place for place in self._full if self.keys[place]]
+            self._best = None
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:

@@ -217,7 +217,7 @@ def read(packed: Any) -> Any:
             packed.region.tape.backward_inside = True
     region = packed.region
     kept = packed.value
-    if kept is None:
+    if kept is None or not region.finished:
         kept = region.refill(packed)
     if kept._version != packed.metadata[0]:
         raise changed_in_place(region, "tensor", packed.metadata[1], packed.name, packed.op)

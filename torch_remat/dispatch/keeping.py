@@ -31,6 +31,9 @@ class Keeper(Protocol):
     def end(self) -> None:
         """The function has ended: mark those holders whose tensors were changed in place and are given up."""
 
+    def let_go(self) -> None:
+        """Empty what was kept since the last time: a backward inside of forward reads it, and finds it as outside."""
+
     def set_aside(self) -> AbstractContextManager[None]:
         """Have all holders empty for a moment, as they are outside of a budget."""
 

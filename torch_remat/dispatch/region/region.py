@@ -160,12 +160,14 @@ class Region:
             self.tape.backward_inside = True
 
     def refill(self, holder: Holder) -> torch.Tensor:
-        """Return the value of a holder that was found empty, by a replay.
+        """Return the value of a holder that is empty, by a replay, or that is read before forward is over.
 
         Raises:
             ReleasedError: An earlier backward freed the region's inputs.
         """
         with self.lock:
+            if not (self.finished or self.filling or self.hooks is None or self.keeper is None):
+                self.keeper.let_go()  # in a replay of what is around, an inner region keeps nothing: do the same here
             while (value := holder.value) is None:  # another thread's backward may read what this one fills
                 if self.inputs is None:
                     raise ReleasedError(

@@ -82,14 +82,8 @@ class Filling(RematMode):
         tape, options = region.tape, region.options
         self._saved = tape.saved
         self._limit = len(tape.saved)  # 0 once the replay is over, so that the pack hook has one thing to look at
-        self._last_empty = last
         self.watcher = self.observed = None
-        # Where early stop may end the replay; without it, past the end.
-        # A forward that is not over has not run what comes next, so that a replay in it may not either.
-        if not options.early_stop and region.finished:
-            self._last = self._limit
-        else:
-            self._last = last if last == self._limit - 1 else tape.with_parameters(last)
+        self._end_at(last)
         if tape.records or tape.calls:
             self.ops = Answerer(self)
         elif region.tail_is_tiny and self._last == self._limit - 1:
@@ -99,6 +93,18 @@ class Filling(RematMode):
         if options is not DEFAULTS:
             value_of = value_function(options.determinism_check)
             self._values = None if value_of is None else Values(value_of, self._compare_value)
+
+    def _end_at(self, last: int) -> None:
+        """Note the place of the last holder to fill, and where early stop may end the replay; without it, past the end.
+
+        A forward that is not over has not run what comes next, so that a replay in it may not either.
+        """
+        region = self.region
+        self._last_empty = last
+        if not region.options.early_stop and region.finished:
+            self._last = self._limit
+        else:
+            self._last = last if last == self._limit - 1 else region.tape.with_parameters(last)
 
     def replay(self) -> None:
         """Run the function as far as it is needed; the caller holds the region's lock.
@@ -359,6 +365,7 @@ class Filling(RematMode):
         self.region.tape.forget_values()
         self._starts_over = self.stopped = self.over = False
         self._limit = len(self._saved)
+        self._end_at(self.region.tape.last_needed())  # what a budget had kept is empty now, too
         self._waiting = self.region.tape.empty_elided()
         self.position = self.inner_next = 0
         self._late = ()
