@@ -32,6 +32,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import torch_remat as remat
 from benchmarks.memory import allocations
+from torch_remat import _compat
 
 KIB = 2**10
 
@@ -166,15 +167,14 @@ def test_nested_regions_are_equal(limit):
 @pytest.mark.filterwarnings("ignore:(?s).*starts over")
 @pytest.mark.parametrize("limit", [1, 100, 300, 10**6])
 def test_replay_that_starts_over_fills_what_was_kept_too(limit):
-    """Torch's checkpoint reads a skipped call's result after all, so that replay begins again, with all holders empty."""
+    """Torch's checkpoint reads a skipped call's result after all: replay begins again, with all holders empty."""
     linear, x = nn.Linear(4, 4), leaf(4, 4)
 
     def program(wrap, keep):
         def block(x):
             with torch.autocast("cpu", torch.bfloat16):
                 h = keep("linear", linear, x)
-            inner = lambda h, x: x.detach() * x
-            return torch_checkpoint(inner, h.float(), x, use_reentrant=False)
+            return torch_checkpoint(lambda h, x: x.detach() * x, h.float(), x, use_reentrant=False)
 
         return torch.autograd.grad(wrap(block)(x).sum(), x)
 
@@ -480,6 +480,36 @@ def test_parameters_and_buffers_are_not_counted():
     assert y is not None
 
 
+def bytes_there(budget):
+    """Return the bytes of the storages that a budget's regions keep, found by looking at each of them."""
+    sizes = {}
+    for kept in budget.alive():
+        region = kept.region()
+        values = [row.value for row in region.kept() if row.what in ("refilled", "saved", "slot", "result")]
+        values += [] if region.inputs is None else region.inputs.held()
+        for value in values:
+            if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+                sizes[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+    return sum(sizes.values())
+
+
+def test_storages_that_take_the_place_of_others_are_counted_by_their_own_bytes():
+    def block(x):
+        sums = []
+        for length in (2048, 64, 1000, 300):
+            x[: length // 2].exp().exp()  # gone at once: the next results lie where these lay
+            sums.append(x[:length].exp().exp().sum())
+        return sum(sums)
+
+    with remat.budget("1 GiB", reserve=0) as budget:
+        for _ in range(10):
+            y = checkpointed(block)(leaf(2048))
+            assert budget.kept_bytes == bytes_there(budget)
+            y.backward()
+            del y
+            assert budget.kept_bytes == 0
+
+
 @pytest.mark.parametrize("limit", [1, 2000, 5000, 10**9])
 def test_count_equals_the_profilers(limit):
     blocks = [Mlp(16) for _ in range(4)]
@@ -695,6 +725,31 @@ def test_measuring_leaves_no_profiler_behind():
             model(x).backward()
     model(x).backward()
     assert not torch.autograd._profiler_enabled()
+
+
+def test_measuring_writes_nothing_to_standard_error_of_its_own(capfd):
+    model, x = Blocks(2), torch.randn(8, 64)
+    remat.checkpoint_modules(model, "layers.*")
+    with remat.budget("1 GiB") as budget:
+        for _ in range(4):
+            model(x).backward()
+    assert [bool(step.peak_bytes) for step in budget.steps] == [True, True, True, False]
+    lines = capfd.readouterr().err.splitlines()
+    assert [line for line in lines if "Memory block of unknown size" not in line] == []  # torch's allocator, once
+
+
+def test_the_measure_is_that_of_the_public_profiler():
+    model, x = Blocks(2), torch.randn(8, 64)
+    model(x).backward()
+    logs = []
+    for log in (_compat.log_allocations, _compat._log_by_public_profiler):
+        for parameter in model.parameters():
+            parameter.grad.zero_()
+        end = log()
+        model(x).backward()
+        logs.append(end())
+    assert logs[0] == logs[1]
+    assert sum(logs[0]) == 0 < max(logs[0])
 
 
 def test_too_small_a_budget_warns_once():

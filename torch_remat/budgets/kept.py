@@ -192,6 +192,8 @@ class KeptRegion:
                 if key in counts:
                     counts[key] += 1
                     note(key)
+                    if (size := value.untyped_storage().nbytes()) != sizes[key] and value.is_cpu:
+                        ledger.resize(key, size)
                 elif holder.producer is NoneType and existing.has(value, key):
                     note(0)
                 elif key:  # what `add` does

@@ -40,14 +40,21 @@ class Ledger:
 
     def add(self, key: int, tensor: Tensor) -> int:
         """Count a storage that a tensor is in; return its bytes if it is new."""
+        size = tensor.untyped_storage().nbytes()  # from now on it has a Python object: see `is_held_by`
         if key in self.counts:
             self.counts[key] += 1
+            if tensor.device.type == self.device_type:
+                self.resize(key, size)
             return 0
         self.counts[key] = 1
-        size = tensor.untyped_storage().nbytes()  # from now on it has a Python object: see `is_held_by`
         size = self.sizes[key] = size if tensor.device.type == self.device_type else 0
         self.total += size
         return size
+
+    def resize(self, key: int, size: int) -> None:
+        """Note the bytes of a storage that is counted: what was at its address may be gone without having said so."""
+        self.total += size - self.sizes[key]
+        self.sizes[key] = size
 
     def is_held_by(self, key: int, count: int) -> bool:
         """Whether so many holders, and nothing else, hold a storage, which must be alive."""

@@ -54,7 +54,6 @@ class Register:
 
     def add(self, kept: KeptRegion, given: Sequence[Any]) -> None:
         """Take a region that begins, with the values that it was given."""
-        self.forget_dead()
         entry = _Entry(kept, self._dead.append)
         entry.keys, entry.fixed = kept.keys, kept.fixed
         self.regions.add(entry)
@@ -133,6 +132,8 @@ class Inside:
                 return None
             registers = (_unlimited,)
         with lock:
+            for one in registers:
+                one.forget_dead()  # what is gone may have lain where the inputs lie now
             always_empty = 0 if planned is None else planned.given_tensors
             kept = KeptRegion(region, registers, lock, always_empty, registers[0].offer)
             for one in registers:

@@ -69,6 +69,7 @@ class Filling(RematMode):
     position = 0  # of the next tensor to be saved
     inner_next = 0  # the place of the next op of an inner region
     ops: Answerer | None = None
+    _last = _last_empty = -1
     _starts_over = False
     _error: RematError | None = None
     _values: Values | None = None
@@ -95,16 +96,13 @@ class Filling(RematMode):
             self._values = None if value_of is None else Values(value_of, self._compare_value)
 
     def _end_at(self, last: int) -> None:
-        """Note the place of the last holder to fill, and where early stop may end the replay; without it, past the end.
-
-        A forward that is not over has not run what comes next, so that a replay in it may not either.
-        """
-        region = self.region
-        self._last_empty = last
-        if not region.options.early_stop and region.finished:
+        """Note the place of the last holder to fill, and where replay may end: without early stop, past the end."""
+        self._last_empty = self._last = last
+        # A forward that is not over has not run what comes next, so that a replay in it may not either.
+        if not self.region.options.early_stop and self.region.finished:
             self._last = self._limit
-        else:
-            self._last = last if last == self._limit - 1 else region.tape.with_parameters(last)
+        elif last != self._limit - 1:
+            self._last = self.region.tape.with_parameters(last)
 
     def replay(self) -> None:
         """Run the function as far as it is needed; the caller holds the region's lock.
