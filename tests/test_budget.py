@@ -510,6 +510,32 @@ def test_storages_that_take_the_place_of_others_are_counted_by_their_own_bytes()
             assert budget.kept_bytes == 0
 
 
+def test_what_dies_with_forward_is_not_counted():
+    def block(x):
+        _, turned = remat.region(lambda: (x.exp(), x.t()), "pair")()
+        return turned * torch.zeros(8, 8)
+
+    with remat.budget("1 GiB", reserve=0) as budget:
+        y = checkpointed(block)(leaf(8, 8))
+        assert budget.kept_bytes == bytes_there(budget)
+        del y
+        assert budget.kept_bytes == 0
+
+
+def test_what_a_gradient_in_forward_has_filled_is_counted_in_a_region_with_a_policy():
+    def block(x):
+        h = x.sin().exp()
+        t = x.detach().requires_grad_()
+        return h * torch.autograd.grad((t.exp() * h).sum(), t)[0]
+
+    x = leaf(8, 8)
+    with remat.budget("1 GiB", reserve=0) as budget:
+        y = checkpointed(block, policy=remat.policies.save_matmuls)(x)
+        assert budget.kept_bytes == bytes_there(budget) > x.nbytes
+        del y
+        assert budget.kept_bytes == 0
+
+
 @pytest.mark.parametrize("limit", [1, 2000, 5000, 10**9])
 def test_count_equals_the_profilers(limit):
     blocks = [Mlp(16) for _ in range(4)]

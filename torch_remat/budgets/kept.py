@@ -49,6 +49,9 @@ REPLAY_SECONDS = 1e-4
 LEAST_SECONDS = 1e-6
 """The least staleness: that of the region that runs."""
 
+_OWN = ("saved", "slot", "result")
+"""What a region keeps for its author."""
+
 Keys = int | tuple[int, ...]  # 0 for none; several for a subclass
 
 _NOTHING = torch.empty(0)
@@ -116,6 +119,7 @@ class KeptRegion:
         "_best",
         "_counters",
         "_full",
+        "_inputs",
         "_let_go",
         "_lock",
         "_offer",
@@ -155,6 +159,7 @@ class KeptRegion:
         self._away: dict[int, Away] = {}
         assert region.inputs is not None
         self._fix(region.inputs.held())
+        self._inputs = len(self.fixed)
         own = region.options.policy is not None or _is_watched()
         self.keep = None if own else self._keep_function(region, always_empty)
         self.last = self._begun = perf_counter()
@@ -249,14 +254,20 @@ class KeptRegion:
             for holder, value in full:
                 holder.value = value
 
+    def _own(self, region: Region) -> Iterator[Tensor]:
+        """Yield what a region keeps for its author, and what a replay has filled of that."""
+        tape = region.tape
+        if self.keep is None or tape.records or tape.regions or tape.calls or tape.holders:
+            for row in region.kept():
+                own = row.what in _OWN or (row.what == "refilled" and (self.keep is None or row.op))
+                if own and isinstance(row.value, Tensor):
+                    yield row.value
+
     def finish(self) -> None:
         """Forward is over: count what the region keeps for its author."""
         region = self.region()
         assert region is not None
-        tape = region.tape
-        if tape.records or tape.regions or tape.calls or tape.holders:
-            own = (row.value for row in region.kept() if row.what in ("saved", "slot", "result"))
-            self._fix(value for value in own if isinstance(value, Tensor))
+        self._fix(self._own(region))
         row = self.row
         row.name = region.name
         row.tensors = len(self.keys)
@@ -396,14 +407,27 @@ class KeptRegion:
             elif not keys or (type(keys) is int and storage_key(value) != keys):
                 self._remove(place)
                 self.keys[place] = 0 if region is None or _Existing(region).has(value) else add(self.owners, value)[0]
-        if region is None or region.inputs is None:
-            for key in self.fixed:
-                for owner in self.owners:
-                    owner.ledger.remove(key)
-            self.fixed.clear()
+        self._refix(region)
         self._full[:] = [place for place, keys in enumerate(self.keys) if keys]
         self._seen = len(self.keys)
         self._best = None
+
+    def _refix(self, region: Region | None) -> None:
+        """Compare what is counted for inputs, and for what the author saves, with what is there."""
+        if region is None or region.inputs is None:
+            self._unfix(0, self._inputs)
+            self._inputs = 0
+        own = [] if region is None or not region.finished else list(self._own(region))
+        if [key for tensor in own for key in map(storage_key, parts_of(tensor))] != self.fixed[self._inputs :]:
+            self._unfix(self._inputs, len(self.fixed))
+            for tensor in own:
+                self.fixed += _each(add(self.owners, tensor)[0])
+
+    def _unfix(self, first: int, end: int) -> None:
+        for key in self.fixed[first:end]:
+            for owner in self.owners:
+                owner.ledger.remove(key)
+        del self.fixed[first:end]
 
     # Backward.
 

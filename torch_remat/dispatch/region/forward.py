@@ -79,6 +79,8 @@ def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
         mode.forget()
         if earlier is not None:
             earlier.leave()
+    if region.keeper is not None:
+        region.keeper.finish()  # counts what is left
     for node in nodes:
         # An output that is an input, or comes from outside, has an older node: a hook there would tie the region
         # to a graph that it may own through its function.
@@ -318,8 +320,6 @@ class Recording(RematMode):
         if region.buffers is not None and not region.buffers.finish(bool(region.tape.calls or region.tape.records)):
             region.buffers = None
         region.finished = True
-        if keeper is not None:
-            keeper.finish()
 
     def _tail_is_tiny(self) -> bool:
         """Whether so little follows the last save that to stop replay there by an exception would take longer."""
