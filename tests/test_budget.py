@@ -964,3 +964,62 @@ def test_reports_of_memory_know_of_the_budget():
             checkpointed(torch.exp, region_name="traced")(leaf(16, 16)).sum().backward()
         assert "2.0 KiB" in str(trace)
         del y
+
+
+def test_trace_shows_what_a_budget_gave_up_and_how_it_stood(tmp_path):
+    def step(h):
+        for place in range(3):
+            h = checkpointed(lambda h: h.exp().sin().exp(), region_name=f"layers.{place}")(h)
+        return h.sum()
+
+    x = leaf(16, 16)
+    with no_other_regions(), remat.budget(6 * x.nbytes, reserve=0) as budget:
+        step(x).backward()
+        with remat.trace() as trace:
+            loss = step(x)
+            loss.backward()
+    rows = budget.steps[-1].rows
+    assert sum(one.bytes for one in trace.given_up) == sum(row.given_bytes for row in rows) > 0
+    by_region = {(one.region, one.call) for one in trace.given_up}
+    assert by_region <= {("layers.0", 0), ("layers.1", 1), ("layers.2", 2)}
+    for one in trace.given_up:
+        assert 0 < one.bytes <= len(one.saved_tensors) * x.nbytes  # two may be one storage
+        assert one.kept_bytes <= 6 * x.nbytes
+        assert any(span.phase == "forward" for span in trace.spans_at(one.time_us))
+    (state,) = trace.budgets
+    assert (state.kept_bytes, state.limit_bytes, state.budget_bytes) == (0, 6 * x.nbytes, 6 * x.nbytes)
+    text = str(trace)
+    assert "budget of 6.0 KiB, limit 6.0 KiB: 0 B kept by its regions at the end" in text
+    assert "given up:" in text
+    assert trace.given_up[0].region in text
+    assert "saved tensor" in text
+    assert "budget of 6.0 KiB" in trace._repr_html_()
+    data = json.loads(trace.to_json())
+    assert data["given_up"][0]["saved_tensors"] == list(trace.given_up[0].saved_tensors)
+    assert data["budgets"] == [{"kept_bytes": 0, "limit_bytes": 6144, "budget_bytes": 6144}]
+    trace.to_chrome_trace(tmp_path / "step.json")
+    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    assert sum(event["args"]["bytes"] for event in events if event["ph"] == "i") == sum(row.given_bytes for row in rows)
+    pytest.importorskip("matplotlib")
+    trace.plot(tmp_path / "step.png")
+
+
+def test_trace_shows_what_a_budget_offloaded(tmp_path):
+    x = leaf(32, 32)
+    offloader = remat.DiskOffloader(tmp_path, min_bytes=0)
+    with remat.budget(40 * x.nbytes, reserve=0, offload="fill") as budget, remat.offload_to(offloader):
+        budget.limit = 2 * x.nbytes
+        with remat.trace() as trace:
+            y = checkpointed(lambda h: h.exp().sin().exp() * 2, region_name="block")(x)
+    assert sum(one.offloaded_bytes for one in trace.given_up) == budget.steps[-1].rows[0].offloaded_bytes > 0
+    assert "offloaded" in str(trace)
+    assert trace.budgets[0].kept_bytes <= 2 * x.nbytes
+    y.sum().backward()
+
+
+def test_trace_without_a_budget_says_nothing_of_one():
+    with no_other_regions(), remat.trace() as trace:
+        checkpointed(torch.exp)(leaf(16, 16)).sum().backward()
+    assert trace.budgets == trace.given_up == ()
+    assert "given up" not in str(trace)
+    assert "budget" not in str(trace)

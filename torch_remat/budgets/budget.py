@@ -221,6 +221,10 @@ class Budget(Register):
         kept = f"{format_bytes(self.ledger.total)} of a budget of {format_bytes(self.budget_bytes)}"
         return f"by regions: {kept}, {format_bytes(given)} given up in this step"
 
+    def state(self) -> tuple[int, int, int]:
+        """Return the bytes kept now, the limit, and the budget, for traces."""
+        return self.kept_bytes, int(self.limit), self.budget_bytes
+
     def report(self) -> str:
         """Return what happened, as text: the latest steps, and for the last whole one a line for each region."""
         return format_budget(self, self._last_step())

@@ -41,6 +41,7 @@ from torch_remat.budgets.steps import Row
 from torch_remat.dispatch.check.parameters import reached_by
 from torch_remat.dispatch.holder import Holder, mark_changed
 from torch_remat.dispatch.mode import current_mode
+from torch_remat.dispatch.observe import is_observed, tell_given_up
 from torch_remat.dispatch.region.region import Region
 from torch_remat.policies.decision import CheckpointPolicy
 
@@ -358,7 +359,13 @@ class KeptRegion:
                         met[key] = met.get(key, 0) + 1
             free = {key for key, count in met.items() if ledger.is_held_by(key, count)}
             given = [(place, holder) for place, holder in full if free.issuperset(_each(self.keys[place]))]
+            row = self.row
+            before = row.given_bytes, row.offloaded_bytes
             freed = sum([self._empty(region, place, holder) for place, holder in given])
+            if given and is_observed():
+                places = [region.tape.position_of(holder) for _, holder in given]
+                gone = row.given_bytes - before[0], row.offloaded_bytes - before[1]
+                tell_given_up(region, places, *gone, ledger.total)
             self._full[:] = [place for place in self._full if self.keys[place]]
             return freed
         finally:

@@ -71,6 +71,10 @@ class Register:
         """Return a line for reports of memory; empty where there is nothing to tell."""
         return ""
 
+    def state(self) -> tuple[int, int, int] | None:
+        """Return the bytes kept now, the limit, and the budget, for traces; None without a limit."""
+        return None
+
     def alive(self) -> Iterator[KeptRegion]:
         """Yield the regions."""
         for entry in list(self.regions):
