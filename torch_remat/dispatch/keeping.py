@@ -48,7 +48,13 @@ class Keeper(Protocol):
 
 
 class Keeping(Protocol):
-    """What gives regions their keepers."""
+    """What gives regions their keepers.
+
+    Attributes:
+        registers: The budgets, innermost first.
+    """
+
+    registers: Sequence[Any]
 
     def begin(self, region: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Keeper | None:
         """Return the keeper of a region whose forward begins, with the arguments as they were given."""

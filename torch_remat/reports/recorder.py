@@ -17,6 +17,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torch_remat._compat import ProfilerRange, profiler_runs, sequence_number
+from torch_remat.dispatch.keeping import keeping
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.observe import Observer, WatchedOp
 from torch_remat.dispatch.region.region import Region, live_regions
@@ -78,9 +79,8 @@ class Recorder(Observer):
             for region in live_regions()
         ]
         self.given: list[Given] = []
-        self._budgets: dict[int, Any] = {}
-        for region in live_regions():
-            self._note_budgets(region)
+        around = keeping.get()
+        self._budgets: list[Any] = [] if around is None else list(around.registers)
         self._open = _Open()
         self._lock = threading.Lock()
         self._forwards: dict[int, list[Mark]] = {}  # by the region's serial number: its own mark, then its ops'
@@ -135,13 +135,14 @@ class Recorder(Observer):
         _note(f"{GIVEN}{number}")
 
     def budgets(self) -> list[BudgetState]:
-        """Return how the budgets stand that regions of the trace are in."""
-        states = (one.state() for one in self._budgets.values())
+        """Return how the budgets stand that the trace, or a region in it, is in."""
+        states = (one.state() for one in self._budgets)
         return [BudgetState(*state) for state in states if state is not None]
 
     def _note_budgets(self, region: Region) -> None:
-        if region.keeper is not None:
-            self._budgets.update((id(one), one) for one in region.keeper.owners)
+        for one in () if region.keeper is None else region.keeper.owners:
+            if not any(one is known for known in self._budgets):
+                self._budgets.append(one)
 
     def offload_began(self, tensor: torch.Tensor, key: int) -> None:
         """Mark where a tensor is that leaves: an offloader's thread may free it, which no profiler sees."""
