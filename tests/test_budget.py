@@ -494,6 +494,41 @@ def _values(kept):
     return [row.value for row in region.kept() if isinstance(row.value, torch.Tensor) and row.what != "input"]
 
 
+def test_full_region_lets_inputs_go_when_backward_begins():
+    def step(wrap):
+        seen = []
+        up = leaf(8, 8).repeat(2, 2)
+        (storage,) = watch(up)
+        h = wrap(lambda x: (x + 1).sin())(up)  # autograd keeps nothing of what it is given
+        del up
+        h.register_hook(lambda _: seen.append(storage.expired()))
+        h = h * 2
+        wrap(lambda x: x.cos())(h).sum().backward()
+        return seen
+
+    assert step(plain) == [True]
+    with remat.budget("1 MiB", reserve=0) as budget:
+        assert step(checkpointed) == [True]
+        assert budget.kept_bytes == 0
+    with remat.budget(1, reserve=0):
+        assert step(checkpointed) == [False]  # its replay starts from them
+
+
+def test_region_that_a_backward_does_not_come_to_keeps_its_inputs():
+    x = leaf(8, 8)
+    with remat.budget("1 MiB", reserve=0) as budget:
+        one = checkpointed(lambda x: (x + 1).sin())(x * 2)
+        kept = budget.kept_bytes
+        checkpointed(lambda x: (x + 1).sin())(x * 3).sum().backward()
+        assert budget.kept_bytes == kept == 2 * x.nbytes
+        budget.limit = 0
+        two = checkpointed(lambda x: x.sin())(x)
+        assert budget.kept_bytes == 2 * x.nbytes  # the inputs of both
+        budget.limit = 2**20
+        assert torch.equal(torch.autograd.grad(one.sum(), x)[0], 2 * (x * 2 + 1).cos())
+        del two
+
+
 def test_inner_budget_counts_towards_the_outer():
     x = leaf(16, 16)
     with remat.budget("1 MiB", reserve=0) as outer:

@@ -12,13 +12,15 @@ NOTE [ What is given up ]
    noticed at the end of forward; one that is given up later is compared with its counter at once.
 4. Once backward has come without ``retain_graph`` the region drops its inputs, and nothing of it is given up any more.
    So the region's own lock is held while holders are emptied; who cannot have it at once takes another region.
-5. What the author decides stays: what is saved by name or by a policy is counted and never given up, and what is named
+5. A region that is full when a backward begins that will come to it needs its inputs no more, and lets them go: plain
+   autograd might never have kept them. It is then what it is once backward has come.
+6. What the author decides stays: what is saved by name or by a policy is counted and never given up, and what is named
    RECOMPUTE is never kept. A region with a policy for its ops keeps what that saves, and nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
 from types import NoneType
@@ -380,13 +382,16 @@ class KeptRegion:
                 self._remove(place)
                 self.keys[place] = 0 if region is None or _Existing(region).has(value) else add(self.owners, value)[0]
         if region is None or region.inputs is None:
-            for key in self.fixed:
-                for owner in self.owners:
-                    owner.ledger.remove(key)
-            self.fixed.clear()
+            self._forget_fixed()
         self._full[:] = [place for place, keys in enumerate(self.keys) if keys]
         self._seen = len(self.keys)
         self._best = None
+
+    def _forget_fixed(self) -> None:
+        for key in self.fixed:
+            for owner in self.owners:
+                owner.ledger.remove(key)
+        self.fixed.clear()
 
     # Backward.
 
@@ -402,6 +407,27 @@ class KeptRegion:
                 holder.value = value
         for owner in self.owners:
             owner.reached(self)
+
+    def has_needless_inputs(self, ledger: Ledger) -> bool:
+        """Whether its forward is over, it may be full, and it alone holds some of its inputs."""
+        region = self.region()
+        if region is None or region.inputs is None or not region.finished:
+            return False
+        tape = region.tape
+        if tape.records or tape.regions or tape.calls or tape.holders:
+            return False  # what is kept for its author is counted as its inputs are
+        return any(ledger.is_held_by(key, self.fixed.count(key)) for key in self.fixed)
+
+    def let_inputs_go(self, to_come: Collection[int]) -> None:
+        """Release the region, if it is full and its last node is one of those to which this backward comes."""
+        region = self.region()
+        if region is not None and region.last_number in to_come and region.lock.acquire(blocking=False):
+            try:
+                if region.inputs is not None and not region.filling and region.tape.last_needed() < 0:
+                    region.release()
+                    self._forget_fixed()
+            finally:
+                region.lock.release()
 
     def replay(self, replay: Callable[[], None]) -> None:
         """Run one replay, and take its time."""
