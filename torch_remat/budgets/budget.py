@@ -163,6 +163,7 @@ class Budget(Register):
     def make_room(self) -> None:
         """Give up what is best given up, until the sum is within the limit or nothing is left."""
         self.forget_dead()
+        self.ledger.settled()
         passed_over: set[KeptRegion] = set()
         while self.ledger.total > self.limit:
             found = self._cheapest(passed_over)
