@@ -33,6 +33,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import torch_remat as remat
 from benchmarks.memory import allocations
 from torch_remat import _compat
+from torch_remat.budgets.kept import KeptRegion
 
 KIB = 2**10
 
@@ -289,6 +290,63 @@ def test_change_in_place_after_forward_is_noticed_whether_or_not_it_is_given_up(
                 kept.clear()
             with pytest.raises(remat.MutationError, match="changed in place"):
                 y.sum().backward()
+
+
+def test_bytes_are_counted_when_somebody_asks_and_not_tensor_by_tensor(monkeypatch):
+    counted = []
+    monkeypatch.setattr(KeptRegion, "_count", lambda kept, count=KeptRegion._count: (counted.append(1), count(kept)))
+    seen = []
+
+    def block(x):
+        for _ in range(50):
+            x = x.sin()
+        seen.append(budget.kept_bytes)
+        for _ in range(50):
+            x = x.sin()
+        return x
+
+    x = leaf(4, 8)
+    expected = torch.autograd.grad(block_of_sines(x).sum(), x)
+    with remat.budget("1 MiB", reserve=0) as budget:
+        y = checkpointed(block)(x)
+        assert seen == [50 * x.nbytes]
+        assert budget.kept_bytes == 100 * x.nbytes
+        assert len(counted) < 10
+        assert_same(expected, torch.autograd.grad(y.sum(), x))
+    seen.clear()
+    with remat.budget(60 * x.nbytes, reserve=0) as budget:
+        y = checkpointed(block)(x)
+        assert budget.steps[-1].most_bytes <= 61 * x.nbytes
+        assert_same(expected, torch.autograd.grad(y.sum(), x))
+
+
+def block_of_sines(x):
+    for _ in range(100):
+        x = x.sin()
+    return x
+
+
+@pytest.mark.parametrize("limit", [300, 400, 10**6])
+def test_full_tensors_beside_given_ones_are_compared_with_what_replay_makes(limit):
+    held, first = [], [torch.sin]
+
+    def block(x):
+        h = first[0](x)
+        held.append(h)  # frees nothing: it stays full, and replay passes it
+        return h.exp() * h.cos().exp()
+
+    x = leaf(4, 8)
+    (expected,) = torch.autograd.grad(block(x).sum(), x)
+    with remat.budget(limit, reserve=0):
+        assert torch.equal(expected, torch.autograd.grad(checkpointed(block)(x).sum(), x)[0])
+        y = checkpointed(block)(x)
+        first[0] = torch.tanh
+        if limit == 10**6:
+            assert torch.equal(expected, torch.autograd.grad(y.sum(), x)[0])
+        else:
+            with pytest.raises(remat.MismatchError, match="TanhBackward"):
+                y.sum().backward()
+    held.clear()
 
 
 def test_exceptions_leave_no_bytes_behind():
@@ -566,6 +624,7 @@ def test_tensor_that_the_user_holds_is_not_given_up_in_vain():
         y = checkpointed(lambda y: y.exp())(y)
     assert budget.steps[-1].rows[0].given_bytes == x.nbytes  # the cosine, but not the sine
     del y
+    held.clear()  # which its region's function owns
 
 
 def test_values_given_up_are_freed_at_once():
@@ -604,6 +663,41 @@ def test_nothing_outlives_its_use_with_or_without_backward(limit):
 def _values(kept):
     region = kept.region()
     return [row.value for row in region.kept() if isinstance(row.value, torch.Tensor) and row.what != "input"]
+
+
+def test_full_region_lets_inputs_go_when_backward_begins():
+    def step(wrap):
+        seen = []
+        up = leaf(8, 8).repeat(2, 2)
+        (storage,) = watch(up)
+        h = wrap(lambda x: (x + 1).sin())(up)  # autograd keeps nothing of what it is given
+        del up
+        h.register_hook(lambda _: seen.append(storage.expired()))
+        h = h * 2
+        wrap(lambda x: x.cos())(h).sum().backward()
+        return seen
+
+    assert step(plain) == [True]
+    with remat.budget("1 MiB", reserve=0) as budget:
+        assert step(checkpointed) == [True]
+        assert budget.kept_bytes == 0
+    with remat.budget(1, reserve=0):
+        assert step(checkpointed) == [False]  # its replay starts from them
+
+
+def test_region_that_a_backward_does_not_come_to_keeps_its_inputs():
+    x = leaf(8, 8)
+    with remat.budget("1 MiB", reserve=0) as budget:
+        one = checkpointed(lambda x: (x + 1).sin())(x * 2)
+        kept = budget.kept_bytes
+        checkpointed(lambda x: (x + 1).sin())(x * 3).sum().backward()
+        assert budget.kept_bytes == kept == 2 * x.nbytes
+        budget.limit = 0
+        two = checkpointed(lambda x: x.sin())(x)
+        assert budget.kept_bytes == 2 * x.nbytes  # the inputs of both
+        budget.limit = 2**20
+        assert torch.equal(torch.autograd.grad(one.sum(), x)[0], 2 * (x * 2 + 1).cos())
+        del two
 
 
 def test_inner_budget_counts_towards_the_outer():

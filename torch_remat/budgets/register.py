@@ -15,8 +15,8 @@ from weakref import ref
 
 import torch
 
-from torch_remat.budgets.kept import KeptRegion, Keys, Offer
-from torch_remat.budgets.ledger import Ledger
+from torch_remat.budgets.kept import KeptRegion, Offer
+from torch_remat.budgets.ledger import Keys, Ledger
 from torch_remat.dispatch.keeping import Keeper, Keeping, keeping
 from torch_remat.dispatch.region.region import Region
 
@@ -84,6 +84,7 @@ class Register:
     def refresh(self) -> None:
         """Look up what regions keep now."""
         self.forget_dead()
+        self.ledger.settled()
         for kept in self.alive():
             kept.refresh()
 
@@ -92,10 +93,8 @@ class Register:
         while self._dead:
             entry = self._dead.popleft()
             self.regions.discard(entry)
-            for keys in (*entry.keys, *entry.fixed):
-                for key in (keys,) if isinstance(keys, int) else keys:
-                    if key:
-                        self.ledger.remove(key)
+            self.ledger.remove_all(entry.keys)
+            self.ledger.remove_all(entry.fixed)
 
     @property
     def kept_bytes(self) -> int:

@@ -20,13 +20,15 @@ class Keeper(Protocol):
 
     Attributes:
         owners: The budgets that the region is in.
-        keep: Gives a holder its value, unless it is to be empty; None where none of the region's holders is kept.
-            From then on the keeper looks for later changes of the tensor in place. The arguments are the holder, the
-            tape's weak reference to it, the value, and the region's ops.
+        keep: Gives a holder its value, unless it is to be empty, and looks for later changes in place; None where no
+            holder is kept. The arguments: the holder, the tape's weak reference to it, the value, the region's ops.
     """
 
     owners: Sequence[Any]
     keep: Callable[[Any, ref[Any], torch.Tensor, Any], None] | None
+
+    def pack_hook(self, mode: Any, general: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+        """Return, for a forward and its pack hook, one that does itself what is usual."""
 
     def end(self) -> None:
         """The function has ended: mark those holders whose tensors were changed in place and are given up."""

@@ -211,13 +211,10 @@ class Recording(RematMode):
             holder.value = holder.origin = None
             holder.metadata, holder.producer, holder.plain = metadata, producer, True
             saved(entry := ref(holder))
-            if keep is None:
-                count(owner)
-            else:
-                keep(holder, entry, tensor.detach() if self.watcher is None else self._alias_of(tensor), ops)
+            count(owner) if keep is None else keep(holder, entry, self._alias_of(tensor), ops)
             return holder
 
-        return pack
+        return pack if keep is None or region.keeper is None else region.keeper.pack_hook(self, pack)
 
     def pack(self, tensor: torch.Tensor) -> Holder | Anchor:
         """Do what the pack hook does, for any tensor that is not saved by a SAVE op."""

@@ -205,7 +205,7 @@ class Region:
         if not self.finished:
             return
         if not graph_is_kept():
-            self._release()
+            self.release()
         elif (group := graph_exec_group()) is not None:
             finalize(group, self.tape.forget_values).atexit = False
 
@@ -224,7 +224,7 @@ class Region:
         with unseen(self):
             self._replay(self, last).replay()
 
-    def _release(self) -> None:
+    def release(self) -> None:
         """Drop what only a further replay would need."""
         self._past_name = default_name(self.function)  # of the function no more than a name: it may own tensors
         self.parameters = self.leaves = ()

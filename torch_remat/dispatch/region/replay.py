@@ -264,6 +264,7 @@ class Filling(RematMode):
             holder = entry()
             if holder is None:
                 return value
+            holder.describe()
             metadata = holder.metadata
             self._compare(position, holder, tensor, owner)
             if self.over:
