@@ -207,7 +207,7 @@ class KeptRegion:
                 kept.stamps.append(perf_counter())
                 refs.append(entry)
                 if (ops is not None and recomputed.saves(ops)) or len(refs) <= always_empty:
-                    kept.keys.append(0)
+                    kept._count()
                     counters.append((entry, counter_of(value)))
                     return
                 holder.value = value
@@ -284,6 +284,7 @@ class KeptRegion:
         with self._lock:
             for owner in self.owners:
                 owner.ledger.settled()
+            self._count()
             for place in range(self._let_go, len(self.refs)):
                 holder = self.refs[place]()
                 if holder is not None and holder.value is not None:
@@ -327,6 +328,7 @@ class KeptRegion:
         with self._lock:
             for owner in self.owners:
                 owner.ledger.settled()
+            self._count()  # what was being kept while another thread had it counted
         row = self.row
         row.name = region.name
         row.tensors = len(self.keys)
@@ -463,8 +465,9 @@ class KeptRegion:
     def refresh(self) -> None:
         """Compare what is counted with what is there: nodes die, replays fill, backwards release."""
         region = self.region()
-        for place, entry in enumerate(self.refs):
-            holder = entry()
+        self._count()
+        for place in range(len(self.keys)):  # another thread may be keeping one more
+            holder = self.refs[place]()
             value = None if holder is None else holder.value
             keys = self.keys[place]
             if value is None:
