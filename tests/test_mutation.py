@@ -336,3 +336,24 @@ def test_messages_say_what_to_do():
     assert re.search("in[- ]place", text)
     assert caught.value.remedy
     assert caught.value.remedy in text
+
+
+@pytest.mark.parametrize("way", ["plain", "policy", "native", "call"])
+def test_a_leaf_that_changes_after_its_cast_was_read_is_an_error(way):
+    weight, x = torch.nn.Parameter(torch.randn(4, 4)), leaf(4, 4)
+
+    def block(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = x @ weight
+        with torch.no_grad():
+            weight.mul_(1.5)
+        return y
+
+    def named(x):
+        call = {"native": lambda: remat.native_save_region("k", block, x), "call": lambda: remat.region(block, "k")(x)}
+        return call.get(way, lambda: block(x))()
+
+    options = {"policy": lambda *_, **__: remat.CheckpointPolicy.RECOMPUTE} if way == "policy" else {}
+    y = remat.checkpoint(**options)(named)(x)
+    with pytest.raises(remat.MutationError):
+        y.float().sum().backward()

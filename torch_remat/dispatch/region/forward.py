@@ -120,6 +120,7 @@ class Recording(RematMode):
         self.region = region
         self.observed = self.watcher = None
         self._counters: list[torch.Tensor] = []
+        self._casts: list[tuple[ref[Holder], torch.Tensor, int]] = []  # each with its leaf, and that one's version
         if region.keeper is not None:
             self._keep = region.keeper.keep
         if region.options is not DEFAULTS:
@@ -248,6 +249,7 @@ class Recording(RematMode):
             cast_of = parameter_behind(owner)
             if cast_of is not None:
                 holder.origin = None if inputs.contains(cast_of) else cast_of
+                self._casts.append((ref(holder), cast_of, cast_of._version))
             elif node_number(node) < region.first_number:
                 holder.origin = ref(owner)
         if self._keep is None:
@@ -302,7 +304,11 @@ class Recording(RematMode):
             self._find_changed()
         if self._all_small and self._counters and self.ops is None:
             region.tail_is_tiny = self._tail_is_tiny()
+        for entry, leaf, version in self._casts:  # which replay makes of the leaf as it will be then
+            if leaf._version != version and (holder := entry()) is not None and holder.value is None:
+                mark_changed(holder)
         self._counters.clear()  # before the ops look for what is alive
+        self._casts.clear()
         if self.ops is not None:
             if keeper is None:
                 self.ops.finish(boundary)
@@ -339,6 +345,7 @@ class Recording(RematMode):
     def forget(self) -> None:
         """Let go of what only forward needs; the graph may hold on to this mode, through its pack hook."""
         self._counters.clear()
+        self._casts.clear()
         inputs = self.region.inputs
         assert inputs is not None
         inputs.originals.clear()
