@@ -27,8 +27,6 @@ ROUNDS_OF_ONE = 3 * ROUNDS
 SECONDS_OF_ONE = 180.0
 QUICK_SECONDS = 1.5
 """How long ``--quick`` takes times of each workload; gradients and bytes take as long again."""
-MARKS = ("<!-- figures -->", "<!-- end of figures -->")
-"""Between these lines of a document ``--docs`` writes."""
 _said: list[str] = []
 NOT_QUICK = ("saved-tensors", "regions", "watching", "handles-save", "offload", "eviction", "import")
 
@@ -88,7 +86,7 @@ def _conclude(results: dict[str, Result], options: argparse.Namespace, start: fl
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(tables.plain_data(results, times, verdicts), indent=2) + "\n")
     if options.docs:
-        _write_into(options.docs)
+        tables.write_between(options.docs, _said)
     return 0 if all(verdict.passed for verdict in (*times, *verdicts)) else 1
 
 
@@ -147,16 +145,6 @@ def _say(*texts: str | None) -> None:
             _said.append(text)
             sys.stdout.write(f"{text}\n\n")
     sys.stdout.flush()
-
-
-def _write_into(document: Path) -> None:
-    """Put what was printed between the two marks in a document."""
-    text = document.read_text()
-    start, end = (text.find(mark) for mark in MARKS)
-    if not 0 <= start < end:
-        raise SystemExit(f"{document} has no lines {MARKS[0]} and {MARKS[1]} to write between")
-    before, after = text[: start + len(MARKS[0])], text[end:]
-    document.write_text("\n\n".join([before, *_said, after]))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,12 @@
 """Step time by memory budget, beside the static ways to spend memory: ``python -m benchmarks.budgets``.
 
-Two models whose blocks are regions: a GPT of twelve equal blocks over real text, as in the demo, and a U-Net of unequal
-ones. Gradients are compared first, bit for bit. Then each way's peak is counted, by the profiler, and at last the times
-are taken in turn, in one process, on one thread, as the CPU time of whole steps; ratios are medians over the rounds.
+Three models whose blocks are regions: a GPT of twelve equal blocks over real text, as in the demo, a U-Net of unequal
+ones, and an encoder with a decoder on batches whose lengths vary by a factor of eight. Gradients are compared first,
+bit for bit. Then each way's peak is counted, by the profiler, and at last the times are taken in turn, in one process,
+on one thread, as the CPU time of whole steps; ratios are medians over the rounds.
+
+``--docs docs/budget.md`` writes all tables between two marks there, and the picture beside it; ``--quick`` takes a few
+minutes.
 
 Ways: no checkpointing, full checkpointing (torch's and ours), torch's checkpoint of the first n blocks, selective
 activation checkpointing with all matrix products kept, and budgets as shares of the peak of no checkpointing.
@@ -13,11 +17,10 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -27,40 +30,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import torch_remat as remat
 
+from .budget_models import Model, Run, gpt, plain, translation, unet
 from .measure import undisturbed
 from .memory import allocations
+from .tables import write_between
 
-Run = Callable[[int, nn.Module], Callable[..., Tensor]]
-
+MODELS = {"gpt": gpt, "unet": unet, "translation": translation}
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 WARM_UP = 9  # steps; a budget measures the first of them
-
-
-@dataclass
-class Model:
-    """A model whose blocks are run by ``run``, which may be changed."""
-
-    name: str
-    blocks: int
-    module: nn.Module
-    loss: Callable[[], Tensor]
-    run: list[Run]
-
-    def step(self) -> None:
-        """Run forward and backward, with gradients from before."""
-        for parameter in self.module.parameters():
-            parameter.grad.zero_()  # type: ignore[union-attr]
-        self.loss().backward()
-
-    def gradients(self) -> list[Tensor]:
-        """Return copies of the gradients."""
-        return [parameter.grad.clone() for parameter in self.module.parameters()]  # type: ignore[union-attr]
 
 
 @dataclass
@@ -70,11 +52,12 @@ class Way:
     run: Run
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
     budget: Any = None
+    seen: dict[float, Any] = field(default_factory=dict)  # the budget's steps while it learns
 
-
-def plain(_: int, block: nn.Module) -> Callable[..., Tensor]:
-    """Run a block as it is."""
-    return block
+    def look(self) -> None:
+        """Note the steps since the last look; a budget forgets them."""
+        if self.budget is not None:
+            self.seen.update((step.begun, step) for step in self.budget.steps)
 
 
 def ours(place: int, block: nn.Module) -> Callable[..., Tensor]:
@@ -92,115 +75,42 @@ def first(count: int, place: int, block: nn.Module) -> Callable[..., Tensor]:
     return torchs(place, block) if place < count else block
 
 
-def gpt(length: int = 64) -> Model:
-    """Return the GPT of the demo, with twelve blocks, on one batch of real text."""
-    sys.path.insert(0, str(Path(__file__).parent.parent / "docs" / "examples"))
-    from gpt import GPT, GPTConfig
-    from text import Batches, standard_library
-
-    run: list[Run] = [plain]
-    config = GPTConfig(layers=12, heads=4, width=96, context=max(length, 64), dropout=0.05)
-    module = GPT(config, lambda name, block, x: run[0](int(name.rpartition(".")[2]), block)(x))
-    batches = Batches(standard_library(), batch=8, context=length, seed=0, device=torch.device("cpu"))
-    tokens, targets = batches.next()
-
-    def loss() -> Tensor:
-        torch.manual_seed(1)
-        return module(tokens, targets)
-
-    return _ready(Model("gpt", 12, module, loss, run))
-
-
-class Convs(nn.Module):
-    """Two convolutions, each with a norm."""
-
-    def __init__(self, taken: int, given: int) -> None:
-        super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(taken, given, 3, padding=1), nn.GroupNorm(4, given), nn.SiLU(),
-            nn.Conv2d(given, given, 3, padding=1), nn.GroupNorm(4, given), nn.SiLU(),
-        )  # fmt: skip
-
-    def forward(self, *given: Tensor) -> Tensor:
-        """Run on what is given, joined by channels."""
-        return self.body(torch.cat(given, 1) if len(given) > 1 else given[0])
-
-
-class UNet(nn.Module):
-    """Four levels down and up, with skip connections: blocks of a factor of eight in size."""
-
-    def __init__(self, run: list[Run], width: int = 12) -> None:
-        super().__init__()
-        widths = [width * 2**level for level in range(4)]
-        self.run = run
-        self.down = nn.ModuleList(Convs(3 if not level else widths[level - 1], widths[level]) for level in range(4))
-        self.up = nn.ModuleList(Convs(widths[level] + widths[level + 1], widths[level]) for level in (2, 1, 0))
-        self.head = nn.Conv2d(width, 3, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return an image."""
-        skips = []
-        for place, block in enumerate(self.down):
-            x = self.run[0](place, block)(x if not place else F.max_pool2d(x, 2))
-            skips.append(x)
-        skips.pop()
-        for place, block in enumerate(self.up, start=4):
-            x = self.run[0](place, block)(skips.pop(), F.interpolate(x, scale_factor=2.0))
-        return self.head(x)
-
-
-def unet() -> Model:
-    """Return a U-Net on a batch of noise."""
-    run: list[Run] = [plain]
-    torch.manual_seed(0)
-    module, images = UNet(run), torch.randn(2, 3, 96, 96)
-    return _ready(Model("unet", 7, module, lambda: module(images).square().mean(), run))
-
-
-def _ready(model: Model) -> Model:
-    for parameter in model.module.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    return model
-
-
 def peak_bytes(model: Model, way: Way) -> int:
     """Return the most bytes that a step has allocated above those from before, gradients existing."""
     model.run[0] = way.run
-    for parameter in model.module.parameters():
-        parameter.grad.zero_()  # type: ignore[union-attr]
+    model.clear()
     with way.around(), allocations() as events:
-        model.loss().backward()
+        for loss in model.losses:
+            loss().backward()
     return max(accumulate(events))
 
 
-def ways_of(model: Model, none: int) -> dict[str, Way]:
+def ways_of(model: Model, none: int, quick: bool) -> dict[str, Way]:
     """Return the ways that are measured; ``none`` is the peak of no checkpointing."""
     aten = torch.ops.aten
     matmuls = [aten.mm.default, aten.addmm.default, aten.convolution.default]
     sac = partial(create_selective_checkpoint_contexts, matmuls)
     ways = {"none": Way(plain), "torch": Way(torchs), "ours": Way(ours), "SAC": Way(partial(torchs, context_fn=sac))}
-    ways |= {f"first {count}": Way(partial(first, count)) for count in range(1, model.blocks)}
-    for share in (2.0, 1.0, *SHARES):
+    ways |= {f"first {count}": Way(partial(first, count)) for count in range(1, model.blocks, 3 if quick else 1)}
+    for share in (2.0, 1.0, *SHARES[:: 3 if quick else 1]):
         budget = remat.budget(int(share * none))
         ways[f"budget {share}"] = Way(ours, lambda budget=budget: budget, budget)
     return ways
 
 
-def measure(model: Model, rounds: int) -> dict[str, Any]:
+def measure(model: Model, rounds: int, quick: bool = False) -> dict[str, Any]:
     """Compare gradients, count peaks, take times."""
     none = peak_bytes(model, Way(plain))
     model.step()
     expected = model.gradients()
-    ways = ways_of(model, none)
+    ways = ways_of(model, none, quick)
     for name, way in ways.items():
         model.run[0] = way.run
-        for step in range(WARM_UP if way.budget else 1):
+        for _ in range(WARM_UP if way.budget else 1):
             with way.around():
                 model.step()
-            if step > 1 and way.budget and way.budget.steps[-1].peak_bytes > way.budget.budget_bytes:
-                print(f"  {name}: step {step + 1} had a peak of {way.budget.steps[-1].peak_bytes}")
-            same = all(map(torch.equal, expected, model.gradients()))
-            if not same:
+            way.look()
+            if not all(map(torch.equal, expected, model.gradients())):
                 raise AssertionError(f"{model.name}: {name} has other gradients")
     peaks = {name: peak_bytes(model, way) for name, way in ways.items()}
     samples: dict[str, list[float]] = {name: [] for name in ways}
@@ -223,6 +133,8 @@ def measure(model: Model, rounds: int) -> dict[str, Any]:
             "budget": way.budget and way.budget.budget_bytes,
             "forward": way.budget and way.budget.steps[-1].forward_bytes,
             "limit": way.budget and int(way.budget.limit),
+            "peaks": [step.peak_bytes for step in way.seen.values() if step.peak_bytes],
+            "over": max((step.most_bytes - step.limit_bytes for step in way.seen.values()), default=0),
         }
         for (name, taken), way in zip(samples.items(), ways.values(), strict=True)
     }
@@ -304,13 +216,7 @@ def overhead(rounds: int, count: int = 200) -> dict[str, float]:
 
 def table(result: dict[str, Any]) -> str:
     """Return a model's results as a table in Markdown."""
-    head = (
-        result["model"],
-        "of no checkpointing",
-        "peak, MiB",
-        "budget, MiB",
-        "beside the best static way at its peak",
-    )
+    head = (result["model"], "of no checkpointing", "peak, MiB", "budget, MiB", "beside the best first n at its peak")
     lines = [f"| {' | '.join(head)} |"]
     lines.append("| --- | --: | --: | --: | --- |")
     for name, row in result["rows"].items():
@@ -319,6 +225,40 @@ def table(result: dict[str, Any]) -> str:
         beside = f"{ratio:.3f} of {best}" if best else ""
         lines.append(f"| {name} | {row['ratio']:.3f} | {row['peak'] / 2**20:.1f} | {budget} | {beside} |")
     return "\n".join(lines)
+
+
+def checks(result: dict[str, Any]) -> str:
+    """Return what the budgets' peaks, and what they kept, were against their limits, in a sentence each."""
+    rows = [row for name, row in result["rows"].items() if name.startswith("budget") and row["peaks"]]
+    fits = [row for row in rows if row["budget"] >= result["rows"]["ours"]["peak"]]
+    first, later = ([row["peaks"][0] / row["budget"] for row in fits], [])
+    for row in fits:
+        later += [peak / row["budget"] for peak in (*row["peaks"][1:], row["peak"])]
+    over = max((row["over"] for row in rows), default=0)
+    return (
+        f"{result['model']}: {len(fits)} of {len(rows)} budgets are at least the peak of full recomputation. In these "
+        f"the highest peak of the first step was {max(first, default=0):.3f} of the budget, from the second on "
+        f"{max(later, default=0):.3f}. Regions kept at most {max(over, 0):,} B more than the limit at any moment. All "
+        "gradients were equal bit for bit."
+    )
+
+
+def lengths_text(found: dict[str, Any]) -> str:
+    """Return what `lengths` has found, as a sentence."""
+    static = next(name for name in found["ms"] if name.startswith("first"))
+    return (
+        "Varying length: the sum of the GPT's steps over batches of 16 to 128 bytes, in half the peak of the longest, "
+        f"was {found['ratio']:.3f} of that of {static}, the best static choice that fits the longest; the peak was "
+        f"{found['peak'] / found['limit']:.3f} of the budget."
+    )
+
+
+def overhead_text(found: dict[str, float]) -> str:
+    """Return what `overhead` has found, as a sentence."""
+    return (
+        f"Overhead: per saved tensor, forward and backward, where nothing is given up, {found['budget'] / 1e3:.1f} us "
+        f"over plain autograd, of which a pass-through pair of hooks takes {found['hooks'] / 1e3:.1f} us."
+    )
 
 
 def plot(results: list[dict[str, Any]], path: Path) -> None:
@@ -346,29 +286,46 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def main() -> None:
+def main(given: Sequence[str] | None = None) -> None:
     """Measure what is asked for, and print it."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--only", choices=["gpt", "unet", "lengths", "overhead"])
-    parser.add_argument("--plot", type=Path)
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.budgets", description=__doc__)
+    parser.add_argument("--rounds", type=int, help="samples of each way (default: 20)")
+    parser.add_argument("--only", choices=[*MODELS, "lengths", "overhead"])
+    parser.add_argument("--quick", action="store_true", help="a third of the ways, and three rounds")
+    parser.add_argument("--plot", type=Path, metavar="PATH", help="draw time against peak")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write everything that was measured to PATH")
+    parser.add_argument(
+        "--docs", type=Path, metavar="PATH", help="write tables into this file, pictures/budget.png too"
+    )
+    arguments = parser.parse_args(given)
+    rounds = arguments.rounds or (3 if arguments.quick else 20)
     warnings.simplefilter("ignore", remat.RematWarning)
     torch.set_num_threads(1)
-    results, found = [], {}
-    for build in (gpt, unet):
-        if arguments.only in (None, build.__name__):
-            results.append(measure(build(), arguments.rounds))
-            print(table(results[-1]), end="\n\n", flush=True)
+    results: list[dict[str, Any]] = []
+    found: dict[str, Any] = {}
+    said: list[str] = []
+
+    def say(text: str) -> None:
+        said.append(text)
+        print(text, end="\n\n", flush=True)
+
+    for name, build in MODELS.items():
+        if arguments.only in (None, name):
+            results.append(measure(build(), rounds, arguments.quick))
+            say(table(results[-1]))
+    for result in results:
+        say(f"- {checks(result)}")
     if arguments.only in (None, "lengths"):
-        found["lengths"] = lengths(arguments.rounds)
-        print("lengths", found["lengths"], flush=True)
+        found["lengths"] = lengths(rounds)
+        say(f"- {lengths_text(found['lengths'])}")
     if arguments.only in (None, "overhead"):
-        found["overhead"] = overhead(3 * arguments.rounds)
-        print("nanoseconds a saved tensor over plain autograd", found["overhead"])
-    if arguments.plot and results:
-        plot(results, arguments.plot)
+        found["overhead"] = overhead(3 * rounds)
+        say(f"- {overhead_text(found['overhead'])}")
+    picture = arguments.plot or (arguments.docs and arguments.docs.parent / "pictures" / "budget.png")
+    if picture and results:
+        plot(results, picture)
+    if arguments.docs:
+        write_between(arguments.docs, said)
     if arguments.json:
         arguments.json.write_text(json.dumps({"results": results, **found}, indent=1))
 

@@ -1,9 +1,10 @@
-"""Formats results as aligned markdown tables and as plain data for JSON. Prints nothing."""
+"""Formats results as aligned markdown tables and as plain data for JSON; writes into documents, and prints nothing."""
 
 from __future__ import annotations
 
 import platform
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,19 @@ import torch
 from .bars import TimeVerdict, Verdict, us_per_saved_tensor
 from .contenders import FLOOR, NONE, OURS, before
 from .measure import Result, quartiles
+
+MARKS = ("<!-- figures -->", "<!-- end of figures -->")
+"""Between these lines of a document figures are written."""
+
+
+def write_between(document: Path, texts: Sequence[str]) -> None:
+    """Put texts between the two marks in a document."""
+    text = document.read_text()
+    start, end = (text.find(mark) for mark in MARKS)
+    if not 0 <= start < end:
+        raise SystemExit(f"{document} has no lines {MARKS[0]} and {MARKS[1]} to write between")
+    before, after = text[: start + len(MARKS[0])], text[end:]
+    document.write_text("\n\n".join([before, *texts, after]))
 
 
 def contenders_table(result: Result) -> str:

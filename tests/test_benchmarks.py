@@ -10,14 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import leaf
+from helpers import assert_same, leaf
 
 import torch_remat as remat
-from benchmarks import contenders, peers
-from benchmarks.__main__ import GROUPS, MARKS
+from benchmarks import budget_models, budgets, contenders, peers
+from benchmarks.__main__ import GROUPS
 from benchmarks.bars import BARS, only_judged
 from benchmarks.contenders import NONE, OURS, REENTRANT, TORCH
 from benchmarks.measure import GradientMismatchError, check_gradients
+from benchmarks.tables import MARKS, write_between
 from benchmarks.workloads import Workload
 
 ROOT = Path(__file__).parent.parent
@@ -103,6 +104,25 @@ def test_folder_without_the_package_is_refused(tmp_path):
         peers.load_checkout(tmp_path)
 
 
-def test_figures_in_the_docs_have_a_place():
-    text = (ROOT / "docs" / "performance.md").read_text()
+@pytest.mark.parametrize("name", ["performance.md", "budget.md"])
+def test_figures_in_the_docs_have_a_place(name, tmp_path):
+    document = tmp_path / name
+    shutil.copy(ROOT / "docs" / name, document)
+    text = document.read_text()
     assert 0 < text.find(MARKS[0]) < text.find(MARKS[1])
+    write_between(document, ["| new |"])
+    assert document.read_text().split(MARKS[0])[1].split(MARKS[1])[0].strip() == "| new |"
+
+
+@pytest.mark.parametrize("name", budgets.MODELS)
+def test_models_of_budgets_have_equal_gradients_in_regions(name):
+    model = budgets.MODELS[name]()
+    model.step()
+    expected = model.gradients()
+    none = budgets.peak_bytes(model, budgets.Way(budget_models.plain))
+    with remat.budget(int(0.7 * none)) as budget:
+        model.run[0] = budgets.ours
+        for _ in range(2):
+            model.step()
+    assert_same(expected, model.gradients())
+    assert budget.kept_bytes == 0

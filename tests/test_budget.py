@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import random
+import sys
 import threading
 import warnings
 from pathlib import Path
@@ -27,9 +28,12 @@ from helpers import (
 from test_random_programs import outcome
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import torch_remat as remat
 from benchmarks.memory import allocations
+from torch_remat import _compat
+from torch_remat.budgets.kept import KeptRegion
 
 KIB = 2**10
 
@@ -161,6 +165,47 @@ def test_nested_regions_are_equal(limit):
     assert budget.kept_bytes == 0
 
 
+@pytest.mark.filterwarnings("ignore:(?s).*starts over")
+@pytest.mark.parametrize("limit", [1, 100, 300, 10**6])
+def test_replay_that_starts_over_fills_what_was_kept_too(limit):
+    """Torch's checkpoint reads a skipped call's result after all: replay begins again, with all holders empty."""
+    linear, x = nn.Linear(4, 4), leaf(4, 4)
+
+    def program(wrap, keep):
+        def block(x):
+            with torch.autocast("cpu", torch.bfloat16):
+                h = keep("linear", linear, x)
+            return torch_checkpoint(lambda h, x: x.detach() * x, h.float(), x, use_reentrant=False)
+
+        return torch.autograd.grad(wrap(block)(x).sum(), x)
+
+    expected = program(plain, lambda name, function, x: function(x))
+    with remat.budget(limit, reserve=0) as budget:
+        assert_same(expected, program(checkpointed, remat.native_save_region))
+    assert budget.kept_bytes == 0
+
+
+@pytest.mark.parametrize("limit", [1, 500, 10**6])
+def test_gradient_taken_in_an_inner_region_is_equal(limit):
+    """A replay around it runs it outside of budgets: what it saves in forward must be the same."""
+    x = leaf(4, 4)
+
+    def program(wrap, keep):
+        def slope(x):
+            t = x.detach().requires_grad_()
+            return torch.autograd.grad((t.sin() * x).sum(), t, create_graph=True)[0]
+
+        def inner(x):
+            return keep("slope", slope, x) * x.tanh()
+
+        return torch.autograd.grad(wrap(lambda x: keep("sin", torch.sin, wrap(inner)(x)).exp())(x).sum(), x)
+
+    expected = program(plain, lambda name, function, x: function(x))
+    with remat.budget(limit, reserve=0) as budget:
+        assert_same(expected, program(checkpointed, remat.native_save_region))
+    assert budget.kept_bytes == 0
+
+
 @pytest.mark.parametrize("limit", [1, 500, 2000, 10**6])
 def test_accumulated_gradients_of_graphs_that_live_together_are_equal(limit):
     blocks, xs = [Mlp() for _ in range(3)], [torch.randn(4, 8) for _ in range(3)]
@@ -247,6 +292,63 @@ def test_change_in_place_after_forward_is_noticed_whether_or_not_it_is_given_up(
                 y.sum().backward()
 
 
+def test_bytes_are_counted_when_somebody_asks_and_not_tensor_by_tensor(monkeypatch):
+    counted = []
+    monkeypatch.setattr(KeptRegion, "_count", lambda kept, count=KeptRegion._count: (counted.append(1), count(kept)))
+    seen = []
+
+    def block(x):
+        for _ in range(50):
+            x = x.sin()
+        seen.append(budget.kept_bytes)
+        for _ in range(50):
+            x = x.sin()
+        return x
+
+    x = leaf(4, 8)
+    expected = torch.autograd.grad(block_of_sines(x).sum(), x)
+    with remat.budget("1 MiB", reserve=0) as budget:
+        y = checkpointed(block)(x)
+        assert seen == [50 * x.nbytes]
+        assert budget.kept_bytes == 100 * x.nbytes
+        assert len(counted) < 10
+        assert_same(expected, torch.autograd.grad(y.sum(), x))
+    seen.clear()
+    with remat.budget(60 * x.nbytes, reserve=0) as budget:
+        y = checkpointed(block)(x)
+        assert budget.steps[-1].most_bytes <= 61 * x.nbytes
+        assert_same(expected, torch.autograd.grad(y.sum(), x))
+
+
+def block_of_sines(x):
+    for _ in range(100):
+        x = x.sin()
+    return x
+
+
+@pytest.mark.parametrize("limit", [300, 400, 10**6])
+def test_full_tensors_beside_given_ones_are_compared_with_what_replay_makes(limit):
+    held, first = [], [torch.sin]
+
+    def block(x):
+        h = first[0](x)
+        held.append(h)  # frees nothing: it stays full, and replay passes it
+        return h.exp() * h.cos().exp()
+
+    x = leaf(4, 8)
+    (expected,) = torch.autograd.grad(block(x).sum(), x)
+    with remat.budget(limit, reserve=0):
+        assert torch.equal(expected, torch.autograd.grad(checkpointed(block)(x).sum(), x)[0])
+        y = checkpointed(block)(x)
+        first[0] = torch.tanh
+        if limit == 10**6:
+            assert torch.equal(expected, torch.autograd.grad(y.sum(), x)[0])
+        else:
+            with pytest.raises(remat.MismatchError, match="TanhBackward"):
+                y.sum().backward()
+    held.clear()
+
+
 def test_exceptions_leave_no_bytes_behind():
     class Failed(Exception):
         pass
@@ -267,15 +369,26 @@ def test_exceptions_leave_no_bytes_behind():
     assert budget.kept_bytes == 0
 
 
-def test_threads_share_one_budget():
-    blocks = [Mlp() for _ in range(4)]
+@pytest.fixture
+def _often_switched():
+    """Have threads take turns as often as can be."""
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(usual)
+
+
+@pytest.mark.usefixtures("_often_switched")
+@pytest.mark.parametrize("limit", [1, 1500, 10**6])
+def test_threads_share_one_budget(limit):
+    blocks = [Mlp() for _ in range(6)]
     xs = [leaf(4, 8) for _ in blocks]
     expected = [torch.autograd.grad(block(x).sum(), x)[0] for block, x in zip(blocks, xs, strict=True)]
-    found, budget = [[] for _ in blocks], remat.budget(1500, reserve=0)
+    found, budget = [[] for _ in blocks], remat.budget(limit, reserve=0)
 
     def work(place):
         with budget:
-            for _ in range(25):
+            for _ in range(40):
                 y = checkpointed(blocks[place])(xs[place])
                 found[place].append(torch.autograd.grad(y.sum(), xs[place])[0])
 
@@ -285,9 +398,10 @@ def test_threads_share_one_budget():
     for thread in threads:
         thread.join()
     for one, gradients in zip(expected, found, strict=True):
-        assert len(gradients) == 25
+        assert len(gradients) == 40
         assert all(torch.equal(one, gradient) for gradient in gradients)
     assert budget.kept_bytes == 0
+    assert budget.ledger.counts == {}
 
 
 @pytest.mark.parametrize("limit", [1, 10**6])
@@ -424,6 +538,62 @@ def test_parameters_and_buffers_are_not_counted():
     assert y is not None
 
 
+def bytes_there(budget):
+    """Return the bytes of the storages that a budget's regions keep, found by looking at each of them."""
+    sizes = {}
+    for kept in budget.alive():
+        region = kept.region()
+        values = [row.value for row in region.kept() if row.what in ("refilled", "saved", "slot", "result")]
+        values += [] if region.inputs is None else region.inputs.held()
+        for value in values:
+            if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+                sizes[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+    return sum(sizes.values())
+
+
+def test_storages_that_take_the_place_of_others_are_counted_by_their_own_bytes():
+    def block(x):
+        sums = []
+        for length in (2048, 64, 1000, 300):
+            x[: length // 2].exp().exp()  # gone at once: the next results lie where these lay
+            sums.append(x[:length].exp().exp().sum())
+        return sum(sums)
+
+    with remat.budget("1 GiB", reserve=0) as budget:
+        for _ in range(10):
+            y = checkpointed(block)(leaf(2048))
+            assert budget.kept_bytes == bytes_there(budget)
+            y.backward()
+            del y
+            assert budget.kept_bytes == 0
+
+
+def test_what_dies_with_forward_is_not_counted():
+    def block(x):
+        _, turned = remat.region(lambda: (x.exp(), x.t()), "pair")()
+        return turned * torch.zeros(8, 8)
+
+    with remat.budget("1 GiB", reserve=0) as budget:
+        y = checkpointed(block)(leaf(8, 8))
+        assert budget.kept_bytes == bytes_there(budget)
+        del y
+        assert budget.kept_bytes == 0
+
+
+def test_what_a_gradient_in_forward_has_filled_is_counted_in_a_region_with_a_policy():
+    def block(x):
+        h = x.sin().exp()
+        t = x.detach().requires_grad_()
+        return h * torch.autograd.grad((t.exp() * h).sum(), t)[0]
+
+    x = leaf(8, 8)
+    with remat.budget("1 GiB", reserve=0) as budget:
+        y = checkpointed(block, policy=remat.policies.save_matmuls)(x)
+        assert budget.kept_bytes == bytes_there(budget) > x.nbytes
+        del y
+        assert budget.kept_bytes == 0
+
+
 @pytest.mark.parametrize("limit", [1, 2000, 5000, 10**9])
 def test_count_equals_the_profilers(limit):
     blocks = [Mlp(16) for _ in range(4)]
@@ -454,6 +624,7 @@ def test_tensor_that_the_user_holds_is_not_given_up_in_vain():
         y = checkpointed(lambda y: y.exp())(y)
     assert budget.steps[-1].rows[0].given_bytes == x.nbytes  # the cosine, but not the sine
     del y
+    held.clear()  # which its region's function owns
 
 
 def test_values_given_up_are_freed_at_once():
@@ -492,6 +663,41 @@ def test_nothing_outlives_its_use_with_or_without_backward(limit):
 def _values(kept):
     region = kept.region()
     return [row.value for row in region.kept() if isinstance(row.value, torch.Tensor) and row.what != "input"]
+
+
+def test_full_region_lets_inputs_go_when_backward_begins():
+    def step(wrap):
+        seen = []
+        up = leaf(8, 8).repeat(2, 2)
+        (storage,) = watch(up)
+        h = wrap(lambda x: (x + 1).sin())(up)  # autograd keeps nothing of what it is given
+        del up
+        h.register_hook(lambda _: seen.append(storage.expired()))
+        h = h * 2
+        wrap(lambda x: x.cos())(h).sum().backward()
+        return seen
+
+    assert step(plain) == [True]
+    with remat.budget("1 MiB", reserve=0) as budget:
+        assert step(checkpointed) == [True]
+        assert budget.kept_bytes == 0
+    with remat.budget(1, reserve=0):
+        assert step(checkpointed) == [False]  # its replay starts from them
+
+
+def test_region_that_a_backward_does_not_come_to_keeps_its_inputs():
+    x = leaf(8, 8)
+    with remat.budget("1 MiB", reserve=0) as budget:
+        one = checkpointed(lambda x: (x + 1).sin())(x * 2)
+        kept = budget.kept_bytes
+        checkpointed(lambda x: (x + 1).sin())(x * 3).sum().backward()
+        assert budget.kept_bytes == kept == 2 * x.nbytes
+        budget.limit = 0
+        two = checkpointed(lambda x: x.sin())(x)
+        assert budget.kept_bytes == 2 * x.nbytes  # the inputs of both
+        budget.limit = 2**20
+        assert torch.equal(torch.autograd.grad(one.sum(), x)[0], 2 * (x * 2 + 1).cos())
+        del two
 
 
 def test_inner_budget_counts_towards_the_outer():
@@ -639,6 +845,31 @@ def test_measuring_leaves_no_profiler_behind():
             model(x).backward()
     model(x).backward()
     assert not torch.autograd._profiler_enabled()
+
+
+def test_measuring_writes_nothing_to_standard_error_of_its_own(capfd):
+    model, x = Blocks(2), torch.randn(8, 64)
+    remat.checkpoint_modules(model, "layers.*")
+    with remat.budget("1 GiB") as budget:
+        for _ in range(4):
+            model(x).backward()
+    assert [bool(step.peak_bytes) for step in budget.steps] == [True, True, True, False]
+    lines = capfd.readouterr().err.splitlines()
+    assert [line for line in lines if "Memory block of unknown size" not in line] == []  # torch's allocator, once
+
+
+def test_the_measure_is_that_of_the_public_profiler():
+    model, x = Blocks(2), torch.randn(8, 64)
+    model(x).backward()
+    logs = []
+    for log in (_compat.log_allocations, _compat._log_by_public_profiler):
+        for parameter in model.parameters():
+            parameter.grad.zero_()
+        end = log()
+        model(x).backward()
+        logs.append(end())
+    assert logs[0] == logs[1]
+    assert sum(logs[0]) == 0 < max(logs[0])
 
 
 def test_too_small_a_budget_warns_once():
@@ -827,3 +1058,62 @@ def test_reports_of_memory_know_of_the_budget():
             checkpointed(torch.exp, region_name="traced")(leaf(16, 16)).sum().backward()
         assert "2.0 KiB" in str(trace)
         del y
+
+
+def test_trace_shows_what_a_budget_gave_up_and_how_it_stood(tmp_path):
+    def step(h):
+        for place in range(3):
+            h = checkpointed(lambda h: h.exp().sin().exp(), region_name=f"layers.{place}")(h)
+        return h.sum()
+
+    x = leaf(16, 16)
+    with no_other_regions(), remat.budget(6 * x.nbytes, reserve=0) as budget:
+        step(x).backward()
+        with remat.trace() as trace:
+            loss = step(x)
+            loss.backward()
+    rows = budget.steps[-1].rows
+    assert sum(one.bytes for one in trace.given_up) == sum(row.given_bytes for row in rows) > 0
+    by_region = {(one.region, one.call) for one in trace.given_up}
+    assert by_region <= {("layers.0", 0), ("layers.1", 1), ("layers.2", 2)}
+    for one in trace.given_up:
+        assert 0 < one.bytes <= len(one.saved_tensors) * x.nbytes  # two may be one storage
+        assert one.kept_bytes <= 6 * x.nbytes
+        assert any(span.phase == "forward" for span in trace.spans_at(one.time_us))
+    (state,) = trace.budgets
+    assert (state.kept_bytes, state.limit_bytes, state.budget_bytes) == (0, 6 * x.nbytes, 6 * x.nbytes)
+    text = str(trace)
+    assert "budget of 6.0 KiB, limit 6.0 KiB: 0 B kept by its regions at the end" in text
+    assert "given up:" in text
+    assert trace.given_up[0].region in text
+    assert "saved tensor" in text
+    assert "budget of 6.0 KiB" in trace._repr_html_()
+    data = json.loads(trace.to_json())
+    assert data["given_up"][0]["saved_tensors"] == list(trace.given_up[0].saved_tensors)
+    assert data["budgets"] == [{"kept_bytes": 0, "limit_bytes": 6144, "budget_bytes": 6144}]
+    trace.to_chrome_trace(tmp_path / "step.json")
+    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    assert sum(event["args"]["bytes"] for event in events if event["ph"] == "i") == sum(row.given_bytes for row in rows)
+    pytest.importorskip("matplotlib")
+    trace.plot(tmp_path / "step.png")
+
+
+def test_trace_shows_what_a_budget_offloaded(tmp_path):
+    x = leaf(32, 32)
+    offloader = remat.DiskOffloader(tmp_path, min_bytes=0)
+    with remat.budget(40 * x.nbytes, reserve=0, offload="fill") as budget, remat.offload_to(offloader):
+        budget.limit = 2 * x.nbytes
+        with remat.trace() as trace:
+            y = checkpointed(lambda h: h.exp().sin().exp() * 2, region_name="block")(x)
+    assert sum(one.offloaded_bytes for one in trace.given_up) == budget.steps[-1].rows[0].offloaded_bytes > 0
+    assert "offloaded" in str(trace)
+    assert trace.budgets[0].kept_bytes <= 2 * x.nbytes
+    y.sum().backward()
+
+
+def test_trace_without_a_budget_says_nothing_of_one():
+    with no_other_regions(), remat.trace() as trace:
+        checkpointed(torch.exp)(leaf(16, 16)).sum().backward()
+    assert trace.budgets == trace.given_up == ()
+    assert "given up" not in str(trace)
+    assert "budget" not in str(trace)

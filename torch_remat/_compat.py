@@ -61,11 +61,13 @@ __all__ = [
     "is_traceable_wrapper",
     "keep_from_compiler",
     "kernel_of",
+    "log_allocations",
     "make_subclass",
     "make_wrapper_subclass",
     "negative_view",
     "node_behind",
     "node_number",
+    "numbers_to_come",
     "past_the_compiler",
     "pop_mode",
     "pop_saved_tensors_hooks",
@@ -199,6 +201,42 @@ def any_profiler_runs() -> bool:
     return profiler_runs() or bool(getattr(torch.autograd.profiler, "_is_profiler_enabled", False))
 
 
+def log_allocations() -> Callable[[], list[int]]:
+    """Log each allocation of this thread, and of the backwards it starts, on the CPU; return what ends the log.
+
+    That returns the bytes of each, in order, negative where freed. The public profiler does the same, but prints two
+    lines to standard error each time it runs, and takes twenty times as long to end; so it is used only where torch
+    lacks the older one.
+    """
+    torch_autograd: Any = torch.autograd
+    if not hasattr(torch_autograd, "_enable_profiler_legacy"):
+        return _log_by_public_profiler()
+    config = (False, True, False, False, False, torch._C._profiler._ExperimentalConfig())
+    torch_autograd._enable_profiler_legacy(torch_autograd.ProfilerConfig(torch_autograd.ProfilerState.CPU, *config))
+
+    def end() -> list[int]:
+        threads = torch_autograd._disable_profiler_legacy()
+        begin = next(record for records in threads for record in records if record.name() == "__start_profile")
+        found = [record for records in threads for record in records if record.kind() == "memory_alloc"]
+        if len(threads) > 1:
+            found.sort(key=begin.cpu_elapsed_us)
+        return [record.cpu_memory_usage() for record in found]
+
+    return end
+
+
+def _log_by_public_profiler() -> Callable[[], list[int]]:
+    profiler: Any = torch.autograd.profiler.profile(use_cpu=True, profile_memory=True, acc_events=True)
+    profiler.__enter__()
+
+    def end() -> list[int]:
+        profiler.__exit__(None, None, None)
+        found = [event for event in profiler.kineto_results.events() if event.name() == "[memory]"]
+        return [event.nbytes() for event in sorted(found, key=lambda event: event.start_ns())]
+
+    return end
+
+
 # A named range in a profile. The public record_function is itself an op, which dispatch modes would see, and takes
 # twenty times as long.
 ProfilerRange: Callable[[str], AbstractContextManager[Any]] = torch._C._profiler._RecordFunctionFast
@@ -236,6 +274,20 @@ below_autograd: Callable[[], AbstractContextManager[Any]] = torch._C._AutoDispat
 
 # The node of the backward that runs now in this thread, None outside of one; torch has no public way to ask.
 current_node: Callable[[], torch.autograd.graph.Node | None] = torch._C._current_autograd_node
+
+
+def numbers_to_come() -> set[int]:
+    """Return the numbers of the nodes below the current one that the backward of this thread comes to."""
+    node: Any = current_node()
+    todo = [] if node is None else [node]
+    seen = set(todo)
+    for one in todo:  # which grows meanwhile
+        for child, _ in one.next_functions:
+            if child is not None and child not in seen and child.next_functions:  # torch tells of no leaves
+                seen.add(child)
+                todo.append(child)
+    return {node_number(one) for one in todo if torch._C._will_engine_execute_node(one)}
+
 
 # The lazy conjugate and negative bits of a tensor, which a placeholder shows as the tensor that it stands for.
 set_conj: Callable[[torch.Tensor, bool], None] = torch._C._set_conj

@@ -18,7 +18,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch_remat._bytes import parse_bytes
-from torch_remat._compat import after_backward, eager_only, graph_task
+from torch_remat._compat import after_backward, eager_only, graph_is_kept, graph_task, numbers_to_come
 from torch_remat.budgets.fill import Filler
 from torch_remat.budgets.kept import LEAST_SECONDS, KeptRegion
 from torch_remat.budgets.plan import Plan, largest, plan_of
@@ -74,7 +74,7 @@ class Budget(Register):
         self.limit: float = self.budget_bytes - self.reserve_bytes
         self._entered = threading.local()
         self.step_count = 0
-        self._backward = -1  # the latest that was asked to tell its end
+        self._backward = -1  # the latest that has come to a region
         self._changed = False  # whether regions have begun, ended, or were read, since it was last looked
         self._fastest: dict[tuple[str, int, int], float] = {}  # forwards of the same name and size, latest last
         self._warned = False
@@ -148,13 +148,22 @@ class Budget(Register):
             self._note(step.kept)
             if not step.has_backward:
                 step.has_backward, step.forward_bytes = True, self.ledger.total
-            if self._reserve is not None and self._reserve.measurement.runs_here and graph_task() != self._backward:
+            if graph_task() != self._backward:
                 self._backward = graph_task()
-                after_backward(self._end_step)
+                if not graph_is_kept() and (full := self._with_needless_inputs()):
+                    to_come = numbers_to_come()
+                    for one in full:
+                        one.let_inputs_go(to_come)
+                if self._reserve is not None and self._reserve.measurement.runs_here:
+                    after_backward(self._end_step)
+
+    def _with_needless_inputs(self) -> list[KeptRegion]:
+        return [kept for kept in self.alive() if kept.has_needless_inputs(self.ledger)]
 
     def make_room(self) -> None:
         """Give up what is best given up, until the sum is within the limit or nothing is left."""
         self.forget_dead()
+        self.ledger.settled()
         passed_over: set[KeptRegion] = set()
         while self.ledger.total > self.limit:
             found = self._cheapest(passed_over)
@@ -220,6 +229,10 @@ class Budget(Register):
         given = sum(row.given_bytes for row in self.steps[-1].rows) if self.steps else 0
         kept = f"{format_bytes(self.ledger.total)} of a budget of {format_bytes(self.budget_bytes)}"
         return f"by regions: {kept}, {format_bytes(given)} given up in this step"
+
+    def state(self) -> tuple[int, int, int]:
+        """Return the bytes kept now, the limit, and the budget, for traces."""
+        return self.kept_bytes, int(self.limit), self.budget_bytes
 
     def report(self) -> str:
         """Return what happened, as text: the latest steps, and for the last whole one a line for each region."""

@@ -12,13 +12,17 @@ NOTE [ What is given up ]
    noticed at the end of forward; one that is given up later is compared with its counter at once.
 4. Once backward has come without ``retain_graph`` the region drops its inputs, and nothing of it is given up any more.
    So the region's own lock is held while holders are emptied; who cannot have it at once takes another region.
-5. What the author decides stays: what is saved by name or by a policy is counted and never given up, and what is named
+5. The region that runs may keep as many bytes as there is room for before anyone asks it; see `packing`. It is asked
+   before anything else is counted or given up, and at its end.
+6. A region that is full when a backward begins that will come to it needs its inputs no more, and lets them go: plain
+   autograd might never have kept them. It is then what it is once backward has come.
+7. What the author decides stays: what is saved by name or by a policy is counted and never given up, and what is named
    RECOMPUTE is never kept. A region with a policy for its ops keeps what that saves, and nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
 from types import NoneType
@@ -36,11 +40,13 @@ from torch_remat._compat import (
     storage_key,
     without_dispatch_modes,
 )
-from torch_remat.budgets.ledger import Ledger, parts_of
+from torch_remat.budgets.ledger import Keys, Ledger, each, parts_of
+from torch_remat.budgets.packing import pack_hook
 from torch_remat.budgets.steps import Row
 from torch_remat.dispatch.check.parameters import reached_by
 from torch_remat.dispatch.holder import Holder, mark_changed
 from torch_remat.dispatch.mode import current_mode
+from torch_remat.dispatch.observe import is_observed, tell_given_up
 from torch_remat.dispatch.region.region import Region
 from torch_remat.policies.decision import CheckpointPolicy
 
@@ -49,7 +55,8 @@ REPLAY_SECONDS = 1e-4
 LEAST_SECONDS = 1e-6
 """The least staleness: that of the region that runs."""
 
-Keys = int | tuple[int, ...]  # 0 for none; several for a subclass
+_OWN = ("saved", "slot", "result")
+"""What a region keeps for its author."""
 
 _NOTHING = torch.empty(0)
 
@@ -104,6 +111,10 @@ class KeptRegion:
         keys: For each saved tensor, in the order of forward, the addresses of the storages that are counted for it.
         fixed: Those of inputs, and of what the author saves.
         last: When values were made or read last.
+        refs: The tape's weak references to its holders.
+        stamps: When each was made.
+        taken: In a list, how many bytes were kept, each storage as often as it is saved, by `packing`.
+        allowed: In a list, how many may be before somebody is asked.
         pace: How long the fastest forward of such a region took, as a share of this one: what else the machine does
             slows some down.
         row: What reports know of the region.
@@ -115,21 +126,27 @@ class KeptRegion:
         "_begun",
         "_best",
         "_counters",
+        "_existing",
         "_full",
+        "_inputs",
+        "_is_usual",
+        "_let_go",
         "_lock",
         "_offer",
         "_paid",
-        "_refs",
         "_seen",
-        "_stamps",
+        "allowed",
         "fixed",
         "keep",
         "keys",
         "last",
         "owners",
         "pace",
+        "refs",
         "region",
         "row",
+        "stamps",
+        "taken",
     )  # fmt: skip
 
     def __init__(
@@ -141,74 +158,118 @@ class KeptRegion:
         self.keys: list[Keys] = []
         self.fixed: list[int] = []
         self._lock = lock
-        self._refs: list[ref[Holder]] = []
+        self.refs: list[ref[Holder]] = []
         self._full: list[int] = []  # of the first so many, the places of those whose storages are counted
         self._seen = 0
-        self._stamps: list[float] = []
+        self._let_go = 0  # how many saved tensors a backward inside of forward has found empty
+        self.stamps: list[float] = []
         self._counters: list[tuple[ref[Holder], Tensor]] = []
         self._best: Prefix | None = None
         self._paid = 0.0
         self.pace = 1.0
         self._offer = offer
         self._away: dict[int, Away] = {}
+        self._existing = _Existing(region)
+        self._is_usual = len(owners) == 1 and owners[0].ledger.device_type == "cpu"
+        self.taken = [0]
+        self.allowed = [-1.0]
         assert region.inputs is not None
         self._fix(region.inputs.held())
+        self._inputs = len(self.fixed)
         own = region.options.policy is not None or _is_watched()
         self.keep = None if own else self._keep_function(region, always_empty)
         self.last = self._begun = perf_counter()
 
     def _fix(self, tensors: Iterator[Tensor]) -> None:
         with self._lock:
+            for owner in self.owners:
+                owner.ledger.settled()
             for tensor in tensors:
                 keys, size = add(self.owners, tensor)
-                self.fixed += _each(keys)
+                self.fixed += each(keys)
                 self.row.fixed_bytes += size
 
     # Forward.
 
     def _keep_function(self, region: Region, always_empty: int) -> Callable[[Holder, ref[Holder], Tensor, Any], None]:
-        """Return what fills a holder: a closure, since it runs for each saved tensor; the graph keeps it."""
-        owners, lock, row, counters = self.owners, self._lock, self.row, self._counters
-        all_refs, refs, note, stamp = self._refs, self._refs.append, self.keys.append, self._stamps.append
-        owner, existing, recomputed = owners[0], _Existing(region), _Recomputed()
-        ledger, counts, sizes = owner.ledger, owner.ledger.counts, owner.ledger.sizes
-        usual = Tensor if len(owners) == 1 and ledger.device_type == "cpu" else None
+        """Return what fills a holder: a closure, which the graph keeps."""
+        owners, lock, counters = self.owners, self._lock, self._counters
+        refs, recomputed = self.refs, _Recomputed()
+        may_keep = self._is_usual and not always_empty
+        me = ref(self)
 
         def keep(holder: Holder, entry: ref[Holder], value: Tensor, ops: Any) -> None:
-            stamp(perf_counter())
-            refs(entry)
-            if (ops is not None and recomputed.saves(ops)) or len(all_refs) <= always_empty:
+            kept = me()
+            assert kept is not None
+            with lock:
+                for one in owners:
+                    one.ledger.settled()
+                kept.stamps.append(perf_counter())
+                refs.append(entry)
+                if (ops is not None and recomputed.saves(ops)) or len(refs) <= always_empty:
+                    kept._count()
+                    counters.append((entry, counter_of(value)))
+                    return
+                holder.value = value
+                kept._count()
+                for one in owners:
+                    if one.ledger.total > one.limit:
+                        one.make_room()
+                if may_keep:
+                    kept._may_keep(owners[0])
+
+        return keep
+
+    def pack_hook(self, mode: Any, general: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+        """Return a pack hook that does itself what is usual; where values are compared, the one that is given."""
+        return general if mode.region.values is not None else pack_hook(self, mode, general)
+
+    def _may_keep(self, owner: Owner) -> None:
+        """Have the region keep as much as there is room for without asking."""
+        self.allowed[0] = self.taken[0] + owner.limit - owner.ledger.total
+        me = ref(self)
+
+        def settle() -> None:
+            if (kept := me()) is not None:
+                kept.allowed[0] = -1
+                kept._count()
+
+        owner.ledger.settle = settle
+
+    def _count(self) -> None:
+        """Count what was kept since this was done last."""
+        refs, note, owners, existing = self.refs, self.keys.append, self.owners, self._existing
+        ledger, saved_bytes = owners[0].ledger, 0
+        counts, sizes = ledger.counts, ledger.sizes
+        usual = Tensor if self._is_usual else None
+        for entry in refs[len(self.keys) :]:
+            holder = entry()
+            value = None if holder is None else holder.value
+            if holder is None or value is None:
                 note(0)
-                counters.append((entry, counter_of(value)))
-                return
-            holder.value = value
+                continue
             try:
                 key = storage_key(value) if type(value) is usual else 0
             except (NotImplementedError, RuntimeError):  # inside of a transform of functions
                 key = 0
-            with lock:
-                if key in counts:
-                    counts[key] += 1
-                    note(key)
-                elif holder.producer is NoneType and existing.has(value, key):
-                    note(0)
-                elif key:  # what `add` does
-                    counts[key] = 1
-                    size = sizes[key] = value.untyped_storage().nbytes() if value.is_cpu else 0
-                    note(key)
-                    row.saved_bytes += size
-                    ledger.total = total = ledger.total + size
-                    if total > owner.limit:
-                        owner.make_room()
-                else:
-                    keys, size = add(owners, value)
-                    note(keys)
-                    row.saved_bytes += size
-                    for one in owners:
-                        if one.ledger.total > one.limit:
-                            one.make_room()
-
-        return keep
+            if key in counts:
+                counts[key] += 1
+                note(key)
+                if (size := value.untyped_storage().nbytes()) != sizes[key] and value.is_cpu:
+                    ledger.resize(key, size)
+            elif holder.producer is NoneType and existing.has(value, key):
+                note(0)
+            elif key:  # what `add` does
+                counts[key] = 1
+                size = sizes[key] = value.untyped_storage().nbytes() if value.is_cpu else 0
+                note(key)
+                saved_bytes += size
+                ledger.total += size
+            else:
+                found, size = add(owners, value)
+                note(found)
+                saved_bytes += size
+        self.row.saved_bytes += saved_bytes
 
     def end(self) -> None:
         """The function has ended: mark the holders that were given up and whose tensors were changed since."""
@@ -218,12 +279,30 @@ class KeptRegion:
                 mark_changed(holder)
         self._counters.clear()
 
+    def let_go(self) -> None:
+        """Empty what was kept since the last time: a backward inside of forward reads it, and finds it as outside."""
+        with self._lock:
+            for owner in self.owners:
+                owner.ledger.settled()
+            self._count()
+            for place in range(self._let_go, len(self.refs)):
+                holder = self.refs[place]()
+                if holder is not None and holder.value is not None:
+                    holder.describe()
+                    self._counters.append((self.refs[place], counter_of(holder.value)))
+                    holder.value = None
+                    self._remove(place)
+            self._let_go = len(self.refs)
+            self._full[:] = [place for place in self._full if self.keys[place]]
+            self._best = None
+
     @contextmanager
     def set_aside(self) -> Iterator[None]:
         """Have all holders empty for a moment: what replay would need is what it needs outside of a budget."""
         full = []
-        for entry in self._refs:
+        for entry in self.refs:
             if (holder := entry()) is not None and holder.value is not None:
+                holder.describe()
                 full.append((holder, holder.value))
                 holder.value = None
         try:
@@ -232,14 +311,24 @@ class KeptRegion:
             for holder, value in full:
                 holder.value = value
 
+    def _own(self, region: Region) -> Iterator[Tensor]:
+        """Yield what a region keeps for its author, and what a replay has filled of that."""
+        tape = region.tape
+        if self.keep is None or tape.records or tape.regions or tape.calls or tape.holders:
+            for row in region.kept():
+                own = row.what in _OWN or (row.what == "refilled" and (self.keep is None or row.op))
+                if own and isinstance(row.value, Tensor):
+                    yield row.value
+
     def finish(self) -> None:
         """Forward is over: count what the region keeps for its author."""
         region = self.region()
         assert region is not None
-        tape = region.tape
-        if tape.records or tape.regions or tape.calls or tape.holders:
-            own = (row.value for row in region.kept() if row.what in ("saved", "slot", "result"))
-            self._fix(value for value in own if isinstance(value, Tensor))
+        self._fix(self._own(region))
+        with self._lock:
+            for owner in self.owners:
+                owner.ledger.settled()
+            self._count()  # what was being kept while another thread had it counted
         row = self.row
         row.name = region.name
         row.tensors = len(self.keys)
@@ -258,7 +347,7 @@ class KeptRegion:
         if region.replayed_in >= 0 and graph_task() >= 0:
             return None  # the backward that runs may read it; in a checkpoint of torch's a region is replayed but once
         if not region.finished:
-            self.last = self._stamps[-1] if self._stamps else self._begun
+            self.last = self.stamps[-1] if self.stamps else self._begun
         if self._best is None or not region.finished:
             self._best = self._find(ledger)
         return self._best if self._best.bytes else None
@@ -289,15 +378,15 @@ class KeptRegion:
         self._see()
         freed = 0
         met: dict[int, int] = {}
-        sizes, stamps = ledger.sizes, self._stamps
+        sizes, stamps = ledger.sizes, self.stamps
         spent, fixed = self._begun + self._paid, 0.0 if self._paid else REPLAY_SECONDS
         for place in self._full:
-            holder = self._refs[place]()
+            holder = self.refs[place]()
             value = None if holder is None else holder.value
             if value is None:
                 continue  # dead: `refresh` finds out
             found = 0
-            for key in _each(self.keys[place]):
+            for key in each(self.keys[place]):
                 count = met[key] = met.get(key, 0) + 1
                 if ledger.is_held_by(key, count):
                     found += sizes[key]
@@ -323,14 +412,20 @@ class KeptRegion:
             full = []
             self._see()
             for place in self._full:
-                holder = self._refs[place]() if place < cut else None
+                holder = self.refs[place]() if place < cut else None
                 if holder is not None and holder.value is not None:
                     full.append((place, holder))
-                    for key in _each(self.keys[place]):
+                    for key in each(self.keys[place]):
                         met[key] = met.get(key, 0) + 1
             free = {key for key, count in met.items() if ledger.is_held_by(key, count)}
-            given = [(place, holder) for place, holder in full if free.issuperset(_each(self.keys[place]))]
+            given = [(place, holder) for place, holder in full if free.issuperset(each(self.keys[place]))]
+            row = self.row
+            before = row.given_bytes, row.offloaded_bytes
             freed = sum([self._empty(region, place, holder) for place, holder in given])
+            if given and is_observed():
+                places = [region.tape.position_of(holder) for _, holder in given]
+                gone = row.given_bytes - before[0], row.offloaded_bytes - before[1]
+                tell_given_up(region, places, *gone, ledger.total)
             self._full[:] = [place for place in self._full if self.keys[place]]
             return freed
         finally:
@@ -340,8 +435,9 @@ class KeptRegion:
     def _empty(self, region: Region, place: int, holder: Holder) -> int:
         value = holder.value
         assert value is not None
+        holder.describe()
         if not region.finished:
-            self._counters.append((self._refs[place], counter_of(value)))
+            self._counters.append((self.refs[place], counter_of(value)))
         elif value._version != holder.metadata[0]:
             mark_changed(holder)
         if self._offer is not None and region.hooks is None and (away := self._offer(region, place, value)) is not None:
@@ -351,7 +447,7 @@ class KeptRegion:
             self.row.offloaded_bytes += freed
             return freed
         holder.value = None
-        self._paid = max(self._paid, self._stamps[place] - self._begun)
+        self._paid = max(self._paid, self.stamps[place] - self._begun)
         freed = self._remove(place)
         self.row.given_up(place, freed, self._paid)
         return freed
@@ -359,7 +455,7 @@ class KeptRegion:
     def _remove(self, place: int) -> int:
         keys, self.keys[place] = self.keys[place], 0
         freed = 0
-        for key in _each(keys):
+        for key in each(keys):
             first, *others = [owner.ledger for owner in self.owners]
             freed += first.remove(key)
             for ledger in others:
@@ -369,8 +465,9 @@ class KeptRegion:
     def refresh(self) -> None:
         """Compare what is counted with what is there: nodes die, replays fill, backwards release."""
         region = self.region()
-        for place, entry in enumerate(self._refs):
-            holder = entry()
+        self._count()
+        for place in range(len(self.keys)):  # another thread may be keeping one more
+            holder = self.refs[place]()
             value = None if holder is None else holder.value
             keys = self.keys[place]
             if value is None:
@@ -379,14 +476,31 @@ class KeptRegion:
             elif not keys or (type(keys) is int and storage_key(value) != keys):
                 self._remove(place)
                 self.keys[place] = 0 if region is None or _Existing(region).has(value) else add(self.owners, value)[0]
-        if region is None or region.inputs is None:
-            for key in self.fixed:
-                for owner in self.owners:
-                    owner.ledger.remove(key)
-            self.fixed.clear()
+        self._refix(region)
         self._full[:] = [place for place, keys in enumerate(self.keys) if keys]
         self._seen = len(self.keys)
         self._best = None
+
+    def _refix(self, region: Region | None) -> None:
+        """Compare what is counted for inputs, and for what the author saves, with what is there."""
+        if region is None or region.inputs is None:
+            self._unfix(0, self._inputs)
+            self._inputs = 0
+        own = [] if region is None or not region.finished else list(self._own(region))
+        if [key for tensor in own for key in map(storage_key, parts_of(tensor))] != self.fixed[self._inputs :]:
+            self._unfix(self._inputs, len(self.fixed))
+            for tensor in own:
+                self.fixed += each(add(self.owners, tensor)[0])
+
+    def _unfix(self, first: int, end: int) -> None:
+        for key in self.fixed[first:end]:
+            for owner in self.owners:
+                owner.ledger.remove(key)
+        del self.fixed[first:end]
+
+    def _forget_fixed(self) -> None:
+        self._unfix(0, len(self.fixed))
+        self._inputs = 0
 
     # Backward.
 
@@ -395,13 +509,34 @@ class KeptRegion:
         self.last = perf_counter()
         away, self._away = self._away, {}
         for place, one in away.items():
-            holder = self._refs[place]()
+            holder = self.refs[place]()
             if holder is not None and holder.value is None:
                 value = one.load()
                 holder.expect_version_of(value)
                 holder.value = value
         for owner in self.owners:
             owner.reached(self)
+
+    def has_needless_inputs(self, ledger: Ledger) -> bool:
+        """Whether its forward is over, it may be full, and it alone holds some of its inputs."""
+        region = self.region()
+        if region is None or region.inputs is None or not region.finished:
+            return False
+        tape = region.tape
+        if tape.records or tape.regions or tape.calls or tape.holders:
+            return False  # what is kept for its author is counted as its inputs are
+        return any(ledger.is_held_by(key, self.fixed.count(key)) for key in self.fixed)
+
+    def let_inputs_go(self, to_come: Collection[int]) -> None:
+        """Release the region, if it is full and its last node is one of those to which this backward comes."""
+        region = self.region()
+        if region is not None and region.last_number in to_come and region.lock.acquire(blocking=False):
+            try:
+                if region.inputs is not None and not region.filling and region.tape.last_needed() < 0:
+                    region.release()
+                    self._forget_fixed()
+            finally:
+                region.lock.release()
 
     def replay(self, replay: Callable[[], None]) -> None:
         """Run one replay, and take its time."""
@@ -427,10 +562,6 @@ def add(owners: Sequence[Owner], tensor: Tensor) -> tuple[Keys, int]:
     if not keys:
         return 0, 0
     return keys if type(tensor) is not Tensor else keys[0], size
-
-
-def _each(keys: Keys) -> tuple[int, ...]:
-    return keys if isinstance(keys, tuple) else (keys,) if keys else ()
 
 
 # By module, the storages of its buffers and of those in it, with one of the buffers. A module is looked through once:

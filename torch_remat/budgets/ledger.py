@@ -8,7 +8,7 @@ saying so has to be looked up before the sum is believed: see `KeptRegion.refres
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 import torch
@@ -16,6 +16,13 @@ from torch import Tensor
 
 from torch_remat._compat import USES_BY_PYTHON, storage_key, storage_uses
 from torch_remat.dispatch.placeholder import is_placeholder
+
+Keys = int | tuple[int, ...]  # addresses of what is counted for a tensor: 0 for none; several for a subclass
+
+
+def each(keys: Keys) -> tuple[int, ...]:
+    """Return the addresses."""
+    return keys if isinstance(keys, tuple) else (keys,) if keys else ()
 
 
 class Ledger:
@@ -28,26 +35,42 @@ class Ledger:
         counts: How many holders and inputs hold a storage, by its address.
         sizes: Its bytes.
         total: The sum of these.
+        settle: Counts what the region keeps that may keep without asking, and ends that; None if no region may.
     """
 
-    __slots__ = ("counts", "device_type", "sizes", "total")
+    __slots__ = ("counts", "device_type", "settle", "sizes", "total")
 
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type
         self.counts: dict[int, int] = {}
         self.sizes: dict[int, int] = {}
         self.total = 0
+        self.settle: Callable[[], None] | None = None
+
+    def settled(self) -> int:
+        """Return the sum, with what the region keeps that runs and may keep without asking, which ends."""
+        if self.settle is not None:
+            settle, self.settle = self.settle, None
+            settle()
+        return self.total
 
     def add(self, key: int, tensor: Tensor) -> int:
         """Count a storage that a tensor is in; return its bytes if it is new."""
+        size = tensor.untyped_storage().nbytes()  # from now on it has a Python object: see `is_held_by`
         if key in self.counts:
             self.counts[key] += 1
+            if tensor.device.type == self.device_type:
+                self.resize(key, size)
             return 0
         self.counts[key] = 1
-        size = tensor.untyped_storage().nbytes()  # from now on it has a Python object: see `is_held_by`
         size = self.sizes[key] = size if tensor.device.type == self.device_type else 0
         self.total += size
         return size
+
+    def resize(self, key: int, size: int) -> None:
+        """Note the bytes of a storage that is counted: what was at its address may be gone without having said so."""
+        self.total += size - self.sizes[key]
+        self.sizes[key] = size
 
     def is_held_by(self, key: int, count: int) -> bool:
         """Whether so many holders, and nothing else, hold a storage, which must be alive."""
@@ -63,6 +86,17 @@ class Ledger:
         size = self.sizes.pop(key)
         self.total -= size
         return size
+
+    def remove_all(self, found: Sequence[Keys]) -> None:
+        """Do that for many."""
+        counts, sizes = self.counts, self.sizes
+        for keys in found:
+            for key in each(keys):
+                if left := counts[key] - 1:
+                    counts[key] = left
+                else:
+                    del counts[key]
+                    self.total -= sizes.pop(key)
 
 
 def parts_of(tensor: Tensor) -> list[Tensor]:

@@ -1,19 +1,18 @@
 """The most that was allocated at once in a stretch of a program, above what was there at its start.
 
-On the CPU torch's own profiler counts each allocation, exactly. On an accelerator the allocator's own figures are read,
-and its peak is reset; that has not run on one yet.
+On the CPU a profiler of torch's counts each allocation, exactly. On an accelerator the allocator's own figures are
+read, and its peak is reset; that has not run on one yet.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from itertools import accumulate
-from typing import Any
 
 import torch
-from torch.autograd.profiler import profile
 
-from torch_remat._compat import any_profiler_runs
+from torch_remat._compat import any_profiler_runs, log_allocations
 
 
 class Measurement:
@@ -25,7 +24,7 @@ class Measurement:
 
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type
-        self._profile: Any = None
+        self._end_log: Callable[[], list[int]] | None = None
         self._before = 0
         self._thread = 0  # that it runs in; 0 while it does not run
 
@@ -34,8 +33,7 @@ class Measurement:
         if self._device_type == "cpu":
             if any_profiler_runs():
                 return False
-            self._profile = profile(use_cpu=True, profile_memory=True, acc_events=True)
-            self._profile.__enter__()
+            self._end_log = log_allocations()
         else:
             torch.accelerator.reset_peak_memory_stats()
             self._before = torch.accelerator.memory_allocated()
@@ -59,8 +57,6 @@ class Measurement:
         self._thread = 0
         if self._device_type != "cpu":
             return int(torch.accelerator.max_memory_allocated()) - self._before
-        ended, self._profile = self._profile, None
-        ended.__exit__(None, None, None)
-        events = [event for event in ended.kineto_results.events() if event.name() == "[memory]"]
-        events.sort(key=lambda event: event.start_ns())
-        return int(max(accumulate((event.nbytes() for event in events), initial=0)))
+        end_log, self._end_log = self._end_log, None
+        assert end_log is not None
+        return max(accumulate(end_log(), initial=0))

@@ -15,8 +15,8 @@ from weakref import ref
 
 import torch
 
-from torch_remat.budgets.kept import KeptRegion, Keys, Offer
-from torch_remat.budgets.ledger import Ledger
+from torch_remat.budgets.kept import KeptRegion, Offer
+from torch_remat.budgets.ledger import Keys, Ledger
 from torch_remat.dispatch.keeping import Keeper, Keeping, keeping
 from torch_remat.dispatch.region.region import Region
 
@@ -54,7 +54,6 @@ class Register:
 
     def add(self, kept: KeptRegion, given: Sequence[Any]) -> None:
         """Take a region that begins, with the values that it was given."""
-        self.forget_dead()
         entry = _Entry(kept, self._dead.append)
         entry.keys, entry.fixed = kept.keys, kept.fixed
         self.regions.add(entry)
@@ -72,6 +71,10 @@ class Register:
         """Return a line for reports of memory; empty where there is nothing to tell."""
         return ""
 
+    def state(self) -> tuple[int, int, int] | None:
+        """Return the bytes kept now, the limit, and the budget, for traces; None without a limit."""
+        return None
+
     def alive(self) -> Iterator[KeptRegion]:
         """Yield the regions."""
         for entry in list(self.regions):
@@ -81,6 +84,7 @@ class Register:
     def refresh(self) -> None:
         """Look up what regions keep now."""
         self.forget_dead()
+        self.ledger.settled()
         for kept in self.alive():
             kept.refresh()
 
@@ -89,10 +93,8 @@ class Register:
         while self._dead:
             entry = self._dead.popleft()
             self.regions.discard(entry)
-            for keys in (*entry.keys, *entry.fixed):
-                for key in (keys,) if isinstance(keys, int) else keys:
-                    if key:
-                        self.ledger.remove(key)
+            self.ledger.remove_all(entry.keys)
+            self.ledger.remove_all(entry.fixed)
 
     @property
     def kept_bytes(self) -> int:
@@ -133,6 +135,8 @@ class Inside:
                 return None
             registers = (_unlimited,)
         with lock:
+            for one in registers:
+                one.forget_dead()  # what is gone may have lain where the inputs lie now
             always_empty = 0 if planned is None else planned.given_tensors
             kept = KeptRegion(region, registers, lock, always_empty, registers[0].offer)
             for one in registers:

@@ -6,7 +6,7 @@ NOTE [ How the reserve is learned ]
 1. A step's *transient* is the most that was allocated at once, above what was there when the step began, less what
    regions kept when backward came to them. It is what replays fill, gradients on their way, and all that lies outside
    of regions. What autograd has saved before the first region begins is looked up in the graph.
-2. On the CPU torch's own profiler counts each allocation of the step, exactly; it costs microseconds an allocation. On
+2. On the CPU a profiler of torch's counts each allocation of the step, exactly; it costs microseconds an allocation. On
    an accelerator the allocator's own figures are read, and its peak is reset.
 3. The first three steps are measured, and the larger of the latest two counts; the second step has room for a replay
    of the largest region besides, since the first may not have had to fill one. From the second on there are gradients

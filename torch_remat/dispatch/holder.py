@@ -57,6 +57,8 @@ class OwnRegion(Protocol):
 
 # The version of a tensor that was changed in place after it was saved: no read accepts it.
 CHANGED = -1
+# The metadata of a full holder whose value tells all else; see `Holder.describe`.
+UNREAD: Any = (0, None, None, None)
 
 AUTOCAST_DTYPES = frozenset((torch.bfloat16, torch.float16))
 
@@ -97,6 +99,11 @@ class Holder:
     def name(self) -> str:
         """The holder's place in the region, as error messages name it."""
         return f"saved tensor {self.region.tape.position_of(self)}"
+
+    def describe(self) -> None:
+        """Note what the value is, before it goes."""
+        if self.metadata is UNREAD and self.value is not None:
+            self.metadata = (0, *metadata_of(self.value)[1:])
 
     def expect_version_of(self, value: torch.Tensor) -> None:
         """Expect the version of a value that counts its changes for itself."""
@@ -217,10 +224,10 @@ def read(packed: Any) -> Any:
             packed.region.tape.backward_inside = True
     region = packed.region
     kept = packed.value
-    if kept is None:
+    if kept is None or not region.finished:
         kept = region.refill(packed)
     if kept._version != packed.metadata[0]:
-        raise changed_in_place(region, "tensor", packed.metadata[1], packed.name, packed.op)
+        raise changed_in_place(region, "tensor", kept.shape, packed.name, packed.op)
     if (
         region.inputs is not None
         and not packed.resident
@@ -228,6 +235,7 @@ def read(packed: Any) -> Any:
         and not region.filling
         and graph_exec_group() is None
     ):
+        packed.describe()
         packed.value = None
     return kept
 

@@ -20,16 +20,21 @@ class Keeper(Protocol):
 
     Attributes:
         owners: The budgets that the region is in.
-        keep: Gives a holder its value, unless it is to be empty; None where none of the region's holders is kept.
-            From then on the keeper looks for later changes of the tensor in place. The arguments are the holder, the
-            tape's weak reference to it, the value, and the region's ops.
+        keep: Gives a holder its value, unless it is to be empty, and looks for later changes in place; None where no
+            holder is kept. The arguments: the holder, the tape's weak reference to it, the value, the region's ops.
     """
 
     owners: Sequence[Any]
     keep: Callable[[Any, ref[Any], torch.Tensor, Any], None] | None
 
+    def pack_hook(self, mode: Any, general: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+        """Return, for a forward and its pack hook, one that does itself what is usual."""
+
     def end(self) -> None:
         """The function has ended: mark those holders whose tensors were changed in place and are given up."""
+
+    def let_go(self) -> None:
+        """Empty what was kept since the last time: a backward inside of forward reads it, and finds it as outside."""
 
     def set_aside(self) -> AbstractContextManager[None]:
         """Have all holders empty for a moment, as they are outside of a budget."""
@@ -45,7 +50,13 @@ class Keeper(Protocol):
 
 
 class Keeping(Protocol):
-    """What gives regions their keepers."""
+    """What gives regions their keepers.
+
+    Attributes:
+        registers: The budgets, innermost first.
+    """
+
+    registers: Sequence[Any]
 
     def begin(self, region: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Keeper | None:
         """Return the keeper of a region whose forward begins, with the arguments as they were given."""

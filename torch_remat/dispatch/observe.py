@@ -52,11 +52,29 @@ class Observer:
         ``key`` is the id of the `StoredCopy`.
         """
 
+    def gave_up(self, region: Any, places: Sequence[int], freed: int, offloaded: int, kept: int) -> None:
+        """A budget has emptied holders of a region.
+
+        ``places`` are those of its saved tensors; ``freed`` the bytes that replay makes again, ``offloaded`` those that
+        an offloader has taken, and ``kept`` those that the budget's regions keep from now on.
+        """
+
 
 def tell_offloaded(tensor: torch.Tensor, key: int) -> None:
     """Tell observers that an offloader has taken a tensor, now or under an earlier name."""
     for observer in _observers:
         observer.offload_began(tensor, key)
+
+
+def is_observed() -> bool:
+    """Whether an observer wants to know what budgets do."""
+    return _observers != ()
+
+
+def tell_given_up(region: Any, places: Sequence[int], freed: int, offloaded: int, kept: int) -> None:
+    """Tell observers what a budget has given up; see `Observer.gave_up`."""
+    for observer in _observers:
+        observer.gave_up(region, places, freed, offloaded, kept)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from html import escape
 from torch_remat.reports.data import KeptForBackward, KeptTensor
 from torch_remat.reports.fold import Group, fold
 from torch_remat.reports.spans import Timeline
-from torch_remat.reports.text import LEGEND, describe, format_bytes, format_sum, headline, remarks, table
+from torch_remat.reports.text import LEGEND, budgets_told, describe, format_bytes, format_sum, headline, remarks, table
 
 _LEFT, _RIGHT = 'style="text-align: left"', 'style="text-align: right"'
 _HEAD = ("kept", "bytes", "tensor", "policy", "why")
@@ -39,7 +39,8 @@ def trace_as_html(trace: Timeline) -> str:
     whole = (
         f"<table><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table><p>{escape(LEGEND)}</p>" if rows else ""
     )
-    return f"<p>{escape(headline(trace))}</p>{whole}"
+    budgets = "".join(f"<p>{escape(line)}</p>" for line in budgets_told(trace))
+    return f"<p>{escape(headline(trace))}</p>{whole}{budgets}"
 
 
 def _trace_cell(place: int, cell: str) -> str:

@@ -6,6 +6,7 @@ them when regions ran, a lane for each phase.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -159,6 +160,12 @@ def _draw_curve(trace: Timeline, axes: Axes) -> None:
             start, end = span.start_us / 1000, span.end_us / 1000
             axes.axvspan(start, end, facecolor="none", hatch="////", edgecolor="#b0b0b0", linewidth=0)
     axes.set_ylabel(f"live {name} (since the trace began)")
+    if trace.given_up:
+        when = [one.time_us / 1000 for one in trace.given_up]
+        at = [live[bisect_right(times, time) - 1] for time in when]
+        look: dict[str, Any] = {"marker": "v", "color": GREY, "edgecolor": INK, "zorder": 3}
+        axes.scatter(when, at, label="a budget gave something up", **look)
+        axes.legend(frameon=False, loc="lower right")
     if peak is not None:
         right = peak.time_us < 0.55 * trace.duration_us
         axes.set_ylim(0, 1.22 * peak.total_bytes / unit)

@@ -18,8 +18,8 @@ from itertools import accumulate
 from operator import itemgetter
 from typing import Any
 
-from torch_remat.reports.recorder import GONE, MARK, SENT, Mark
-from torch_remat.reports.spans import Phase, Sample, Span
+from torch_remat.reports.recorder import GIVEN, GONE, MARK, SENT, Given, Mark
+from torch_remat.reports.spans import GivenUp, Phase, Sample, Span
 
 _ENGINE = "autograd::engine::evaluate_function: "
 _DEVICES = {0: "cpu", 1: "cuda", 6: "hip", 12: "xpu", 20: "privateuseone"}
@@ -90,8 +90,10 @@ class Memory:
         return allocated, freed, after, max(before, peak)
 
 
-def spans_and_samples(events: Sequence[Event], marks: Sequence[Mark]) -> tuple[list[Span], list[Sample], float]:
-    """Return spans, samples and the whole duration in microseconds."""
+def spans_and_samples(
+    events: Sequence[Event], marks: Sequence[Mark], given: Sequence[Given] = ()
+) -> tuple[list[Span], list[Sample], float, list[GivenUp]]:
+    """Return spans, samples, the whole duration in microseconds, and what budgets gave up."""
     timed = [event for event in events if event.get("ph") == "X" and "dur" in event]
     whole = next(event for event in timed if event["name"] == f"{MARK}all")
     start = whole["ts"]
@@ -110,13 +112,27 @@ def spans_and_samples(events: Sequence[Event], marks: Sequence[Mark]) -> tuple[l
         if mark.end_number > mark.first_number:
             for thread, interval in _backward_of(mark, engine, replays.get(mark.call, [])):
                 found.append((mark, "backward", interval, thread))
-    calls = {serial: place for place, serial in enumerate(sorted({mark.call for mark, *_ in found}))}
+    serials = {mark.call for mark, *_ in found} | {one.call for one in given}
+    calls = {serial: place for place, serial in enumerate(sorted(serials))}
     spans = []
     for mark, phase, (begin, end), thread in found:
         kept = (mark.kept_bytes, mark.offloaded_bytes) if phase == "forward" else (0, 0)
         place = (mark.region, mark.op, phase, calls[mark.call])
         spans.append(Span(*place, begin - start, end - begin, thread, *memory.within(begin, end), *kept))
-    return sorted(spans, key=lambda span: (span.start_us, -span.duration_us)), memory.samples(start), whole["dur"]
+    spans.sort(key=lambda span: (span.start_us, -span.duration_us))
+    return spans, memory.samples(start), whole["dur"], _given_up(timed, given, calls, start)
+
+
+def _given_up(timed: Sequence[Event], given: Sequence[Given], calls: Mapping[int, int], start: float) -> list[GivenUp]:
+    """Return what budgets gave up, each with its time; what happened where no profiler saw it is left out."""
+    found = []
+    for event in timed:
+        if event["name"].startswith(GIVEN):
+            one = given[int(event["name"].removeprefix(GIVEN))]
+            when = event["ts"] - start
+            sizes = one.bytes, one.offloaded_bytes, one.kept_bytes
+            found.append(GivenUp(one.region, calls[one.call], when, one.places, *sizes))
+    return sorted(found, key=lambda one: one.time_us)
 
 
 def _numbered(timed: Sequence[Event], replays: Sequence[Interval]) -> list[tuple[int, Event]]:

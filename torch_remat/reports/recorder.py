@@ -7,6 +7,7 @@ each span, which a range of the same number stands for in the profile, and which
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import count
@@ -16,13 +17,16 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torch_remat._compat import ProfilerRange, profiler_runs, sequence_number
+from torch_remat.dispatch.keeping import keeping
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.observe import Observer, WatchedOp
 from torch_remat.dispatch.region.region import Region, live_regions
 from torch_remat.reports.collect import report_of
-from torch_remat.reports.spans import Phase
+from torch_remat.reports.spans import BudgetState, Phase
 
 MARK = "torch_remat.trace "
+GIVEN = "torch_remat.given "
+"""The name of a range without length, before the number of what a budget gave up then."""
 SENT, GONE = "torch_remat.sent ", "torch_remat.gone "
 """Names of ranges without length, each before the number of an offloaded tensor: it leaves its address; it is gone."""
 
@@ -41,6 +45,18 @@ class Mark:
     offloaded_bytes: int = 0  # what is kept elsewhere then
 
 
+@dataclass
+class Given:
+    """What a budget gave up of a region, before the time is known."""
+
+    region: str
+    call: int  # the serial number of the region
+    places: tuple[int, ...]
+    bytes: int
+    offloaded_bytes: int
+    kept_bytes: int
+
+
 class _Open(threading.local):
     """What has begun and not ended, in one thread."""
 
@@ -53,6 +69,7 @@ class Recorder(Observer):
 
     Attributes:
         marks: The spans, in the order in which they began, and one for each region from before.
+        given: What budgets gave up, in order.
     """
 
     def __init__(self) -> None:
@@ -61,6 +78,9 @@ class Recorder(Observer):
             Mark(region.name, None, "forward", region.serial, region.first_number, region.last_number + 1)
             for region in live_regions()
         ]
+        self.given: list[Given] = []
+        around = keeping.get()
+        self._budgets: list[Any] = [] if around is None else list(around.registers)
         self._open = _Open()
         self._lock = threading.Lock()
         self._forwards: dict[int, list[Mark]] = {}  # by the region's serial number: its own mark, then its ops'
@@ -69,6 +89,7 @@ class Recorder(Observer):
 
     def begin_region(self, region: Region, phase: Any) -> None:
         """Begin a region's span."""
+        self._note_budgets(region)
         mark = self._begin(region, None, phase)
         mode = current_mode()
         if phase == "forward" and mode is not None and not mode.recomputing:
@@ -105,6 +126,23 @@ class Recorder(Observer):
         kept = {op.name: (op.bytes, op.offloaded_bytes) for op in report.ops}
         for mark in ops:
             mark.kept_bytes, mark.offloaded_bytes = kept.get(mark.op or "", (0, 0))
+
+    def gave_up(self, region: Region, places: Sequence[int], freed: int, offloaded: int, kept: int) -> None:
+        """Mark when a budget gave something up."""
+        with self._lock:
+            number = len(self.given)
+            self.given.append(Given(region.name, region.serial, tuple(places), freed, offloaded, kept))
+        _note(f"{GIVEN}{number}")
+
+    def budgets(self) -> list[BudgetState]:
+        """Return how the budgets stand that the trace, or a region in it, is in."""
+        states = (one.state() for one in self._budgets)
+        return [BudgetState(*state) for state in states if state is not None]
+
+    def _note_budgets(self, region: Region) -> None:
+        for one in () if region.keeper is None else region.keeper.owners:
+            if not any(one is known for known in self._budgets):
+                self._budgets.append(one)
 
     def offload_began(self, tensor: torch.Tensor, key: int) -> None:
         """Mark where a tensor is that leaves: an offloader's thread may free it, which no profiler sees."""

@@ -75,18 +75,66 @@ class Sample:
         return sum(self.live_bytes.values())
 
 
+@dataclass(frozen=True)
+class GivenUp:
+    """What a budget gave up of one region, at one moment; see `torch_remat.budget`.
+
+    Attributes:
+        region: The region's name.
+        call: Which call of a region it was, as in `Span`.
+        time_us: When, in microseconds since the trace began.
+        saved_tensors: The places of the saved tensors, as in ``saved tensor 3`` of a memory report.
+        bytes: How many were freed, which replay makes again.
+        offloaded_bytes: How many an offloader took instead.
+        kept_bytes: What the budget's regions kept from then on.
+    """
+
+    region: str
+    call: int
+    time_us: float
+    saved_tensors: tuple[int, ...]
+    bytes: int
+    offloaded_bytes: int
+    kept_bytes: int
+
+
+@dataclass(frozen=True)
+class BudgetState:
+    """How a budget stood when the trace ended.
+
+    Attributes:
+        kept_bytes: What its regions kept.
+        limit_bytes: The most that they were to keep: the budget less its reserve.
+        budget_bytes: The budget.
+    """
+
+    kept_bytes: int
+    limit_bytes: int
+    budget_bytes: int
+
+
 class Timeline:
     """What a `Trace` says; see there."""
 
     def __init__(self) -> None:
         self.spans: tuple[Span, ...] = ()
         self.samples: tuple[Sample, ...] = ()
+        self.given_up: tuple[GivenUp, ...] = ()
+        self.budgets: tuple[BudgetState, ...] = ()
         self.duration_us = 0.0
         self._over = False
 
-    def fill(self, spans: Sequence[Span], samples: Sequence[Sample], duration_us: float) -> None:
+    def fill(
+        self,
+        spans: Sequence[Span],
+        samples: Sequence[Sample],
+        duration_us: float,
+        given_up: Sequence[GivenUp] = (),
+        budgets: Sequence[BudgetState] = (),
+    ) -> None:
         """Take what was recorded."""
         self.spans, self.samples, self.duration_us = tuple(spans), tuple(samples), duration_us
+        self.given_up, self.budgets = tuple(given_up), tuple(budgets)
         self._over = True
 
     def checked(self) -> Timeline:

@@ -9,12 +9,14 @@ from collections.abc import Iterable, Sequence
 
 from torch_remat.reports.data import KeptForBackward, KeptTensor, NodeReport, RegionReport
 from torch_remat.reports.fold import Group, fold, fold_series
-from torch_remat.reports.spans import Phase, Span, Timeline
+from torch_remat.reports.spans import GivenUp, Phase, Span, Timeline
 
 _PHASES: tuple[Phase, ...] = ("forward", "replay", "backward")
 _TIMES = [f"{phase} ms" for phase in _PHASES]
-_TRACE_HEAD = ["", "calls", *_TIMES, "kept", "offloaded", "freed in backward", "live", "peak"]
-_OFFLOADED = _TRACE_HEAD.index("offloaded")
+_TRACE_HEAD = ["", "calls", *_TIMES, "kept", "given up", "offloaded", "freed in backward", "live", "peak"]
+_GIVEN, _OFFLOADED = _TRACE_HEAD.index("given up"), _TRACE_HEAD.index("offloaded")
+_MOST_GIVEN = 12
+"""How many lines tell what budgets gave up."""
 LEGEND = "times and bytes are means of the calls; live: at most after forward; peak: at most at any moment"
 
 
@@ -141,7 +143,48 @@ def format_trace(trace: Timeline) -> str:
     lines = [headline(trace)]
     if rows := table(trace):
         lines += ["", *aligned(rows, right=set(range(1, len(rows[0])))), LEGEND]
-    return "\n".join(lines)
+    return "\n".join([*lines, *_budget_lines(trace)])
+
+
+def budgets_told(trace: Timeline) -> list[str]:
+    """Return a line for each budget that regions of a trace are in."""
+    told = []
+    for one in trace.budgets:
+        kept = f"{format_bytes(one.kept_bytes)} kept by its regions at the end"
+        told.append(f"budget of {format_bytes(one.budget_bytes)}, limit {format_bytes(one.limit_bytes)}: {kept}")
+    return told
+
+
+def _budget_lines(trace: Timeline) -> list[str]:
+    """Return what budgets gave up, a line each, and how they stood."""
+    lines = [f"  {line}" for line in aligned([_given_cells(one) for one in trace.given_up[:_MOST_GIVEN]], right={0, 2})]
+    if len(trace.given_up) > _MOST_GIVEN:
+        rest = trace.given_up[_MOST_GIVEN:]
+        lines.append(f"  and {len(rest)} more times: {format_sum(sum(one.bytes for one in rest), _offloaded(rest))}")
+    told = budgets_told(trace)
+    return ["", *told, *(["given up:"] if lines else []), *lines] if told else []
+
+
+def _given_cells(one: GivenUp) -> list[str]:
+    places = one.saved_tensors
+    which = f"saved tensor{'s' * (len(places) > 1)} {_ranges(places)}"
+    left = f"{format_bytes(one.kept_bytes)} kept then"
+    return [f"{one.time_us / 1000:.1f} ms", one.region, format_sum(one.bytes, one.offloaded_bytes), which, left]
+
+
+def _ranges(places: Sequence[int]) -> str:
+    """Return places in few words: ``0-2, 5``."""
+    parts: list[list[int]] = []
+    for place in places:
+        if parts and place == parts[-1][-1] + 1:
+            parts[-1] = [parts[-1][0], place]
+        else:
+            parts.append([place])
+    return ", ".join("-".join(map(str, part)) for part in parts)
+
+
+def _offloaded(given: Iterable[GivenUp]) -> int:
+    return sum(one.offloaded_bytes for one in given)
 
 
 def table(trace: Timeline) -> list[list[str]]:
@@ -154,9 +197,15 @@ def table(trace: Timeline) -> list[list[str]]:
         lines: dict[str | None, list[Span]] = {None: []}
         for span in sorted(spans, key=lambda span: span.start_us):
             lines.setdefault(span.op, []).append(span)
-        rows += [[label if op is None else f"  {op}", *_trace_cells(line)] for op, line in lines.items()]
-    if not any(span.offloaded_bytes for span in trace.spans):
+        calls = {span.call for span in spans}
+        given = [one for one in trace.given_up if one.call in calls]
+        for op, line in lines.items():
+            cells = _trace_cells(line, given if op is None else [])
+            rows.append([label if op is None else f"  {op}", *cells])
+    if not any(span.offloaded_bytes for span in trace.spans) and not _offloaded(trace.given_up):
         rows = [[*row[:_OFFLOADED], *row[_OFFLOADED + 1 :]] for row in rows]
+    if not trace.given_up:
+        rows = [[*row[:_GIVEN], *row[_GIVEN + 1 :]] for row in rows]
     return rows
 
 
@@ -193,7 +242,7 @@ def _shape(spans: Sequence[Span]) -> set[tuple[str | None, Phase, int, int]]:
     return {(span.op, span.phase, span.kept_bytes, span.offloaded_bytes) for span in ran}
 
 
-def _trace_cells(spans: Sequence[Span]) -> list[str]:
+def _trace_cells(spans: Sequence[Span], given: Sequence[GivenUp]) -> list[str]:
     count = len({span.call for span in spans})
     of = {phase: [span for span in spans if span.phase == phase] for phase in _PHASES}
     ran, after = of["forward"], of["backward"]
@@ -205,7 +254,8 @@ def _trace_cells(spans: Sequence[Span]) -> list[str]:
         str(count),
         *(f"{sum(one.duration_us for one in of[p]) / count / 1000:.3f}" if of[p] else "-" for p in _PHASES),
         mean((span.kept_bytes for span in ran), ran),
-        mean((span.offloaded_bytes for span in ran), ran),
+        format_bytes(sum(one.bytes for one in given) // count) if given else "-",
+        format_bytes((sum(span.offloaded_bytes for span in ran) + _offloaded(given)) // count) if ran or given else "-",
         mean((span.freed_bytes for span in after), after),
         format_bytes(max(span.live_bytes for span in ran)) if ran else "-",
         format_bytes(max((span.peak_bytes for span in spans), default=0)),

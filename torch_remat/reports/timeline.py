@@ -25,6 +25,8 @@ class Trace(Timeline):
     Attributes:
         spans: Phases of regions and ops, in the order in which they began.
         samples: Live bytes, in order.
+        given_up: What budgets gave up, in order.
+        budgets: How budgets stood at the end.
         duration_us: How long the trace took.
     """
 
@@ -35,6 +37,8 @@ class Trace(Timeline):
             "duration_us": self.duration_us,
             "spans": [asdict(span) for span in self.spans],
             "samples": [asdict(sample) for sample in self.samples],
+            "given_up": [asdict(one) for one in self.given_up],
+            "budgets": [asdict(one) for one in self.budgets],
         }
 
     def to_json(self, *, indent: int | None = None) -> str:
@@ -80,7 +84,7 @@ class Trace(Timeline):
 
 
 def _chrome_events(trace: Timeline) -> list[dict[str, Any]]:
-    """Return a trace's events: one for each span, one for each change of live bytes, and names."""
+    """Return a trace's events: spans, changes of live bytes, what budgets gave up, and names."""
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": _PROCESS, "tid": 0, "args": {"name": "torch_remat"}}
     ]
@@ -100,5 +104,17 @@ def _chrome_events(trace: Timeline) -> list[dict[str, Any]]:
     events += [
         {"ph": "C", "name": "live bytes", "pid": _PROCESS, "tid": 0, "ts": sample.time_us, "args": sample.live_bytes}
         for sample in trace.samples
+    ]
+    events += [
+        {
+            "ph": "i",
+            "name": f"{one.region} [given up]",
+            "s": "p",
+            "pid": _PROCESS,
+            "tid": 0,
+            "ts": one.time_us,
+            "args": {"bytes": one.bytes, "offloaded_bytes": one.offloaded_bytes, "kept_bytes": one.kept_bytes},
+        }
+        for one in trace.given_up
     ]
     return events

@@ -69,4 +69,4 @@ def _read(profiler: profile, recorder: Recorder, result: Trace) -> None:
         path = Path(folder) / "profile.json"
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
-    result.fill(*spans_and_samples(events, recorder.marks))
+    result.fill(*spans_and_samples(events, recorder.marks, recorder.given), recorder.budgets())

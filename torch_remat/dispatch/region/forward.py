@@ -79,6 +79,8 @@ def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
         mode.forget()
         if earlier is not None:
             earlier.leave()
+    if region.keeper is not None:
+        region.keeper.finish()  # counts what is left
     for node in nodes:
         # An output that is an input, or comes from outside, has an older node: a hook there would tie the region
         # to a graph that it may own through its function.
@@ -210,13 +212,10 @@ class Recording(RematMode):
             holder.value = holder.origin = None
             holder.metadata, holder.producer, holder.plain = metadata, producer, True
             saved(entry := ref(holder))
-            if keep is None:
-                count(owner)
-            else:
-                keep(holder, entry, tensor.detach() if self.watcher is None else self._alias_of(tensor), ops)
+            count(owner) if keep is None else keep(holder, entry, self._alias_of(tensor), ops)
             return holder
 
-        return pack
+        return pack if keep is None or region.keeper is None else region.keeper.pack_hook(self, pack)
 
     def pack(self, tensor: torch.Tensor) -> Holder | Anchor:
         """Do what the pack hook does, for any tensor that is not saved by a SAVE op."""
@@ -324,8 +323,6 @@ class Recording(RematMode):
         if region.buffers is not None and not region.buffers.finish(bool(region.tape.calls or region.tape.records)):
             region.buffers = None
         region.finished = True
-        if keeper is not None:
-            keeper.finish()
 
     def _tail_is_tiny(self) -> bool:
         """Whether so little follows the last save that to stop replay there by an exception would take longer."""

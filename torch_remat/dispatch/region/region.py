@@ -160,12 +160,14 @@ class Region:
             self.tape.backward_inside = True
 
     def refill(self, holder: Holder) -> torch.Tensor:
-        """Return the value of a holder that was found empty, by a replay.
+        """Return the value of a holder that is empty, by a replay, or that is read before forward is over.
 
         Raises:
             ReleasedError: An earlier backward freed the region's inputs.
         """
         with self.lock:
+            if not (self.finished or self.filling or self.hooks is None or self.keeper is None):
+                self.keeper.let_go()  # in a replay of what is around, an inner region keeps nothing: do the same here
             while (value := holder.value) is None:  # another thread's backward may read what this one fills
                 if self.inputs is None:
                     raise ReleasedError(
@@ -203,7 +205,7 @@ class Region:
         if not self.finished:
             return
         if not graph_is_kept():
-            self._release()
+            self.release()
         elif (group := graph_exec_group()) is not None:
             finalize(group, self.tape.forget_values).atexit = False
 
@@ -222,7 +224,7 @@ class Region:
         with unseen(self):
             self._replay(self, last).replay()
 
-    def _release(self) -> None:
+    def release(self) -> None:
         """Drop what only a further replay would need."""
         self._past_name = default_name(self.function)  # of the function no more than a name: it may own tensors
         self.parameters = self.leaves = ()

@@ -69,6 +69,7 @@ class Filling(RematMode):
     position = 0  # of the next tensor to be saved
     inner_next = 0  # the place of the next op of an inner region
     ops: Answerer | None = None
+    _last = _last_empty = -1
     _starts_over = False
     _error: RematError | None = None
     _values: Values | None = None
@@ -82,14 +83,8 @@ class Filling(RematMode):
         tape, options = region.tape, region.options
         self._saved = tape.saved
         self._limit = len(tape.saved)  # 0 once the replay is over, so that the pack hook has one thing to look at
-        self._last_empty = last
         self.watcher = self.observed = None
-        # Where early stop may end the replay; without it, past the end.
-        # A forward that is not over has not run what comes next, so that a replay in it may not either.
-        if not options.early_stop and region.finished:
-            self._last = self._limit
-        else:
-            self._last = last if last == self._limit - 1 else tape.with_parameters(last)
+        self._end_at(last)
         if tape.records or tape.calls:
             self.ops = Answerer(self)
         elif region.tail_is_tiny and self._last == self._limit - 1:
@@ -99,6 +94,15 @@ class Filling(RematMode):
         if options is not DEFAULTS:
             value_of = value_function(options.determinism_check)
             self._values = None if value_of is None else Values(value_of, self._compare_value)
+
+    def _end_at(self, last: int) -> None:
+        """Note the place of the last holder to fill, and where replay may end: without early stop, past the end."""
+        self._last_empty = self._last = last
+        # A forward that is not over has not run what comes next, so that a replay in it may not either.
+        if not self.region.options.early_stop and self.region.finished:
+            self._last = self._limit
+        elif last != self._limit - 1:
+            self._last = self.region.tape.with_parameters(last)
 
     def replay(self) -> None:
         """Run the function as far as it is needed; the caller holds the region's lock.
@@ -260,6 +264,7 @@ class Filling(RematMode):
             holder = entry()
             if holder is None:
                 return value
+            holder.describe()
             metadata = holder.metadata
             self._compare(position, holder, tensor, owner)
             if self.over:
@@ -359,6 +364,7 @@ class Filling(RematMode):
         self.region.tape.forget_values()
         self._starts_over = self.stopped = self.over = False
         self._limit = len(self._saved)
+        self._end_at(self.region.tape.last_needed())  # what a budget had kept is empty now, too
         self._waiting = self.region.tape.empty_elided()
         self.position = self.inner_next = 0
         self._late = ()
