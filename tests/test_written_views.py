@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from helpers import assert_same_program, leaf
 from native_programs import aten, keep
+
+import torch_remat as remat
 
 VIEWS_WRITTEN = {
     "view after": lambda y: y.relu_().t(),
@@ -75,3 +79,19 @@ def test_all_parts_that_a_native_region_changes_of_a_recomputed_tensor_are_resto
         return y, x.grad
 
     assert_same_program(program, early_stop=early_stop)
+
+
+def test_what_lies_at_the_address_of_something_gone_is_another_tensor():
+    def block(x):
+        y = remat.region(lambda t: t * 1.1 + t.sin(), "first")(x)  # whose first product is gone after it
+        changed = y.exp().clamp(max=3)
+        z = remat.region(lambda: changed.mul_(0.5).t(), "second")()
+        return (z * y).sin().cos()
+
+    x = torch.randn(4, 4, requires_grad=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for count in range(40):
+            others = [torch.empty(4**size) for size in range(count % 5)]
+            remat.checkpoint()(block)(x).sum().backward()
+            del others

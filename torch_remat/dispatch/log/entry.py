@@ -9,7 +9,7 @@ region calls. Replay does not see what happens inside of a call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +68,7 @@ class Entry:
         earlier: What some of the tensors among its arguments were, by their place, that a later entry has changed.
         packed: The places of the results that autograd saved.
         names: The names that were given to results by hand.
+        gone: Storages that nothing reaches once it is over: whatever lies at their addresses later is another.
     """
 
     # Most entries have little to note: what stands here is not set for each of them.
@@ -91,6 +92,7 @@ class Entry:
     earlier: Mapping[int, Slot] = _NONE
     packed: frozenset[int] = NOTHING
     names: Mapping[int, str] = _NONE
+    gone: Collection[int] = ()
 
     def __init__(self, op: Any, count: int, results: Any, path: str, effects: Effects) -> None:
         self.op = op

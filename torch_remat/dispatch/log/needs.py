@@ -48,6 +48,8 @@ def find_needs(entries: Sequence[Entry], roots: Sequence[Root], can_keep: Callab
             needed.add(pending.pop()[0])
             next_after = pending[-1][1] if pending else -1
         entry = entries[at]
+        if entry.gone:
+            needed.difference_update(entry.gone)
         if entry.kind == ONE:  # what most entries are, without the sets
             runs, storage = entry.always, entry.storage
             if storage in needed:

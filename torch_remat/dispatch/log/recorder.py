@@ -309,7 +309,8 @@ class Recorder:
         """Let go of what a native region has made that nothing outside reaches."""
         needs = find_needs(entries, [(key, len(entries)) for key in touched & self._known], self.results.can_keep)
         self.results.drop(entries, needs.kept)
-        self.storages.forget(touched - self._known)
+        entries[-1].gone = gone = touched - self._known
+        self.storages.forget(gone)
 
     def note_result(self, entry: Entry, result: torch.Tensor, first: int, last: int) -> None:
         """Note a call with its one result, an ordinary tensor in a storage of its own."""
