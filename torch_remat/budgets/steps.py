@@ -18,6 +18,7 @@ class Row:
         fixed_bytes: Bytes of its inputs, and of what its author saves, that nothing before it keeps.
         saved_bytes: Bytes of what it would keep without a budget, besides.
         given_bytes: How many of these were given up.
+        own_bytes: How many of these while its own forward ran, or at its end.
         offloaded_bytes: How many of these were sent to an offloader instead.
         cut: How many of its saved tensors come before the last that was given up, that included.
         tensors: How many tensors it has saved.
@@ -31,12 +32,12 @@ class Row:
 
     __slots__ = (
         "cut", "fixed_bytes", "forward_seconds", "given_bytes", "given_seconds", "name", "offloaded_bytes",
-        "replay_seconds", "replays", "saved_bytes", "spared_seconds", "tensors",
+        "own_bytes", "replay_seconds", "replays", "saved_bytes", "spared_seconds", "tensors",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.name = ""
-        self.fixed_bytes = self.saved_bytes = self.given_bytes = self.offloaded_bytes = 0
+        self.fixed_bytes = self.saved_bytes = self.given_bytes = self.own_bytes = self.offloaded_bytes = 0
         self.cut = self.tensors = self.replays = 0
         self.forward_seconds = self.spared_seconds = self.given_seconds = self.replay_seconds = 0.0
 
@@ -91,6 +92,33 @@ class Step:
     forward_bytes: int = 0
     peak_bytes: int = 0
     has_backward: bool = False
+
+    def most_in_backward(self, with_own: bool) -> int:
+        """Return the most that regions kept in backward: what replays fill, less what backward has freed before.
+
+        Args:
+            with_own: Whether what regions gave up while their own forwards ran counts as filled.
+        """
+        most, freed = self.forward_bytes, 0
+        for row in reversed(self.rows):
+            if row.replays:
+                filled = row.given_bytes - (0 if with_own else row.own_bytes)
+                most = max(most, self.forward_bytes - freed + filled)
+            freed += row.kept_bytes
+        return most
+
+    def largest(self) -> int:
+        """Return what the largest region saves."""
+        return max((row.saved_bytes for row in self.rows), default=0)
+
+    def fits(self, limit: int) -> bool:
+        """Whether each region would be within a limit, full, if all before it were given up."""
+        before = 0
+        for row in self.rows:
+            if before + row.fixed_bytes + row.saved_bytes > limit:
+                return False
+            before += row.fixed_bytes
+        return True
 
     def by_name(self) -> Iterator[tuple[str, list[Row]]]:
         """Yield the regions' names in order, each with all of its calls."""
