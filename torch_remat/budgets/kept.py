@@ -134,7 +134,6 @@ class KeptRegion:
         "_lock",
         "_offer",
         "_paid",
-        "_runs",
         "_seen",
         "allowed",
         "fixed",
@@ -167,7 +166,6 @@ class KeptRegion:
         self._counters: list[tuple[ref[Holder], Tensor]] = []
         self._best: Prefix | None = None
         self._paid = 0.0
-        self._runs = True  # whether what is given up was not full at once with all that comes before it
         self.pace = 1.0
         self._offer = offer
         self._away: dict[int, Away] = {}
@@ -338,7 +336,6 @@ class KeptRegion:
         row.forward_seconds = self.last - self._begun
         for owner in self.owners:
             owner.finished(self)
-        self._runs = False
 
     # Room.
 
@@ -453,8 +450,6 @@ class KeptRegion:
         self._paid = max(self._paid, self.stamps[place] - self._begun)
         freed = self._remove(place)
         self.row.given_up(place, freed, self._paid)
-        if self._runs:
-            self.row.own_bytes += freed
         return freed
 
     def _remove(self, place: int) -> int:

@@ -9,12 +9,11 @@ NOTE [ How the reserve is learned ]
    What autograd has saved before the first region begins is looked up in the graph.
 2. So what replays fill needs no reserve: when backward comes to a region, those after it are gone, and before these
    began it was full within the limit. That does not hold of a region that gives up its own while its forward runs,
-   since nothing else is left. Where some region has to, by the largest transient of all that were measured, what such
-   replays fill is in the transient, too.
+   since nothing else is left. Where some region may have to, there is room for a replay of the largest region besides.
 3. On the CPU torch's own profiler counts each allocation of the step, exactly; it costs microseconds an allocation. On
    an accelerator the allocator's own figures are read, and its peak is reset.
-4. The first three steps are measured, and the larger of the latest two counts; the second step has room for a replay
-   of the largest region besides, since the first may not have had to fill one, the third some to spare. From the second
+4. The first three steps are measured, and the larger of the latest two counts; the second step has that room
+   in any case, since the first may not have shown what replays take, and the third and later ones some to spare. From the second
    on there are gradients from before, and the reserve is in use. Then those are whose first region gets larger inputs
    than any that was, by a twentieth or more, and a step after one that passed the budget. Until then the reserve grows
    with the inputs.
@@ -27,7 +26,8 @@ from torch_remat.budgets.measure import Measurement
 from torch_remat.budgets.steps import Step
 
 _GROWN = 1.05
-_SPARE = 32  # one part in so many is left besides in the third step
+_SPARE = 32  # one part in so many is left besides in the third step, and
+_SPARE_LATER = 256  # in later ones, since what is given up differs a little from step to step
 _NEAR = 8  # a region that is within the limit by less than one part in so many may yet have to give up its own
 _LEAST, _MOST = 3, 8  # how often each size is measured; more than the least where the peak passes the budget
 
@@ -46,7 +46,7 @@ class Reserve:
     def __init__(self, device_type: str, budget_bytes: int) -> None:
         self.measurement = Measurement(device_type)
         self._budget_bytes = budget_bytes
-        self._transients: list[tuple[int, int]] = []  # of steps whose first region got so many bytes; see 1, 2 above
+        self._transients: list[int] = []  # of steps whose first region got so many bytes:
         self._scale = 0
         self._times = self._again = 0
         self._before = 0
@@ -59,14 +59,12 @@ class Reserve:
             before: The step before it.
         """
         grown = self._grown(scale)
-        usual, own = (max(one) for one in zip((0, 0), *self._transients[-2:], strict=True))
-        if before is None:
-            return int(usual * grown)
-        if len(self._transients) == 1:
-            return int((usual + before.largest()) * grown)
-        most = max((one for one, _ in self._transients), default=0)
-        room = usual if before.fits(self._budget_bytes - most - self._budget_bytes // _NEAR) else own
-        return int(room * grown) + (self._budget_bytes // _SPARE if len(self._transients) == 2 else 0)
+        room, most = max(self._transients[-2:], default=0), max(self._transients, default=0)
+        if before is None or not self._transients:
+            return int(room * grown)
+        if len(self._transients) == 1 or not before.fits(self._budget_bytes - most - self._budget_bytes // _NEAR):
+            return int((most + before.largest()) * grown)
+        return int(room * grown) + self._budget_bytes // (_SPARE if len(self._transients) == 2 else _SPARE_LATER)
 
     def _grown(self, scale: int) -> float:
         return max(scale / self._scale, 1.0) if self._scale else 1.0
@@ -74,9 +72,7 @@ class Reserve:
     def wants(self, scale: int) -> bool:
         """Whether something is to be learned from a step that begins, whose first region gets so many bytes."""
         if scale > self._scale * _GROWN:
-            grown = self._grown(scale)
-            most = [max(one) for one in zip((0, 0), *self._transients[-2:], strict=True)]
-            self._transients = [(int(most[0] * grown), int(most[1] * grown))] if self._transients else []
+            self._transients = [self.bytes_for(scale)] if self._transients else []
             self._scale = scale
             self._times, self._again = 0, _LEAST
         return self._times < min(self._again, _MOST) and not self.measurement.runs
@@ -95,6 +91,5 @@ class Reserve:
         if peak > self._budget_bytes:
             # What is given up now is filled again before something has been freed.
             self._again = max(self._again, self._times + 1)
-        usual, own = (max(peak - step.most_in_backward(with_own), 0) for with_own in (True, False))
-        self._transients.append((usual, own))
+        self._transients.append(max(peak - step.most_in_backward(), 0))
         return peak

@@ -18,7 +18,6 @@ class Row:
         fixed_bytes: Bytes of its inputs, and of what its author saves, that nothing before it keeps.
         saved_bytes: Bytes of what it would keep without a budget, besides.
         given_bytes: How many of these were given up.
-        own_bytes: How many of these while its own forward ran, or at its end.
         offloaded_bytes: How many of these were sent to an offloader instead.
         cut: How many of its saved tensors come before the last that was given up, that included.
         tensors: How many tensors it has saved.
@@ -32,12 +31,12 @@ class Row:
 
     __slots__ = (
         "cut", "fixed_bytes", "forward_seconds", "given_bytes", "given_seconds", "name", "offloaded_bytes",
-        "own_bytes", "replay_seconds", "replays", "saved_bytes", "spared_seconds", "tensors",
+        "replay_seconds", "replays", "saved_bytes", "spared_seconds", "tensors",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.name = ""
-        self.fixed_bytes = self.saved_bytes = self.given_bytes = self.own_bytes = self.offloaded_bytes = 0
+        self.fixed_bytes = self.saved_bytes = self.given_bytes = self.offloaded_bytes = 0
         self.cut = self.tensors = self.replays = 0
         self.forward_seconds = self.spared_seconds = self.given_seconds = self.replay_seconds = 0.0
 
@@ -93,17 +92,12 @@ class Step:
     peak_bytes: int = 0
     has_backward: bool = False
 
-    def most_in_backward(self, with_own: bool) -> int:
-        """Return the most that regions kept in backward: what replays fill, less what backward has freed before.
-
-        Args:
-            with_own: Whether what regions gave up while their own forwards ran counts as filled.
-        """
+    def most_in_backward(self) -> int:
+        """Return the most that regions kept in backward: what replays fill, less what backward has freed before."""
         most, freed = self.forward_bytes, 0
         for row in reversed(self.rows):
             if row.replays:
-                filled = row.given_bytes - (0 if with_own else row.own_bytes)
-                most = max(most, self.forward_bytes - freed + filled)
+                most = max(most, self.forward_bytes - freed + row.given_bytes)
             freed += row.kept_bytes
         return most
 
