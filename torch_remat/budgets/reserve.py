@@ -12,11 +12,11 @@ NOTE [ How the reserve is learned ]
    since nothing else is left. Where some region may have to, there is room for a replay of the largest region besides.
 3. On the CPU torch's own profiler counts each allocation of the step, exactly; it costs microseconds an allocation. On
    an accelerator the allocator's own figures are read, and its peak is reset.
-4. The first three steps are measured, and the larger of the latest two counts; the second step has that room
-   in any case, since the first may not have shown what replays take, and the third and later ones some to spare. From the second
-   on there are gradients from before, and the reserve is in use. Then those are whose first region gets larger inputs
-   than any that was, by a twentieth or more, and a step after one that passed the budget. Until then the reserve grows
-   with the inputs.
+4. The first three steps are measured, and the larger of the latest two counts; the second step has that room in any
+   case, since the first may not have shown what replays take, and the third and later ones some to spare. From the
+   second on there are gradients from before, and the reserve is in use. Then those are whose first region gets larger
+   inputs than any that was, by a twentieth or more, and a step after one that passed the budget. Until then the reserve
+   grows with the inputs.
 5. Where another profiler runs nothing is measured.
 """
 
