@@ -10,7 +10,7 @@ NOTE [ How the reserve is learned ]
 2. So what replays fill needs no reserve: when backward comes to a region, those after it are gone, and before these
    began it was full within the limit. That does not hold of a region that gives up its own while its forward runs,
    since nothing else is left. Where some region may have to, there is room for a replay of the largest region besides.
-3. On the CPU torch's own profiler counts each allocation of the step, exactly; it costs microseconds an allocation. On
+3. On the CPU a profiler of torch's counts each allocation of the step, exactly; it costs microseconds an allocation. On
    an accelerator the allocator's own figures are read, and its peak is reset.
 4. The first three steps are measured, and the larger of the latest two counts; the second step has that room in any
    case, since the first may not have shown what replays take, and the third and later ones some to spare. From the
