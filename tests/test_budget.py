@@ -31,6 +31,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import torch_remat as remat
+from benchmarks.budgets import Way, peak_bytes, unet
+from benchmarks.budgets import plain as plain_block
 from benchmarks.memory import allocations
 from torch_remat import _compat
 from torch_remat.budgets.kept import KeptRegion
@@ -819,6 +821,45 @@ def test_learned_reserve_keeps_the_peak_within_the_budget_from_the_second_step_o
                 model(x).backward()
             assert measured_step(model, x) <= limit
             assert 0 < budget.reserve_bytes < limit
+
+
+def test_replays_of_early_regions_need_no_reserve():
+    model = unet()
+    limit = int(0.8 * peak_bytes(model, Way(plain_block)))
+    with remat.budget(limit) as budget:
+        way = Way(lambda place, block: checkpointed(block), lambda: budget, budget)
+        model.run[0] = way.run
+        for _ in range(5):
+            model.step()
+        rows = budget.steps[-1].rows
+        assert rows[0].given_bytes
+        assert rows[-1].given_bytes == 0  # the largest, to which backward comes first
+        assert all(step.peak_bytes <= limit for step in list(budget.steps)[1:])
+    assert peak_bytes(model, way) <= limit
+
+
+def test_replay_holds_nothing_that_is_there_already():
+    held, gone = [], []
+
+    def block(x):
+        h = x * 2
+        (storage,) = watch(h)
+        if not remat.is_recomputing():
+            held.append(h)  # stays full
+        y = h.sin()
+        del h
+        if remat.is_recomputing():
+            gone.append(storage.expired())
+        return y.exp().exp().sin()
+
+    x = leaf(16, 16)
+    with remat.budget(3 * x.nbytes, reserve=0) as budget:
+        y = checkpointed(block)(x) * 2
+        assert budget.steps[-1].rows[0].given_bytes == x.nbytes
+        (actual,) = torch.autograd.grad(y.sum(), x)
+    held.clear()
+    assert gone == [True]
+    assert torch.equal(actual, torch.autograd.grad(((x * 2).sin().exp().exp().sin() * 2).sum(), x)[0])
 
 
 def test_longer_batches_fit_too():

@@ -108,8 +108,7 @@ class Budget(Register):
         if self._reserve is not None:
             if self._reserve.wants(scale):
                 self._reserve.begin(self.ledger.total + _saved_below(given))
-            largest = max((row.saved_bytes for row in self.steps[-1].rows), default=0) if self.steps else 0
-            self.reserve_bytes = self._reserve.bytes_for(scale, largest)
+            self.reserve_bytes = self._reserve.bytes_for(scale, self.steps[-1] if self.steps else None)
             self.limit = max(self.budget_bytes - self.reserve_bytes, 0)
         self.steps.append(Step(int(self.limit), perf_counter()))
         self.step_count += 1
@@ -118,7 +117,7 @@ class Budget(Register):
         if self._reserve is not None and self._reserve.measurement.runs_here:
             with lock:
                 step = self.steps[-1]
-                step.peak_bytes = peak = self._reserve.end(step.forward_bytes)
+                step.peak_bytes = peak = self._reserve.end(step)
                 if peak > self.budget_bytes and step.limit_bytes <= sum(row.fixed_bytes for row in step.rows):
                     self._too_much = peak - self.budget_bytes
             self._warn_once()

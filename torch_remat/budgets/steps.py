@@ -92,6 +92,28 @@ class Step:
     peak_bytes: int = 0
     has_backward: bool = False
 
+    def most_in_backward(self) -> int:
+        """Return the most that regions kept in backward: what replays fill, less what backward has freed before."""
+        most, freed = self.forward_bytes, 0
+        for row in reversed(self.rows):
+            if row.replays:
+                most = max(most, self.forward_bytes - freed + row.given_bytes)
+            freed += row.kept_bytes
+        return most
+
+    def largest(self) -> int:
+        """Return what the largest region saves."""
+        return max((row.saved_bytes for row in self.rows), default=0)
+
+    def fits(self, limit: int) -> bool:
+        """Whether each region would be within a limit, full, if all before it were given up."""
+        before = 0
+        for row in self.rows:
+            if before + row.fixed_bytes + row.saved_bytes > limit:
+                return False
+            before += row.fixed_bytes
+        return True
+
     def by_name(self) -> Iterator[tuple[str, list[Row]]]:
         """Yield the regions' names in order, each with all of its calls."""
         names: dict[str, list[Row]] = {}

@@ -100,10 +100,11 @@ class Holder:
         """The holder's place in the region, as error messages name it."""
         return f"saved tensor {self.region.tape.position_of(self)}"
 
-    def describe(self) -> None:
-        """Note what the value is, before it goes."""
+    def describe(self) -> tuple[int, torch.Size, torch.dtype, torch.device]:
+        """Note what the value is, before it goes; return the metadata."""
         if self.metadata is UNREAD and self.value is not None:
             self.metadata = (0, *metadata_of(self.value)[1:])
+        return self.metadata
 
     def expect_version_of(self, value: torch.Tensor) -> None:
         """Expect the version of a value that counts its changes for itself."""

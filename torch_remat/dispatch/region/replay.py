@@ -264,15 +264,14 @@ class Filling(RematMode):
             holder = entry()
             if holder is None:
                 return value
-            holder.describe()
-            metadata = holder.metadata
+            metadata = holder.describe()
             self._compare(position, holder, tensor, owner)
             if self.over:
                 return value
-            if holder.value is None:
+            if (kept := holder.value) is None:
                 self._give(holder, tensor, value)
-            else:
-                holder.metadata = metadata  # the version is that of its own value
+            else:  # the version is that of its own value, which replay's graph need not hold twice
+                holder.metadata, value = metadata, kept if kept._version == metadata[0] else value
         elif isinstance(entry, torch.Tensor):
             loaded = self.ops is not None and self.ops.has_loaded(tensor)
             if owner is not entry and not loaded and not is_same_leaf(entry, owner):
