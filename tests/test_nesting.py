@@ -377,3 +377,33 @@ def test_backward_of_nested_regions_holds_the_values_of_one_inner_region_at_a_ti
         del y
     assert others_alive == [0, 0, 0, 0]
     assert {len(refs) for refs in made.values()} <= {4, 6}
+
+
+@pytest.mark.parametrize("around", ["region", "checkpoint"])
+@pytest.mark.parametrize("how", [remat.native_save_region, lambda name, *call: remat.region(call[0], name)(*call[1:])])
+@pytest.mark.parametrize("op", [torch.sin, torch.mul, torch.mm, lambda a: a.sin() * a])
+def test_a_tensor_that_is_argument_and_variable_of_an_inner_region(op, how, around):
+    """The checkpoint in between is replayed with two tensors in place of the one."""
+
+    def program(outer, checkpoint, inner, call):
+        def middle(one, other):
+            return inner(lambda x: call("op", op, *((x, one) if op in (torch.mul, torch.mm) else (one,))).sin())(other)
+
+        def block(x):
+            y = x.softmax(-1)
+            return checkpoint(middle)(y, y)
+
+        x = leaf(4, 4)
+        return torch.autograd.grad(outer(block)(x).sum(), x)[0]
+
+    def torchs(function):
+        return lambda *args: torch_checkpoint(function, *args, use_reentrant=False)
+
+    def plainly(function):
+        return function
+
+    wrap = remat.checkpoint() if around == "region" else torchs
+    torch.manual_seed(0)
+    expected = program(plainly, plainly, plainly, lambda name, function, *args: function(*args))
+    torch.manual_seed(0)
+    assert torch.equal(expected, program(wrap, torchs, remat.checkpoint(), how))

@@ -527,7 +527,7 @@ class CallRecorder(Recorder):
         if owner is None:
             owner = tensor
         is_leaf = owner.requires_grad and owner.grad_fn is None  # the graph owns it anyway
-        if (is_leaf and not region.inputs.contains(owner)) or (type(owner) is not Tensor and is_parameter(owner)):
+        if (is_leaf and not region.inputs.shares(owner)) or (type(owner) is not Tensor and is_parameter(owner)):
             return (tensor if tensor is owner else tensor.detach(), tensor._version, region)
         holder = self.holder_for(record.name, name, tensor)
         made = self.made.maker_of(tensor) if self.made.tensors else None
@@ -599,7 +599,7 @@ class CallRecorder(Recorder):
         if writer is not None and not (self.has_policy and self._runs_again(record, *writer)):
             return False
         inputs = self.region.inputs
-        if inputs is None or inputs.contains(owner):
+        if inputs is None or inputs.shares(owner):
             return False  # it shares the storage of a region input
         for place, arg in enumerate(self.known_args):
             # Of a view of a skipped op's output replay has no data.

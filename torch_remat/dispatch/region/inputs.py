@@ -21,6 +21,7 @@ from torch.nn import Module, Parameter
 
 from torch_remat._compat import PYTREE_NAMESPACE, SavedTensorHooks, adopt_pytree_node, without_dispatch_modes
 from torch_remat.dispatch.holder import OwnRegion, is_parameter, metadata_of
+from torch_remat.dispatch.log.meta import key_of
 from torch_remat.errors import MutationError
 
 
@@ -47,6 +48,7 @@ class RegionInputs:
     _owners: tuple[ref[torch.Tensor], ...] = ()  # the parameters that arguments are views of
     _given: Mapping[int, ref[torch.Tensor]] = MappingProxyType({})  # those that need no gradient, by leaf
     _attributes: dict[int, dict[str, Any]] | None = None  # by leaf: what Python code set on it
+    _storages: Collection[int] = frozenset()  # of the tensors that hooks hold
     _inside: Collection[int] = ()  # the leaves that the region itself has changed, and may not have
     _written: Collection[int] = ()  # the leaves that it has changed where replay leaves that out
     given: Sequence[Any] = ()
@@ -90,6 +92,7 @@ class RegionInputs:
             else:
                 # Once for each argument, also for one that comes twice: the hooks may be counting.
                 pack, self._unpack = hooks
+                self._storages = {*self._storages, key_of(leaf)}
                 with torch.no_grad():
                     leaves[index] = pack(leaf)
             if first != index:
@@ -135,6 +138,13 @@ class RegionInputs:
     def contains(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is an argument, or one that an argument is a view of; asked only while forward runs."""
         return id(tensor) in self.originals
+
+    def shares(self, tensor: torch.Tensor) -> bool:
+        """Whether that is so, or, under hooks, whether its storage is that of an argument.
+
+        The replay of a region or checkpoint around may have two tensors in place of one, as argument and as variable.
+        """
+        return id(tensor) in self.originals or (bool(self._storages) and key_of(tensor) in self._storages)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's memory stays with the inputs; asked only while forward runs."""
