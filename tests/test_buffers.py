@@ -48,10 +48,10 @@ def train(wrap, module, backward=lambda y: y.sum().backward()):
     return [*(p.grad for p in module.parameters()), *module.buffers()]
 
 
-def named(module):
+def named(module, body="return module(x)"):
     """Return a function that finds the module in a global variable."""
     names = {"module": module}
-    exec("def function(x):\n    return module(x)", names)
+    exec(f"def function(x):\n    {body}", names)
     return names["function"]
 
 
@@ -67,6 +67,9 @@ WAYS = {
     "region in a region": lambda module: remat.checkpoint()(lambda x: remat.checkpoint()(module)(x)),
     "native region": lambda module: remat.checkpoint()(lambda x: remat.native_save_region("m", module, x).sin()),
     "global variable": lambda module: remat.checkpoint()(named(module)),
+    "global variable of an inner function": lambda module: remat.checkpoint()(
+        named(module, "return [inner() for inner in [lambda: module(x)]][0]")
+    ),
     "call": lambda module: remat.checkpoint()(lambda x: remat.region(module, "m")(x).sin()),
 }
 SINES = {"native region", "call"}

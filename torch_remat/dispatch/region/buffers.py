@@ -11,7 +11,7 @@ Where ops are watched, the log knows what they read and wrote, and replay starts
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from types import FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -25,16 +25,27 @@ COPIED_BYTES = 1 << 16
 
 
 def buffered_globals(function: Any) -> list[Module]:
-    """Return the modules with buffers among the global variables that a function names."""
+    """Return the modules with buffers among the global variables that a function names, or one defined in it."""
     if type(function) is MethodType:
         function = function.__func__
     if type(function) is not FunctionType:
         return []
     found: list[Module] = []
-    for value in map(function.__globals__.get, function.__code__.co_names):
+    code = function.__code__
+    names: Sequence[str] = code.co_names
+    if CodeType in map(type, code.co_consts):
+        names = list(dict.fromkeys(_names_in(code)))
+    for value in map(function.__globals__.get, names):
         if isinstance(value, Module):
             found += [module for module in value.modules() if module._buffers]
     return found
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for inner in code.co_consts:
+        if type(inner) is CodeType:
+            yield from _names_in(inner)
 
 
 class Buffer(NamedTuple):
