@@ -107,6 +107,15 @@ def test_use_reentrant_is_handed_on_to_torch(block):
         remat.drop_in()(block, x, use_reentrant=True, debug=True)
 
 
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_what_it_returns_may_stand_in_the_place_of_torchs_own(use_reentrant, block, monkeypatch):
+    expected = train_step(torch_checkpoint, block, use_reentrant=use_reentrant)
+    monkeypatch.setattr(of_torch, "checkpoint", remat.drop_in())
+    assert_same(expected, train_step(of_torch.checkpoint, block, use_reentrant=use_reentrant))
+    y = of_torch.checkpoint_sequential([block.mlp, torch.tanh], 2, leaf(4, 8), use_reentrant=use_reentrant)
+    y.sum().backward()
+
+
 def test_use_reentrant_is_refused_with_options_that_it_cannot_have(block):
     with pytest.raises(UsageError, match=r"drop_in\(policy=\.\.\.\) returned was called with use_reentrant=True"):
         remat.drop_in(policy=remat.policies.save_matmuls)(block, X, use_reentrant=True)

@@ -1067,3 +1067,16 @@ def test_replay_does_not_start_over_without_end():
         warnings.simplefilter("ignore")
         with pytest.raises(RuntimeError, match="Cannot access data"):
             loss.backward()
+
+
+@pytest.mark.parametrize("opaque", [False, True])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_results_that_share_memory_with_an_argument_and_are_no_views_of_it(in_place, opaque):
+    def block(x, run):
+        parts = run(lambda y: torch.unsafe_split(y, 2))(x * 1)
+        return sum((part.mul_(2) if in_place else part * 2).sin() for part in parts)
+
+    x = torch.randn(4, 3, requires_grad=True)
+    (plain,) = torch.autograd.grad(block(x, lambda f: f).sum(), x)
+    y = remat.checkpoint()(block)(x, lambda f: remat.region(f, "split", opaque=opaque))
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], plain)

@@ -580,3 +580,9 @@ def past_the_compiler(error: Exception) -> Exception:
     of_the_compiler = ("first_useful_frame", "_torch_dynamo_tracer_output", "frame_exec_strategy")
     passed.__dict__.update(vars(error), **dict.fromkeys(of_the_compiler))
     return passed
+
+
+def same_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on the same memory that is no view to autograd; nothing public makes one with a history."""
+    alias: torch.Tensor = torch.ops.aten._unsafe_view(tensor, tensor.shape)
+    return alias

@@ -7,9 +7,9 @@ from functools import partial
 from types import FunctionType
 from typing import Any
 
-import torch.utils.checkpoint
 from torch.compiler import is_compiling
 from torch.nn import Module
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts, noop_context_fn
 
 from torch_remat._checkpoint import checkpoint
@@ -141,7 +141,8 @@ class DropIn:
             )
         options = {name: value for name, value in told.items() if value is not None}
         options.update(self._options, context_fn=context_fn, use_reentrant=True)
-        return torch.utils.checkpoint.checkpoint(function, *args, **options, **kwargs)
+        # Not looked up in torch.utils.checkpoint, where what `drop_in` returned may stand in its place.
+        return torch_checkpoint(function, *args, **options, **kwargs)
 
     def _for_contexts(self, context_fn: ContextFn) -> dict[str, Any]:
         """Return the options that stand for what makes two contexts for a region."""

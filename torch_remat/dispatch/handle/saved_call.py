@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.nn import Parameter
 
-from torch_remat._compat import without_dispatch_modes
+from torch_remat._compat import same_memory, without_dispatch_modes
 from torch_remat.dispatch.check.mismatch import mismatched
 from torch_remat.dispatch.handle.variables import Path, at_path, identity_of
 from torch_remat.dispatch.log.entry import WRITTEN, Entry, WholeCall, still_there
@@ -244,8 +244,9 @@ def result_of(
                 if (value := form.view.value(value, form.has_history)) is None:
                     what = "replay returned a view of a tensor that lies otherwise"
                     raise mismatched(replay.region, what, _SAME, op=call.name)
-                if not form.is_view:
-                    value = value.detach()
+                if not form.is_view:  # a detached alias; or of unsafe_split, whose results may be written in place
+                    value = same_memory(value) if form.has_history else value.detach()
+                    replay.note_loaded(value)
         elif type(form) is Slot:
             value = load(form, call.name, "out")
             replay.note_loaded(value)

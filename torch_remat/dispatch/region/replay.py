@@ -27,7 +27,7 @@ from torch_remat.dispatch.check.comparison import is_same_leaf, lies_otherwise, 
 from torch_remat.dispatch.check.inner_ops import missing_inner
 from torch_remat.dispatch.check.mismatch import another_parameter, saved_otherwise
 from torch_remat.dispatch.check.parameters import check_parameters, unchanged
-from torch_remat.dispatch.check.values import Values, difference, value_function
+from torch_remat.dispatch.check.values import LeftOut, Values, difference, value_function
 from torch_remat.dispatch.handle.answerer import Answerer
 from torch_remat.dispatch.holder import (
     AUTOCAST_DTYPES,
@@ -176,6 +176,8 @@ class Filling(RematMode):
             contexts.append(region.rng.replayed())
         if region.replay_context is not None:
             contexts.append(region.replay_context)
+        if self._values is not None:
+            contexts.append(LeftOut(self._values))  # as in forward: some ops count versions otherwise under a mode
         log = None if region.op_log is None else region.op_log.begin("replay")
         if self.stale is not None:
             self.stale.run = log or self.stale.run
