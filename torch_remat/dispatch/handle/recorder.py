@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, UntypedStorage, strided
 from torch.autograd.graph import Node
 
-from torch_remat._compat import has_returned, node_number, sequence_number, storage_key
+from torch_remat._compat import has_returned, is_compiled, node_number, sequence_number, storage_key
 from torch_remat.dispatch.ambient import Draws, RngState
 from torch_remat.dispatch.check.inner_ops import Around
 from torch_remat.dispatch.handle.op import RematHandle
@@ -675,7 +675,7 @@ class CallRecorder(Recorder):
         kwargs: Mapping[str, Any],
     ) -> Any:  # fmt: skip
         """Run a call of `region`; see `RematMode.run_call`."""
-        if policy is _RECOMPUTE:
+        if policy is _RECOMPUTE or (self.has_policy and is_compiled(function)):
             return self.run_native(name, policy, function, args, kwargs)
         if self.expected is not None:
             self.forget_expected()

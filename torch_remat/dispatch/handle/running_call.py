@@ -82,6 +82,7 @@ class Ops(Protocol):
     departures: Any
     draws: Any
     has_policy: bool
+    watch: Any
 
     def hold(self, record: Any, name: str, tensor: torch.Tensor, policy: CheckpointPolicy) -> Holder | Anchor:
         """Return the holder for a tensor that a call saves."""
@@ -433,6 +434,8 @@ def mark_calls_made_again(calls: Sequence[Saved], ops: Ops, boundary: Sequence[N
             record.again = record.again or "a gradient is taken in the region before its forward ends"
         elif call in left:
             record.again = record.again or "the region goes on with a tensor of it that it did not return"
+        elif ops.has_policy and ops.watch.compiled_code.ran:
+            record.again = record.again or "compiled code runs in this region, which has a policy"
         elif ops.has_policy and not record.again and any(_is_changed(ops.results, form) for form in record.forms):
             record.again = "a result of it was changed in place after it, in a region with a policy"
         if isinstance(record, OpaqueCall):
