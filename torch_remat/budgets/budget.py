@@ -72,7 +72,6 @@ class Budget(Register):
                 remedy="The reserve is a part of the budget: give less of it, or a larger budget.",
             )
         self.limit: float = self.budget_bytes - self.reserve_bytes
-        self._growth = 1.0  # by how much regions of this step get more than they did in those that were measured
         self._entered = threading.local()
         self.step_count = 0
         self._backward = -1  # the latest that has come to a region
@@ -101,12 +100,6 @@ class Budget(Register):
         self._changed = True
         if not self.steps or (self.steps[-1].has_backward and graph_task() < 0):
             self._begin_step(kept.row.fixed_bytes, given)
-        step = self.steps[-1]
-        if self._reserve is not None and not step.has_backward:
-            growth = self._reserve.growth(sum(tensor.nbytes for tensor in tensors_of(list(given))))
-            if growth > self._growth:
-                self.reserve_bytes, self._growth = int(self.reserve_bytes / self._growth * growth), growth
-                self.limit = step.limit_bytes = max(self.budget_bytes - self.reserve_bytes, 0)
         if self.ledger.total > self.limit:
             self.make_room()
 
@@ -116,7 +109,6 @@ class Budget(Register):
             if self._reserve.wants(scale):
                 self._reserve.begin(self.ledger.total + _saved_below(given))
             self.reserve_bytes = self._reserve.bytes_for(scale, self.steps[-1] if self.steps else None)
-            self._growth = 1.0
             self.limit = max(self.budget_bytes - self.reserve_bytes, 0)
         self.steps.append(Step(int(self.limit), perf_counter()))
         self.step_count += 1

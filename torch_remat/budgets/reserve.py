@@ -16,13 +16,11 @@ NOTE [ How the reserve is learned ]
    case, since the first may not have shown what replays take, and the third and later ones some to spare. From the
    second on there are gradients from before, and the reserve is in use. Then those are whose first region gets larger
    inputs than any that was, by a twentieth or more, and a step after one that passed the budget. Until then the reserve
-   grows with the inputs; with those of later regions, too, as soon as these begin: a decoder's lengths are its own.
+   grows with the inputs.
 5. Where another profiler runs nothing is measured.
 """
 
 from __future__ import annotations
-
-from itertools import zip_longest
 
 from torch_remat.budgets.measure import Measurement
 from torch_remat.budgets.steps import Step
@@ -52,8 +50,6 @@ class Reserve:
         self._scale = 0
         self._times = self._again = 0
         self._before = 0
-        self._sizes: list[int] = []  # how many bytes the regions of this step get, in the order in which they begin
-        self._known: list[float] = []  # the most that they got in steps that were measured
 
     def bytes_for(self, scale: int, before: Step | None = None) -> int:
         """Return the room for a step.
@@ -75,20 +71,11 @@ class Reserve:
 
     def wants(self, scale: int) -> bool:
         """Whether something is to be learned from a step that begins, whose first region gets so many bytes."""
-        self._sizes = []
         if scale > self._scale * _GROWN:
             self._transients = [self.bytes_for(scale)] if self._transients else []
-            self._known = [size * self._grown(scale) for size in self._known]
             self._scale = scale
             self._times, self._again = 0, _LEAST
         return self._times < min(self._again, _MOST) and not self.measurement.runs
-
-    def growth(self, size: int) -> float:
-        """Return by how much the region that begins gets more than it did in any step that was measured."""
-        place = len(self._sizes)
-        self._sizes.append(size)
-        known = self._known[place] if place < len(self._known) else 0
-        return max(size / known, 1.0) if known else 1.0
 
     def begin(self, kept: int) -> None:
         """Begin to measure, if nothing else does; ``kept`` is what is kept for backward by now."""
@@ -105,5 +92,4 @@ class Reserve:
             # What is given up now is filled again before something has been freed.
             self._again = max(self._again, self._times + 1)
         self._transients.append(max(peak - step.most_in_backward(), 0))
-        self._known = [max(sizes) for sizes in zip_longest(self._known, self._sizes, fillvalue=0)]
         return peak
