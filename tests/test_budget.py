@@ -838,6 +838,18 @@ def test_replays_of_early_regions_need_no_reserve():
     assert peak_bytes(model, way) <= limit
 
 
+def test_what_was_reckoned_for_longer_inputs_is_forgotten_once_they_were_measured():
+    layer = nn.Sequential(nn.Linear(16, 4096), nn.GELU(), nn.Linear(4096, 16))
+    head = nn.Linear(16, 20_000)
+    with remat.budget("12 MiB") as budget:
+        for length in (4, 4, 4, 32, 32, 32, 32):
+            head(checkpointed(layer)(torch.randn(length, 16))).sum().backward()
+            head.zero_grad()  # of 1.3 MiB, whatever the length
+    limits = [step.limit_bytes for step in budget.steps]
+    assert limits[3] < 2**20  # eight times as much as before is expected
+    assert limits[-1] > 6 * 2**20
+
+
 def test_replay_holds_nothing_that_is_there_already():
     held, gone = [], []
 

@@ -48,6 +48,7 @@ class Reserve:
         self._budget_bytes = budget_bytes
         self._transients: list[int] = []  # of steps whose first region got so many bytes:
         self._scale = 0
+        self._is_estimate = False  # whether the first of them was reckoned from smaller steps
         self._times = self._again = 0
         self._before = 0
 
@@ -73,6 +74,7 @@ class Reserve:
         """Whether something is to be learned from a step that begins, whose first region gets so many bytes."""
         if scale > self._scale * _GROWN:
             self._transients = [self.bytes_for(scale)] if self._transients else []
+            self._is_estimate = bool(self._transients)
             self._scale = scale
             self._times, self._again = 0, _LEAST
         return self._times < min(self._again, _MOST) and not self.measurement.runs
@@ -92,4 +94,7 @@ class Reserve:
             # What is given up now is filled again before something has been freed.
             self._again = max(self._again, self._times + 1)
         self._transients.append(max(peak - step.most_in_backward(), 0))
+        if self._is_estimate and self._times > 1:
+            del self._transients[0]
+            self._is_estimate = False
         return peak
