@@ -13,7 +13,8 @@ NOTE [ How the reserve is learned ]
 3. On the CPU a profiler of torch's counts each allocation of the step, exactly; it costs microseconds an allocation. On
    an accelerator the allocator's own figures are read, and its peak is reset.
 4. The first three steps are measured, and the larger of the latest two counts; the second step has that room in any
-   case, since the first may not have shown what replays take, and the third and later ones some to spare. From the
+   case, since the first may not have shown what replays take, and the third and later ones some to spare, where inputs
+   have grown the same room: other lengths may come, of which the first region's input does not tell. From the
    second on there are gradients from before, and the reserve is in use. Then those are whose first region gets larger
    inputs than any that was, by a twentieth or more, and a step after one that passed the budget. Until then the reserve
    grows with the inputs.
@@ -49,6 +50,8 @@ class Reserve:
         self._transients: list[int] = []  # of steps whose first region got so many bytes:
         self._scale = 0
         self._is_estimate = False  # whether the first of them was reckoned from smaller steps
+        self._varies = False  # whether inputs have grown
+        self._largest = 0  # the most that a region has saved
         self._times = self._again = 0
         self._before = 0
 
@@ -63,9 +66,11 @@ class Reserve:
         room, most = max(self._transients[-2:], default=0), max(self._transients, default=0)
         if before is None or not self._transients:
             return int(room * grown)
+        self._largest = max(self._largest, before.largest())
         if len(self._transients) == 1 or not before.fits(self._budget_bytes - most - self._budget_bytes // _NEAR):
             return int((most + before.largest()) * grown)
-        return int(room * grown) + self._budget_bytes // (_SPARE if len(self._transients) == 2 else _SPARE_LATER)
+        spare = self._budget_bytes // (_SPARE if len(self._transients) == 2 else _SPARE_LATER)
+        return int(room * grown) + max(spare, self._largest if self._varies else 0)
 
     def _grown(self, scale: int) -> float:
         return max(scale / self._scale, 1.0) if self._scale else 1.0
@@ -74,7 +79,7 @@ class Reserve:
         """Whether something is to be learned from a step that begins, whose first region gets so many bytes."""
         if scale > self._scale * _GROWN:
             self._transients = [self.bytes_for(scale)] if self._transients else []
-            self._is_estimate = bool(self._transients)
+            self._is_estimate = self._varies = bool(self._transients)
             self._scale = scale
             self._times, self._again = 0, _LEAST
         return self._times < min(self._again, _MOST) and not self.measurement.runs
