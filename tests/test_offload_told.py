@@ -164,6 +164,7 @@ def test_thread_that_dies_while_it_waits_is_replaced_and_nothing_is_lost(tmp_pat
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
         y = run(offloader, x, 1)
         offloader.flush()
+        thread.join(30)  # it may still be on its way out
         assert not thread.is_alive()
         assert len(stored(offloader)) == 4
         assert_same(torch.autograd.grad(y.sum(), x)[0], expected_gradient(x, 1))
