@@ -9,6 +9,7 @@ import contextlib
 import gc
 import re
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -243,6 +244,15 @@ def assert_clean_state() -> None:
     probe = torch.ones(1, requires_grad=True).exp()
     assert probe.grad_fn._saved_result.data_ptr() == probe.data_ptr()
     assert torch.empty(0).device.type == "cpu"
+
+
+def in_threads(work: Callable[[int], None], count: int) -> None:
+    """Run ``work(0)``, ``work(1)``, ... in a thread each, and wait for all."""
+    threads = [threading.Thread(target=work, args=(place,)) for place in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def leaf(*shape: int, **kwargs: Any) -> Tensor:

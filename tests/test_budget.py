@@ -6,7 +6,6 @@ import gc
 import json
 import random
 import sys
-import threading
 import warnings
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from helpers import (
     assert_same,
     checkpointed,
     collector_off,
+    in_threads,
     leaf,
     no_other_regions,
     parameter_gradients,
@@ -394,11 +394,7 @@ def test_threads_share_one_budget(limit):
                 y = checkpointed(blocks[place])(xs[place])
                 found[place].append(torch.autograd.grad(y.sum(), xs[place])[0])
 
-    threads = [threading.Thread(target=work, args=(place,)) for place in range(len(blocks))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, len(blocks))
     for one, gradients in zip(expected, found, strict=True):
         assert len(gradients) == 40
         assert all(torch.equal(one, gradient) for gradient in gradients)

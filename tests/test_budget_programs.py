@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 import torch
-from helpers import Mlp, assert_same, checkpointed, collector_off, leaf, parameter_gradients, plain
+from helpers import Mlp, assert_same, checkpointed, collector_off, in_threads, leaf, parameter_gradients, plain
 from test_budget import bytes_there
 from torch import nn
 
@@ -187,11 +187,7 @@ def test_errors_in_one_thread_leave_the_others_budget_true():
                 else:
                     found[place].append(torch.autograd.grad(model(xs[place]).sum(), xs[place])[0])
 
-    threads = [threading.Thread(target=work, args=(place,)) for place in range(len(xs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, len(xs))
     for one, gradients in zip(expected, found, strict=True):
         assert len(gradients) == 10
         assert all(torch.equal(one, gradient) for gradient in gradients)

@@ -886,3 +886,15 @@ def test_what_is_for_eager_code_says_so_in_compiled_code(name):
     x = leaf(3)
     with pytest.raises(Exception, match=f"remat.{name} is for eager code"):
         torch.compile(program, backend="aot_eager", fullgraph=True)(x)
+
+
+@pytest.mark.skipif(not CompiledCode.is_noticed, reason="before torch 2.13 it runs as it is written")
+def test_call_around_compiled_code_in_a_region_with_a_policy_says_why_it_runs_again():
+    compiled, x = torch.compile(torch.sin, backend="eager"), leaf(4)
+
+    def block(x):
+        return remat.region(lambda t: compiled(t) * 2, "k")(x.exp()).tanh() * x
+
+    with pytest.warns(remat.RematWarning, match="k: replay makes this call again, since compiled code runs in"):
+        y = remat.checkpoint(policy=[torch.ops.aten.tanh.default])(block)(x)
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], torch.autograd.grad(block(x).sum(), x)[0])

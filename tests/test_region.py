@@ -611,6 +611,55 @@ def test_equals_autograd_and_runs_its_python_again_only_where_it_warns(name):
     assert bool(caught) == (True in RUNS) == PROGRAMS[name][1], (caught, RUNS)
 
 
+@pytest.mark.parametrize("opaque", [False, True])
+@pytest.mark.parametrize("kept", [SAVE, OFFLOAD])
+def test_a_call_in_a_region_with_a_policy_is_left_out_and_keeps_no_argument(kept, opaque):
+    runs = []
+
+    def call(h):
+        runs.append(remat.is_recomputing())
+        return (h * h).sin()
+
+    def block(x):
+        return remat.region(call, "k", policy=kept, opaque=opaque)(x * 2.0).tanh() * x
+
+    x = leaf(64, 64)
+    expected = torch.autograd.grad(block(x).sum(), x)
+    runs.clear()
+    live = LiveStorages()
+    with live, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        y = remat.checkpoint(policy=lambda *_, **__: RECOMPUTE)(block)(x)
+    # The output, what the sine saves, and the result, which tanh reads; not the argument, which replay makes again.
+    assert live.bytes() <= 3 * x.nbytes
+    assert_same(expected, torch.autograd.grad(y.sum(), x))
+    assert runs == [False]
+
+
+def test_an_op_before_a_call_that_only_replay_runs_is_a_mismatch_under_a_policy():
+    def block(x):
+        h = x.exp()
+        if remat.is_recomputing():
+            h = h.abs()
+        return remat.region(lambda t: t.sin() * t, "k")(h).tanh() * x
+
+    y = remat.checkpoint(policy=lambda *_, **__: RECOMPUTE)(block)(leaf(4))
+    with pytest.raises(remat.MismatchError):
+        y.sum().backward()
+
+
+def test_an_op_before_a_call_that_only_forward_runs_is_a_mismatch_under_a_policy():
+    def block(x):
+        h = x.exp()
+        if not remat.is_recomputing():
+            h = h.abs()
+        return remat.region(lambda t: t.sin() * t, "k")(h).tanh() * x
+
+    y = remat.checkpoint(policy=lambda *_, **__: RECOMPUTE)(block)(leaf(4))
+    with pytest.raises(remat.MismatchError, match="k"):
+        y.sum().backward()
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_equals_autograd_and_runs_its_python_again_only_where_it_warns_under_a_policy(name):
     caught = compared(name, "save", remat.checkpoint(policy=lambda *_, **__: RECOMPUTE))

@@ -77,7 +77,8 @@ def region(
             call, and those of its arguments that come from saved calls are kept for that.
         recompute: True for RECOMPUTE, False for SAVE: another way to say the same.
         opaque: Promises that the call changes nothing outside of it in place. Its ops are not watched then, in either
-            phase, which is faster for functions that run many small ops.
+            phase, which is faster for functions that run many small ops. In a region with a policy, which watches all
+            ops in forward, it makes no difference.
 
     Returns:
         A function that takes what ``function`` takes and returns what it returns. Outside of regions, and inside of a
@@ -86,7 +87,7 @@ def region(
     Raises:
         UsageError: At once, if the function is not callable, the name is no string or empty, the policy is none, or
             policy and recompute are both given; from the call, if the region has another op of this name, or an
-            opaque call changed an argument in place.
+            opaque call changed an argument in place, where no policy watches it.
         MismatchError: In backward, if replay called another function here, or on tensors of other shapes or strides.
         MutationError: In backward, if a kept tensor was changed in place.
         PlaceholderError: In backward, if replay reads a result that was not kept, and the call cannot be made again.

@@ -288,21 +288,21 @@ class WatchedCall(Leaving):
         if not self._saved:
             note_backward(ops.region, self.first, leaves)
         if record.left or ops.storages.has_writes:
-            self._note_writes(ops.has_policy)
+            self._note_writes()
 
     def left_by(self, _error: BaseException) -> None:
         """Note that an exception left the call: replay makes it again, so that it is raised again."""
         self.record.raised = True
         self.last = sequence_number()
 
-    def _note_writes(self, has_policy: bool) -> None:
+    def _note_writes(self) -> None:
         """Find what the call wrote among arguments and variables."""
         record, entries = self.record, self._ops.entries[self.record.start : self.record.end]
         made = {key for entry in entries for key in (entry.storage, *(key for _, key in entry.made))}
         writing = [entry for entry in entries if not made.issuperset(entry.writes)]
         for entry in writing:
             outer = [key for key in entry.writes if key not in made]
-            if has_policy and not all(is_buffer(self._ops.region, key) for key in outer):
+            if self._ops.has_policy and not all(is_buffer(self._ops.region, key) for key in outer):
                 record.again = "it wrote a tensor in place that was there before, in a region with a policy"
                 return
             if any(not self._ops.storages.is_foreign(key) for key in outer):
