@@ -10,7 +10,7 @@ import json
 import threading
 import warnings
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextvars import Token
 from math import inf
 from pathlib import Path
@@ -18,15 +18,30 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch_remat._bytes import parse_bytes
-from torch_remat._compat import after_backward, eager_only, graph_is_kept, graph_task, numbers_to_come
+from torch_remat._compat import (
+    after_backward,
+    eager_only,
+    graph_is_kept,
+    graph_task,
+    numbers_to_come,
+    sequence_number,
+    top_saved_tensors_hooks,
+)
 from torch_remat.budgets.fill import Filler
 from torch_remat.budgets.kept import LEAST_SECONDS, KeptRegion
+from torch_remat.budgets.ledger import Keys
 from torch_remat.budgets.plan import Plan, largest, plan_of
 from torch_remat.budgets.register import Inside, Register, lock, registers_around
+from torch_remat.budgets.repeats import Place, Repeats, what_is_given
 from torch_remat.budgets.reserve import Reserve
 from torch_remat.budgets.steps import Step
 from torch_remat.budgets.text import format_budget
+from torch_remat.budgets.without_holders import WithoutHolders
 from torch_remat.dispatch.keeping import Keeping, keeping
+from torch_remat.dispatch.mode import current_mode
+from torch_remat.dispatch.naming import default_name
+from torch_remat.dispatch.observe import is_observed
+from torch_remat.dispatch.options import DEFAULTS, Options
 from torch_remat.dispatch.region.outputs import tensors_of
 from torch_remat.errors import RematWarning, UsageError, user_line
 from torch_remat.reports.text import format_bytes
@@ -74,6 +89,7 @@ class Budget(Register):
         self.limit: float = self.budget_bytes - self.reserve_bytes
         self._entered = threading.local()
         self.step_count = 0
+        self._repeats = Repeats()
         self._backward = -1  # the latest that has come to a region
         self._changed = False  # whether regions have begun, ended, or were read, since it was last looked
         self._fastest: dict[tuple[str, int, int], float] = {}  # forwards of the same name and size, latest last
@@ -98,10 +114,61 @@ class Budget(Register):
         """Take a region that begins, with the values that it was given."""
         super().add(kept, given)
         self._changed = True
-        if not self.steps or (self.steps[-1].has_backward and graph_task() < 0):
+        if self._is_new_step():
             self._begin_step(kept.row.fixed_bytes, given)
+        if len(kept.owners) == 1 and (region := kept.region()) is not None:
+            is_simple = kept.keep is not None and current_mode() is None and self._may_have_none(region.options)
+            kept.place = self._repeats.add(
+                what_is_given(region.name, given) if is_simple else None, self.ledger.total, kept.row
+            )
         if self.ledger.total > self.limit:
             self.make_room()
+
+    def runner(
+        self, options: Options, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Callable[..., Any] | None:
+        """Return what runs a region that may run without holders; None if it has some."""
+        if not self._repeats.may_expect(self._is_new_step()) or not self._may_have_none(options):
+            return None
+        values = (*args, *kwargs.values())
+        given = what_is_given(options.region_name or default_name(function), values)
+        with lock:
+            self.forget_dead()
+            if self._is_new_step():
+                self._repeats.end_step()
+                if (first := self._repeats.starts_with(given)) is None:
+                    return None
+                self._begin_step(first.fixed_bytes, values)
+            place = self._repeats.expects(given, self.ledger.settled())
+            if place is None:
+                return None
+            if self.ledger.total + place.alone > self.limit:
+                self.make_room(place.alone)
+                if self.ledger.total + place.alone > self.limit:
+                    return None
+            region = WithoutHolders(self, place, self.ledger.add_bytes(place.alone))
+            self.without_holders.add(self._entry(region, region.keys, []))
+        return region.run
+
+    def ran(self, place: Place, nodes: int) -> None:
+        """A region without holders has run, and made so many autograd nodes."""
+        with lock:
+            self._repeats.add_without(place, nodes)
+            step = self.steps[-1]
+            step.rows.append(place.row)
+            self._note(step.kept)
+
+    def _may_have_none(self, options: Options) -> bool:
+        """Whether a region that begins may have no holders, as far as its options and what is around it go."""
+        return (
+            options[2:] == DEFAULTS[2:]  # it may have a name, and draws no number twice
+            and self.offer is None
+            and top_saved_tensors_hooks() is None
+            and not is_observed()
+        )
+
+    def _is_new_step(self) -> bool:
+        return not self.steps or (self.steps[-1].has_backward and graph_task() < 0)
 
     def _begin_step(self, scale: int, given: Sequence[Any]) -> None:
         self._end_step()
@@ -110,6 +177,8 @@ class Budget(Register):
                 self._reserve.begin(self.ledger.total + _saved_below(given))
             self.reserve_bytes = self._reserve.bytes_for(scale, self.steps[-1] if self.steps else None)
             self.limit = max(self.budget_bytes - self.reserve_bytes, 0)
+        measures = self._reserve is not None and self._reserve.measurement.runs
+        self._repeats.begin_step(self.limit, not measures)
         self.steps.append(Step(int(self.limit), perf_counter()))
         self.step_count += 1
 
@@ -134,15 +203,29 @@ class Budget(Register):
             kept.pace = fastest / row.forward_seconds
             step = self.steps[-1]
             step.rows.append(kept.row)
+            self._take_place(kept)
             if self.ledger.total > self.limit:
                 self.make_room()  # what its last op had in use
             self._note(step.kept)
         self._warn_once()
 
-    def reached(self, kept: KeptRegion) -> None:
-        """Backward has come to a region."""
+    def _take_place(self, kept: KeptRegion) -> None:
+        """Note what a region has done, if one like it may run without holders."""
+        region, place = kept.region(), kept.place
+        if region is not None and place is not None and place.given is not None:
+            tape = region.tape
+            if not self._repeats.is_last(place) or tape.records or tape.regions or tape.calls or tape.holders:
+                place.given = None
+            else:
+                place.finish(sequence_number() - region.first_number, *kept.saved_bytes())
+
+    def reached(self, keys: list[Keys] | None = None) -> None:
+        """Backward has come to a region; to one without holders, which is counted by these keys."""
         with lock:
             self.forget_dead()
+            if keys and not graph_is_kept():
+                self.ledger.remove_all(keys)
+                keys.clear()
             step = self.steps[-1]
             self._note(step.kept)
             if not step.has_backward:
@@ -159,15 +242,15 @@ class Budget(Register):
     def _with_needless_inputs(self) -> list[KeptRegion]:
         return [kept for kept in self.alive() if kept.has_needless_inputs(self.ledger)]
 
-    def make_room(self) -> None:
-        """Give up what is best given up, until the sum is within the limit or nothing is left."""
+    def make_room(self, more: int = 0) -> None:
+        """Give up what is best given up, until the sum and so many bytes are within the limit or nothing is left."""
         self.forget_dead()
         self.ledger.settled()
         passed_over: set[KeptRegion] = set()
-        while self.ledger.total > self.limit:
+        while self.ledger.total + more > self.limit:
             found = self._cheapest(passed_over)
             if found is not None:
-                cut = found.shortest(self.ledger, self.ledger.total - int(self.limit))
+                cut = found.shortest(self.ledger, self.ledger.total + more - int(self.limit))
                 if found.give_up(self.ledger, cut):
                     self._note(self.steps[-1].given)
                 else:
@@ -177,6 +260,8 @@ class Budget(Register):
                 self.refresh()
             else:
                 break
+        if self.ledger.total + more > self.limit:
+            self._repeats.differ()
         if self.ledger.total > self.limit and not self._warned:
             needed = sum({key: self.ledger.sizes[key] for entry in self.regions for key in entry.fixed}.values())
             if needed > self.budget_bytes:

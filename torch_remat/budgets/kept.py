@@ -42,6 +42,7 @@ from torch_remat._compat import (
 )
 from torch_remat.budgets.ledger import Keys, Ledger, each, parts_of
 from torch_remat.budgets.packing import pack_hook
+from torch_remat.budgets.repeats import Place
 from torch_remat.budgets.steps import Row
 from torch_remat.dispatch.check.parameters import reached_by
 from torch_remat.dispatch.holder import Holder, mark_changed
@@ -70,7 +71,7 @@ class Owner(Protocol):
     def make_room(self) -> None:
         """The sum has passed the limit."""
 
-    def reached(self, kept: KeptRegion) -> None:
+    def reached(self) -> None:
         """Backward has come to a region."""
 
     def finished(self, kept: KeptRegion) -> None:
@@ -118,6 +119,7 @@ class KeptRegion:
         pace: How long the fastest forward of such a region took, as a share of this one: what else the machine does
             slows some down.
         row: What reports know of the region.
+        place: Where it comes in its step.
     """
 
     __slots__ = (
@@ -142,6 +144,7 @@ class KeptRegion:
         "last",
         "owners",
         "pace",
+        "place",
         "refs",
         "region",
         "row",
@@ -155,6 +158,7 @@ class KeptRegion:
         self.region = ref(region)
         self.owners = owners
         self.row = Row()
+        self.place: Place | None = None
         self.keys: list[Keys] = []
         self.fixed: list[int] = []
         self._lock = lock
@@ -337,6 +341,15 @@ class KeptRegion:
         for owner in self.owners:
             owner.finished(self)
 
+    def saved_bytes(self) -> tuple[int, int]:
+        """Return the bytes of all that is saved, and of what of it nobody has held before, at the end of forward."""
+        ledger = self.owners[0].ledger
+        places = {key for keys in self.keys for key in each(keys)}
+        inputs = [key for key in self.fixed if key in places and ledger.counts[key] == 1 + self.keys.count(key)]
+        return sum(map(ledger.sizes.__getitem__, places)), self.row.saved_bytes + sum(
+            map(ledger.sizes.__getitem__, inputs)
+        )
+
     # Room.
 
     def prefix(self, ledger: Ledger) -> Prefix | None:
@@ -515,7 +528,7 @@ class KeptRegion:
                 holder.expect_version_of(value)
                 holder.value = value
         for owner in self.owners:
-            owner.reached(self)
+            owner.reached()
 
     def has_needless_inputs(self, ledger: Ledger) -> bool:
         """Whether its forward is over, it may be full, and it alone holds some of its inputs."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch_remat._compat import USES_BY_PYTHON, storage_key, storage_uses
 from torch_remat.dispatch.placeholder import is_placeholder
 
 Keys = int | tuple[int, ...]  # addresses of what is counted for a tensor: 0 for none; several for a subclass
+_next_number = count(-1, -1).__next__
 
 
 def each(keys: Keys) -> tuple[int, ...]:
@@ -66,6 +68,13 @@ class Ledger:
         size = self.sizes[key] = size if tensor.device.type == self.device_type else 0
         self.total += size
         return size
+
+    def add_bytes(self, size: int) -> int:
+        """Count bytes whose storages are not known; return what stands for their address."""
+        key = _next_number()
+        self.counts[key], self.sizes[key] = 1, size
+        self.total += size
+        return key
 
     def resize(self, key: int, size: int) -> None:
         """Note the bytes of a storage that is counted: what was at its address may be gone without having said so."""

@@ -18,6 +18,7 @@ import torch
 from torch_remat.budgets.kept import KeptRegion, Offer
 from torch_remat.budgets.ledger import Keys, Ledger
 from torch_remat.dispatch.keeping import Keeper, Keeping, keeping
+from torch_remat.dispatch.options import Options
 from torch_remat.dispatch.region.region import Region
 
 # One for all budgets: regions of one may count towards others. Forward takes it for each saved tensor; nothing else is
@@ -25,7 +26,7 @@ from torch_remat.dispatch.region.region import Region
 lock = RLock()
 
 
-class _Entry(ref[KeptRegion]):
+class Entry(ref[Any]):
     """A region of a budget; what was counted for it stays here when it is gone."""
 
     __slots__ = ("fixed", "keys")
@@ -41,6 +42,8 @@ class Register:
         limit: The most that they are to keep.
         offer: Takes tensors off the device that are about to be given up.
         ledger: What they keep.
+        regions: Those with holders.
+        without_holders: Those without; see `repeats`.
     """
 
     limit: float = inf
@@ -49,14 +52,24 @@ class Register:
     def __init__(self) -> None:
         found = torch.accelerator.current_accelerator()
         self.ledger = Ledger("cpu" if found is None else found.type)
-        self.regions: set[_Entry] = set()
-        self._dead: deque[_Entry] = deque()
+        self.regions: set[Entry] = set()
+        self.without_holders: set[Entry] = set()
+        self._dead: deque[Entry] = deque()
 
     def add(self, kept: KeptRegion, given: Sequence[Any]) -> None:
         """Take a region that begins, with the values that it was given."""
-        entry = _Entry(kept, self._dead.append)
-        entry.keys, entry.fixed = kept.keys, kept.fixed
-        self.regions.add(entry)
+        self.regions.add(self._entry(kept, kept.keys, kept.fixed))
+
+    def _entry(self, one: object, keys: list[Keys], fixed: list[int]) -> Entry:
+        entry = Entry(one, self._dead.append)
+        entry.keys, entry.fixed = keys, fixed
+        return entry
+
+    def runner(
+        self, options: Options, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Callable[..., Any] | None:
+        """Return what runs a region that may run without holders; None if it has some."""
+        return None
 
     def make_room(self) -> None:
         """The sum has passed the limit."""
@@ -64,7 +77,7 @@ class Register:
     def finished(self, kept: KeptRegion) -> None:
         """A region's forward is over."""
 
-    def reached(self, kept: KeptRegion) -> None:
+    def reached(self) -> None:
         """Backward has come to a region."""
 
     def summary(self) -> str:
@@ -93,6 +106,7 @@ class Register:
         while self._dead:
             entry = self._dead.popleft()
             self.regions.discard(entry)
+            self.without_holders.discard(entry)
             self.ledger.remove_all(entry.keys)
             self.ledger.remove_all(entry.fixed)
 
@@ -125,6 +139,14 @@ class Inside:
     def __init__(self, registers: Sequence[Register], plan: Mapping[str, Decided] | None = None) -> None:
         self.registers = registers
         self.plan = plan
+
+    def runner(
+        self, options: Options, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Callable[..., Any] | None:
+        """Return what runs a region that may run without holders; None if it has some."""
+        if self.plan is not None or len(self.registers) != 1:
+            return None
+        return self.registers[0].runner(options, function, args, kwargs)
 
     def begin(self, region: Region, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Keeper | None:
         """Return what keeps a region's saved tensors; None for one that neither a plan nor a budget knows."""

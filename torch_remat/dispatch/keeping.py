@@ -58,6 +58,11 @@ class Keeping(Protocol):
 
     registers: Sequence[Any]
 
+    def runner(
+        self, options: Any, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Callable[..., Any] | None:
+        """Return what runs a function as it is, with its arguments; None for one that runs as a region."""
+
     def begin(self, region: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Keeper | None:
         """Return the keeper of a region whose forward begins, with the arguments as they were given."""
 

@@ -53,7 +53,9 @@ from torch_remat.policies.kinds import OpPolicy
 
 def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options) -> Any:
     """Run a function as a checkpointed region and return its output."""
-    parent = current_mode()
+    parent, budget = current_mode(), keeping.get()
+    if budget is not None and parent is None and (run := budget.runner(options, function, args, kwargs)) is not None:
+        return run(function, args, kwargs)
     is_part = False
     earlier = observed = None
     if parent is not None and parent.ops is not None:
@@ -64,7 +66,7 @@ def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
         if not is_part:
             args, kwargs = parent.ops.enter_region(args, kwargs)
     region = Region(function, args, kwargs, options, Filling, is_part)
-    if (budget := keeping.get()) is not None and (parent is None or not parent.recomputing):
+    if budget is not None and (parent is None or not parent.recomputing):
         region.keeper = budget.begin(region, args, kwargs)
     mode = Recording(region)
     try:
