@@ -139,7 +139,7 @@ def test_what_was_given_up_has_holders_and_the_limit_holds_while_the_others_run(
     assert y is not None
 
 
-@pytest.mark.parametrize("change", ["shape", "nodes", "gradient", "name", "more regions", "keyword"])
+@pytest.mark.parametrize("change", ["shape", "nodes", "gradient", "more regions", "keyword"])
 def test_what_is_not_as_before_has_holders(change):
     blocks, x = blocks_of(), torch.randn(4, 8)
     budget = remat.budget("1 MiB", reserve=0)
@@ -150,8 +150,6 @@ def test_what_is_not_as_before_has_holders(change):
         blocks[1].inside = lambda x: x.sin().cos()
     elif change == "gradient":
         x.requires_grad_()
-    elif change == "name":
-        blocks[1:] = [*blocks[2:], blocks[1]][::-1]
     elif change == "more regions":
         blocks.append(Block())
     _, expected = gradients(blocks, x, plain)
@@ -160,17 +158,14 @@ def test_what_is_not_as_before_has_holders(change):
             y = checkpointed(blocks[0], region_name="block.0")(x=x)
             assert without_holders(budget) == 1  # the same value
         else:
-            _, actual = gradients(blocks, x)
-            assert_same(expected, actual)
-            for _ in range(4 * ALIKE - 1):  # it takes four times as long to believe it again
-                _, actual = gradients(blocks, x)
+            found = []
+            for _ in range(20):
+                y, actual = gradients(blocks, x)
                 assert_same(expected, actual)
-                if change in ("nodes", "shape", "more regions"):
-                    assert without_holders(budget) == 0
-            y, _ = gradients(blocks, x)
-            y, actual = gradients(blocks, x)
-            assert without_holders(budget) == len(blocks)
-            assert_same(expected, actual)
+                found.append(without_holders(budget))
+            assert found[0] < len(blocks)  # from the change on
+            assert found[1:ALIKE] == [0] * (ALIKE - 1)
+            assert found[-1] == len(blocks)
     assert y is not None
 
 

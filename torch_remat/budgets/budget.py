@@ -118,9 +118,10 @@ class Budget(Register):
             self._begin_step(kept.row.fixed_bytes, given)
         if len(kept.owners) == 1 and (region := kept.region()) is not None:
             is_simple = kept.keep is not None and current_mode() is None and self._may_have_none(region.options)
-            kept.place = self._repeats.add(
-                what_is_given(region.name, given) if is_simple else None, self.ledger.total, kept.row
-            )
+            known = what_is_given(region.name, given) if is_simple else None
+            kept.place, like = self._repeats.add(known, self.ledger.total, kept.row)
+            if like is not None:
+                kept.begin_empty(like)
         if self.ledger.total > self.limit:
             self.make_room()
 
@@ -223,13 +224,13 @@ class Budget(Register):
         """Backward has come to a region; to one without holders, which is counted by these keys."""
         with lock:
             self.forget_dead()
+            step = self.steps[-1]
+            if not step.has_backward:
+                step.has_backward, step.forward_bytes = True, self.ledger.total
             if keys and not graph_is_kept():
                 self.ledger.remove_all(keys)
                 keys.clear()
-            step = self.steps[-1]
             self._note(step.kept)
-            if not step.has_backward:
-                step.has_backward, step.forward_bytes = True, self.ledger.total
             if graph_task() != self._backward:
                 self._backward = graph_task()
                 if not graph_is_kept() and (full := self._with_needless_inputs()):
@@ -260,7 +261,7 @@ class Budget(Register):
                 self.refresh()
             else:
                 break
-        if self.ledger.total + more > self.limit:
+        if self.ledger.total + more > self.limit and self.without_holders:
             self._repeats.differ()
         if self.ledger.total > self.limit and not self._warned:
             needed = sum({key: self.ledger.sizes[key] for entry in self.regions for key in entry.fixed}.values())

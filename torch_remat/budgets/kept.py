@@ -133,6 +133,7 @@ class KeptRegion:
         "_inputs",
         "_is_usual",
         "_let_go",
+        "_like",
         "_lock",
         "_offer",
         "_paid",
@@ -159,6 +160,7 @@ class KeptRegion:
         self.owners = owners
         self.row = Row()
         self.place: Place | None = None
+        self._like: Row | None = None
         self.keys: list[Keys] = []
         self.fixed: list[int] = []
         self._lock = lock
@@ -223,6 +225,10 @@ class KeptRegion:
                     kept._may_keep(owners[0])
 
         return keep
+
+    def begin_empty(self, like: Row) -> None:
+        """Keep nothing: a region like it, with this row, has given up all."""
+        self.keep, self._like = None, like
 
     def pack_hook(self, mode: Any, general: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
         """Return a pack hook that does itself what is usual; where values are compared, the one that is given."""
@@ -328,14 +334,17 @@ class KeptRegion:
         """Forward is over: count what the region keeps for its author."""
         region = self.region()
         assert region is not None
-        self._fix(self._own(region))
-        with self._lock:
-            for owner in self.owners:
-                owner.ledger.settled()
-            self._count()  # what was being kept while another thread had it counted
         row = self.row
         row.name = region.name
-        row.tensors = len(self.keys)
+        if self._like is not None:
+            row.again(self._like)
+        else:
+            self._fix(self._own(region))
+            with self._lock:
+                for owner in self.owners:
+                    owner.ledger.settled()
+                self._count()  # what was being kept while another thread had it counted
+            row.tensors = len(self.keys)
         self.last = perf_counter()
         row.forward_seconds = self.last - self._begun
         for owner in self.owners:

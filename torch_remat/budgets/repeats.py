@@ -4,20 +4,25 @@ In: the regions of each step, in order: what they were given, and what they kept
 first region. Out: for a region that begins, whether it may run without holders, and how many bytes that will keep.
 
 NOTE [ Regions without holders ]
-1. Holders cost microseconds a saved tensor, and only what may be given up needs them. After three steps in a row with
-   the same regions (names, inputs, autograd nodes, saved tensors, bytes), those that were full in all three run as they
-   are: their function is called, and autograd keeps what it keeps. The others have holders, and make room.
-2. Such a region is counted with what it kept before, until a backward comes to it or its graph is gone.
-3. What is not as before has holders: a region that gets something else, that begins with more kept, within a smaller
+1. Holders cost microseconds a saved tensor, and only what may be given up needs them. Steps are alike that have the
+   same regions (names, inputs, autograd nodes, saved tensors, bytes). After three, the regions that were full in the
+   last of these run as they are: their function is called, and autograd keeps what it keeps. Those that had given up
+   nearly all begin empty, as outside of a budget, but where there is more room now. The others have holders, and make
+   room.
+2. Where several kinds of steps begin alike (sources of one length, with targets of several), that holds of what they
+   have in common, if each of the latest 16 steps that began so is like two others.
+3. A region without holders is counted with what those like it kept, until a backward comes to it or its graph is gone.
+4. What is not as before has holders: a region that gets something else, that begins with more kept, within a smaller
    limit, in another thread, under hooks or observers. If one gets something else, or makes another number of nodes, all
-   have holders from then on, until steps have repeated four times as often as it took before.
-4. One step in 32 has holders throughout: whether all is as before is seen only there.
+   have holders from then on.
+5. One step in 32 has holders throughout: whether all is as before is seen only there.
 """
 
 from __future__ import annotations
 
 from _thread import get_ident
 from collections.abc import Hashable, Sequence
+from copy import copy
 from math import inf
 from typing import Any
 
@@ -29,7 +34,8 @@ from torch.nn import Parameter
 from torch_remat.budgets.steps import Row
 
 _ENOUGH = 3  # steps that are alike
-_SLOWER = 4  # that many times more of them, after steps that began alike and were not
+_LATEST = 16  # each of the latest so many steps that begin alike has to be like others
+_NEARLY = 0.9
 _LOOK = 32  # one step in so many has holders throughout
 _MOST = 64  # how many steps are known, by their first regions
 
@@ -47,10 +53,12 @@ class Place:
         nodes: How many autograd nodes its forward has made; -1 while that runs.
         saved: The bytes of all that it saves, whoever else holds it.
         alone: Those of what nobody has held before.
-        stays: Whether it was full to the end, in each of the steps that are alike.
+        stays: Whether it was full to the end.
+        leaves: Whether nearly all was given up.
+        begins_empty: Whether it is to be so from the start, in the step that runs.
     """
 
-    __slots__ = ("alone", "before", "given", "nodes", "row", "saved", "stays")
+    __slots__ = ("alone", "before", "begins_empty", "given", "leaves", "nodes", "row", "saved", "stays")
 
     def __init__(self, given: Hashable, before: int, row: Row) -> None:
         self.given = given
@@ -58,7 +66,7 @@ class Place:
         self.row = row
         self.nodes = -1
         self.saved = self.alone = 0
-        self.stays = True
+        self.stays = self.leaves = self.begins_empty = False
 
     def finish(self, nodes: int, saved: int, alone: int) -> None:
         """Its forward is over."""
@@ -69,73 +77,107 @@ class Place:
         same = self.given == other.given and self.nodes == other.nodes and self.row.tensors == other.row.tensors
         return same and (self.saved == other.saved or not (_is_full(self.row) and _is_full(other.row)))
 
+    def end(self) -> None:
+        """Its step is over."""
+        row = self.row
+        self.stays = _is_full(row)
+        self.leaves = row.given_bytes > _NEARLY * row.saved_bytes and not row.offloaded_bytes
+
     def join(self, earlier: Place) -> None:
         """Take what an earlier step had here."""
         self.before = max(self.before, earlier.before)
         self.alone = max(self.alone, earlier.alone)
-        self.stays = earlier.stays and _is_full(self.row)
 
 
 def _is_full(row: Row) -> bool:
     return not (row.given_bytes or row.offloaded_bytes or row.replays)
 
 
-class _Known:
+class _Pattern:
     """Steps that are alike.
 
     Attributes:
         places: The regions.
-        limit: The least that they were to keep in one of the steps.
-        times: How many of these there were in a row.
-        wanted: How many are wanted.
-        used: How many steps had regions without holders since.
+        limit: The most that they were to keep in the latest.
+        times: How many of these there were.
+        last: Which it was of the steps that begin so.
+        used: How many had regions without holders since one was looked at.
     """
 
-    def __init__(self, places: list[Place], limit: float) -> None:
-        self.wanted = _ENOUGH
-        self.start(places, limit)
-
-    def start(self, places: list[Place], limit: float) -> None:
-        """Begin anew with one step."""
-        self.places, self.limit = places, limit
+    def __init__(self, places: list[Place], limit: float, last: int) -> None:
+        self.places, self.limit, self.last = places, limit, last
         self.times, self.used = 1, 0
-        for place in places:
-            place.stays = _is_full(place.row)
 
-    def add(self, places: list[Place], limit: float) -> None:
-        """Take a step in which all regions had holders."""
-        if len(places) == len(self.places) and all(map(Place.is_like, places, self.places)):
-            for place, earlier in zip(places, self.places, strict=True):
-                place.join(earlier)
-            self.places, self.limit = places, min(limit, self.limit)
-            self.times += 1
+    def is_like(self, places: list[Place]) -> bool:
+        """Whether a step is like these."""
+        return len(places) == len(self.places) and all(map(Place.is_like, places, self.places))
+
+    def add(self, places: list[Place], limit: float, last: int) -> None:
+        """Take one in which all regions had holders."""
+        for place, earlier in zip(places, self.places, strict=True):
+            place.join(earlier)
+        self.places, self.limit, self.last = places, limit, last
+        self.times += 1
+
+    def add_without(self, last: int) -> None:
+        """Take one in which some had none."""
+        self.last = last
+        self.used += 1
+        if self.used == _LOOK:
+            self.used, self.times = 0, _ENOUGH - 1
+
+    def begin_step(self, limit: float) -> None:
+        """Have regions begin empty that are to leave: not those that there is room for now, the costliest first."""
+        room = limit - sum(place.row.kept_bytes for place in self.places)
+        leaving = [place for place in self.places if place.leaves]
+        for place in sorted(leaving, key=lambda place: place.row.given_seconds / place.row.given_bytes, reverse=True):
+            place.begins_empty = room <= 0
+            room -= place.row.given_bytes
+
+
+class _Steps:
+    """The steps that begin with the same region, given the same.
+
+    Attributes:
+        count: How many there were.
+        patterns: Those that are alike.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.patterns: list[_Pattern] = []
+
+    def add(self, places: list[Place], limit: float, measured: bool) -> None:
+        """Take one in which all regions had holders, or one that is like none before."""
+        self.count += 1
+        for place in places:
+            place.end()
+        self.patterns = [one for one in self.patterns if one.times >= _ENOUGH or self.count - one.last < _LATEST]
+        found = next((one for one in self.patterns if one.is_like(places)), None)
+        if found is None:
+            found = _Pattern(places, limit, self.count)
+            self.patterns = [*self.patterns[1 - _LATEST :], found]
         else:
-            if self.repeat:
-                self.wanted *= _SLOWER
-            self.start(places, limit)
+            found.add(places, limit, self.count)
+        if measured:  # takes other times, and has other limits
+            found.times = min(found.times, _ENOUGH - 1)
 
     @property
     def repeat(self) -> bool:
-        """Whether there were enough of them."""
-        return self.times >= self.wanted
-
-    def differed(self) -> None:
-        """A step in which some had none was another."""
-        self.times = 0
-        self.wanted *= _SLOWER
+        """Whether each of the latest is like others."""
+        return all(one.times >= _ENOUGH for one in self.patterns)
 
 
 class Repeats:
     """Which steps repeat; see NOTE [ Regions without holders ]."""
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, _Known] = {}
+        self._known: dict[Hashable, _Steps] = {}
         self._places: list[Place] = []  # of the step that runs
-        self._now: _Known | None = None  # those that began as it did
+        self._now: list[_Pattern] = []  # what it may be like; empty where nothing is known or some do not repeat
         self._limit = inf
         self._may = False  # whether its regions may run without holders
-        self._some = False  # whether one did
-        self._differs = False
+        self._some = False  # whether one did, or began empty
         self._thread = get_ident()
 
     def begin_step(self, limit: float, may: bool) -> None:
@@ -143,43 +185,37 @@ class Repeats:
 
         Args:
             limit: What its regions may keep.
-            may: Whether they may run without holders.
+            may: Whether they may run without holders: it is not measured.
         """
         self.end_step()
         self._thread = get_ident()
         self._limit, self._may = limit, may
-        self._some = self._differs = False
+        self._some = False
 
     def end_step(self) -> None:
         """The step has ended: learn from it."""
-        known, places = self._now, self._places
-        self._now, self._places = None, []
-        if not places:
+        now, places = self._now, self._places
+        self._now, self._places = [], []
+        if not places or places[0].given is None:
             return
-        if known is None:
-            if places[0].given is not None:
-                self._known[places[0].given] = _Known(places, self._limit)
-                if len(self._known) > _MOST:
-                    del self._known[next(iter(self._known))]
-        elif not self._some:
-            known.add(places, self._limit)
-        elif self._differs:
-            known.differed()
+        steps = self._known.setdefault(places[0].given, _Steps())
+        if len(self._known) > _MOST:
+            del self._known[next(iter(self._known))]
+        same = next((one for one in now if len(one.places) == len(places)), None) if self._some else None
+        if same is None:
+            steps.add(places, self._limit, not self._may)
         else:
-            known.used += 1
-            if known.used == _LOOK:
-                known.used, known.times = 0, known.wanted - 1
+            steps.count += 1
+            same.add_without(steps.count)
 
     def starts_with(self, given: Hashable) -> Row | None:
-        """Return the first region's row of steps that have repeated, if they begin with what was given."""
-        known = self._known.get(given)
-        return None if known is None or not known.repeat else known.places[0].row
+        """Return the first region's row of steps that repeat, if they begin with what was given."""
+        steps = self._known.get(given)
+        return steps.patterns[0].places[0].row if steps is not None and steps.repeat else None
 
     def may_expect(self, is_new_step: bool) -> bool:
         """Whether it may be worth the while to ask."""
-        if is_new_step:
-            return self._known != {}
-        return self._now is not None and self._now.repeat and self._may and not self._differs
+        return self._known != {} if is_new_step else self._now != []
 
     def expects(self, given: Hashable, kept: int) -> Place | None:
         """Return the place of a region that may run without holders.
@@ -188,42 +224,50 @@ class Repeats:
             given: What it is given.
             kept: The bytes that are kept now.
         """
-        place = self._next(given) if self._thread == get_ident() else None
-        return place if place is not None and place.stays and kept <= place.before else None
-
-    def _next(self, given: Hashable) -> Place | None:
-        """Return the place that comes next in steps that have repeated, if it is that of a region given the same."""
-        if not self._places:
-            self._now = self._known.get(given)
-        known, number = self._now, len(self._places)
-        if known is None or not self._may or self._differs or not known.repeat or self._limit < known.limit:
+        places = self._next(given) if self._thread == get_ident() else []
+        if not places or not all(place.stays and kept <= place.before for place in places):
             return None
-        if number >= len(known.places) or known.places[number].given != given:
-            self.differ()
-            return None
-        return known.places[number]
+        return max(places, key=lambda place: place.alone)
 
-    def add(self, given: Hashable, before: int, row: Row) -> Place:
-        """Take a region that has holders."""
-        self._next(given)
+    def _next(self, given: Hashable) -> list[Place]:
+        """Return the places that may come next, of what the step is like so far."""
+        number = len(self._places)
+        if not number and self._may:
+            steps = self._known.get(given)
+            if steps is not None and steps.repeat and all(one.limit <= self._limit for one in steps.patterns):
+                self._now = steps.patterns
+                for one in self._now:
+                    one.begin_step(self._limit)
+        self._now = [one for one in self._now if number < len(one.places) and one.places[number].given == given]
+        return [one.places[number] for one in self._now]
+
+    def add(self, given: Hashable, before: int, row: Row) -> tuple[Place, Row | None]:
+        """Take a region that has holders; return its place, and the row of one like it, if it may begin empty."""
+        like = self._next(given)
         place = Place(given if self._thread == get_ident() else None, before, row)
         self._places.append(place)
-        return place
+        if place.given is None or not like or not all(one.begins_empty and before <= one.before for one in like):
+            return place, None
+        self._some = True
+        return place, like[0].row
 
     def add_without(self, place: Place, nodes: int) -> None:
         """Take one that has none, and has made so many autograd nodes."""
+        number = len(self._places)
+        self._now = [one for one in self._now if one.places[number].nodes == nodes]
+        if place.nodes != nodes:
+            place = copy(place)
+            place.nodes = nodes
         self._places.append(place)
         self._some = True
-        if nodes != place.nodes:
-            self.differ()
 
     def is_last(self, place: Place) -> bool:
         """Whether no other region has begun since."""
         return bool(self._places) and self._places[-1] is place
 
     def differ(self) -> None:
-        """The step is not as the others were."""
-        self._differs = True
+        """The step is not as those that it was like so far."""
+        self._now = []
 
 
 def what_is_given(name: str, values: Sequence[Any]) -> Hashable:

@@ -40,6 +40,12 @@ class Row:
         self.cut = self.tensors = self.replays = 0
         self.forward_seconds = self.spared_seconds = self.given_seconds = self.replay_seconds = 0.0
 
+    def again(self, row: Row) -> None:
+        """Note that all was given up, as in another step."""
+        self.tensors = self.cut = row.tensors
+        self.saved_bytes = self.given_bytes = row.saved_bytes
+        self.given_seconds = row.given_seconds
+
     def given_up(self, place: int, freed: int, seconds: float) -> None:
         """Note that a saved tensor was given up."""
         self.given_bytes += freed
