@@ -8,7 +8,7 @@ NOTE [ Regions without holders ]
    same regions (names, inputs, autograd nodes, saved tensors, bytes). After three, the regions that were full in the
    last of these run as they are: their function is called, and autograd keeps what it keeps. Those that had given up
    nearly all begin empty, as outside of a budget, but where there is more room now. The others have holders, and make
-   room.
+   room; what they do is how it is done the next time.
 2. Where several kinds of steps begin alike (sources of one length, with targets of several), that holds of what they
    have in common, if each of the latest 16 steps that began so is like two others.
 3. A region without holders is counted with what those like it kept, until a backward comes to it or its graph is gone.
@@ -119,8 +119,12 @@ class _Pattern:
         self.places, self.limit, self.last = places, limit, last
         self.times += 1
 
-    def add_without(self, last: int) -> None:
-        """Take one in which some had none."""
+    def add_without(self, places: list[Place], last: int) -> None:
+        """Take one in which some had none: what the others did then is how it is done from now on."""
+        for number, (place, before) in enumerate(zip(places, self.places, strict=True)):
+            if place is not before and place.nodes == before.nodes and place.row.tensors == before.row.tensors:
+                place.end()
+                self.places[number] = place
         self.last = last
         self.used += 1
         if self.used == _LOOK:
@@ -128,7 +132,7 @@ class _Pattern:
 
     def begin_step(self, limit: float) -> None:
         """Have regions begin empty that are to leave: not those that there is room for now, the costliest first."""
-        room = limit - sum(place.row.kept_bytes for place in self.places)
+        room = limit - sum(place.alone if place.stays else place.row.kept_bytes for place in self.places)
         leaving = [place for place in self.places if place.leaves]
         for place in sorted(leaving, key=lambda place: place.row.given_seconds / place.row.given_bytes, reverse=True):
             place.begins_empty = room <= 0
@@ -206,7 +210,7 @@ class Repeats:
             steps.add(places, self._limit, not self._may)
         else:
             steps.count += 1
-            same.add_without(steps.count)
+            same.add_without(places, steps.count)
 
     def starts_with(self, given: Hashable) -> Row | None:
         """Return the first region's row of steps that repeat, if they begin with what was given."""
