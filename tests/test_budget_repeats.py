@@ -139,6 +139,38 @@ def test_what_was_given_up_has_holders_and_the_limit_holds_while_the_others_run(
     assert y is not None
 
 
+@pytest.mark.parametrize("share", [0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9])
+def test_bytes_are_exact_where_some_regions_have_holders_and_some_have_none(share):
+    blocks, x = blocks_of(5), leaf(4, 8)
+    budget = remat.budget(int(share * saved_by_autograd(forward(blocks, x, plain))), reserve=0)
+    warm_up(budget, blocks, x)
+    seen = set()
+    with budget:
+        for _ in range(5):
+            y = forward(blocks, x)
+            assert budget.kept_bytes == remat.memory_report(y).bytes <= budget.limit
+            seen.add(without_holders(budget))
+            y.sum().backward()
+    assert max(seen) in range(1, 5) if share > 0.3 else max(seen) == 0
+
+
+def test_regions_that_gave_up_all_begin_empty():
+    blocks, x, first = blocks_of(4), leaf(4, 8), []
+    budget = remat.budget(int(0.4 * saved_by_autograd(forward(blocks, x, plain))), reserve=0)
+    warm_up(budget, blocks, x)
+    blocks[0].inside = lambda x: first.append(budget.kept_bytes) or x
+    with budget:
+        y = forward(blocks, x)
+    assert first == [x.nbytes]
+    _, expected = gradients(blocks, x, plain)
+    with budget:
+        for _ in range(3):
+            assert_same(expected, gradients(blocks, x)[1])
+    row = budget.to_dict()["steps"][-1]["regions"][0]
+    assert row["given_up_tensors"] == row["saved_tensors"]
+    assert y is not None
+
+
 @pytest.mark.parametrize("change", ["shape", "nodes", "gradient", "more regions", "keyword"])
 def test_what_is_not_as_before_has_holders(change):
     blocks, x = blocks_of(), torch.randn(4, 8)
