@@ -134,7 +134,7 @@ def measure(model: Model, rounds: int, quick: bool = False) -> dict[str, Any]:
             "forward": way.budget and way.budget.steps[-1].forward_bytes,
             "limit": way.budget and int(way.budget.limit),
             "peaks": [step.peak_bytes for step in way.seen.values() if step.peak_bytes],
-            "over": max((step.most_bytes - step.limit_bytes for step in way.seen.values()), default=0),
+            "over": max((step.most_bytes - way.budget.budget_bytes for step in way.seen.values()), default=0),
         }
         for (name, taken), way in zip(samples.items(), ways.values(), strict=True)
     }
@@ -241,11 +241,11 @@ def checks(result: dict[str, Any]) -> str:
     first, later = ([row["peaks"][0] / row["budget"] for row in fits], [])
     for row in fits:
         later += [peak / row["budget"] for peak in (*row["peaks"][1:], row["peak"])]
-    over = max((row["over"] for row in rows), default=0)
+    over = max((row["over"] for row in fits), default=0)
     return (
         f"{result['model']}: {len(fits)} of {len(rows)} budgets are at least the peak of full recomputation. In these "
         f"the highest peak of the first step was {max(first, default=0):.3f} of the budget, from the second on "
-        f"{max(later, default=0):.3f}. Regions kept at most {max(over, 0):,} B more than the limit at any moment. All "
+        f"{max(later, default=0):.3f}. Regions kept at most {max(over, 0):,} B more than the budget at any moment. All "
         "gradients were equal bit for bit."
     )
 
