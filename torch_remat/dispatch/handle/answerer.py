@@ -295,7 +295,7 @@ class Answerer:
                 self._replay.fail(another_call(self.region, record, function))
             if record.elided_inputs or self.made:
                 self.fill_elided(record, args if not kwargs else (*args, *kwargs.values()))
-            return replayed(self, record, function, args, kwargs, self.start_over)
+            return replayed(self, record, function, args, kwargs)
         if isinstance(record, Stretch):
             return self._run_stretch(record, function, args, kwargs)
         if self.region.options.policy is not None:
@@ -333,10 +333,10 @@ class Answerer:
         if call.elided_inputs or self.made:
             self.fill_elided(call, given)
         if type(call) is OpaqueCall and not (call.forms or call.template):
-            return replayed(self, call, function, args, kwargs, self.start_over)
+            return replayed(self, call, function, args, kwargs)
         if call.drawn is not None:
             call.drawn.restore()
-        return result_of(self, call, given, self.load, self.start_over)
+        return result_of(self, call, given)
 
     def load(self, slot: Slot, op: str, name: str) -> Tensor:
         """Return what a slot keeps, which hooks around the region may have given already."""

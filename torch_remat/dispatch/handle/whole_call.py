@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from types import BuiltinFunctionType
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import optree
 import torch
@@ -32,7 +32,7 @@ from torch_remat._compat import (
 )
 from torch_remat.dispatch.check.mismatch import mismatched
 from torch_remat.dispatch.holder import Anchor, Holder, OpHolder
-from torch_remat.dispatch.log.entry import CALL, Entry, WholeCall
+from torch_remat.dispatch.log.entry import CALL, WRITTEN, Entry, WholeCall
 from torch_remat.dispatch.log.meta import (
     Meta,
     Raised,
@@ -254,7 +254,7 @@ class CallForward:
         record.leaves = [leaf.requires_grad if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         if len(leaves) != 1 or leaves[0] is not result:
             record.template = template_of(result)
-        record.results = [described(leaf, None) for leaf in leaves]
+        record.results = described(leaves if record.template else result, None)
         record.saved = frozenset(range(len(leaves)))
         if record.away:
             record.away = record.saved
@@ -305,14 +305,12 @@ class Replay(Protocol):
     def load(self, slot: Any, op: str, name: str) -> torch.Tensor:
         """Return what a slot keeps, which hooks around the region may have given already."""
 
+    def start_over(self, entry: Entry, place: int, consumer: str) -> NoReturn:
+        """End a replay in which something reads a result that was not kept."""
+
 
 def replayed(
-    replay: Replay,
-    record: WholeCall,
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    start_over: Callable[[Entry, int, str], Any],
+    replay: Replay, record: WholeCall, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return what the call returned in forward; make it again where it must be.
 
@@ -322,7 +320,6 @@ def replayed(
         function: The function.
         args: Its positional arguments, of which the elided holders have been filled.
         kwargs: Its keyword arguments.
-        start_over: Ends a replay in which something reads a result that was not kept.
 
     Raises:
         MutationError: The call is made again, and an argument was changed in place since forward.
@@ -336,8 +333,9 @@ def replayed(
     if record.drawn is not None:
         record.drawn.restore()
     if not record.template:
-        return _leaf(replay, record, 0, record.leaves[0], start_over)
-    leaves = [_leaf(replay, record, place, known, start_over) for place, known in enumerate(record.leaves)]
+        return kept_or_stand_in(replay, record, 0, record.results, record.leaves[0])
+    metas = zip(record.results, record.leaves, strict=True)
+    leaves = [kept_or_stand_in(replay, record, place, *known) for place, known in enumerate(metas)]
     return with_leaves(record.template, {}, leaves)[0][0]
 
 
@@ -389,19 +387,19 @@ def _refilled(given: Any, fresh: Any) -> Any:
     return fresh
 
 
-def _leaf(
-    replay: Replay, record: WholeCall, place: int, known: Any, start_over: Callable[[Entry, int, str], Any]
-) -> Any:
-    slot = record.kept.get(place)
+def kept_or_stand_in(replay: Replay, entry: Entry, place: int, meta: Any, requires_grad: bool) -> Any:
+    """Return what replay has of a result: what was kept of it, else a placeholder; what is no tensor as it is."""
+    slot = entry.kept.get(place)
+    if slot is None and place == WRITTEN and entry.written:
+        slot = entry.written[0]
     if slot is not None:
         tensor = slot.unchanged()
         if tensor is None:
-            tensor = replay.load(slot, record.name, record.label(place))
+            tensor = replay.load(slot, entry.group, entry.label(place))
         replay.note_loaded(tensor)
-        return tensor.requires_grad_(known)
-    meta = record.meta(place)
+        return tensor.requires_grad_(requires_grad)
     if type(meta) not in (Meta, WrapperMeta):
         return meta
-    source = Source(replay.region.name, record.name, record.label(place))
-    made = stand_in(meta, source, partial(start_over, record, place))
-    return made.requires_grad_() if known else made
+    source = Source(replay.region.name, entry.group, entry.label(place))
+    made = stand_in(meta, source, partial(replay.start_over, entry, place))
+    return made.requires_grad_() if requires_grad else made
