@@ -178,7 +178,6 @@ class Replay(Protocol):
     region: Any
     stopped: bool
     over: bool
-    watcher: Any
 
     def stop(self) -> NoReturn:
         """End the replay."""
@@ -201,16 +200,9 @@ class Replay(Protocol):
     def fill_elided(self, holder: Any, value: Any) -> None:
         """Give a holder that was passed over its value."""
 
-    def note_loaded(self, tensor: torch.Tensor) -> None:
-        """Note a tensor that was kept."""
-
 
 class Answerer:
-    """The log of one region in one replay.
-
-    Args:
-        replay: The replay.
-    """
+    """The log of one region in one replay."""
 
     def __init__(self, replay: Replay) -> None:
         self.region = replay.region
@@ -242,17 +234,12 @@ class Answerer:
     def _watched_ops(self) -> OpAnswerer:
         """Return what answers the ops that are watched, in this run of the function."""
         if self._answers is None:
-            self._answers = OpAnswerer(self._replay, self.suppressed, self._slots, self.start_over)
+            self._answers = OpAnswerer(self.region, self._replay.fail, self.suppressed, self.load, self.start_over)
             self._answerers.append(self._answers)
         return self._answers
 
     def begin(self, name: str, policy: CheckpointPolicy, ctx: Any) -> RematHandle | None:
         """Begin an op; None if it is plain autograd. Only `get_handle` calls it.
-
-        Args:
-            name: The op's name, with its scopes.
-            policy: Its policy.
-            ctx: Its autograd context.
 
         Raises:
             MismatchError: This is not the op that forward had here.

@@ -117,14 +117,7 @@ class LeftOut(Record):
 
 
 class SavedCall(LeftOut, Stretch):
-    """The record of a saved call whose ops are watched.
-
-    Args:
-        name: Its name.
-        policy: SAVE or OFFLOAD.
-        function: What is called.
-        leaves: The leaves of its arguments.
-    """
+    """The record of a saved call whose ops are watched."""
 
     def __init__(self, name: str, policy: CheckpointPolicy, function: Any, leaves: Sequence[Any]) -> None:
         super().__init__(name, policy)

@@ -125,13 +125,18 @@ class Ops(Protocol):
     departures: Any
     skipped: list[tuple[int, int]]
     draws: Any
+    has_policy: bool
+    watch: Any
     is_usual: bool
 
     def elide_made(self, record: WholeCall, name: str, tensor: torch.Tensor, node: Node, place: int) -> OpHolder | None:
         """Return the holder for an argument that a node has made and replay makes again; None for any other."""
 
-    def hold(self, record: WholeCall, name: str, tensor: torch.Tensor, policy: CheckpointPolicy) -> Holder | Anchor:
-        """Return the holder for a tensor that a whole call saves."""
+    def hold(self, record: Any, name: str, tensor: torch.Tensor, policy: CheckpointPolicy) -> Holder | Anchor:
+        """Return the holder for a tensor that a call saves."""
+
+    def holder_for(self, op: str, name: str, tensor: torch.Tensor) -> OpHolder:
+        """Return a holder without a value."""
 
     def note_result(self, entry: Entry, result: torch.Tensor, first: int, last: int) -> None:
         """Note a call with its one result, an ordinary tensor in a storage of its own."""
@@ -142,13 +147,6 @@ class Ops(Protocol):
 
 class CallForward:
     """One such call, while forward runs.
-
-    Args:
-        ops: The recorder of the region around it.
-        name: The name of the native region.
-        policy: Its policy.
-        function: The function.
-        args: All its arguments.
 
     Attributes:
         record: What the log keeps of it.

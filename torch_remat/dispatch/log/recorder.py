@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -42,6 +42,7 @@ from torch_remat.dispatch.log.readers import read_outputs
 from torch_remat.dispatch.log.record import Left, Record, Stretch
 from torch_remat.dispatch.log.results import Results, Undecided
 from torch_remat.dispatch.log.storages import Storages
+from torch_remat.dispatch.mode import RematMode
 from torch_remat.dispatch.placeholder import new_tuple
 from torch_remat.dispatch.region.inputs import leaves_of
 from torch_remat.errors import UsageError
@@ -50,23 +51,6 @@ from torch_remat.policies.decision import CheckpointPolicy
 from torch_remat.policies.kinds import OpPolicy
 
 Root = tuple[int, int, int]  # the place of a holder that replay fills, its storage, and after how many entries
-
-
-class Forward(Protocol):
-    """What of a region's forward is asked here."""
-
-    region: Any
-    watcher: Any
-    parent: Any
-
-    def note_value(self, holder: Any, tensor: torch.Tensor) -> None:
-        """Take the value that the determinism check compares, if it compares values."""
-
-    def watched(self, watcher: Any, function: Any, args: Any, kwargs: Any) -> Any:
-        """Run a function and show every aten op in it to a watcher."""
-
-    def unwatched(self) -> Any:
-        """Show no op that runs inside to the watcher."""
 
 
 class Returned(NamedTuple):
@@ -92,9 +76,6 @@ class Returned(NamedTuple):
 class Recorder:
     """The log of one region's forward.
 
-    Args:
-        forward: The forward's mode.
-
     Attributes:
         entries: The entries, in order.
         has_policy: Whether the ops of the whole region are watched.
@@ -104,7 +85,7 @@ class Recorder:
         skipped_any: Whether there was an op that replay skips, so that it may lack an input of another.
     """
 
-    def __init__(self, forward: Forward) -> None:
+    def __init__(self, forward: RematMode) -> None:
         self.region = forward.region
         self.mode = forward
         self.entries: list[Entry] = []
