@@ -63,16 +63,14 @@ class RematMode(DispatchMode):
         watcher: What sees each aten op now, if something does.
     """
 
+    # No `__init__`: `DispatchMode` sets up its own state when it is entered, which a plain region never does.
+    region: Any
     replaying: bool
     parent: RematMode | None = None
     ops: Any = None
     observed: Any = None
     opening: _Watcher | None = None
     watcher: _Watcher | None = None
-
-    def __init__(self, region: Any) -> None:
-        # TorchDispatchMode sets up its own state when it is entered, which a plain region never does.
-        self.region = region
 
     @property
     def recomputing(self) -> bool:
@@ -82,7 +80,7 @@ class RematMode(DispatchMode):
     @property
     def answers(self) -> bool:
         """Whether each aten op that comes now is answered from the log."""
-        return self.replaying and self.watcher is not None and self.ops is not None and self.ops.compares()
+        return self.replaying and self.watcher is not None and self.ops is not None and self.ops.ops is not None
 
     def is_in(self, region: Any) -> bool:
         """Whether this phase is one of a region, or lies in one of it."""
@@ -193,11 +191,8 @@ class RematMode(DispatchMode):
             return tensor.detach()
 
     def after_next_op(self, then: Callable[[], None]) -> None:
-        """Do something once the watcher has seen the op that comes next, and has not refused it."""
-        watcher = self.watcher
-        if watcher is None:
-            then()
-            return
+        """Do something once the watcher, which there must be, has seen the next op and has not refused it."""
+        watcher: Any = self.watcher
 
         def seen(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             if effects_of(op).ignored:

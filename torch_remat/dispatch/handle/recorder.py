@@ -433,10 +433,6 @@ class CallRecorder(Recorder):
             return True
         return opened is not None and opened.record.policy is not _RECOMPUTE and opened.is_running()
 
-    def in_recomputed_op(self) -> bool:
-        """Whether the body of a RECOMPUTE op runs: replay runs all of it."""
-        return self.opened is not None and self.opened.is_running()
-
     def forget_expected(self) -> None:
         """Expect nothing: something else has come."""
         self.expected = None
@@ -481,9 +477,6 @@ class CallRecorder(Recorder):
 
     def _source_of(self, tensor: Tensor) -> tuple[Record, int] | None:
         """Return record and place of the skipped op's output that a tensor is, or is a view of, if it is one."""
-        writer = self.storages.writer_of(tensor) if self.entries else None
-        if writer is not None:
-            return self.region.tape.records[writer[0].group], writer[1]
         made = self.made.maker_of(tensor)
         return None if made is None or made.record.policy is _RECOMPUTE else (made.record, made.place)
 
@@ -684,10 +677,6 @@ class CallRecorder(Recorder):
             call.let_go()
             self.calls.append(call)
         return result
-
-    def skips(self) -> bool:
-        """Whether a native region runs that replay skips."""
-        return self.calling is not None or super().skips()
 
     def note_returned_view(self, stretch: Stretch, place: int, leaf: Tensor, last: int) -> None:
         """Note a view of a SAVE op's output that a native region returns: code outside may read it."""

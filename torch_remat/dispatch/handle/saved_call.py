@@ -102,8 +102,6 @@ class LeftOut(Record):
 
     def given(self, function: Any, leaves: Sequence[Any]) -> Sequence[Any]:
         """Return arguments and variables in replay, by their places in forward."""
-        if not self.paths:
-            return leaves
         given = [*leaves, *[None] * (max(self.paths) + 1 - len(leaves))]
         for place, path in self.paths.items():
             given[place] = at_path((function, *leaves), path)
@@ -141,13 +139,9 @@ def runs(record: Any, entries: Sequence[Entry]) -> bool:
     return any(entry.run for entry in entries[record.start : record.end])
 
 
-def _nobody() -> None:
-    return None
-
-
 def lying_in(view: Placement, source: Placement) -> Elided:
     """Describe how a tensor lies in the storage of another, though no holder waits for it."""
-    return Elided(_nobody, 0, view, source)  # type: ignore[arg-type]
+    return Elided(None, 0, view, source)  # type: ignore[arg-type]
 
 
 _FLAT = frozenset((torch.Tensor, Parameter, Placeholder, int, float, bool, str, complex, type(None)))

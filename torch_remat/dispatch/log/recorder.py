@@ -100,7 +100,8 @@ class Recorder:
         self._plain = not (nested or self._allow_mutation)
         self.has_policy: bool = options.policy is not None
         self.watch: OpRecorder | None = None
-        self.opened: Any = None  # the body of an op with a handle that was begun last and has not ended
+        self.opened: Any = None  # the op with a handle that was begun last and has not ended
+        self.calling: Any = None  # the function of torch's own that runs, or the call of `region`
         self.skipped_any = False
         self.packs = False
         self._read: list[tuple[int, int]] = []  # storages that replay reads in any case, each after how many entries
@@ -122,7 +123,7 @@ class Recorder:
 
     def in_recomputed_op(self) -> bool:
         """Whether the body of a RECOMPUTE op runs: replay runs all of it."""
-        return False
+        return self.opened is not None and self.opened.is_running()
 
     def resident(
         self, op: str, name: str, tensor: torch.Tensor, policy: CheckpointPolicy, may_change: bool = False
@@ -173,7 +174,7 @@ class Recorder:
 
     def skips(self) -> bool:
         """Whether a native region runs that replay skips."""
-        return self.watch is not None and self.watch.native is not None
+        return self.calling is not None or (self.watch is not None and self.watch.native is not None)
 
     def note_record(self, record: Record) -> None:
         """Note what has a name.

@@ -289,7 +289,7 @@ class Filling(RematMode):
             if self._limit:
                 self._stop_at(position)
             return Packed.of(tensor)
-        if tensor.compute is None or self.ops is None or not self.ops.compares():
+        if tensor.compute is None or self.ops is None or self.ops.ops is None:
             return None
         self._late = (*self._late, (holder, tensor))  # likely for another op than forward's
         self._waiting += 1
@@ -463,7 +463,7 @@ class Filling(RematMode):
 
     def _fail_if_no_op_says_more(self, error: RematError) -> None:
         """Fail once the next op has come, if ops are compared: an error about another op says more."""
-        if self.ops is not None and self.ops.compares() and type(error) is MismatchError:
+        if self.ops is not None and self.ops.ops is not None and type(error) is MismatchError:
             self._error, self.over, self._limit = error, True, 0
             self.after_next_op(partial(self.fail, error))
         else:
