@@ -46,7 +46,7 @@ from torch_remat.dispatch.log.meta import (
 from torch_remat.dispatch.log.schema import may_draw
 from torch_remat.dispatch.log.slot import version_of
 from torch_remat.dispatch.naming import default_name
-from torch_remat.dispatch.placeholder import NOT_LAZY, Geometry, Placeholder, Source, new_tuple, real, unpack
+from torch_remat.dispatch.placeholder import NOT_LAZY, Geometry, Placeholder, Source, new_tuple, unpack
 from torch_remat.dispatch.region.inputs import leaves_of, with_leaves
 from torch_remat.errors import MismatchError, MutationError, UsageError
 from torch_remat.policies.decision import CheckpointPolicy
@@ -303,6 +303,9 @@ class Replay(Protocol):
     def load(self, slot: Any, op: str, name: str) -> torch.Tensor:
         """Return what a slot keeps, which hooks around the region may have given already."""
 
+    def load_inputs(self, record: Any, args: Sequence[Any], consumer: str) -> list[Any]:
+        """Return inputs with the placeholders among them replaced by what is kept."""
+
     def start_over(self, entry: Entry, place: int, consumer: str) -> NoReturn:
         """End a replay in which something reads a result that was not kept."""
 
@@ -353,10 +356,8 @@ def made_again(
     replay: Replay, record: WholeCall, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Make the call at its own place. Forward's holders have what backward needs; results that were kept stay."""
-    leaves = leaves_of(args, kwargs)
-    if any(isinstance(leaf, Placeholder) for leaf in leaves):
-        fresh, kwargs = with_leaves(args, kwargs, [real(leaf, record.name) for leaf in leaves])
-        args = [_refilled(arg, new) for arg, new in zip(args, fresh, strict=True)]
+    if is_compiled(function):  # which, unlike ops, asks no placeholder for its value
+        args, kwargs = with_leaves(args, kwargs, replay.load_inputs(record, leaves_of(args, kwargs), record.name))
     given = list(tensors_in(args, kwargs))
     for at, version in () if replay.region.inputs.packed else record.versions:
         # What replay makes itself has storages of its own; autograd may sum gradients in place in one phase only.
@@ -372,17 +373,6 @@ def made_again(
     if record.drawn is not None:
         record.drawn.restore()
     return result
-
-
-def _refilled(given: Any, fresh: Any) -> Any:
-    """Return an argument with other leaves; a list or dict as the object that it is, since the call may change it."""
-    if type(given) is list:
-        given[:] = fresh
-        return given
-    if type(given) is dict:
-        given.update(fresh)
-        return given
-    return fresh
 
 
 def kept_or_stand_in(replay: Replay, entry: Entry, place: int, meta: Any, requires_grad: bool) -> Any:
