@@ -81,7 +81,7 @@ def written_result_of_another_call(x, opaque):
 
 def detached_argument(x, opaque):
     y = x * 1.5
-    return remat.region(lambda t: doubled(t.detach_()), "k")(y) * x * y
+    return (remat.region(lambda t: doubled(t.detach_()), "k")(y) * x * y).sin().exp()
 
 
 def resized_argument(x, opaque):
@@ -116,7 +116,7 @@ def gradient_after_an_argument_was_elided(x, opaque):
     y = x.sin()
     z = remat.region(lambda t: (t * t).sin(), "k", opaque=opaque)(y)
     (grad,) = torch.autograd.grad(z.sum(), x, retain_graph=True)
-    return z.exp() * grad
+    return (z.exp() * grad).sin().exp()
 
 
 PROGRAMS = (
