@@ -119,19 +119,31 @@ def gradient_after_an_argument_was_elided(x, opaque):
     return (z.exp() * grad).sin().exp()
 
 
+def gradient_in_a_call(x, opaque):
+    y = x + x
+
+    def inner():
+        t = x.detach().requires_grad_()
+        return torch.autograd.grad((t.sin() * y).sum(), t)[0]
+
+    return (remat.region(inner, "k", opaque=opaque)() * x.sin()).exp()
+
+
 PROGRAMS = (
     written_result, written_result_of_several, written_result_of_compiled_code, appended_argument,
     written_result_of_another_call, detached_argument, resized_argument, op_with_the_name_of_another_in_a_call,
     sparse_result, generator_from_a_function, view_of_the_output_of_an_op, gradient_after_an_argument_was_elided,
+    gradient_in_a_call,
 )  # fmt: skip
 
 
+@pytest.mark.parametrize("options", [{}, {"policy": remat.policies.save_matmuls}], ids=["plain", "policy"])
 @pytest.mark.parametrize("opaque", [False, True], ids=["watched", "opaque"])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-def test_gradients_are_those_of_plain_autograd(program, opaque):
+def test_gradients_are_those_of_plain_autograd(program, opaque, options):
     grads = []
     given = torch.randn(4, 4, requires_grad=True)
-    for run in (program, remat.checkpoint()(program)):
+    for run in (program, remat.checkpoint(**options)(program)):
         (x,) = leaf_copies([given])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
