@@ -37,7 +37,7 @@ class Lazy(torch.autograd.Function):
         return grad * 2
 
 
-COMPILED = torch.compile(torch.sin, backend="eager")
+COMPILED = torch.compile(torch.sin, backend="aot_eager")
 
 
 def doubled(x):
@@ -66,7 +66,9 @@ def written_result_of_several(x, opaque):
 
 
 def written_result_of_compiled_code(x, opaque):
-    return remat.native_save_region("k", COMPILED, needed(x)).mul_(2).cos() * x
+    y = needed(x)
+    z = remat.native_save_region("k", COMPILED, y.detach()).mul_(2)
+    return z * remat.native_save_region("l", COMPILED, y).mul_(2).cos() * x
 
 
 def appended_argument(x, opaque):
