@@ -26,6 +26,7 @@ from torch_remat._compat import (
     pop_saved_tensors_hooks,
     push_mode,
     push_saved_tensors_hooks,
+    without_dispatch_modes,
 )
 from torch_remat.dispatch.log.schema import effects_of
 from torch_remat.errors import Carried
@@ -57,24 +58,19 @@ class StartOver(BaseException):
 class RematMode(DispatchMode):
     """The runtime of one phase of one region: `Recording` in forward, `Filling` in replay.
 
-    Args:
-        region: The region whose function runs.
-
     Attributes:
         opening: What watches the region's ops from its start, if something does.
         watcher: What sees each aten op now, if something does.
     """
 
+    # No `__init__`: `DispatchMode` sets up its own state when it is entered, which a plain region never does.
+    region: Any
     replaying: bool
     parent: RematMode | None = None
     ops: Any = None
     observed: Any = None
     opening: _Watcher | None = None
     watcher: _Watcher | None = None
-
-    def __init__(self, region: Any) -> None:
-        # TorchDispatchMode sets up its own state when it is entered, which a plain region never does.
-        self.region = region
 
     @property
     def recomputing(self) -> bool:
@@ -84,7 +80,7 @@ class RematMode(DispatchMode):
     @property
     def answers(self) -> bool:
         """Whether each aten op that comes now is answered from the log."""
-        return self.replaying and self.watcher is not None and self.ops is not None and self.ops.compares()
+        return self.replaying and self.watcher is not None and self.ops is not None and self.ops.ops is not None
 
     def is_in(self, region: Any) -> bool:
         """Whether this phase is one of a region, or lies in one of it."""
@@ -136,13 +132,6 @@ class RematMode(DispatchMode):
     ) -> Any:
         """Run a native region in this phase and return what the function returns.
 
-        Args:
-            name: The native region's name, with its scopes.
-            policy: Whether replay skips it.
-            function: What runs inside.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
-
         Raises:
             UsageError: The region already has an op of that name, or the op before it was not ended.
             MismatchError: In replay, this is not the op that forward had here, or other ops ran inside.
@@ -163,16 +152,7 @@ class RematMode(DispatchMode):
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """Run a call of `region` in this phase; the arguments and errors are those of `run_native`.
-
-        Args:
-            opaque: Whether its ops need not be watched.
-            name: Its name, with its scopes.
-            policy: Whether replay leaves it out.
-            function: What is called.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
-        """
+        """Run a call of `region` in this phase, as a native region; of an opaque one ops need not be watched."""
         ops = self.ops_now()
         if ops is None:
             return function(*args, **kwargs)
@@ -203,12 +183,16 @@ class RematMode(DispatchMode):
         finally:
             self.watcher = previous
 
+    def alias_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor without its history, and show no watcher how it is made."""
+        if self.watcher is None or type(tensor) is not torch.Tensor:
+            return tensor.detach()
+        with without_dispatch_modes():
+            return tensor.detach()
+
     def after_next_op(self, then: Callable[[], None]) -> None:
-        """Do something once the watcher has seen the op that comes next, and has not refused it."""
-        watcher = self.watcher
-        if watcher is None:
-            then()
-            return
+        """Do something once the watcher, which there must be, has seen the next op and has not refused it."""
+        watcher: Any = self.watcher
 
         def seen(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             if effects_of(op).ignored:

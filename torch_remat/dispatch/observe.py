@@ -94,11 +94,7 @@ def is_watched() -> bool:
 
 
 class Watch:
-    """Watches one phase of one region.
-
-    Args:
-        mode: The phase.
-    """
+    """Watches one phase of one region."""
 
     def __init__(self, mode: Any) -> None:
         self.region = mode.region

@@ -33,7 +33,8 @@ class Tape:
             number of the first node to which a replay that ends here does not come; whether its op may yet fill it.
         layouts: For views among these, by place, how they lie in what they are views of; None where replay cannot tell.
         buffers: The places of tensors without a history, which the op that saves them may fill later.
-        elided: Weak references to the holders of SAVE ops that are filled from other ops' outputs.
+        elided: Weak references to the holders of SAVE ops that are filled from other ops' inputs or outputs, each with
+            the number of the first node after the op that saved it.
         holders: Weak references to the holders of all that has a name, for reports.
         records: The ops by name, in order.
         inner: The ops of inner regions, in the order in which they began.
@@ -47,7 +48,6 @@ class Tape:
     """
 
     __slots__ = (
-        "_elided_numbers",
         "backward_inside",
         "buffers",
         "calling",
@@ -68,7 +68,7 @@ class Tape:
         self.saved: list[ref[Holder] | ResidentRef | torch.Tensor | None] = []
         self.layouts: dict[int, Layout | None] = {}
         self.buffers: set[int] = set()
-        self.elided: list[ref[OpHolder]] = []
+        self.elided: list[tuple[ref[OpHolder], int]] = []
         self.holders: list[ref[OpHolder]] = []
         self.records: dict[str, Record] = {}
         self.inner: list[InnerOp] | tuple[()] = ()
@@ -78,12 +78,12 @@ class Tape:
         self.backward_inside = self.ran_compiled = False
         self.calling: str | None = None
         self.numbers: dict[int, tuple[int, int, bool]] = {}
-        self._elided_numbers: list[tuple[ref[OpHolder], int]] = []
 
     def stop(self, hooks: object, early_stop: bool, begins: Iterable[int]) -> int:
         """Return the number of the first node to which no replay comes; ``begins`` are those of native regions."""
-        last = self.with_parameters(self.last_that_may_be_needed(hooks))
-        elided = [number for holder, number in self._elided_numbers if hooks is not None or holder() is not None]
+        places = range(len(self.saved) - 1, -1, -1)
+        last = self.with_parameters(next((place for place in places if self.may_need(place, hooks)), -1))
+        elided = [number for holder, number in self.elided if hooks is not None or holder() is not None]
         if not early_stop and (last >= 0 or elided):
             return sequence_number()  # to the function's end
         number, stop, _ = self.numbers.get(last, (0, 0, False))
@@ -96,8 +96,7 @@ class Tape:
 
     def note_elided(self, holder: ref[OpHolder]) -> None:
         """Note a holder that replay fills from an input or an output of an op, which is over by now."""
-        self.elided.append(holder)
-        self._elided_numbers.append((holder, sequence_number()))
+        self.elided.append((holder, sequence_number()))
 
     def position_of(self, holder: Holder) -> int:
         """Return the place of a live holder."""
@@ -111,12 +110,12 @@ class Tape:
             if type(entry) is ref and (holder := entry()) is not None and holder.value is None
         ]
         if self.elided:
-            empty += [holder for entry in self.elided if (holder := entry()) is not None and holder.value is None]
+            empty += [holder for entry, _ in self.elided if (holder := entry()) is not None and holder.value is None]
         return empty
 
     def empty_elided(self) -> int:
         """Return how many of the live holders of SAVE ops are filled from other ops' outputs, and are not yet."""
-        return sum([(holder := entry()) is not None and holder.value is None for entry in self.elided])
+        return sum([(holder := entry()) is not None and holder.value is None for entry, _ in self.elided])
 
     def has_values(self) -> bool:
         """Whether a live holder that replay fills has its value."""
@@ -146,11 +145,9 @@ class Tape:
         kept must be the same in that region's replay, where other tensors live longer.
         """
         entry = self.saved[place]
-        return type(entry) is ref and (hooks is not None or _is_empty(entry))
-
-    def last_that_may_be_needed(self, hooks: object) -> int:
-        """Return the place of the last holder of which that is so, -1 if none."""
-        return next((place for place in range(len(self.saved) - 1, -1, -1) if self.may_need(place, hooks)), -1)
+        if type(entry) is not ref:
+            return False
+        return hooks is not None or ((holder := entry()) is not None and holder.value is None)
 
     def last_needed(self) -> int:
         """Return the place of the last live empty holder (-1 if none)."""
@@ -169,12 +166,7 @@ class Tape:
         return place
 
     def _alive(self) -> Iterator[Holder]:
-        for entry in (*self.saved, *self.elided):
+        for entry in (*self.saved, *[holder for holder, _ in self.elided]):
             holder = entry() if type(entry) is ref else None
             if holder is not None:
                 yield holder
-
-
-def _is_empty(entry: ref[Holder] | ResidentRef | torch.Tensor | None) -> bool:
-    holder = entry() if type(entry) is ref else None
-    return holder is not None and holder.value is None

@@ -88,9 +88,7 @@ def _is_another(holder: Holder, owner: torch.Tensor, origin: torch.Tensor | None
 
 
 def is_same_leaf(before: torch.Tensor, now: torch.Tensor) -> bool:
-    """Whether a leaf of replay stands for one of forward: it is it, or was made in the region with the same values."""
-    if before is now:
-        return True
+    """Whether another leaf of replay stands for one of forward: it was made in the region with the same values."""
     if is_parameter(before) or before.grad_fn is not None or now.grad_fn is not None or not now.requires_grad:
         return False
     with without_dispatch_modes():

@@ -34,11 +34,7 @@ class InnerOp(NamedTuple):
 
 
 class Around:
-    """The regions around one whose forward runs, as far as they care about its ops.
-
-    Args:
-        mode: The inner region's forward.
-    """
+    """The regions around one whose forward runs, as far as they care about its ops."""
 
     __slots__ = ("_name", "_replay", "_tapes")
 

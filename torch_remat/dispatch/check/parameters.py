@@ -130,10 +130,6 @@ def unchanged(region: Any) -> bool:
 def check_parameters(region: Any, fail: Callable[[RematError], NoReturn]) -> list[AbstractContextManager[Any]]:
     """Compare the parameters with those of forward, at the start of a replay.
 
-    Args:
-        region: The region.
-        fail: What ends the replay with an error.
-
     Returns:
         The contexts that the replay needs: one that looks for reads of those that are others now, if any are.
 

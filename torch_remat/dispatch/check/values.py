@@ -66,9 +66,6 @@ class LeftOut(DispatchMode):
     The running statistics of batch norms in training: autograd saves them, each run changes them, and backward does not
     read them. In evaluation it does. Instance norms are batch norms too, on copies of the statistics. And the workspace
     of recurrent layers, which has gaps that nobody has written.
-
-    Args:
-        values: What takes the values of the forward.
     """
 
     lets_compiled_code_run = True

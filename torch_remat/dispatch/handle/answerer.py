@@ -178,7 +178,6 @@ class Replay(Protocol):
     region: Any
     stopped: bool
     over: bool
-    watcher: Any
 
     def stop(self) -> NoReturn:
         """End the replay."""
@@ -201,15 +200,14 @@ class Replay(Protocol):
     def fill_elided(self, holder: Any, value: Any) -> None:
         """Give a holder that was passed over its value."""
 
-    def note_loaded(self, tensor: torch.Tensor) -> None:
-        """Note a tensor that was kept."""
-
 
 class Answerer:
     """The log of one region in one replay.
 
-    Args:
-        replay: The replay.
+    Attributes:
+        ops: What answers and compares aten ops, while the ops of the region, or of a native region, are watched.
+        begun: How many ops with names have begun.
+        made: What ops have made for SAVE ops that have saved it, by their names.
     """
 
     def __init__(self, replay: Replay) -> None:
@@ -226,12 +224,12 @@ class Answerer:
 
     def begin_again(self) -> None:
         """Stand at the start of the log."""
-        self._next = 0
+        self.begun = 0
         self._regions = 0
         self._loaded: dict[int, torch.Tensor] = {}  # by id, kept so that no other tensor gets the id
-        self.made: dict[str, list[tuple[Elided, Any]]] = {}  # by the SAVE ops that have saved it
+        self.made: dict[str, list[tuple[Elided, Any]]] = {}
         self.suppressed = Suppressed()
-        self.ops: OpAnswerer | None = None  # while the ops of the region, or of a native region, are watched
+        self.ops: OpAnswerer | None = None
         self._answers: OpAnswerer | None = None
         self._in_skipped = False  # whether the body of a native region runs
         self._in_call = False  # whether it is that of a call of `region`
@@ -242,17 +240,12 @@ class Answerer:
     def _watched_ops(self) -> OpAnswerer:
         """Return what answers the ops that are watched, in this run of the function."""
         if self._answers is None:
-            self._answers = OpAnswerer(self._replay, self.suppressed, self._slots, self.start_over)
+            self._answers = OpAnswerer(self.region, self._replay.fail, self.suppressed, self.load, self.start_over)
             self._answerers.append(self._answers)
         return self._answers
 
     def begin(self, name: str, policy: CheckpointPolicy, ctx: Any) -> RematHandle | None:
         """Begin an op; None if it is plain autograd. Only `get_handle` calls it.
-
-        Args:
-            name: The op's name, with its scopes.
-            policy: Its policy.
-            ctx: Its autograd context.
 
         Raises:
             MismatchError: This is not the op that forward had here.
@@ -261,14 +254,14 @@ class Answerer:
             return None  # it is part of the call
         if self._in_skipped:
             policy = CheckpointPolicy.SAVE  # it follows the native region around it
-        place = self._next
+        place = self.begun
         records = self._records
         if place < len(records) and (record := records[place]).name == name and record.policy is policy:
-            self._next = place + 1
+            self.begun = place + 1
         elif self._replay.stopped:
             return None
         else:
-            record = self._next_record(name, policy)
+            self._refuse_record(name, policy)
         op: ReplayOp = _new(ReplayOp if policy is _RECOMPUTE else SkippedOp)
         op._ctx = ctx
         op._name = name
@@ -285,17 +278,17 @@ class Answerer:
         if self._in_skipped or self._in_call:
             return function(*args, **kwargs)
         self._replay.stop_if_filled()  # forward does not expect it to come here
-        place, records = self._next, self._records
+        place, records = self.begun, self._records
         if place < len(records) and (record := records[place]).name == name and record.policy is policy:
-            self._next = place + 1
+            self.begun = place + 1
         else:
-            record = self._next_record(name, policy)
+            self._refuse_record(name, policy)
         if type(record) is WholeCall:
             if function is not record.op or layout_of(args, kwargs) != record.layout:
                 self._replay.fail(another_call(self.region, record, function))
             if record.elided_inputs or self.made:
                 self.fill_elided(record, args if not kwargs else (*args, *kwargs.values()))
-            return replayed(self, record, function, args, kwargs, self.start_over)
+            return replayed(self, record, function, args, kwargs)
         if isinstance(record, Stretch):
             return self._run_stretch(record, function, args, kwargs)
         if self.region.options.policy is not None:
@@ -314,12 +307,12 @@ class Answerer:
         kwargs: Mapping[str, Any],
     ) -> Any:  # fmt: skip
         """Run a call of `region`, or leave it out; see `RematMode.run_call`."""
-        records, place = self._records, self._next
+        records, place = self._records, self.begun
         call = records[place] if place < len(records) else None
         if self._in_call or not isinstance(call, LeftOut) or call.name != name or call.policy is not policy:
             return self.run_native(name, policy, function, args, kwargs)
         self._replay.stop_if_filled()
-        self._next = place + 1
+        self.begun = place + 1
         leaves = args if is_flat(args, kwargs) else leaves_of(args, kwargs)
         if identity_of(function) != call.identity or layout_of(leaves, {}) != call.layout:
             self._replay.fail(of_another_function(self.region, call, function))
@@ -333,10 +326,10 @@ class Answerer:
         if call.elided_inputs or self.made:
             self.fill_elided(call, given)
         if type(call) is OpaqueCall and not (call.forms or call.template):
-            return replayed(self, call, function, args, kwargs, self.start_over)
+            return replayed(self, call, function, args, kwargs)
         if call.drawn is not None:
             call.drawn.restore()
-        return result_of(self, call, given, self.load, self.start_over)
+        return result_of(self, call, given)
 
     def load(self, slot: Slot, op: str, name: str) -> Tensor:
         """Return what a slot keeps, which hooks around the region may have given already."""
@@ -508,17 +501,11 @@ class Answerer:
         """Note a tensor that was kept, so that it has no history in replay."""
         self._loaded[id(tensor)] = tensor
 
-    def _next_record(self, name: str, policy: CheckpointPolicy) -> Record:
-        place = self._next
-        expected = self._records[place] if place < len(self._records) else None
+    def _refuse_record(self, name: str, policy: CheckpointPolicy) -> NoReturn:
+        expected = self._records[self.begun] if self.begun < len(self._records) else None
         if expected is None and not self.region.finished:
             self._replay.stop()  # a backward inside forward, which has not come so far itself
-        if expected is None or expected.name != name or expected.policy is not policy:
-            is_known = name in self.region.tape.records
-            self._replay.fail(another_op(self.region, name, policy, expected, is_known))
-        self._next = place + 1
-        known: Record = expected
-        return known
+        self._replay.fail(another_op(self.region, name, policy, expected, name in self.region.tape.records))
 
     def finish(self) -> None:
         """Raise if the function ended before it came to each op."""
@@ -528,7 +515,7 @@ class Answerer:
 
     def check_passed(self, last: int) -> None:
         """Raise if an op has not come that had begun in forward before the tensor at a place was saved."""
-        if self._next < len(self._records) and (missing := self._records[self._next]).saved_before <= last:
+        if self.begun < len(self._records) and (missing := self._records[self.begun]).saved_before <= last:
             raise mismatched(self.region, "this op of forward is missing in replay", SAME_ORDER, op=missing.name)
 
     def load_inputs(self, record: Record, args: Iterable[Any], consumer: str) -> list[Any]:
@@ -550,21 +537,13 @@ class Answerer:
                 loaded[place] = self._loaded[id(tensor)] = tensor
         return loaded
 
-    def compares(self) -> bool:
-        """Whether the aten ops that run are compared with those of forward."""
-        return self.ops is not None
-
-    def begun(self) -> int:
-        """Return how many ops have begun."""
-        return self._next
-
     def may_fill(self) -> bool:
         """Whether the op that saves a tensor may be about to fill it; where ops are watched its place tells."""
         return self.ops is None or self.ops.may_fill()
 
     def next_name(self) -> str | None:
         """Return the name of the next op of forward, if there is one."""
-        return self._records[self._next].name if self._next < len(self._records) else None
+        return self._records[self.begun].name if self.begun < len(self._records) else None
 
     def has_loaded(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor came from a slot, so that it has no history in replay."""
@@ -572,7 +551,7 @@ class Answerer:
 
     def enter_region(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """Return an inner region's arguments with the placeholders among them replaced."""
-        if self._next == 0 or self.region.options.policy is not None:
+        if self.begun == 0 or self.region.options.policy is not None:
             return args, kwargs  # before the first op there is nothing that replay would not have
         place = self._regions
         self._regions = place + 1

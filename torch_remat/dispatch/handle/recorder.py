@@ -32,8 +32,9 @@ from torch_remat.dispatch.holder import AUTOCAST_DTYPES, Anchor, Holder, OpHolde
 from torch_remat.dispatch.log.entry import Entry, HandleCall
 from torch_remat.dispatch.log.meta import Meta, described
 from torch_remat.dispatch.log.record import NO_SLOTS, Record, Stretch
-from torch_remat.dispatch.log.recorder import Forward, Recorder
+from torch_remat.dispatch.log.recorder import Recorder
 from torch_remat.dispatch.log.slot import Slot
+from torch_remat.dispatch.mode import RematMode
 from torch_remat.dispatch.offloading import offload_resident, sender_of, slot_hooks
 from torch_remat.dispatch.options import DEFAULTS
 from torch_remat.dispatch.placeholder import NOT_LAZY, Geometry, Placeholder, new_tuple
@@ -225,9 +226,6 @@ class MadeByOps:
     link. What is taken for an output of a skipped op by mistake is kept, which costs memory; the other mistake is an
     error in replay.
 
-    Args:
-        region: The region.
-
     Attributes:
         tensors: The outputs, by the id of the tensor.
     """
@@ -325,9 +323,6 @@ def _look_up(storages: _Storages, tensor: Tensor) -> Made | None:
 class CallRecorder(Recorder):
     """The log of one region's forward, with its calls.
 
-    Args:
-        forward: The forward's mode.
-
     Attributes:
         expected: The record, names and tensors whose saving comes next, since its body has just ended, before any other
             node; the last ones first.
@@ -340,7 +335,7 @@ class CallRecorder(Recorder):
         recomputing: In how many native regions of the policy RECOMPUTE code runs.
     """
 
-    def __init__(self, forward: Forward) -> None:
+    def __init__(self, forward: RematMode) -> None:
         super().__init__(forward)
         self.made = MadeByOps(self.region)
         self.opened: ForwardOp | None = None
@@ -367,11 +362,6 @@ class CallRecorder(Recorder):
 
     def begin(self, name: str, policy: CheckpointPolicy, ctx: Any) -> ForwardOp | None:
         """Begin an op; None if it is part of one that replay skips. Only `get_handle` calls it, which the body calls.
-
-        Args:
-            name: The op's name, with its scopes.
-            policy: Its policy.
-            ctx: Its autograd context.
 
         Raises:
             UsageError: The region already has an op of that name, or the op before it was not ended.
@@ -443,10 +433,6 @@ class CallRecorder(Recorder):
             return True
         return opened is not None and opened.record.policy is not _RECOMPUTE and opened.is_running()
 
-    def in_recomputed_op(self) -> bool:
-        """Whether the body of a RECOMPUTE op runs: replay runs all of it."""
-        return self.opened is not None and self.opened.is_running()
-
     def forget_expected(self) -> None:
         """Expect nothing: something else has come."""
         self.expected = None
@@ -491,9 +477,6 @@ class CallRecorder(Recorder):
 
     def _source_of(self, tensor: Tensor) -> tuple[Record, int] | None:
         """Return record and place of the skipped op's output that a tensor is, or is a view of, if it is one."""
-        writer = self.storages.writer_of(tensor) if self.entries else None
-        if writer is not None:
-            return self.region.tape.records[writer[0].group], writer[1]
         made = self.made.maker_of(tensor)
         return None if made is None or made.record.policy is _RECOMPUTE else (made.record, made.place)
 
@@ -538,21 +521,14 @@ class CallRecorder(Recorder):
         ):
             holder.resident = False
             region.tape.note_elided(ref(holder))
-            if region.options is not DEFAULTS:
-                self.mode.note_value(holder, tensor)
+            if region.values is not None:
+                region.values.add(holder, tensor)
         elif policy is not _OFFLOAD or region.hooks is not None or not offload_resident(region, holder, tensor):
             self.keep(holder, tensor)
         return holder
 
     def elide_made(self, record: Record, name: str, tensor: Tensor, node: Node, place: int) -> OpHolder | None:
         """Do what `hold` does for an argument of a call that has a node, is no view and that replay makes again.
-
-        Args:
-            record: The call's record.
-            name: The name of the saved tensor.
-            tensor: An ordinary tensor.
-            node: The node that made it.
-            place: Which argument it is.
 
         Returns:
             Its holder; None where `hold` has to look.
@@ -573,14 +549,7 @@ class CallRecorder(Recorder):
         return holder
 
     def _elide_output(self, made: Made, record: Record, tensor: Tensor, holder: OpHolder) -> bool:
-        """Let replay take a saved tensor from the output of an op that it runs again; return whether it can.
-
-        Args:
-            made: The output that the tensor is, or is a view or an alias of.
-            record: The record of the op that saves it.
-            tensor: The saved tensor.
-            holder: Its holder.
-        """
+        """Let replay take a saved tensor from the output of an op that it runs again; return whether it can."""
         maker, place, version, output = made
         source = output()
         # Of an alias of an output that is gone nobody knows where it lies.
@@ -708,10 +677,6 @@ class CallRecorder(Recorder):
             call.let_go()
             self.calls.append(call)
         return result
-
-    def skips(self) -> bool:
-        """Whether a native region runs that replay skips."""
-        return self.calling is not None or super().skips()
 
     def note_returned_view(self, stretch: Stretch, place: int, leaf: Tensor, last: int) -> None:
         """Note a view of a SAVE op's output that a native region returns: code outside may read it."""

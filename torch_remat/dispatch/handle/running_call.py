@@ -26,7 +26,7 @@ from collections.abc import Iterator, Sequence
 from enum import Enum
 from functools import partial
 from types import CodeType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.autograd.graph import Node
@@ -53,7 +53,7 @@ from torch_remat.dispatch.handle.saved_call import (
     runs,
 )
 from torch_remat.dispatch.handle.variables import Path, State, changed_in, identity_of, state_of, tensors_reached
-from torch_remat.dispatch.handle.whole_call import CallForward, note_backward, template_of
+from torch_remat.dispatch.handle.whole_call import CallForward, Ops, note_backward, template_of
 from torch_remat.dispatch.holder import (
     AUTOCAST_DTYPES,
     CAST,
@@ -70,25 +70,6 @@ from torch_remat.dispatch.region.inputs import leaves_of
 from torch_remat.errors import RematWarning, qualified_name, user_line
 from torch_remat.offload.transfer import Placement
 from torch_remat.policies.decision import CheckpointPolicy
-
-
-class Ops(Protocol):
-    """What of a region's recorder is asked here."""
-
-    region: Any
-    entries: list[Entry]
-    storages: Any
-    results: Any
-    departures: Any
-    draws: Any
-    has_policy: bool
-    watch: Any
-
-    def hold(self, record: Any, name: str, tensor: torch.Tensor, policy: CheckpointPolicy) -> Holder | Anchor:
-        """Return the holder for a tensor that a call saves."""
-
-    def holder_for(self, op: str, name: str, tensor: torch.Tensor) -> OpHolder:
-        """Return a holder without a value."""
 
 
 class Given:
@@ -227,16 +208,7 @@ class Leaving:
 
 
 class WatchedCall(Leaving):
-    """A saved call whose ops are watched.
-
-    Args:
-        ops: The recorder of the region around it.
-        name: The call's name.
-        policy: SAVE or OFFLOAD.
-        function: The function.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-    """
+    """A saved call whose ops are watched."""
 
     def __init__(
         self, ops: Ops, name: str, policy: CheckpointPolicy, function: Any, args: Sequence[Any], kwargs: Any
@@ -310,7 +282,8 @@ class WatchedCall(Leaving):
                 return
         found = []
         for left in record.left:
-            known = ((at, one) for at, one in enumerate(self.given) if _is_of(one, left.storage.cdata))
+            key = left.storage.cdata
+            known = ((at, one) for at, one in enumerate(self.given) if torch.is_tensor(one) and key_of(one) == key)
             place, source = next(known, (-1, None))
             if source is None and is_buffer(self._ops.region, left.storage.cdata):
                 continue  # it outlives the region
@@ -330,16 +303,7 @@ class WatchedCall(Leaving):
 
 
 class UnwatchedCall(Leaving, CallForward):
-    """A saved call whose ops are not watched, since its author promises that they write nothing outside.
-
-    Args:
-        ops: The recorder of the region around it.
-        name: The call's name.
-        policy: SAVE or OFFLOAD.
-        function: The function.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-    """
+    """A saved call whose ops are not watched, since its author promises that they write nothing outside."""
 
     kind = OpaqueCall
 
@@ -400,10 +364,6 @@ def _had_history(node: Node | None, first: int) -> bool:
     while node is not None and node_number(node) >= first:
         node = node.next_functions[0][0] if node.next_functions else None
     return node is not None
-
-
-def _is_of(tensor: Any, key: int) -> bool:
-    return isinstance(tensor, torch.Tensor) and key_of(tensor) == key
 
 
 def _cast(dtype: torch.dtype, view: Placement | None, anchor: Anchor) -> torch.Tensor:

@@ -6,10 +6,9 @@ or placeholders in it, and what it wrote put back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import Parameter
@@ -17,11 +16,12 @@ from torch.nn import Parameter
 from torch_remat._compat import same_memory, without_dispatch_modes
 from torch_remat.dispatch.check.mismatch import mismatched
 from torch_remat.dispatch.handle.variables import Path, at_path, identity_of
+from torch_remat.dispatch.handle.whole_call import Replay, kept_or_stand_in
 from torch_remat.dispatch.log.entry import WRITTEN, Entry, WholeCall, still_there
-from torch_remat.dispatch.log.meta import Meta, key_of, layout_of, stand_in
+from torch_remat.dispatch.log.meta import Meta, key_of, layout_of
 from torch_remat.dispatch.log.record import Left, Record, Stretch
 from torch_remat.dispatch.log.slot import Slot
-from torch_remat.dispatch.placeholder import Packed, Placeholder, Source
+from torch_remat.dispatch.placeholder import Packed, Placeholder
 from torch_remat.dispatch.region.inputs import with_leaves
 from torch_remat.dispatch.views import Elided, placement_in
 from torch_remat.errors import MismatchError
@@ -102,8 +102,6 @@ class LeftOut(Record):
 
     def given(self, function: Any, leaves: Sequence[Any]) -> Sequence[Any]:
         """Return arguments and variables in replay, by their places in forward."""
-        if not self.paths:
-            return leaves
         given = [*leaves, *[None] * (max(self.paths) + 1 - len(leaves))]
         for place, path in self.paths.items():
             given[place] = at_path((function, *leaves), path)
@@ -117,14 +115,7 @@ class LeftOut(Record):
 
 
 class SavedCall(LeftOut, Stretch):
-    """The record of a saved call whose ops are watched.
-
-    Args:
-        name: Its name.
-        policy: SAVE or OFFLOAD.
-        function: What is called.
-        leaves: The leaves of its arguments.
-    """
+    """The record of a saved call whose ops are watched."""
 
     def __init__(self, name: str, policy: CheckpointPolicy, function: Any, leaves: Sequence[Any]) -> None:
         super().__init__(name, policy)
@@ -148,13 +139,9 @@ def runs(record: Any, entries: Sequence[Entry]) -> bool:
     return any(entry.run for entry in entries[record.start : record.end])
 
 
-def _nobody() -> None:
-    return None
-
-
 def lying_in(view: Placement, source: Placement) -> Elided:
     """Describe how a tensor lies in the storage of another, though no holder waits for it."""
-    return Elided(_nobody, 0, view, source)  # type: ignore[arg-type]
+    return Elided(None, 0, view, source)  # type: ignore[arg-type]
 
 
 _FLAT = frozenset((torch.Tensor, Parameter, Placeholder, int, float, bool, str, complex, type(None)))
@@ -163,15 +150,6 @@ _FLAT = frozenset((torch.Tensor, Parameter, Placeholder, int, float, bool, str, 
 def is_flat(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether there are only positional arguments, and each is a leaf."""
     return not kwargs and _FLAT.issuperset(map(type, args))
-
-
-class Replay(Protocol):
-    """What of a region's replay is asked here."""
-
-    region: Any
-
-    def note_loaded(self, tensor: torch.Tensor) -> None:
-        """Note a tensor that was kept."""
 
 
 _SAME = "A region must make the same calls in both phases, on tensors that lie in memory in the same way."
@@ -208,36 +186,15 @@ def put_back(replay: Replay, call: LeftOut, given: Sequence[Any]) -> bool:
     return True
 
 
-def result_of(
-    replay: Replay,
-    call: LeftOut,
-    given: Sequence[Any],
-    load: Callable[[Slot, str, str], torch.Tensor],
-    start_over: Callable[[Entry, int, str], Any],
-) -> Any:
-    """Return what a call that is left out returned in forward.
-
-    Args:
-        replay: The replay.
-        call: The call.
-        given: Its arguments and variables in replay.
-        load: Returns what a slot keeps; takes the names of the call and of the tensor, too.
-        start_over: Ends a replay in which something reads a result that was not kept.
-    """
-    name, leaves = replay.region.name, []
+def result_of(replay: Replay, call: LeftOut, given: Sequence[Any]) -> Any:
+    """Return what a call that is left out returned in forward; takes its arguments and variables in replay."""
+    leaves = []
     for form in call.forms:
         value = form
         if type(form) is Made:
             made, place, meta, requires_grad = form
             entry: Any = call if made is None else made
-            slot = entry.kept.get(place) if place != WRITTEN else next(iter(entry.written), None)
-            label = entry.label(place)
-            if slot is None:
-                value = stand_in(meta, Source(name, call.name, label), partial(start_over, entry, place))
-            else:
-                value = _seen(load(slot, call.name, label), entry, place, meta)
-                replay.note_loaded(value)
-            value.requires_grad_(requires_grad)
+            value = _seen(replay, kept_or_stand_in(replay, entry, place, meta, requires_grad), entry, place, meta)
         elif type(form) is Passed:
             value = given[form.place]
             if form.view is not None:
@@ -248,19 +205,23 @@ def result_of(
                     value = same_memory(value) if form.has_history else value.detach()
                     replay.note_loaded(value)
         elif type(form) is Slot:
-            value = load(form, call.name, "out")
+            value = replay.load(form, call.name, "out")
             replay.note_loaded(value)
         leaves.append(value)
     return with_leaves(call.template, {}, leaves)[0][0] if call.template else leaves[0]
 
 
-def _seen(value: torch.Tensor, entry: Entry, place: int, meta: Any) -> torch.Tensor:
-    """Return what was returned, as a view of what was kept of the entry."""
+def _seen(replay: Replay, value: torch.Tensor, entry: Entry, place: int, meta: Any) -> torch.Tensor:
+    """Return what was returned, as a view of what was kept of the entry; a placeholder is that already."""
     own = entry.meta(place) if place != WRITTEN else None
-    if type(meta) is not Meta or meta == own or (type(own) is not Meta and meta.describes(value)):
+    is_it = type(meta) is not Meta or isinstance(value, Placeholder) or meta == own
+    if is_it or (type(own) is not Meta and meta.describes(value)):
         return value
     seen = lying_in(placement_in(meta), placement_in(own) if type(own) is Meta else Placement.of(value)).value(value)
-    return value if seen is None else seen
+    if seen is None:
+        return value
+    replay.note_loaded(seen)
+    return seen.requires_grad_(value.requires_grad)
 
 
 def kept_of_second_run(tensor: torch.Tensor) -> torch.Tensor | Packed:

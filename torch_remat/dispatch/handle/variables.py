@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from operator import attrgetter, itemgetter
+from operator import attrgetter, is_, itemgetter, methodcaller
 from types import BuiltinFunctionType, CellType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
@@ -32,15 +32,12 @@ def tensors_reached(call: tuple[Any, ...]) -> Iterator[tuple[Path, torch.Tensor]
         for at, cell in enumerate(function.__closure__ or ()):
             for value in _held_by(cell):
                 if isinstance(value, torch.Tensor):
-                    yield (_FIRST, partial(_cell_contents, at)), value
+                    yield (itemgetter(0), partial(_cell_contents, at)), value
     for at, root in enumerate(call):
         if type(root) not in _BARE:
             for path, value in _reached(root):
                 if isinstance(value, torch.Tensor):
                     yield (itemgetter(at), *path), value
-
-
-_FIRST = itemgetter(0)
 
 
 def at_path(call: tuple[Any, ...], path: Path) -> Any:
@@ -59,11 +56,6 @@ def state_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any] = _NO
 
     These are the variables that its function closes over; lists, dicts, sets, iterators, and attributes of objects,
     those of modules apart, among these and among its arguments.
-
-    Args:
-        function: The function.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
     """
     state: State = []
     for root in (function, *args, *kwargs.values()):
@@ -143,59 +135,58 @@ def _reached(function: Any) -> Iterator[tuple[Path, Any]]:
     for depth in range(_DEPTH):
         following: list[tuple[Path, Any]] = []
         for path, value in level:
-            for step, inner in _parts_of(value, is_called=not path):
+            for steps, inner in _parts_of(value, is_called=not path):
                 if inner is None or id(inner) in seen:
                     continue
                 seen.add(id(inner))
-                yield (*path, step), inner
+                yield (*path, *steps), inner
                 if depth + 1 < _DEPTH and type(inner) not in _BARE:
-                    following.append(((*path, step), inner))
+                    following.append(((*path, *steps), inner))
         level = following
 
 
 _BARE = frozenset((torch.Tensor, torch.nn.Parameter, int, float, bool, str, bytes, complex, type(None), type))
 
 
-def _parts_of(value: Any, is_called: bool) -> Iterator[tuple[Callable[[Any], Any], Any]]:
+def _parts_of(value: Any, is_called: bool) -> Iterator[tuple[Path, Any]]:
     """Yield the parts of a function or container, and how to get them."""
     if isinstance(value, Module):
         for name, module in value.named_modules():
-            get = _submodule(name)
+            get = methodcaller("get_submodule", name)
             for attribute, inner in _attributes_of(module):
-                yield partial(_then, get, attrgetter(attribute)), inner
+                yield (get, attrgetter(attribute)), inner
     elif isinstance(value, FunctionType):
         for at, cell in enumerate(value.__closure__ or ()):
-            yield partial(_cell_contents, at), next(iter(_held_by(cell)), None)
+            yield (partial(_cell_contents, at),), next(iter(_held_by(cell)), None)
         for at, inner in enumerate(value.__defaults__ or ()):
-            yield partial(_then, attrgetter("__defaults__"), itemgetter(at)), inner
+            yield (attrgetter("__defaults__"), itemgetter(at)), inner
         for name, inner in (value.__kwdefaults__ or {}).items():
-            yield partial(_then, attrgetter("__kwdefaults__"), itemgetter(name)), inner
+            yield (attrgetter("__kwdefaults__"), itemgetter(name)), inner
         for name in value.__code__.co_names:
             if isinstance(inner := value.__globals__.get(name), (torch.Tensor, Module)):
-                yield partial(_then, attrgetter("__globals__"), itemgetter(name)), inner
+                yield (attrgetter("__globals__"), itemgetter(name)), inner
         wrapped = value.__dict__.get("__wrapped__")
         if wrapped is not None:
-            yield attrgetter("__wrapped__"), wrapped
+            yield (attrgetter("__wrapped__"),), wrapped
     elif isinstance(value, partial):
-        yield attrgetter("func"), value.func
+        yield (attrgetter("func"),), value.func
         for at, inner in enumerate(value.args):
-            yield partial(_then, attrgetter("args"), itemgetter(at)), inner
+            yield (attrgetter("args"), itemgetter(at)), inner
         for name, inner in value.keywords.items():
-            yield partial(_then, attrgetter("keywords"), itemgetter(name)), inner
+            yield (attrgetter("keywords"), itemgetter(name)), inner
     elif isinstance(value, MethodType):
-        yield attrgetter("__func__"), value.__func__
-        owner = value.__self__
-        for step, inner in _parts_of(owner, is_called=True):
-            yield partial(_then, attrgetter("__self__"), step), inner
+        yield (attrgetter("__func__"),), value.__func__
+        for steps, inner in _parts_of(value.__self__, is_called=True):
+            yield (attrgetter("__self__"), *steps), inner
     elif isinstance(value, Mapping):
         for key, inner in value.items():
-            yield itemgetter(key), inner
+            yield (itemgetter(key),), inner
     elif isinstance(value, (list, tuple)):
         for at, inner in enumerate(value):
-            yield itemgetter(at), inner
+            yield (itemgetter(at),), inner
     elif is_called and type(value) not in _BARE:
         for name, inner in getattr(value, "__dict__", {}).items():
-            yield attrgetter(name), inner
+            yield (attrgetter(name),), inner
 
 
 def _attributes_of(module: Module) -> Iterator[tuple[str, Any]]:
@@ -204,14 +195,6 @@ def _attributes_of(module: Module) -> Iterator[tuple[str, Any]]:
     for name, value in vars(module).items():
         if isinstance(value, torch.Tensor):
             yield name, value
-
-
-def _submodule(name: str) -> Callable[[Module], Module]:
-    return lambda module: module.get_submodule(name)
-
-
-def _then(first: Callable[[Any], Any], second: Callable[[Any], Any], value: Any) -> Any:
-    return second(first(value))
 
 
 def _cell_contents(at: int, function: FunctionType) -> Any:
@@ -230,8 +213,4 @@ def _held_by(holder: Any) -> tuple[Any, ...]:
 
 
 def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    return len(one) == len(other) and all(map(_is, one, other))
-
-
-def _is(one: Any, other: Any) -> bool:
-    return one is other
+    return len(one) == len(other) and all(map(is_, one, other))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from types import BuiltinFunctionType
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import optree
 import torch
@@ -32,7 +32,7 @@ from torch_remat._compat import (
 )
 from torch_remat.dispatch.check.mismatch import mismatched
 from torch_remat.dispatch.holder import Anchor, Holder, OpHolder
-from torch_remat.dispatch.log.entry import CALL, Entry, WholeCall
+from torch_remat.dispatch.log.entry import CALL, WRITTEN, Entry, WholeCall
 from torch_remat.dispatch.log.meta import (
     Meta,
     Raised,
@@ -46,7 +46,7 @@ from torch_remat.dispatch.log.meta import (
 from torch_remat.dispatch.log.schema import may_draw
 from torch_remat.dispatch.log.slot import version_of
 from torch_remat.dispatch.naming import default_name
-from torch_remat.dispatch.placeholder import NOT_LAZY, Geometry, Placeholder, Source, new_tuple, real, unpack
+from torch_remat.dispatch.placeholder import NOT_LAZY, Geometry, Placeholder, Source, new_tuple, unpack
 from torch_remat.dispatch.region.inputs import leaves_of, with_leaves
 from torch_remat.errors import MismatchError, MutationError, UsageError
 from torch_remat.policies.decision import CheckpointPolicy
@@ -125,13 +125,18 @@ class Ops(Protocol):
     departures: Any
     skipped: list[tuple[int, int]]
     draws: Any
+    has_policy: bool
+    watch: Any
     is_usual: bool
 
     def elide_made(self, record: WholeCall, name: str, tensor: torch.Tensor, node: Node, place: int) -> OpHolder | None:
         """Return the holder for an argument that a node has made and replay makes again; None for any other."""
 
-    def hold(self, record: WholeCall, name: str, tensor: torch.Tensor, policy: CheckpointPolicy) -> Holder | Anchor:
-        """Return the holder for a tensor that a whole call saves."""
+    def hold(self, record: Any, name: str, tensor: torch.Tensor, policy: CheckpointPolicy) -> Holder | Anchor:
+        """Return the holder for a tensor that a call saves."""
+
+    def holder_for(self, op: str, name: str, tensor: torch.Tensor) -> OpHolder:
+        """Return a holder without a value."""
 
     def note_result(self, entry: Entry, result: torch.Tensor, first: int, last: int) -> None:
         """Note a call with its one result, an ordinary tensor in a storage of its own."""
@@ -142,13 +147,6 @@ class Ops(Protocol):
 
 class CallForward:
     """One such call, while forward runs.
-
-    Args:
-        ops: The recorder of the region around it.
-        name: The name of the native region.
-        policy: Its policy.
-        function: The function.
-        args: All its arguments.
 
     Attributes:
         record: What the log keeps of it.
@@ -254,7 +252,7 @@ class CallForward:
         record.leaves = [leaf.requires_grad if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         if len(leaves) != 1 or leaves[0] is not result:
             record.template = template_of(result)
-        record.results = [described(leaf, None) for leaf in leaves]
+        record.results = described(leaves if record.template else result, None)
         record.saved = frozenset(range(len(leaves)))
         if record.away:
             record.away = record.saved
@@ -305,14 +303,15 @@ class Replay(Protocol):
     def load(self, slot: Any, op: str, name: str) -> torch.Tensor:
         """Return what a slot keeps, which hooks around the region may have given already."""
 
+    def load_inputs(self, record: Any, args: Sequence[Any], consumer: str) -> list[Any]:
+        """Return inputs with the placeholders among them replaced by what is kept."""
+
+    def start_over(self, entry: Entry, place: int, consumer: str) -> NoReturn:
+        """End a replay in which something reads a result that was not kept."""
+
 
 def replayed(
-    replay: Replay,
-    record: WholeCall,
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    start_over: Callable[[Entry, int, str], Any],
+    replay: Replay, record: WholeCall, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return what the call returned in forward; make it again where it must be.
 
@@ -322,7 +321,6 @@ def replayed(
         function: The function.
         args: Its positional arguments, of which the elided holders have been filled.
         kwargs: Its keyword arguments.
-        start_over: Ends a replay in which something reads a result that was not kept.
 
     Raises:
         MutationError: The call is made again, and an argument was changed in place since forward.
@@ -336,8 +334,9 @@ def replayed(
     if record.drawn is not None:
         record.drawn.restore()
     if not record.template:
-        return _leaf(replay, record, 0, record.leaves[0], start_over)
-    leaves = [_leaf(replay, record, place, known, start_over) for place, known in enumerate(record.leaves)]
+        return kept_or_stand_in(replay, record, 0, record.results, record.leaves[0])
+    metas = zip(record.results, record.leaves, strict=True)
+    leaves = [kept_or_stand_in(replay, record, place, *known) for place, known in enumerate(metas)]
     return with_leaves(record.template, {}, leaves)[0][0]
 
 
@@ -357,10 +356,8 @@ def made_again(
     replay: Replay, record: WholeCall, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Make the call at its own place. Forward's holders have what backward needs; results that were kept stay."""
-    leaves = leaves_of(args, kwargs)
-    if any(isinstance(leaf, Placeholder) for leaf in leaves):
-        fresh, kwargs = with_leaves(args, kwargs, [real(leaf, record.name) for leaf in leaves])
-        args = [_refilled(arg, new) for arg, new in zip(args, fresh, strict=True)]
+    if is_compiled(function):  # which, unlike ops, asks no placeholder for its value
+        args, kwargs = with_leaves(args, kwargs, replay.load_inputs(record, leaves_of(args, kwargs), record.name))
     given = list(tensors_in(args, kwargs))
     for at, version in () if replay.region.inputs.packed else record.versions:
         # What replay makes itself has storages of its own; autograd may sum gradients in place in one phase only.
@@ -378,30 +375,19 @@ def made_again(
     return result
 
 
-def _refilled(given: Any, fresh: Any) -> Any:
-    """Return an argument with other leaves; a list or dict as the object that it is, since the call may change it."""
-    if type(given) is list:
-        given[:] = fresh
-        return given
-    if type(given) is dict:
-        given.update(fresh)
-        return given
-    return fresh
-
-
-def _leaf(
-    replay: Replay, record: WholeCall, place: int, known: Any, start_over: Callable[[Entry, int, str], Any]
-) -> Any:
-    slot = record.kept.get(place)
+def kept_or_stand_in(replay: Replay, entry: Entry, place: int, meta: Any, requires_grad: bool) -> Any:
+    """Return what replay has of a result: what was kept of it, else a placeholder; what is no tensor as it is."""
+    slot = entry.kept.get(place)
+    if slot is None and place == WRITTEN and entry.written:
+        slot = entry.written[0]
     if slot is not None:
         tensor = slot.unchanged()
         if tensor is None:
-            tensor = replay.load(slot, record.name, record.label(place))
+            tensor = replay.load(slot, entry.group, entry.label(place))
         replay.note_loaded(tensor)
-        return tensor.requires_grad_(known)
-    meta = record.meta(place)
+        return tensor.requires_grad_(requires_grad)
     if type(meta) not in (Meta, WrapperMeta):
         return meta
-    source = Source(replay.region.name, record.name, record.label(place))
-    made = stand_in(meta, source, partial(start_over, record, place))
-    return made.requires_grad_() if known else made
+    source = Source(replay.region.name, entry.group, entry.label(place))
+    made = stand_in(meta, source, partial(replay.start_over, entry, place))
+    return made.requires_grad_() if requires_grad else made

@@ -43,9 +43,6 @@ class Sent(NamedTuple):
 class Departures:
     """What leaves the device in one forward.
 
-    Args:
-        mode: The forward's mode.
-
     Attributes:
         waiting: Residents that are to leave, with their tensors: an op may fill a buffer after it has saved it.
     """

@@ -30,12 +30,7 @@ _WITHOUT_POLICY = object()  # an inner region without one
 
 
 class Earlier:
-    """The copies of one forward.
-
-    Args:
-        storages: The storages of the forward.
-        entries: The log, as it grows.
-    """
+    """The copies of one forward."""
 
     __slots__ = ("_copies", "_entries", "_inner", "_readers", "_seen", "_storages")
 

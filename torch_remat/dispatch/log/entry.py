@@ -174,12 +174,6 @@ class HandleCall(Record, Entry):
 class WholeCall(Record, Entry):
     """One call of a function of torch's own, which replay leaves out whole: a record, and its own entry in the log.
 
-    Args:
-        name: The name of the native region.
-        policy: Its policy.
-        op: The function.
-        layout: Shape and strides of the tensors among its arguments.
-
     Attributes:
         leaves: The leaves of its result: for each tensor whether it needs a gradient, other values as they are.
         template: Its result with numbers in place of the leaves, alone in a tuple; empty if it is one leaf.

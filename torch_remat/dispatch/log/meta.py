@@ -71,10 +71,6 @@ class WrapperMeta(NamedTuple):
     geometry: Geometry
     alias: bool
 
-    def describes(self, _tensor: torch.Tensor) -> bool:
-        """Whether a tensor in the same storage is the whole result: a wrapper is kept as it is."""
-        return True
-
 
 class Given(NamedTuple):
     """A result that is an argument, though the op's schema does not say so.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -50,15 +50,6 @@ from torch_remat.dispatch.views import offset_in_bytes, placement_in
 from torch_remat.errors import MismatchError, MutationError
 
 
-class Replay(Protocol):
-    """What of a region's replay is asked here."""
-
-    region: Any
-
-    def fail(self, error: Any) -> Any:
-        """End the replay with an error."""
-
-
 class _LeftOver(NamedTuple):
     """What a saved write left in all of a placeholder's storage.
 
@@ -82,9 +73,10 @@ class OpAnswerer:
     """The aten ops of one replay: of a whole region, or of the native regions in it, one after the other.
 
     Args:
-        replay: The replay.
+        region: The region.
+        fail: Ends the replay with an error.
         suppressed: The writes that are not done again.
-        loaded: What slots keep, by the id of the slot, where hooks around the region have given it.
+        load: Returns what a slot keeps; takes the names of its op and of the tensor, too.
         start_over: Ends a replay in which something reads a result that was not kept; takes the entry, the place of the
             result, and who reads it.
 
@@ -102,21 +94,22 @@ class OpAnswerer:
 
     def __init__(
         self,
-        replay: Replay,
+        region: Any,
+        fail: Callable[[MismatchError], NoReturn],
         suppressed: Suppressed,
-        loaded: Mapping[int, torch.Tensor],
+        load: Callable[[Slot, str, str], torch.Tensor],
         start_over: Callable[[Entry, int, str], Any],
     ) -> None:
-        self._replay = replay
-        self._region = replay.region
-        self._region_name: str = replay.region.name
+        self._region = region
+        self._region_name: str = region.name
+        self._fail = fail
         self._suppressed = suppressed
-        self._loaded = loaded
+        self._load = load
         self._start_over = start_over
         # What saved writes left in placeholders, by the identity of the source, which all views of one share.
         self._left_over: dict[int, _LeftOver] = {}
         self._written: list[tuple[torch.Tensor, Slot]] = []
-        inputs = self._region.inputs
+        inputs = region.inputs
         self._restored = inputs is not None and inputs.packed  # by hooks, which may count versions anew
 
     def expect(self, entries: Sequence[Entry], group: str = "", left: Sequence[Left] = (), start: int = 0) -> None:
@@ -154,7 +147,7 @@ class OpAnswerer:
                     return kernel_of(op)(*args, **kwargs)
             elif entry.kind == ONE and (not entry.layout or entry.layout == dense_layout(args)):
                 self._at = next_at + 1
-                if entry.kept and not self._loaded and (value := entry.kept[0].unchanged()) is not None:
+                if entry.kept and (value := entry.kept[0].unchanged()) is not None:
                     return value
                 return self._make(entry, 0, entry.results)
         return self._answer_odd(op, args, kwargs)
@@ -172,13 +165,13 @@ class OpAnswerer:
         if at is None or (remade and is_remade_view(entries[at], op, effects, args, kwargs)):
             return run_loose(op, args, kwargs)
         if at >= len(entries) or (entries[at].op is not op and not is_mirrored(entries[at].op, op)):
-            self._replay.fail(another_op(self._region, self._group or None, at, entries, op))
+            self._fail(another_op(self._region, self._group or None, at, entries, op))
         self._at = at + 1
         entry = entries[at]
         if entry.op is not op or is_swapped(entry, args):
             args = args[::-1]  # a comparison with its operands swapped
         if entry.layout and (found := layout_of(args, kwargs)) and entry.layout != found:
-            self._replay.fail(other_arguments(self._region, at, entry, entry.layout, found))
+            self._fail(other_arguments(self._region, at, entry, entry.layout, found))
         if effects.written and any(map(has_placeholder, tensors_in(args, kwargs))):
             self._remakes = True
         if self._left and entry.writes:
@@ -220,8 +213,8 @@ class OpAnswerer:
 
     def forget(self) -> None:
         """Let go of what is kept: a placeholder may outlive the replay."""
-        self._entries, self._loaded, self._left_over, self._left, self._written = (), {}, {}, {}, []
-        del self._replay, self._region
+        self._entries, self._left_over, self._left, self._written = (), {}, {}, []
+        del self._fail, self._load, self._region
 
     def outside(self) -> Collection[int]:
         """Return what `key_of` gives for the tensors outside of the region that forward has changed."""
@@ -231,7 +224,7 @@ class OpAnswerer:
         """Return the outputs of an op with a handle: the kept ones in order, None for the others."""
         at = after_loose(self._entries, self._at, entry)
         if at >= len(self._entries) or self._entries[at] is not entry:
-            self._replay.fail(another_op(self._region, entry.name, self._at, self._entries, entry.name))
+            self._fail(another_op(self._region, entry.name, self._at, self._entries, entry.name))
         self._at = at + 1
         return [
             self._value(entry, place, entry.kept[place]) if place in entry.kept else None
@@ -243,7 +236,7 @@ class OpAnswerer:
         if self._suppressed.pending:
             self._suppressed.restore()
         if self._at != start and after_loose(self._entries[:start], self._at) != start:
-            self._replay.fail(another_op(self._region, self._group or None, self._at, self._entries, call))
+            self._fail(another_op(self._region, self._group or None, self._at, self._entries, call))
         self._at = end
 
     def may_fill(self) -> bool:
@@ -300,10 +293,7 @@ class OpAnswerer:
         given = list(tensors_in(args, kwargs))
         tensors = {}
         for at, slot in entry.earlier.items():
-            loaded = self._loaded.get(id(slot))
-            if loaded is None:
-                loaded = slot.load(self._region_name, entry.group, earlier_label(entry, at))
-            tensors[at] = as_it_was(given[at], loaded)
+            tensors[at] = as_it_was(given[at], self._load(slot, entry.group, earlier_label(entry, at)))
         return with_tensors(args, kwargs, tensors)
 
     def _check_versions(
@@ -354,8 +344,7 @@ class OpAnswerer:
         return value
 
     def _value(self, entry: Entry, place: int, slot: Slot) -> torch.Tensor:
-        loaded = self._loaded.get(id(slot))
-        return slot.load(self._region_name, entry.group, entry.label(place)) if loaded is None else loaded.detach()
+        return self._load(slot, entry.group, entry.label(place))
 
 
 def loaded_slots(region: Any) -> dict[int, torch.Tensor]:

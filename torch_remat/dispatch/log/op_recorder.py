@@ -43,13 +43,6 @@ _Plan = tuple[Effects, _Noter | None, bool | None, Callable[..., Any]]
 Observer = Callable[[Entry, Sequence[Any], Mapping[str, Any], Any], None]
 
 
-class Body(Protocol):
-    """The body of an op with a handle."""
-
-    def is_running(self) -> bool:
-        """Whether it is on this thread's stack."""
-
-
 class Owner(Protocol):
     """What of a region's recorder is asked here."""
 
@@ -93,7 +86,7 @@ class OpRecorder:
         observer: Observer | None,
     ) -> None:
         self.native: Record | None = None
-        self.skipped_op: Body | None = None
+        self.skipped_op: Any = None
         self.has_random = False
         self.compiled_code = CompiledCode()
         self._owner = owner

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -42,6 +42,7 @@ from torch_remat.dispatch.log.readers import read_outputs
 from torch_remat.dispatch.log.record import Left, Record, Stretch
 from torch_remat.dispatch.log.results import Results, Undecided
 from torch_remat.dispatch.log.storages import Storages
+from torch_remat.dispatch.mode import RematMode
 from torch_remat.dispatch.placeholder import new_tuple
 from torch_remat.dispatch.region.inputs import leaves_of
 from torch_remat.errors import UsageError
@@ -50,23 +51,6 @@ from torch_remat.policies.decision import CheckpointPolicy
 from torch_remat.policies.kinds import OpPolicy
 
 Root = tuple[int, int, int]  # the place of a holder that replay fills, its storage, and after how many entries
-
-
-class Forward(Protocol):
-    """What of a region's forward is asked here."""
-
-    region: Any
-    watcher: Any
-    parent: Any
-
-    def note_value(self, holder: Any, tensor: torch.Tensor) -> None:
-        """Take the value that the determinism check compares, if it compares values."""
-
-    def watched(self, watcher: Any, function: Any, args: Any, kwargs: Any) -> Any:
-        """Run a function and show every aten op in it to a watcher."""
-
-    def unwatched(self) -> Any:
-        """Show no op that runs inside to the watcher."""
 
 
 class Returned(NamedTuple):
@@ -92,9 +76,6 @@ class Returned(NamedTuple):
 class Recorder:
     """The log of one region's forward.
 
-    Args:
-        forward: The forward's mode.
-
     Attributes:
         entries: The entries, in order.
         has_policy: Whether the ops of the whole region are watched.
@@ -104,7 +85,7 @@ class Recorder:
         skipped_any: Whether there was an op that replay skips, so that it may lack an input of another.
     """
 
-    def __init__(self, forward: Forward) -> None:
+    def __init__(self, forward: RematMode) -> None:
         self.region = forward.region
         self.mode = forward
         self.entries: list[Entry] = []
@@ -119,7 +100,8 @@ class Recorder:
         self._plain = not (nested or self._allow_mutation)
         self.has_policy: bool = options.policy is not None
         self.watch: OpRecorder | None = None
-        self.opened: Any = None  # the body of an op with a handle that was begun last and has not ended
+        self.opened: Any = None  # the op with a handle that was begun last and has not ended
+        self.calling: Any = None  # the function of torch's own that runs, or the call of `region`
         self.skipped_any = False
         self.packs = False
         self._read: list[tuple[int, int]] = []  # storages that replay reads in any case, each after how many entries
@@ -141,7 +123,7 @@ class Recorder:
 
     def in_recomputed_op(self) -> bool:
         """Whether the body of a RECOMPUTE op runs: replay runs all of it."""
-        return False
+        return self.opened is not None and self.opened.is_running()
 
     def resident(
         self, op: str, name: str, tensor: torch.Tensor, policy: CheckpointPolicy, may_change: bool = False
@@ -192,7 +174,7 @@ class Recorder:
 
     def skips(self) -> bool:
         """Whether a native region runs that replay skips."""
-        return self.watch is not None and self.watch.native is not None
+        return self.calling is not None or (self.watch is not None and self.watch.native is not None)
 
     def note_record(self, record: Record) -> None:
         """Note what has a name.

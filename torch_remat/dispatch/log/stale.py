@@ -50,7 +50,7 @@ class StaleReads:
     def watch(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run an op of the replay, and note what it makes of a stale tensor."""
         ops = self._replay.ops
-        if not self._made and (ops is None or ops.begun() > self._last):
+        if not self._made and (ops is None or ops.begun > self._last):
             self._replay.watcher = self.run
             return self.run(op, args, kwargs)
         effects = effects_of(op)
@@ -74,7 +74,7 @@ class StaleReads:
         key = key_of(tensor)
         places = self._changed.get(key)
         if places is not None and (ops := self._replay.ops) is not None:
-            begun = ops.begun()
+            begun = ops.begun
             at = next((at for at, place in places if at >= begun and (place is None or _overlap(place, tensor))), None)
             if at is not None:
                 return str(op), at

@@ -61,14 +61,8 @@ class Storages:
 
     def is_changed(self, entry: Entry, tensor: torch.Tensor) -> bool:
         """Whether an entry after one that made or wrote a tensor changed it; `Tensor._version` may not tell."""
-        if not self.has_writes:
-            return False
         writer = self.writers.get(key_of(tensor))
         return writer is not None and writer[0] is not entry and writer[1] == WRITTEN
-
-    def knows(self, tensor: torch.Tensor) -> bool:
-        """Whether an entry has made or written a tensor's storage."""
-        return key_of(tensor) in self.writers
 
     def aliases_of(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return the aliases of a saved result that count their versions for themselves."""

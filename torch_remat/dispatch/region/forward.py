@@ -41,6 +41,7 @@ from torch_remat.dispatch.holder import (
     read,
 )
 from torch_remat.dispatch.keeping import keeping
+from torch_remat.dispatch.log.slot import counter_of
 from torch_remat.dispatch.mode import RematMode, current_mode
 from torch_remat.dispatch.observe import Watch, is_watched
 from torch_remat.dispatch.options import DEFAULTS, Options
@@ -214,7 +215,7 @@ class Recording(RematMode):
             holder.value = holder.origin = None
             holder.metadata, holder.producer, holder.plain = metadata, producer, True
             saved(entry := ref(holder))
-            count(owner) if keep is None else keep(holder, entry, self._alias_of(tensor), ops)
+            count(owner) if keep is None else keep(holder, entry, self.alias_of(tensor), ops)
             return holder
 
         return pack if keep is None or region.keeper is None else region.keeper.pack_hook(self, pack)
@@ -236,7 +237,7 @@ class Recording(RematMode):
         if is_parameter(owner) or (node is None and owner.requires_grad and not is_input):
             # An argument that is a view of a parameter comes back from the inputs without its base.
             region.tape.saved.append(None if is_input else owner)
-            return (tensor if tensor is owner else self._alias_of(tensor), tensor._version, region)
+            return (tensor if tensor is owner else self.alias_of(tensor), tensor._version, region)
         holder = Holder()
         region.tape.saved.append(ref(holder))
         holder.region = region
@@ -255,33 +256,12 @@ class Recording(RematMode):
             elif node_number(node) < region.first_number:
                 holder.origin = ref(owner)
         if self._keep is None:
-            self._counters.append(self._counter_of(owner))
+            self._counters.append(_counter_of(owner))
         else:
-            self._keep(holder, ref(holder), self._alias_of(tensor), self.ops)
-        self.note_value(holder, tensor)
-        return holder
-
-    def note_value(self, holder: Holder, tensor: torch.Tensor) -> None:
-        """Take the value that the determinism check compares, if it compares values."""
+            self._keep(holder, ref(holder), self.alias_of(tensor), self.ops)
         if self._values is not None:
             self._values.add(holder, tensor)
-
-    def _counter_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor that shares the version counter of another, but not its data."""
-        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.nbytes <= SMALL_BYTES:
-            return tensor
-        if tensor.is_meta:
-            return tensor
-        with without_dispatch_modes():
-            alias = tensor.detach()
-            alias.data = _NOTHING
-        return alias
-
-    def _alias_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.watcher is None or type(tensor) is not Tensor:
-            return tensor.detach()
-        with without_dispatch_modes():
-            return tensor.detach()
+        return holder
 
     def ops_now(self) -> CallRecorder:
         """Return the ops of this forward."""
@@ -369,4 +349,11 @@ SMALL_BYTES = 4096
 ROOM_BYTES = 1 << 20
 # Of a replay that would stop before so few ops on small tensors, the exception would be the dearest part.
 TINY_NODES = 4
-_NOTHING = torch.empty(0)
+
+
+def _counter_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor, or what shares its version counter but not its data if that is large."""
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.nbytes <= SMALL_BYTES:
+        return tensor
+    with without_dispatch_modes():
+        return counter_of(tensor)

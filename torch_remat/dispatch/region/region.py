@@ -10,7 +10,7 @@ from _thread import RLock  # without the Python function around it that threadin
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import count
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import finalize, ref
 
 import torch
@@ -58,13 +58,6 @@ def live_regions() -> list[Region]:
     return sorted(alive, key=lambda region: region.serial)
 
 
-class Replay(Protocol):
-    """One replay of a region, made for it."""
-
-    def replay(self) -> None:
-        """Run the function as far as it is needed."""
-
-
 class Region:
     """One call of a checkpointed function.
 
@@ -73,7 +66,7 @@ class Region:
         args: Its positional arguments.
         kwargs: Its keyword arguments.
         options: What the user chose.
-        replay: Makes what fills a region's empty holders, up to a place on its tape, by running its function again.
+        replay: Makes what fills a region's empty holders, up to a place on its tape, by its method `replay`.
         is_part: Whether it runs in a native region that replay skips; see `part`.
     """
 
@@ -97,7 +90,7 @@ class Region:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         options: Options,
-        replay: Callable[[Region, int], Replay],
+        replay: Callable[[Region, int], Any],
         is_part: bool = False,
     ) -> None:
         self.function: Callable[..., Any] | None = function

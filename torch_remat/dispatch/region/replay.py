@@ -20,7 +20,6 @@ from torch_remat._compat import (
     keep_from_compiler,
     sequence_number,
     set_grad_enabled,
-    without_dispatch_modes,
 )
 from torch_remat.dispatch.ambient import capture_ambient
 from torch_remat.dispatch.check.comparison import is_same_leaf, lies_otherwise, what_differs
@@ -221,7 +220,7 @@ class Filling(RematMode):
                         if not tensor.requires_grad:  # a custom Function's backward may look at what it is
                             value = tensor
                         else:
-                            value = tensor.detach() if self.watcher is None else self._alias_of(tensor)
+                            value = tensor.detach() if self.watcher is None else self.alias_of(tensor)
                         holder.value = value
                         if position in buffers and (ops is None or ops.may_fill()):
                             self._unfilled_number = sequence_number()
@@ -258,7 +257,7 @@ class Filling(RematMode):
         owner = tensor._base
         if owner is None:
             owner = tensor
-        value = tensor if is_parameter(tensor) or not tensor.requires_grad else self._alias_of(tensor)
+        value = tensor if is_parameter(tensor) or not tensor.requires_grad else self.alias_of(tensor)
         if position >= self._limit:
             return value
         entry = self._saved[position]
@@ -290,7 +289,7 @@ class Filling(RematMode):
             if self._limit:
                 self._stop_at(position)
             return Packed.of(tensor)
-        if tensor.compute is None or self.ops is None or not self.ops.compares():
+        if tensor.compute is None or self.ops is None or self.ops.ops is None:
             return None
         self._late = (*self._late, (holder, tensor))  # likely for another op than forward's
         self._waiting += 1
@@ -323,12 +322,6 @@ class Filling(RematMode):
         is_buffer = not tensor.requires_grad and value.is_floating_point()
         if is_buffer and (self.ops is None or self.ops.may_fill()):
             self._unfilled_number = sequence_number()
-
-    def _alias_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.watcher is None or type(tensor) is not torch.Tensor:
-            return tensor.detach()
-        with without_dispatch_modes():
-            return tensor.detach()
 
     def _call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the function, as often as replay starts over."""
@@ -470,7 +463,7 @@ class Filling(RematMode):
 
     def _fail_if_no_op_says_more(self, error: RematError) -> None:
         """Fail once the next op has come, if ops are compared: an error about another op says more."""
-        if self.ops is not None and self.ops.compares() and type(error) is MismatchError:
+        if self.ops is not None and self.ops.ops is not None and type(error) is MismatchError:
             self._error, self.over, self._limit = error, True, 0
             self.after_next_op(partial(self.fail, error))
         else:
