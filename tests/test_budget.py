@@ -208,6 +208,24 @@ def test_gradient_taken_in_an_inner_region_is_equal(limit):
     assert budget.kept_bytes == 0
 
 
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("layout", [torch.sparse_csr, torch.sparse_csc, torch.sparse_coo])
+@pytest.mark.parametrize("limit", [1, 500, 10**6])
+def test_sparse_tensors_are_counted_with_all_their_parts(layout, limit):
+    matrix, w = torch.eye(4).to_sparse(layout=layout), leaf(4, 4)
+
+    def product(matrix, w):
+        return torch.sparse.mm(matrix, w).sin()
+
+    expected = torch.autograd.grad(product(matrix, w).sum(), w)
+    with remat.budget(limit, reserve=0) as budget:
+        for _ in range(3):
+            y = remat.checkpoint()(product)(matrix, w)
+            assert_same(expected, torch.autograd.grad(y.sum(), w))
+            del y
+            assert budget.kept_bytes == 0
+
+
 @pytest.mark.parametrize("limit", [1, 500, 2000, 10**6])
 def test_accumulated_gradients_of_graphs_that_live_together_are_equal(limit):
     blocks, xs = [Mlp() for _ in range(3)], [torch.randn(4, 8) for _ in range(3)]

@@ -9,6 +9,7 @@ import torch
 from helpers import assert_same, leaf
 from torch import nn
 from torch.nn import functional as F
+from torch.testing._internal.two_tensor import TwoTensor
 
 import torch_remat as remat
 from torch_remat.dispatch.region.region import live_regions
@@ -152,3 +153,61 @@ def test_replay_reads_what_forward_read():
         return train(lambda m: lambda x: wrap(m)(x[:, :4]).sin(), module)
 
     assert_same(step(lambda module: module), step(remat.checkpoint()))
+
+
+class Odd(nn.Module):
+    """Has a buffer of any kind, reads it if `read` does, and counts its steps."""
+
+    def __init__(self, buffer, read=None):
+        super().__init__()
+        self.linear, self.read = nn.Linear(4, 4), read
+        self.register_buffer("odd", buffer)
+        self.register_buffer("steps", torch.zeros(4))
+
+    def forward(self, x):
+        self.steps += 1
+        y = self.linear(x).sin()
+        return y if self.read is None else self.read(self.odd, y)
+
+
+ODD = {
+    "sparse": lambda: (torch.eye(8).to_sparse(), torch.sparse.mm),
+    "sparse vector": lambda: (torch.ones(8).to_sparse(), None),
+    "sparse rows": lambda: (torch.eye(8).to_sparse_csr(), torch.sparse.mm),
+    "wrapper": lambda: (TwoTensor(torch.ones(4), torch.ones(4)), lambda odd, y: odd.add_(1).a.clone() * y),
+    "jagged": lambda: (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), None),
+    "overlapping": lambda: (torch.ones(1).expand(4), torch.mul),
+    "meta": lambda: (torch.ones(4, device="meta"), None),
+}
+
+
+@pytest.mark.filterwarnings(
+    "ignore:Sparse", "ignore:The PyTorch API of nested", "ignore:.*it wrote a tensor in place that is neither"
+)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", ODD)
+def test_buffers_of_any_kind(kind, way):
+    """Below the dispatch of a wrapper there is no memory; a sparse tensor has no size in bytes."""
+
+    def made():
+        torch.manual_seed(1)
+        return Odd(*ODD[kind]())
+
+    module, twin = made(), made()
+    expected = train(lambda m: (lambda x: m(x).sin()) if way in SINES else m, twin)
+    found = train(WAYS[way], module)
+    for one, other in zip(expected, found, strict=True):
+        if type(one) is TwoTensor:
+            one, other = torch.stack([one.a, one.b]), torch.stack([other.a, other.b])
+        if one.layout is torch.strided and not one.is_meta:
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("way", ["plain", "to the end", "bitwise", "debug", "method", "closure", "region in a region"])
+def test_buffers_that_the_region_initializes_change_once(way):
+    def made():
+        torch.manual_seed(1)
+        return nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.Tanh())
+
+    module, twin = made(), made()
+    assert_same(train(lambda m: m, twin), train(WAYS[way], module))

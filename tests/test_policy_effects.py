@@ -255,6 +255,21 @@ def test_native_region_is_saved_whatever_the_policy_says(policy):
     assert "cumsum" not in ours
 
 
+@pytest.mark.parametrize("saved", ["mul_", "sin", "exp"])
+@pytest.mark.parametrize("call", ["native", "plain"])
+def test_what_was_written_and_then_got_another_shape_in_place(saved, call):
+    def block(x):
+        written = remat.native_save_region("k", lambda h: h.mul_(2).t_(), x.sin()) if call == "native" else None
+        return (x.sin().mul_(2).t_() if written is None else written).exp() * x
+
+    def policy(ctx, op, *args, **kwargs):
+        return SAVE if op.overloadpacket is getattr(torch.ops.aten, saved) else RECOMPUTE
+
+    x = leaf(3, 3)
+    expected = torch.autograd.grad(block(x).sum(), x)
+    assert_same(expected, torch.autograd.grad(remat.checkpoint(policy=policy)(block)(x).sum(), x))
+
+
 @policies
 @pytest.mark.parametrize("style", ["handle", "auto", "op"])
 def test_handles_in_a_region_with_a_policy(policy, style):

@@ -364,6 +364,34 @@ def view_of_what_it_wrote(call, e, x):
     return call("k", counted(lambda h: h.mul_(0.5).t()), x.sin()).exp()
 
 
+@program(again=True)
+def transposed_in_place(call, e, x):
+    h = x.detach().sin()
+    call("k", counted(lambda: h.t_()))
+    return (h * x).sin()
+
+
+@program(again=True)
+def result_transposed_in_place(call, e, x):
+    return call("k", counted(lambda h: h.t_()), x.sin()).exp() * x
+
+
+@program(again=True)
+def written_and_transposed_in_place(call, e, x):
+    return call("k", counted(lambda h: h.mul_(2).t_()), x.sin()).exp() * x
+
+
+@program()
+def own_tensor_transposed_in_place(call, e, x):
+    return call("k", counted(lambda h: (h * 3).mul_(2).t_().sin()), x.sin()).exp() * x
+
+
+@program()
+def parts_that_are_no_views(call, e, x):
+    first, second = call("k", counted(lambda h: torch.unsafe_chunk(h, 2)), x.sin())
+    return (first.sin() * second).exp()
+
+
 @program()
 def relu_on_the_result(call, e, x):
     return F.relu(call("k", counted(lambda h: h @ e.w), x.sin()), inplace=True).sin()
@@ -596,6 +624,7 @@ WRITES = frozenset(
     "argument_without_history", "argument_with_history", "variable_with_history",
     "variable_that_gets_a_history", "variable_without_grad", "base_of_a_variable", "twice_written",
     "bound_state", "written_result", "view_of_what_it_wrote", "twice_read_buffer", "module in eval",
+    "transposed_in_place", "result_transposed_in_place", "written_and_transposed_in_place",
 ]
 )
 # fmt: on

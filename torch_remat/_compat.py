@@ -91,6 +91,7 @@ __all__ = [
     "with_shared_versions",
     "with_torch_function",
     "without_dispatch_modes",
+    "without_modes_for",
     "without_torch_function",
     "without_torch_function_ever",
 ]
@@ -521,6 +522,16 @@ is_traceable_wrapper: Callable[[object], bool] = torch.utils._python_dispatch.is
 without_dispatch_modes: Callable[[], AbstractContextManager[Any]] = torch._C._DisableTorchDispatch
 
 
+def without_modes_for(tensor: torch.Tensor) -> AbstractContextManager[Any]:
+    """Return the same for ops on one tensor, of any type: below a wrapper's own dispatch there is no memory."""
+    guard: AbstractContextManager[Any] = (
+        without_dispatch_modes()
+        if type(tensor) is torch.Tensor
+        else torch.utils._python_dispatch._disable_current_modes()
+    )
+    return guard
+
+
 # torch disables __torch_function__ while ``backward`` is called on a tensor subclass; replay is to run as forward did.
 torch_function_is_on: Callable[[], bool] = torch._C._is_torch_function_enabled
 with_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C._EnableTorchFunction
@@ -584,5 +595,6 @@ def past_the_compiler(error: Exception) -> Exception:
 
 def same_memory(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor on the same memory that is no view to autograd; nothing public makes one with a history."""
-    alias: torch.Tensor = torch.ops.aten._unsafe_view(tensor, tensor.shape)
+    with without_dispatch_modes():
+        alias: torch.Tensor = torch.ops.aten._unsafe_view(tensor, tensor.shape)
     return alias

@@ -39,7 +39,7 @@ class Filler:
 
     def offer(self, region: Region, place: int, tensor: Tensor) -> Offloaded | None:
         """Send a tensor away; None if it stays, or if too much has not left yet."""
-        if self._bytes_leaving() + tensor.nbytes > self._most:
+        if tensor.is_sparse or self._bytes_leaving() + tensor.nbytes > self._most:
             return None
         with torch.no_grad(), without_dispatch_modes():
             away = sender_of(region).send(tensor, None, f"saved tensor {place}", "residual")

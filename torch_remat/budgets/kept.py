@@ -583,7 +583,7 @@ def add(owners: Sequence[Owner], tensor: Tensor) -> tuple[Keys, int]:
             ledger.add(key, part)
     if not keys:
         return 0, 0
-    return keys if type(tensor) is not Tensor else keys[0], size
+    return keys[0] if parts[0] is tensor else keys, size
 
 
 # By module, the storages of its buffers and of those in it, with one of the buffers. A module is looked through once:

@@ -82,8 +82,7 @@ def pack_hook(kept: Kept, mode: Any, general: Callable[[Tensor], Holder | Anchor
             return general(tensor)
         elif tensor.is_floating_point():
             buffers.add(len(saved))
-        used = taken[0] + owner.nbytes
-        if used > allowed[0] or owner.layout is not strided:
+        if owner.layout is not strided or (used := taken[0] + owner.nbytes) > allowed[0]:
             return general(tensor)
         taken[0] = used
         holder = Holder()

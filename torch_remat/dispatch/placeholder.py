@@ -186,6 +186,9 @@ def placeholder_at(
 
 def reshape(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run an op that changes a placeholder's metadata in place; return the placeholder."""
+    if (compute := args[0].compute) is not None:
+        rest = args[1:]
+        args[0].compute = lambda consumer: op(compute(consumer).data, *rest, **kwargs)
     with without_dispatch_modes():  # also past the placeholder's own refusal
         op(*args, **kwargs)
     return args[0]

@@ -83,7 +83,6 @@ class LeftOut(Record):
     Attributes:
         identity: What tells its function from others.
         layout: Shape and strides of its arguments.
-        again: Why replay makes the call again; empty if it leaves it out.
         raised: Whether an exception left it.
         forms: What the leaves of its result are: `Made`, `Passed`, a `Slot`; a plain value, or a leaf, as it is.
         template: Its result with numbers in place of the leaves, alone in a tuple; empty if it is one leaf.
@@ -93,7 +92,6 @@ class LeftOut(Record):
 
     identity: Any
     layout: Sequence[Any]
-    again = ""
     raised = False
     forms: Sequence[Any] = ()
     template: tuple[Any, ...] = ()

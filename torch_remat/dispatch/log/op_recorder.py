@@ -199,8 +199,12 @@ class OpRecorder:
                 self._results.note_one(entry, result)
             else:
                 self._results.note(entry, result, changed)
-        elif effects.reshapes and (writer := self._storages.writer_of(args[0])) is not None:
-            self._results.unread.append(writer[0])
+        elif effects.reshapes:
+            if (writer := self._storages.writer_of(args[0])) is not None:
+                self._results.unread.append(writer[0])
+            own = (one.touches() for one in self._entries if one.group == entry.group and not one.writes)
+            if self.native is not None and not any(key_of(args[0]) in made for made in own):
+                self.native.again = "it changed in place the shape of a tensor that was there before"
         self._entries.append(entry)
         if self._observer is not None:
             self._observer(entry, args, kwargs, result)

@@ -34,6 +34,7 @@ class Record:
         elided_inputs: Saved tensors of this SAVE op that replay takes from its inputs.
         drawn: Where the op left the random generators, if it was saved and drew numbers.
         saved_before: How many tensors the region had saved when the op began.
+        again: Why replay makes a saved call again; empty if it leaves it out.
     """
 
     # Most records have little to note: what stands here is not set for each of them.
@@ -43,6 +44,7 @@ class Record:
     elided_inputs: list[Elided] | None = None
     drawn: RngState | None = None
     saved_before = 0
+    again = ""
 
     def __init__(self, name: str, policy: CheckpointPolicy) -> None:
         self.name = name

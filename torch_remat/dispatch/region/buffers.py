@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.nn import Module
+from torch.nn.parameter import is_lazy
 
-from torch_remat._compat import BATCH_NORM, set_version, without_dispatch_modes
+from torch_remat._compat import BATCH_NORM, set_version, without_modes_for
 from torch_remat.dispatch.log.slot import UNCOUNTED, version_of
 
 COPIED_BYTES = 1 << 16
@@ -74,20 +75,24 @@ class Buffers:
         has_policy: Whether a policy watches the region's ops.
     """
 
-    __slots__ = ("_buffers", "_statistics")
+    __slots__ = ("_buffers", "_lazy", "_statistics")
 
     def __init__(self, modules: Sequence[Module], has_policy: bool) -> None:
         self._buffers: list[Buffer] = []
         self._statistics: set[int] = set()
-        with without_dispatch_modes(), torch.no_grad():
-            for module in modules:
-                for name, tensor in module._buffers.items():
-                    if tensor is None:
-                        continue
-                    if module.training and tensor.dim() == 1 and tensor.is_floating_point():
-                        self._statistics.add(id(tensor))
-                    copied = not (has_policy or tensor.nbytes > COPIED_BYTES or isinstance(module, BATCH_NORM))
-                    self._buffers.append(_as_it_is(module._buffers, name, tensor, copied))
+        self._lazy: list[tuple[dict[str, torch.Tensor | None], str]] = []
+        for module in modules:
+            for name, tensor in module._buffers.items():
+                if tensor is None:
+                    continue
+                if is_lazy(tensor):  # until the region initializes it
+                    self._lazy.append((module._buffers, name))
+                    continue
+                if module.training and tensor.dim() == 1 and tensor.is_floating_point():
+                    self._statistics.add(id(tensor))
+                is_small = not tensor.is_sparse and tensor.nbytes <= COPIED_BYTES
+                copied = is_small and not (has_policy or isinstance(module, BATCH_NORM))
+                self._buffers.append(_as_it_is(module._buffers, name, tensor, copied))
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yield them."""
@@ -101,6 +106,9 @@ class Buffers:
             is_logged: Whether the log knows of ops of the region.
         """
         changed = []
+        for held, name in self._lazy:
+            if (made := held.get(name)) is not None and not is_lazy(made):
+                changed.append(_as_it_is(held, name, made, False))
         for buffer in self._buffers:
             held, name, tensor, version, copy = buffer
             if (
@@ -115,10 +123,9 @@ class Buffers:
     def go_back(self, is_logged: bool) -> list[Buffer]:
         """Return what buffers are now; without a log that knows more, let them be as forward found them."""
         now = []
-        with without_dispatch_modes(), torch.no_grad():
-            for held, name, *_ in self._buffers:
-                if (tensor := held.get(name)) is not None:
-                    now.append(_as_it_is(held, name, tensor, True))
+        for held, name, *_ in self._buffers:
+            if (tensor := held.get(name)) is not None:
+                now.append(_as_it_is(held, name, tensor, True))
         if not is_logged:
             put_back(self._buffers)
         return now
@@ -126,23 +133,29 @@ class Buffers:
 
 def put_back(buffers: Sequence[Buffer]) -> None:
     """Let buffers be as they were, as far as that is known."""
-    with without_dispatch_modes(), torch.no_grad():
-        for held, name, tensor, version, copy in buffers:
-            if copy is None:
-                continue
-            held[name] = tensor
-            if tensor.shape == copy.shape:
-                tensor.data.copy_(copy)
-            else:
+    for held, name, tensor, version, copy in buffers:
+        if copy is None:
+            continue
+        held[name] = tensor
+        with without_modes_for(tensor), torch.no_grad():
+            if tensor.shape != copy.shape:
                 tensor.data = copy
-            if version != UNCOUNTED:
-                set_version(tensor, version)
+            elif not _same(tensor, copy):  # what overlaps itself cannot be written
+                tensor.data.copy_(copy)
+        if version != UNCOUNTED:
+            set_version(tensor, version)
 
 
-def _as_it_is(held: dict[str, Any], name: str, tensor: torch.Tensor, copied: bool) -> Buffer:
-    return Buffer(held, name, tensor, version_of(tensor), tensor.detach().clone() if copied else None)
+def _as_it_is(held: dict[str, torch.Tensor | None], name: str, tensor: torch.Tensor, copied: bool) -> Buffer:
+    copy = None
+    if copied:
+        with without_modes_for(tensor), torch.no_grad():
+            copy = tensor.detach().clone()
+    return Buffer(held, name, tensor, version_of(tensor), copy)
 
 
 def _same(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
-    with without_dispatch_modes():
+    if type(tensor) is not torch.Tensor or tensor.is_meta or tensor.layout is not torch.strided:
+        return False  # nobody knows
+    with without_modes_for(tensor):
         return tensor.shape == copy.shape and torch.equal(tensor, copy)
