@@ -474,3 +474,43 @@ def test_gradient_taken_inside_a_module_that_is_a_region_is_equal():
         return x.grad, *parameter_gradients(model)
 
     assert_same_program(program)
+
+
+def by_an_argument(x):
+    (gradient,) = torch.autograd.grad((x.sin() * x.cos()).sum(), x, create_graph=True)
+    return gradient * x
+
+
+@pytest.mark.parametrize(
+    "wrap", [checkpointed, lambda f: checkpointed(checkpointed(f)), lambda f: torchs(checkpointed(f))]
+)
+def test_gradient_inside_by_an_argument_that_has_a_history(wrap):
+    x = leaf(4, 4)
+    for given in (x * 2, (x * 2).T, (x * 2)[:2]):
+        expected = torch.autograd.grad(by_an_argument(given).sum(), x, retain_graph=True)
+        assert_same(expected, torch.autograd.grad(wrap(by_an_argument)(given).sum(), x, retain_graph=True))
+
+
+def torchs(function):
+    return lambda *args: torch_checkpoint(function, *args, use_reentrant=False)
+
+
+@pytest.mark.parametrize("outer", [torchs, checkpointed])
+@pytest.mark.parametrize("options", [{}, {"opaque": True}])
+@pytest.mark.filterwarnings("ignore::torch_remat.RematWarning")
+def test_gradient_inside_a_call_in_a_region_under_a_checkpoint(outer, options):
+    def through(value, other):
+        with torch.enable_grad():
+            t = value.detach().requires_grad_()
+            return torch.autograd.grad((t.sin() * other).sum(), t, create_graph=True)[0]
+
+    def program(outer, inner, call):
+        def block(value, other):
+            return call(through)(value, other) @ other
+
+        return outer(lambda x: inner(block)(x + 1, x * 3))
+
+    x = leaf(4, 4)
+    expected = torch.autograd.grad(program(plain, plain, plain)(x).sum(), x)
+    actual = program(outer, checkpointed, lambda f: remat.region(f, "through", **options))(x)
+    assert_same(expected, torch.autograd.grad(actual.sum(), x))

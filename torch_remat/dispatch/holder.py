@@ -149,15 +149,17 @@ class OpHolder(Holder):
         tensor_name: The tensor's name.
         resident: Whether the tensor is kept from the start.
         unpack: The unpack hook around the region, if ``packed`` is what its pack hook returned for a resident.
+        is_shared: Whether that lies in the memory of an argument.
     """
 
-    __slots__ = ("op", "packed", "resident", "tensor_name", "unpack")
+    __slots__ = ("is_shared", "op", "packed", "resident", "tensor_name", "unpack")
 
     op: str
     tensor_name: str
     resident: bool
     packed: Any
     unpack: Callable[[Any], torch.Tensor] | None
+    is_shared: bool
 
     @property
     def name(self) -> str:
@@ -220,7 +222,10 @@ def read(packed: Any) -> Any:
             return value
         if packed.unpack is not None:
             with torch.no_grad():
-                return packed.unpack(packed.packed)
+                value = packed.unpack(packed.packed)
+            if packed.is_shared and not packed.region.finished:
+                packed.region.inputs.adopt(value)
+            return value
         if not packed.region.finished and packed.op != packed.region.tape.calling:
             packed.region.tape.backward_inside = True
     region = packed.region

@@ -147,7 +147,7 @@ class Recorder:
         holder.tensor_name = name
         holder.metadata = metadata_of(tensor)
         holder.value = holder.packed = holder.unpack = None
-        holder.resident = True
+        holder.resident, holder.is_shared = True, False
         region.tape.holders.append(ref(holder))
         return holder
 
@@ -156,6 +156,7 @@ class Recorder:
         hooks: SavedTensorHooks | None = self.region.hooks
         if hooks is not None:
             pack, holder.unpack = hooks
+            holder.is_shared = self.region.inputs.shares(tensor)
             with self.mode.unwatched():
                 holder.packed = pack(tensor)
         elif type(tensor) is not torch.Tensor or self.mode.watcher is None:

@@ -253,6 +253,8 @@ class Recording(RematMode):
             if cast_of is not None:
                 holder.origin = None if inputs.contains(cast_of) else cast_of
                 self._casts.append((ref(holder), cast_of, cast_of._version))
+            elif inputs.is_made_as(owner, node):
+                holder.producer = NoneType
             elif node_number(node) < region.first_number:
                 holder.origin = ref(owner)
         if self._keep is None:

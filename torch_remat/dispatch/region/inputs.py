@@ -57,6 +57,7 @@ class RegionInputs:
 
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any], hooks: SavedTensorHooks | None = None) -> None:
         self._leaves: list[Any] = list(args)
+        self.given = args
         # (index of the leaf, requires_grad, version); None for requires_grad marks a parameter, passed on as it is.
         self._tensors: list[tuple[int, bool | None, int]] = []
         self.originals: dict[int, int | None] = {}
@@ -139,12 +140,27 @@ class RegionInputs:
         """Whether a tensor is an argument, or one that an argument is a view of; asked only while forward runs."""
         return id(tensor) in self.originals
 
+    def is_made_as(self, tensor: torch.Tensor, node: Any) -> bool:
+        """Whether an argument has this history: what autograd unpacks of one that was saved is another object."""
+        return any(
+            isinstance(leaf, Tensor) and leaf.grad_fn is node and leaf.output_nr == tensor.output_nr
+            for leaf in self.given
+        )
+
     def shares(self, tensor: torch.Tensor) -> bool:
         """Whether that is so, or, under hooks, whether its storage is that of an argument.
 
         The replay of a region or checkpoint around may have two tensors in place of one, as argument and as variable.
         """
         return id(tensor) in self.originals or (bool(self._storages) and key_of(tensor) in self._storages)
+
+    def adopt(self, tensor: torch.Tensor) -> None:
+        """Take what hooks around the region have made anew of an argument, in forward, as if it lay where that does.
+
+        In a replay of what is around they give the argument itself, and what is kept must be the same there.
+        """
+        self._storages = {*self._storages, key_of(tensor)}
+        self.given = (*self.given, tensor)  # no other takes its place
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's memory stays with the inputs; asked only while forward runs."""
