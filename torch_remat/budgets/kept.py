@@ -324,6 +324,8 @@ class KeptRegion:
     def _own(self, region: Region) -> Iterator[Tensor]:
         """Yield what a region keeps for its author, and what a replay has filled of that."""
         tape = region.tape
+        if self._like is not None and region.replayed_in < 0:
+            return  # it began empty, and is
         if self.keep is None or tape.records or tape.regions or tape.calls or tape.holders:
             for row in region.kept():
                 own = row.what in _OWN or (row.what == "refilled" and (self.keep is None or row.op))
