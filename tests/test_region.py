@@ -386,6 +386,26 @@ def own_tensor_transposed_in_place(call, e, x):
     return call("k", counted(lambda h: (h * 3).mul_(2).t_().sin()), x.sin()).exp() * x
 
 
+def doubled_and_tripled(h):
+    h.mul_(2)
+    return h * 3
+
+
+@program(again=True)
+def argument_and_result_are_written(call, e, x):
+    h = x.sin()
+    y = call("k", counted(doubled_and_tripled), h)
+    y.add_(1)
+    return y.sin() * x + h.exp()
+
+
+@program(again=True)
+def argument_is_written_and_a_tensor_is_left_in_a_dict(call, e, x):
+    h, kept = x.sin(), {}
+    call("k", counted(lambda h: kept.setdefault("a", doubled_and_tripled(h).detach())), h)
+    return kept["a"].exp() * x * h.sin()
+
+
 @program()
 def parts_that_are_no_views(call, e, x):
     first, second = call("k", counted(lambda h: torch.unsafe_chunk(h, 2)), x.sin())
@@ -625,6 +645,7 @@ WRITES = frozenset(
     "variable_that_gets_a_history", "variable_without_grad", "base_of_a_variable", "twice_written",
     "bound_state", "written_result", "view_of_what_it_wrote", "twice_read_buffer", "module in eval",
     "transposed_in_place", "result_transposed_in_place", "written_and_transposed_in_place",
+    "argument_and_result_are_written", "argument_is_written_and_a_tensor_is_left_in_a_dict",
 ]
 )
 # fmt: on

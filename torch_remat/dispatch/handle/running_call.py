@@ -403,6 +403,9 @@ def mark_calls_made_again(calls: Sequence[Saved], ops: Ops, boundary: Sequence[N
                 run_for_good([record])
         elif taken or call in left:
             run_for_good(ops.entries[record.start : record.end])
+        if record.again and record.put_back:
+            for entry in ops.entries[record.start : record.end]:
+                entry.restored = False
 
 
 def _is_changed(results: Any, form: Any) -> bool:

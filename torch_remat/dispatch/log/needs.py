@@ -43,6 +43,7 @@ def find_needs(entries: Sequence[Entry], roots: Sequence[Root], can_keep: Callab
     pending = sorted(roots, key=_after)
     next_after = pending[-1][1] if pending else -1
     needed: set[int] = set()
+    restored: list[Entry] = []
     for at in range(len(entries) - 1, -1, -1):
         while next_after > at:
             needed.add(pending.pop()[0])
@@ -65,7 +66,15 @@ def find_needs(entries: Sequence[Entry], roots: Sequence[Root], can_keep: Callab
             if entry.made:
                 needed.difference_update([storage for _, storage in entry.made])  # replay has it in any case
         else:
+            if entry.restored:
+                restored.append(entry)
             _step(entry, needed, can_keep, needs)
+    if restored:  # only calls that are left out put back what they wrote
+        running = {entry.group for entry in needs.run}
+        if again := [entry for entry in restored if entry.group in running]:
+            for entry in again:
+                entry.restored = False
+            return find_needs(entries, roots, can_keep)
     return needs
 
 
