@@ -83,6 +83,10 @@ class Place:
         self.stays = _is_full(row)
         self.leaves = row.given_bytes > _NEARLY * row.saved_bytes and not row.offloaded_bytes
 
+    def may_begin_empty(self, kept: int, limit: float) -> bool:
+        """Whether its region may, with so many bytes kept: while it runs it takes what it would take if it was full."""
+        return self.begins_empty and kept <= min(self.before, limit - self.row.saved_bytes)
+
     def join(self, earlier: Place) -> None:
         """Take what an earlier step had here."""
         self.before = max(self.before, earlier.before)
@@ -250,7 +254,7 @@ class Repeats:
         like = self._next(given)
         place = Place(given if self._thread == get_ident() else None, before, row)
         self._places.append(place)
-        if place.given is None or not like or not all(one.begins_empty and before <= one.before for one in like):
+        if place.given is None or not like or not all(one.may_begin_empty(before, self._limit) for one in like):
             return place, None
         self._some = True
         return place, like[0].row
