@@ -7,7 +7,17 @@ import warnings
 
 import pytest
 import torch
-from helpers import Mlp, assert_same, checkpointed, collector_off, in_threads, leaf, parameter_gradients, plain
+from helpers import (
+    Mlp,
+    assert_same,
+    checkpointed,
+    collector_off,
+    in_threads,
+    leaf,
+    no_other_regions,
+    parameter_gradients,
+    plain,
+)
 from torch import nn
 from torch.profiler import profile
 
@@ -145,7 +155,7 @@ def test_bytes_are_exact_where_some_regions_have_holders_and_some_have_none(shar
     budget = remat.budget(int(share * saved_by_autograd(forward(blocks, x, plain))), reserve=0)
     warm_up(budget, blocks, x)
     seen = set()
-    with budget:
+    with no_other_regions(), budget:
         for _ in range(5):
             y = forward(blocks, x)
             assert budget.kept_bytes == remat.memory_report(y).bytes <= budget.limit

@@ -28,7 +28,7 @@ from torch_remat.budgets.steps import Step
 
 _GROWN = 1.05
 _SPARE = 32  # one part in so many is left besides in the third step, and
-_SPARE_LATER = 256  # in later ones, since what is given up differs a little from step to step
+_SPARE_LATER = 64  # in later ones, since what is given up differs a little from step to step
 _NEAR = 8  # a region that is within the limit by less than one part in so many may yet have to give up its own
 _LEAST, _MOST = 3, 8  # how often each size is measured; more than the least where the peak passes the budget
 
