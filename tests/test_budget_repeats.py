@@ -256,6 +256,56 @@ def test_regions_that_keep_by_rules_of_their_own_always_have_holders(function, o
             y.sum().backward()
 
 
+@pytest.mark.parametrize("function", [nested, with_a_call, with_a_native_region])
+def test_the_others_of_a_step_run_without_holders_all_the_same(function):
+    blocks, x = blocks_of(3), leaf(4, 8)
+    blocks[1] = Between(function)
+    budget = remat.budget("1 MiB", reserve=0)
+    _, expected = gradients(blocks, x, plain)
+    warm_up(budget, blocks, x)
+    with budget:
+        _, actual = gradients(blocks, x)
+    assert without_holders(budget) == 2
+    assert_same(expected, actual)
+
+
+class Between(nn.Module):
+    """A module around a function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+@pytest.mark.parametrize("where", ["here", "in another thread"])
+def test_a_region_that_begins_inside_of_one_without_holders(where):
+    x, inside = leaf(4, 8), []
+
+    def block(x):
+        if inside:
+            inside.pop()()
+        return x.sin().exp()
+
+    region = checkpointed(block, region_name="block")
+
+    def other(_=0):
+        with budget:
+            region(x).sum().backward()
+
+    expected = torch.autograd.grad(block(x).sum(), x)
+    budget = remat.budget("1 MiB", reserve=0)
+    for _ in range(ALIKE):
+        other()
+    inside.append(other if where == "here" else lambda: in_threads(other, 1))
+    with budget:
+        for _ in range(20):
+            assert_same(expected, torch.autograd.grad(region(x).sum(), x))
+    assert budget.kept_bytes == 0
+
+
 def test_nothing_runs_without_holders_under_hooks_and_traces():
     blocks, x = blocks_of(), torch.randn(4, 8)
     budget = remat.budget("1 MiB", reserve=0)

@@ -117,7 +117,7 @@ class Budget(Register):
         if self._is_new_step():
             self._begin_step(kept.row.fixed_bytes, given)
         if len(kept.owners) == 1 and (region := kept.region()) is not None:
-            is_simple = kept.keep is not None and current_mode() is None and self._may_have_none(region.options)
+            is_simple = kept.keep is not None and current_mode() is None and self._may_lack_holders(region.options)
             known = what_is_given(region.name, given) if is_simple else None
             kept.place, like = self._repeats.add(known, self.ledger.total, kept.row)
             if like is not None:
@@ -129,7 +129,7 @@ class Budget(Register):
         self, options: Options, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Callable[..., Any] | None:
         """Return what runs a region that may run without holders; None if it has some."""
-        if not self._repeats.may_expect(self._is_new_step()) or not self._may_have_none(options):
+        if not self._repeats.may_expect(self._is_new_step()) or not self._may_lack_holders(options):
             return None
         values = (*args, *kwargs.values())
         given = what_is_given(options.region_name or default_name(function), values)
@@ -147,6 +147,7 @@ class Budget(Register):
                 self.make_room(place.alone)
                 if self.ledger.total + place.alone > self.limit:
                     return None
+            self._repeats.add_without(place)
             region = WithoutHolders(self, place, self.ledger.add_bytes(place.alone))
             self.without_holders.add(self._entry(region, region.keys, []))
         return region.run
@@ -154,13 +155,13 @@ class Budget(Register):
     def ran(self, place: Place, nodes: int) -> None:
         """A region without holders has run, and made so many autograd nodes."""
         with lock:
-            self._repeats.add_without(place, nodes)
+            self._repeats.ran(place, nodes)
             step = self.steps[-1]
             step.rows.append(place.row)
             self._note(step.kept)
 
-    def _may_have_none(self, options: Options) -> bool:
-        """Whether a region that begins may have no holders, as far as its options and what is around it go."""
+    def _may_lack_holders(self, options: Options) -> bool:
+        """Whether a region that begins may be without holders, as far as its options and what is around it go."""
         return (
             options[2:] == DEFAULTS[2:]  # it may have a name, and draws no number twice
             and self.offer is None
@@ -213,11 +214,9 @@ class Budget(Register):
     def _take_place(self, kept: KeptRegion) -> None:
         """Note what a region has done, if one like it may run without holders."""
         region, place = kept.region(), kept.place
-        if region is not None and place is not None and place.given is not None:
+        if region is not None and place is not None and place.given is not None and self._repeats.is_last(place):
             tape = region.tape
-            if not self._repeats.is_last(place) or tape.records or tape.regions or tape.calls or tape.holders:
-                place.given = None
-            else:
+            if not (tape.records or tape.regions or tape.calls or tape.holders):
                 place.finish(sequence_number() - region.first_number, *kept.saved_bytes())
 
     def reached(self, keys: list[Keys] | None = None) -> None:

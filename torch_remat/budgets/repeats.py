@@ -35,7 +35,7 @@ from torch_remat.budgets.steps import Row
 
 _ENOUGH = 3  # steps that are alike
 _LATEST = 16  # each of the latest so many steps that begin alike has to be like others
-_NEARLY = 0.9
+_NEARLY = 0.9  # of what it saves: a region that gives up more begins empty
 _LOOK = 32  # one step in so many has holders throughout
 _MOST = 64  # how many steps are known, by their first regions
 
@@ -47,10 +47,10 @@ class Place:
     """One region's place in a step.
 
     Attributes:
-        given: What its region was given; None where it cannot be compared, or is no region that could run as it is.
+        given: What its region was given; None where that cannot be compared, and where others than it decide.
         before: The bytes that were kept when it had begun.
         row: What reports know of it.
-        nodes: How many autograd nodes its forward has made; -1 while that runs.
+        nodes: How many autograd nodes its forward has made; -1 while that runs, and of what cannot run as it is.
         saved: The bytes of all that it saves, whoever else holds it.
         alone: Those of what nobody has held before.
         stays: Whether it was full to the end.
@@ -80,8 +80,8 @@ class Place:
     def end(self) -> None:
         """Its step is over."""
         row = self.row
-        self.stays = _is_full(row)
-        self.leaves = row.given_bytes > _NEARLY * row.saved_bytes and not row.offloaded_bytes
+        self.stays = self.nodes >= 0 and _is_full(row)
+        self.leaves = self.nodes >= 0 and row.given_bytes > _NEARLY * row.saved_bytes and not row.offloaded_bytes
 
     def may_begin_empty(self, kept: int, limit: float) -> bool:
         """Whether its region may, with so many bytes kept: while it runs it takes what it would take if it was full."""
@@ -251,23 +251,29 @@ class Repeats:
 
     def add(self, given: Hashable, before: int, row: Row) -> tuple[Place, Row | None]:
         """Take a region that has holders; return its place, and the row of one like it, if it may begin empty."""
+        if self._thread != get_ident():
+            given = None  # nor is known what comes next
         like = self._next(given)
-        place = Place(given if self._thread == get_ident() else None, before, row)
+        place = Place(given, before, row)
         self._places.append(place)
-        if place.given is None or not like or not all(one.may_begin_empty(before, self._limit) for one in like):
+        if not like or not all(one.may_begin_empty(before, self._limit) for one in like):
             return place, None
         self._some = True
         return place, like[0].row
 
-    def add_without(self, place: Place, nodes: int) -> None:
-        """Take one that has none, and has made so many autograd nodes."""
-        number = len(self._places)
-        self._now = [one for one in self._now if one.places[number].nodes == nodes]
-        if place.nodes != nodes:
-            place = copy(place)
-            place.nodes = nodes
+    def add_without(self, place: Place) -> None:
+        """Take one that has none."""
         self._places.append(place)
         self._some = True
+
+    def ran(self, place: Place, nodes: int) -> None:
+        """One that has none has run, and made so many autograd nodes."""
+        number = len(self._places) - 1
+        self._now = [one for one in self._now if self.is_last(place) and one.places[number].nodes == nodes]
+        if place.nodes != nodes:
+            other = self._now[0].places[number] if self._now else copy(place)
+            other.nodes = nodes
+            self._places = [other if one is place else one for one in self._places]
 
     def is_last(self, place: Place) -> bool:
         """Whether no other region has begun since."""
