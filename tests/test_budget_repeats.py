@@ -232,6 +232,10 @@ def with_a_call(x):
     return remat.region(torch.sin, "sin")(x.exp()).cos()
 
 
+def with_an_offloaded_call(x):
+    return remat.region(torch.exp, "exp", policy=remat.CheckpointPolicy.OFFLOAD)(x)
+
+
 def with_a_native_region(x):
     return remat.native_save_region("sin", torch.sin, x.exp()).cos()
 
@@ -242,6 +246,7 @@ def with_a_native_region(x):
         (nested, {}),
         (with_a_call, {}),
         (with_a_native_region, {}),
+        (with_an_offloaded_call, {}),
         (torch.sin, {"policy": remat.save_names("*")}),
         (torch.sin, {"determinism_check": "bitwise"}),
         (torch.sin, {"debug": True}),
@@ -278,6 +283,119 @@ class Between(nn.Module):
 
     def forward(self, x):
         return self.function(x)
+
+
+def test_what_the_author_saves_is_counted_however_small_the_budget():
+    x, kept = leaf(4, 8), []
+    with remat.budget(1, reserve=0) as budget:
+        for _ in range(ALIKE + 3):
+            y = checkpointed(lambda x: remat.region(torch.sin, "sin")(x.exp()).tanh().exp().tanh())(x)
+            kept.append(budget.kept_bytes)
+            y.sum().backward()
+    assert set(kept) == {3 * x.nbytes}  # the input, what sine saves, and its result
+
+
+@pytest.mark.parametrize("share", [0.4, 0.9])
+def test_where_there_is_more_room_now_nothing_is_given_up_and_then_nothing_has_holders(share):
+    blocks, x = blocks_of(5), leaf(4, 8)
+    most = saved_by_autograd(forward(blocks, x, plain))
+    budget = remat.budget(int(share * most), reserve=0)
+    warm_up(budget, blocks, x)
+    budget.limit = budget.budget_bytes = 2**20
+    with budget:
+        y, _ = gradients(blocks, x)
+        assert not any(row["given_up_bytes"] for row in budget.to_dict()["steps"][-1]["regions"])
+        assert (0 < without_holders(budget) < 5) == (share > 0.5)  # the others begin with more kept than before
+        y = forward(blocks, x)
+        assert without_holders(budget) == 5
+    assert y is not None
+
+
+def test_a_region_begins_empty_only_where_it_has_room_while_it_runs():
+    x, seen = leaf(4, 8), []
+
+    def first(x):
+        return remat.region(torch.sin, "sin")(x.exp())
+
+    def second(x):
+        y = x.sin().cos().exp()
+        seen.append(budget.kept_bytes)
+        return y
+
+    with remat.budget(5 * x.nbytes, reserve=0) as budget:
+        for _ in range(ALIKE + 3):
+            checkpointed(second, region_name="second")(checkpointed(first, region_name="first")(x)).sum().backward()
+    assert len(set(seen)) == 1
+
+
+def test_no_step_that_is_measured_runs_without_holders_nor_counts_as_enough():
+    blocks, x = blocks_of(), torch.randn(4, 8)
+    found = []
+    with remat.budget("1 MiB") as budget:
+        for _ in range(6):
+            y, _ = gradients(blocks, x)
+            found.append(without_holders(budget))
+        measured = [step["peak_bytes"] > 0 for step in budget.to_dict()["steps"]]
+    assert measured == [True] * 3 + [False] * 3
+    assert found == [0, 0, 0, 0, 3, 3]
+    assert y is not None
+
+
+def test_where_more_is_kept_than_before_regions_have_holders():
+    blocks, x = blocks_of(), torch.randn(4, 8)
+    budget = remat.budget("1 MiB", reserve=0)
+    warm_up(budget, blocks, x)
+    with budget:
+        held = checkpointed(torch.sin, region_name="held")(leaf(64, 8))
+        checkpointed(torch.sin, region_name="read")(leaf(2)).sum().backward()
+        y = forward(blocks, x)
+        assert without_holders(budget) == 0
+    assert y is not held
+
+
+def test_regions_of_a_graph_that_was_kept_have_holders():
+    blocks, x = blocks_of(), torch.randn(4, 8)
+    parameters = [p for block in blocks for p in block.parameters()]
+    with remat.budget("1 MiB", reserve=0) as budget:
+        for _ in range(ALIKE + 2):
+            y = forward(blocks, x).sum()
+            assert without_holders(budget) == 0
+            first = torch.autograd.grad(y, parameters, retain_graph=True)
+            assert_same(list(first), list(torch.autograd.grad(y, parameters)))
+
+
+def test_with_an_offloader_and_with_sparse_arguments_regions_have_holders():
+    with remat.budget("1 MiB", reserve=0, offload="fill") as budget:
+        for _ in range(ALIKE + 2):
+            checkpointed(torch.sin)(leaf(4)).sum().backward()
+            assert without_holders(budget) == 0
+    with remat.budget("1 MiB", reserve=0) as budget:
+        for count in (1, 2, 3, 4, 5):
+            matrix = torch.eye(8)[:count].to_sparse()
+            matrix = torch.sparse_coo_tensor(matrix.indices(), matrix.values(), (8, 8), check_invariants=True)
+            y = checkpointed(torch.sparse.mm)(matrix, leaf(8, 2))
+            assert without_holders(budget) == 0
+            y.sum().backward()
+
+
+def test_what_a_replay_fills_is_counted_where_the_region_began_empty():
+    seen = []
+
+    def block(x):
+        y = x.sin()
+        if not remat.is_recomputing() and watched:
+            y.register_hook(lambda _: seen.append(budget.kept_bytes))
+        return y.cos().exp()
+
+    x, watched = leaf(4, 8), False
+    expected = 3 * x.nbytes  # the input of sin, which is the region's, that of cos, and the result of exp
+    with no_other_regions(), remat.budget(1, reserve=0) as budget:
+        for step in range(ALIKE + 2):
+            watched = step > ALIKE
+            y = checkpointed(block)(x * 1)
+            y.sum().backward()
+    assert seen
+    assert seen == [expected - 2 * x.nbytes]
 
 
 @pytest.mark.parametrize("where", ["here", "in another thread"])

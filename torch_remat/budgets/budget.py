@@ -38,7 +38,6 @@ from torch_remat.budgets.steps import Step
 from torch_remat.budgets.text import format_budget
 from torch_remat.budgets.without_holders import WithoutHolders
 from torch_remat.dispatch.keeping import Keeping, keeping
-from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.naming import default_name
 from torch_remat.dispatch.observe import is_observed
 from torch_remat.dispatch.options import DEFAULTS, Options
@@ -117,7 +116,7 @@ class Budget(Register):
         if self._is_new_step():
             self._begin_step(kept.row.fixed_bytes, given)
         if len(kept.owners) == 1 and (region := kept.region()) is not None:
-            is_simple = kept.keep is not None and current_mode() is None and self._may_lack_holders(region.options)
+            is_simple = kept.keep is not None and self._may_lack_holders(region.options)
             known = what_is_given(region.name, given) if is_simple else None
             kept.place, like = self._repeats.add(known, self.ledger.total, kept.row)
             if like is not None:
@@ -260,8 +259,6 @@ class Budget(Register):
                 self.refresh()
             else:
                 break
-        if self.ledger.total + more > self.limit and self.without_holders:
-            self._repeats.differ()
         if self.ledger.total > self.limit and not self._warned:
             needed = sum({key: self.ledger.sizes[key] for entry in self.regions for key in entry.fixed}.values())
             if needed > self.budget_bytes:

@@ -13,14 +13,13 @@ NOTE [ Regions without holders ]
    have in common, if each of the latest 16 steps that began so is like two others.
 3. A region without holders is counted with what those like it kept, until a backward comes to it or its graph is gone.
 4. What is not as before has holders: a region that gets something else, that begins with more kept, within a smaller
-   limit, in another thread, under hooks or observers. If one gets something else, or makes another number of nodes, all
+   limit, under hooks or observers. If one gets something else, or makes another number of nodes, all
    have holders from then on.
 5. One step in 32 has holders throughout: whether all is as before is seen only there.
 """
 
 from __future__ import annotations
 
-from _thread import get_ident
 from collections.abc import Hashable, Sequence
 from copy import copy
 from math import inf
@@ -87,11 +86,6 @@ class Place:
         """Whether its region may, with so many bytes kept: while it runs it takes what it would take if it was full."""
         return self.begins_empty and kept <= min(self.before, limit - self.row.saved_bytes)
 
-    def join(self, earlier: Place) -> None:
-        """Take what an earlier step had here."""
-        self.before = max(self.before, earlier.before)
-        self.alone = max(self.alone, earlier.alone)
-
 
 def _is_full(row: Row) -> bool:
     return not (row.given_bytes or row.offloaded_bytes or row.replays)
@@ -118,8 +112,6 @@ class _Pattern:
 
     def add(self, places: list[Place], limit: float, last: int) -> None:
         """Take one in which all regions had holders."""
-        for place, earlier in zip(places, self.places, strict=True):
-            place.join(earlier)
         self.places, self.limit, self.last = places, limit, last
         self.times += 1
 
@@ -186,7 +178,6 @@ class Repeats:
         self._limit = inf
         self._may = False  # whether its regions may run without holders
         self._some = False  # whether one did, or began empty
-        self._thread = get_ident()
 
     def begin_step(self, limit: float, may: bool) -> None:
         """A step begins.
@@ -196,7 +187,6 @@ class Repeats:
             may: Whether they may run without holders: it is not measured.
         """
         self.end_step()
-        self._thread = get_ident()
         self._limit, self._may = limit, may
         self._some = False
 
@@ -232,7 +222,7 @@ class Repeats:
             given: What it is given.
             kept: The bytes that are kept now.
         """
-        places = self._next(given) if self._thread == get_ident() else []
+        places = self._next(given)
         if not places or not all(place.stays and kept <= place.before for place in places):
             return None
         return max(places, key=lambda place: place.alone)
@@ -251,8 +241,6 @@ class Repeats:
 
     def add(self, given: Hashable, before: int, row: Row) -> tuple[Place, Row | None]:
         """Take a region that has holders; return its place, and the row of one like it, if it may begin empty."""
-        if self._thread != get_ident():
-            given = None  # nor is known what comes next
         like = self._next(given)
         place = Place(given, before, row)
         self._places.append(place)
@@ -278,10 +266,6 @@ class Repeats:
     def is_last(self, place: Place) -> bool:
         """Whether no other region has begun since."""
         return bool(self._places) and self._places[-1] is place
-
-    def differ(self) -> None:
-        """The step is not as those that it was like so far."""
-        self._now = []
 
 
 def what_is_given(name: str, values: Sequence[Any]) -> Hashable:
