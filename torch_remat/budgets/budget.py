@@ -163,7 +163,6 @@ class Budget(Register):
         """Whether a region that begins may be without holders, as far as its options and what is around it go."""
         return (
             options[2:] == DEFAULTS[2:]  # it may have a name, and draws no number twice
-            and self.offer is None
             and top_saved_tensors_hooks() is None
             and not is_observed()
         )

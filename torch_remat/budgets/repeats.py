@@ -273,7 +273,7 @@ def what_is_given(name: str, values: Sequence[Any]) -> Hashable:
     found: list[Hashable] = [name]
     for value in values:
         kind = type(value)
-        if (kind is Tensor or kind is Parameter) and value.layout is torch.strided:
+        if kind is Tensor or kind is Parameter:
             found.append((value.shape, value.dtype, value.device, value.requires_grad))
         elif kind in _VALUES:
             found.append(value)
