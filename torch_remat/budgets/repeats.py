@@ -13,8 +13,8 @@ NOTE [ Regions without holders ]
    have in common, if each of the latest 16 steps that began so is like two others.
 3. A region without holders is counted with what those like it kept, until a backward comes to it or its graph is gone.
 4. What is not as before has holders: a region that gets something else, that begins with more kept, within a smaller
-   limit, under hooks or observers. If one gets something else, or makes another number of nodes, all
-   have holders from then on.
+   limit, under hooks or observers. If one gets something else, or makes another number of nodes, all have holders from
+   then on.
 5. One step in 32 has holders throughout: whether all is as before is seen only there.
 """
 
