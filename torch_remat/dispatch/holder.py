@@ -27,7 +27,7 @@ from weakref import ref
 import torch
 from torch.nn import Parameter
 
-from torch_remat._compat import graph_exec_group, graph_is_kept, without_dispatch_modes
+from torch_remat._compat import detached, graph_exec_group, graph_is_kept
 from torch_remat.errors import MutationError
 
 
@@ -177,8 +177,7 @@ class ResidentRef(ref[OpHolder]):
         holder = self()
         if holder is not None and (kept := holder.value) is not None and kept.shape == tensor.shape:
             return kept  # the same values, and no alias to make
-        with without_dispatch_modes():
-            return tensor.detach()
+        return detached(tensor)
 
 
 def is_parameter(tensor: torch.Tensor) -> bool:

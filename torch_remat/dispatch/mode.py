@@ -22,11 +22,11 @@ from torch_remat._compat import (
     DispatchMode,
     SavedTensorHooks,
     active_modes,
+    detached,
     pop_mode,
     pop_saved_tensors_hooks,
     push_mode,
     push_saved_tensors_hooks,
-    without_dispatch_modes,
 )
 from torch_remat.dispatch.log.schema import effects_of
 from torch_remat.errors import Carried
@@ -187,8 +187,7 @@ class RematMode(DispatchMode):
         """Return a tensor without its history, and show no watcher how it is made."""
         if self.watcher is None or type(tensor) is not torch.Tensor:
             return tensor.detach()
-        with without_dispatch_modes():
-            return tensor.detach()
+        return detached(tensor)
 
     def after_next_op(self, then: Callable[[], None]) -> None:
         """Do something once the watcher, which there must be, has seen the next op and has not refused it."""

@@ -25,11 +25,11 @@ from torch.nn import Parameter
 
 from torch_remat._compat import (
     SavedTensorHooks,
+    detached,
     node_behind,
     node_number,
     sequence_number,
     storage_key,
-    without_dispatch_modes,
 )
 from torch_remat.dispatch.ambient import RngState
 from torch_remat.dispatch.holder import Anchor, Holder, OpHolder, ResidentRef, metadata_of
@@ -159,11 +159,8 @@ class Recorder:
             holder.is_shared = self.region.inputs.shares(tensor)
             with self.mode.unwatched():
                 holder.packed = pack(tensor)
-        elif type(tensor) is not torch.Tensor or self.mode.watcher is None:
-            holder.value = tensor.detach()
         else:
-            with without_dispatch_modes():
-                holder.value = tensor.detach()
+            holder.value = self.mode.alias_of(tensor)
 
     # What runs.
 
@@ -376,12 +373,7 @@ class Recorder:
             return self.resident(entry.group, label, tensor, policy, self._allow_mutation)
         # What most are.
         holder = self.holder_for(entry.group, label, tensor)
-        if self.mode.watcher is None:
-            alias = tensor.detach()
-        else:
-            with without_dispatch_modes():
-                alias = tensor.detach()
-        holder.value = alias
+        holder.value = alias = tensor.detach() if self.mode.watcher is None else detached(tensor)
         self.results.aliases[entry] = id(tensor), alias
         tape.saved.append(ResidentRef(holder))
         return holder

@@ -30,8 +30,8 @@ class Effects(NamedTuple):
         namespace: The library that the op belongs to; ``aten`` for torch's own.
         name: The op's name without its overload: ``mm``; ``lib.op`` for one that is not torch's.
         cast: Whether it is the cast of which autocast may have kept the result, if its tensor is a parameter.
-        plain: Whether it is one of torch's own that computes new tensors and does nothing else, each of its tensors
-            being a positional argument.
+        plain: Whether it is one of torch's own that computes new tensors and does nothing else, its tensors being
+            positional arguments.
         view: Whether it is one of torch's own that returns views of its one tensor, the first argument, and does
             nothing else.
     """
@@ -106,9 +106,7 @@ def _read(op: Any) -> Effects:
     )  # fmt: skip
     cast = name == "_to_copy"
     pure = not (written or reshapes or random or ignored or cast or name in WRITES_WITHOUT_SAYING)
-    positional = not any(
-        "Tensor" in str(value.type) and (value.kwarg_only or "List" in str(value.type)) for value in schema.arguments
-    )
+    positional = not any("Tensor" in str(value.type) and value.kwarg_only for value in schema.arguments)
     new = bool(returned) and all(str(value.type) == "Tensor" for value in schema.returns)
     plain = pure and positional and viewed is None and new
     view = pure and positional and viewed is not None and viewed[0] == 0 and len(tensors) == 1 and len(returned) == 1

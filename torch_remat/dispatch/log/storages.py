@@ -29,7 +29,7 @@ from torch_remat.dispatch.log.schema import LIFT
 from torch_remat.dispatch.log.slot import UNCOUNTED, version_of
 from torch_remat.dispatch.placeholder import NOT_LAZY, Geometry, new_tuple
 
-_VALUES = frozenset((int, float, bool, complex, type(None), list, torch.dtype, torch.device))
+_VALUES = frozenset((int, float, bool, complex, type(None), torch.dtype, torch.device))
 
 
 class Storages:
@@ -131,6 +131,9 @@ class Storages:
                     if key not in writers or key in foreign:
                         versions += ((len(reads), arg._version),)
                     reads.append(key)
+                elif kind is list:
+                    if not _VALUES.issuperset(map(type, arg)):
+                        return False
                 elif kind not in _VALUES and isinstance(arg, Tensor):
                     return False
             if type(result) is not Tensor:
@@ -139,14 +142,19 @@ class Storages:
         except RuntimeError:  # sparse tensors have no storage, and inference tensors no version
             return False
         dtype = result.dtype
-        if key in reads or dtype.is_complex:  # a view though the schema does not say so
+        is_view = key in reads  # though the schema does not say so
+        if dtype.is_complex or (is_view and (key != reads[0] or not isinstance(args[0], Tensor))):
             return False
-        entry.kind = ONE
         geometry = new_tuple(Geometry, (result.shape, result.stride(), result.storage_offset()))
-        entry.results = new_tuple(Meta, (geometry, dtype, result.device, False, NOT_LAZY))
+        entry.results = new_tuple(Meta, (geometry, dtype, result.device, is_view, NOT_LAZY))
         entry.reads = reads
         if versions:
             entry.versions = versions
+        if is_view:
+            entry.kind = VIEW
+            self._note_alias(result)
+            return True
+        entry.kind = ONE
         if foreign:
             foreign.discard(key)
         writers[key] = entry, 0
@@ -179,7 +187,11 @@ class Storages:
             return False
         key = storage_key(base)
         entry.kind = VIEW
-        entry.results = described(result, None)
+        if type(result) is Tensor and not (dtype := result.dtype).is_complex:
+            geometry = new_tuple(Geometry, (result.shape, result.stride(), result.storage_offset()))
+            entry.results = new_tuple(Meta, (geometry, dtype, result.device, False, NOT_LAZY))
+        else:
+            entry.results = described(result, None)
         entry.reads = (key,)
         if entry.op is LIFT:  # at the address of something that an entry made and that is gone
             self.writers.pop(key, None)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from torch_remat._compat import (
     CompiledCode,
+    detached,
     keep_from_compiler,
     sequence_number,
     set_grad_enabled,
@@ -220,7 +221,7 @@ class Filling(RematMode):
                         if not tensor.requires_grad:  # a custom Function's backward may look at what it is
                             value = tensor
                         else:
-                            value = tensor.detach() if self.watcher is None else self.alias_of(tensor)
+                            value = tensor.detach() if self.watcher is None else detached(tensor)
                         holder.value = value
                         if position in buffers and (ops is None or ops.may_fill()):
                             self._unfilled_number = sequence_number()
