@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from operator import attrgetter, methodcaller
@@ -31,6 +31,7 @@ __all__ = [
     "ZERO_TENSOR",
     "CompiledCode",
     "DispatchMode",
+    "Handler",
     "OpOverloadPacket",
     "OperatorBase",
     "ProfilerRange",
@@ -357,16 +358,22 @@ def eager_only(function: F) -> F:
     return function
 
 
-def keep_from_compiler(function: Any) -> None:
+def keep_from_compiler(function: F) -> F:
     """Have the compiler leave a function alone, the functions in it, and all that they call; it costs no call anything.
 
     Of the functions that a module defines: hooks are called while the compiler looks for code of the user.
     """
-    if _set_strategy is None:
-        return
-    frames = torch._C._dynamo.eval_frame
-    for code in (function.__code__, *(const for const in function.__code__.co_consts if isinstance(const, CodeType))):
-        _set_strategy(code, frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP))
+    if _set_strategy is not None:
+        frames = torch._C._dynamo.eval_frame
+        code: CodeType = function.__code__
+        for one in (code, *(const for const in code.co_consts if isinstance(const, CodeType))):
+            _set_strategy(one, frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP))
+    return function
+
+
+# Runs an op, or answers it without. As torch calls a mode's handler it takes the mode, the op, the types of tensor
+# subclasses among the arguments, and the arguments.
+Handler = Callable[[Any, Any, Sequence[type], Sequence[Any], Mapping[str, Any]], Any]
 
 
 class DispatchMode(TorchDispatchMode):

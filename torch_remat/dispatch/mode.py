@@ -14,15 +14,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import partial
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from torch_remat._compat import (
     DispatchMode,
+    Handler,
     SavedTensorHooks,
     active_modes,
     detached,
+    keep_from_compiler,
     pop_mode,
     pop_saved_tensors_hooks,
     push_mode,
@@ -33,8 +36,6 @@ from torch_remat.errors import Carried
 
 if TYPE_CHECKING:
     from torch_remat.policies.decision import CheckpointPolicy
-
-_Watcher = Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]
 
 _current: ContextVar[RematMode | None] = ContextVar("torch_remat_mode", default=None)
 # Return the mode of the region that runs in this thread; None outside of regions.
@@ -60,7 +61,7 @@ class RematMode(DispatchMode):
 
     Attributes:
         opening: What watches the region's ops from its start, if something does.
-        watcher: What sees each aten op now, if something does.
+        watcher: What sees each aten op now, if something does; set by `show_ops_to`.
     """
 
     # No `__init__`: `DispatchMode` sets up its own state when it is entered, which a plain region never does.
@@ -69,8 +70,8 @@ class RematMode(DispatchMode):
     parent: RematMode | None = None
     ops: Any = None
     observed: Any = None
-    opening: _Watcher | None = None
-    watcher: _Watcher | None = None
+    opening: Handler | None = None
+    watcher: Handler | None = None
 
     @property
     def recomputing(self) -> bool:
@@ -99,8 +100,8 @@ class RematMode(DispatchMode):
         self.parent = parent = _current.get()
         _current.set(self)
         try:
-            if not contexts and self.ops is None and self.opening is None:
-                return function(*args, **kwargs)
+            if not contexts:
+                return self._call(function, args, kwargs)
             with ExitStack() as stack:
                 for context in contexts:
                     stack.enter_context(context)
@@ -165,10 +166,11 @@ class RematMode(DispatchMode):
         """Give a tensor a name by hand, by which the region's policy can save it."""
 
     def watched(
-        self, watcher: _Watcher, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, watcher: Handler, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Run a function and show every aten op in it to a watcher; which returns its result."""
-        previous, self.watcher = self.watcher, watcher
+        previous = self.watcher
+        self.show_ops_to(watcher)
         try:
             if previous is None or not any(mode is self for mode in active_modes()):
                 before = push_mode(self)
@@ -181,7 +183,15 @@ class RematMode(DispatchMode):
                     return function(*args, **kwargs)
             return function(*args, **kwargs)
         finally:
-            self.watcher = previous
+            self.show_ops_to(previous)
+
+    def show_ops_to(self, watcher: Handler | None) -> None:
+        """Let a watcher, or none, be the handler that torch calls: a fifth of what an op costs is a handler between."""
+        self.watcher = watcher
+        if watcher is None:
+            self.__dict__.pop("__torch_dispatch__", None)
+        else:
+            self.__dict__["__torch_dispatch__"] = MethodType(watcher, self)
 
     def alias_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor without its history, and show no watcher how it is made."""
@@ -189,38 +199,36 @@ class RematMode(DispatchMode):
             return tensor.detach()
         return detached(tensor)
 
+    @keep_from_compiler
     def after_next_op(self, then: Callable[[], None]) -> None:
         """Do something once the watcher, which there must be, has seen the next op and has not refused it."""
         watcher: Any = self.watcher
 
-        def seen(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        def seen(mode: Any, op: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             if effects_of(op).ignored:
-                return watcher(op, args, kwargs)
-            self.watcher = watcher
-            result = watcher(op, args, kwargs)
+                return watcher(mode, op, types, args, kwargs)
+            self.show_ops_to(watcher)
+            result = watcher(mode, op, types, args, kwargs)
             then()
             return result
 
-        self.watcher = seen
+        self.show_ops_to(seen)
 
     @contextmanager
     def unwatched(self) -> Iterator[None]:
         """Show no op that runs inside to the watcher; hooks of users run here while a region's ops are watched."""
-        previous, self.watcher = self.watcher, None
+        previous = self.watcher
+        self.show_ops_to(None)
         try:
             yield
         finally:
-            self.watcher = previous
+            self.show_ops_to(previous)
 
     def __torch_dispatch__(
         self, op: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Hand the op to the watcher."""
-        if kwargs is None:
-            kwargs = {}
-        if self.watcher is None:
-            return op(*args, **kwargs)
-        return self.watcher(op, args, kwargs)
+        """Run the op: nothing watches."""
+        return op(*args, **(kwargs or {}))
 
 
 @contextmanager

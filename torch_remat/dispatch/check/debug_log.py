@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
+from torch_remat._compat import keep_from_compiler
 from torch_remat.errors import user_line
 
 MAX_OPS = 10_000
@@ -60,7 +61,10 @@ class OpLog:
         )
 
 
-def _run_and_log(log: list[LoggedOp], op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+@keep_from_compiler
+def _run_and_log(
+    log: list[LoggedOp], _mode: Any, op: Any, _types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
     result = op(*args, **kwargs)
     # The hooks of checkpointing detach tensors, not equally often in both phases.
     if len(log) < MAX_OPS and op is not torch.ops.aten.detach.default:

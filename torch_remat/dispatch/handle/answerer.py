@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from torch_remat._compat import Handler, keep_from_compiler
 from torch_remat.dispatch.check.mismatch import SAME_ORDER, another_op, mismatched, other_source
 from torch_remat.dispatch.handle.op import SKIPPED, RematHandle
 from torch_remat.dispatch.handle.saved_call import (
@@ -474,7 +475,7 @@ class Answerer:
             line,
         )
 
-    def aftermath(self) -> Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]:
+    def aftermath(self) -> Handler:
         """Return what watches the ops of user code that runs on when the replay is over."""
         return Aftermath(self.suppressed, self.ops.outside if self.ops is not None else set).watch
 
@@ -628,5 +629,6 @@ def _is_kept(entry: Entry, place: int) -> bool:
     return bool(entry.written) if place == WRITTEN else place in entry.kept
 
 
-def _run_again(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+@keep_from_compiler
+def _run_again(_mode: Any, op: Any, _types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return op(*without_statistics(effects_of(op), args), **kwargs)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from torch_remat._compat import kernel_of
+from torch_remat._compat import keep_from_compiler, kernel_of
 from torch_remat.dispatch.log.earlier import as_it_was, earlier_label, with_tensors
 from torch_remat.dispatch.log.entry import (
     CALL,
@@ -128,7 +128,10 @@ class OpAnswerer:
             self._outside = still_there(one.storage for one in left)
             self._written = []
 
-    def answer(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    @keep_from_compiler
+    def answer(
+        self, _mode: Any, op: Any, _types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
         """Run an op, or answer it without."""
         next_at = self._at
         entry = self._entries[next_at] if next_at < len(self._entries) else None

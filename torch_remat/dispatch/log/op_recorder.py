@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from torch_remat._compat import CompiledCode, kernel_of
+from torch_remat._compat import CompiledCode, keep_from_compiler, kernel_of
 from torch_remat.dispatch.ambient import RngState
 from torch_remat.dispatch.log.departures import Departures
 from torch_remat.dispatch.log.earlier import Earlier
@@ -107,7 +107,8 @@ class OpRecorder:
         self.versions: dict[int, int] = {}
         self.rng: RngState | None = None
 
-    def watch(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    @keep_from_compiler
+    def watch(self, _mode: Any, op: Any, _types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run an op, take the decision about it, and note what it did."""
         effects, noter, keeps, kernel = self._plans.get(id(op)) or self._plan(op)
         if noter is None or self.skipped_op is not None or self._results.unread or self._departures.waiting:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from torch_remat._compat import without_dispatch_modes
+from torch_remat._compat import Handler, keep_from_compiler, without_dispatch_modes
 from torch_remat.dispatch.log.entry import still_there, written_arguments
 from torch_remat.dispatch.log.meta import key_of, tensors_in
 from torch_remat.dispatch.log.record import Stretch
@@ -41,23 +41,24 @@ class StaleReads:
     """
 
     def __init__(self, replay: Any, changed: Mapping[int, list[tuple[int, torch.Tensor | None]]]) -> None:
-        self.run: Callable[[Any, Sequence[Any], Mapping[str, Any]], Any] = _run
+        self.run: Handler = _run
         self._replay = replay
         self._changed = changed
         self._last = max(at for places in changed.values() for at, _ in places)
         self._made: dict[int, tuple[str, int]] = {}  # by storage: what op read which record's tensor too late
 
-    def watch(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    @keep_from_compiler
+    def watch(self, mode: Any, op: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run an op of the replay, and note what it makes of a stale tensor."""
         ops = self._replay.ops
         if not self._made and (ops is None or ops.begun > self._last):
-            self._replay.watcher = self.run
-            return self.run(op, args, kwargs)
+            self._replay.show_ops_to(self.run)
+            return self.run(mode, op, types, args, kwargs)
         effects = effects_of(op)
         if effects.ignored or effects.viewed is not None or effects.reshapes or effects.factory:
-            return self.run(op, args, kwargs)
+            return self.run(mode, op, types, args, kwargs)
         why = next(filter(None, (self._reason(tensor, op) for tensor in tensors_in(args, kwargs))), None)
-        result = self.run(op, args, kwargs)
+        result = self.run(mode, op, types, args, kwargs)
         results = list(tensors_in([result], {}))
         if why is None:
             if self._made and not effects.written:
@@ -137,5 +138,6 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
         return bool(written.as_strided(*geometry_of(other)).any())
 
 
-def _run(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+@keep_from_compiler
+def _run(_mode: Any, op: Any, _types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return op(*args, **kwargs)

@@ -27,7 +27,7 @@ from typing import Any
 import optree
 import torch
 
-from torch_remat._compat import set_version, without_dispatch_modes
+from torch_remat._compat import keep_from_compiler, set_version, without_dispatch_modes
 from torch_remat.dispatch.log.entry import written_arguments
 from torch_remat.dispatch.log.meta import key_of
 from torch_remat.dispatch.log.schema import argument, effects_of
@@ -77,7 +77,8 @@ class Aftermath:
         self._suppressed = suppressed
         self._outside = outside
 
-    def watch(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    @keep_from_compiler
+    def watch(self, _mode: Any, op: Any, _types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run an op; what it would change outside, it changes in a copy."""
         self._suppressed.restore()
         effects = effects_of(op)

@@ -156,6 +156,7 @@ class Recording(RematMode):
         self.lets_compiled_code_run = CompiledCode.is_noticed
         return [path, watch.compiled_code]
 
+    @keep_from_compiler
     def pack_hook(self) -> Callable[[torch.Tensor], Holder | Anchor]:
         """Return the pack hook: a closure, since it runs for each saved tensor.
 
@@ -344,7 +345,6 @@ class Recording(RematMode):
             self.observed = self.watcher = None
 
 
-keep_from_compiler(Recording.pack_hook)
 _version_of = attrgetter("_version")
 # What is so small is kept until forward ends rather than described, and of what is larger so much in a region.
 SMALL_BYTES = 4096

@@ -338,6 +338,8 @@ def fresh_alias(tensor: torch.Tensor, requires_grad: bool, is_written: bool) -> 
 
 def leaves_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """Return the leaves of a call's arguments."""
+    if not kwargs and _USUAL.issuperset(map(type, args)):
+        return list(args)
     return _flatten((tuple(args), dict(kwargs)))[0]
 
 

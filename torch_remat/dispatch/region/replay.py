@@ -187,6 +187,7 @@ class Filling(RematMode):
             contexts.append(ModulePath(region.function))
         return contexts
 
+    @keep_from_compiler
     def pack_hook(self) -> Callable[[torch.Tensor], torch.Tensor | Packed]:
         """Return the pack hook: it takes a value for the next holder and returns what replay's own graph keeps.
 
@@ -384,7 +385,7 @@ class Filling(RematMode):
         self.over, self._limit = True, 0
         self._starts_over = self.stopped = True
         if self.watcher is not None and self.ops is not None:
-            self.watcher = self.ops.aftermath()
+            self.show_ops_to(self.ops.aftermath())
         raise StartOver(self)
 
     def _fill_late(self) -> None:
@@ -443,7 +444,7 @@ class Filling(RematMode):
         if not self.stopped:
             self.stopped, self._refusal = True, last_refusal.get()
             if self.watcher is not None and self.ops is not None:
-                self.watcher = self.ops.aftermath()
+                self.show_ops_to(self.ops.aftermath())
         raise StopReplay(self)
 
     def fail(self, error: RematError) -> NoReturn:
@@ -510,6 +511,3 @@ class Filling(RematMode):
             raise saved_otherwise(region, self.position, empty[0])
         if region.finished and not region.options.early_stop and self.position != len(self._saved):
             raise saved_otherwise(region, self.position)
-
-
-keep_from_compiler(Filling.pack_hook)
