@@ -101,6 +101,8 @@ class RematMode(DispatchMode):
         _current.set(self)
         try:
             if not contexts:
+                if self.ops is None and self.opening is None:
+                    return function(*args, **kwargs)
                 return self._call(function, args, kwargs)
             with ExitStack() as stack:
                 for context in contexts:

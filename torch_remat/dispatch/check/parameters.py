@@ -110,15 +110,14 @@ with torch.enable_grad():
     ACCUMULATE: Any = type(get_gradient_edge(torch.zeros((), requires_grad=True, device="cpu")).node)
 
 
-_version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 _next_functions: Callable[[torch.autograd.graph.Node], Iterable[tuple[Any, int]]] = attrgetter("next_functions")
 
 
 def versions_of(tensors: Sequence[torch.Tensor | None]) -> Sequence[int]:
     """Return how often each tensor was changed in place; -1 for none, and where that is not counted."""
     try:
-        return list(map(_version_of, tensors))  # type: ignore[arg-type]
-    except (AttributeError, RuntimeError):  # None, and a tensor of inference mode
+        return [-1 if one is None else one._version for one in tensors]
+    except RuntimeError:  # a tensor of inference mode
         return [-1 if one is None or one.is_inference() else one._version for one in tensors]
 
 
