@@ -23,7 +23,12 @@ from torch_remat.policies.decision import CheckpointPolicy
 
 
 class Decision(IntEnum):
-    """What a policy says of one result; where policies are combined the higher one holds."""
+    """What a policy says of one result; where policies are combined the higher one holds.
+
+    Attributes:
+        keeps: Whether the result is kept, here or elsewhere.
+        offloads: Whether it leaves the device.
+    """
 
     PREFER_RECOMPUTE = 0
     PREFER_OFFLOAD = 1
@@ -32,15 +37,12 @@ class Decision(IntEnum):
     MUST_OFFLOAD = 4
     MUST_SAVE = 5
 
-    @property
-    def keeps(self) -> bool:
-        """Whether the result is kept, here or elsewhere."""
-        return self not in (Decision.PREFER_RECOMPUTE, Decision.MUST_RECOMPUTE)
+    keeps: bool
+    offloads: bool
 
-    @property
-    def offloads(self) -> bool:
-        """Whether the result leaves the device."""
-        return self in (Decision.PREFER_OFFLOAD, Decision.MUST_OFFLOAD)
+    def __init__(self, _value: int) -> None:
+        self.offloads = self._name_.endswith("OFFLOAD")
+        self.keeps = self.offloads or self._name_.endswith("SAVE")
 
 
 # By name, since not all releases of torch know the policies that offload.

@@ -51,6 +51,7 @@ class Entry:
             otherwise `ODD`.
         reads: The storages of its arguments.
         layout: Shape and strides of the tensors among its arguments, if its results are saved.
+        listed: Whether there are lists of tensors among its arguments, though it is of a kind.
         versions: Which of the tensors among its arguments come from outside, and their version counters.
         writes: The storages of the arguments that it writes.
         whole: Whether it writes its arguments' whole storages.
@@ -71,11 +72,17 @@ class Entry:
         gone: Storages that nothing reaches once it is over: whatever lies at their addresses later is another.
     """
 
-    # Most entries have little to note: what stands here is not set for each of them.
+    # What all have is set where one is made, in the recorder. Most have little to note besides.
+    op: Any
+    count: int
+    path: str
+    effects: Effects
+    results: Any = None
     kind = ODD
     group = ""
     reads: Sequence[int] = ()
     layout: Sequence[tuple[torch.Size, tuple[int, ...]]] = ()
+    listed = False
     versions: Sequence[tuple[int, int]] = ()
     writes: Sequence[int] = ()
     restored = False
@@ -93,13 +100,6 @@ class Entry:
     packed: frozenset[int] = NOTHING
     names: Mapping[int, str] = _NONE
     gone: Collection[int] = ()
-
-    def __init__(self, op: Any, count: int, results: Any, path: str, effects: Effects) -> None:
-        self.op = op
-        self.count = count
-        self.results = results
-        self.path = path
-        self.effects = effects
 
     @property
     def count_of_results(self) -> int:

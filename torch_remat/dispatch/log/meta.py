@@ -201,6 +201,11 @@ def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch
                     yield item
 
 
+def without_lists(args: Sequence[Any]) -> list[Any]:
+    """Return an op's positional arguments with what is in lists among them in place of the lists."""
+    return [item for arg in args for item in (arg if type(arg) is list else (arg,))]
+
+
 def layout_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[torch.Size, tuple[int, ...]]]:
     """Return shape and strides of the tensors among an op's arguments; none if they cannot be told.
 

@@ -40,7 +40,15 @@ from torch_remat.dispatch.log.matching import (
     place_of,
     run_loose,
 )
-from torch_remat.dispatch.log.meta import dense_layout, has_placeholder, key_of, layout_of, stand_in, tensors_in
+from torch_remat.dispatch.log.meta import (
+    dense_layout,
+    has_placeholder,
+    key_of,
+    layout_of,
+    stand_in,
+    tensors_in,
+    without_lists,
+)
 from torch_remat.dispatch.log.record import Left
 from torch_remat.dispatch.log.schema import effects_of, without_statistics
 from torch_remat.dispatch.log.slot import Slot, version_of
@@ -140,8 +148,9 @@ class OpAnswerer:
             if self._suppressed.pending:
                 self._suppressed.restore()
             if entry.run:
-                same = not entry.versions or self._reads_the_same(entry, args)
-                if same and not entry.kept and Placeholder not in map(type, args):
+                given = without_lists(args) if entry.listed else args
+                same = not entry.versions or self._reads_the_same(entry, given)
+                if same and not entry.kept and Placeholder not in map(type, given):
                     self._at = next_at + 1
                     return kernel_of(op)(*args, **kwargs)
             elif entry.kind == VIEW:

@@ -36,10 +36,11 @@ from torch_remat.errors import PolicyError
 from torch_remat.policies.decision import CheckpointPolicy
 from torch_remat.policies.kinds import Decider, OpContext, OpPolicy
 
+_new = object.__new__  # without a call of `__init__` for each op
 _Noter = Callable[[Entry, Sequence[Any], Any], bool]
 # Of an op: its effects; what notes a call of it in the short way, if it has one; whether the policy keeps its results,
-# if it decides by the op alone; and what runs it.
-_Plan = tuple[Effects, _Noter | None, bool | None, Callable[..., Any]]
+# if it decides by the op alone; what runs it; and how many of its name there were in each module, less one.
+_Plan = tuple[Effects, _Noter | None, bool | None, Callable[..., Any], dict[str, int]]
 Observer = Callable[[Entry, Sequence[Any], Mapping[str, Any], Any], None]
 
 
@@ -99,7 +100,7 @@ class OpRecorder:
         self._allow_mutation = allow_mutation
         self._observer = observer
         self._plans: dict[int, _Plan] = {}  # by the identity of each op
-        self._counts: dict[tuple[str, str], int] = {}
+        self._counts: dict[str, dict[str, int]] = {}  # of ops by name, and by the path of their module
         self.earlier = Earlier(self._storages, self._entries)
         # What the stretch that runs has changed outside, by storage, with the first entry that did, and the versions
         # from before; and the generators before its first random op.
@@ -110,14 +111,13 @@ class OpRecorder:
     @keep_from_compiler
     def watch(self, _mode: Any, op: Any, _types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run an op, take the decision about it, and note what it did."""
-        effects, noter, keeps, kernel = self._plans.get(id(op)) or self._plan(op)
+        effects, noter, keeps, kernel, counts = self._plans.get(id(op)) or self._plan(op)
         if noter is None or self.skipped_op is not None or self._results.unread or self._departures.waiting:
             return self._watch_odd(op, args, kwargs, effects)
         # It computes new tensors or returns views, and does nothing else.
-        path = self._paths[-1]
-        key = path, effects.name
-        self._counts[key] = count = self._counts.get(key, -1) + 1
-        entry = Entry(op, count, None, path, effects)
+        entry = _new(Entry)
+        entry.op, entry.effects, entry.path = op, effects, (path := self._paths[-1])
+        entry.count = counts[path] = counts.get(path, -1) + 1
         try:
             result = kernel(*args, **kwargs)
         except Exception as error:
@@ -137,7 +137,7 @@ class OpRecorder:
         if self._owner.opened is not None and self._owner.in_recomputed_op():
             entry.always = True
         if entry.saved:
-            entry.layout = dense_layout(args) if entry.kind != ODD else layout_of(args, kwargs)
+            entry.layout = layout_of(args, kwargs) if entry.kind == ODD or entry.listed else dense_layout(args)
             if entry.kind == ONE:
                 self._results.note_one(entry, result)
             else:
@@ -150,13 +150,14 @@ class OpRecorder:
     def _plan(self, op: Any) -> _Plan:
         effects = effects_of(op)
         decider = self._decider
-        plan: _Plan = effects, None, None, op
+        counts = self._counts.setdefault(effects.name, {})
+        plan: _Plan = effects, None, None, op, counts
         if effects.plain:
             keeps = False if decider is None else decider.decide_op(op)
-            plan = effects, self._storages.note_ordinary, keeps, kernel_of(op)
+            plan = effects, self._storages.note_ordinary, keeps, kernel_of(op), counts
         elif effects.view:  # whose results are never kept, whatever the policy says
             keeps = None if decider is not None and decider.decide_op(op) is None else False
-            plan = effects, self._storages.note_view, keeps, kernel_of(op)
+            plan = effects, self._storages.note_view, keeps, kernel_of(op), counts
         self._plans[id(op)] = plan
         return plan
 
@@ -173,10 +174,10 @@ class OpRecorder:
         if effects.written and self._decider is not None:
             self.earlier.note_writes(written_arguments(effects, args, kwargs))
         before = self._rng_before(effects)
-        path = self._paths[-1]
-        key = path, effects.name
-        self._counts[key] = count = self._counts.get(key, -1) + 1
-        entry = Entry(op, count, None, path, effects)
+        _, noter, _, _, counts = self._plans[id(op)]
+        entry = _new(Entry)
+        entry.op, entry.effects, entry.path = op, effects, (path := self._paths[-1])
+        entry.count = counts[path] = counts.get(path, -1) + 1
         try:
             result = op(*args, **kwargs)
         except Exception as error:
@@ -185,7 +186,6 @@ class OpRecorder:
         if self._departures.waiting:
             self._departures.send()
         entry.before = before
-        noter = self._plans[id(op)][1]
         if noter is None or not noter(entry, args, result):
             self._note_odd(entry, args, kwargs, result)
         entry.always = self._owner.in_recomputed_op()
@@ -284,7 +284,8 @@ class OpRecorder:
 
     def forget_counts(self) -> None:
         """Count the ops anew: names in a native region begin with it."""
-        self._counts = {}
+        for counts in self._counts.values():
+            counts.clear()
 
     def runs_writer(self, tensor: torch.Tensor) -> bool:
         """Whether what wrote a tensor's storage last, as far as that was seen, runs in replay in any case."""

@@ -24,7 +24,7 @@ from torch.nn import Parameter
 
 from torch_remat._compat import storage_key
 from torch_remat.dispatch.log.entry import LEFT, ONE, SEVERAL, VIEW, WRITTEN, Entry
-from torch_remat.dispatch.log.meta import Given, Meta, described, key_of, keys_of, parts_of, tensors_in
+from torch_remat.dispatch.log.meta import Given, Meta, described, key_of, keys_of, parts_of, tensors_in, without_lists
 from torch_remat.dispatch.log.schema import LIFT
 from torch_remat.dispatch.log.slot import UNCOUNTED, version_of
 from torch_remat.dispatch.placeholder import NOT_LAZY, Geometry, new_tuple
@@ -133,7 +133,8 @@ class Storages:
                     reads.append(key)
                 elif kind is list:
                     if not _VALUES.issuperset(map(type, arg)):
-                        return False
+                        entry.listed = True
+                        return self.note_ordinary(entry, without_lists(args), result)
                 elif kind not in _VALUES and isinstance(arg, Tensor):
                     return False
             if type(result) is not Tensor:
@@ -143,7 +144,7 @@ class Storages:
             return False
         dtype = result.dtype
         is_view = key in reads  # though the schema does not say so
-        if dtype.is_complex or (is_view and (key != reads[0] or not isinstance(args[0], Tensor))):
+        if dtype.is_complex or (is_view and (key != reads[0] or entry.listed or not isinstance(args[0], Tensor))):
             return False
         geometry = new_tuple(Geometry, (result.shape, result.stride(), result.storage_offset()))
         entry.results = new_tuple(Meta, (geometry, dtype, result.device, is_view, NOT_LAZY))
@@ -196,7 +197,7 @@ class Storages:
         if entry.op is LIFT:  # at the address of something that an entry made and that is gone
             self.writers.pop(key, None)
             entry.made = ((0, key),)
-        if self.is_foreign(key) and not base.is_inference():
+        if (key not in self.writers or key in self._foreign) and not base.is_inference():
             entry.versions = ((0, base._version),)
         return True
 
