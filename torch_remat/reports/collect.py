@@ -5,14 +5,28 @@ In: a region, in whatever state it is. Kept: nothing. Out: its report. Nothing i
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
+
 from torch_remat.dispatch.kept import Around, Kept, decisions_of, parameters_of
 from torch_remat.dispatch.region.region import Region
 from torch_remat.errors import qualified_name
 from torch_remat.reports.data import Kind, OpReport, RegionReport
-from torch_remat.reports.ledger import Annotate, Ledger, Row, pieces_in
+from torch_remat.reports.ledger import Ledger, Row, pieces_in
+
+Annotate = Callable[[torch.Tensor], str | None]
+"""Says something of a kept tensor, such as where it was allocated, or nothing."""
 
 
-def collect_region(region: Region, ledger: Ledger, *, keep_empty: bool = False) -> RegionReport:
+def collect_region(
+    region: Region,
+    ledger: Ledger,
+    *,
+    momentary: bool = True,
+    keep_empty: bool = False,
+    annotate: Annotate | None = None,
+) -> RegionReport:
     """Return what a region keeps, whose parameters the ledger has counted already; see `report_of`."""
     decisions = decisions_of(region)
     own: list[Row] = []
@@ -24,16 +38,15 @@ def collect_region(region: Region, ledger: Ledger, *, keep_empty: bool = False) 
         rows = by_op.setdefault(one.op, []) if one.op else own
         name = qualified_name(region.name, one.op, one.tensor)
         policy = one.decision.value if one.decision else ""
+        note = annotate(one.value) if annotate is not None and isinstance(one.value, torch.Tensor) else None
         for piece in pieces_in(one.value, one.made_on):
-            if piece.besides is None or ledger.momentary:
-                ledger.add(piece, name, one.tensor, kind, rows, _needed_by(one), policy, one.value)
-    ops = [
-        OpReport(
-            name, decisions[name].value if name in decisions else rows[0].policy, tuple(row.finished() for row in rows)
-        )
-        for name, rows in by_op.items()
-        if rows or keep_empty
-    ]
+            if piece.besides is None or momentary:
+                ledger.add(Row(name, one.tensor, kind, piece, [_needed_by(one)], policy, note or ""), rows)
+    ops = []
+    for name, rows in by_op.items():
+        if rows or keep_empty:
+            policy = decisions[name].value if name in decisions else rows[0].policy
+            ops.append(OpReport(name, policy, tuple(row.finished() for row in rows)))
     return RegionReport(region.name, tuple(row.finished() for row in own), tuple(ops))
 
 
@@ -44,10 +57,10 @@ def report_of(
 
     With ``momentary``, what is offloaded counts in place, too, while it has not left or has come back.
     """
-    ledger = Ledger(momentary, annotate)
+    ledger = Ledger()
     for parameter in parameters_of(region):
         ledger.add_parameter(parameter)
-    return collect_region(region, ledger, keep_empty=keep_empty)
+    return collect_region(region, ledger, momentary=momentary, keep_empty=keep_empty, annotate=annotate)
 
 
 def _needed_by(one: Kept) -> str:

@@ -8,7 +8,6 @@ saved-tensor hooks made of it. Nodes are visited by hand, since a deep graph wou
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import chain
@@ -21,7 +20,7 @@ from torch_remat._compat import node_number
 from torch_remat.dispatch.kept import held_in
 from torch_remat.dispatch.log.readers import is_view
 from torch_remat.dispatch.region.region import Region
-from torch_remat.reports.data import NodeReport
+from torch_remat.reports.data import Kind, NodeReport
 from torch_remat.reports.ledger import Ledger, Row, pieces_in, tensors_in, viewed_parameter
 from torch_remat.reports.torch_checkpoint import TorchCheckpoint, packed_in
 
@@ -69,29 +68,26 @@ def collect_nodes(
     The checkpoints are those of ``torch.utils.checkpoint`` that the nodes belong to, or that regions lie in; parameters
     and regions were counted before.
     """
-    rows: dict[str, list[Row]] = {}
-    counts: Counter[str] = Counter()
+    kept: dict[str, list[list[Row]]] = {}
     for node in nodes:
         kind = type(node).__name__
         found: list[Row] = []
         for attribute, packed in saved_in(node):
             for piece in pieces_in(held_in(packed)):
-                ledger.add(piece, f"{kind}.{attribute}", attribute, "saved", found, f"backward of {kind}")
-        kept = [row for row in found if row.bytes or row.shared_with is None]
-        if kept:
-            rows.setdefault(kind, []).extend(kept)
-            counts[kind] += 1
+                ledger.add(Row(f"{kind}.{attribute}", attribute, "saved", piece, [f"backward of {kind}"]), found)
+        kept.setdefault(kind, []).append([row for row in found if row.bytes or row.shared_with is None])
     for checkpoint in checkpoints:
         found = []
         for label, packed in checkpoint.kept():
-            refilled = label == "recomputed"
+            why: tuple[Kind, str] = ("refilled", "backward") if label == "recomputed" else ("saved", "replay")
             for piece in pieces_in(held_in(packed)):
-                name, needed_by = f"{_CHECKPOINT}.{label}", "backward" if refilled else "replay"
-                ledger.add(piece, name, label, "refilled" if refilled else "saved", found, needed_by)
-        if any(row.bytes for row in found):
-            rows.setdefault(_CHECKPOINT, []).extend(row for row in found if row.bytes)
-            counts[_CHECKPOINT] += 1
-    reports = [NodeReport(kind, counts[kind], tuple(row.finished() for row in rows[kind])) for kind in rows]
+                ledger.add(Row(f"{_CHECKPOINT}.{label}", label, why[0], piece, [why[1]]), found)
+        kept.setdefault(_CHECKPOINT, []).append([row for row in found if row.bytes])
+    reports = [
+        NodeReport(kind, len(saving), tuple(row.finished() for row in chain(*saving)))
+        for kind, by_node in kept.items()
+        if (saving := [rows for rows in by_node if rows])
+    ]
     return tuple(sorted(reports, key=lambda report: (-report.bytes - report.offloaded_bytes, report.node)))
 
 

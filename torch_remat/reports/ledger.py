@@ -7,7 +7,7 @@ for those that are away, so that no address is used again. Out: rows, in which t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, is_dataclass
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
@@ -16,17 +16,13 @@ import optree
 import torch
 
 from torch_remat._compat import PYTREE_NAMESPACE, adopt_pytree_node
+from torch_remat.budgets.ledger import parts_of
 from torch_remat.dispatch.kept import told_of
 from torch_remat.dispatch.offloading import Offloaded
-from torch_remat.dispatch.placeholder import is_placeholder
 from torch_remat.reports.data import KeptTensor, Kind, ParameterReport
 
 PARAMETER, BUFFER = "parameter", "buffer"
 """Kinds of tensors that exist anyway."""
-
-Annotate = Callable[[torch.Tensor], str | None]
-"""Says something of a kept tensor, such as where it was allocated, or nothing."""
-
 _SIMPLE = (torch.Tensor, str, bytes, int, float, complex, type(None), type)
 
 
@@ -55,7 +51,7 @@ def pieces_in(value: Any, made_on: torch.device | None = None) -> Iterator[Piece
     if isinstance(value, Offloaded):
         yield from _pieces_of_away(value)
         return
-    leaves = [value] if isinstance(value, torch.Tensor) else list(leaves_in(value))
+    leaves = list(leaves_in(value))
     if made_on is None:
         made_on = next((leaf for leaf in leaves if isinstance(leaf, torch.device)), None)
     for leaf in leaves:
@@ -124,25 +120,7 @@ def _memory_of(tensor: torch.Tensor) -> list[Memory]:
 
 def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
     """Return the storages behind a tensor: of its parts, if it is sparse or a wrapper around others."""
-    parts: list[torch.Tensor]
-    if is_placeholder(tensor):
-        return []
-    if hasattr(tensor, "__tensor_flatten__"):
-        names = tensor.__tensor_flatten__()[0]
-        parts = [getattr(tensor, name) for name in names]
-    elif tensor.layout is torch.sparse_coo:
-        detached = tensor.detach()
-        parts = [detached._indices(), detached._values()]
-    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    else:
-        try:
-            return [tensor.untyped_storage()]
-        except (NotImplementedError, RuntimeError, ValueError):  # no storage that Python could see, or none yet
-            return []
-    return [storage for part in parts if isinstance(part, torch.Tensor) for storage in storages_of(part)]
+    return [part.untyped_storage() for part in parts_of(tensor)]
 
 
 def viewed_parameter(tensor: torch.Tensor) -> torch.nn.Parameter | None:
@@ -159,12 +137,12 @@ class Row:
     label: str
     kind: Kind
     piece: Piece
-    policy: str
     needed_by: list[str]
+    policy: str = ""
+    note: str = ""
     bytes: int = 0
     aliases: list[str] = field(default_factory=list)
     shared_with: str | None = None
-    note: str = ""
 
     def finished(self) -> KeptTensor:
         """Return the row as plain data."""
@@ -176,17 +154,9 @@ class Row:
 
 
 class Ledger:
-    """Counts each storage once, and each offloaded tensor once.
+    """Counts each storage once, and each offloaded tensor once."""
 
-    Args:
-        momentary: Whether to count the copy of an offloaded tensor that is in place for a moment: it has not left yet,
-            or a backward has brought it back.
-        annotate: Says something of the tensors that regions keep.
-    """
-
-    def __init__(self, momentary: bool = True, annotate: Annotate | None = None) -> None:
-        self.momentary = momentary
-        self.annotate = annotate
+    def __init__(self) -> None:
         self._owners: dict[Hashable, Row | str] = {}  # PARAMETER or BUFFER for what exists anyway
         self._alive: list[Any] = []  # no address may be used again meanwhile
         self._shown: dict[tuple[int, Hashable], Row] = {}  # by the rows of an op or region, what stands for a storage
@@ -215,23 +185,10 @@ class Ledger:
         """Return how many parameters, or buffers, were counted, and their bytes."""
         return ParameterReport(len(self._existing[kind]), self._existing_bytes[kind])
 
-    def add(
-        self,
-        piece: Piece,
-        name: str,
-        label: str,
-        kind: Kind,
-        rows: list[Row],
-        needed_by: str,
-        policy: str = "",
-        value: Any = None,
-    ) -> None:
+    def add(self, row: Row, rows: list[Row]) -> None:
         """Count a tensor, and append its row to ``rows``, unless it shares the memory of one that is there."""
-        row = Row(name, label, kind, piece, policy, [needed_by])
-        if self.annotate is not None and isinstance(value, torch.Tensor):
-            row.note = self.annotate(value) or ""
         met: list[Hashable] = []
-        for key, memory, count in piece.memory:
+        for key, memory, count in row.piece.memory:
             if key in self._owners:
                 met.append(key)
             else:
@@ -242,9 +199,9 @@ class Ledger:
         if met and not row.bytes:
             shown = self._shown.get((id(rows), met[0]))
             if shown is not None and any(shown is one for one in rows):
-                shown.needed_by.append(needed_by)
-                if label != shown.label:
-                    shown.aliases.append(label)
+                shown.needed_by += row.needed_by
+                if row.label != shown.label:
+                    shown.aliases.append(row.label)
                 return
             self._shown[id(rows), met[0]] = row
             owner = self._owners[met[0]]

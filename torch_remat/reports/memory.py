@@ -14,10 +14,10 @@ from torch_remat.dispatch.kept import parameters_of
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.region.region import Region, live_regions
 from torch_remat.errors import UsageError
-from torch_remat.reports.collect import collect_region, report_of
+from torch_remat.reports.collect import Annotate, collect_region, report_of
 from torch_remat.reports.data import RegionReport
 from torch_remat.reports.graph import checkpoints_below, collect_nodes, nodes_below, parameters_below
-from torch_remat.reports.ledger import BUFFER, PARAMETER, Annotate, Ledger
+from torch_remat.reports.ledger import BUFFER, PARAMETER, Ledger
 from torch_remat.reports.model import MemoryReport
 from torch_remat.reports.text import format_region
 
@@ -63,7 +63,7 @@ def annotated_report(roots: Sequence[torch.Tensor | torch.nn.Module], annotate: 
                 f"memory_report() takes tensors and modules, not a {type(root).__name__}",
                 remedy="Pass the losses, and the model if it has buffers: remat.memory_report(loss, model).",
             )
-    ledger = Ledger(annotate=annotate)
+    ledger = Ledger()
     nodes = nodes_below(root for root in roots if isinstance(root, torch.Tensor))
     regions = live_regions()
     checkpoints = checkpoints_below(nodes, regions)
@@ -72,7 +72,7 @@ def annotated_report(roots: Sequence[torch.Tensor | torch.nn.Module], annotate: 
             ledger.add_module(root)
     for parameter in chain(parameters_below(nodes, checkpoints), *map(parameters_of, regions)):
         ledger.add_parameter(parameter)
-    reports = [collect_region(region, ledger) for region in regions]
+    reports = [collect_region(region, ledger, annotate=annotate) for region in regions]
     return MemoryReport(
         tuple(report for report in reports if report.tensors or report.ops),
         collect_nodes(nodes, checkpoints, ledger),
