@@ -19,7 +19,7 @@ from torch_remat.dispatch import observe
 from torch_remat.reports.profile import Memory
 from torch_remat.reports.recorder import GONE, SENT
 from torch_remat.reports.spans import Sample, Span
-from torch_remat.reports.timeline import Trace as Timeline
+from torch_remat.reports.trace import Trace as Timeline
 
 
 def block(x):

@@ -19,15 +19,27 @@ Annotate = Callable[[torch.Tensor], str | None]
 """Says something of a kept tensor, such as where it was allocated, or nothing."""
 
 
-def collect_region(
+def report_of(
     region: Region,
-    ledger: Ledger,
+    ledger: Ledger | None = None,
     *,
-    momentary: bool = True,
+    momentary: bool = False,
     keep_empty: bool = False,
     annotate: Annotate | None = None,
 ) -> RegionReport:
-    """Return what a region keeps, whose parameters the ledger has counted already; see `report_of`."""
+    """Return what a region keeps.
+
+    Args:
+        region: The region.
+        ledger: What has been counted before, the parameters of the region among it; None for the region by itself.
+        momentary: Whether what is offloaded counts in place, too, while it has not left or has come back.
+        keep_empty: Whether ops that keep nothing are in it.
+        annotate: What it says of a tensor becomes its note.
+    """
+    if ledger is None:
+        ledger = Ledger()
+        for parameter in parameters_of(region):
+            ledger.add_parameter(parameter)
     decisions = decisions_of(region)
     own: list[Row] = []
     by_op: dict[str, list[Row]] = {name: [] for name in decisions}
@@ -48,19 +60,6 @@ def collect_region(
             policy = decisions[name].value if name in decisions else rows[0].policy
             ops.append(OpReport(name, policy, tuple(row.finished() for row in rows)))
     return RegionReport(region.name, tuple(row.finished() for row in own), tuple(ops))
-
-
-def report_of(
-    region: Region, *, momentary: bool = False, keep_empty: bool = False, annotate: Annotate | None = None
-) -> RegionReport:
-    """Return what a region keeps by itself, also of ops that keep nothing if ``keep_empty``.
-
-    With ``momentary``, what is offloaded counts in place, too, while it has not left or has come back.
-    """
-    ledger = Ledger()
-    for parameter in parameters_of(region):
-        ledger.add_parameter(parameter)
-    return collect_region(region, ledger, momentary=momentary, keep_empty=keep_empty, annotate=annotate)
 
 
 def _needed_by(one: Kept) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from itertools import chain
-from typing import Any, TextIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 
@@ -14,12 +17,75 @@ from torch_remat.dispatch.kept import parameters_of
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.region.region import Region, live_regions
 from torch_remat.errors import UsageError
-from torch_remat.reports.collect import Annotate, collect_region, report_of
-from torch_remat.reports.data import RegionReport
+from torch_remat.reports.collect import Annotate, report_of
+from torch_remat.reports.data import KeptForBackward, NodeReport, RegionReport
 from torch_remat.reports.graph import checkpoints_below, collect_nodes, nodes_below, parameters_below
+from torch_remat.reports.html import report_as_html
 from torch_remat.reports.ledger import BUFFER, PARAMETER, Ledger
-from torch_remat.reports.model import MemoryReport
-from torch_remat.reports.text import format_region
+from torch_remat.reports.pictures import plot_report
+from torch_remat.reports.text import format_region, format_report
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class MemoryReport(KeptForBackward):
+    """What is kept for backward.
+
+    Attributes:
+        regions: The regions that keep something, oldest first.
+        outside: What is saved outside of regions, by node type, the largest first.
+        parameters: Parameters, apart: those that regions and graph refer to, and those of the modules given.
+        buffers: Buffers of the modules given, apart.
+        budgets: A line for each budget that regions are in.
+    """
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as dicts, lists, strings and numbers, with the sums beside the parts."""
+
+        def with_sums(part: RegionReport | NodeReport) -> dict[str, Any]:
+            return {**asdict(part), "bytes": part.bytes, "offloaded_bytes": part.offloaded_bytes}
+
+        return {
+            "bytes": self.bytes,
+            "offloaded_bytes": self.offloaded_bytes,
+            "bytes_by_device": self.bytes_by_device,
+            "regions": [with_sums(region) for region in self.regions],
+            "outside": [with_sums(node) for node in self.outside],
+            "parameters": asdict(self.parameters),
+            "buffers": asdict(self.buffers),
+            "budgets": list(self.budgets),
+        }
+
+    def to_json(self, *, indent: int | None = 2) -> str:
+        """Return `to_dict` as JSON.
+
+        Args:
+            indent: Spaces for each level, or None for one line.
+        """
+        return json.dumps(self.to_dict(), indent=indent)
+
+    def __str__(self) -> str:
+        """Return the report as text, with layers that are alike told once."""
+        return format_report(self)
+
+    def _repr_html_(self) -> str:
+        return report_as_html(self)
+
+    def plot(self, path: str | Path | None = None) -> Figure:
+        """Draw a bar for each region, or for each group of regions that are alike, and one for what is saved outside.
+
+        Args:
+            path: Where to write the picture; the ending tells the format. None writes nothing.
+
+        Returns:
+            The matplotlib figure; it is not shown.
+
+        Raises:
+            UsageError: matplotlib is not installed.
+        """
+        return plot_report(self, path)
 
 
 @eager_only
@@ -72,7 +138,7 @@ def annotated_report(roots: Sequence[torch.Tensor | torch.nn.Module], annotate: 
             ledger.add_module(root)
     for parameter in chain(parameters_below(nodes, checkpoints), *map(parameters_of, regions)):
         ledger.add_parameter(parameter)
-    reports = [collect_region(region, ledger, annotate=annotate) for region in regions]
+    reports = [report_of(region, ledger, momentary=True, annotate=annotate) for region in regions]
     return MemoryReport(
         tuple(report for report in reports if report.tensors or report.ops),
         collect_nodes(nodes, checkpoints, ledger),
