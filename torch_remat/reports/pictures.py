@@ -120,11 +120,11 @@ def plot_report(report: KeptForBackward, path: str | Path | None) -> Figure:
 def _bars(report: KeptForBackward) -> list[tuple[str, dict[str, int]]]:
     """Return the label of each bar, and its parts in bytes; where there are too many, the smallest become one."""
     bars = []
-    for group in fold(report.regions):
+    for label, regions in fold(report.regions):
         parts: Counter[str] = Counter()
-        for tensor in (one for region in group.regions for one in region.all_tensors()):
+        for tensor in (one for region in regions for one in region.all_tensors()):
             parts["offloaded" if tensor.offloaded else _PART_OF_KIND[tensor.kind]] += tensor.bytes
-        bars.append((f"{group.label} (all {len(group.regions)})" if len(group.regions) > 1 else group.label, parts))
+        bars.append((f"{label} (all {len(regions)})" if len(regions) > 1 else label, parts))
     for node in report.outside:
         parts = Counter({"outside of regions": node.bytes, "offloaded": node.offloaded_bytes})
         if any(parts.values()):

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from operator import itemgetter
 from typing import Any
 
-from torch_remat.reports.recorder import GIVEN, GONE, MARK, SENT, Given, Mark
+from torch_remat.reports.recorder import GIVEN, GONE, MARK, SENT, Mark
 from torch_remat.reports.spans import GivenUp, Phase, Sample, Span
 
 _ENGINE = "autograd::engine::evaluate_function: "
@@ -91,7 +92,7 @@ class Memory:
 
 
 def spans_and_samples(
-    events: Sequence[Event], marks: Sequence[Mark], given: Sequence[Given] = ()
+    events: Sequence[Event], marks: Sequence[Mark], given: Sequence[GivenUp] = ()
 ) -> tuple[list[Span], list[Sample], float, list[GivenUp]]:
     """Return spans, samples, the whole duration in microseconds, and what budgets gave up."""
     timed = [event for event in events if event.get("ph") == "X" and "dur" in event]
@@ -120,19 +121,12 @@ def spans_and_samples(
         place = (mark.region, mark.op, phase, calls[mark.call])
         spans.append(Span(*place, begin - start, end - begin, thread, *memory.within(begin, end), *kept))
     spans.sort(key=lambda span: (span.start_us, -span.duration_us))
-    return spans, memory.samples(start), whole["dur"], _given_up(timed, given, calls, start)
-
-
-def _given_up(timed: Sequence[Event], given: Sequence[Given], calls: Mapping[int, int], start: float) -> list[GivenUp]:
-    """Return what budgets gave up, each with its time; what happened where no profiler saw it is left out."""
-    found = []
+    given_up = []  # without what happened where no profiler saw it
     for event in timed:
         if event["name"].startswith(GIVEN):
             one = given[int(event["name"].removeprefix(GIVEN))]
-            when = event["ts"] - start
-            sizes = one.bytes, one.offloaded_bytes, one.kept_bytes
-            found.append(GivenUp(one.region, calls[one.call], when, one.places, *sizes))
-    return sorted(found, key=lambda one: one.time_us)
+            given_up.append(replace(one, call=calls[one.call], time_us=event["ts"] - start))
+    return spans, memory.samples(start), whole["dur"], sorted(given_up, key=lambda one: one.time_us)
 
 
 def _numbered(timed: Sequence[Event], replays: Sequence[Interval]) -> list[tuple[int, Event]]:

@@ -22,7 +22,7 @@ from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.observe import Observer, WatchedOp
 from torch_remat.dispatch.region.region import Region, live_regions
 from torch_remat.reports.collect import report_of
-from torch_remat.reports.spans import BudgetState, Phase
+from torch_remat.reports.spans import BudgetState, GivenUp, Phase
 
 MARK = "torch_remat.trace "
 GIVEN = "torch_remat.given "
@@ -45,18 +45,6 @@ class Mark:
     offloaded_bytes: int = 0  # what is kept elsewhere then
 
 
-@dataclass
-class Given:
-    """What a budget gave up of a region, before the time is known."""
-
-    region: str
-    call: int  # the serial number of the region
-    places: tuple[int, ...]
-    bytes: int
-    offloaded_bytes: int
-    kept_bytes: int
-
-
 class _Open(threading.local):
     """What has begun and not ended, in one thread."""
 
@@ -69,7 +57,7 @@ class Recorder(Observer):
 
     Attributes:
         marks: The spans, in the order in which they began, and one for each region from before.
-        given: What budgets gave up, in order.
+        given: What budgets gave up, in order, before the times are known; ``call`` is the region's serial number.
     """
 
     def __init__(self) -> None:
@@ -78,7 +66,7 @@ class Recorder(Observer):
             Mark(region.name, None, "forward", region.serial, region.first_number, region.last_number + 1)
             for region in live_regions()
         ]
-        self.given: list[Given] = []
+        self.given: list[GivenUp] = []
         around = keeping.get()
         self._budgets: list[Any] = [] if around is None else list(around.registers)
         self._open = _Open()
@@ -131,7 +119,7 @@ class Recorder(Observer):
         """Mark when a budget gave something up."""
         with self._lock:
             number = len(self.given)
-            self.given.append(Given(region.name, region.serial, tuple(places), freed, offloaded, kept))
+            self.given.append(GivenUp(region.name, region.serial, 0.0, tuple(places), freed, offloaded, kept))
         _note(f"{GIVEN}{number}")
 
     def budgets(self) -> list[BudgetState]:

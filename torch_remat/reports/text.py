@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from torch_remat.reports.data import KeptForBackward, KeptTensor, NodeReport, RegionReport
-from torch_remat.reports.fold import Group, fold, fold_series
+from torch_remat.reports.fold import fold, fold_series
 from torch_remat.reports.spans import GivenUp, Phase, Span, Timeline
 
 _PHASES: tuple[Phase, ...] = ("forward", "replay", "backward")
@@ -39,7 +39,7 @@ def _scaled(count: int, base: int, units: Sequence[str]) -> str:
 
 def format_region(region: RegionReport) -> str:
     """Return one region's report."""
-    return "\n".join(_group_lines(Group(region.name, [region])))
+    return "\n".join(_group_lines(region.name, [region]))
 
 
 def format_report(report: KeptForBackward) -> str:
@@ -55,17 +55,17 @@ def format_report(report: KeptForBackward) -> str:
     if report.regions:
         lines += ["", f"in {plural(len(report.regions), 'region')}: {_sum_of(report.regions)}"]
     for group in fold(report.regions):
-        lines += [f"  {line}" for line in _group_lines(group)]
+        lines += [f"  {line}" for line in _group_lines(*group)]
     if report.outside:
         lines += ["", f"outside of regions: {_sum_of(report.outside)}"]
         lines += [f"  {line}" for line in aligned([_node_cells(node) for node in report.outside], right={1})]
     return "\n".join(lines)
 
 
-def _group_lines(group: Group) -> list[str]:
+def _group_lines(label: str, regions: Sequence[RegionReport]) -> list[str]:
     """Return regions that are alike, as one: a line for the sum, and one for each tensor."""
-    region, count = group.regions[0], len(group.regions)
-    head = f"{group.label}: {format_sum(region.bytes, region.offloaded_bytes)}"
+    region, count = regions[0], len(regions)
+    head = f"{label}: {format_sum(region.bytes, region.offloaded_bytes)}"
     if count > 1:
         head += f" each, {format_sum(count * region.bytes, count * region.offloaded_bytes)} in {count}"
     rows = [_cells(tensor, tensor.label) for tensor in region.tensors]
