@@ -13,7 +13,7 @@ from torch_remat.dispatch.kept import Around, Kept, decisions_of, parameters_of
 from torch_remat.dispatch.region.region import Region
 from torch_remat.errors import qualified_name
 from torch_remat.reports.data import Kind, OpReport, RegionReport
-from torch_remat.reports.ledger import Ledger, Row, pieces_in
+from torch_remat.reports.ledger import Ledger, Rows, pieces_in
 
 Annotate = Callable[[torch.Tensor], str | None]
 """Says something of a kept tensor, such as where it was allocated, or nothing."""
@@ -41,25 +41,26 @@ def report_of(
         for parameter in parameters_of(region):
             ledger.add_parameter(parameter)
     decisions = decisions_of(region)
-    own: list[Row] = []
-    by_op: dict[str, list[Row]] = {name: [] for name in decisions}
+    own = Rows()
+    by_op = {name: Rows() for name in decisions}
     for one in region.kept():
         if one.what == "empty" or isinstance(one.value, Around):
             continue
         kind: Kind = "kept for replay" if one.what == "slot" or one.what == "result" else one.what
-        rows = by_op.setdefault(one.op, []) if one.op else own
+        rows = by_op.setdefault(one.op, Rows()) if one.op else own
         name = qualified_name(region.name, one.op, one.tensor)
         policy = one.decision.value if one.decision else ""
         note = annotate(one.value) if annotate is not None and isinstance(one.value, torch.Tensor) else None
         for piece in pieces_in(one.value, one.made_on):
             if piece.besides is None or momentary:
-                ledger.add(Row(name, one.tensor, kind, piece, [_needed_by(one)], policy, note or ""), rows)
+                tensor = piece.kept_as(name, one.tensor, kind, _needed_by(one), policy, note)
+                ledger.add(tensor, piece.memory, rows)
     ops = []
     for name, rows in by_op.items():
         if rows or keep_empty:
             policy = decisions[name].value if name in decisions else rows[0].policy
-            ops.append(OpReport(name, policy, tuple(row.finished() for row in rows)))
-    return RegionReport(region.name, tuple(row.finished() for row in own), tuple(ops))
+            ops.append(OpReport(name, policy, tuple(rows)))
+    return RegionReport(region.name, tuple(own), tuple(ops))
 
 
 def _needed_by(one: Kept) -> str:

@@ -173,7 +173,7 @@ class _Trials:
         override = _Override(op or "", policy or CheckpointPolicy.SAVE)
         assert region.function is not None
         assert region.inputs is not None
-        options, undo = region.options, _Undo()
+        options = region.options
         if options.offloader is None and chosen.get() is None:
             options = options._replace(offloader=self._offloader)
         try:
@@ -183,8 +183,7 @@ class _Trials:
                 warnings.filterwarnings("ignore", category=RuntimeWarning, message=".*(CpuOffloader|DiskOffloader)")
                 if region.rng is not None:
                     stack.enter_context(region.rng.replayed())
-                stack.callback(undo.restore)
-                stack.enter_context(undo)
+                stack.enter_context(_Undo())
                 stack.enter_context(observed_by(override))
                 output = run_region(region.function, args, kwargs, options)
                 tried = override.region
@@ -254,8 +253,9 @@ class _Undo(TorchDispatchMode):
         if not tensor.is_inference():
             self._versions.append((tensor, tensor._version))
 
-    def restore(self) -> None:
+    def __exit__(self, *raised: Any) -> None:
         """Put back what was changed."""
+        super().__exit__(*raised)
         for storage, before in self._before.values():
             if storage.nbytes() == before.nbytes():  # else it was resized: its tensor is another one now
                 storage.copy_(before)
@@ -266,7 +266,6 @@ class _Undo(TorchDispatchMode):
 def _written(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
     effects = effects_of(op)
     where = list(effects.written)
-    schema = getattr(op, "_schema", None)
-    if schema is not None and "batch_norm" in effects.name:
-        where += [(place, one.name) for place, one in enumerate(schema.arguments) if one.name in _STATISTICS]
+    if "batch_norm" in effects.name:
+        where += [(place, one.name) for place, one in enumerate(op._schema.arguments) if one.name in _STATISTICS]
     return arguments_in([argument(one, args, kwargs) for one in where], {})

@@ -20,8 +20,8 @@ from torch_remat._compat import node_number
 from torch_remat.dispatch.kept import held_in
 from torch_remat.dispatch.log.readers import is_view
 from torch_remat.dispatch.region.region import Region
-from torch_remat.reports.data import Kind, NodeReport
-from torch_remat.reports.ledger import Ledger, Row, pieces_in, tensors_in, viewed_parameter
+from torch_remat.reports.data import KeptTensor, Kind, NodeReport
+from torch_remat.reports.ledger import Ledger, Rows, pieces_in, tensors_in, viewed_parameter
 from torch_remat.reports.torch_checkpoint import TorchCheckpoint, packed_in
 
 _CHECKPOINT = "torch.utils.checkpoint"
@@ -68,23 +68,24 @@ def collect_nodes(
     The checkpoints are those of ``torch.utils.checkpoint`` that the nodes belong to, or that regions lie in; parameters
     and regions were counted before.
     """
-    kept: dict[str, list[list[Row]]] = {}
+    kept: dict[str, list[list[KeptTensor]]] = {}
     for node in nodes:
         kind = type(node).__name__
-        found: list[Row] = []
+        found = Rows()
         for attribute, packed in saved_in(node):
             for piece in pieces_in(held_in(packed)):
-                ledger.add(Row(f"{kind}.{attribute}", attribute, "saved", piece, [f"backward of {kind}"]), found)
+                saved = piece.kept_as(f"{kind}.{attribute}", attribute, "saved", f"backward of {kind}")
+                ledger.add(saved, piece.memory, found)
         kept.setdefault(kind, []).append([row for row in found if row.bytes or row.shared_with is None])
     for checkpoint in checkpoints:
-        found = []
+        found = Rows()
         for label, packed in checkpoint.kept():
             why: tuple[Kind, str] = ("refilled", "backward") if label == "recomputed" else ("saved", "replay")
             for piece in pieces_in(held_in(packed)):
-                ledger.add(Row(f"{_CHECKPOINT}.{label}", label, why[0], piece, [why[1]]), found)
+                ledger.add(piece.kept_as(f"{_CHECKPOINT}.{label}", label, *why), piece.memory, found)
         kept.setdefault(_CHECKPOINT, []).append([row for row in found if row.bytes])
     reports = [
-        NodeReport(kind, len(saving), tuple(row.finished() for row in chain(*saving)))
+        NodeReport(kind, len(saving), tuple(chain(*saving)))
         for kind, by_node in kept.items()
         if (saving := [rows for rows in by_node if rows])
     ]

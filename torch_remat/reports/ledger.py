@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
@@ -44,6 +44,14 @@ class Piece(NamedTuple):
     offloaded: bool = False  # whether it lies elsewhere than where it was made
     # Why it is there, too, although it is offloaded; another piece stands for that.
     besides: Literal["not gone yet", "brought back"] | None = None
+
+    def kept_as(
+        self, name: str, label: str, kind: Kind, needed_by: str, policy: str = "", note: str | None = None
+    ) -> KeptTensor:
+        """Return the row for the tensor, before its bytes are counted."""
+        look = (self.shape, str(self.dtype).removeprefix("torch."), self.place)
+        more = (self.offloaded, policy, note or "")
+        return KeptTensor(name, label, self.besides or kind, 0, *look, (needed_by,), (), None, *more)
 
 
 def pieces_in(value: Any, made_on: torch.device | None = None) -> Iterator[Piece]:
@@ -129,37 +137,20 @@ def viewed_parameter(tensor: torch.Tensor) -> torch.nn.Parameter | None:
     return owner if isinstance(owner, torch.nn.Parameter) else None
 
 
-@dataclass
-class Row:
-    """A `KeptTensor` in the making: later tensors may turn out to share its memory."""
+class Rows(list[KeptTensor]):
+    """What is kept of one op, region or node, and which row stands for each memory."""
 
-    name: str
-    label: str
-    kind: Kind
-    piece: Piece
-    needed_by: list[str]
-    policy: str = ""
-    note: str = ""
-    bytes: int = 0
-    aliases: list[str] = field(default_factory=list)
-    shared_with: str | None = None
-
-    def finished(self) -> KeptTensor:
-        """Return the row as plain data."""
-        piece = self.piece
-        what = (self.name, self.label, piece.besides or self.kind, self.bytes)
-        look = (piece.shape, str(piece.dtype).removeprefix("torch."), piece.place)
-        others = (tuple(dict.fromkeys(self.needed_by)), tuple(dict.fromkeys(self.aliases)), self.shared_with)
-        return KeptTensor(*what, *look, *others, piece.offloaded, self.policy, self.note)
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: dict[Hashable, int] = {}
 
 
 class Ledger:
     """Counts each storage once, and each offloaded tensor once."""
 
     def __init__(self) -> None:
-        self._owners: dict[Hashable, Row | str] = {}  # PARAMETER or BUFFER for what exists anyway
+        self._owners: dict[Hashable, str] = {}  # names; PARAMETER or BUFFER for what exists anyway
         self._alive: list[Any] = []  # no address may be used again meanwhile
-        self._shown: dict[tuple[int, Hashable], Row] = {}  # by the rows of an op or region, what stands for a storage
         self._existing: dict[str, dict[int, torch.Tensor]] = {PARAMETER: {}, BUFFER: {}}
         self._existing_bytes = {PARAMETER: 0, BUFFER: 0}
 
@@ -185,25 +176,28 @@ class Ledger:
         """Return how many parameters, or buffers, were counted, and their bytes."""
         return ParameterReport(len(self._existing[kind]), self._existing_bytes[kind])
 
-    def add(self, row: Row, rows: list[Row]) -> None:
-        """Count a tensor, and append its row to ``rows``, unless it shares the memory of one that is there."""
+    def add(self, tensor: KeptTensor, memory: Sequence[Memory], rows: Rows) -> None:
+        """Count a tensor, and append it to ``rows``, unless it shares the memory of one that is there."""
+        size = 0
+        new: list[Hashable] = []
         met: list[Hashable] = []
-        for key, memory, count in row.piece.memory:
+        for key, owner, count in memory:
             if key in self._owners:
                 met.append(key)
             else:
-                self._shown[id(rows), key] = row
-                self._owners[key] = row
-                self._alive.append(memory)
-                row.bytes += count
-        if met and not row.bytes:
-            shown = self._shown.get((id(rows), met[0]))
-            if shown is not None and any(shown is one for one in rows):
-                shown.needed_by += row.needed_by
-                if row.label != shown.label:
-                    shown.aliases.append(row.label)
+                new.append(key)
+                self._owners[key] = tensor.name
+                self._alive.append(owner)
+                size += count
+        if met and not size:
+            place = rows.places.get(met[0])
+            if place is not None:
+                shown = rows[place]
+                labels = dict.fromkeys((shown.label, *shown.aliases, tensor.label))
+                needed_by = dict.fromkeys((*shown.needed_by, *tensor.needed_by))
+                rows[place] = replace(shown, needed_by=tuple(needed_by), aliases=tuple(labels)[1:])
                 return
-            self._shown[id(rows), met[0]] = row
-            owner = self._owners[met[0]]
-            row.shared_with = owner if isinstance(owner, str) else owner.name
-        rows.append(row)
+            tensor = replace(tensor, shared_with=self._owners[met[0]])
+            new.append(met[0])
+        rows.places.update(dict.fromkeys(new, len(rows)))
+        rows.append(replace(tensor, bytes=size))

@@ -15,7 +15,7 @@ import torch
 from torch_remat._compat import eager_only
 from torch_remat.dispatch.kept import parameters_of
 from torch_remat.dispatch.mode import current_mode
-from torch_remat.dispatch.region.region import Region, live_regions
+from torch_remat.dispatch.region.region import live_regions
 from torch_remat.errors import UsageError
 from torch_remat.reports.collect import Annotate, report_of
 from torch_remat.reports.data import KeptForBackward, NodeReport, RegionReport
@@ -139,19 +139,14 @@ def annotated_report(roots: Sequence[torch.Tensor | torch.nn.Module], annotate: 
     for parameter in chain(parameters_below(nodes, checkpoints), *map(parameters_of, regions)):
         ledger.add_parameter(parameter)
     reports = [report_of(region, ledger, momentary=True, annotate=annotate) for region in regions]
+    budgets = (budget for region in regions if region.keeper is not None for budget in region.keeper.owners)
     return MemoryReport(
         tuple(report for report in reports if report.tensors or report.ops),
         collect_nodes(nodes, checkpoints, ledger),
         ledger.existing(PARAMETER),
         ledger.existing(BUFFER),
-        tuple(line for one in _budgets_of(regions) if (line := one.summary())),
+        tuple(line for one in dict.fromkeys(budgets) if (line := one.summary())),
     )
-
-
-def _budgets_of(regions: Sequence[Region]) -> list[Any]:
-    """Return the budgets that regions are in, each once."""
-    keepers = (region.keeper for region in regions)
-    return list({id(one): one for keeper in keepers if keeper is not None for one in keeper.owners}.values())
 
 
 @eager_only

@@ -68,7 +68,7 @@ class Recorder(Observer):
         ]
         self.given: list[GivenUp] = []
         around = keeping.get()
-        self._budgets: list[Any] = [] if around is None else list(around.registers)
+        self._budgets: dict[Any, None] = {} if around is None else dict.fromkeys(around.registers)
         self._open = _Open()
         self._lock = threading.Lock()
         self._forwards: dict[int, list[Mark]] = {}  # by the region's serial number: its own mark, then its ops'
@@ -77,7 +77,8 @@ class Recorder(Observer):
 
     def begin_region(self, region: Region, phase: Any) -> None:
         """Begin a region's span."""
-        self._note_budgets(region)
+        if region.keeper is not None:
+            self._budgets.update(dict.fromkeys(region.keeper.owners))
         mark = self._begin(region, None, phase)
         mode = current_mode()
         if phase == "forward" and mode is not None and not mode.recomputing:
@@ -126,11 +127,6 @@ class Recorder(Observer):
         """Return how the budgets stand that the trace, or a region in it, is in."""
         states = (one.state() for one in self._budgets)
         return [BudgetState(*state) for state in states if state is not None]
-
-    def _note_budgets(self, region: Region) -> None:
-        for one in () if region.keeper is None else region.keeper.owners:
-            if not any(one is known for known in self._budgets):
-                self._budgets.append(one)
 
     def offload_began(self, tensor: torch.Tensor, key: int) -> None:
         """Mark where a tensor is that leaves: an offloader's thread may free it, which no profiler sees."""
