@@ -38,8 +38,7 @@ def report_of(
     """
     if ledger is None:
         ledger = Ledger()
-        for parameter in parameters_of(region):
-            ledger.add_parameter(parameter)
+        ledger.add_existing(parameters_of(region))
     decisions = decisions_of(region)
     own = Rows()
     by_op = {name: Rows() for name in decisions}

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from torch_remat.reports.data import KeptForBackward, KeptTensor, RegionReport
+from torch_remat.reports.data import KeptForBackward, KeptTensor, RegionReport, Sums
 from torch_remat.reports.fold import fold
 from torch_remat.reports.spans import Timeline
-from torch_remat.reports.text import LEGEND, budgets_told, describe, format_bytes, format_sum, headline, remarks, table
+from torch_remat.reports.text import LEGEND, budgets_told, describe, format_bytes, headline, remarks, sum_of, table
 
 _LEFT, _RIGHT = 'style="text-align: left"', 'style="text-align: right"'
 _HEAD = ("kept", "bytes", "tensor", "policy", "why")
@@ -16,14 +16,12 @@ _HEAD = ("kept", "bytes", "tensor", "policy", "why")
 
 def report_as_html(report: KeptForBackward) -> str:
     """Return a report as a table: sums in bold, each with its parts below it."""
-    rows = [_sum_row("kept for backward", report.bytes, report.offloaded_bytes)]
+    rows = [_sum_row("kept for backward", [report])]
     for label, regions in fold(report.regions):
         rows += _group_rows(label, regions)
     if report.outside:
-        away = sum(node.offloaded_bytes for node in report.outside)
-        rows.append(_sum_row("outside of regions", sum(node.bytes for node in report.outside), away))
-        for node in report.outside:
-            rows.append(_row(f"{node.node} ({node.count})", format_sum(node.bytes, node.offloaded_bytes)))
+        rows.append(_sum_row("outside of regions", report.outside))
+        rows += [_row(f"{node.node} ({node.count})", sum_of([node])) for node in report.outside]
     for name, existing in (("parameters", report.parameters), ("buffers", report.buffers)):
         if existing.count:
             rows.append(_row(f"{name}, apart ({existing.count})", format_bytes(existing.bytes)))
@@ -47,8 +45,8 @@ def _trace_row(cells: Sequence[str]) -> str:
 def _group_rows(label: str, regions: Sequence[RegionReport]) -> list[str]:
     region, count = regions[0], len(regions)
     if count > 1:
-        label = f"{label} ({count} of {format_sum(region.bytes, region.offloaded_bytes)} each)"
-    rows = [_sum_row(label, count * region.bytes, count * region.offloaded_bytes)]
+        label = f"{label} ({count} of {sum_of([region])} each)"
+    rows = [_sum_row(label, regions)]
     rows += [_tensor_row(tensor, tensor.label) for tensor in region.tensors]
     for op in region.ops:
         rows += [_tensor_row(tensor, f"{op.name}.{tensor.label}") for tensor in op.tensors]
@@ -59,8 +57,8 @@ def _tensor_row(tensor: KeptTensor, label: str) -> str:
     return _row(f"\N{EM SPACE}{label}", format_bytes(tensor.bytes), describe(tensor), tensor.policy, remarks(tensor))
 
 
-def _sum_row(label: str, count: int, offloaded_bytes: int) -> str:
-    head = f"{_cell(label, tag='th')}<th>{escape(format_sum(count, offloaded_bytes))}</th>"
+def _sum_row(label: str, parts: Sequence[Sums]) -> str:
+    head = f"{_cell(label, tag='th')}<th>{escape(sum_of(parts))}</th>"
     return f"<tr>{head}{'<td></td>' * 3}</tr>"
 
 

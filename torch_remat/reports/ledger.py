@@ -7,7 +7,7 @@ for those that are away, so that no address is used again. Out: rows, in which t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import fields, is_dataclass, replace
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
@@ -154,23 +154,15 @@ class Ledger:
         self._existing: dict[str, dict[int, torch.Tensor]] = {PARAMETER: {}, BUFFER: {}}
         self._existing_bytes = {PARAMETER: 0, BUFFER: 0}
 
-    def add_parameter(self, parameter: torch.Tensor, kind: str = PARAMETER) -> None:
-        """Count a parameter, or a buffer; what shares its storage counts as that from now on."""
-        if id(parameter) in self._existing[kind]:
-            return
-        self._existing[kind][id(parameter)] = parameter
-        for key, storage, count in _memory_of(parameter):
-            if key not in self._owners:
-                self._owners[key] = kind
-                self._alive.append(storage)
-                self._existing_bytes[kind] += count
-
-    def add_module(self, module: torch.nn.Module) -> None:
-        """Count the parameters and buffers of a module."""
-        for parameter in module.parameters():
-            self.add_parameter(parameter)
-        for buffer in module.buffers():
-            self.add_parameter(buffer, BUFFER)
+    def add_existing(self, tensors: Iterable[torch.Tensor], kind: str = PARAMETER) -> None:
+        """Count parameters, or buffers; what shares their storages counts as that from now on."""
+        for tensor in tensors:
+            self._existing[kind][id(tensor)] = tensor
+            for key, storage, count in _memory_of(tensor):
+                if key not in self._owners:
+                    self._owners[key] = kind
+                    self._alive.append(storage)
+                    self._existing_bytes[kind] += count
 
     def existing(self, kind: str) -> ParameterReport:
         """Return how many parameters, or buffers, were counted, and their bytes."""

@@ -135,9 +135,9 @@ def annotated_report(roots: Sequence[torch.Tensor | torch.nn.Module], annotate: 
     checkpoints = checkpoints_below(nodes, regions)
     for root in roots:
         if isinstance(root, torch.nn.Module):
-            ledger.add_module(root)
-    for parameter in chain(parameters_below(nodes, checkpoints), *map(parameters_of, regions)):
-        ledger.add_parameter(parameter)
+            ledger.add_existing(root.parameters())
+            ledger.add_existing(root.buffers(), BUFFER)
+    ledger.add_existing(chain(parameters_below(nodes, checkpoints), *map(parameters_of, regions)))
     reports = [report_of(region, ledger, momentary=True, annotate=annotate) for region in regions]
     budgets = (budget for region in regions if region.keeper is not None for budget in region.keeper.owners)
     return MemoryReport(

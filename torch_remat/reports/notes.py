@@ -6,10 +6,10 @@ each region. FLOPs are those of ``torch.utils.flop_counter``.
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -76,13 +76,6 @@ class RegionNotes:
         return RegionExplanation(self.name, *kept, *again, *counted, self.by_policy, ops)
 
 
-class _Running(threading.local):
-    """What runs in this thread, innermost last: the counts to add to, and the phase; None if it is not noted."""
-
-    def __init__(self) -> None:
-        self.stack: list[tuple[Counts, str] | None] = []
-
-
 class Notes(Observer):
     """Takes notes of all regions whose forward this thread runs outside of replays, by their serial numbers.
 
@@ -93,24 +86,25 @@ class Notes(Observer):
         self.regions: dict[int, RegionNotes] = {}
         self._paused = False
         self._after_forward = after_forward
-        self._thread = threading.get_ident()
-        self._running = _Running()
+        self._thread = get_ident()
+        # What runs, by thread, innermost last: the counts to add to, and the phase; None if it is not noted.
+        self._running: dict[int, list[tuple[Counts, str] | None]] = defaultdict(list)
         self._sent: dict[int, StorageWeakRef] = {}  # by what `offload_began` was told
 
     def begin_region(self, region: Region, phase: str) -> None:
         """Begin to count for a region."""
         mode = current_mode()
-        mine = threading.get_ident() == self._thread and not self._paused
+        mine = get_ident() == self._thread and not self._paused
         if phase == "forward" and mine and mode is not None and not mode.recomputing:
             self.regions[region.serial] = RegionNotes(region.name)
         notes = self._of(region)
-        self._running.stack.append(None if notes is None else (notes.counts, phase))
+        self._running[get_ident()].append(None if notes is None else (notes.counts, phase))
         if notes is not None and phase == "replay":
             notes.replays += 1
 
     def end_region(self, region: Region, phase: str) -> None:
         """Count for the region around again, if any; after replay, note what the region holds now."""
-        self._running.stack.pop()
+        self._running[get_ident()].pop()
         notes = self._of(region)
         if notes is not None and phase == "replay":
             report = report_of(region)
@@ -122,11 +116,11 @@ class Notes(Observer):
         if notes is not None and phase == "forward":
             notes.ops.setdefault(op.name, OpNotes(op.name, op.policy))
         found = None if notes is None else notes.ops.get(op.name)
-        self._running.stack.append(None if found is None else (found.counts, phase))
+        self._running[get_ident()].append(None if found is None else (found.counts, phase))
 
     def end_op(self, region: Region, op: WatchedOp, phase: str) -> None:
         """Note what an op saved and returned."""
-        self._running.stack.pop()
+        self._running[get_ident()].pop()
         notes = self._of(region)
         found = None if notes is None else notes.ops.get(op.name)
         if found is None:
@@ -200,7 +194,7 @@ class Notes(Observer):
         """Count an aten op for every op and region that runs in this thread."""
         if self._paused:
             return
-        for running in self._running.stack[::-1]:
+        for running in self._running[get_ident()][::-1]:
             if running is not None:
                 counts, phase = running
                 counts[f"{phase}_ops"] += 1

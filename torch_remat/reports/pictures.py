@@ -16,7 +16,7 @@ from torch_remat.errors import UsageError
 from torch_remat.reports.data import KeptForBackward, Kind
 from torch_remat.reports.fold import fold
 from torch_remat.reports.spans import Phase, Span, Timeline
-from torch_remat.reports.text import format_bytes, format_sum, where
+from torch_remat.reports.text import format_bytes, format_sum, unit_of, where
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -74,14 +74,6 @@ def finished(figure: Figure, path: str | Path | None) -> Figure:
     return figure
 
 
-def _unit_of(count: float) -> tuple[float, str]:
-    """Return the binary unit in which a number of bytes reads best: its bytes and its name."""
-    for bytes_in_unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if count >= bytes_in_unit:
-            return float(bytes_in_unit), name
-    return 1.0, "B"
-
-
 def plot_report(report: KeptForBackward, path: str | Path | None) -> Figure:
     """Draw a memory report; see `MemoryReport.plot`."""
     bars = _bars(report)
@@ -94,7 +86,7 @@ def plot_report(report: KeptForBackward, path: str | Path | None) -> Figure:
     figure = new_figure(max(8.0, width), 1.6 + 0.32 * max(3, len(bars)), title)
     axes = figure.add_subplot()
     most = max([sum(parts.values()) for _, parts in bars], default=0)
-    unit, name = _unit_of(most)
+    unit, name = unit_of(most)
     left = [0.0] * len(bars)
     for part, fill, hatch, _ in _PARTS:
         widths = [parts.get(part, 0) / unit for _, parts in bars]
@@ -150,7 +142,7 @@ def plot_trace(trace: Timeline, path: str | Path | None) -> Figure:
 
 def _draw_curve(trace: Timeline, axes: Axes) -> None:
     peak = trace.peak
-    unit, name = _unit_of(peak.total_bytes if peak else 1)
+    unit, name = unit_of(peak.total_bytes if peak else 1)
     times = [0.0, *(sample.time_us / 1000 for sample in trace.samples), trace.duration_us / 1000]
     live = [0.0, *(sample.total_bytes / unit for sample in trace.samples)]
     axes.plot(times, [*live, live[-1]], drawstyle="steps-post", color=INK, linewidth=1.4)

@@ -6,11 +6,12 @@ each span, which a range of the same number stands for in the profile, and which
 
 from __future__ import annotations
 
-import threading
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import count
+from threading import Lock, get_ident
 from typing import Any
 
 import torch
@@ -45,13 +46,6 @@ class Mark:
     offloaded_bytes: int = 0  # what is kept elsewhere then
 
 
-class _Open(threading.local):
-    """What has begun and not ended, in one thread."""
-
-    def __init__(self) -> None:
-        self.stack: list[tuple[Mark, AbstractContextManager[Any]]] = []
-
-
 class Recorder(Observer):
     """Notes the spans of a trace.
 
@@ -69,8 +63,9 @@ class Recorder(Observer):
         self.given: list[GivenUp] = []
         around = keeping.get()
         self._budgets: dict[Any, None] = {} if around is None else dict.fromkeys(around.registers)
-        self._open = _Open()
-        self._lock = threading.Lock()
+        # What has begun and not ended, by thread.
+        self._open: dict[int, list[tuple[Mark, AbstractContextManager[Any]]]] = defaultdict(list)
+        self._lock = Lock()
         self._forwards: dict[int, list[Mark]] = {}  # by the region's serial number: its own mark, then its ops'
         self._sent: dict[int, StorageWeakRef] = {}
         self._next_sent = count().__next__
@@ -90,7 +85,6 @@ class Recorder(Observer):
         mark = self._begin(region, op.name, phase)
         marks = self._forwards.get(region.serial)
         if phase == "forward" and marks is not None:
-            mark.first_number, mark.end_number = op.numbers
             marks.append(mark)
 
     def end_region(self, region: Region, phase: str) -> None:
@@ -100,7 +94,7 @@ class Recorder(Observer):
     def end_op(self, region: Region, op: WatchedOp, phase: str) -> None:
         """End an op's span."""
         mark = self._end()
-        if phase == "forward" and mark.first_number == mark.end_number and region.serial in self._forwards:
+        if phase == "forward" and region.serial in self._forwards:
             mark.first_number, mark.end_number = op.numbers
 
     def finish_region(self, region: Region, boundary: object) -> None:
@@ -155,12 +149,12 @@ class Recorder(Observer):
         entered = ProfilerRange(f"{MARK}{number}")
         if profiler_runs():
             entered.__enter__()
-        self._open.stack.append((mark, entered))
+        self._open[get_ident()].append((mark, entered))
         return mark
 
     def _end(self) -> Mark:
         self.look_for_gone()
-        mark, entered = self._open.stack.pop()
+        mark, entered = self._open[get_ident()].pop()
         if profiler_runs():
             entered.__exit__(None, None, None)
         return mark

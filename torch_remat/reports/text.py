@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from torch_remat.reports.data import KeptForBackward, KeptTensor, NodeReport, RegionReport
+from torch_remat.reports.data import KeptForBackward, KeptTensor, NodeReport, RegionReport, Sums
 from torch_remat.reports.fold import fold, fold_series
 from torch_remat.reports.spans import GivenUp, Phase, Span, Timeline
 
+_BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
 _PHASES: tuple[Phase, ...] = ("forward", "replay", "backward")
 _TIMES = [f"{phase} ms" for phase in _PHASES]
 _TRACE_HEAD = ["", "calls", *_TIMES, "kept", "given up", "offloaded", "freed in backward", "live", "peak"]
-_GIVEN, _OFFLOADED = _TRACE_HEAD.index("given up"), _TRACE_HEAD.index("offloaded")
 _MOST_GIVEN = 12
 """How many lines tell what budgets gave up."""
 LEGEND = "times and bytes are means of the calls; live: at most after forward; peak: at most at any moment"
@@ -22,19 +22,24 @@ LEGEND = "times and bytes are means of the calls; live: at most after forward; p
 
 def format_bytes(count: int) -> str:
     """Return bytes with a binary unit: ``512 B``, ``24.0 MiB``."""
-    return _scaled(count, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
+    return _scaled(count, *unit_of(count))
 
 
 def format_flops(count: int) -> str:
     """Return floating-point operations with a decimal unit: ``134.2 MFLOP``."""
-    return _scaled(count, 1000, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"))
+    return _scaled(count, *unit_of(count, 1000, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP")))
 
 
-def _scaled(count: int, base: int, units: Sequence[str]) -> str:
-    amount, place = float(count), 0
-    while abs(amount) >= base and place < len(units) - 1:
-        amount, place = amount / base, place + 1
-    return f"{amount:.1f} {units[place]}" if place else f"{count} {units[0]}"
+def unit_of(count: int, base: int = 1024, units: Sequence[str] = _BYTES) -> tuple[int, str]:
+    """Return the unit in which a number reads best: how many of the smallest it is, and its name."""
+    place = 0
+    while abs(count) >= base ** (place + 1) and place < len(units) - 1:
+        place += 1
+    return base**place, units[place]
+
+
+def _scaled(count: int, unit: int, name: str) -> str:
+    return f"{count / unit:.1f} {name}" if unit > 1 else f"{count} {name}"
 
 
 def format_region(region: RegionReport) -> str:
@@ -44,7 +49,7 @@ def format_region(region: RegionReport) -> str:
 
 def format_report(report: KeptForBackward) -> str:
     """Return a whole report, with layers that are alike told once."""
-    lines = [f"kept for backward: {format_sum(report.bytes, report.offloaded_bytes)}"]
+    lines = [f"kept for backward: {sum_of([report])}"]
     if len(report.bytes_by_device) > 1:
         parts = (f"{device} {format_bytes(count)}" for device, count in report.bytes_by_device.items())
         lines.append(f"  by device: {', '.join(parts)}")
@@ -53,11 +58,11 @@ def format_report(report: KeptForBackward) -> str:
             lines.append(f"{name}, apart: {format_bytes(existing.bytes)} in {existing.count}")
     lines += report.budgets
     if report.regions:
-        lines += ["", f"in {plural(len(report.regions), 'region')}: {_sum_of(report.regions)}"]
+        lines += ["", f"in {plural(len(report.regions), 'region')}: {sum_of(report.regions)}"]
     for group in fold(report.regions):
         lines += [f"  {line}" for line in _group_lines(*group)]
     if report.outside:
-        lines += ["", f"outside of regions: {_sum_of(report.outside)}"]
+        lines += ["", f"outside of regions: {sum_of(report.outside)}"]
         lines += [f"  {line}" for line in aligned([_node_cells(node) for node in report.outside], right={1})]
     return "\n".join(lines)
 
@@ -65,9 +70,9 @@ def format_report(report: KeptForBackward) -> str:
 def _group_lines(label: str, regions: Sequence[RegionReport]) -> list[str]:
     """Return regions that are alike, as one: a line for the sum, and one for each tensor."""
     region, count = regions[0], len(regions)
-    head = f"{label}: {format_sum(region.bytes, region.offloaded_bytes)}"
+    head = f"{label}: {sum_of([region])}"
     if count > 1:
-        head += f" each, {format_sum(count * region.bytes, count * region.offloaded_bytes)} in {count}"
+        head += f" each, {sum_of(regions)} in {count}"
     rows = [_cells(tensor, tensor.label) for tensor in region.tensors]
     for op in region.ops:
         rows += [_cells(tensor, f"{op.name}.{tensor.label}") for tensor in op.tensors]
@@ -120,7 +125,7 @@ def _cells(tensor: KeptTensor, label: str) -> list[str]:
 def _node_cells(node: NodeReport) -> list[str]:
     labels = list(dict.fromkeys(tensor.label for tensor in node.tensors))
     shown = ", ".join(labels[:4]) + (", ..." if len(labels) > 4 else "")
-    return [node.node, format_sum(node.bytes, node.offloaded_bytes), f"{plural(node.count, 'node')}: {shown}"]
+    return [node.node, sum_of([node]), f"{plural(node.count, 'node')}: {shown}"]
 
 
 def format_sum(bytes_kept: int, offloaded_bytes: int) -> str:
@@ -129,7 +134,8 @@ def format_sum(bytes_kept: int, offloaded_bytes: int) -> str:
     return f"{format_bytes(bytes_kept)}{more}"
 
 
-def _sum_of(parts: Sequence[RegionReport] | Sequence[NodeReport]) -> str:
+def sum_of(parts: Sequence[Sums]) -> str:
+    """Return the same of parts of a report, together."""
     return format_sum(sum(part.bytes for part in parts), sum(part.offloaded_bytes for part in parts))
 
 
@@ -202,11 +208,10 @@ def table(trace: Timeline) -> list[list[str]]:
         for op, line in lines.items():
             cells = _trace_cells(line, given if op is None else [])
             rows.append([label if op is None else f"  {op}", *cells])
-    if not any(span.offloaded_bytes for span in trace.spans) and not _offloaded(trace.given_up):
-        rows = [[*row[:_OFFLOADED], *row[_OFFLOADED + 1 :]] for row in rows]
-    if not trace.given_up:
-        rows = [[*row[:_GIVEN], *row[_GIVEN + 1 :]] for row in rows]
-    return rows
+    offloads = any(span.offloaded_bytes for span in trace.spans) or _offloaded(trace.given_up) > 0
+    is_there = {"given up": bool(trace.given_up), "offloaded": offloads}
+    shown = [place for place, title in enumerate(_TRACE_HEAD) if is_there.get(title, True)]
+    return [[row[place] for place in shown] for row in rows]
 
 
 def where(trace: Timeline, time_us: float) -> str:
