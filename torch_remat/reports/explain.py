@@ -26,10 +26,9 @@ from torch_remat.errors import PlaceholderError, RematError, UsageError, qualifi
 from torch_remat.offload.cpu import CpuOffloader
 from torch_remat.offload.protocol import chosen
 from torch_remat.policies.decision import CheckpointPolicy
-from torch_remat.reports.collect import report_of
 from torch_remat.reports.explanation import Alternative, Explanation
 from torch_remat.reports.graph import is_released, nodes_below
-from torch_remat.reports.ledger import tensors_in
+from torch_remat.reports.ledger import report_of, tensors_in
 from torch_remat.reports.notes import CountAten, Notes, OpNotes, RegionNotes
 from torch_remat.reports.torch_checkpoint import is_of_checkpoint
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from torch_remat.reports.data import KeptForBackward, KeptTensor, RegionReport, Sums
+from torch_remat.reports.data import KeptForBackward, KeptTensor, Sums
 from torch_remat.reports.fold import fold
 from torch_remat.reports.spans import Timeline
 from torch_remat.reports.text import LEGEND, budgets_told, describe, format_bytes, headline, remarks, sum_of, table
@@ -18,7 +18,11 @@ def report_as_html(report: KeptForBackward) -> str:
     """Return a report as a table: sums in bold, each with its parts below it."""
     rows = [_sum_row("kept for backward", [report])]
     for label, regions in fold(report.regions):
-        rows += _group_rows(label, regions)
+        region, count = regions[0], len(regions)
+        told = label if count == 1 else f"{label} ({count} of {sum_of([region])} each)"
+        rows += [_sum_row(told, regions), *(_tensor_row(tensor, tensor.label) for tensor in region.tensors)]
+        for op in region.ops:
+            rows += [_tensor_row(tensor, f"{op.name}.{tensor.label}") for tensor in op.tensors]
     if report.outside:
         rows.append(_sum_row("outside of regions", report.outside))
         rows += [_row(f"{node.node} ({node.count})", sum_of([node])) for node in report.outside]
@@ -40,17 +44,6 @@ def _trace_row(cells: Sequence[str]) -> str:
     op = cells[0].lstrip(" ")
     first = _cell(f"\N{EM SPACE}{op}") if op != cells[0] else _cell(op, tag="th")
     return f"<tr>{first}{''.join(_cell(cell, _RIGHT) for cell in cells[1:])}</tr>"
-
-
-def _group_rows(label: str, regions: Sequence[RegionReport]) -> list[str]:
-    region, count = regions[0], len(regions)
-    if count > 1:
-        label = f"{label} ({count} of {sum_of([region])} each)"
-    rows = [_sum_row(label, regions)]
-    rows += [_tensor_row(tensor, tensor.label) for tensor in region.tensors]
-    for op in region.ops:
-        rows += [_tensor_row(tensor, f"{op.name}.{tensor.label}") for tensor in op.tensors]
-    return rows
 
 
 def _tensor_row(tensor: KeptTensor, label: str) -> str:

@@ -1,13 +1,14 @@
-"""Counts the bytes of each storage once, under the name that it was met with first.
+"""What regions keep, counted: the bytes of each storage once, under the name that it was met with first.
 
-In: what regions and autograd keep, with names. Kept, while a report is made: the storages behind it, and what stands
-for those that are away, so that no address is used again. Out: rows, in which the bytes of each storage stand once.
+In: what regions and autograd keep, with names, in whatever state they are. Kept, while a report is made: the storages
+behind it, and what stands for those that are away, so that no address is used again. Out: rows, in which the bytes of
+each storage stand once. Nothing is unpacked, so nothing is replayed.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import fields, is_dataclass, replace
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
@@ -17,12 +18,16 @@ import torch
 
 from torch_remat._compat import PYTREE_NAMESPACE, adopt_pytree_node
 from torch_remat.budgets.ledger import parts_of
-from torch_remat.dispatch.kept import told_of
+from torch_remat.dispatch.kept import Around, Kept, decisions_of, parameters_of, told_of
 from torch_remat.dispatch.offloading import Offloaded
-from torch_remat.reports.data import KeptTensor, Kind, ParameterReport
+from torch_remat.dispatch.region.region import Region
+from torch_remat.errors import qualified_name
+from torch_remat.reports.data import KeptTensor, Kind, OpReport, ParameterReport, RegionReport
 
 PARAMETER, BUFFER = "parameter", "buffer"
 """Kinds of tensors that exist anyway."""
+Annotate = Callable[[torch.Tensor], str | None]
+"""Says something of a kept tensor, such as where it was allocated, or nothing."""
 _SIMPLE = (torch.Tensor, str, bytes, int, float, complex, type(None), type)
 
 
@@ -193,3 +198,54 @@ class Ledger:
             new.append(met[0])
         rows.places.update(dict.fromkeys(new, len(rows)))
         rows.append(replace(tensor, bytes=size))
+
+
+def report_of(
+    region: Region,
+    ledger: Ledger | None = None,
+    *,
+    momentary: bool = False,
+    keep_empty: bool = False,
+    annotate: Annotate | None = None,
+) -> RegionReport:
+    """Return what a region keeps.
+
+    Args:
+        region: The region.
+        ledger: What has been counted before, the parameters of the region among it; None for the region by itself.
+        momentary: Whether what is offloaded counts in place, too, while it has not left or has come back.
+        keep_empty: Whether ops that keep nothing are in it.
+        annotate: What it says of a tensor becomes its note.
+    """
+    if ledger is None:
+        ledger = Ledger()
+        ledger.add_existing(parameters_of(region))
+    decisions = decisions_of(region)
+    own = Rows()
+    by_op = {name: Rows() for name in decisions}
+    for one in region.kept():
+        if one.what == "empty" or isinstance(one.value, Around):
+            continue
+        kind: Kind = "kept for replay" if one.what == "slot" or one.what == "result" else one.what
+        rows = by_op.setdefault(one.op, Rows()) if one.op else own
+        name = qualified_name(region.name, one.op, one.tensor)
+        policy = one.decision.value if one.decision else ""
+        note = annotate(one.value) if annotate is not None and isinstance(one.value, torch.Tensor) else None
+        for piece in pieces_in(one.value, one.made_on):
+            if piece.besides is None or momentary:
+                tensor = piece.kept_as(name, one.tensor, kind, _needed_by(one), policy, note)
+                ledger.add(tensor, piece.memory, rows)
+    ops = []
+    for name, rows in by_op.items():
+        if rows or keep_empty:
+            policy = decisions[name].value if name in decisions else rows[0].policy
+            ops.append(OpReport(name, policy, tuple(rows)))
+    return RegionReport(region.name, tuple(own), tuple(ops))
+
+
+def _needed_by(one: Kept) -> str:
+    if one.why == "backward":
+        return f"backward of {one.by}" if one.by else "backward"
+    if one.why == "entry":
+        return f"replay of {one.by}"
+    return "replay of an inner region" if one.why == "inner region" else "replay"

@@ -23,10 +23,10 @@ from torch_remat.dispatch.observe import Observer, WatchedOp
 from torch_remat.dispatch.placeholder import is_placeholder
 from torch_remat.dispatch.region.region import Region
 from torch_remat.policies.decision import CheckpointPolicy
-from torch_remat.reports.collect import report_of
 from torch_remat.reports.data import RegionReport
 from torch_remat.reports.explanation import Alternative, OpExplanation, RegionExplanation, Replay, TensorExplanation
 from torch_remat.reports.graph import INNER_REGION, Stretch, readers_in_graph
+from torch_remat.reports.ledger import report_of
 from torch_remat.reports.reasons import Seen, SeenOp, kept_by_policy, never_needed, reasons
 
 Counts = Counter[str]

@@ -22,7 +22,7 @@ from torch_remat.dispatch.keeping import keeping
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.observe import Observer, WatchedOp
 from torch_remat.dispatch.region.region import Region, live_regions
-from torch_remat.reports.collect import report_of
+from torch_remat.reports.ledger import report_of
 from torch_remat.reports.spans import BudgetState, GivenUp, Phase
 
 MARK = "torch_remat.trace "

@@ -5,7 +5,7 @@ A trace has a line for each region, and below it one for each of its ops.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from torch_remat.reports.data import KeptForBackward, KeptTensor, NodeReport, RegionReport, Sums
 from torch_remat.reports.fold import fold, fold_series
@@ -134,7 +134,7 @@ def format_sum(bytes_kept: int, offloaded_bytes: int) -> str:
     return f"{format_bytes(bytes_kept)}{more}"
 
 
-def sum_of(parts: Sequence[Sums]) -> str:
+def sum_of(parts: Sequence[Sums | GivenUp]) -> str:
     """Return the same of parts of a report, together."""
     return format_sum(sum(part.bytes for part in parts), sum(part.offloaded_bytes for part in parts))
 
@@ -154,11 +154,11 @@ def format_trace(trace: Timeline) -> str:
 
 def budgets_told(trace: Timeline) -> list[str]:
     """Return a line for each budget that regions of a trace are in."""
-    told = []
-    for one in trace.budgets:
-        kept = f"{format_bytes(one.kept_bytes)} kept by its regions at the end"
-        told.append(f"budget of {format_bytes(one.budget_bytes)}, limit {format_bytes(one.limit_bytes)}: {kept}")
-    return told
+    return [
+        f"budget of {format_bytes(one.budget_bytes)}, limit {format_bytes(one.limit_bytes)}: "
+        f"{format_bytes(one.kept_bytes)} kept by its regions at the end"
+        for one in trace.budgets
+    ]
 
 
 def _budget_lines(trace: Timeline) -> list[str]:
@@ -166,7 +166,7 @@ def _budget_lines(trace: Timeline) -> list[str]:
     lines = [f"  {line}" for line in aligned([_given_cells(one) for one in trace.given_up[:_MOST_GIVEN]], right={0, 2})]
     if len(trace.given_up) > _MOST_GIVEN:
         rest = trace.given_up[_MOST_GIVEN:]
-        lines.append(f"  and {len(rest)} more times: {format_sum(sum(one.bytes for one in rest), _offloaded(rest))}")
+        lines.append(f"  and {len(rest)} more times: {sum_of(rest)}")
     told = budgets_told(trace)
     return ["", *told, *(["given up:"] if lines else []), *lines] if told else []
 
@@ -175,7 +175,7 @@ def _given_cells(one: GivenUp) -> list[str]:
     places = one.saved_tensors
     which = f"saved tensor{'s' * (len(places) > 1)} {_ranges(places)}"
     left = f"{format_bytes(one.kept_bytes)} kept then"
-    return [f"{one.time_us / 1000:.1f} ms", one.region, format_sum(one.bytes, one.offloaded_bytes), which, left]
+    return [f"{one.time_us / 1000:.1f} ms", one.region, sum_of([one]), which, left]
 
 
 def _ranges(places: Sequence[int]) -> str:
@@ -187,10 +187,6 @@ def _ranges(places: Sequence[int]) -> str:
         else:
             parts.append([place])
     return ", ".join("-".join(map(str, part)) for part in parts)
-
-
-def _offloaded(given: Iterable[GivenUp]) -> int:
-    return sum(one.offloaded_bytes for one in given)
 
 
 def table(trace: Timeline) -> list[list[str]]:
@@ -208,7 +204,7 @@ def table(trace: Timeline) -> list[list[str]]:
         for op, line in lines.items():
             cells = _trace_cells(line, given if op is None else [])
             rows.append([label if op is None else f"  {op}", *cells])
-    offloads = any(span.offloaded_bytes for span in trace.spans) or _offloaded(trace.given_up) > 0
+    offloads = any(one.offloaded_bytes for part in (trace.spans, trace.given_up) for one in part)
     is_there = {"given up": bool(trace.given_up), "offloaded": offloads}
     shown = [place for place, title in enumerate(_TRACE_HEAD) if is_there.get(title, True)]
     return [[row[place] for place in shown] for row in rows]
@@ -252,16 +248,16 @@ def _trace_cells(spans: Sequence[Span], given: Sequence[GivenUp]) -> list[str]:
     of = {phase: [span for span in spans if span.phase == phase] for phase in _PHASES}
     ran, after = of["forward"], of["backward"]
 
-    def mean(sizes: Iterable[int], known: Sequence[Span]) -> str:
-        return format_bytes(sum(sizes) // count) if known else "-"
+    def mean(sizes: Sequence[int]) -> str:
+        return format_bytes(sum(sizes) // count) if sizes else "-"
 
     return [
         str(count),
         *(f"{sum(one.duration_us for one in of[p]) / count / 1000:.3f}" if of[p] else "-" for p in _PHASES),
-        mean((span.kept_bytes for span in ran), ran),
-        format_bytes(sum(one.bytes for one in given) // count) if given else "-",
-        format_bytes((sum(span.offloaded_bytes for span in ran) + _offloaded(given)) // count) if ran or given else "-",
-        mean((span.freed_bytes for span in after), after),
+        mean([span.kept_bytes for span in ran]),
+        mean([one.bytes for one in given]),
+        mean([*(span.offloaded_bytes for span in ran), *(one.offloaded_bytes for one in given)]),
+        mean([span.freed_bytes for span in after]),
         format_bytes(max(span.live_bytes for span in ran)) if ran else "-",
         format_bytes(max((span.peak_bytes for span in spans), default=0)),
     ]

@@ -18,8 +18,7 @@ from typing import Any, TextIO
 import torch
 
 from torch_remat.errors import UsageError
-from torch_remat.reports.collect import Annotate
-from torch_remat.reports.ledger import storages_of
+from torch_remat.reports.ledger import Annotate, storages_of
 from torch_remat.reports.memory import annotated_report, current_report
 from torch_remat.reports.text import format_bytes, format_region
 
