@@ -124,12 +124,10 @@ class _Override(Observer):
         self.region: Region | None = None
 
     def begin_region(self, region: Region, phase: str) -> None:
-        """Take the first region that begins: the one that is tried out."""
         if self.region is None and get_ident() == self._thread:
             self.region = region
 
     def policy_of(self, region: Region, name: str, policy: CheckpointPolicy) -> CheckpointPolicy:
-        """Return the other policy for the op."""
         return self._policy if region is self.region and name == self._op else policy
 
 
@@ -141,7 +139,6 @@ class _Trials:
         self._offloader = CpuOffloader()
 
     def try_others(self, region: Region, notes: RegionNotes) -> None:
-        """Fill in the alternatives of a region's ops."""
         if current_mode() is not None or not notes.ops or region.inputs is None:
             return
         if region.hooks is not None and is_of_checkpoint(region.hooks[1]):
@@ -233,7 +230,6 @@ class _Undo(TorchDispatchMode):
     def __torch_dispatch__(
         self, op: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Copy what the op will write, and run it."""
         kwargs = kwargs or {}
         given = {key_of(tensor) for tensor in arguments_in(args, kwargs)}
         for tensor in _written(op, args, kwargs):

@@ -27,7 +27,7 @@ from torch_remat.reports.data import RegionReport
 from torch_remat.reports.explanation import Alternative, OpExplanation, RegionExplanation, Replay, TensorExplanation
 from torch_remat.reports.graph import INNER_REGION, Stretch, readers_in_graph
 from torch_remat.reports.ledger import report_of
-from torch_remat.reports.reasons import Seen, SeenOp, kept_by_policy, never_needed, reasons
+from torch_remat.reports.reasons import Reasons, Seen, SeenOp, kept_by_policy, never_needed
 
 Counts = Counter[str]
 """How many aten ops computed something, and their FLOPs: ``forward_ops``, ``replay_flops``, ..."""
@@ -164,8 +164,8 @@ class Notes(Observer):
             if row.what == "result" and row.op in notes.ops:
                 notes.ops[row.op].outputs = []  # its results are explained by their own names, those of aten ops
         ops = list(notes.ops.values())
-        found = reasons(region, ops, self._readers(region, notes, boundary), self._sent)
-        for op, tensors in zip(ops, found, strict=True):
+        found = Reasons(region, self._readers(region, notes, boundary), self._sent)
+        for op, tensors in zip(ops, found.of(ops), strict=True):
             op.tensors = tensors
         if self._after_forward is not None:
             self._paused = True

@@ -82,26 +82,6 @@ class _Told(NamedTuple):
     row: Kept | None = None
 
 
-def reasons(
-    region: Region, ops: Sequence[SeenOp], readers: Readers, sent: Sent
-) -> Iterator[tuple[TensorExplanation, ...]]:
-    """Yield, for each op, an explanation for each tensor that it saved or returned.
-
-    ``readers`` are those of `readers_in_graph`.
-    """
-    reasons = _Reasons(region, readers, sent)
-
-    def explained(op: SeenOp, told: Iterable[_Told]) -> Iterator[TensorExplanation]:
-        for seen, state, why, row in told:
-            name = qualified_name(region.name, op.name, seen.label)
-            shared_with = reasons.shared_with(seen, state, row, name)
-            yield TensorExplanation(name, seen.label, state, seen.bytes, why, shared_with)
-
-    saved = [tuple(explained(op, reasons.of_saved(op))) for op in ops]  # those of all ops before any output
-    for op, told in zip(ops, saved, strict=True):
-        yield (*told, *explained(op, [reasons.of_output(op, seen) for seen in op.outputs]))
-
-
 def never_needed(region: Region, op: str, tensors: Sequence[Seen]) -> Iterator[TensorExplanation]:
     """Yield explanations for the tensors of an op in a region whose outputs need no gradient."""
     for seen in tensors:
@@ -120,8 +100,11 @@ def kept_by_policy(region: Region, report: RegionReport) -> Iterator[TensorExpla
             yield TensorExplanation(tensor.name, tensor.label, state, tensor.bytes, why, tensor.shared_with)
 
 
-class _Reasons:
-    """The rows of one region by op; of tensors in the same memory, the one that was explained first."""
+class Reasons:
+    """Why a region keeps what it keeps: its rows by op; of tensors in the same memory, the one explained first.
+
+    ``readers`` are those of `readers_in_graph`.
+    """
 
     def __init__(self, region: Region, readers: Readers, sent: Sent) -> None:
         self._region = region
@@ -142,7 +125,19 @@ class _Reasons:
                     self._first.setdefault(key, told)
                     self._first.setdefault(("seen", key), told)
 
-    def shared_with(self, seen: Seen, state: State, row: Kept | None, own: str) -> str | None:
+    def of(self, ops: Sequence[SeenOp]) -> Iterator[tuple[TensorExplanation, ...]]:
+        """Yield, for each op, an explanation for each tensor that it saved or returned."""
+        saved = [tuple(self._explained(op, self._of_saved(op))) for op in ops]  # those of all ops before any output
+        for op, told in zip(ops, saved, strict=True):
+            yield (*told, *self._explained(op, [self._of_output(op, seen) for seen in op.outputs]))
+
+    def _explained(self, op: SeenOp, told: Iterable[_Told]) -> Iterator[TensorExplanation]:
+        for seen, state, why, row in told:
+            name = qualified_name(self._region.name, op.name, seen.label)
+            shared_with = self._shared_with(seen, state, row, name)
+            yield TensorExplanation(name, seen.label, state, seen.bytes, why, shared_with)
+
+    def _shared_with(self, seen: Seen, state: State, row: Kept | None, own: str) -> str | None:
         """Return the first tensor that is kept where this one is, unless it is the first, or is not kept."""
         if state not in ("kept", "offloaded"):
             return None
@@ -154,7 +149,7 @@ class _Reasons:
             self._first.setdefault(key, (found, state))
         return None if found == own else found
 
-    def of_saved(self, op: SeenOp) -> Iterator[_Told]:
+    def _of_saved(self, op: SeenOp) -> Iterator[_Told]:
         """Yield the states of the tensors that an op saved, and of the results that aten ops inside it keep."""
         rows = self._saved_by(op)
         # A native region names nothing, so its holders tell.
@@ -189,8 +184,7 @@ class _Reasons:
             return _Told(seen, state, f"{why}; it is the region's input {given.tensor}, {state} anyway", row)
         return _Told(seen, state, why + self._why_it_stayed(row), row)
 
-    def of_output(self, op: SeenOp, seen: Seen) -> _Told:
-        """Return the state of an op's output."""
+    def _of_output(self, op: SeenOp, seen: Seen) -> _Told:
         if self._is_recomputed(op):
             return _Told(seen, "recomputed", f"the replay of {op.name} makes it again")
         rows = self._rows.get(op.name, ())
