@@ -115,11 +115,10 @@ def _backward(output: Any) -> str | None:
 
 
 class _Override(Observer):
-    """Gives one op another policy in the first region that this thread begins."""
+    """Gives ops other policies, by their names, in the first region that this thread begins."""
 
-    def __init__(self, op: str, policy: CheckpointPolicy) -> None:
-        self._op = op
-        self._policy = policy
+    def __init__(self, policies: Mapping[str, CheckpointPolicy]) -> None:
+        self._policies = policies
         self._thread = get_ident()
         self.region: Region | None = None
 
@@ -128,7 +127,7 @@ class _Override(Observer):
             self.region = region
 
     def policy_of(self, region: Region, name: str, policy: CheckpointPolicy) -> CheckpointPolicy:
-        return self._policy if region is self.region and name == self._op else policy
+        return self._policies.get(name, policy) if region is self.region else policy
 
 
 class _Trials:
@@ -145,7 +144,7 @@ class _Trials:
             return  # that would count what a trial saves
         kind = _kind(region, notes)
         if kind not in self._known:
-            same = self._measure(region, None, None)
+            same = self._measure(region, {})
             self._known[kind] = {
                 # What cannot run as it is will fail in backward, with an error of its own.
                 name: () if isinstance(same, str) else tuple(self._others(region, op, same))
@@ -157,16 +156,16 @@ class _Trials:
     def _others(self, region: Region, op: OpNotes, same: tuple[int, int, int]) -> Iterator[Alternative]:
         for policy in CheckpointPolicy:
             if policy is not op.policy:
-                measured = self._measure(region, op.name, policy)
+                measured = self._measure(region, {op.name: policy})
                 if isinstance(measured, str):
                     yield Alternative(policy.value, 0, 0, 0, measured)
                 else:
                     yield Alternative(policy.value, *map(sub, measured, same))
 
-    def _measure(self, region: Region, op: str | None, policy: CheckpointPolicy | None) -> tuple[int, int, int] | str:
+    def _measure(self, region: Region, policies: Mapping[str, CheckpointPolicy]) -> tuple[int, int, int] | str:
         """Run a region's forward and replay; return kept and offloaded bytes and replay's FLOPs, or what went wrong."""
         flops: list[int] = []
-        override = _Override(op or "", policy or CheckpointPolicy.SAVE)
+        override = _Override(policies)
         assert region.function is not None
         assert region.inputs is not None
         options = region.options

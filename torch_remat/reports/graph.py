@@ -8,6 +8,7 @@ saved-tensor hooks made of it. Nodes are visited by hand, since a deep graph wou
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import chain
@@ -29,11 +30,16 @@ _CHECKPOINT = "torch.utils.checkpoint"
 
 def nodes_below(roots: Iterable[torch.Tensor]) -> list[Node]:
     """Return the nodes of the graph below tensors, each once; they live as long as the list does."""
-    waiting = [root.grad_fn for root in roots][::-1]
+    return _nodes_from([root.grad_fn for root in roots])
+
+
+def _nodes_from(starts: Sequence[Node | None], first: int = 0) -> list[Node]:
+    """Return nodes and those below them, each once, but for those that were made before the number ``first``."""
+    waiting = list(starts[::-1])
     visited: dict[Node, None] = {}
     while waiting:
         node = waiting.pop()
-        if node is None or node in visited:
+        if node is None or node in visited or node_number(node) < first:
             continue
         visited[node] = None
         waiting += [following for following, _ in node.next_functions[::-1]]
@@ -156,26 +162,21 @@ def readers_in_graph(
     A view reads nothing, but what reads the view does. ``boundary`` are the nodes of the region's outputs; ``made``
     tells, by op and name, the number of a result's node, and which of the node's outputs it is.
     """
-    readers: dict[tuple[int, int], list[Node]] = {}
-    nodes = [node for node in boundary if node is not None]
-    seen = set(nodes)
-    for node in nodes:  # grows meanwhile
+    readers: dict[tuple[int, int], list[Node]] = defaultdict(list)
+    for node in _nodes_from(boundary, region.first_number):
         for child, place in node.next_functions:
-            if child is not None and node_number(child) >= region.first_number:
-                readers.setdefault((node_number(child), place), []).append(node)
-                if child not in seen:
-                    seen.add(child)
-                    nodes.append(child)
+            if child is not None:
+                readers[node_number(child), place].append(node)
     told: dict[tuple[str, str], str] = {}
     for result, output in made.items():
         phrases: dict[int, str] = {}
-        pending = list(readers.get(output, ()))
+        pending = list(readers[output])
         for reader in pending:  # grows meanwhile
             number = node_number(reader)
             own = f"{SOME_OP} ({reader.name()})"
             phrase = next((phrase for first, end, phrase in stretches if first <= number < end), own)
             if phrase is not None and is_view(reader.name()):
-                pending += readers.get((number, 0), ())
+                pending += readers[number, 0]
             elif phrase is not None:
                 phrases[number] = phrase
         if phrases:

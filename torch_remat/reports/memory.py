@@ -122,20 +122,19 @@ def memory_report(*roots: torch.Tensor | torch.nn.Module) -> MemoryReport:
 
 def annotated_report(roots: Sequence[torch.Tensor | torch.nn.Module], annotate: Annotate | None = None) -> MemoryReport:
     """Return what `memory_report` returns, with what a function says of each tensor that a region keeps."""
-    for root in roots:
-        if not isinstance(root, (torch.Tensor, torch.nn.Module)):
-            raise UsageError(
-                f"memory_report() takes tensors and modules, not a {type(root).__name__}",
-                remedy="Pass the losses, and the model if it has buffers: remat.memory_report(loss, model).",
-            )
     ledger = Ledger()
-    nodes = nodes_below(root for root in roots if isinstance(root, torch.Tensor))
-    regions = live_regions()
-    checkpoints = checkpoints_below(nodes, regions)
     for root in roots:
         if isinstance(root, torch.nn.Module):
             ledger.add_existing(root.parameters())
             ledger.add_existing(root.buffers(), BUFFER)
+        elif not isinstance(root, torch.Tensor):
+            raise UsageError(
+                f"memory_report() takes tensors and modules, not a {type(root).__name__}",
+                remedy="Pass the losses, and the model if it has buffers: remat.memory_report(loss, model).",
+            )
+    nodes = nodes_below(root for root in roots if isinstance(root, torch.Tensor))
+    regions = live_regions()
+    checkpoints = checkpoints_below(nodes, regions)
     ledger.add_existing(chain(parameters_below(nodes, checkpoints), *map(parameters_of, regions)))
     reports = [report_of(region, ledger, momentary=True, annotate=annotate) for region in regions]
     budgets = (budget for region in regions if region.keeper is not None for budget in region.keeper.owners)

@@ -23,8 +23,6 @@ from torch_remat.reports.graph import INNER_REGION, SOME_OP
 from torch_remat.reports.ledger import pieces_in, storages_of, viewed_parameter
 from torch_remat.reports.torch_checkpoint import is_of_checkpoint
 
-_PARAMETER = "a parameter: it exists anyway"
-
 Readers = Mapping[tuple[str, str], str]
 Sent = Mapping[int, StorageWeakRef]
 """The storages that were offloaded, by what `Observer.offload_began` was told."""
@@ -160,7 +158,7 @@ class Reasons:
             elif not self._is_recomputed(op) and seen.label in rows:
                 yield self._held(op, seen, rows[seen.label])
             else:
-                why = _PARAMETER if seen.parameter else f"no backward of {op.name} is to come"
+                why = "a parameter: it exists anyway" if seen.parameter else f"no backward of {op.name} is to come"
                 yield _Told(seen, "not kept", why)
         for row in self._rows.get(op.name, ()):
             if row.what == "result" and row.tensor not in rows and (found := Seen.of_kept(row, {})) is not None:

@@ -22,6 +22,7 @@ from torch_remat.dispatch.keeping import keeping
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.observe import Observer, WatchedOp
 from torch_remat.dispatch.region.region import Region, live_regions
+from torch_remat.reports.data import Sums
 from torch_remat.reports.ledger import report_of
 from torch_remat.reports.spans import BudgetState, GivenUp, Phase
 
@@ -102,13 +103,12 @@ class Recorder(Observer):
         marks = self._forwards.pop(region.serial, None)
         if marks is None:
             return
+        marks[0].end_number = sequence_number()
         report = report_of(region)
-        own, *ops = marks
-        own.end_number = sequence_number()
-        own.kept_bytes, own.offloaded_bytes = report.bytes, report.offloaded_bytes
-        kept = {op.name: (op.bytes, op.offloaded_bytes) for op in report.ops}
-        for mark in ops:
-            mark.kept_bytes, mark.offloaded_bytes = kept.get(mark.op or "", (0, 0))
+        parts: dict[str | None, Sums] = {None: report, **{op.name: op for op in report.ops}}
+        for mark in marks:
+            if (part := parts.get(mark.op)) is not None:
+                mark.kept_bytes, mark.offloaded_bytes = part.bytes, part.offloaded_bytes
 
     def gave_up(self, region: Region, places: Sequence[int], freed: int, offloaded: int, kept: int) -> None:
         """Mark when a budget gave something up."""
