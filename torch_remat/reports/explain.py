@@ -210,7 +210,7 @@ def _kind(region: Region, notes: RegionNotes) -> Any:
         *(type(region.function), getattr(region.function, "__code__", None)),
         *(options._replace(region_name=None, offloader=None), id(options.offloader)),
         *(counts["forward_flops"], counts["forward_ops"], ops, notes.unnamed),
-        None if report is None else (report.bytes, report.offloaded_bytes),
+        *(report.bytes, report.offloaded_bytes),
     )
 
 

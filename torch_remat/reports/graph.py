@@ -25,6 +25,12 @@ from torch_remat.reports.data import KeptTensor, Kind, NodeReport
 from torch_remat.reports.ledger import Ledger, Rows, pieces_in, tensors_in, viewed_parameter
 from torch_remat.reports.torch_checkpoint import TorchCheckpoint, packed_in
 
+SOME_OP = "an op in replay"
+"""The reader of a tensor, where no more is known of it."""
+INNER_REGION = "the replay of an inner region"
+Stretch = tuple[int, int, str | None]
+"""The autograd nodes of an op, or of an inner region: the sequence number of the first, the one after the last, and in
+words what replay does there; None if it skips it."""
 _CHECKPOINT = "torch.utils.checkpoint"
 
 
@@ -139,16 +145,6 @@ def is_released(node: Node) -> bool:
 @cache
 def _raw_attributes(kind: type) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
-
-
-SOME_OP = "an op in replay"
-"""The reader of a tensor, where no more is known of it."""
-INNER_REGION = "the replay of an inner region"
-
-
-Stretch = tuple[int, int, str | None]
-"""The autograd nodes of an op, or of an inner region: the sequence number of the first, the one after the last, and in
-words what replay does there; None if it skips it."""
 
 
 def readers_in_graph(

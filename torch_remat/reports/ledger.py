@@ -51,11 +51,11 @@ class Piece(NamedTuple):
     besides: Literal["not gone yet", "brought back"] | None = None
 
     def kept_as(
-        self, name: str, label: str, kind: Kind, needed_by: str, policy: str = "", note: str | None = None
+        self, name: str, label: str, kind: Kind, needed_by: str, policy: str = "", note: str = ""
     ) -> KeptTensor:
         """Return the row for the tensor, before its bytes are counted."""
         look = (self.shape, str(self.dtype).removeprefix("torch."), self.place)
-        more = (self.offloaded, policy, note or "")
+        more = (self.offloaded, policy, note)
         return KeptTensor(name, label, self.besides or kind, 0, *look, (needed_by,), (), None, *more)
 
 
@@ -208,14 +208,10 @@ def report_of(
     keep_empty: bool = False,
     annotate: Annotate | None = None,
 ) -> RegionReport:
-    """Return what a region keeps.
+    """Return what a region keeps by itself, or beside what a ledger has counted, its parameters among it.
 
-    Args:
-        region: The region.
-        ledger: What has been counted before, the parameters of the region among it; None for the region by itself.
-        momentary: Whether what is offloaded counts in place, too, while it has not left or has come back.
-        keep_empty: Whether ops that keep nothing are in it.
-        annotate: What it says of a tensor becomes its note.
+    With ``momentary``, what is offloaded counts in place, too, while it has not left or has come back; with
+    ``keep_empty``, ops that keep nothing are in it. What ``annotate`` says of a tensor becomes its note.
     """
     if ledger is None:
         ledger = Ledger()
@@ -230,10 +226,10 @@ def report_of(
         rows = by_op.setdefault(one.op, Rows()) if one.op else own
         name = qualified_name(region.name, one.op, one.tensor)
         policy = one.decision.value if one.decision else ""
-        note = annotate(one.value) if annotate is not None and isinstance(one.value, torch.Tensor) else None
+        note = annotate(one.value) if annotate is not None and isinstance(one.value, torch.Tensor) else ""
         for piece in pieces_in(one.value, one.made_on):
             if piece.besides is None or momentary:
-                tensor = piece.kept_as(name, one.tensor, kind, _needed_by(one), policy, note)
+                tensor = piece.kept_as(name, one.tensor, kind, _needed_by(one), policy, note or "")
                 ledger.add(tensor, piece.memory, rows)
     ops = []
     for name, rows in by_op.items():

@@ -58,7 +58,7 @@ class RegionNotes:
     name: str
     counts: Counts = field(default_factory=Counter)
     ops: dict[str, OpNotes] = field(default_factory=dict)
-    report: RegionReport | None = None
+    report: RegionReport = field(default_factory=lambda: RegionReport("", (), ()))
     by_policy: tuple[TensorExplanation, ...] = ()
     unnamed: int = 0
     replays: int = 0
@@ -67,7 +67,7 @@ class RegionNotes:
 
     def explained(self) -> RegionExplanation:
         """Return the notes as plain data."""
-        report, counts = self.report or RegionReport(self.name, (), ()), self.counts
+        report, counts = self.report, self.counts
         inputs = RegionReport("", tuple(tensor for tensor in report.tensors if tensor.kind == "input"), ())
         kept = report.bytes, report.offloaded_bytes, inputs.bytes, inputs.offloaded_bytes
         counted = counts["forward_ops"], counts["replay_ops"], counts["forward_flops"], counts["replay_flops"]

@@ -190,12 +190,7 @@ def _nested(spans: Sequence[Span]) -> list[tuple[int, bool, Span]]:
 
 
 def _short_names(names: set[str]) -> dict[str, str]:
-    """Return names without the parts that all begin or end with: ``layers.0.attention`` becomes ``0``.
-
-    Example:
-        >>> _short_names({"layers.0.mlp", "layers.1.mlp"})["layers.1.mlp"]
-        '1'
-    """
+    """Return names without the parts that all begin or end with: ``layers.0.attention`` becomes ``0``."""
     parts = [name.split(".") for name in names]
     common = min(map(len, parts)) - 1 if len(parts) > 1 else 0
     first = next((place for place in range(common) if len({one[place] for one in parts}) > 1), common)

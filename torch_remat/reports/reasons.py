@@ -54,10 +54,7 @@ class Seen:
         if not memory:
             return None
         first = memory[0].owner
-        if isinstance(first, torch.UntypedStorage):
-            guard: StorageWeakRef | None = StorageWeakRef(first)
-        else:
-            guard = sent.get(id(first))
+        guard = StorageWeakRef(first) if isinstance(first, torch.UntypedStorage) else sent.get(id(first))
         return cls(row.tensor, sum(one.bytes for one in memory), guard.cdata if guard else memory[0].key, guard=guard)
 
 
@@ -166,8 +163,8 @@ class Reasons:
                 yield _Told(found, self._state_of(row), why, row)
 
     def _saved_by(self, op: SeenOp) -> dict[str, Kept]:
-        saved = ("saved", "refilled", "empty")
-        return {row.tensor: row for row in self._rows.get(op.name, ()) if row.what in saved}
+        rows = self._rows.get(op.name, ())
+        return {row.tensor: row for row in rows if row.what in ("saved", "refilled", "empty")}
 
     def _held(self, op: SeenOp, seen: Seen, row: Kept) -> _Told:
         if row.what != "saved":

@@ -152,33 +152,17 @@ def _chrome_events(trace: Timeline) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": _PROCESS, "tid": 0, "args": {"name": "torch_remat"}}
     ]
-    events += [
-        {
-            "ph": "X",
-            "name": f"{span.name} [{span.phase}]",
-            "cat": span.phase,
-            "pid": _PROCESS,
-            "tid": span.thread,
-            "ts": span.start_us,
-            "dur": span.duration_us,
-            "args": {name: getattr(span, name) for name in _SHOWN},
-        }
-        for span in trace.spans
-    ]
+    for span in trace.spans:
+        args = {name: getattr(span, name) for name in _SHOWN}
+        times = {"ts": span.start_us, "dur": span.duration_us}
+        what = {"ph": "X", "name": f"{span.name} [{span.phase}]", "cat": span.phase}
+        events.append({**what, "pid": _PROCESS, "tid": span.thread, **times, "args": args})
     events += [
         {"ph": "C", "name": "live bytes", "pid": _PROCESS, "tid": 0, "ts": sample.time_us, "args": sample.live_bytes}
         for sample in trace.samples
     ]
-    events += [
-        {
-            "ph": "i",
-            "name": f"{one.region} [given up]",
-            "s": "p",
-            "pid": _PROCESS,
-            "tid": 0,
-            "ts": one.time_us,
-            "args": {"bytes": one.bytes, "offloaded_bytes": one.offloaded_bytes, "kept_bytes": one.kept_bytes},
-        }
-        for one in trace.given_up
-    ]
+    for one in trace.given_up:
+        args = {"bytes": one.bytes, "offloaded_bytes": one.offloaded_bytes, "kept_bytes": one.kept_bytes}
+        what = {"ph": "i", "name": f"{one.region} [given up]", "s": "p"}
+        events.append({**what, "pid": _PROCESS, "tid": 0, "ts": one.time_us, "args": args})
     return events
