@@ -229,7 +229,7 @@ def report_of(
         note = annotate(one.value) if annotate is not None and isinstance(one.value, torch.Tensor) else ""
         for piece in pieces_in(one.value, one.made_on):
             if piece.besides is None or momentary:
-                tensor = piece.kept_as(name, one.tensor, kind, _needed_by(one), policy, note or "")
+                tensor = piece.kept_as(name, one.tensor, kind, what_needs(one), policy, note or "")
                 ledger.add(tensor, piece.memory, rows)
     ops = []
     for name, rows in by_op.items():
@@ -239,7 +239,8 @@ def report_of(
     return RegionReport(region.name, tuple(own), tuple(ops))
 
 
-def _needed_by(one: Kept) -> str:
+def what_needs(one: Kept) -> str:
+    """Return in words what needs what a row stands for."""
     if one.why == "backward":
         return f"backward of {one.by}" if one.by else "backward"
     if one.why == "entry":

@@ -155,8 +155,7 @@ def _draw_curve(trace: Timeline, axes: Axes) -> None:
     if trace.given_up:
         when = [one.time_us / 1000 for one in trace.given_up]
         at = [live[bisect_right(times, time) - 1] for time in when]
-        look: dict[str, Any] = {"marker": "v", "color": GREY, "edgecolor": INK, "zorder": 3}
-        axes.scatter(when, at, label="a budget gave something up", **look)
+        axes.scatter(when, at, label="a budget gave something up", marker="v", color=GREY, edgecolor=INK, zorder=3)
         axes.legend(frameon=False, loc="lower right")
     if peak is not None:
         right = peak.time_us < 0.55 * trace.duration_us

@@ -19,8 +19,8 @@ from torch_remat.errors import qualified_name
 from torch_remat.policies.decision import CheckpointPolicy
 from torch_remat.reports.data import RegionReport
 from torch_remat.reports.explanation import State, TensorExplanation
-from torch_remat.reports.graph import INNER_REGION, SOME_OP
-from torch_remat.reports.ledger import pieces_in, storages_of, viewed_parameter
+from torch_remat.reports.graph import SOME_OP
+from torch_remat.reports.ledger import pieces_in, storages_of, viewed_parameter, what_needs
 from torch_remat.reports.torch_checkpoint import is_of_checkpoint
 
 Readers = Mapping[tuple[str, str], str]
@@ -235,10 +235,8 @@ def _memory_of(row: Kept | None) -> set[Hashable]:
 
 def _reader(row: Kept) -> str:
     """Return in words what reads the tensor of a row in replay."""
-    if row.why == "entry":
-        return f"the replay of {row.by}"
-    if row.why == "inner region":
-        return INNER_REGION
+    if row.why in ("entry", "inner region"):
+        return f"the {what_needs(row)}"
     if row.why == "op":
         return f"the replay of {row.at}" if row.at else f"{SOME_OP} ({row.by})"
     return SOME_OP

@@ -119,8 +119,7 @@ class Recorder(Observer):
 
     def budgets(self) -> list[BudgetState]:
         """Return how the budgets stand that the trace, or a region in it, is in."""
-        states = (one.state() for one in self._budgets)
-        return [BudgetState(*state) for state in states if state is not None]
+        return [BudgetState(*state) for one in self._budgets if (state := one.state()) is not None]
 
     def offload_began(self, tensor: torch.Tensor, key: int) -> None:
         """Mark where a tensor is that leaves: an offloader's thread may free it, which no profiler sees."""
@@ -134,11 +133,9 @@ class Recorder(Observer):
         """Mark which of the tensors that left are freed by now."""
         if self._sent:
             with self._lock:
-                gone = [number for number, storage in self._sent.items() if storage.expired()]
-                for number in gone:
+                for number in [number for number, storage in self._sent.items() if storage.expired()]:
                     del self._sent[number]
-            for number in gone:
-                _note(f"{GONE}{number}")
+                    _note(f"{GONE}{number}")
 
     def _begin(self, region: Region, op: str | None, phase: Phase) -> Mark:
         self.look_for_gone()

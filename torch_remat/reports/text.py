@@ -6,6 +6,7 @@ A trace has a line for each region, and below it one for each of its ops.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 from torch_remat.reports.data import KeptForBackward, KeptTensor, NodeReport, RegionReport, Sums
 from torch_remat.reports.fold import fold, fold_series
@@ -180,13 +181,8 @@ def _given_cells(one: GivenUp) -> list[str]:
 
 def _ranges(places: Sequence[int]) -> str:
     """Return places in few words: ``0-2, 5``."""
-    parts: list[list[int]] = []
-    for place in places:
-        if parts and place == parts[-1][-1] + 1:
-            parts[-1] = [parts[-1][0], place]
-        else:
-            parts.append([place])
-    return ", ".join("-".join(map(str, part)) for part in parts)
+    runs = [[place for _, place in run] for _, run in groupby(enumerate(places), lambda pair: pair[1] - pair[0])]
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def table(trace: Timeline) -> list[list[str]]:
