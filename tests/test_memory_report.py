@@ -409,7 +409,7 @@ def test_report_as_html_is_one_table_and_escapes_names():
 
 def test_regions_are_folded_only_where_all_is_alike():
     def names(regions):
-        return [group.label for group in fold(regions)]
+        return [label for label, _ in fold(regions)]
 
     def made(name, *labels):
         rows = tuple(KeptTensor(f"{name}::{label}", label, "input", 4, (1,), "float32", "cpu") for label in labels)

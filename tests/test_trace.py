@@ -19,7 +19,7 @@ from torch_remat.dispatch import observe
 from torch_remat.reports.profile import Memory
 from torch_remat.reports.recorder import GONE, SENT
 from torch_remat.reports.spans import Sample, Span
-from torch_remat.reports.timeline import Trace as Timeline
+from torch_remat.reports.trace import Trace as Timeline
 
 
 def block(x):
@@ -464,6 +464,6 @@ def test_block_that_was_freed_unseen_counts_once():
         memory(6, 100, 7), event(7, f"{SENT}1 7"), memory(8, -100, 7), memory(9, 30, 7), event(10, f"{GONE}1"),  # seen
         event(11, f"{SENT}2 99"), event(12, f"{GONE}2"), memory(13, -10, 55),  # older than the profile
     ])  # fmt: skip
-    assert list(zip(changes.times, changes.live, strict=True)) == [
+    assert [(sample.time_us, sample.total_bytes) for sample in changes.samples(0)] == [
         (1, 100), (3, 0), (4, 50), (5, 0), (5, 60), (6, 160), (8, 60), (9, 90),
     ]  # fmt: skip

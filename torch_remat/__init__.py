@@ -43,11 +43,14 @@ if TYPE_CHECKING:
     from torch_remat.offload.disk import DiskOffloader
     from torch_remat.reports.explain import explain
     from torch_remat.reports.explanation import Explanation
-    from torch_remat.reports.memory import format_current_memory_report, memory_report, print_current_memory_report
-    from torch_remat.reports.model import MemoryReport
+    from torch_remat.reports.memory import (
+        MemoryReport,
+        format_current_memory_report,
+        memory_report,
+        print_current_memory_report,
+    )
     from torch_remat.reports.oom import report_on_oom
-    from torch_remat.reports.timeline import Trace
-    from torch_remat.reports.trace import trace
+    from torch_remat.reports.trace import Trace, trace
 
 __all__ = [
     "Budget",
@@ -123,11 +126,9 @@ _LOADED_ON_USE = {
     "offload.disk": ("DiskOffloader",),
     "reports.explain": ("explain",),
     "reports.explanation": ("Explanation",),
-    "reports.memory": ("format_current_memory_report", "memory_report", "print_current_memory_report"),
-    "reports.model": ("MemoryReport",),
+    "reports.memory": ("MemoryReport", "format_current_memory_report", "memory_report", "print_current_memory_report"),
     "reports.oom": ("report_on_oom",),
-    "reports.timeline": ("Trace",),
-    "reports.trace": ("trace",),
+    "reports.trace": ("Trace", "trace"),
     "dtr": ("dtr",),
     "testing": ("testing",),
 }

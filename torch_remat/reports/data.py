@@ -69,7 +69,7 @@ class KeptTensor:
     note: str = ""
 
 
-class _Sums:
+class Sums:
     """Sums over the tensors of a part of a report."""
 
     tensors: tuple[KeptTensor, ...]
@@ -90,7 +90,7 @@ class _Sums:
 
 
 @dataclass(frozen=True)
-class OpReport(_Sums):
+class OpReport(Sums):
     """What is kept of one op.
 
     Attributes:
@@ -105,7 +105,7 @@ class OpReport(_Sums):
 
 
 @dataclass(frozen=True)
-class RegionReport(_Sums):
+class RegionReport(Sums):
     """What one region keeps.
 
     Attributes:
@@ -126,7 +126,7 @@ class RegionReport(_Sums):
 
 
 @dataclass(frozen=True)
-class NodeReport(_Sums):
+class NodeReport(Sums):
     """What autograd saves outside of regions for one type of node.
 
     Attributes:
@@ -154,7 +154,7 @@ class ParameterReport:
 
 
 @dataclass(frozen=True)
-class KeptForBackward(_Sums):
+class KeptForBackward(Sums):
     """What a `MemoryReport` says; see there."""
 
     regions: tuple[RegionReport, ...]

@@ -26,10 +26,9 @@ from torch_remat.errors import PlaceholderError, RematError, UsageError, qualifi
 from torch_remat.offload.cpu import CpuOffloader
 from torch_remat.offload.protocol import chosen
 from torch_remat.policies.decision import CheckpointPolicy
-from torch_remat.reports.collect import report_of
 from torch_remat.reports.explanation import Alternative, Explanation
 from torch_remat.reports.graph import is_released, nodes_below
-from torch_remat.reports.ledger import tensors_in
+from torch_remat.reports.ledger import report_of, tensors_in
 from torch_remat.reports.notes import CountAten, Notes, OpNotes, RegionNotes
 from torch_remat.reports.torch_checkpoint import is_of_checkpoint
 
@@ -116,22 +115,19 @@ def _backward(output: Any) -> str | None:
 
 
 class _Override(Observer):
-    """Gives one op another policy in the first region that this thread begins."""
+    """Gives ops other policies, by their names, in the first region that this thread begins."""
 
-    def __init__(self, op: str, policy: CheckpointPolicy) -> None:
-        self._op = op
-        self._policy = policy
+    def __init__(self, policies: Mapping[str, CheckpointPolicy]) -> None:
+        self._policies = policies
         self._thread = get_ident()
         self.region: Region | None = None
 
     def begin_region(self, region: Region, phase: str) -> None:
-        """Take the first region that begins: the one that is tried out."""
         if self.region is None and get_ident() == self._thread:
             self.region = region
 
     def policy_of(self, region: Region, name: str, policy: CheckpointPolicy) -> CheckpointPolicy:
-        """Return the other policy for the op."""
-        return self._policy if region is self.region and name == self._op else policy
+        return self._policies.get(name, policy) if region is self.region else policy
 
 
 class _Trials:
@@ -142,14 +138,13 @@ class _Trials:
         self._offloader = CpuOffloader()
 
     def try_others(self, region: Region, notes: RegionNotes) -> None:
-        """Fill in the alternatives of a region's ops."""
         if current_mode() is not None or not notes.ops or region.inputs is None:
             return
         if region.hooks is not None and is_of_checkpoint(region.hooks[1]):
             return  # that would count what a trial saves
         kind = _kind(region, notes)
         if kind not in self._known:
-            same = self._measure(region, None, None)
+            same = self._measure(region, {})
             self._known[kind] = {
                 # What cannot run as it is will fail in backward, with an error of its own.
                 name: () if isinstance(same, str) else tuple(self._others(region, op, same))
@@ -161,19 +156,19 @@ class _Trials:
     def _others(self, region: Region, op: OpNotes, same: tuple[int, int, int]) -> Iterator[Alternative]:
         for policy in CheckpointPolicy:
             if policy is not op.policy:
-                measured = self._measure(region, op.name, policy)
+                measured = self._measure(region, {op.name: policy})
                 if isinstance(measured, str):
                     yield Alternative(policy.value, 0, 0, 0, measured)
                 else:
                     yield Alternative(policy.value, *map(sub, measured, same))
 
-    def _measure(self, region: Region, op: str | None, policy: CheckpointPolicy | None) -> tuple[int, int, int] | str:
+    def _measure(self, region: Region, policies: Mapping[str, CheckpointPolicy]) -> tuple[int, int, int] | str:
         """Run a region's forward and replay; return kept and offloaded bytes and replay's FLOPs, or what went wrong."""
         flops: list[int] = []
-        override = _Override(op or "", policy or CheckpointPolicy.SAVE)
+        override = _Override(policies)
         assert region.function is not None
         assert region.inputs is not None
-        options, undo = region.options, _Undo()
+        options = region.options
         if options.offloader is None and chosen.get() is None:
             options = options._replace(offloader=self._offloader)
         try:
@@ -183,8 +178,7 @@ class _Trials:
                 warnings.filterwarnings("ignore", category=RuntimeWarning, message=".*(CpuOffloader|DiskOffloader)")
                 if region.rng is not None:
                     stack.enter_context(region.rng.replayed())
-                stack.callback(undo.restore)
-                stack.enter_context(undo)
+                stack.enter_context(_Undo())
                 stack.enter_context(observed_by(override))
                 output = run_region(region.function, args, kwargs, options)
                 tried = override.region
@@ -216,7 +210,7 @@ def _kind(region: Region, notes: RegionNotes) -> Any:
         *(type(region.function), getattr(region.function, "__code__", None)),
         *(options._replace(region_name=None, offloader=None), id(options.offloader)),
         *(counts["forward_flops"], counts["forward_ops"], ops, notes.unnamed),
-        None if report is None else (report.bytes, report.offloaded_bytes),
+        *(report.bytes, report.offloaded_bytes),
     )
 
 
@@ -235,7 +229,6 @@ class _Undo(TorchDispatchMode):
     def __torch_dispatch__(
         self, op: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Copy what the op will write, and run it."""
         kwargs = kwargs or {}
         given = {key_of(tensor) for tensor in arguments_in(args, kwargs)}
         for tensor in _written(op, args, kwargs):
@@ -254,8 +247,9 @@ class _Undo(TorchDispatchMode):
         if not tensor.is_inference():
             self._versions.append((tensor, tensor._version))
 
-    def restore(self) -> None:
+    def __exit__(self, *raised: Any) -> None:
         """Put back what was changed."""
+        super().__exit__(*raised)
         for storage, before in self._before.values():
             if storage.nbytes() == before.nbytes():  # else it was resized: its tensor is another one now
                 storage.copy_(before)
@@ -266,7 +260,6 @@ class _Undo(TorchDispatchMode):
 def _written(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
     effects = effects_of(op)
     where = list(effects.written)
-    schema = getattr(op, "_schema", None)
-    if schema is not None and "batch_norm" in effects.name:
-        where += [(place, one.name) for place, one in enumerate(schema.arguments) if one.name in _STATISTICS]
+    if "batch_norm" in effects.name:
+        where += [(place, one.name) for place, one in enumerate(op._schema.arguments) if one.name in _STATISTICS]
     return arguments_in([argument(one, args, kwargs) for one in where], {})

@@ -9,25 +9,18 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from torch_remat.reports.data import KeptTensor, RegionReport
 
 _T = TypeVar("_T")
 _MOST_IN_A_LAYER = 8
-_NUMBER = re.compile(r"\d+")
+_NUMBER = re.compile(r"(\d+)")
 
 
-class Group(NamedTuple):
-    """Regions in a row that are alike."""
-
-    label: str  # the name of one, or ``layers.0-31``, or ``Block x12`` where all have the same name
-    regions: list[RegionReport]
-
-
-def fold(regions: Sequence[RegionReport]) -> list[Group]:
-    """Return regions in groups, in order."""
-    return [Group(*group) for group in fold_series(regions, lambda region: region.name, _contents)]
+def fold(regions: Sequence[RegionReport]) -> list[tuple[str, list[RegionReport]]]:
+    """Return regions in groups, in order: those in a row that are alike, with one label."""
+    return fold_series(regions, lambda region: region.name, _contents)
 
 
 def fold_series(
@@ -81,21 +74,20 @@ def series_label(names: Sequence[str]) -> str | None:
         return names[0]
     if len(set(names)) == 1:
         return f"{names[0]} x{len(names)}"
-    first, last = list(_NUMBER.finditer(names[0])), list(_NUMBER.finditer(names[-1]))
-    if len(first) != len(last):
+    parts = [_NUMBER.split(name) for name in names]  # texts, and numbers at odd places
+    if len({len(one) for one in parts}) > 1:
         return None
-    for one, other in zip(first, last, strict=True):
-        if one.group() != other.group():
-            head, tail = names[0][: one.start()], names[0][one.end() :]
-            start, end = int(one.group()), int(other.group())
-            step = max(1, (end - start) // (len(names) - 1))
-            if any(name != f"{head}{start + step * place}{tail}" for place, name in enumerate(names)):
-                return None
-            if step == 1:
-                return f"{head}{start}-{end}{tail}"
-            middle = ",".join([str(start), str(start + step), *(["..."] if len(names) > 3 else [])])
-            return f"{head}{{{middle}{f',{end}' if len(names) > 2 else ''}}}{tail}"
-    return None
+    place, *others = [at for at, values in enumerate(zip(*parts, strict=True)) if len(set(values)) > 1]
+    if others or place % 2 == 0:
+        return None
+    numbers = [one[place] for one in parts]
+    start, end = int(numbers[0]), int(numbers[-1])
+    step = max(1, (end - start) // (len(names) - 1))
+    if numbers != [str(start + step * turn) for turn in range(len(names))]:
+        return None
+    shown = numbers if len(names) < 4 else [*numbers[:2], "...", numbers[-1]]
+    series = f"{start}-{end}" if step == 1 else f"{{{','.join(shown)}}}"
+    return "".join([*parts[0][:place], series, *parts[0][place + 1 :]])
 
 
 def _contents(region: RegionReport) -> Any:

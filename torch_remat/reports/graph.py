@@ -8,7 +8,7 @@ saved-tensor hooks made of it. Nodes are visited by hand, since a deep graph wou
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import chain
@@ -21,20 +21,31 @@ from torch_remat._compat import node_number
 from torch_remat.dispatch.kept import held_in
 from torch_remat.dispatch.log.readers import is_view
 from torch_remat.dispatch.region.region import Region
-from torch_remat.reports.data import NodeReport
-from torch_remat.reports.ledger import Ledger, Row, pieces_in, tensors_in, viewed_parameter
+from torch_remat.reports.data import KeptTensor, Kind, NodeReport
+from torch_remat.reports.ledger import Ledger, Rows, pieces_in, tensors_in, viewed_parameter
 from torch_remat.reports.torch_checkpoint import TorchCheckpoint, packed_in
 
+SOME_OP = "an op in replay"
+"""The reader of a tensor, where no more is known of it."""
+INNER_REGION = "the replay of an inner region"
+Stretch = tuple[int, int, str | None]
+"""The autograd nodes of an op, or of an inner region: the sequence number of the first, the one after the last, and in
+words what replay does there; None if it skips it."""
 _CHECKPOINT = "torch.utils.checkpoint"
 
 
 def nodes_below(roots: Iterable[torch.Tensor]) -> list[Node]:
     """Return the nodes of the graph below tensors, each once; they live as long as the list does."""
-    waiting = [root.grad_fn for root in roots][::-1]
+    return _nodes_from([root.grad_fn for root in roots])
+
+
+def _nodes_from(starts: Sequence[Node | None], first: int = 0) -> list[Node]:
+    """Return nodes and those below them, each once, but for those that were made before the number ``first``."""
+    waiting = list(starts[::-1])
     visited: dict[Node, None] = {}
     while waiting:
         node = waiting.pop()
-        if node is None or node in visited:
+        if node is None or node in visited or node_number(node) < first:
             continue
         visited[node] = None
         waiting += [following for following, _ in node.next_functions[::-1]]
@@ -69,29 +80,27 @@ def collect_nodes(
     The checkpoints are those of ``torch.utils.checkpoint`` that the nodes belong to, or that regions lie in; parameters
     and regions were counted before.
     """
-    rows: dict[str, list[Row]] = {}
-    counts: Counter[str] = Counter()
+    kept: dict[str, list[list[KeptTensor]]] = {}
     for node in nodes:
         kind = type(node).__name__
-        found: list[Row] = []
+        found = Rows()
         for attribute, packed in saved_in(node):
             for piece in pieces_in(held_in(packed)):
-                ledger.add(piece, f"{kind}.{attribute}", attribute, "saved", found, f"backward of {kind}")
-        kept = [row for row in found if row.bytes or row.shared_with is None]
-        if kept:
-            rows.setdefault(kind, []).extend(kept)
-            counts[kind] += 1
+                saved = piece.kept_as(f"{kind}.{attribute}", attribute, "saved", f"backward of {kind}")
+                ledger.add(saved, piece.memory, found)
+        kept.setdefault(kind, []).append([row for row in found if row.bytes or row.shared_with is None])
     for checkpoint in checkpoints:
-        found = []
+        found = Rows()
         for label, packed in checkpoint.kept():
-            refilled = label == "recomputed"
+            why: tuple[Kind, str] = ("refilled", "backward") if label == "recomputed" else ("saved", "replay")
             for piece in pieces_in(held_in(packed)):
-                name, needed_by = f"{_CHECKPOINT}.{label}", "backward" if refilled else "replay"
-                ledger.add(piece, name, label, "refilled" if refilled else "saved", found, needed_by)
-        if any(row.bytes for row in found):
-            rows.setdefault(_CHECKPOINT, []).extend(row for row in found if row.bytes)
-            counts[_CHECKPOINT] += 1
-    reports = [NodeReport(kind, counts[kind], tuple(row.finished() for row in rows[kind])) for kind in rows]
+                ledger.add(piece.kept_as(f"{_CHECKPOINT}.{label}", label, *why), piece.memory, found)
+        kept.setdefault(_CHECKPOINT, []).append([row for row in found if row.bytes])
+    reports = [
+        NodeReport(kind, len(saving), tuple(chain(*saving)))
+        for kind, by_node in kept.items()
+        if (saving := [rows for rows in by_node if rows])
+    ]
     return tuple(sorted(reports, key=lambda report: (-report.bytes - report.offloaded_bytes, report.node)))
 
 
@@ -138,16 +147,6 @@ def _raw_attributes(kind: type) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
-SOME_OP = "an op in replay"
-"""The reader of a tensor, where no more is known of it."""
-INNER_REGION = "the replay of an inner region"
-
-
-Stretch = tuple[int, int, str | None]
-"""The autograd nodes of an op, or of an inner region: the sequence number of the first, the one after the last, and in
-words what replay does there; None if it skips it."""
-
-
 def readers_in_graph(
     boundary: Sequence[Node | None],
     region: Region,
@@ -159,26 +158,21 @@ def readers_in_graph(
     A view reads nothing, but what reads the view does. ``boundary`` are the nodes of the region's outputs; ``made``
     tells, by op and name, the number of a result's node, and which of the node's outputs it is.
     """
-    readers: dict[tuple[int, int], list[Node]] = {}
-    nodes = [node for node in boundary if node is not None]
-    seen = set(nodes)
-    for node in nodes:  # grows meanwhile
+    readers: dict[tuple[int, int], list[Node]] = defaultdict(list)
+    for node in _nodes_from(boundary, region.first_number):
         for child, place in node.next_functions:
-            if child is not None and node_number(child) >= region.first_number:
-                readers.setdefault((node_number(child), place), []).append(node)
-                if child not in seen:
-                    seen.add(child)
-                    nodes.append(child)
+            if child is not None:
+                readers[node_number(child), place].append(node)
     told: dict[tuple[str, str], str] = {}
     for result, output in made.items():
         phrases: dict[int, str] = {}
-        pending = list(readers.get(output, ()))
+        pending = list(readers[output])
         for reader in pending:  # grows meanwhile
             number = node_number(reader)
             own = f"{SOME_OP} ({reader.name()})"
             phrase = next((phrase for first, end, phrase in stretches if first <= number < end), own)
             if phrase is not None and is_view(reader.name()):
-                pending += readers.get((number, 0), ())
+                pending += readers[number, 0]
             elif phrase is not None:
                 phrases[number] = phrase
         if phrases:

@@ -1,14 +1,15 @@
-"""Counts the bytes of each storage once, under the name that it was met with first.
+"""What regions keep, counted: the bytes of each storage once, under the name that it was met with first.
 
-In: what regions and autograd keep, with names. Kept, while a report is made: the storages behind it, and what stands
-for those that are away, so that no address is used again. Out: rows, in which the bytes of each storage stand once.
+In: what regions and autograd keep, with names, in whatever state they are. Kept, while a report is made: the storages
+behind it, and what stands for those that are away, so that no address is used again. Out: rows, in which the bytes of
+each storage stand once. Nothing is unpacked, so nothing is replayed.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import fields, is_dataclass, replace
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
@@ -16,17 +17,17 @@ import optree
 import torch
 
 from torch_remat._compat import PYTREE_NAMESPACE, adopt_pytree_node
-from torch_remat.dispatch.kept import told_of
+from torch_remat.budgets.ledger import parts_of
+from torch_remat.dispatch.kept import Around, Kept, decisions_of, parameters_of, told_of
 from torch_remat.dispatch.offloading import Offloaded
-from torch_remat.dispatch.placeholder import is_placeholder
-from torch_remat.reports.data import KeptTensor, Kind, ParameterReport
+from torch_remat.dispatch.region.region import Region
+from torch_remat.errors import qualified_name
+from torch_remat.reports.data import KeptTensor, Kind, OpReport, ParameterReport, RegionReport
 
 PARAMETER, BUFFER = "parameter", "buffer"
 """Kinds of tensors that exist anyway."""
-
 Annotate = Callable[[torch.Tensor], str | None]
 """Says something of a kept tensor, such as where it was allocated, or nothing."""
-
 _SIMPLE = (torch.Tensor, str, bytes, int, float, complex, type(None), type)
 
 
@@ -49,13 +50,21 @@ class Piece(NamedTuple):
     # Why it is there, too, although it is offloaded; another piece stands for that.
     besides: Literal["not gone yet", "brought back"] | None = None
 
+    def kept_as(
+        self, name: str, label: str, kind: Kind, needed_by: str, policy: str = "", note: str = ""
+    ) -> KeptTensor:
+        """Return the row for the tensor, before its bytes are counted."""
+        look = (self.shape, str(self.dtype).removeprefix("torch."), self.place)
+        more = (self.offloaded, policy, note)
+        return KeptTensor(name, label, self.besides or kind, 0, *look, (needed_by,), (), None, *more)
+
 
 def pieces_in(value: Any, made_on: torch.device | None = None) -> Iterator[Piece]:
     """Yield the tensors in a value of `Kept`; what lies elsewhere than where it was made counts as offloaded."""
     if isinstance(value, Offloaded):
         yield from _pieces_of_away(value)
         return
-    leaves = [value] if isinstance(value, torch.Tensor) else list(leaves_in(value))
+    leaves = list(leaves_in(value))
     if made_on is None:
         made_on = next((leaf for leaf in leaves if isinstance(leaf, torch.device)), None)
     for leaf in leaves:
@@ -124,25 +133,7 @@ def _memory_of(tensor: torch.Tensor) -> list[Memory]:
 
 def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
     """Return the storages behind a tensor: of its parts, if it is sparse or a wrapper around others."""
-    parts: list[torch.Tensor]
-    if is_placeholder(tensor):
-        return []
-    if hasattr(tensor, "__tensor_flatten__"):
-        names = tensor.__tensor_flatten__()[0]
-        parts = [getattr(tensor, name) for name in names]
-    elif tensor.layout is torch.sparse_coo:
-        detached = tensor.detach()
-        parts = [detached._indices(), detached._values()]
-    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    else:
-        try:
-            return [tensor.untyped_storage()]
-        except (NotImplementedError, RuntimeError, ValueError):  # no storage that Python could see, or none yet
-            return []
-    return [storage for part in parts if isinstance(part, torch.Tensor) for storage in storages_of(part)]
+    return [part.untyped_storage() for part in parts_of(tensor)]
 
 
 def viewed_parameter(tensor: torch.Tensor) -> torch.nn.Parameter | None:
@@ -151,102 +142,107 @@ def viewed_parameter(tensor: torch.Tensor) -> torch.nn.Parameter | None:
     return owner if isinstance(owner, torch.nn.Parameter) else None
 
 
-@dataclass
-class Row:
-    """A `KeptTensor` in the making: later tensors may turn out to share its memory."""
+class Rows(list[KeptTensor]):
+    """What is kept of one op, region or node, and which row stands for each memory."""
 
-    name: str
-    label: str
-    kind: Kind
-    piece: Piece
-    policy: str
-    needed_by: list[str]
-    bytes: int = 0
-    aliases: list[str] = field(default_factory=list)
-    shared_with: str | None = None
-    note: str = ""
-
-    def finished(self) -> KeptTensor:
-        """Return the row as plain data."""
-        piece = self.piece
-        what = (self.name, self.label, piece.besides or self.kind, self.bytes)
-        look = (piece.shape, str(piece.dtype).removeprefix("torch."), piece.place)
-        others = (tuple(dict.fromkeys(self.needed_by)), tuple(dict.fromkeys(self.aliases)), self.shared_with)
-        return KeptTensor(*what, *look, *others, piece.offloaded, self.policy, self.note)
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: dict[Hashable, int] = {}
 
 
 class Ledger:
-    """Counts each storage once, and each offloaded tensor once.
+    """Counts each storage once, and each offloaded tensor once."""
 
-    Args:
-        momentary: Whether to count the copy of an offloaded tensor that is in place for a moment: it has not left yet,
-            or a backward has brought it back.
-        annotate: Says something of the tensors that regions keep.
-    """
-
-    def __init__(self, momentary: bool = True, annotate: Annotate | None = None) -> None:
-        self.momentary = momentary
-        self.annotate = annotate
-        self._owners: dict[Hashable, Row | str] = {}  # PARAMETER or BUFFER for what exists anyway
+    def __init__(self) -> None:
+        self._owners: dict[Hashable, str] = {}  # names; PARAMETER or BUFFER for what exists anyway
         self._alive: list[Any] = []  # no address may be used again meanwhile
-        self._shown: dict[tuple[int, Hashable], Row] = {}  # by the rows of an op or region, what stands for a storage
         self._existing: dict[str, dict[int, torch.Tensor]] = {PARAMETER: {}, BUFFER: {}}
         self._existing_bytes = {PARAMETER: 0, BUFFER: 0}
 
-    def add_parameter(self, parameter: torch.Tensor, kind: str = PARAMETER) -> None:
-        """Count a parameter, or a buffer; what shares its storage counts as that from now on."""
-        if id(parameter) in self._existing[kind]:
-            return
-        self._existing[kind][id(parameter)] = parameter
-        for key, storage, count in _memory_of(parameter):
-            if key not in self._owners:
-                self._owners[key] = kind
-                self._alive.append(storage)
-                self._existing_bytes[kind] += count
-
-    def add_module(self, module: torch.nn.Module) -> None:
-        """Count the parameters and buffers of a module."""
-        for parameter in module.parameters():
-            self.add_parameter(parameter)
-        for buffer in module.buffers():
-            self.add_parameter(buffer, BUFFER)
+    def add_existing(self, tensors: Iterable[torch.Tensor], kind: str = PARAMETER) -> None:
+        """Count parameters, or buffers; what shares their storages counts as that from now on."""
+        for tensor in tensors:
+            self._existing[kind][id(tensor)] = tensor
+            for key, storage, count in _memory_of(tensor):
+                if key not in self._owners:
+                    self._owners[key] = kind
+                    self._alive.append(storage)
+                    self._existing_bytes[kind] += count
 
     def existing(self, kind: str) -> ParameterReport:
         """Return how many parameters, or buffers, were counted, and their bytes."""
         return ParameterReport(len(self._existing[kind]), self._existing_bytes[kind])
 
-    def add(
-        self,
-        piece: Piece,
-        name: str,
-        label: str,
-        kind: Kind,
-        rows: list[Row],
-        needed_by: str,
-        policy: str = "",
-        value: Any = None,
-    ) -> None:
-        """Count a tensor, and append its row to ``rows``, unless it shares the memory of one that is there."""
-        row = Row(name, label, kind, piece, policy, [needed_by])
-        if self.annotate is not None and isinstance(value, torch.Tensor):
-            row.note = self.annotate(value) or ""
+    def add(self, tensor: KeptTensor, memory: Sequence[Memory], rows: Rows) -> None:
+        """Count a tensor, and append it to ``rows``, unless it shares the memory of one that is there."""
+        size = 0
+        new: list[Hashable] = []
         met: list[Hashable] = []
-        for key, memory, count in piece.memory:
+        for key, owner, count in memory:
             if key in self._owners:
                 met.append(key)
             else:
-                self._shown[id(rows), key] = row
-                self._owners[key] = row
-                self._alive.append(memory)
-                row.bytes += count
-        if met and not row.bytes:
-            shown = self._shown.get((id(rows), met[0]))
-            if shown is not None and any(shown is one for one in rows):
-                shown.needed_by.append(needed_by)
-                if label != shown.label:
-                    shown.aliases.append(label)
+                new.append(key)
+                self._owners[key] = tensor.name
+                self._alive.append(owner)
+                size += count
+        if met and not size:
+            place = rows.places.get(met[0])
+            if place is not None:
+                shown = rows[place]
+                labels = dict.fromkeys((shown.label, *shown.aliases, tensor.label))
+                needed_by = dict.fromkeys((*shown.needed_by, *tensor.needed_by))
+                rows[place] = replace(shown, needed_by=tuple(needed_by), aliases=tuple(labels)[1:])
                 return
-            self._shown[id(rows), met[0]] = row
-            owner = self._owners[met[0]]
-            row.shared_with = owner if isinstance(owner, str) else owner.name
-        rows.append(row)
+            tensor = replace(tensor, shared_with=self._owners[met[0]])
+            new.append(met[0])
+        rows.places.update(dict.fromkeys(new, len(rows)))
+        rows.append(replace(tensor, bytes=size))
+
+
+def report_of(
+    region: Region,
+    ledger: Ledger | None = None,
+    *,
+    momentary: bool = False,
+    keep_empty: bool = False,
+    annotate: Annotate | None = None,
+) -> RegionReport:
+    """Return what a region keeps by itself, or beside what a ledger has counted, its parameters among it.
+
+    With ``momentary``, what is offloaded counts in place, too, while it has not left or has come back; with
+    ``keep_empty``, ops that keep nothing are in it. What ``annotate`` says of a tensor becomes its note.
+    """
+    if ledger is None:
+        ledger = Ledger()
+        ledger.add_existing(parameters_of(region))
+    decisions = decisions_of(region)
+    own = Rows()
+    by_op = {name: Rows() for name in decisions}
+    for one in region.kept():
+        if one.what == "empty" or isinstance(one.value, Around):
+            continue
+        kind: Kind = "kept for replay" if one.what == "slot" or one.what == "result" else one.what
+        rows = by_op.setdefault(one.op, Rows()) if one.op else own
+        name = qualified_name(region.name, one.op, one.tensor)
+        policy = one.decision.value if one.decision else ""
+        note = annotate(one.value) if annotate is not None and isinstance(one.value, torch.Tensor) else ""
+        for piece in pieces_in(one.value, one.made_on):
+            if piece.besides is None or momentary:
+                tensor = piece.kept_as(name, one.tensor, kind, what_needs(one), policy, note or "")
+                ledger.add(tensor, piece.memory, rows)
+    ops = []
+    for name, rows in by_op.items():
+        if rows or keep_empty:
+            policy = decisions[name].value if name in decisions else rows[0].policy
+            ops.append(OpReport(name, policy, tuple(rows)))
+    return RegionReport(region.name, tuple(own), tuple(ops))
+
+
+def what_needs(one: Kept) -> str:
+    """Return in words what needs what a row stands for."""
+    if one.why == "backward":
+        return f"backward of {one.by}" if one.by else "backward"
+    if one.why == "entry":
+        return f"replay of {one.by}"
+    return "replay of an inner region" if one.why == "inner region" else "replay"

@@ -2,24 +2,89 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from itertools import chain
-from typing import Any, TextIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 
 from torch_remat._compat import eager_only
 from torch_remat.dispatch.kept import parameters_of
 from torch_remat.dispatch.mode import current_mode
-from torch_remat.dispatch.region.region import Region, live_regions
+from torch_remat.dispatch.region.region import live_regions
 from torch_remat.errors import UsageError
-from torch_remat.reports.collect import collect_region, report_of
-from torch_remat.reports.data import RegionReport
+from torch_remat.reports.data import KeptForBackward, NodeReport, RegionReport
 from torch_remat.reports.graph import checkpoints_below, collect_nodes, nodes_below, parameters_below
-from torch_remat.reports.ledger import BUFFER, PARAMETER, Annotate, Ledger
-from torch_remat.reports.model import MemoryReport
-from torch_remat.reports.text import format_region
+from torch_remat.reports.html import report_as_html
+from torch_remat.reports.ledger import BUFFER, PARAMETER, Annotate, Ledger, report_of
+from torch_remat.reports.pictures import plot_report
+from torch_remat.reports.text import format_region, format_report
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class MemoryReport(KeptForBackward):
+    """What is kept for backward.
+
+    Attributes:
+        regions: The regions that keep something, oldest first.
+        outside: What is saved outside of regions, by node type, the largest first.
+        parameters: Parameters, apart: those that regions and graph refer to, and those of the modules given.
+        buffers: Buffers of the modules given, apart.
+        budgets: A line for each budget that regions are in.
+    """
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as dicts, lists, strings and numbers, with the sums beside the parts."""
+
+        def with_sums(part: RegionReport | NodeReport) -> dict[str, Any]:
+            return {**asdict(part), "bytes": part.bytes, "offloaded_bytes": part.offloaded_bytes}
+
+        return {
+            "bytes": self.bytes,
+            "offloaded_bytes": self.offloaded_bytes,
+            "bytes_by_device": self.bytes_by_device,
+            "regions": [with_sums(region) for region in self.regions],
+            "outside": [with_sums(node) for node in self.outside],
+            "parameters": asdict(self.parameters),
+            "buffers": asdict(self.buffers),
+            "budgets": list(self.budgets),
+        }
+
+    def to_json(self, *, indent: int | None = 2) -> str:
+        """Return `to_dict` as JSON.
+
+        Args:
+            indent: Spaces for each level, or None for one line.
+        """
+        return json.dumps(self.to_dict(), indent=indent)
+
+    def __str__(self) -> str:
+        """Return the report as text, with layers that are alike told once."""
+        return format_report(self)
+
+    def _repr_html_(self) -> str:
+        return report_as_html(self)
+
+    def plot(self, path: str | Path | None = None) -> Figure:
+        """Draw a bar for each region, or for each group of regions that are alike, and one for what is saved outside.
+
+        Args:
+            path: Where to write the picture; the ending tells the format. None writes nothing.
+
+        Returns:
+            The matplotlib figure; it is not shown.
+
+        Raises:
+            UsageError: matplotlib is not installed.
+        """
+        return plot_report(self, path)
 
 
 @eager_only
@@ -57,35 +122,29 @@ def memory_report(*roots: torch.Tensor | torch.nn.Module) -> MemoryReport:
 
 def annotated_report(roots: Sequence[torch.Tensor | torch.nn.Module], annotate: Annotate | None = None) -> MemoryReport:
     """Return what `memory_report` returns, with what a function says of each tensor that a region keeps."""
+    ledger = Ledger()
     for root in roots:
-        if not isinstance(root, (torch.Tensor, torch.nn.Module)):
+        if isinstance(root, torch.nn.Module):
+            ledger.add_existing(root.parameters())
+            ledger.add_existing(root.buffers(), BUFFER)
+        elif not isinstance(root, torch.Tensor):
             raise UsageError(
                 f"memory_report() takes tensors and modules, not a {type(root).__name__}",
                 remedy="Pass the losses, and the model if it has buffers: remat.memory_report(loss, model).",
             )
-    ledger = Ledger(annotate=annotate)
     nodes = nodes_below(root for root in roots if isinstance(root, torch.Tensor))
     regions = live_regions()
     checkpoints = checkpoints_below(nodes, regions)
-    for root in roots:
-        if isinstance(root, torch.nn.Module):
-            ledger.add_module(root)
-    for parameter in chain(parameters_below(nodes, checkpoints), *map(parameters_of, regions)):
-        ledger.add_parameter(parameter)
-    reports = [collect_region(region, ledger) for region in regions]
+    ledger.add_existing(chain(parameters_below(nodes, checkpoints), *map(parameters_of, regions)))
+    reports = [report_of(region, ledger, momentary=True, annotate=annotate) for region in regions]
+    budgets = (budget for region in regions if region.keeper is not None for budget in region.keeper.owners)
     return MemoryReport(
         tuple(report for report in reports if report.tensors or report.ops),
         collect_nodes(nodes, checkpoints, ledger),
         ledger.existing(PARAMETER),
         ledger.existing(BUFFER),
-        tuple(line for one in _budgets_of(regions) if (line := one.summary())),
+        tuple(line for one in dict.fromkeys(budgets) if (line := one.summary())),
     )
-
-
-def _budgets_of(regions: Sequence[Region]) -> list[Any]:
-    """Return the budgets that regions are in, each once."""
-    keepers = (region.keeper for region in regions)
-    return list({id(one): one for keeper in keepers if keeper is not None for one in keeper.owners}.values())
 
 
 @eager_only

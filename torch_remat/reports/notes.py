@@ -6,10 +6,10 @@ each region. FLOPs are those of ``torch.utils.flop_counter``.
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -23,11 +23,11 @@ from torch_remat.dispatch.observe import Observer, WatchedOp
 from torch_remat.dispatch.placeholder import is_placeholder
 from torch_remat.dispatch.region.region import Region
 from torch_remat.policies.decision import CheckpointPolicy
-from torch_remat.reports.collect import report_of
 from torch_remat.reports.data import RegionReport
 from torch_remat.reports.explanation import Alternative, OpExplanation, RegionExplanation, Replay, TensorExplanation
 from torch_remat.reports.graph import INNER_REGION, Stretch, readers_in_graph
-from torch_remat.reports.reasons import Seen, SeenOp, kept_by_policy, never_needed, reasons
+from torch_remat.reports.ledger import report_of
+from torch_remat.reports.reasons import Reasons, Seen, SeenOp, kept_by_policy, never_needed
 
 Counts = Counter[str]
 """How many aten ops computed something, and their FLOPs: ``forward_ops``, ``replay_flops``, ..."""
@@ -58,7 +58,7 @@ class RegionNotes:
     name: str
     counts: Counts = field(default_factory=Counter)
     ops: dict[str, OpNotes] = field(default_factory=dict)
-    report: RegionReport | None = None
+    report: RegionReport = field(default_factory=lambda: RegionReport("", (), ()))
     by_policy: tuple[TensorExplanation, ...] = ()
     unnamed: int = 0
     replays: int = 0
@@ -67,20 +67,13 @@ class RegionNotes:
 
     def explained(self) -> RegionExplanation:
         """Return the notes as plain data."""
-        report, counts = self.report or RegionReport(self.name, (), ()), self.counts
+        report, counts = self.report, self.counts
         inputs = RegionReport("", tuple(tensor for tensor in report.tensors if tensor.kind == "input"), ())
         kept = report.bytes, report.offloaded_bytes, inputs.bytes, inputs.offloaded_bytes
         counted = counts["forward_ops"], counts["replay_ops"], counts["forward_flops"], counts["replay_flops"]
         ops = tuple(op.explained(self.replays) for op in self.ops.values())
         again = self.unnamed, self.refilled_bytes, self.replays
         return RegionExplanation(self.name, *kept, *again, *counted, self.by_policy, ops)
-
-
-class _Running(threading.local):
-    """What runs in this thread, innermost last: the counts to add to, and the phase; None if it is not noted."""
-
-    def __init__(self) -> None:
-        self.stack: list[tuple[Counts, str] | None] = []
 
 
 class Notes(Observer):
@@ -93,24 +86,25 @@ class Notes(Observer):
         self.regions: dict[int, RegionNotes] = {}
         self._paused = False
         self._after_forward = after_forward
-        self._thread = threading.get_ident()
-        self._running = _Running()
+        self._thread = get_ident()
+        # What runs, by thread, innermost last: the counts to add to, and the phase; None if it is not noted.
+        self._running: dict[int, list[tuple[Counts, str] | None]] = defaultdict(list)
         self._sent: dict[int, StorageWeakRef] = {}  # by what `offload_began` was told
 
     def begin_region(self, region: Region, phase: str) -> None:
         """Begin to count for a region."""
         mode = current_mode()
-        mine = threading.get_ident() == self._thread and not self._paused
+        mine = get_ident() == self._thread and not self._paused
         if phase == "forward" and mine and mode is not None and not mode.recomputing:
             self.regions[region.serial] = RegionNotes(region.name)
         notes = self._of(region)
-        self._running.stack.append(None if notes is None else (notes.counts, phase))
+        self._running[get_ident()].append(None if notes is None else (notes.counts, phase))
         if notes is not None and phase == "replay":
             notes.replays += 1
 
     def end_region(self, region: Region, phase: str) -> None:
         """Count for the region around again, if any; after replay, note what the region holds now."""
-        self._running.stack.pop()
+        self._running[get_ident()].pop()
         notes = self._of(region)
         if notes is not None and phase == "replay":
             report = report_of(region)
@@ -122,11 +116,11 @@ class Notes(Observer):
         if notes is not None and phase == "forward":
             notes.ops.setdefault(op.name, OpNotes(op.name, op.policy))
         found = None if notes is None else notes.ops.get(op.name)
-        self._running.stack.append(None if found is None else (found.counts, phase))
+        self._running[get_ident()].append(None if found is None else (found.counts, phase))
 
     def end_op(self, region: Region, op: WatchedOp, phase: str) -> None:
         """Note what an op saved and returned."""
-        self._running.stack.pop()
+        self._running[get_ident()].pop()
         notes = self._of(region)
         found = None if notes is None else notes.ops.get(op.name)
         if found is None:
@@ -170,8 +164,8 @@ class Notes(Observer):
             if row.what == "result" and row.op in notes.ops:
                 notes.ops[row.op].outputs = []  # its results are explained by their own names, those of aten ops
         ops = list(notes.ops.values())
-        found = reasons(region, ops, self._readers(region, notes, boundary), self._sent)
-        for op, tensors in zip(ops, found, strict=True):
+        found = Reasons(region, self._readers(region, notes, boundary), self._sent)
+        for op, tensors in zip(ops, found.of(ops), strict=True):
             op.tensors = tensors
         if self._after_forward is not None:
             self._paused = True
@@ -200,7 +194,7 @@ class Notes(Observer):
         """Count an aten op for every op and region that runs in this thread."""
         if self._paused:
             return
-        for running in self._running.stack[::-1]:
+        for running in self._running[get_ident()][::-1]:
             if running is not None:
                 counts, phase = running
                 counts[f"{phase}_ops"] += 1

@@ -16,7 +16,7 @@ from torch_remat.errors import UsageError
 from torch_remat.reports.data import KeptForBackward, Kind
 from torch_remat.reports.fold import fold
 from torch_remat.reports.spans import Phase, Span, Timeline
-from torch_remat.reports.text import format_bytes, format_sum, where
+from torch_remat.reports.text import format_bytes, format_sum, unit_of, where
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -74,14 +74,6 @@ def finished(figure: Figure, path: str | Path | None) -> Figure:
     return figure
 
 
-def _unit_of(count: float) -> tuple[float, str]:
-    """Return the binary unit in which a number of bytes reads best: its bytes and its name."""
-    for bytes_in_unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if count >= bytes_in_unit:
-            return float(bytes_in_unit), name
-    return 1.0, "B"
-
-
 def plot_report(report: KeptForBackward, path: str | Path | None) -> Figure:
     """Draw a memory report; see `MemoryReport.plot`."""
     bars = _bars(report)
@@ -94,7 +86,7 @@ def plot_report(report: KeptForBackward, path: str | Path | None) -> Figure:
     figure = new_figure(max(8.0, width), 1.6 + 0.32 * max(3, len(bars)), title)
     axes = figure.add_subplot()
     most = max([sum(parts.values()) for _, parts in bars], default=0)
-    unit, name = _unit_of(most)
+    unit, name = unit_of(most)
     left = [0.0] * len(bars)
     for part, fill, hatch, _ in _PARTS:
         widths = [parts.get(part, 0) / unit for _, parts in bars]
@@ -120,11 +112,11 @@ def plot_report(report: KeptForBackward, path: str | Path | None) -> Figure:
 def _bars(report: KeptForBackward) -> list[tuple[str, dict[str, int]]]:
     """Return the label of each bar, and its parts in bytes; where there are too many, the smallest become one."""
     bars = []
-    for group in fold(report.regions):
+    for label, regions in fold(report.regions):
         parts: Counter[str] = Counter()
-        for tensor in (one for region in group.regions for one in region.all_tensors()):
+        for tensor in (one for region in regions for one in region.all_tensors()):
             parts["offloaded" if tensor.offloaded else _PART_OF_KIND[tensor.kind]] += tensor.bytes
-        bars.append((f"{group.label} (all {len(group.regions)})" if len(group.regions) > 1 else group.label, parts))
+        bars.append((f"{label} (all {len(regions)})" if len(regions) > 1 else label, parts))
     for node in report.outside:
         parts = Counter({"outside of regions": node.bytes, "offloaded": node.offloaded_bytes})
         if any(parts.values()):
@@ -150,7 +142,7 @@ def plot_trace(trace: Timeline, path: str | Path | None) -> Figure:
 
 def _draw_curve(trace: Timeline, axes: Axes) -> None:
     peak = trace.peak
-    unit, name = _unit_of(peak.total_bytes if peak else 1)
+    unit, name = unit_of(peak.total_bytes if peak else 1)
     times = [0.0, *(sample.time_us / 1000 for sample in trace.samples), trace.duration_us / 1000]
     live = [0.0, *(sample.total_bytes / unit for sample in trace.samples)]
     axes.plot(times, [*live, live[-1]], drawstyle="steps-post", color=INK, linewidth=1.4)
@@ -163,8 +155,7 @@ def _draw_curve(trace: Timeline, axes: Axes) -> None:
     if trace.given_up:
         when = [one.time_us / 1000 for one in trace.given_up]
         at = [live[bisect_right(times, time) - 1] for time in when]
-        look: dict[str, Any] = {"marker": "v", "color": GREY, "edgecolor": INK, "zorder": 3}
-        axes.scatter(when, at, label="a budget gave something up", **look)
+        axes.scatter(when, at, label="a budget gave something up", marker="v", color=GREY, edgecolor=INK, zorder=3)
         axes.legend(frameon=False, loc="lower right")
     if peak is not None:
         right = peak.time_us < 0.55 * trace.duration_us
@@ -198,12 +189,7 @@ def _nested(spans: Sequence[Span]) -> list[tuple[int, bool, Span]]:
 
 
 def _short_names(names: set[str]) -> dict[str, str]:
-    """Return names without the parts that all begin or end with: ``layers.0.attention`` becomes ``0``.
-
-    Example:
-        >>> _short_names({"layers.0.mlp", "layers.1.mlp"})["layers.1.mlp"]
-        '1'
-    """
+    """Return names without the parts that all begin or end with: ``layers.0.attention`` becomes ``0``."""
     parts = [name.split(".") for name in names]
     common = min(map(len, parts)) - 1 if len(parts) > 1 else 0
     first = next((place for place in range(common) if len({one[place] for one in parts}) > 1), common)

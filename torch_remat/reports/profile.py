@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from operator import itemgetter
 from typing import Any
 
-from torch_remat.reports.recorder import GIVEN, GONE, MARK, SENT, Given, Mark
+from torch_remat.reports.recorder import GIVEN, GONE, MARK, SENT, Mark
 from torch_remat.reports.spans import GivenUp, Phase, Sample, Span
 
 _ENGINE = "autograd::engine::evaluate_function: "
@@ -32,8 +33,7 @@ class Memory:
     """Allocations and releases, in order, of what was allocated since the profile began."""
 
     def __init__(self, events: Sequence[Event]) -> None:
-        self.times: list[float] = []
-        self._changes: list[tuple[str, int]] = []  # devices and bytes
+        self._changes: list[tuple[float, str, int]] = []  # times, devices and bytes
         self._alive: dict[tuple[str, int], tuple[int, int]] = {}  # by device and address: number and bytes
         kinds: set[str] = set()
         sent: dict[str, tuple[tuple[str, int], int]] = {}  # by the tensor's number: the block, and its number
@@ -53,45 +53,38 @@ class Memory:
                 block, count = block_sent
                 if self._alive.get(block, (-1, 0))[0] == count:
                     self._free(block, time)
-        self.live = list(accumulate(change for _, change in self._changes))
-        self._allocated = [0, *accumulate(max(change, 0) for _, change in self._changes)]
-        self._freed = [0, *accumulate(max(-change, 0) for _, change in self._changes)]
+        self._live = [0, *accumulate(change for _, _, change in self._changes)]
 
     def _change(self, block: tuple[str, int], size: int, time: float) -> None:
         if block in self._alive:
             self._free(block, time)  # also if it is allocated again: then a thread that is not in the profile freed it
         if size >= 0:
-            self._alive[block] = len(self.times), size
-            self._note(block[0], size, time)
+            self._alive[block] = len(self._changes), size
+            self._changes.append((time, block[0], size))
 
     def _free(self, block: tuple[str, int], time: float) -> None:
-        self._note(block[0], -self._alive.pop(block)[1], time)
-
-    def _note(self, device: str, change: int, time: float) -> None:
-        self.times.append(time)
-        self._changes.append((device, change))
+        self._changes.append((time, block[0], -self._alive.pop(block)[1]))
 
     def samples(self, start: float) -> list[Sample]:
         """Return what was alive after each change; a time of ``start`` is 0."""
         live: dict[str, int] = {}
         found = []
-        for time, (device, change) in zip(self.times, self._changes, strict=True):
+        for time, device, change in self._changes:
             live[device] = live.get(device, 0) + change
             found.append(Sample(time - start, dict(live)))
         return found
 
     def within(self, start: float, end: float) -> tuple[int, int, int, int]:
         """Return the bytes allocated and freed from one time to another, those alive at its end, and the peak."""
-        first, last = bisect_left(self.times, start), bisect_right(self.times, end)
-        before = self.live[first - 1] if first else 0
-        after = self.live[last - 1] if last else 0
-        peak = max(self.live[first:last], default=before)
-        allocated, freed = (sums[last] - sums[first] for sums in (self._allocated, self._freed))
-        return allocated, freed, after, max(before, peak)
+        when = itemgetter(0)
+        first, last = bisect_left(self._changes, start, key=when), bisect_right(self._changes, end, key=when)
+        changes = [change for _, _, change in self._changes[first:last]]
+        allocated = sum(change for change in changes if change > 0)
+        return allocated, allocated - sum(changes), self._live[last], max(self._live[first : last + 1])
 
 
 def spans_and_samples(
-    events: Sequence[Event], marks: Sequence[Mark], given: Sequence[Given] = ()
+    events: Sequence[Event], marks: Sequence[Mark], given: Sequence[GivenUp] = ()
 ) -> tuple[list[Span], list[Sample], float, list[GivenUp]]:
     """Return spans, samples, the whole duration in microseconds, and what budgets gave up."""
     timed = [event for event in events if event.get("ph") == "X" and "dur" in event]
@@ -120,19 +113,12 @@ def spans_and_samples(
         place = (mark.region, mark.op, phase, calls[mark.call])
         spans.append(Span(*place, begin - start, end - begin, thread, *memory.within(begin, end), *kept))
     spans.sort(key=lambda span: (span.start_us, -span.duration_us))
-    return spans, memory.samples(start), whole["dur"], _given_up(timed, given, calls, start)
-
-
-def _given_up(timed: Sequence[Event], given: Sequence[Given], calls: Mapping[int, int], start: float) -> list[GivenUp]:
-    """Return what budgets gave up, each with its time; what happened where no profiler saw it is left out."""
-    found = []
+    given_up = []  # without what happened where no profiler saw it
     for event in timed:
         if event["name"].startswith(GIVEN):
             one = given[int(event["name"].removeprefix(GIVEN))]
-            when = event["ts"] - start
-            sizes = one.bytes, one.offloaded_bytes, one.kept_bytes
-            found.append(GivenUp(one.region, calls[one.call], when, one.places, *sizes))
-    return sorted(found, key=lambda one: one.time_us)
+            given_up.append(replace(one, call=calls[one.call], time_us=event["ts"] - start))
+    return spans, memory.samples(start), whole["dur"], sorted(given_up, key=lambda one: one.time_us)
 
 
 def _numbered(timed: Sequence[Event], replays: Sequence[Interval]) -> list[tuple[int, Event]]:

@@ -19,11 +19,9 @@ from torch_remat.errors import qualified_name
 from torch_remat.policies.decision import CheckpointPolicy
 from torch_remat.reports.data import RegionReport
 from torch_remat.reports.explanation import State, TensorExplanation
-from torch_remat.reports.graph import INNER_REGION, SOME_OP
-from torch_remat.reports.ledger import pieces_in, storages_of, viewed_parameter
+from torch_remat.reports.graph import SOME_OP
+from torch_remat.reports.ledger import pieces_in, storages_of, viewed_parameter, what_needs
 from torch_remat.reports.torch_checkpoint import is_of_checkpoint
-
-_PARAMETER = "a parameter: it exists anyway"
 
 Readers = Mapping[tuple[str, str], str]
 Sent = Mapping[int, StorageWeakRef]
@@ -56,10 +54,7 @@ class Seen:
         if not memory:
             return None
         first = memory[0].owner
-        if isinstance(first, torch.UntypedStorage):
-            guard: StorageWeakRef | None = StorageWeakRef(first)
-        else:
-            guard = sent.get(id(first))
+        guard = StorageWeakRef(first) if isinstance(first, torch.UntypedStorage) else sent.get(id(first))
         return cls(row.tensor, sum(one.bytes for one in memory), guard.cdata if guard else memory[0].key, guard=guard)
 
 
@@ -82,26 +77,6 @@ class _Told(NamedTuple):
     row: Kept | None = None
 
 
-def reasons(
-    region: Region, ops: Sequence[SeenOp], readers: Readers, sent: Sent
-) -> Iterator[tuple[TensorExplanation, ...]]:
-    """Yield, for each op, an explanation for each tensor that it saved or returned.
-
-    ``readers`` are those of `readers_in_graph`.
-    """
-    reasons = _Reasons(region, readers, sent)
-
-    def explained(op: SeenOp, told: Iterable[_Told]) -> Iterator[TensorExplanation]:
-        for seen, state, why, row in told:
-            name = qualified_name(region.name, op.name, seen.label)
-            shared_with = reasons.shared_with(seen, state, row, name)
-            yield TensorExplanation(name, seen.label, state, seen.bytes, why, shared_with)
-
-    saved = [tuple(explained(op, reasons.of_saved(op))) for op in ops]  # those of all ops before any output
-    for op, told in zip(ops, saved, strict=True):
-        yield (*told, *explained(op, [reasons.of_output(op, seen) for seen in op.outputs]))
-
-
 def never_needed(region: Region, op: str, tensors: Sequence[Seen]) -> Iterator[TensorExplanation]:
     """Yield explanations for the tensors of an op in a region whose outputs need no gradient."""
     for seen in tensors:
@@ -120,8 +95,11 @@ def kept_by_policy(region: Region, report: RegionReport) -> Iterator[TensorExpla
             yield TensorExplanation(tensor.name, tensor.label, state, tensor.bytes, why, tensor.shared_with)
 
 
-class _Reasons:
-    """The rows of one region by op; of tensors in the same memory, the one that was explained first."""
+class Reasons:
+    """Why a region keeps what it keeps: its rows by op; of tensors in the same memory, the one explained first.
+
+    ``readers`` are those of `readers_in_graph`.
+    """
 
     def __init__(self, region: Region, readers: Readers, sent: Sent) -> None:
         self._region = region
@@ -142,7 +120,19 @@ class _Reasons:
                     self._first.setdefault(key, told)
                     self._first.setdefault(("seen", key), told)
 
-    def shared_with(self, seen: Seen, state: State, row: Kept | None, own: str) -> str | None:
+    def of(self, ops: Sequence[SeenOp]) -> Iterator[tuple[TensorExplanation, ...]]:
+        """Yield, for each op, an explanation for each tensor that it saved or returned."""
+        saved = [tuple(self._explained(op, self._of_saved(op))) for op in ops]  # those of all ops before any output
+        for op, told in zip(ops, saved, strict=True):
+            yield (*told, *self._explained(op, [self._of_output(op, seen) for seen in op.outputs]))
+
+    def _explained(self, op: SeenOp, told: Iterable[_Told]) -> Iterator[TensorExplanation]:
+        for seen, state, why, row in told:
+            name = qualified_name(self._region.name, op.name, seen.label)
+            shared_with = self._shared_with(seen, state, row, name)
+            yield TensorExplanation(name, seen.label, state, seen.bytes, why, shared_with)
+
+    def _shared_with(self, seen: Seen, state: State, row: Kept | None, own: str) -> str | None:
         """Return the first tensor that is kept where this one is, unless it is the first, or is not kept."""
         if state not in ("kept", "offloaded"):
             return None
@@ -154,7 +144,7 @@ class _Reasons:
             self._first.setdefault(key, (found, state))
         return None if found == own else found
 
-    def of_saved(self, op: SeenOp) -> Iterator[_Told]:
+    def _of_saved(self, op: SeenOp) -> Iterator[_Told]:
         """Yield the states of the tensors that an op saved, and of the results that aten ops inside it keep."""
         rows = self._saved_by(op)
         # A native region names nothing, so its holders tell.
@@ -165,7 +155,7 @@ class _Reasons:
             elif not self._is_recomputed(op) and seen.label in rows:
                 yield self._held(op, seen, rows[seen.label])
             else:
-                why = _PARAMETER if seen.parameter else f"no backward of {op.name} is to come"
+                why = "a parameter: it exists anyway" if seen.parameter else f"no backward of {op.name} is to come"
                 yield _Told(seen, "not kept", why)
         for row in self._rows.get(op.name, ()):
             if row.what == "result" and row.tensor not in rows and (found := Seen.of_kept(row, {})) is not None:
@@ -173,8 +163,8 @@ class _Reasons:
                 yield _Told(found, self._state_of(row), why, row)
 
     def _saved_by(self, op: SeenOp) -> dict[str, Kept]:
-        saved = ("saved", "refilled", "empty")
-        return {row.tensor: row for row in self._rows.get(op.name, ()) if row.what in saved}
+        rows = self._rows.get(op.name, ())
+        return {row.tensor: row for row in rows if row.what in ("saved", "refilled", "empty")}
 
     def _held(self, op: SeenOp, seen: Seen, row: Kept) -> _Told:
         if row.what != "saved":
@@ -189,8 +179,7 @@ class _Reasons:
             return _Told(seen, state, f"{why}; it is the region's input {given.tensor}, {state} anyway", row)
         return _Told(seen, state, why + self._why_it_stayed(row), row)
 
-    def of_output(self, op: SeenOp, seen: Seen) -> _Told:
-        """Return the state of an op's output."""
+    def _of_output(self, op: SeenOp, seen: Seen) -> _Told:
         if self._is_recomputed(op):
             return _Told(seen, "recomputed", f"the replay of {op.name} makes it again")
         rows = self._rows.get(op.name, ())
@@ -246,10 +235,8 @@ def _memory_of(row: Kept | None) -> set[Hashable]:
 
 def _reader(row: Kept) -> str:
     """Return in words what reads the tensor of a row in replay."""
-    if row.why == "entry":
-        return f"the replay of {row.by}"
-    if row.why == "inner region":
-        return INNER_REGION
+    if row.why in ("entry", "inner region"):
+        return f"the {what_needs(row)}"
     if row.why == "op":
         return f"the replay of {row.at}" if row.at else f"{SOME_OP} ({row.by})"
     return SOME_OP

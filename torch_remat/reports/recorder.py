@@ -6,11 +6,12 @@ each span, which a range of the same number stands for in the profile, and which
 
 from __future__ import annotations
 
-import threading
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import count
+from threading import Lock, get_ident
 from typing import Any
 
 import torch
@@ -21,8 +22,9 @@ from torch_remat.dispatch.keeping import keeping
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.observe import Observer, WatchedOp
 from torch_remat.dispatch.region.region import Region, live_regions
-from torch_remat.reports.collect import report_of
-from torch_remat.reports.spans import BudgetState, Phase
+from torch_remat.reports.data import Sums
+from torch_remat.reports.ledger import report_of
+from torch_remat.reports.spans import BudgetState, GivenUp, Phase
 
 MARK = "torch_remat.trace "
 GIVEN = "torch_remat.given "
@@ -45,31 +47,12 @@ class Mark:
     offloaded_bytes: int = 0  # what is kept elsewhere then
 
 
-@dataclass
-class Given:
-    """What a budget gave up of a region, before the time is known."""
-
-    region: str
-    call: int  # the serial number of the region
-    places: tuple[int, ...]
-    bytes: int
-    offloaded_bytes: int
-    kept_bytes: int
-
-
-class _Open(threading.local):
-    """What has begun and not ended, in one thread."""
-
-    def __init__(self) -> None:
-        self.stack: list[tuple[Mark, AbstractContextManager[Any]]] = []
-
-
 class Recorder(Observer):
     """Notes the spans of a trace.
 
     Attributes:
         marks: The spans, in the order in which they began, and one for each region from before.
-        given: What budgets gave up, in order.
+        given: What budgets gave up, in order, before the times are known; ``call`` is the region's serial number.
     """
 
     def __init__(self) -> None:
@@ -78,18 +61,20 @@ class Recorder(Observer):
             Mark(region.name, None, "forward", region.serial, region.first_number, region.last_number + 1)
             for region in live_regions()
         ]
-        self.given: list[Given] = []
+        self.given: list[GivenUp] = []
         around = keeping.get()
-        self._budgets: list[Any] = [] if around is None else list(around.registers)
-        self._open = _Open()
-        self._lock = threading.Lock()
+        self._budgets: dict[Any, None] = {} if around is None else dict.fromkeys(around.registers)
+        # What has begun and not ended, by thread.
+        self._open: dict[int, list[tuple[Mark, AbstractContextManager[Any]]]] = defaultdict(list)
+        self._lock = Lock()
         self._forwards: dict[int, list[Mark]] = {}  # by the region's serial number: its own mark, then its ops'
         self._sent: dict[int, StorageWeakRef] = {}
         self._next_sent = count().__next__
 
     def begin_region(self, region: Region, phase: Any) -> None:
         """Begin a region's span."""
-        self._note_budgets(region)
+        if region.keeper is not None:
+            self._budgets.update(dict.fromkeys(region.keeper.owners))
         mark = self._begin(region, None, phase)
         mode = current_mode()
         if phase == "forward" and mode is not None and not mode.recomputing:
@@ -101,7 +86,6 @@ class Recorder(Observer):
         mark = self._begin(region, op.name, phase)
         marks = self._forwards.get(region.serial)
         if phase == "forward" and marks is not None:
-            mark.first_number, mark.end_number = op.numbers
             marks.append(mark)
 
     def end_region(self, region: Region, phase: str) -> None:
@@ -111,7 +95,7 @@ class Recorder(Observer):
     def end_op(self, region: Region, op: WatchedOp, phase: str) -> None:
         """End an op's span."""
         mark = self._end()
-        if phase == "forward" and mark.first_number == mark.end_number and region.serial in self._forwards:
+        if phase == "forward" and region.serial in self._forwards:
             mark.first_number, mark.end_number = op.numbers
 
     def finish_region(self, region: Region, boundary: object) -> None:
@@ -119,30 +103,23 @@ class Recorder(Observer):
         marks = self._forwards.pop(region.serial, None)
         if marks is None:
             return
+        marks[0].end_number = sequence_number()
         report = report_of(region)
-        own, *ops = marks
-        own.end_number = sequence_number()
-        own.kept_bytes, own.offloaded_bytes = report.bytes, report.offloaded_bytes
-        kept = {op.name: (op.bytes, op.offloaded_bytes) for op in report.ops}
-        for mark in ops:
-            mark.kept_bytes, mark.offloaded_bytes = kept.get(mark.op or "", (0, 0))
+        parts: dict[str | None, Sums] = {None: report, **{op.name: op for op in report.ops}}
+        for mark in marks:
+            if (part := parts.get(mark.op)) is not None:
+                mark.kept_bytes, mark.offloaded_bytes = part.bytes, part.offloaded_bytes
 
     def gave_up(self, region: Region, places: Sequence[int], freed: int, offloaded: int, kept: int) -> None:
         """Mark when a budget gave something up."""
         with self._lock:
             number = len(self.given)
-            self.given.append(Given(region.name, region.serial, tuple(places), freed, offloaded, kept))
+            self.given.append(GivenUp(region.name, region.serial, 0.0, tuple(places), freed, offloaded, kept))
         _note(f"{GIVEN}{number}")
 
     def budgets(self) -> list[BudgetState]:
         """Return how the budgets stand that the trace, or a region in it, is in."""
-        states = (one.state() for one in self._budgets)
-        return [BudgetState(*state) for state in states if state is not None]
-
-    def _note_budgets(self, region: Region) -> None:
-        for one in () if region.keeper is None else region.keeper.owners:
-            if not any(one is known for known in self._budgets):
-                self._budgets.append(one)
+        return [BudgetState(*state) for one in self._budgets if (state := one.state()) is not None]
 
     def offload_began(self, tensor: torch.Tensor, key: int) -> None:
         """Mark where a tensor is that leaves: an offloader's thread may free it, which no profiler sees."""
@@ -156,11 +133,9 @@ class Recorder(Observer):
         """Mark which of the tensors that left are freed by now."""
         if self._sent:
             with self._lock:
-                gone = [number for number, storage in self._sent.items() if storage.expired()]
-                for number in gone:
+                for number in [number for number, storage in self._sent.items() if storage.expired()]:
                     del self._sent[number]
-            for number in gone:
-                _note(f"{GONE}{number}")
+                    _note(f"{GONE}{number}")
 
     def _begin(self, region: Region, op: str | None, phase: Phase) -> Mark:
         self.look_for_gone()
@@ -171,12 +146,12 @@ class Recorder(Observer):
         entered = ProfilerRange(f"{MARK}{number}")
         if profiler_runs():
             entered.__enter__()
-        self._open.stack.append((mark, entered))
+        self._open[get_ident()].append((mark, entered))
         return mark
 
     def _end(self) -> Mark:
         self.look_for_gone()
-        mark, entered = self._open.stack.pop()
+        mark, entered = self._open[get_ident()].pop()
         if profiler_runs():
             entered.__exit__(None, None, None)
         return mark

@@ -116,13 +116,12 @@ class BudgetState:
 class Timeline:
     """What a `Trace` says; see there."""
 
-    def __init__(self) -> None:
-        self.spans: tuple[Span, ...] = ()
-        self.samples: tuple[Sample, ...] = ()
-        self.given_up: tuple[GivenUp, ...] = ()
-        self.budgets: tuple[BudgetState, ...] = ()
-        self.duration_us = 0.0
-        self._over = False
+    spans: tuple[Span, ...] = ()
+    samples: tuple[Sample, ...] = ()
+    given_up: tuple[GivenUp, ...] = ()
+    budgets: tuple[BudgetState, ...] = ()
+    duration_us = 0.0
+    _over = False
 
     def fill(
         self,

@@ -5,16 +5,17 @@ A trace has a line for each region, and below it one for each of its ops.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from itertools import groupby
 
-from torch_remat.reports.data import KeptForBackward, KeptTensor, NodeReport, RegionReport
-from torch_remat.reports.fold import Group, fold, fold_series
+from torch_remat.reports.data import KeptForBackward, KeptTensor, NodeReport, RegionReport, Sums
+from torch_remat.reports.fold import fold, fold_series
 from torch_remat.reports.spans import GivenUp, Phase, Span, Timeline
 
+_BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
 _PHASES: tuple[Phase, ...] = ("forward", "replay", "backward")
 _TIMES = [f"{phase} ms" for phase in _PHASES]
 _TRACE_HEAD = ["", "calls", *_TIMES, "kept", "given up", "offloaded", "freed in backward", "live", "peak"]
-_GIVEN, _OFFLOADED = _TRACE_HEAD.index("given up"), _TRACE_HEAD.index("offloaded")
 _MOST_GIVEN = 12
 """How many lines tell what budgets gave up."""
 LEGEND = "times and bytes are means of the calls; live: at most after forward; peak: at most at any moment"
@@ -22,29 +23,34 @@ LEGEND = "times and bytes are means of the calls; live: at most after forward; p
 
 def format_bytes(count: int) -> str:
     """Return bytes with a binary unit: ``512 B``, ``24.0 MiB``."""
-    return _scaled(count, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
+    return _scaled(count, *unit_of(count))
 
 
 def format_flops(count: int) -> str:
     """Return floating-point operations with a decimal unit: ``134.2 MFLOP``."""
-    return _scaled(count, 1000, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"))
+    return _scaled(count, *unit_of(count, 1000, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP")))
 
 
-def _scaled(count: int, base: int, units: Sequence[str]) -> str:
-    amount, place = float(count), 0
-    while abs(amount) >= base and place < len(units) - 1:
-        amount, place = amount / base, place + 1
-    return f"{amount:.1f} {units[place]}" if place else f"{count} {units[0]}"
+def unit_of(count: int, base: int = 1024, units: Sequence[str] = _BYTES) -> tuple[int, str]:
+    """Return the unit in which a number reads best: how many of the smallest it is, and its name."""
+    place = 0
+    while abs(count) >= base ** (place + 1) and place < len(units) - 1:
+        place += 1
+    return base**place, units[place]
+
+
+def _scaled(count: int, unit: int, name: str) -> str:
+    return f"{count / unit:.1f} {name}" if unit > 1 else f"{count} {name}"
 
 
 def format_region(region: RegionReport) -> str:
     """Return one region's report."""
-    return "\n".join(_group_lines(Group(region.name, [region])))
+    return "\n".join(_group_lines(region.name, [region]))
 
 
 def format_report(report: KeptForBackward) -> str:
     """Return a whole report, with layers that are alike told once."""
-    lines = [f"kept for backward: {format_sum(report.bytes, report.offloaded_bytes)}"]
+    lines = [f"kept for backward: {sum_of([report])}"]
     if len(report.bytes_by_device) > 1:
         parts = (f"{device} {format_bytes(count)}" for device, count in report.bytes_by_device.items())
         lines.append(f"  by device: {', '.join(parts)}")
@@ -53,21 +59,21 @@ def format_report(report: KeptForBackward) -> str:
             lines.append(f"{name}, apart: {format_bytes(existing.bytes)} in {existing.count}")
     lines += report.budgets
     if report.regions:
-        lines += ["", f"in {plural(len(report.regions), 'region')}: {_sum_of(report.regions)}"]
+        lines += ["", f"in {plural(len(report.regions), 'region')}: {sum_of(report.regions)}"]
     for group in fold(report.regions):
-        lines += [f"  {line}" for line in _group_lines(group)]
+        lines += [f"  {line}" for line in _group_lines(*group)]
     if report.outside:
-        lines += ["", f"outside of regions: {_sum_of(report.outside)}"]
+        lines += ["", f"outside of regions: {sum_of(report.outside)}"]
         lines += [f"  {line}" for line in aligned([_node_cells(node) for node in report.outside], right={1})]
     return "\n".join(lines)
 
 
-def _group_lines(group: Group) -> list[str]:
+def _group_lines(label: str, regions: Sequence[RegionReport]) -> list[str]:
     """Return regions that are alike, as one: a line for the sum, and one for each tensor."""
-    region, count = group.regions[0], len(group.regions)
-    head = f"{group.label}: {format_sum(region.bytes, region.offloaded_bytes)}"
+    region, count = regions[0], len(regions)
+    head = f"{label}: {sum_of([region])}"
     if count > 1:
-        head += f" each, {format_sum(count * region.bytes, count * region.offloaded_bytes)} in {count}"
+        head += f" each, {sum_of(regions)} in {count}"
     rows = [_cells(tensor, tensor.label) for tensor in region.tensors]
     for op in region.ops:
         rows += [_cells(tensor, f"{op.name}.{tensor.label}") for tensor in op.tensors]
@@ -120,7 +126,7 @@ def _cells(tensor: KeptTensor, label: str) -> list[str]:
 def _node_cells(node: NodeReport) -> list[str]:
     labels = list(dict.fromkeys(tensor.label for tensor in node.tensors))
     shown = ", ".join(labels[:4]) + (", ..." if len(labels) > 4 else "")
-    return [node.node, format_sum(node.bytes, node.offloaded_bytes), f"{plural(node.count, 'node')}: {shown}"]
+    return [node.node, sum_of([node]), f"{plural(node.count, 'node')}: {shown}"]
 
 
 def format_sum(bytes_kept: int, offloaded_bytes: int) -> str:
@@ -129,7 +135,8 @@ def format_sum(bytes_kept: int, offloaded_bytes: int) -> str:
     return f"{format_bytes(bytes_kept)}{more}"
 
 
-def _sum_of(parts: Sequence[RegionReport] | Sequence[NodeReport]) -> str:
+def sum_of(parts: Sequence[Sums | GivenUp]) -> str:
+    """Return the same of parts of a report, together."""
     return format_sum(sum(part.bytes for part in parts), sum(part.offloaded_bytes for part in parts))
 
 
@@ -148,11 +155,11 @@ def format_trace(trace: Timeline) -> str:
 
 def budgets_told(trace: Timeline) -> list[str]:
     """Return a line for each budget that regions of a trace are in."""
-    told = []
-    for one in trace.budgets:
-        kept = f"{format_bytes(one.kept_bytes)} kept by its regions at the end"
-        told.append(f"budget of {format_bytes(one.budget_bytes)}, limit {format_bytes(one.limit_bytes)}: {kept}")
-    return told
+    return [
+        f"budget of {format_bytes(one.budget_bytes)}, limit {format_bytes(one.limit_bytes)}: "
+        f"{format_bytes(one.kept_bytes)} kept by its regions at the end"
+        for one in trace.budgets
+    ]
 
 
 def _budget_lines(trace: Timeline) -> list[str]:
@@ -160,7 +167,7 @@ def _budget_lines(trace: Timeline) -> list[str]:
     lines = [f"  {line}" for line in aligned([_given_cells(one) for one in trace.given_up[:_MOST_GIVEN]], right={0, 2})]
     if len(trace.given_up) > _MOST_GIVEN:
         rest = trace.given_up[_MOST_GIVEN:]
-        lines.append(f"  and {len(rest)} more times: {format_sum(sum(one.bytes for one in rest), _offloaded(rest))}")
+        lines.append(f"  and {len(rest)} more times: {sum_of(rest)}")
     told = budgets_told(trace)
     return ["", *told, *(["given up:"] if lines else []), *lines] if told else []
 
@@ -169,22 +176,13 @@ def _given_cells(one: GivenUp) -> list[str]:
     places = one.saved_tensors
     which = f"saved tensor{'s' * (len(places) > 1)} {_ranges(places)}"
     left = f"{format_bytes(one.kept_bytes)} kept then"
-    return [f"{one.time_us / 1000:.1f} ms", one.region, format_sum(one.bytes, one.offloaded_bytes), which, left]
+    return [f"{one.time_us / 1000:.1f} ms", one.region, sum_of([one]), which, left]
 
 
 def _ranges(places: Sequence[int]) -> str:
     """Return places in few words: ``0-2, 5``."""
-    parts: list[list[int]] = []
-    for place in places:
-        if parts and place == parts[-1][-1] + 1:
-            parts[-1] = [parts[-1][0], place]
-        else:
-            parts.append([place])
-    return ", ".join("-".join(map(str, part)) for part in parts)
-
-
-def _offloaded(given: Iterable[GivenUp]) -> int:
-    return sum(one.offloaded_bytes for one in given)
+    runs = [[place for _, place in run] for _, run in groupby(enumerate(places), lambda pair: pair[1] - pair[0])]
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def table(trace: Timeline) -> list[list[str]]:
@@ -202,11 +200,10 @@ def table(trace: Timeline) -> list[list[str]]:
         for op, line in lines.items():
             cells = _trace_cells(line, given if op is None else [])
             rows.append([label if op is None else f"  {op}", *cells])
-    if not any(span.offloaded_bytes for span in trace.spans) and not _offloaded(trace.given_up):
-        rows = [[*row[:_OFFLOADED], *row[_OFFLOADED + 1 :]] for row in rows]
-    if not trace.given_up:
-        rows = [[*row[:_GIVEN], *row[_GIVEN + 1 :]] for row in rows]
-    return rows
+    offloads = any(one.offloaded_bytes for part in (trace.spans, trace.given_up) for one in part)
+    is_there = {"given up": bool(trace.given_up), "offloaded": offloads}
+    shown = [place for place, title in enumerate(_TRACE_HEAD) if is_there.get(title, True)]
+    return [[row[place] for place in shown] for row in rows]
 
 
 def where(trace: Timeline, time_us: float) -> str:
@@ -247,16 +244,16 @@ def _trace_cells(spans: Sequence[Span], given: Sequence[GivenUp]) -> list[str]:
     of = {phase: [span for span in spans if span.phase == phase] for phase in _PHASES}
     ran, after = of["forward"], of["backward"]
 
-    def mean(sizes: Iterable[int], known: Sequence[Span]) -> str:
-        return format_bytes(sum(sizes) // count) if known else "-"
+    def mean(sizes: Sequence[int]) -> str:
+        return format_bytes(sum(sizes) // count) if sizes else "-"
 
     return [
         str(count),
         *(f"{sum(one.duration_us for one in of[p]) / count / 1000:.3f}" if of[p] else "-" for p in _PHASES),
-        mean((span.kept_bytes for span in ran), ran),
-        format_bytes(sum(one.bytes for one in given) // count) if given else "-",
-        format_bytes((sum(span.offloaded_bytes for span in ran) + _offloaded(given)) // count) if ran or given else "-",
-        mean((span.freed_bytes for span in after), after),
+        mean([span.kept_bytes for span in ran]),
+        mean([one.bytes for one in given]),
+        mean([*(span.offloaded_bytes for span in ran), *(one.offloaded_bytes for one in given)]),
+        mean([span.freed_bytes for span in after]),
         format_bytes(max(span.live_bytes for span in ran)) if ran else "-",
         format_bytes(max((span.peak_bytes for span in spans), default=0)),
     ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,11 +17,11 @@ import torch
 _BEFORE_ARGUMENTS = 2  # an empty tensor and the keyword arguments
 
 
+@dataclass(frozen=True)
 class TorchCheckpoint:
     """One call of ``torch.utils.checkpoint``, which keeps its arguments instead of saved tensors."""
 
-    def __init__(self, frame: Any) -> None:
-        self._frame = frame
+    frame: Any
 
     def kept(self) -> Iterator[tuple[str, Any]]:
         """Yield what the checkpoint keeps, with names: arguments, random state, what a backward has recomputed.
@@ -28,14 +29,14 @@ class TorchCheckpoint:
         A value is a tensor, something that has tensors in it, what hooks around the checkpoint made of a tensor, or,
         if that was a checkpoint, that one.
         """
-        for index, argument in _arguments(self._frame):
+        for index, argument in _arguments(self.frame):
             yield f"args[{index}]", packed_in(argument) if hasattr(type(argument), "unpack_hook") else argument
-        for name, value in _closure(getattr(self._frame, "recompute_fn", None)).items():
+        for name, value in _closure(getattr(self.frame, "recompute_fn", None)).items():
             if name == "kwargs" and isinstance(value, dict):
                 yield from ((f"kwargs[{key!r}]", argument) for key, argument in value.items())
             elif isinstance(value, (torch.Tensor, list, tuple)):
                 yield "state", value
-        for made in list(getattr(self._frame, "recomputed", {}).values()):
+        for made in list(getattr(self.frame, "recomputed", {}).values()):
             yield "recomputed", list(made.data.values())
 
     @classmethod
@@ -49,12 +50,11 @@ class TorchCheckpoint:
     @staticmethod
     def with_those_around(found: Iterable[TorchCheckpoint]) -> list[TorchCheckpoint]:
         """Return checkpoints, each once, and those around them, which recompute the arguments of those inside."""
-        waiting, once = list(found), {}
-        for checkpoint in waiting:  # grows meanwhile
-            if id(checkpoint._frame) not in once:
-                once[id(checkpoint._frame)] = checkpoint
-                waiting += [value for _, value in checkpoint.kept() if isinstance(value, TorchCheckpoint)]
-        return list(once.values())
+        once = list(dict.fromkeys(found))
+        for checkpoint in once:  # grows meanwhile
+            around = (value for _, value in checkpoint.kept() if isinstance(value, TorchCheckpoint))
+            once += [one for one in dict.fromkeys(around) if one not in once]
+        return once
 
 
 def packed_in(saved: Any) -> Any:
