@@ -95,3 +95,111 @@ def test_what_lies_at_the_address_of_something_gone_is_another_tensor():
             others = [torch.empty(4**size) for size in range(count % 5)]
             remat.checkpoint()(block)(x).sum().backward()
             del others
+
+
+def returns_nothing(change):
+    """Return a function that changes its argument in place and returns nothing."""
+
+    def function(h):
+        change(h)
+
+    return function
+
+
+REWRITES = {
+    "all": lambda h: h.mul_(2),
+    "a part": lambda h: h[1:].zero_(),
+    "through a view": lambda h: h.t().add_(0.5),
+    "by a copy": lambda h: h.copy_(h.detach().t().clone()),
+    "twice": lambda h: h.sin_().mul_(3),
+}
+
+
+@pytest.mark.parametrize("seen", ["itself", "a view before", "a view after", "both"])
+@pytest.mark.parametrize("maker", ["call", "function", "region"])
+@pytest.mark.parametrize("name", REWRITES)
+def test_saved_result_that_a_later_native_region_changes_and_does_not_return(name, maker, seen):
+    make = {
+        "call": lambda h: keep("made", torch.sin, h),
+        "function": lambda h: keep("made", lambda: h.exp().sin()),
+        "region": lambda h: remat.region(lambda h: h.sin() + h, "made")(h),
+    }[maker]
+
+    def block(x):
+        y = make(x * 1.5)
+        view = y.t()
+        keep("changed", returns_nothing(REWRITES[name]), y)
+        read = {"itself": y, "a view before": view, "a view after": y.t(), "both": y + view}[seen]
+        return (x.sin() + read) * x.cos()
+
+    def program(wrap):
+        x = leaf(3, 3)
+        y = wrap(block)(x)
+        y.sum().backward()
+        return y, x.grad
+
+    with warnings.catch_warnings():
+        if (name, maker) == ("a part", "region"):  # of which the other part is made again
+            warnings.simplefilter("ignore", remat.RematWarning)
+        assert_same_program(program)
+
+
+@pytest.mark.parametrize("name", REWRITES)
+def test_surprise_reads_a_saved_result_as_later_native_regions_left_it(name):
+    """The graph shows no reader: replay starts over, and runs what changed the result, too."""
+
+    def block(x):
+        y = keep("made", torch.sin, x * 1.5)
+        keep("changed", returns_nothing(REWRITES[name]), y)
+        return (x.sin() * y.detach().clone()).exp()
+
+    def program(wrap):
+        x = leaf(3, 3)
+        y = wrap(block)(x)
+        y.sum().backward()
+        return y, x.grad
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", remat.RematWarning)
+        assert_same_program(program)
+
+
+@pytest.mark.parametrize("reshape", [lambda h: h.t_(), lambda h: h.unsqueeze_(0).squeeze_(0)])
+def test_saved_result_that_is_changed_outside_and_then_reshaped_in_a_native_region(reshape):
+    def block(x):
+        y = keep("made", torch.sin, x * 1.5)
+        y.copy_(y.detach().t().clone())
+        keep("reshaped", returns_nothing(reshape), y)
+        return y.exp() * x.cos()
+
+    def program(wrap):
+        x = leaf(3, 3)
+        y = wrap(block)(x)
+        y.sum().backward()
+        return y, x.grad
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", remat.RematWarning)
+        assert_same_program(program)
+
+
+@pytest.mark.filterwarnings("ignore::torch_remat.RematWarning")
+@pytest.mark.parametrize("saves", [True, False])
+def test_reshape_in_place_of_what_a_saved_call_wrote_under_a_policy(saves):
+    def written(h):
+        h.t().mul_(1.5)
+        return h
+
+    def block(x):
+        y = x.sin()
+        z = remat.region(written, "written")(y)
+        remat.region(returns_nothing(lambda h: h.t_()), "reshaped")(y)
+        return (y.reshape(3, 3) + z) * x.cos()
+
+    def program(wrap):
+        x = leaf(3, 3)
+        y = wrap(block)(x)
+        y.sum().backward()
+        return y, x.grad
+
+    assert_same_program(program, policy=lambda ctx, op, *args, **kwargs: saves)

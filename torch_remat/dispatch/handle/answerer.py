@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -137,7 +137,8 @@ class SkippedOp(ReplayOp):
             source = new_tuple(Source, (ops.region_name, record.name, record.label(place)))
             value = None if answerer is None else kept[place]
             if value is None:
-                value = stand_in(meta, source, None if answerer is None else partial(ops.start_over, record, place))
+                compute = None if answerer is None else partial(ops.value_after_all, source, record, place)
+                value = stand_in(meta, source, compute)
             made.append(value)
         if record.plain:
             ctx.mark_non_differentiable(*[made[place] for place in record.plain])
@@ -237,6 +238,11 @@ class Answerer:
         if self.region.options.policy is not None and self._entries:
             self.ops = self._watched_ops()
             self.ops.expect(self._entries)
+
+    @cached_property
+    def changes_results(self) -> bool:
+        """Whether the log has changes in place, for which results need a history: autograd allows none of a leaf."""
+        return any(entry.writes or entry.effects.reshapes for entry in self._entries)
 
     def _watched_ops(self) -> OpAnswerer:
         """Return what answers the ops that are watched, in this run of the function."""
@@ -403,6 +409,12 @@ class Answerer:
             stretch.drawn.restore()
         ops.finish()
 
+    def value_after_all(self, source: Source, entry: Entry, place: int, consumer: str) -> Tensor:
+        """Return what a saved write has left where a placeholder of a call stands; else end this replay."""
+        if self._answers is None:
+            self.start_over(entry, place, consumer)
+        return self._answers.value_after_all(source, entry, place, consumer)
+
     def start_over(self, entry: Entry, place: int, consumer: str) -> NoReturn:
         """End this run of the function: see NOTE [ A placeholder that is read after all ].
 
@@ -410,7 +422,9 @@ class Answerer:
             PlaceholderError: The result cannot be made again.
         """
         source = Source(self.region_name, entry.group, entry.label(place))
-        if self._over or (entry.run and place not in entry.kept) or not self._mark([entry]):
+        touched = set(entry.touches())  # what another entry has written since is read, too
+        again = [one for one in self._entries if one is entry or not touched.isdisjoint(one.writes)]
+        if self._over or (entry.run and place not in entry.kept) or not self._mark(again):
             refuse(source, consumer)
         if self._surprises == 1:
             file, line = user_line()

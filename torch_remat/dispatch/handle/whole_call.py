@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from types import BuiltinFunctionType
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import optree
 import torch
@@ -47,7 +47,7 @@ from torch_remat.dispatch.log.schema import may_draw
 from torch_remat.dispatch.log.slot import version_of
 from torch_remat.dispatch.naming import default_name
 from torch_remat.dispatch.placeholder import NOT_LAZY, Geometry, Placeholder, Source, new_tuple, unpack
-from torch_remat.dispatch.region.inputs import leaves_of, with_leaves
+from torch_remat.dispatch.region.inputs import fresh_alias, leaves_of, with_leaves
 from torch_remat.errors import MismatchError, MutationError, UsageError
 from torch_remat.policies.decision import CheckpointPolicy
 
@@ -297,6 +297,10 @@ class Replay(Protocol):
 
     region: Any
 
+    @property
+    def changes_results(self) -> bool:
+        """Whether the log has changes in place, for which results need a history."""
+
     def note_loaded(self, tensor: torch.Tensor) -> None:
         """Note a tensor that was kept."""
 
@@ -306,8 +310,8 @@ class Replay(Protocol):
     def load_inputs(self, record: Any, args: Sequence[Any], consumer: str) -> list[Any]:
         """Return inputs with the placeholders among them replaced by what is kept."""
 
-    def start_over(self, entry: Entry, place: int, consumer: str) -> NoReturn:
-        """End a replay in which something reads a result that was not kept."""
+    def value_after_all(self, source: Source, entry: Entry, place: int, consumer: str) -> torch.Tensor:
+        """Return what a saved write has left where a placeholder stands; else end this replay."""
 
 
 def replayed(
@@ -378,16 +382,20 @@ def made_again(
 def kept_or_stand_in(replay: Replay, entry: Entry, place: int, meta: Any, requires_grad: bool) -> Any:
     """Return what replay has of a result: what was kept of it, else a placeholder; what is no tensor as it is."""
     slot = entry.kept.get(place)
+    is_changed = requires_grad and replay.changes_results
     if slot is None and place == WRITTEN and entry.written:
         slot = entry.written[0]
     if slot is not None:
         tensor = slot.unchanged()
         if tensor is None:
             tensor = replay.load(slot, entry.group, entry.label(place))
+        tensor = fresh_alias(tensor, True, True) if is_changed else tensor.requires_grad_(requires_grad)
         replay.note_loaded(tensor)
-        return tensor.requires_grad_(requires_grad)
+        return tensor
     if type(meta) not in (Meta, WrapperMeta):
         return meta
     source = Source(replay.region.name, entry.group, entry.label(place))
-    made = stand_in(meta, source, partial(replay.start_over, entry, place))
+    made = stand_in(meta, source, partial(replay.value_after_all, source, entry, place))
+    if is_changed:
+        return fresh_alias(made, True, True)
     return made.requires_grad_() if requires_grad else made

@@ -188,7 +188,7 @@ class OpAnswerer:
             self._remakes = True
         if self._left and entry.writes:
             self._note_written(entry, at, args, kwargs)
-        if entry.run:
+        if entry.run and not effects.reshapes:  # which changes a placeholder itself
             return self._run(entry, args, kwargs)
         if entry.written:
             self._restore_written(entry, args, kwargs)
@@ -199,7 +199,7 @@ class OpAnswerer:
             for place, made in enumerate(result if isinstance(result, (list, tuple)) else (result,)):
                 if isinstance(made, Placeholder) and made.compute is not None:
                     # A view has that of its base.
-                    made.compute = partial(self._value_after_all, made.source, entry, place)
+                    made.compute = partial(self.value_after_all, made.source, entry, place)
         return result
 
     def missing(self) -> MismatchError | None:
@@ -345,9 +345,9 @@ class OpAnswerer:
         if slot is not None:
             return self._value(entry, place, slot)
         source = Source(self._region_name, entry.group, entry.label(place))
-        return stand_in(meta, source, partial(self._value_after_all, source, entry, place))
+        return stand_in(meta, source, partial(self.value_after_all, source, entry, place))
 
-    def _value_after_all(self, source: Source, entry: Entry, place: int, consumer: str) -> torch.Tensor:
+    def value_after_all(self, source: Source, entry: Entry, place: int, consumer: str) -> torch.Tensor:
         """Return what a saved write has left where a placeholder stands; else end this replay."""
         left = self._left_over.get(id(source))
         if left is not None:

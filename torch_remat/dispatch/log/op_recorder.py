@@ -102,8 +102,9 @@ class OpRecorder:
         self._plans: dict[int, _Plan] = {}  # by the identity of each op
         self._counts: dict[str, dict[str, int]] = {}  # of ops by name, and by the path of their module
         self.earlier = Earlier(self._storages, self._entries)
-        # What the stretch that runs has changed outside, by storage, with the first entry that did, and the versions
-        # from before; and the generators before its first random op.
+        # What the stretch that runs has changed of what entries had made; what it has changed outside, by storage, with
+        # the first entry that did, and the versions from before; and the generators before its first random op.
+        self.rewritten: list[torch.Tensor] = []
         self.written: dict[int, list[tuple[torch.Tensor, tuple[int, int]]]] = {}
         self.versions: dict[int, int] = {}
         self.rng: RngState | None = None
@@ -201,7 +202,8 @@ class OpRecorder:
             else:
                 self._results.note(entry, result, changed)
         elif effects.reshapes:
-            if (writer := self._storages.writer_of(args[0])) is not None:
+            writer = self._storages.writer_of(args[0])
+            if writer is not None and not self._results.is_written(*writer):  # by what nobody watched
                 self._results.unread.append(writer[0])
             own = (one.touches() for one in self._entries if one.group == entry.group and not one.writes)
             if self.native is not None and not any(key_of(args[0]) in made for made in own):
@@ -237,6 +239,7 @@ class OpRecorder:
         for at, tensor in enumerate(changed):
             key = key_of(tensor)
             if not self._storages.has_changed(tensor):
+                self.rewritten.append(tensor if tensor._base is None else tensor._base)
                 continue
             known = self.written.setdefault(key, [])
             if not known and not tensor.is_inference():

@@ -276,6 +276,10 @@ class Recorder:
                     self.note_returned_view(stretch, place, leaf, last)
             elif writer[0].group == stretch.name and writer[1] not in writer[0].names:
                 writer[0].names = {**writer[0].names, writer[1]: name or str(place)}
+        for tensor in watch.rewritten:
+            if key_of(tensor) in self._known:  # code outside goes on with it, returned or not
+                self.note_returned(tensor, first, last)
+        watch.rewritten = []
         if stretch.end != start + 1 or self.entries[start].storage not in self._known:
             # Of all that its ops made, only what is reached from outside is held on to.
             entries = self.entries[start:]
