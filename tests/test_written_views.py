@@ -203,3 +203,19 @@ def test_reshape_in_place_of_what_a_saved_call_wrote_under_a_policy(saves):
         return y, x.grad
 
     assert_same_program(program, policy=lambda ctx, op, *args, **kwargs: saves)
+
+
+def test_view_made_anew_after_a_write_is_not_taken_for_one_of_a_call_that_follows():
+    def block(x):
+        y, z = x.sin(), x * 1.5
+        z.t().mul_(1.5)
+        remat.region(returns_nothing(torch.t), "call")(y)
+        return y.reshape(3, 3) * x.cos()
+
+    def program(wrap):
+        x = leaf(3, 3)
+        y = wrap(block)(x)
+        first = torch.autograd.grad(y.sum(), x, retain_graph=True)
+        return (y, *first, *torch.autograd.grad(y.sum(), x))
+
+    assert_same_program(program, policy=lambda ctx, op, *args, **kwargs: False)

@@ -247,7 +247,8 @@ class OpAnswerer:
         """Leave out the entries of a call, which must come next."""
         if self._suppressed.pending:
             self._suppressed.restore()
-        if self._at != start and after_loose(self._entries[:start], self._at) != start:
+        first, last = sorted((self._at, start))  # a view made anew may have been taken for the call's first
+        if after_loose(self._entries[:last], first) != last:
             self._fail(another_op(self._region, self._group or None, self._at, self._entries, call))
         self._at = end
 
