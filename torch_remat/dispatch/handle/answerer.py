@@ -296,14 +296,14 @@ class Answerer:
             if record.elided_inputs or self.made:
                 self.fill_elided(record, args if not kwargs else (*args, *kwargs.values()))
             return replayed(self, record, function, args, kwargs)
-        if isinstance(record, Stretch):
-            return self._run_stretch(record, function, args, kwargs)
         if self.region.options.policy is not None:
             self._in_skipped = policy is not CheckpointPolicy.RECOMPUTE
             try:
                 return function(*args, **kwargs)
             finally:
                 self._in_skipped = False
+        if isinstance(record, Stretch):
+            return self._run_stretch(record, function, args, kwargs)
         if record.slots:
             leaves = self.load_inputs(record, leaves_of(args, kwargs), name)
             args, kwargs = with_leaves(args, kwargs, leaves)

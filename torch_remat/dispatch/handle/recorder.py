@@ -615,7 +615,7 @@ class CallRecorder(Recorder):
             finally:
                 self.recomputing -= 1
         if self.has_policy:
-            return self.run_watched(name, policy, function, args, kwargs)
+            return self.run_group(Stretch(name, policy), function, args, kwargs)
         if not is_whole_call(function, args, kwargs):
             return self.run_stretch(Stretch(name, policy), function, args, kwargs)
         return self._run_whole(name, policy, function, args, kwargs)

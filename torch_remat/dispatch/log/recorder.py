@@ -191,23 +191,10 @@ class Recorder:
         records[record.name] = record
         record.saved_before = len(self.region.tape.saved)
 
-    def run_watched(
-        self, name: str, policy: CheckpointPolicy, function: Callable[..., Any], args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> Any:  # fmt: skip
-        """Run a native region in a region whose ops are all watched."""
-        assert self.watch is not None
-        self.watch.native = record = Record(name, policy)
-        try:
-            self.note_record(record)
-            return function(*args, **kwargs)
-        finally:
-            self.watch.native = None
-
     def run_group(
         self, group: Stretch, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Run a call in a region whose ops are all watched: a part of the log, all of it saved."""
+        """Run a native region or a call in a region whose ops are all watched: a part of the log, all of it saved."""
         assert self.watch is not None
         self.note_record(group)
         group.start = len(self.entries)
