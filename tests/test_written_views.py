@@ -219,3 +219,43 @@ def test_view_made_anew_after_a_write_is_not_taken_for_one_of_a_call_that_follow
         return (y, *first, *torch.autograd.grad(y.sum(), x))
 
     assert_same_program(program, policy=lambda ctx, op, *args, **kwargs: False)
+
+
+@pytest.mark.filterwarnings("ignore::torch_remat.RematWarning")
+@pytest.mark.parametrize("call", [keep, lambda name, function, *args: remat.region(function, name)(*args)])
+@pytest.mark.parametrize("reader", [lambda y: y.detach() * 3, lambda y: 1 + y.tolist()[0][0]])
+def test_tensor_that_replay_makes_again_is_changed_again_though_no_graph_shows_its_reader(call, reader):
+    def block(x):
+        y = call("made", lambda h: h.sin(), x * 1.5)
+        before = y * x.cos()  # whose backward reads the result as it was made, and is not run
+        call("changed", returns_nothing(lambda h: h.relu_()), y)
+        return (x * reader(y)).exp() + before.detach()
+
+    def program(wrap):
+        x = leaf(3, 3)
+        y = wrap(block)(x)
+        y.sum().backward()
+        return y, x.grad
+
+    assert_same_program(program)
+
+
+@pytest.mark.filterwarnings("ignore::torch_remat.RematWarning")
+def test_part_of_a_saved_result_that_is_changed_and_read_before_and_after():
+    def block(x):
+        view = keep("made", torch.sin, x * 1.5).t()
+        before = view.exp().clamp(max=3)
+
+        def changed():
+            view[0].mul_(3)
+            return before * view
+
+        return (keep("changed", changed) + view) * x.cos()
+
+    def program(wrap):
+        x = leaf(3, 3)
+        y = wrap(block)(x)
+        y.sum().backward()
+        return y, x.grad
+
+    assert_same_program(program)

@@ -44,6 +44,7 @@ def find_needs(entries: Sequence[Entry], roots: Sequence[Root], can_keep: Callab
     next_after = pending[-1][1] if pending else -1
     needed: set[int] = set()
     restored: list[Entry] = []
+    has_writes = False
     for at in range(len(entries) - 1, -1, -1):
         while next_after > at:
             needed.add(pending.pop()[0])
@@ -66,6 +67,8 @@ def find_needs(entries: Sequence[Entry], roots: Sequence[Root], can_keep: Callab
             if entry.made:
                 needed.difference_update([storage for _, storage in entry.made])  # replay has it in any case
         else:
+            if entry.writes:
+                has_writes = True
             if entry.restored:
                 restored.append(entry)
             _step(entry, needed, can_keep, needs)
@@ -75,7 +78,33 @@ def find_needs(entries: Sequence[Entry], roots: Sequence[Root], can_keep: Callab
             for entry in again:
                 entry.restored = False
             return find_needs(entries, roots, can_keep)
+    if has_writes and (stale := _unfinished(entries, needs)):
+        for entry in stale:
+            entry.always = True
+        return find_needs(entries, roots, can_keep)
     return needs
+
+
+def _unfinished(entries: Sequence[Entry], needs: Needs) -> list[Entry]:
+    """Return the changes that replay would leave out of a tensor that it makes again.
+
+    Nothing that is seen to read the tensor comes after them. But it has data in replay, and no placeholder would tell
+    what reads it otherwise.
+    """
+    runs = set(needs.run)
+    left = {entry for entry, places in needs.kept if WRITTEN in places}
+    there: set[int] = set()
+    found = []
+    for entry in entries:
+        if entry.writes and not there.isdisjoint(entry.writes):
+            if not (entry in runs or entry in left or entry.restored or entry.outside):
+                found.append(entry)
+        elif entry.kind != VIEW:
+            if entry in runs:
+                there.update(entry.touches())
+            else:
+                there.difference_update(entry.touches())
+    return found
 
 
 def _step(entry: Entry, needed: set[int], can_keep: Callable[[Entry, int], bool], needs: Needs) -> None:
