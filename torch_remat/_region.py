@@ -117,7 +117,7 @@ def region(
         mode = current_mode()
         if mode is None:
             return function(*args, **kwargs)
-        return mode.run_call(opaque, scope.get() + name, chosen, function, args, kwargs)
+        return mode.run_native(scope.get() + name, chosen, function, args, kwargs, opaque)
 
     return call
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any
 from weakref import ref
 
 import torch
@@ -29,31 +29,6 @@ from torch.nn import Parameter
 
 from torch_remat._compat import detached, graph_exec_group, graph_is_kept
 from torch_remat.errors import MutationError
-
-
-class OwnRegion(Protocol):
-    """What a holder, and the checks of what fills it, ask of the region that it belongs to."""
-
-    tape: Any
-    inputs: Any
-    options: Any
-    op_log: Any
-
-    @property
-    def name(self) -> str:
-        """The name that messages use."""
-
-    @property
-    def finished(self) -> bool:
-        """Whether forward is over."""
-
-    @property
-    def filling(self) -> bool:
-        """Whether a replay runs."""
-
-    def refill(self, holder: Holder) -> torch.Tensor:
-        """Return the value of a holder that was found empty, by a replay."""
-
 
 # The version of a tensor that was changed in place after it was saved: no read accepts it.
 CHANGED = -1
@@ -84,7 +59,7 @@ class Holder:
 
     __slots__ = ("__weakref__", "fingerprint", "metadata", "origin", "plain", "producer", "region", "value")
 
-    region: Any  # an `OwnRegion`
+    region: Any
     value: torch.Tensor | None
     origin: torch.Tensor | ref[torch.Tensor] | None
     metadata: tuple[int, torch.Size, torch.dtype, torch.device]
@@ -246,7 +221,7 @@ def read(packed: Any) -> Any:
 
 
 def changed_in_place(
-    region: OwnRegion, kind: str, shape: torch.Size, name: str | None = None, op: str | None = None
+    region: Any, kind: str, shape: torch.Size, name: str | None = None, op: str | None = None
 ) -> MutationError:
     """Return the error about a saved tensor that was changed in place."""
     return MutationError(

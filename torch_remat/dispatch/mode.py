@@ -140,8 +140,17 @@ class RematMode(DispatchMode):
         function: Callable[..., Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
+        opaque: bool | None = None,
     ) -> Any:
-        """Run a native region in this phase and return what the function returns.
+        """Run a native region in this phase, or a call of `region`, and return what the function returns.
+
+        Args:
+            name: The op's name.
+            policy: Its policy.
+            function: What runs.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+            opaque: Of a call whether its ops need not be watched; None for a native region.
 
         Raises:
             UsageError: The region already has an op of that name, or the op before it was not ended.
@@ -150,26 +159,10 @@ class RematMode(DispatchMode):
         ops = self.ops_now()
         if ops is None:
             return function(*args, **kwargs)
+        run = ops.run_native if opaque is None else partial(ops.run_call, opaque)
         if self.observed is None:
-            return ops.run_native(name, policy, function, args, kwargs)
-        return self.observed.run_native(ops.run_native, name, policy, function, args, kwargs)
-
-    def run_call(
-        self,
-        opaque: bool,
-        name: str,
-        policy: CheckpointPolicy,
-        function: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> Any:
-        """Run a call of `region` in this phase, as a native region; of an opaque one ops need not be watched."""
-        ops = self.ops_now()
-        if ops is None:
-            return function(*args, **kwargs)
-        if self.observed is None:
-            return ops.run_call(opaque, name, policy, function, args, kwargs)
-        return self.observed.run_native(partial(ops.run_call, opaque), name, policy, function, args, kwargs)
+            return run(name, policy, function, args, kwargs)
+        return self.observed.run_native(run, name, policy, function, args, kwargs)
 
     @abstractmethod
     def give_name(self, tensor: torch.Tensor, name: str) -> None:

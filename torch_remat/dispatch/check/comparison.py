@@ -15,7 +15,7 @@ from torch.autograd.function import BackwardCFunction
 
 from torch_remat._compat import without_dispatch_modes
 from torch_remat.dispatch.check.mismatch import SAME_OPS, another_parameter, described, differs_at, mismatched
-from torch_remat.dispatch.holder import CHANGED, Holder, Layout, OwnRegion, is_parameter, layout_of
+from torch_remat.dispatch.holder import CHANGED, Holder, Layout, is_parameter, layout_of
 from torch_remat.dispatch.log.meta import parts_of
 from torch_remat.dispatch.placeholder import Placeholder, refuse
 from torch_remat.errors import MutationError, RematError, at_user_line
@@ -126,7 +126,7 @@ def _op_behind(node: type) -> str:
     return "no recorded op" if node is type(None) else node.__name__.removesuffix("0")
 
 
-def lies_otherwise(region: OwnRegion, position: int, tensor: torch.Tensor, owner: torch.Tensor) -> RematError | None:
+def lies_otherwise(region: Any, position: int, tensor: torch.Tensor, owner: torch.Tensor) -> RematError | None:
     """Return the error about a view that lies otherwise in what it is a view of than in forward, if it does.
 
     Where that itself lies otherwise, as inputs may that hooks around the region restored, nothing can be told; and what

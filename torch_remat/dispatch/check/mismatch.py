@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from torch_remat.dispatch.holder import Holder, OpHolder, OwnRegion, metadata_of
+from torch_remat.dispatch.holder import Holder, OpHolder, metadata_of
 from torch_remat.errors import MismatchError, at_user_line
 from torch_remat.policies.decision import CheckpointPolicy
 
@@ -30,9 +30,7 @@ REPLACED = (
 )
 
 
-def mismatched(
-    region: OwnRegion, what: str, remedy: str, tensor: str | None = None, op: str | None = None
-) -> MismatchError:
+def mismatched(region: Any, what: str, remedy: str, tensor: str | None = None, op: str | None = None) -> MismatchError:
     """Return the error, with both phases' ops if the region recorded them."""
     if region.op_log is None:
         remedy += " checkpoint(debug=True) shows the ops of both phases side by side."
@@ -41,7 +39,7 @@ def mismatched(
     return MismatchError(what, region=region.name, op=op, tensor=tensor, remedy=remedy)
 
 
-def differs_at(region: OwnRegion, holder: Holder, what: str, remedy: str = SAME_OPS) -> MismatchError:
+def differs_at(region: Any, holder: Holder, what: str, remedy: str = SAME_OPS) -> MismatchError:
     """Return the error about what replay saves, or does not, where forward saved what the holder stands for."""
     return mismatched(region, what, remedy, holder.name, holder.op)
 
@@ -53,7 +51,7 @@ def described(tensor: torch.Tensor | Holder) -> str:
 
 
 def another_op(
-    region: OwnRegion, name: str, policy: CheckpointPolicy, expected: Any, is_known: bool, replay: str = "replay"
+    region: Any, name: str, policy: CheckpointPolicy, expected: Any, is_known: bool, replay: str = "replay"
 ) -> MismatchError:
     """Return the error about an op with a name that forward did not run here.
 
@@ -75,7 +73,7 @@ def another_op(
     return mismatched(region, what, SAME_ORDER, op=name)
 
 
-def other_source(region: OwnRegion, holder: OpHolder, tensor: Any, is_input: bool) -> MismatchError:
+def other_source(region: Any, holder: OpHolder, tensor: Any, is_input: bool) -> MismatchError:
     """Return the error about a SAVE op's input, or another op's output, of which the op saved a view in forward."""
     verb = "is given" if is_input else "that made it returns"
     found = described(tensor) if isinstance(tensor, torch.Tensor) else "no tensor"
@@ -84,7 +82,7 @@ def other_source(region: OwnRegion, holder: OpHolder, tensor: Any, is_input: boo
 
 
 def another_parameter(
-    region: OwnRegion, place: str, op: str | None, parameter: torch.Tensor | None, tensor: torch.Tensor
+    region: Any, place: str, op: str | None, parameter: torch.Tensor | None, tensor: torch.Tensor
 ) -> MismatchError:
     """Return the error about a parameter, or another tensor from outside the region, that forward did not use."""
     used = "another tensor" if parameter is None else f"a parameter {described(parameter)}, or a view of it,"
@@ -92,7 +90,7 @@ def another_parameter(
     return mismatched(region, f"{what}{at_user_line()}", REPLACED, place, op)
 
 
-def saved_otherwise(region: OwnRegion, replayed: int, missing: Holder | None = None) -> MismatchError:
+def saved_otherwise(region: Any, replayed: int, missing: Holder | None = None) -> MismatchError:
     """Return the error about a replay that saved fewer tensors than forward, or, run to its end, more."""
     what = f"replay saved {replayed} tensor{'s' * (replayed != 1)} where forward saved {len(region.tape.saved)}"
     if missing is None:

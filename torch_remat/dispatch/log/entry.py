@@ -142,26 +142,12 @@ class Entry:
 _OF_A_CALL = UNKNOWN._replace(random=False)
 
 
-class HandleCall(Record, Entry):
-    """An op with a handle that replay skips: a record, and, where ops are watched, its own entry in the log.
+class Call(Record, Entry):
+    """What replay leaves out whole: a record, and its own entry in the log."""
 
-    Attributes:
-        results: What replay must know of its outputs; None if its body has raised.
-        plain: The places of the outputs that are not differentiable.
-    """
-
-    kind = CALL
     path = ""
     count = 0
     effects = _OF_A_CALL
-    results: Any = None
-    plain: Sequence[int] = ()
-    group: str
-
-    @property
-    def op(self) -> HandleCall:
-        """The entry itself, by which the log knows it."""
-        return self
 
     def forget_slots(self) -> None:
         """Drop what only a further replay would need; its inputs are in no slots."""
@@ -171,8 +157,26 @@ class HandleCall(Record, Entry):
             self.kept = _NONE
 
 
-class WholeCall(Record, Entry):
-    """One call of a function of torch's own, which replay leaves out whole: a record, and its own entry in the log.
+class HandleCall(Call):
+    """An op with a handle that replay skips; an entry only where ops are watched.
+
+    Attributes:
+        results: What replay must know of its outputs; None if its body has raised.
+        plain: The places of the outputs that are not differentiable.
+    """
+
+    kind = CALL
+    plain: Sequence[int] = ()
+    group: str
+
+    @property
+    def op(self) -> HandleCall:
+        """The entry itself, by which the log knows it."""
+        return self
+
+
+class WholeCall(Call):
+    """One call of a function of torch's own.
 
     Attributes:
         leaves: The leaves of its result: for each tensor whether it needs a gradient, other values as they are.
@@ -182,11 +186,7 @@ class WholeCall(Record, Entry):
     """
 
     kind = ONE
-    path = ""
-    count = 0
-    effects = _OF_A_CALL
     saved = FIRST
-    results: Any = None
     leaves: Sequence[Any] = ()
     template: tuple[Any, ...] = ()
     is_entry = False
@@ -205,9 +205,7 @@ class WholeCall(Record, Entry):
 
     def forget_slots(self) -> None:
         """Drop what only a further replay would need; its inputs are in no slots."""
-        if self.drawn is not None:
-            self.drawn = None
-        self.kept = _NONE
+        super().forget_slots()
         self.results = None
 
 

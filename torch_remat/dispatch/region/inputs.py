@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from torch_remat._compat import PYTREE_NAMESPACE, SavedTensorHooks, adopt_pytree_node, without_dispatch_modes
-from torch_remat.dispatch.holder import OwnRegion, is_parameter, metadata_of
+from torch_remat.dispatch.holder import is_parameter, metadata_of
 from torch_remat.dispatch.log.meta import key_of
 from torch_remat.errors import MutationError
 
@@ -217,7 +217,7 @@ class RegionInputs:
         """Return the modules among the arguments."""
         return [other for other in self.others if isinstance(other, Module)]
 
-    def restore(self, region: OwnRegion) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    def restore(self, region: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """Return ``(args, kwargs)`` for one replay, with tensors that no earlier replay has touched.
 
         Raises:
