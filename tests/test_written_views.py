@@ -259,3 +259,60 @@ def test_part_of_a_saved_result_that_is_changed_and_read_before_and_after():
         return y, x.grad
 
     assert_same_program(program)
+
+
+MAKERS = {
+    "call": lambda h: keep("made", torch.sin, h),
+    "function": lambda h: keep("made", lambda: h.sin()),
+    "region": lambda h: remat.region(lambda h: h.sin(), "made")(h),
+    "opaque region": lambda h: remat.region(lambda h: h.sin(), "made", opaque=True)(h),
+}
+
+
+@pytest.mark.filterwarnings("ignore::torch_remat.RematWarning")
+@pytest.mark.parametrize("options", [{}, {"policy": lambda ctx, op, *args, **kwargs: "sin" in str(op)}])
+@pytest.mark.parametrize("maker", MAKERS)
+def test_kept_result_that_a_later_native_region_reshapes_is_not_taken_for_changed(maker, options):
+    """In replay the reshape must not count as a change of what the holders of the result share with it."""
+
+    def block(x):
+        y = MAKERS[maker](x * 1.5)
+        keep("reshaped", returns_nothing(lambda h: h.t_()), y)
+        return y @ x.cos()
+
+    def program(wrap):
+        x = leaf(3, 3)
+        y = wrap(block)(x)
+        first = torch.autograd.grad(y.sum(), x, retain_graph=True)
+        return (y, *first, *torch.autograd.grad(y.sum(), x))
+
+    assert_same_program(program, **options)
+
+
+VIEWS = {
+    "view": (lambda h: h.view(-1), lambda h: h.t_()),
+    "select": (lambda h: h[:, 4], lambda h: h.t_()),
+    "row": (lambda h: h[2], lambda h: h.unsqueeze_(0)),
+    "narrow": (lambda h: h.narrow(1, 3, 2), lambda h: h.as_strided_((3,), (1,))),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_view_of_a_saved_tensor_that_is_reshaped_in_place_under_a_policy(name):
+    """Autograd makes the view anew, by its own function, of a placeholder that has another shape by then."""
+    view, reshape = VIEWS[name]
+
+    def block(x):
+        y = x.sin()
+        part = view(y)
+        reshape(y)
+        return (part.sin() * 2).sum() * y.cos().sum() * x.cos()
+
+    def program(wrap):
+        x = leaf(3, 5)
+        y = wrap(block)(x)
+        y.sum().backward()
+        return y, x.grad
+
+    with pytest.warns(remat.RematWarning, match="replay starts over"):
+        assert_same_program(program, policy=lambda ctx, op, *args, **kwargs: True)

@@ -51,6 +51,7 @@ from torch_remat.dispatch.region.inputs import leaves_of, with_leaves
 from torch_remat.dispatch.views import Elided
 from torch_remat.errors import (
     PlaceholderError,
+    RematError,
     RematWarning,
     UsageError,
     qualified_name,
@@ -441,8 +442,8 @@ class Answerer:
             record = self.region.tape.records.get(error.op or "")
             if type(record) is HandleCall and record.results is not None:
                 return False  # of an op with a handle, whose body cannot run in replay
-        elif not _is_of_placeholders(error):
-            return False
+        elif not _is_of_placeholders(error) and (isinstance(error, RematError) or not self.changes_results):
+            return False  # of a placeholder that was reshaped in place, autograd makes views anew that may not fit
         if self._over or not any(not entry.run for entry in self._entries) or not self._mark(self._entries):
             return False
         if self._surprises == 1:

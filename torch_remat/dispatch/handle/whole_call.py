@@ -389,7 +389,7 @@ def kept_or_stand_in(replay: Replay, entry: Entry, place: int, meta: Any, requir
         tensor = slot.unchanged()
         if tensor is None:
             tensor = replay.load(slot, entry.group, entry.label(place))
-        tensor = fresh_alias(tensor, True, True) if is_changed else tensor.requires_grad_(requires_grad)
+        tensor = fresh_alias(tensor.data, True, True) if is_changed else tensor.requires_grad_(requires_grad)
         replay.note_loaded(tensor)
         return tensor
     if type(meta) not in (Meta, WrapperMeta):
