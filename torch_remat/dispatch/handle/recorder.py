@@ -17,7 +17,7 @@ from torch import Tensor, UntypedStorage, strided
 from torch.autograd.graph import Node
 
 from torch_remat._compat import has_returned, is_compiled, node_number, sequence_number, storage_key
-from torch_remat.dispatch.ambient import Draws, RngState
+from torch_remat.dispatch.ambient import Draws
 from torch_remat.dispatch.check.inner_ops import Around
 from torch_remat.dispatch.handle.op import RematHandle
 from torch_remat.dispatch.handle.running_call import (
@@ -132,14 +132,9 @@ class ForwardOp(RematHandle):
 
 
 class SavedOp(ForwardOp):
-    """An op with policy SAVE or OFFLOAD in forward.
-
-    Attributes:
-        rng_start: Where the generators stood when it began.
-    """
+    """An op with policy SAVE or OFFLOAD in forward."""
 
     record: HandleCall
-    rng_start: RngState | None = None
 
     def load(self, args: tuple[Any, ...]) -> None:
         """Note the inputs; forward skips nothing."""
@@ -189,8 +184,8 @@ class SavedOp(ForwardOp):
             record.results = described(out, None)
         if plain := ctx.non_differentiable:
             record.plain = [place for place, out in enumerate(outs) if any(out is tensor for tensor in plain)]
-        if self.rng_start is not None:
-            record.drawn = self.rng_start.drawn()
+        if ops.draws is not None:
+            record.drawn = ops.draws.end()
         ops.skipped_any = True
         if watch is not None:
             watch.skipped_op = None
@@ -388,8 +383,8 @@ class CallRecorder(Recorder):
             record.as_tuple = False
             record.elided_inputs = record.drawn = None
             record.plain = ()
-            rng = self.region.rng
-            op.rng_start = None if rng is None else rng.present()
+            if self.draws is not None:
+                self.draws.begin()
         record.name = name
         record.policy = policy
         tape = self.region.tape
