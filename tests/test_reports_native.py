@@ -260,6 +260,7 @@ def both(name, x):
     [
         (lambda h: h.cos(), "a backward outside of it reads it"),
         (lambda h: h.view(-1)[:3].t().tan(), "an op in replay (TanBackward0) reads it"),
+        (lambda h: h.split(2)[1].tan(), "an op in replay (TanBackward0) reads it"),
         (lambda h: remat.native_save_region("m", torch.exp, h) * h.tan(), "an op in replay (TanBackward0) reads it"),
         (lambda h: both("o", h), "the replay of o reads it"),
         (lambda h: both("o", h).cos() + h.tan(), "the replay of o reads it"),

@@ -158,21 +158,21 @@ def readers_in_graph(
     A view reads nothing, but what reads the view does. ``boundary`` are the nodes of the region's outputs; ``made``
     tells, by op and name, the number of a result's node, and which of the node's outputs it is.
     """
-    readers: dict[tuple[int, int], list[Node]] = defaultdict(list)
+    readers: dict[int, list[tuple[int, Node]]] = defaultdict(list)  # of each node, by its outputs
     for node in _nodes_from(boundary, region.first_number):
         for child, place in node.next_functions:
             if child is not None:
-                readers[node_number(child), place].append(node)
+                readers[node_number(child)].append((place, node))
     told: dict[tuple[str, str], str] = {}
-    for result, output in made.items():
+    for result, (maker, output) in made.items():
         phrases: dict[int, str] = {}
-        pending = list(readers[output])
+        pending = [node for place, node in readers[maker] if place == output]
         for reader in pending:  # grows meanwhile
             number = node_number(reader)
             own = f"{SOME_OP} ({reader.name()})"
             phrase = next((phrase for first, end, phrase in stretches if first <= number < end), own)
             if phrase is not None and is_view(reader.name()):
-                pending += readers[number, 0]
+                pending += [node for _, node in readers[number]]
             elif phrase is not None:
                 phrases[number] = phrase
         if phrases:
