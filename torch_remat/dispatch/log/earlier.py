@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 
@@ -20,9 +21,9 @@ from torch_remat._compat import without_dispatch_modes
 from torch_remat.dispatch.log.entry import VIEW, Entry
 from torch_remat.dispatch.log.meta import key_of
 from torch_remat.dispatch.log.results import MakeSlot, Undecided
-from torch_remat.dispatch.log.slot import Slot
+from torch_remat.dispatch.log.slot import Shapes, Slot
 from torch_remat.dispatch.log.storages import Storages
-from torch_remat.dispatch.placeholder import Placeholder
+from torch_remat.dispatch.placeholder import Placeholder, geometry_of
 from torch_remat.offload.transfer import Placement, Span, flattened
 from torch_remat.policies.decision import CheckpointPolicy
 
@@ -42,7 +43,7 @@ class Earlier:
         # the inner region in which it ran.
         self._readers: dict[int, list[tuple[Entry, int, object]]] = {}
         self._inner: list[object] = [None]  # the inner regions that run
-        self._copies: list[tuple[torch.Tensor, list[tuple[Entry, int]]]] = []
+        self._copies: list[tuple[torch.Tensor, list[tuple[Entry, int]], Shapes]] = []
 
     def enter(self, has_policy: bool) -> None:
         """Note that an inner region begins."""
@@ -66,7 +67,8 @@ class Earlier:
             if readers and _has_memory(tensor):
                 # A region around this one sees the copy made, so that in its replay, too, it is of what was.
                 whole = Span(0, tensor.untyped_storage().nbytes())
-                self._copies.append((flattened(tensor, whole).clone(), readers))
+                shapes = [(ref(one), geometry_of(one)) for one in (tensor, tensor._base) if one is not None]
+                self._copies.append((flattened(tensor, whole).clone(), readers, shapes))
 
     def _note_readers(self) -> None:
         """Note what the entries since the last call have read, all of them in the inner region that runs."""
@@ -78,25 +80,32 @@ class Earlier:
 
     def keep(self, make_slot: MakeSlot) -> None:
         """At the end of forward: keep what an entry that replay runs will read."""
-        for copy, readers in self._copies:
+        for copy, readers, shapes in self._copies:
             slot: Slot | None = None
             for entry, at in readers:
                 if entry.run:
                     slot = slot or make_slot(
                         entry.group, earlier_label(entry, at), copy, CheckpointPolicy.SAVE, False, False
                     )
+                    slot.shapes = shapes
                     entry.earlier = {**entry.earlier, at: slot}
         self._copies = []
 
     def undecided(self) -> Iterator[Undecided]:
         """Yield op, name, tensor and decision of each copy."""
-        for copy, readers in self._copies:
+        for copy, readers, _ in self._copies:
             yield readers[0][0].group, earlier_label(*readers[0]), copy, CheckpointPolicy.SAVE
 
 
 def earlier_label(entry: Entry, at: int) -> str:
     """Return the name of what one of an entry's tensors was before it was changed."""
     return f"{entry.label(0)} input {at}"
+
+
+def is_reshaped(tensor: torch.Tensor, slot: Slot) -> bool:
+    """Whether a tensor, or what it is a view of, was given another shape in place since its storage was copied."""
+    found = {id(one): geometry_of(one) for one in (tensor, tensor._base) if one is not None}
+    return any(found.get(id(known()), shape) != shape for known, shape in slot.shapes)
 
 
 def as_it_was(tensor: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
