@@ -11,8 +11,7 @@ An inner region's replay reads for itself: what one has read counts only if the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 from weakref import ref
 
 import torch
@@ -112,24 +111,6 @@ def as_it_was(tensor: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
     """Return a tensor as it was when its storage was copied."""
     with without_dispatch_modes(), torch.no_grad():
         return Placement.of(tensor).seen_in(copy)
-
-
-def with_tensors(
-    args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Mapping[int, torch.Tensor]
-) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """Return arguments with some of the tensors among them replaced, by their places as `tensors_in` counts them."""
-    count = -1
-
-    def replaced(value: Any) -> Any:
-        nonlocal count
-        if isinstance(value, (list, tuple)):
-            return [replaced(item) for item in value]
-        if not isinstance(value, torch.Tensor):
-            return value
-        count += 1
-        return tensors.get(count, value)
-
-    return [replaced(arg) for arg in args], {name: replaced(value) for name, value in kwargs.items()}
 
 
 def _is_left_out(entry: Entry) -> bool:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from torch_remat._compat import keep_from_compiler, kernel_of
-from torch_remat.dispatch.log.earlier import as_it_was, earlier_label, is_reshaped, with_tensors
+from torch_remat.dispatch.log.earlier import as_it_was, earlier_label, is_reshaped
 from torch_remat.dispatch.log.entry import (
     CALL,
     ODD,
@@ -55,7 +55,7 @@ from torch_remat.dispatch.log.record import Left
 from torch_remat.dispatch.log.schema import effects_of, without_statistics
 from torch_remat.dispatch.log.slot import Slot, version_of
 from torch_remat.dispatch.log.suppressed import Suppressed
-from torch_remat.dispatch.placeholder import Placeholder, Source, constant, geometry_of, real
+from torch_remat.dispatch.placeholder import Placeholder, Source, constant, geometry_of, mapped, real
 from torch_remat.dispatch.views import offset_in_bytes, placement_in
 from torch_remat.errors import MismatchError, MutationError
 
@@ -308,11 +308,10 @@ class OpAnswerer:
         self, entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """Return the arguments of an entry as they were before a later one changed them."""
-        given = list(tensors_in(args, kwargs))
-        tensors = {}
+        given, tensors = list(tensors_in(args, kwargs)), {}
         for at, slot in entry.earlier.items():
-            tensors[at] = as_it_was(given[at], self._load(slot, entry.group, earlier_label(entry, at)))
-        return with_tensors(args, kwargs, tensors)
+            tensors[id(given[at])] = as_it_was(given[at], self._load(slot, entry.group, earlier_label(entry, at)))
+        return mapped(lambda leaf: tensors.get(id(leaf), leaf), args, kwargs)
 
     def _check_versions(self, entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raise if an op that runs again would read something else than in forward."""
@@ -385,10 +384,4 @@ def _real_arguments(
     if not any(map(has_placeholder, tensors_in(args, kwargs))):
         return args, kwargs
     consumer = str(entry.op)
-
-    def resolved(value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return [real(item, consumer) for item in value]
-        return real(value, consumer)
-
-    return [resolved(arg) for arg in args], {name: resolved(value) for name, value in kwargs.items()}
+    return mapped(lambda leaf: real(leaf, consumer), args, kwargs)
