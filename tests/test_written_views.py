@@ -337,6 +337,22 @@ def test_tensor_from_outside_that_a_region_with_a_policy_reshapes_is_reshaped_on
     assert_same_program(program, policy=lambda ctx, op, *args, **kwargs: False)
 
 
+def test_reshape_in_place_that_changes_nothing_is_run_again():
+    def block(x):
+        y = x.sin()
+        view = y.t()
+        view.as_strided_((3, 3), (1, 3))
+        return (x * view).cos()
+
+    def program(wrap):
+        x = leaf(3, 3)
+        y = wrap(block)(x)
+        y.sum().backward()
+        return y, x.grad
+
+    assert_same_program(program, policy=lambda ctx, op, *args, **kwargs: False)
+
+
 @pytest.mark.parametrize("inside", [True, False])
 def test_tensor_that_a_region_with_a_policy_has_overwritten_must_keep_its_shape(inside):
     """The copy from before the change would be seen in another shape than the op saw it in."""

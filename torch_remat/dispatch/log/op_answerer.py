@@ -41,7 +41,6 @@ from torch_remat.dispatch.log.matching import (
     run_loose,
 )
 from torch_remat.dispatch.log.meta import (
-    Meta,
     dense_layout,
     has_placeholder,
     key_of,
@@ -190,7 +189,7 @@ class OpAnswerer:
             self._remakes = True
         if self._left and entry.writes:
             self._note_written(entry, at, args, kwargs)
-        if effects.reshapes and type(entry.results) is Meta and geometry_of(args[0]) == entry.results.geometry:
+        if effects.reshapes and entry.versions and geometry_of(args[0]) == getattr(entry.results, "geometry", None):
             self._suppressed.add(args[:1], keys_of(args[0]))  # it outlives the region, and has this shape since forward
             return args[0]
         if entry.run and not effects.reshapes:  # which changes a placeholder itself
