@@ -41,6 +41,12 @@ CHANGES = {
     "one op fewer": (lambda h: h.cos().exp(), lambda h: h.cos(), ("exp",)),
     "swapped": (lambda h: h.cos().exp(), lambda h: h.exp().cos(), ("cos", "exp")),
     "none": (lambda h: h.cos(), lambda h: h, ("cos",)),
+    "another shape": (lambda h: h.unsqueeze(0).cos(), lambda h: h.unsqueeze(1).cos(), ("(1, 3)", "(3, 1)")),
+    "other shapes in a list": (
+        lambda h: torch.cat([h, h[:1]]),
+        lambda h: torch.cat([h[:1], h]),
+        ("cat", "(3,)", "(1,)"),
+    ),
 }
 
 

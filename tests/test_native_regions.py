@@ -292,6 +292,20 @@ def test_values_read_into_python_inside_give_the_same_gradients(reads):
         assert_equal_gradients(function, region()(function), (leaf(SIDE, SIDE), leaf(SIDE, SIDE)))
 
 
+@pytest.mark.parametrize("changes", [False, True])
+def test_warning_about_a_reader_is_an_error_where_warnings_are_errors(changes):
+    def function(x):
+        y = keep("a", torch.sin, x)
+        h = x * 2
+        if changes:
+            h.relu_()
+        return h * sum(y.detach().sum(-1).tolist()) + x.exp()
+
+    y = region()(function)(leaf(SIDE, SIDE))
+    with pytest.raises(remat.RematWarning, match="replay starts over"):
+        y.sum().backward()
+
+
 def test_region_all_of_whose_saved_tensors_are_born_inside_is_not_replayed():
     function = Calls(lambda x: keep("a", lambda: x.exp().tanh()))
     x = leaf(SIDE)

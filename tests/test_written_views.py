@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from handle_ops import SAVE, Inner, Trace, call
 from helpers import assert_same_program, leaf
 from native_programs import aten, keep
 
@@ -21,11 +22,18 @@ VIEWS_WRITTEN = {
 """Ways to change a tensor in place and to see it through a view."""
 
 
+@pytest.mark.parametrize("make", ["op", "function", "handle"])
 @pytest.mark.parametrize("name", VIEWS_WRITTEN)
-def test_saved_write_is_seen_through_all_views_without_another_run(name):
+def test_saved_write_is_seen_through_all_views_without_another_run(name, make):
+    makers = {
+        "op": lambda x: x * 2,
+        "function": lambda x: keep("made", torch.sin, x),
+        "handle": lambda x: call("handle", Inner, Trace(), "made", SAVE, x),
+    }
+
     def program(wrap):
         x = leaf(3, 3)
-        y = wrap(lambda x: VIEWS_WRITTEN[name](x * 2).exp().sin())(x)
+        y = wrap(lambda x: VIEWS_WRITTEN[name](makers[make](x)).exp().sin())(x)
         y.sum().backward()
         return y, x.grad
 

@@ -262,8 +262,8 @@ negative_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
 # The same for a subclass that shares the memory of another tensor, as a view of one without data does.
 make_subclass: Callable[[type, torch.Tensor], Any] = torch.Tensor._make_subclass
 
-# Detaches an ordinary tensor past all dispatch modes, in one call: `detach` in `without_dispatch_modes` takes twice as
-# long. Like `detach` it shares the version counter.
+# Detaches an ordinary tensor past all dispatch modes, in one call instead of `detach` in `without_dispatch_modes`. Like
+# `detach` it shares the version counter.
 detached: Callable[[torch.Tensor], torch.Tensor] = partial(torch.Tensor._make_subclass, torch.Tensor)
 
 # Exchanges what two tensor objects are, keeping the objects: the part of torch.utils.swap_tensors that also works for

@@ -118,7 +118,7 @@ class RematMode(DispatchMode):
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """Run a function in contexts, the first outermost; an `ExitStack` would take several times as long."""
+        """Run a function in contexts, the first outermost."""
         if not contexts:
             return self._call(function, args, kwargs)
         with contexts[0]:

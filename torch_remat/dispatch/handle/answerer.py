@@ -423,9 +423,7 @@ class Answerer:
             PlaceholderError: The result cannot be made again.
         """
         source = Source(self.region_name, entry.group, entry.label(place))
-        touched = set(entry.touches())  # what another entry has written since is read, too
-        again = [one for one in self._entries if one is entry or not touched.isdisjoint(one.writes)]
-        if self._over or (entry.run and place not in entry.kept) or not self._mark(again):
+        if self._over or (entry.run and place not in entry.kept) or not self._mark([entry]):
             refuse(source, consumer)
         if self._surprises == 1:
             file, line = user_line()
@@ -442,7 +440,7 @@ class Answerer:
             record = self.region.tape.records.get(error.op or "")
             if type(record) is HandleCall and record.results is not None:
                 return False  # of an op with a handle, whose body cannot run in replay
-        elif not _is_of_placeholders(error) and (isinstance(error, RematError) or not self.changes_results):
+        elif not _is_of_placeholders(error) and (isinstance(error, RematError | Warning) or not self.changes_results):
             return False  # of a placeholder that was reshaped in place, autograd makes views anew that may not fit
         if self._over or not any(not entry.run for entry in self._entries) or not self._mark(self._entries):
             return False
