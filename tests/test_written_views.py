@@ -324,3 +324,58 @@ def test_view_of_a_saved_tensor_that_is_reshaped_in_place_under_a_policy(name):
 
     with pytest.warns(remat.RematWarning, match="replay starts over"):
         assert_same_program(program, policy=lambda ctx, op, *args, **kwargs: True)
+
+
+def under_a_policy(function):
+    return remat.checkpoint(policy=lambda ctx, op, *args, **kwargs: False)(function)
+
+
+def test_tensor_from_outside_that_a_region_with_a_policy_reshapes_is_reshaped_once():
+    def program(wrap):
+        x, table = leaf(3, 4), torch.arange(12.0).view(4, 3)
+
+        def block(x):
+            table.t_()
+            return (x * table).sin()
+
+        y = wrap(block)(x)
+        first = torch.autograd.grad(y.sum(), x, retain_graph=True)
+        return (y, table, *first, *torch.autograd.grad(y.sum(), x))
+
+    assert_same_program(program, policy=lambda ctx, op, *args, **kwargs: False)
+
+
+def test_reshape_in_place_that_changes_nothing_is_run_again():
+    def block(x):
+        y = x.sin()
+        view = y.t()
+        view.as_strided_((3, 3), (1, 3))
+        return (x * view).cos()
+
+    def program(wrap):
+        x = leaf(3, 3)
+        y = wrap(block)(x)
+        y.sum().backward()
+        return y, x.grad
+
+    assert_same_program(program, policy=lambda ctx, op, *args, **kwargs: False)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_tensor_that_a_region_with_a_policy_has_overwritten_must_keep_its_shape(inside):
+    """The copy from before the change would be seen in another shape than the op saw it in."""
+    table = torch.arange(9.0).view(3, 3)
+
+    @under_a_policy
+    def block(x):
+        y = x + table
+        table.mul_(2)
+        if inside:
+            table.t_()
+        return y.sin()
+
+    y = block(leaf(3, 3))
+    if not inside:
+        table.t_()
+    with pytest.raises(remat.MutationError, match=r"add_0_0: .* reads a tensor from outside the region"):
+        y.sum().backward()

@@ -81,7 +81,7 @@ class Placeholder(torch.Tensor):
         name = getattr(func, "__name__", str(func))
         if name in _OTHER_FOR_SUBCLASSES and any(getattr(mode, "answers", False) for mode in active_modes()):
             # Its ops are answered one by one; where one of them runs, the log has kept what it reads.
-            args, kwargs = _mapped(_zeros_in_place_of, args, kwargs or {})
+            args, kwargs = mapped(_zeros_in_place_of, args, kwargs or {})
             return func(*args, **kwargs)
         if name not in _DATA_ACCESS:
             try:
@@ -201,7 +201,7 @@ def _views_of(base: Placeholder, op: Any, args: Sequence[Any], kwargs: Mapping[s
     )
     if base.compute is not None:
         # Not the placeholders, whose history may own these views.
-        given = _mapped(lambda leaf: Packed.of(leaf) if isinstance(leaf, Placeholder) else leaf, args, kwargs)
+        given = mapped(lambda leaf: Packed.of(leaf) if isinstance(leaf, Placeholder) else leaf, args, kwargs)
         for place, view in enumerate([views] if isinstance(views, Placeholder) else views):
             view.compute = partial(_view_of_value, op, given, place)
     return views
@@ -209,21 +209,24 @@ def _views_of(base: Placeholder, op: Any, args: Sequence[Any], kwargs: Mapping[s
 
 def _view_of_value(op: Any, given: Any, place: int, consumer: str) -> torch.Tensor:
     with torch.no_grad():
-        result = _with_data(op, consumer, *_mapped(unpack, *given))
+        result = _with_data(op, consumer, *mapped(unpack, *given))
     value: torch.Tensor = result if isinstance(result, torch.Tensor) else result[place]
     return value
 
 
 def _with_data(function: Any, consumer: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Call a function with what the placeholders among its arguments stand for."""
-    args, kwargs = _mapped(lambda leaf: real(leaf, consumer), args, kwargs)
+    args, kwargs = mapped(lambda leaf: real(leaf, consumer), args, kwargs)
     return function(*args, **kwargs)
 
 
-def _mapped(function: Callable[[Any], Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def mapped(
+    function: Callable[[Any], Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Sequence[Any], Mapping[str, Any]]:
     """Return arguments with a function applied to each value in them."""
     given: Any = (tuple(args), dict(kwargs))
-    return optree.tree_map(function, given)
+    made: Any = optree.tree_map(function, given)
+    return made[0], made[1]
 
 
 def real(leaf: Any, consumer: str) -> Any:
@@ -276,7 +279,7 @@ last_refusal: ContextVar[Callable[[], PlaceholderError] | None] = ContextVar("to
 
 
 def _on_meta(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], first: Placeholder) -> Any:
-    args, kwargs = _mapped(_meta_twin, args, kwargs)
+    args, kwargs = mapped(_meta_twin, args, kwargs)
     try:
         return op(*args, **kwargs)
     except NotImplementedError:

@@ -11,8 +11,8 @@ An inner region's replay reads for itself: what one has read counts only if the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from weakref import ref
 
 import torch
 
@@ -20,9 +20,9 @@ from torch_remat._compat import without_dispatch_modes
 from torch_remat.dispatch.log.entry import VIEW, Entry
 from torch_remat.dispatch.log.meta import key_of
 from torch_remat.dispatch.log.results import MakeSlot, Undecided
-from torch_remat.dispatch.log.slot import Slot
+from torch_remat.dispatch.log.slot import Shapes, Slot
 from torch_remat.dispatch.log.storages import Storages
-from torch_remat.dispatch.placeholder import Placeholder
+from torch_remat.dispatch.placeholder import Placeholder, geometry_of
 from torch_remat.offload.transfer import Placement, Span, flattened
 from torch_remat.policies.decision import CheckpointPolicy
 
@@ -42,7 +42,7 @@ class Earlier:
         # the inner region in which it ran.
         self._readers: dict[int, list[tuple[Entry, int, object]]] = {}
         self._inner: list[object] = [None]  # the inner regions that run
-        self._copies: list[tuple[torch.Tensor, list[tuple[Entry, int]]]] = []
+        self._copies: list[tuple[torch.Tensor, list[tuple[Entry, int]], Shapes]] = []
 
     def enter(self, has_policy: bool) -> None:
         """Note that an inner region begins."""
@@ -66,7 +66,8 @@ class Earlier:
             if readers and _has_memory(tensor):
                 # A region around this one sees the copy made, so that in its replay, too, it is of what was.
                 whole = Span(0, tensor.untyped_storage().nbytes())
-                self._copies.append((flattened(tensor, whole).clone(), readers))
+                shapes = [(ref(one), geometry_of(one)) for one in (tensor, tensor._base) if one is not None]
+                self._copies.append((flattened(tensor, whole).clone(), readers, shapes))
 
     def _note_readers(self) -> None:
         """Note what the entries since the last call have read, all of them in the inner region that runs."""
@@ -78,19 +79,20 @@ class Earlier:
 
     def keep(self, make_slot: MakeSlot) -> None:
         """At the end of forward: keep what an entry that replay runs will read."""
-        for copy, readers in self._copies:
+        for copy, readers, shapes in self._copies:
             slot: Slot | None = None
             for entry, at in readers:
                 if entry.run:
                     slot = slot or make_slot(
                         entry.group, earlier_label(entry, at), copy, CheckpointPolicy.SAVE, False, False
                     )
+                    slot.shapes = shapes
                     entry.earlier = {**entry.earlier, at: slot}
         self._copies = []
 
     def undecided(self) -> Iterator[Undecided]:
         """Yield op, name, tensor and decision of each copy."""
-        for copy, readers in self._copies:
+        for copy, readers, _ in self._copies:
             yield readers[0][0].group, earlier_label(*readers[0]), copy, CheckpointPolicy.SAVE
 
 
@@ -99,28 +101,16 @@ def earlier_label(entry: Entry, at: int) -> str:
     return f"{entry.label(0)} input {at}"
 
 
+def is_reshaped(tensor: torch.Tensor, slot: Slot) -> bool:
+    """Whether a tensor, or what it is a view of, was given another shape in place since its storage was copied."""
+    found = {id(one): geometry_of(one) for one in (tensor, tensor._base) if one is not None}
+    return any(found.get(id(known()), shape) != shape for known, shape in slot.shapes)
+
+
 def as_it_was(tensor: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
     """Return a tensor as it was when its storage was copied."""
     with without_dispatch_modes(), torch.no_grad():
         return Placement.of(tensor).seen_in(copy)
-
-
-def with_tensors(
-    args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Mapping[int, torch.Tensor]
-) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """Return arguments with some of the tensors among them replaced, by their places as `tensors_in` counts them."""
-    count = -1
-
-    def replaced(value: Any) -> Any:
-        nonlocal count
-        if isinstance(value, (list, tuple)):
-            return [replaced(item) for item in value]
-        if not isinstance(value, torch.Tensor):
-            return value
-        count += 1
-        return tensors.get(count, value)
-
-    return [replaced(arg) for arg in args], {name: replaced(value) for name, value in kwargs.items()}
 
 
 def _is_left_out(entry: Entry) -> bool:

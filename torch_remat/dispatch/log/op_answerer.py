@@ -11,14 +11,14 @@ put back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 
 from torch_remat._compat import keep_from_compiler, kernel_of
-from torch_remat.dispatch.log.earlier import as_it_was, earlier_label, with_tensors
+from torch_remat.dispatch.log.earlier import as_it_was, earlier_label, is_reshaped
 from torch_remat.dispatch.log.entry import (
     CALL,
     ODD,
@@ -44,6 +44,7 @@ from torch_remat.dispatch.log.meta import (
     dense_layout,
     has_placeholder,
     key_of,
+    keys_of,
     layout_of,
     stand_in,
     tensors_in,
@@ -53,7 +54,7 @@ from torch_remat.dispatch.log.record import Left
 from torch_remat.dispatch.log.schema import effects_of, without_statistics
 from torch_remat.dispatch.log.slot import Slot, version_of
 from torch_remat.dispatch.log.suppressed import Suppressed
-from torch_remat.dispatch.placeholder import Placeholder, Source, constant, real
+from torch_remat.dispatch.placeholder import Placeholder, Source, constant, geometry_of, mapped, real
 from torch_remat.dispatch.views import offset_in_bytes, placement_in
 from torch_remat.errors import MismatchError, MutationError
 
@@ -188,6 +189,9 @@ class OpAnswerer:
             self._remakes = True
         if self._left and entry.writes:
             self._note_written(entry, at, args, kwargs)
+        if effects.reshapes and entry.versions and geometry_of(args[0]) == getattr(entry.results, "geometry", None):
+            self._suppressed.add(args[:1], keys_of(args[0]))  # it outlives the region, and has this shape since forward
+            return args[0]
         if entry.run and not effects.reshapes:  # which changes a placeholder itself
             return self._run(entry, args, kwargs)
         if entry.written:
@@ -277,7 +281,7 @@ class OpAnswerer:
             if outside and all(key_of(tensor) in outside for tensor in written):
                 self._suppressed.add(written, outside)
                 return answered(entry, args, kwargs, partial(self._make, entry))
-        self._check_versions(entry, args, kwargs, entry.earlier)
+        self._check_versions(entry, args, kwargs)
         if entry.earlier:
             args, kwargs = self._as_earlier(entry, args, kwargs)
         result = entry.op(*without_statistics(effects, args), **kwargs)
@@ -303,21 +307,19 @@ class OpAnswerer:
         self, entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """Return the arguments of an entry as they were before a later one changed them."""
-        given = list(tensors_in(args, kwargs))
-        tensors = {}
+        given, tensors = list(tensors_in(args, kwargs)), {}
         for at, slot in entry.earlier.items():
-            tensors[at] = as_it_was(given[at], self._load(slot, entry.group, earlier_label(entry, at)))
-        return with_tensors(args, kwargs, tensors)
+            tensors[id(given[at])] = as_it_was(given[at], self._load(slot, entry.group, earlier_label(entry, at)))
+        return mapped(lambda leaf: tensors.get(id(leaf), leaf), args, kwargs)
 
-    def _check_versions(
-        self, entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any], passed: Container[int] = ()
-    ) -> None:
+    def _check_versions(self, entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raise if an op that runs again would read something else than in forward."""
         if not entry.versions or self._restored or entry.effects.viewed is not None:
             return
         tensors = list(tensors_in(args, kwargs))
         for at, version in entry.versions:
-            if at not in passed and version_of(tensors[at]) != version:
+            known = entry.earlier.get(at)
+            if version_of(tensors[at]) != version if known is None else is_reshaped(tensors[at], known):
                 raise MutationError(
                     f"{entry.op} runs again in replay and reads a tensor from outside the region (argument {at}, shape "
                     f"{tuple(tensors[at].shape)}), which was changed in place since it ran in forward",
@@ -381,10 +383,4 @@ def _real_arguments(
     if not any(map(has_placeholder, tensors_in(args, kwargs))):
         return args, kwargs
     consumer = str(entry.op)
-
-    def resolved(value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return [real(item, consumer) for item in value]
-        return real(value, consumer)
-
-    return [resolved(arg) for arg in args], {name: resolved(value) for name, value in kwargs.items()}
+    return mapped(lambda leaf: real(leaf, consumer), args, kwargs)
