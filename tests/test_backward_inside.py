@@ -514,3 +514,53 @@ def test_gradient_inside_a_call_in_a_region_under_a_checkpoint(outer, options):
     expected = torch.autograd.grad(program(plain, plain, plain)(x).sum(), x)
     actual = program(outer, checkpointed, lambda f: remat.region(f, "through", **options))(x)
     assert_same(expected, torch.autograd.grad(actual.sum(), x))
+
+
+def inner_gradient(value, other):
+    t = value.detach().requires_grad_()
+    return torch.autograd.grad((t.sin() * other).sum(), t)[0]
+
+
+@pytest.mark.parametrize("call", ["region", "native", "none"])
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.filterwarnings("ignore::torch_remat.RematWarning")
+def test_gradient_inside_a_call_in_a_checkpoint_in_a_region_with_a_policy(call, keeps):
+    """The checkpoint recomputes inside the call, in both phases."""
+    calls = {
+        "region": lambda f, *args: remat.region(f, "inner")(*args),
+        "native": lambda f, *args: remat.native_save_region("inner", f, *args),
+        "none": lambda f, *args: f(*args),
+    }
+
+    def program(wrap):
+        x = leaf(4, 4)
+
+        def block(x):
+            inner = torchs if wrap is not plain else plain
+            h = inner(lambda a, b: calls[call](inner_gradient, a, b) * b)(x * 2, x.cos())
+            return h.exp() * x
+
+        y = wrap(block)(x)
+        y.sum().backward()
+        return y, x.grad
+
+    assert_same_program(program, policy=lambda ctx, op, *args, **kwargs: keeps)
+
+
+def test_gradient_inside_an_inner_region_whose_views_are_of_placeholders_in_the_outer_replay():
+    def program(wrap):
+        x, w = leaf(4, 4), leaf(4, 4)
+
+        def inner(h):
+            scale = inner_gradient(h, h)
+            kept = remat.region(torch.sin, "kept")(h.detach()) * scale
+            remat.region(lambda: kept.unbind(0), "views")()
+            return h * w
+
+        y = wrap(lambda x: wrap(inner)(x) * w)(x)
+        y.sum().backward()
+        return y, x.grad
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", remat.RematWarning)
+        assert_same_program(program, policy=lambda ctx, op, *args, **kwargs: False)

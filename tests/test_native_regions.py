@@ -292,6 +292,21 @@ def test_values_read_into_python_inside_give_the_same_gradients(reads):
         assert_equal_gradients(function, region()(function), (leaf(SIDE, SIDE), leaf(SIDE, SIDE)))
 
 
+@pytest.mark.parametrize("before", [lambda x: x, torch.exp])
+@pytest.mark.parametrize("is_leaf", [True, False])
+def test_indices_that_ops_without_a_gradient_read_before_the_last_save_are_kept(before, is_leaf):
+    """Replay ends while the sine saves what it is given, and has run all that came before it."""
+
+    def function(x):
+        h = before(x)
+        scale = keep("order", torch.argsort, x).float() + 1
+        return h.sin() + scale
+
+    x = leaf(SIDE, SIDE)
+    given = x if is_leaf else x * 1
+    assert_equal_gradients(function, region()(function), (given,))
+
+
 @pytest.mark.parametrize("changes", [False, True])
 def test_warning_about_a_reader_is_an_error_where_warnings_are_errors(changes):
     def function(x):

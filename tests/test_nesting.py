@@ -407,3 +407,30 @@ def test_a_tensor_that_is_argument_and_variable_of_an_inner_region(op, how, arou
     expected = program(plainly, plainly, plainly, lambda name, function, *args: function(*args))
     torch.manual_seed(0)
     assert torch.equal(expected, program(wrap, torchs, remat.checkpoint(), how))
+
+
+@pytest.mark.parametrize("given", ["as a variable", "as an argument, too"])
+def test_inner_region_reads_an_argument_of_the_outer_one_which_is_a_leaf_only_in_replay(given):
+    """What the inner one keeps must be the same in both phases of the outer one."""
+
+    def program(wrap):
+        x = leaf(4, 4)
+
+        def outer(a, b):
+            def inner(q):
+                scale = remat.native_save_region("order", torch.argsort, q).float() + 1
+                (scale * 3).sum()
+                b.sin()
+                b.gather(1, remat.native_save_region("sort", torch.sort, b)[1])
+                return q * 2
+
+            h = wrap(inner)(a)
+            (g,) = torch.autograd.grad((h.detach().requires_grad_() * h).sum(), h, retain_graph=True)
+            return (h * 1.5).exp() + g
+
+        y = x * 2
+        out = wrap(outer)(y, y if given == "as an argument, too" else y.sin())
+        out.sum().backward()
+        return out, x.grad
+
+    assert_same_program(program)

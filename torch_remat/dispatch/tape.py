@@ -79,20 +79,25 @@ class Tape:
         self.calling: str | None = None
         self.numbers: dict[int, tuple[int, int, bool]] = {}
 
-    def stop(self, hooks: object, early_stop: bool, begins: Iterable[int]) -> int:
-        """Return the number of the first node to which no replay comes; ``begins`` are those of native regions."""
+    def stop(self, hooks: object, early_stop: bool, begins: Iterable[int]) -> tuple[int, int]:
+        """Return the number of the first node to which no replay comes, and where autograd stands when it ends.
+
+        It ends while an op saves what it is given, and has run what has no node and comes before that. ``begins`` are
+        the numbers at which native regions begin.
+        """
         places = range(len(self.saved) - 1, -1, -1)
         last = self.with_parameters(next((place for place in places if self.may_need(place, hooks)), -1))
         elided = [number for holder, number in self.elided if hooks is not None or holder() is not None]
         if not early_stop and (last >= 0 or elided):
-            return sequence_number()  # to the function's end
+            return sequence_number(), sequence_number()  # to the function's end
         number, stop, _ = self.numbers.get(last, (0, 0, False))
+        end = number
         if last >= 0 and any(  # the op itself is run, and then no native region is begun
             buffer and saved == number and place <= last and self.may_need(place, hooks)
             for place, (saved, _, buffer) in self.numbers.items()
         ):
-            stop = min((begin for begin in begins if begin >= number), default=sequence_number())
-        return max([stop, *elided])
+            stop = end = min((begin for begin in begins if begin >= number), default=sequence_number())
+        return max([stop, *elided]), max([end, *elided])
 
     def note_elided(self, holder: ref[OpHolder]) -> None:
         """Note a holder that replay fills from an input or an output of an op, which is over by now."""
@@ -146,7 +151,7 @@ class Tape:
         """
         entry = self.saved[place]
         if type(entry) is not ref:
-            return False
+            return hooks is not None and type(entry) is torch.Tensor  # a leaf, which another region may make there
         return hooks is not None or ((holder := entry()) is not None and holder.value is None)
 
     def last_needed(self) -> int:

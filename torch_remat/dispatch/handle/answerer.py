@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import cached_property, partial
 from typing import Any, NoReturn, Protocol
 
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from torch_remat._compat import Handler, keep_from_compiler
+from torch_remat._compat import Handler, keep_from_compiler, top_saved_tensors_hooks
 from torch_remat.dispatch.check.mismatch import SAME_ORDER, another_op, mismatched, other_source
 from torch_remat.dispatch.handle.op import SKIPPED, RematHandle
 from torch_remat.dispatch.handle.saved_call import (
@@ -38,7 +39,7 @@ from torch_remat.dispatch.handle.saved_call import (
 from torch_remat.dispatch.handle.variables import identity_of
 from torch_remat.dispatch.handle.whole_call import another_call, made_again, replayed
 from torch_remat.dispatch.holder import metadata_of, parameter_behind
-from torch_remat.dispatch.log.entry import VIEW, WRITTEN, Entry, HandleCall, WholeCall, run_for_good
+from torch_remat.dispatch.log.entry import WRITTEN, Entry, HandleCall, WholeCall, run_for_good
 from torch_remat.dispatch.log.meta import layout_of, stand_in
 from torch_remat.dispatch.log.needs import Needs, find_needs
 from torch_remat.dispatch.log.op_answerer import OpAnswerer, loaded_slots
@@ -351,7 +352,9 @@ class Answerer:
             self.fill_elided(call, given)  # a gradient taken inside reads them
         self._in_call = True
         try:
-            with saved_tensors_hooks(kept_of_second_run, unpack):
+            hooks = top_saved_tensors_hooks()
+            own = hooks is not None and hooks[1] is unpack  # else hooks inside of the region take what is saved
+            with saved_tensors_hooks(kept_of_second_run, unpack) if own else nullcontext():
                 if self.ops is not None:
                     return function(*args, **kwargs)  # its ops are answered like all others
                 if isinstance(call, Stretch):
@@ -475,7 +478,7 @@ class Answerer:
     def _needs_with(self, entries: Sequence[Entry]) -> Needs:
         """Return what replay must run if it runs these entries, too."""
         for entry in entries:
-            entry.always = entry.kind != VIEW  # a view is there in any case
+            entry.always = not entry.is_view()  # which is there in any case
         return find_needs(self._entries, self.region.tape.roots, _is_kept)
 
     def _warn(self, what: str, file: str, line: int) -> None:

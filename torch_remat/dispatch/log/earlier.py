@@ -17,7 +17,7 @@ from weakref import ref
 import torch
 
 from torch_remat._compat import without_dispatch_modes
-from torch_remat.dispatch.log.entry import VIEW, Entry
+from torch_remat.dispatch.log.entry import Entry
 from torch_remat.dispatch.log.meta import key_of
 from torch_remat.dispatch.log.results import MakeSlot, Undecided
 from torch_remat.dispatch.log.slot import Shapes, Slot
@@ -72,7 +72,7 @@ class Earlier:
     def _note_readers(self) -> None:
         """Note what the entries since the last call have read, all of them in the inner region that runs."""
         for entry in self._entries[self._seen :]:
-            if entry.versions and not (entry.kind == VIEW or entry.outside or _is_left_out(entry)):
+            if entry.versions and not (entry.is_view() or entry.outside or _is_left_out(entry)):
                 for at, _ in entry.versions:
                     self._readers.setdefault(entry.reads[at], []).append((entry, at, self._inner[-1]))
         self._seen = len(self._entries)

@@ -110,6 +110,12 @@ class Entry:
         """Return the storages that it made or wrote."""
         return (self.storage,) if self.kind == ONE else [*(key for _, key in self.made), *self.writes]
 
+    def is_view(self) -> bool:
+        """Whether it returned a view and no more: also of a placeholder of a region around, which has no kind."""
+        if self.kind == VIEW or self.effects.viewed is not None:
+            return True
+        return not self.writes and bool(getattr(self.results, "alias", False))
+
     def meta(self, place: int) -> Any:
         """Return what is known of one of its results."""
         return self.results[place] if type(self.results) is list else self.results
@@ -321,4 +327,4 @@ def _given_in(results: Any) -> list[int]:
 def run_for_good(entries: Sequence[Entry]) -> None:
     """Make the ops of a forward that is not over run in each replay: a backward inside of it goes through them."""
     for entry in entries:
-        entry.always = entry.run = entry.kind != VIEW
+        entry.always = entry.run = not entry.is_view()

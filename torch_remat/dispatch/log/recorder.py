@@ -339,8 +339,8 @@ class Recorder:
         buffer = False
         if watch is None or watch.native is None:
             node = tensor.grad_fn
-            # A result is saved once its op has run, all else before. Of a tensor without a history nobody knows.
-            if node is not None and node_number(node) != number - 1:
+            # A result is saved once its op has run, all else before. Of a tensor without a gradient nobody knows.
+            if tensor.requires_grad if node is None else node_number(node) != number - 1:
                 stop = number - 1
             if held is not None:
                 self._reads.append((stop, len(self.entries), key))
@@ -452,7 +452,7 @@ class Recorder:
         roots += self._read
         if self.has_policy:
             return roots
-        stop = self._stop()
+        stop, end = self._stop()
         # Also where the graph of what saved it is gone: replay runs it all the same.
         read = [(key, after) for number, after, key in self._reads if number <= stop]
         roots += read
@@ -460,12 +460,12 @@ class Recorder:
         known = set() if self.storages.has_writes else {key for key, _ in read}
         outputs: dict[tuple[torch.autograd.graph.Node, int], Returned] = {}
         for returned in self._returned:
-            if returned.last >= stop or returned.key in known:
+            if returned.last >= end or returned.key in known:
                 continue
             writer = self.storages.writers.get(returned.key)
             if returned.node is None or (writer is not None and self.results.is_written(*writer)):
                 roots.append((returned.key, returned.after))
-            else:
+            elif returned.last < stop:
                 outputs[returned.node, returned.output] = returned
         if outputs and stop:
             first = min(returned.first for returned in outputs.values())
@@ -475,11 +475,11 @@ class Recorder:
                 roots.append((returned.key, before.after))
         return roots
 
-    def _stop(self) -> int:
-        """Return the number of the first autograd node to which no replay comes."""
+    def _stop(self) -> tuple[int, int]:
+        """Return how far replay comes; see `Tape.stop`."""
         region = self.region
         begins = [returned.first for returned in self._returned]
-        stop: int = region.tape.stop(region.hooks, region.options.early_stop, begins)
+        stop: tuple[int, int] = region.tape.stop(region.hooks, region.options.early_stop, begins)
         return stop
 
     def _read_by_compiled_code(self) -> list[tuple[int, int]]:
@@ -495,10 +495,10 @@ class Recorder:
 
     def is_read(self, boundary: Sequence[torch.autograd.graph.Node | None], tensor: torch.Tensor, last: int) -> bool:
         """Whether replay reads a tensor that was made before the node with the number ``last``."""
-        stop = self._stop()
+        stop, end = self._stop()
         node = tensor.grad_fn
         if last >= stop or node is None:
-            return bool(last < stop)
+            return node is None and last < end
         output = {(node, tensor.output_nr): True}
         return bool(read_outputs(boundary, output, node_number(node), stop, self.skipped))
 
