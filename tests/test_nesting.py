@@ -434,3 +434,24 @@ def test_inner_region_reads_an_argument_of_the_outer_one_which_is_a_leaf_only_in
         return out, x.grad
 
     assert_same_program(program)
+
+
+def test_call_in_an_inner_region_returns_a_view_of_a_placeholder_in_the_replay_of_the_outer_one():
+    def program(wrap):
+        x = leaf(4, 4)
+
+        def outer(a):
+            h = a * 2
+
+            def inner(q):
+                rolled = remat.region(torch.roll, "rolled")(q, 1, 0)
+                wrap(lambda r: remat.region(torch.unsqueeze, "view")(r, 0)[0] * 2)(rolled)
+                return remat.region(torch.detach, "detached")(q) * rolled
+
+            return wrap(inner)(h).exp() * h
+
+        y = wrap(outer)(x)
+        y.sum().backward()
+        return y, x.grad
+
+    assert_same_program(program, policy=lambda ctx, op, *args, **kwargs: False)

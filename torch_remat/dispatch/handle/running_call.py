@@ -66,6 +66,7 @@ from torch_remat.dispatch.holder import (
 from torch_remat.dispatch.log.entry import Entry, run_for_good
 from torch_remat.dispatch.log.meta import Meta, WrapperMeta, described, key_of
 from torch_remat.dispatch.log.slot import Slot
+from torch_remat.dispatch.placeholder import Placeholder
 from torch_remat.dispatch.region.inputs import leaves_of
 from torch_remat.errors import RematWarning, qualified_name, user_line
 from torch_remat.offload.transfer import Placement
@@ -192,7 +193,7 @@ class Leaving:
 
     def _passed(self, leaf: torch.Tensor) -> Passed | None:
         """Describe an argument or a variable, or a view of one."""
-        is_plain = leaf.layout is torch.strided and type(leaf) is torch.Tensor and not (leaf.is_neg() or leaf.is_conj())
+        is_plain = leaf.layout is torch.strided and type(leaf) in _USUAL and not (leaf.is_neg() or leaf.is_conj())
         key, view = key_of(leaf), None
         for place, given in enumerate(self.given):
             if given is leaf:
@@ -355,7 +356,7 @@ def is_buffer(region: Any, key: int) -> bool:
     return region.buffers is not None and key in map(key_of, region.buffers.tensors())
 
 
-_USUAL = frozenset((torch.Tensor, Parameter))
+_USUAL = frozenset((torch.Tensor, Parameter, Placeholder))
 _PLAIN = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.layout, Enum, type)
 
 
