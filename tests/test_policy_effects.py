@@ -361,3 +361,33 @@ def test_dead_op_with_an_effect_outside_is_not_run_again():
         y.sum().backward()
     assert "copy_" not in ops.counts
     assert_same(torch.full((4,), 7.0), log)
+
+
+def test_result_changed_outside_through_a_view_that_counts_for_itself_is_an_error():
+    """`x @ w` of three dimensions ends in `_unsafe_view`, whose changes the kept product does not count."""
+    x, w = leaf(2, 3, 4), leaf(4, 4)
+
+    def function(x):
+        y = x @ w
+        return y, (y + 1).exp() * 2
+
+    y, z = region(MM)(function)(x)
+    with torch.no_grad():
+        y.detach().mul_(2)
+    with pytest.raises(remat.MutationError, match="mm_0_0"):
+        z.sum().backward()
+
+
+def test_saved_write_to_what_replay_makes_again_is_put_back_and_not_run():
+    def function(x, w):
+        h = x * 2
+        before = (h + 1).exp()
+        h.addmm_(w, w)
+        return h.sin() * before
+
+    def writes(ctx, op, *args, **kwargs):
+        return op is aten.addmm_.default
+
+    inputs = leaf(4, 4), leaf(4, 4)
+    assert_equal_gradients(function, region(writes)(function), inputs)
+    assert "addmm_" not in replayed_ops(function, region(writes), inputs)
