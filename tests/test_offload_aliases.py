@@ -196,3 +196,16 @@ def test_ticket_of_several_transfers_is_released_once_by_the_thread_that_drops_t
             thread.join()
         assert len(offloader.sent) == step + 1
         offloader.assert_all_released_once()
+
+
+def test_offloaded_input_that_the_function_also_closes_over_is_that_input():
+    """In replay the variable is the tensor itself, and the argument another one with its values."""
+    x = leaf(6, 6)
+    h = x * 2
+
+    def function(given):
+        return torch.nn.functional.smooth_l1_loss(given.sin(), h) * h
+
+    expected = torch.autograd.grad(function(h), x, torch.ones(6, 6), retain_graph=True)
+    y = checkpointed(function, offloader=Counting(), offload_inputs=True)(h)
+    assert_same(expected, torch.autograd.grad(y, x, torch.ones(6, 6)))
