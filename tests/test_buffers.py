@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from helpers import assert_same, leaf
+from helpers import assert_same, assert_same_program, leaf
 from torch import nn
 from torch.nn import functional as F
 from torch.testing._internal.two_tensor import TwoTensor
@@ -211,3 +211,46 @@ def test_buffers_that_the_region_initializes_change_once(way):
 
     module, twin = made(), made()
     assert_same(train(lambda m: m, twin), train(WAYS[way], module))
+
+
+def raises_and_is_caught(y):
+    def fails(y):
+        raise KeyError
+
+    try:
+        return remat.native_save_region("fails", fails, y)
+    except KeyError:
+        return y
+
+
+SAVED = {
+    "function": lambda y: remat.native_save_region("kept", torch.sin, y),
+    "closure": lambda y: remat.native_save_region("kept", lambda: y.sin() + 1),
+    "call": lambda y: remat.region(lambda y: y.sin() * y, "kept")(y),
+    "recomputed": lambda y: remat.native_region("kept", policy=remat.CheckpointPolicy.RECOMPUTE)(torch.sin)(y),
+    "an exception": raises_and_is_caught,
+}
+
+
+@pytest.mark.parametrize("policy", [None, lambda ctx, op, *args, **kwargs: False])
+@pytest.mark.parametrize("where", ["before", "after", "inside"])
+@pytest.mark.parametrize("name", SAVED)
+def test_module_that_changes_its_buffers_beside_what_is_saved_in_the_region(name, where, policy):
+    """It reads what it changes; the log of what is saved knows nothing of that."""
+
+    def program(wrap):
+        torch.manual_seed(3)
+        module = torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(4, 4))
+        x = leaf(4, 4)
+
+        def block(x, module):
+            if where == "inside":
+                x = remat.native_save_region("inside", lambda: module(x).exp())
+            h = SAVED[name](module(x) if where == "before" else x * 2)
+            return (module(h) if where == "after" else h).exp() * 2
+
+        y = wrap(block)(x, module)
+        y.sum().backward()
+        return (y, x.grad, *[parameter.grad for parameter in module.parameters()], *module.buffers())
+
+    assert_same_program(program, **({} if policy is None else {"policy": policy}))

@@ -305,7 +305,8 @@ class Recording(RematMode):
         assert region.inputs is not None
         region.leaves = used_leaves(boundary, region.first_number, region.inputs.originals)
         region.versions = versions_of([*region.parameters, *region.leaves])
-        if region.buffers is not None and not region.buffers.finish(bool(region.tape.calls or region.tape.records)):
+        is_logged = None if self.ops is None else self.ops.storages.has_changed
+        if region.buffers is not None and not region.buffers.finish(is_logged):
             region.buffers = None
         region.finished = True
 
