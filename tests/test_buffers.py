@@ -211,3 +211,66 @@ def test_buffers_that_the_region_initializes_change_once(way):
 
     module, twin = made(), made()
     assert_same(train(lambda m: m, twin), train(WAYS[way], module))
+
+
+class Updating(nn.Module):
+    """Changes a buffer in its own code and another in a named call, and reads both before and after that."""
+
+    def __init__(self):
+        super().__init__()
+        self.normed = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+        self.norm = nn.BatchNorm1d(4)
+        for name in ("plain", "kept"):
+            self.register_buffer(name, torch.ones(4))
+
+    def update(self, h):
+        with torch.no_grad():
+            self.kept.lerp_(h.mean(0), 0.5)
+        return self.norm(h).sin()
+
+    def forward(self, x, call):
+        h = self.normed(x)
+        with torch.no_grad():
+            self.plain.add_(1)
+        h = call(self.update, h * self.plain.clone())
+        with torch.no_grad():
+            self.plain.mul_(0.5)
+        return (h * self.plain).sin() * self.kept * self.norm.running_mean
+
+
+def caught(call):
+    def catching(function, h):
+        def raising(h):
+            raise KeyError
+
+        try:
+            call(raising, h)
+        except KeyError:
+            return function(h)
+
+    return catching
+
+
+CALLS = {
+    "native region": lambda function, h: remat.native_save_region("call", function, h),
+    "torch function": lambda function, h: function(remat.native_save_region("call", torch.sin, h)),
+    "region": lambda function, h: remat.region(function, "call")(h),
+    "recomputed": lambda function, h: remat.region(function, "call", policy=remat.CheckpointPolicy.RECOMPUTE)(h),
+    "raised": caught(lambda function, h: remat.native_save_region("call", function, h)),
+}
+
+
+@pytest.mark.parametrize("retain", [False, True])
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_buffers_changed_outside_of_the_named_calls_of_a_region_are_read_as_forward_found_them(call, retain):
+    def backward(y):
+        if retain:
+            y.sum().backward(retain_graph=True)
+        y.sum().backward()
+
+    torch.manual_seed(0)
+    plain = Updating()
+    module = copy.deepcopy(plain)
+    first = torch.sin if call is CALLS["torch function"] else torch.clone
+    expected = train(lambda module: lambda x: module(x, lambda function, h: function(first(h))), plain, backward)
+    assert_same(train(lambda module: lambda x: remat.checkpoint()(module)(x, call), module, backward), expected)

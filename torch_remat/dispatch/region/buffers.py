@@ -5,12 +5,12 @@ replay the buffers as forward found them, and after it as it found them itself.
 
 A buffer counts as changed if its version counter moved in forward, or if it was bound to another tensor. Statistics of
 batch norms are written without being counted: what may be such, in a module in training, is put back in any case.
-Where ops are watched, the log knows what they read and wrote, and replay starts from what forward left.
+Where ops are watched, the log knows what they read and wrote, and of what they wrote replay starts from what they left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -99,11 +99,11 @@ class Buffers:
         for buffer in self._buffers:
             yield buffer.tensor
 
-    def finish(self, is_logged: bool) -> bool:
+    def finish(self, is_logged: Callable[[torch.Tensor], bool]) -> bool:
         """At the end of forward: note what it has changed; return whether that is anything.
 
         Args:
-            is_logged: Whether the log knows of ops of the region.
+            is_logged: Whether what the log knows of may have changed a buffer, which replay does not do again.
         """
         changed = []
         for held, name in self._lazy:
@@ -116,17 +116,17 @@ class Buffers:
                 or held.get(name) is not tensor
                 or (id(tensor) in self._statistics and (copy is None or not _same(tensor, copy)))
             ):
-                changed.append(buffer._replace(copy=None) if is_logged else buffer)
+                changed.append(buffer._replace(copy=None) if is_logged(tensor) else buffer)
         self._buffers, self._statistics = changed, set()
         return bool(changed)
 
-    def go_back(self, is_logged: bool) -> list[Buffer]:
-        """Return what buffers are now; without a log that knows more, let them be as forward found them."""
+    def go_back(self, is_known: bool) -> list[Buffer]:
+        """Return what buffers are now; where it is known what changed them, let them be as forward found them."""
         now = []
         for held, name, *_ in self._buffers:
             if (tensor := held.get(name)) is not None:
                 now.append(_as_it_is(held, name, tensor, True))
-        if not is_logged:
+        if is_known:
             put_back(self._buffers)
         return now
 

@@ -41,6 +41,7 @@ from torch_remat.dispatch.holder import (
     read,
 )
 from torch_remat.dispatch.keeping import keeping
+from torch_remat.dispatch.log.entry import HandleCall
 from torch_remat.dispatch.log.slot import counter_of
 from torch_remat.dispatch.mode import RematMode, current_mode
 from torch_remat.dispatch.observe import Watch, is_watched
@@ -305,9 +306,15 @@ class Recording(RematMode):
         assert region.inputs is not None
         region.leaves = used_leaves(boundary, region.first_number, region.inputs.originals)
         region.versions = versions_of([*region.parameters, *region.leaves])
-        if region.buffers is not None and not region.buffers.finish(bool(region.tape.calls or region.tape.records)):
+        if region.buffers is not None and not region.buffers.finish(self._is_logged):
             region.buffers = None
         region.finished = True
+
+    def _is_logged(self, tensor: torch.Tensor) -> bool:
+        """Whether a call or a watched op may have changed a tensor; what an op with a handle writes, nobody sees."""
+        if self.ops is None or self.ops.storages.has_changed(tensor):
+            return self.ops is not None
+        return any(type(one) is HandleCall for one in self.region.tape.records.values())
 
     def _tail_is_tiny(self) -> bool:
         """Whether so little follows the last save that to stop replay there by an exception would take longer."""
