@@ -43,7 +43,7 @@ class RegionInputs:
 
     _spec: optree.PyTreeSpec | None = None
     _unpack: Callable[[Any], torch.Tensor] | None = None
-    _restored: Sequence[ref[torch.Tensor]] = ()  # what the latest replay was given of what the hooks hold
+    _restored: Sequence[ref[torch.Tensor]] = ()  # what the latest replay was given, if hooks or an offloader had it
     _away: dict[int, Any] | None = None  # by index of the leaf; set only if inputs are offloaded
     _owners: tuple[ref[torch.Tensor], ...] = ()  # the parameters that arguments are views of
     _given: Mapping[int, ref[torch.Tensor]] = MappingProxyType({})  # those that need no gradient, by leaf
@@ -244,7 +244,7 @@ class RegionInputs:
                 leaves[index] = same  # backward of a custom Function may look at what it is
                 continue
             leaves[index] = fresh_alias(kept, requires_grad, index in self._written)
-            if self._unpack is not None:
+            if not self.as_given:
                 restored.append(ref(leaves[index]))
         self._restored = restored
         if self._attributes is not None:
@@ -263,12 +263,17 @@ class RegionInputs:
 
     def has_values_of(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is an argument that came past the call, as in a closure: asked while replay runs."""
-        here = [kept for _, kept in self.kept()] if self._unpack is None else [given() for given in self._restored]
+        here = [kept for _, kept in self.kept()] if self.as_given else [given() for given in self._restored]
         with without_dispatch_modes():
             return any(
                 type(kept) is Tensor
-                and metadata_of(kept)[1:] == metadata_of(tensor)[1:]
-                and (kept.is_set_to(tensor) or (self.packed and torch.equal(kept, tensor)))
+                and (
+                    (self.bases and tensor._base is None and key_of(kept) == key_of(tensor))  # it is a view of this
+                    or (
+                        metadata_of(kept)[1:] == metadata_of(tensor)[1:]
+                        and (kept.is_set_to(tensor) or (not self.as_given and torch.equal(kept, tensor)))
+                    )
+                )
                 for kept in here
             )
 
