@@ -312,8 +312,11 @@ def _index(storages: _Storages, tensor: Tensor, made: Made) -> None:
     storages[storage._cdata] = (ref(storage), made)
 
 
+_WITHOUT_STORAGE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
 def _look_up(storages: _Storages, tensor: Tensor) -> Made | None:
-    if isinstance(tensor, Placeholder):
+    if isinstance(tensor, Placeholder) or tensor.layout in _WITHOUT_STORAGE:
         return None
     storage = tensor.untyped_storage()
     known, made = storages.get(storage._cdata, (None, None))
