@@ -254,3 +254,145 @@ def test_module_that_changes_its_buffers_beside_what_is_saved_in_the_region(name
         return (y, x.grad, *[parameter.grad for parameter in module.parameters()], *module.buffers())
 
     assert_same_program(program, **({} if policy is None else {"policy": policy}))
+
+
+class Updating(nn.Module):
+    """Changes a buffer in its own code and another in a named call, and reads both before and after that."""
+
+    def __init__(self):
+        super().__init__()
+        self.normed = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+        self.norm = nn.BatchNorm1d(4)
+        for name in ("plain", "kept"):
+            self.register_buffer(name, torch.ones(4))
+
+    def update(self, h):
+        with torch.no_grad():
+            self.kept.lerp_(h.mean(0), 0.5)
+        return self.norm(h).sin()
+
+    def forward(self, x, call):
+        h = self.normed(x)
+        with torch.no_grad():
+            self.plain.add_(1)
+        h = call(self.update, h * self.plain.clone())
+        with torch.no_grad():
+            self.plain.mul_(0.5)
+        return (h * self.plain).sin() * self.kept * self.norm.running_mean
+
+
+def caught(call):
+    def catching(function, h):
+        def raising(h):
+            raise KeyError
+
+        try:
+            call(raising, h)
+        except KeyError:
+            return function(h)
+
+    return catching
+
+
+CALLS = {
+    "native region": lambda function, h: remat.native_save_region("call", function, h),
+    "torch function": lambda function, h: function(remat.native_save_region("call", torch.sin, h)),
+    "region": lambda function, h: remat.region(function, "call")(h),
+    "recomputed": lambda function, h: remat.region(function, "call", policy=remat.CheckpointPolicy.RECOMPUTE)(h),
+    "raised": caught(lambda function, h: remat.native_save_region("call", function, h)),
+}
+
+
+@pytest.mark.parametrize("retain", [False, True])
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_buffers_changed_outside_of_the_named_calls_of_a_region_are_read_as_forward_found_them(call, retain):
+    def backward(y):
+        if retain:
+            y.sum().backward(retain_graph=True)
+        y.sum().backward()
+
+    torch.manual_seed(0)
+    plain = Updating()
+    module = copy.deepcopy(plain)
+    first = torch.sin if call is CALLS["torch function"] else torch.clone
+    expected = train(lambda module: lambda x: module(x, lambda function, h: function(first(h))), plain, backward)
+    assert_same(train(lambda module: lambda x: remat.checkpoint()(module)(x, call), module, backward), expected)
+
+
+class Amax(torch.autograd.Function):
+    """Notes the largest value that it has seen in a buffer of its module, as kernels of low precision do."""
+
+    @staticmethod
+    def forward(ctx, x, amax, policy):
+        handle = remat.get_handle(ctx, "amax", policy)
+        if (out := handle.maybe_load_saved()) is not None:
+            return out
+        x = handle.save_or_load_inputs(x)
+        with torch.no_grad():
+            amax.copy_(torch.maximum(amax, x.detach().abs().max()))
+        handle.save_for_backward({"x": x})
+        return handle.record_outputs(x.sin())
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * x.cos(), None, None
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.normed = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+        self.register_buffer("amax", torch.zeros(()))
+
+    def forward(self, x):
+        seen = Amax.apply(self.normed(x), self.amax, remat.CheckpointPolicy.SAVE)
+        return remat.native_save_region("read", lambda: seen + 1) * (x * self.amax.clone()).cos()
+
+
+@pytest.mark.parametrize("policy", [None, lambda ctx, op, *args, **kwargs: False])
+def test_buffers_that_the_body_of_a_skipped_op_changes_beside_those_that_the_region_does(policy):
+    torch.manual_seed(0)
+    plain = Scaled()
+    module = copy.deepcopy(plain)
+    options = {} if policy is None else {"policy": policy}
+
+    def backward(y):
+        y.sum().backward()
+
+    expected = train(lambda module: module, plain, backward)
+    assert_same(train(lambda module: remat.checkpoint(**options)(module), module, backward), expected)
+
+
+class Inner(nn.Module):
+    """Takes a gradient between a change of a buffer in a native region and what reads that."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("average", torch.ones(4))
+
+    def update(self, h):
+        with torch.no_grad():
+            self.average.lerp_(h.mean(0), 0.5)
+        return h.sin()
+
+    def forward(self, x):
+        h = remat.native_save_region("update", self.update, self.linear(x))
+        scaled = (h * self.average.clone()).exp()
+        (gradient,) = torch.autograd.grad(scaled.sum(), h, create_graph=True)
+        return gradient * scaled * self.average.clone()
+
+
+def test_replay_inside_forward_reads_the_buffer_that_a_native_region_has_changed():
+    outputs = []
+
+    def backward(y):
+        outputs.append(y.detach().clone())
+        y.sum().backward()
+
+    torch.manual_seed(0)
+    plain = Inner()
+    module = copy.deepcopy(plain)
+    assert_same(train(lambda module: module, plain, backward), train(remat.checkpoint(), module, backward))
+    assert_same(outputs[:3], outputs[3:])

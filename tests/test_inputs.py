@@ -24,6 +24,8 @@ from helpers import (
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
+import torch_remat as remat
+
 Pair = namedtuple("Pair", ["one", "two"])
 
 BATCHES = [OptreeBatch, TorchBatch, OpaqueBatch]
@@ -238,6 +240,34 @@ def test_tensors_from_a_closure_get_equal_gradients():
         return x.grad, w.grad
 
     assert_same_program(program, replays=1)
+
+
+@pytest.mark.filterwarnings("ignore:CpuOffloader moves")
+@pytest.mark.parametrize("policy", [None, remat.policies.save_matmuls], ids=["plain", "policy"])
+@pytest.mark.parametrize(
+    ("view", "offloads"),
+    [
+        (lambda x: x, False),
+        (lambda x: x, True),
+        (lambda x: x[:], True),
+        (lambda x: x.t(), False),
+        (lambda x: x[1:], False),
+        (lambda x: x.flatten(), False),
+    ],
+    ids=["itself", "itself, offloaded", "alias, offloaded", "transpose", "rows", "flat"],
+)
+def test_tensor_that_the_function_also_reaches_past_the_argument_gets_equal_gradients(view, offloads, policy):
+    options = {"offload_inputs": True, "offloader": remat.CpuOffloader(min_bytes=0)} if offloads else {}
+
+    def program(wrap):
+        torch.manual_seed(0)
+        x = leaf(4, 4)
+        made = x.softmax(0)
+        y = wrap(lambda given: made.sin().sum() * given.cos())(view(made))
+        y.sum().backward()
+        return y, x.grad
+
+    assert_same(program(remat.checkpoint(policy=policy, **options)), program(lambda function: function))
 
 
 def test_parameters_given_as_inputs_get_equal_gradients():

@@ -1179,3 +1179,34 @@ def test_results_that_share_memory_with_an_argument_and_are_no_views_of_it(in_pl
     (plain,) = torch.autograd.grad(block(x, lambda f: f).sum(), x)
     y = remat.checkpoint()(block)(x, lambda f: remat.region(f, "split", opaque=opaque))
     assert torch.equal(torch.autograd.grad(y.sum(), x)[0], plain)
+
+
+@pytest.mark.filterwarnings("ignore::torch_remat.RematWarning")
+def test_sparse_tensor_saved_in_a_call_beside_an_op_with_a_handle_is_equal():
+    def program(wrap):
+        torch.manual_seed(0)
+        x = torch.randn(4, 4, requires_grad=True)
+
+        def function(x):
+            x.sin(), remat.op(Kept.apply, "kept")(x)
+            return remat.region(lambda: x.to_sparse() * x.to_sparse(), "sparse")().to_dense()
+
+        y = wrap(function)(x)
+        y.sum().backward()
+        return y, x.grad
+
+    class Kept(torch.autograd.Function):
+        @staticmethod
+        @remat.auto_forward("y")
+        def forward(ctx, x):
+            y = x.exp()
+            ctx.save_for_backward(y)
+            return y
+
+        @staticmethod
+        def backward(ctx, grad):
+            (y,) = ctx.saved_tensors
+            return grad * y
+
+    for one, other in zip(program(remat.checkpoint()), program(lambda function: function), strict=True):
+        assert torch.equal(one, other)

@@ -19,6 +19,9 @@ from helpers import (
     plain,
 )
 from torch import nn
+from torch.nn import functional as F
+
+import torch_remat as remat
 
 
 def noisy(x):
@@ -335,3 +338,41 @@ def test_function_with_a_variable_that_is_not_set_yet_runs():
     y = checkpointed(block)(leaf(5))
     later = None
     y.sum().backward()
+
+
+def forked(x):
+    with torch.random.fork_rng():
+        scale = torch.rand(8)
+    return x * scale
+
+
+def seeded_in_between(x):
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        scale = torch.rand(8)
+    return x * scale
+
+
+def put_back_by_hand(x):
+    state = torch.get_rng_state()
+    scale = torch.rand(8)
+    torch.set_rng_state(state)
+    return x * scale
+
+
+@pytest.mark.parametrize("aside", [forked, seeded_in_between, put_back_by_hand])
+@pytest.mark.parametrize("native", [False, True])
+def test_code_that_puts_the_generator_back_after_a_draw_that_a_policy_saved_is_equal(aside, native):
+    def function(x):
+        order = remat.native_save_region("order", torch.randperm, 8) if native else torch.randperm(8)
+        return F.dropout(F.dropout(aside(x.sin())[:, order]).exp()).sin()
+
+    def train(wrap):
+        torch.manual_seed(0)
+        x = torch.randn(4, 8, requires_grad=True)
+        y = wrap(function)(x)
+        y.sum().backward()
+        return y.detach(), x.grad, torch.get_rng_state()
+
+    policy = remat.policies.never_replay_effects if native else [torch.ops.aten.randperm.default]
+    assert_same(train(remat.checkpoint(policy=policy)), train(lambda function: function))

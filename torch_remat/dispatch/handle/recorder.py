@@ -132,9 +132,14 @@ class ForwardOp(RematHandle):
 
 
 class SavedOp(ForwardOp):
-    """An op with policy SAVE or OFFLOAD in forward."""
+    """An op with policy SAVE or OFFLOAD in forward.
+
+    Attributes:
+        buffers: How often the buffers that the region reaches were changed before it.
+    """
 
     record: HandleCall
+    buffers: Sequence[int] = ()
 
     def load(self, args: tuple[Any, ...]) -> None:
         """Note the inputs; forward skips nothing."""
@@ -186,6 +191,8 @@ class SavedOp(ForwardOp):
             record.plain = [place for place, out in enumerate(outs) if any(out is tensor for tensor in plain)]
         if ops.draws is not None:
             record.drawn = ops.draws.end()
+        if region.buffers is not None:
+            region.buffers.leave_changed(self.buffers)
         ops.skipped_any = True
         if watch is not None:
             watch.skipped_op = None
@@ -307,8 +314,11 @@ def _index(storages: _Storages, tensor: Tensor, made: Made) -> None:
     storages[storage._cdata] = (ref(storage), made)
 
 
+_WITHOUT_STORAGE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
 def _look_up(storages: _Storages, tensor: Tensor) -> Made | None:
-    if isinstance(tensor, Placeholder):
+    if isinstance(tensor, Placeholder) or tensor.layout in _WITHOUT_STORAGE:
         return None
     storage = tensor.untyped_storage()
     known, made = storages.get(storage._cdata, (None, None))
@@ -385,6 +395,8 @@ class CallRecorder(Recorder):
             record.plain = ()
             if self.draws is not None:
                 self.draws.begin()
+            if self.region.buffers is not None:
+                op.buffers = self.region.buffers.versions()
         record.name = name
         record.policy = policy
         tape = self.region.tape

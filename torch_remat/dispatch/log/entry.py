@@ -64,6 +64,7 @@ class Entry:
         always: Whether replay runs it whatever it is needed for.
         run: Whether replay runs it.
         before: The random generators before it, if replay must set them.
+        moved: Whether something else than an op had set them since the last random op (`torch.random.fork_rng`).
         kept: The results that are kept for replay, by their place.
         written: What it left in the arguments that it writes, if that is kept.
         earlier: What some of the tensors among its arguments were, by their place, that a later entry has changed.
@@ -92,7 +93,7 @@ class Entry:
     saved: frozenset[int] = NOTHING
     away: frozenset[int] = NOTHING
     whole = True
-    always = run = False
+    always = run = moved = False
     before: RngState | None = None
     kept: Mapping[int, Slot] = _NONE
     written: Sequence[Slot] = ()

@@ -108,6 +108,7 @@ class OpRecorder:
         self.written: dict[int, list[tuple[torch.Tensor, tuple[int, int]]]] = {}
         self.versions: dict[int, int] = {}
         self.rng: RngState | None = None
+        self._left_rng: RngState | None = None  # where the last random op left them, under a policy
 
     @keep_from_compiler
     def watch(self, _mode: Any, op: Any, _types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -174,7 +175,7 @@ class OpRecorder:
             self._results.read_versions()
         if effects.written and self._decider is not None:
             self.earlier.note_writes(written_arguments(effects, args, kwargs))
-        before = self._rng_before(effects)
+        before, moved = self._rng_before(effects)
         _, noter, _, _, counts = self._plans[id(op)]
         entry = _new(Entry)
         entry.op, entry.effects, entry.path = op, effects, (path := self._paths[-1])
@@ -186,7 +187,8 @@ class OpRecorder:
             raise
         if self._departures.waiting:
             self._departures.send()
-        entry.before = before
+        if before is not None:
+            entry.before, entry.moved, self._left_rng = before, moved, before.present()
         if noter is None or not noter(entry, args, result):
             self._note_odd(entry, args, kwargs, result)
         entry.always = self._owner.in_recomputed_op()
@@ -213,16 +215,17 @@ class OpRecorder:
             self._observer(entry, args, kwargs, result)
         return result
 
-    def _rng_before(self, effects: Effects) -> RngState | None:
-        """Return the generators' state before an op that may draw; a stretch needs only that before its first one."""
+    def _rng_before(self, effects: Effects) -> tuple[RngState | None, bool]:
+        """Return the generators' state before an op that may draw (a stretch: its first), and whether no op left it."""
         if not effects.random:
-            return None
+            return None, False
         self.has_random = True
         if self._decider is not None:
-            return self._owner.rng_now()
+            left = self._left_rng
+            return self._owner.rng_now(), left is not None and left.drawn() is not None
         if self.rng is None:
             self.rng = self._owner.rng_now()
-        return None
+        return None, False
 
     def _note_raised(self, entry: Entry, error: Exception) -> None:
         entry.results = Raised(type(error), error.args)

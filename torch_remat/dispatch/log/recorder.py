@@ -512,11 +512,13 @@ class Recorder:
 def keep_random(region: Any, entries: Sequence[Entry]) -> None:
     """Keep the generators' states where replay skips what drew before, and none if replay draws nothing."""
     random = [entry for entry in entries if entry.effects.random]
-    skipped = False
+    skipped = any_skipped = False
     for entry in random:
-        if not (entry.run and skipped):
+        # Once an op was skipped, code that puts back a state that it has read puts back another one in replay.
+        if not (entry.run and (skipped or (any_skipped and entry.moved))):
             entry.before = None
         skipped = not entry.run
+        any_skipped = any_skipped or skipped
     if region.tape.drawn_by_ops():
         return
     if random and not any(entry.run for entry in random) and all(e.effects.namespace == "aten" for e in random):

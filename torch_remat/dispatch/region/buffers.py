@@ -99,6 +99,17 @@ class Buffers:
         for buffer in self._buffers:
             yield buffer.tensor
 
+    def versions(self) -> list[int]:
+        """Return how often each was changed."""
+        return [version_of(buffer.tensor) for buffer in self._buffers]
+
+    def leave_changed(self, versions: Sequence[int]) -> None:
+        """Let those be as they are that an op has changed since, whose body replay does not run."""
+        self._buffers = [
+            buffer if version_of(buffer.tensor) == version else buffer._replace(copy=None)
+            for buffer, version in zip(self._buffers, versions, strict=True)
+        ]
+
     def finish(self, is_logged: Callable[[torch.Tensor], bool] | None) -> bool:
         """At the end of forward: note what it has changed; return whether that is anything.
 
@@ -120,13 +131,18 @@ class Buffers:
         self._buffers, self._statistics = changed, set()
         return bool(changed)
 
-    def go_back(self) -> list[Buffer]:
-        """Return what buffers are now, and let them be as forward found them, but for those that the log knows of."""
+    def go_back(self, is_over: bool) -> list[Buffer]:
+        """Return what buffers are now; let them be as forward found them, but for those that the log knows of.
+
+        Args:
+            is_over: Whether it is known which these are: forward is over, or there is no log.
+        """
         now = []
         for held, name, *_ in self._buffers:
             if (tensor := held.get(name)) is not None:
                 now.append(_as_it_is(held, name, tensor, True))
-        put_back(self._buffers)
+        if is_over:
+            put_back(self._buffers)
         return now
 
 

@@ -43,7 +43,7 @@ class RegionInputs:
 
     _spec: optree.PyTreeSpec | None = None
     _unpack: Callable[[Any], torch.Tensor] | None = None
-    _restored: Sequence[ref[torch.Tensor]] = ()  # what the latest replay was given, if hooks or an offloader hold it
+    _restored: Sequence[ref[torch.Tensor]] = ()  # what the latest replay was given, if hooks or an offloader had it
     _away: dict[int, Any] | None = None  # by index of the leaf; set only if inputs are offloaded
     _owners: tuple[ref[torch.Tensor], ...] = ()  # the parameters that arguments are views of
     _given: Mapping[int, ref[torch.Tensor]] = MappingProxyType({})  # those that need no gradient, by leaf
@@ -267,8 +267,13 @@ class RegionInputs:
         with without_dispatch_modes():
             return any(
                 type(kept) is Tensor
-                and metadata_of(kept)[1:] == metadata_of(tensor)[1:]
-                and (kept.is_set_to(tensor) or (not self.as_given and torch.equal(kept, tensor)))
+                and (
+                    (self.bases and tensor._base is None and key_of(kept) == key_of(tensor))  # it is a view of this
+                    or (
+                        metadata_of(kept)[1:] == metadata_of(tensor)[1:]
+                        and (kept.is_set_to(tensor) or (not self.as_given and torch.equal(kept, tensor)))
+                    )
+                )
                 for kept in here
             )
 

@@ -117,7 +117,7 @@ class Filling(RematMode):
         if last_refusal.get() is not None:
             last_refusal.set(None)
         grad_enabled = torch.is_grad_enabled()
-        buffers = () if region.buffers is None else region.buffers.go_back()
+        buffers = () if region.buffers is None else region.buffers.go_back(self.ops is None or region.finished)
         try:
             contexts = [] if unchanged(region) else check_parameters(region, self.fail)
             args, kwargs = region.inputs.restore(region)
