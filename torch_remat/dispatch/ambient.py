@@ -128,6 +128,10 @@ class RngState:
                 ends.append((generator, end))
         return RngState.of(ends) if ends else None
 
+    def differs_from(self, other: RngState) -> bool:
+        """Whether the same generators are in other states there."""
+        return not all(_equal(one, two) for (_, one), (_, two) in zip(self._states, other._states, strict=True))
+
     def kept(self) -> list[torch.Tensor]:
         """Return the states, as byte tensors."""
         return [state for _, state in self._states]

@@ -221,8 +221,8 @@ class OpRecorder:
             return None, False
         self.has_random = True
         if self._decider is not None:
-            left = self._left_rng
-            return self._owner.rng_now(), left is not None and left.drawn() is not None
+            before, left = self._owner.rng_now(), self._left_rng
+            return before, before is not None and left is not None and left.differs_from(before)
         if self.rng is None:
             self.rng = self._owner.rng_now()
         return None, False
