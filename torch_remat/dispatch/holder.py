@@ -124,17 +124,17 @@ class OpHolder(Holder):
         tensor_name: The tensor's name.
         resident: Whether the tensor is kept from the start.
         unpack: The unpack hook around the region, if ``packed`` is what its pack hook returned for a resident.
-        is_shared: Whether that lies in the memory of an argument.
+        key: The storage of what that was.
     """
 
-    __slots__ = ("is_shared", "op", "packed", "resident", "tensor_name", "unpack")
+    __slots__ = ("key", "op", "packed", "resident", "tensor_name", "unpack")
 
     op: str
     tensor_name: str
     resident: bool
     packed: Any
     unpack: Callable[[Any], torch.Tensor] | None
-    is_shared: bool
+    key: int
 
     @property
     def name(self) -> str:
@@ -197,8 +197,8 @@ def read(packed: Any) -> Any:
         if packed.unpack is not None:
             with torch.no_grad():
                 value = packed.unpack(packed.packed)
-            if packed.is_shared and not packed.region.finished:
-                packed.region.inputs.adopt(value)
+            if not packed.region.finished:
+                packed.region.adopt(packed, value)
             return value
         if not packed.region.finished and packed.op != packed.region.tape.calling:
             packed.region.tape.backward_inside = True

@@ -112,6 +112,10 @@ class Recorder:
         # The ranges of sequence numbers of autograd nodes that replay skips, so that they read nothing.
         self.skipped: list[tuple[int, int]] = []
         self._known: set[int] = set()  # the storages that entries made and that code that nobody watches may reach
+        # The residents that an entry has made and hooks around the region have packed.
+        self._packed: list[tuple[ref[OpHolder], tuple[Entry, int]]] = []
+        # The storages of what these have made anew of one, each with its own, and after how many entries.
+        self._adopted: list[tuple[int, int, int]] = []
         self._changes: dict[int, int] = {}  # how many times native regions have changed a tensor from outside
 
     # What the recorder of aten ops asks.
@@ -147,7 +151,7 @@ class Recorder:
         holder.tensor_name = name
         holder.metadata = metadata_of(tensor)
         holder.value = holder.packed = holder.unpack = None
-        holder.resident, holder.is_shared = True, False
+        holder.resident = True
         region.tape.holders.append(ref(holder))
         return holder
 
@@ -156,11 +160,20 @@ class Recorder:
         hooks: SavedTensorHooks | None = self.region.hooks
         if hooks is not None:
             pack, holder.unpack = hooks
-            holder.is_shared = self.region.inputs.shares(tensor)
+            holder.key = key_of(tensor)
+            if (writer := self.storages.writers.get(holder.key)) is not None:
+                self._packed.append((ref(holder), writer))
             with self.mode.unwatched():
                 holder.packed = pack(tensor)
         else:
             holder.value = self.mode.alias_of(tensor)
+
+    def adopt(self, holder: OpHolder, value: torch.Tensor) -> None:
+        """Take what hooks around the region have made anew of a resident as what the resident's entry has made."""
+        for packed, writer in self._packed:
+            if packed() is holder:
+                self.storages.adopt(value, writer)
+                self._adopted.append((key_of(value), holder.key, len(self.entries)))
 
     # What runs.
 
@@ -404,6 +417,10 @@ class Recorder:
             self.departures.send()
         if not self.entries:
             return
+        for key, own, after in self._adopted:
+            for entry in self.entries[after:]:
+                if key in entry.reads:
+                    entry.reads = [own if read == key else read for read in entry.reads]
         if self.has_policy:  # elsewhere the graph is asked
             self.results.let_go_of_graph()
         tape.roots = roots = self._roots(boundary)

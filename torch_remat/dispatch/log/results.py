@@ -59,6 +59,8 @@ class Results:
 
     def note_one(self, entry: Entry, result: torch.Tensor) -> None:
         """Note the result of an entry of kind `ONE`."""
+        if not torch.is_grad_enabled():
+            result = result.detach()  # autograd takes a gradient that nobody else has, and copies another
         self._held[entry] = {0: (result, UNCOUNTED if result.is_inference() else result._version)}
 
     def note(self, entry: Entry, result: Any, written: Sequence[torch.Tensor] = ()) -> None:

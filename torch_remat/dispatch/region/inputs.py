@@ -154,12 +154,10 @@ class RegionInputs:
         """
         return id(tensor) in self.originals or (bool(self._storages) and key_of(tensor) in self._storages)
 
-    def adopt(self, tensor: torch.Tensor) -> None:
-        """Take what hooks around the region have made anew of an argument, in forward, as if it lay where that does.
-
-        In a replay of what is around they give the argument itself, and what is kept must be the same there.
-        """
-        self._storages = {*self._storages, key_of(tensor)}
+    def adopt(self, tensor: torch.Tensor, key: int) -> None:
+        """Hold a tensor while forward runs, and take it as if it lay in a storage that may be that of an argument."""
+        if key in self._storages:
+            self._storages = {*self._storages, key_of(tensor)}
         self.given = (*self.given, tensor)  # no other takes its place
 
     def holds(self, tensor: torch.Tensor) -> bool:

@@ -31,7 +31,7 @@ from torch_remat.dispatch.check.debug_log import OpLog
 from torch_remat.dispatch.check.parameters import parameters_of
 from torch_remat.dispatch.check.values import Values
 from torch_remat.dispatch.generators import generators_of
-from torch_remat.dispatch.holder import Holder, read
+from torch_remat.dispatch.holder import Holder, OpHolder, read
 from torch_remat.dispatch.keeping import Keeper
 from torch_remat.dispatch.mode import RematMode, unseen
 from torch_remat.dispatch.naming import default_name, scope
@@ -211,11 +211,27 @@ class Region:
             self.keeper.replay(self._replay(self, last).replay)
 
     def _replay_in_forward(self, last: int) -> None:
-        for mode in active_modes():
-            if isinstance(mode, RematMode) and mode.region is self and not mode.replaying and mode.ops is not None:
-                mode.ops.before_replay()
+        if (recorder := self._recorder()) is not None:
+            recorder.before_replay()
         with unseen(self):
             self._replay(self, last).replay()
+
+    def adopt(self, holder: OpHolder, value: torch.Tensor) -> None:
+        """Take what the hooks around have made anew of a resident, in forward, as if it lay where that does.
+
+        In a replay of what is around they give the resident itself, and what is kept must be the same there.
+        """
+        assert self.inputs is not None
+        self.inputs.adopt(value, holder.key)
+        if (recorder := self._recorder()) is not None:
+            recorder.adopt(holder, value)
+
+    def _recorder(self) -> Any:
+        """Return what records the ops while forward runs; None where nothing does."""
+        for mode in active_modes():
+            if isinstance(mode, RematMode) and mode.region is self and not mode.replaying:
+                return mode.ops
+        return None
 
     def release(self) -> None:
         """Drop what only a further replay would need."""

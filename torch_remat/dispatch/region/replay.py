@@ -17,6 +17,7 @@ from torch import Tensor
 
 from torch_remat._compat import (
     CompiledCode,
+    active_modes,
     detached,
     keep_from_compiler,
     sequence_number,
@@ -87,8 +88,8 @@ class Filling(RematMode):
         self._end_at(last)
         if tape.records or tape.calls:
             self.ops = Answerer(self)
-        elif region.tail_is_tiny and self._last == self._limit - 1:
-            self._last = self._limit  # an exception would take longer
+        elif region.tail_is_tiny and self._last == self._limit - 1 and not active_modes():
+            self._last = self._limit  # an exception would take longer; what watches is to see the same in both phases
         if tape.elided:
             self._waiting = tape.empty_elided()
         if options is not DEFAULTS:
