@@ -186,7 +186,6 @@ WHOLE_CALLS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::torch_remat.RematWarning")
 @pytest.mark.parametrize("early_stop", [True, False])
 @pytest.mark.parametrize("name", WHOLE_CALLS)
 def test_gradient_taken_inside_a_region_through_a_native_region_is_equal(name, early_stop):
@@ -497,7 +496,6 @@ def torchs(function):
 
 @pytest.mark.parametrize("outer", [torchs, checkpointed])
 @pytest.mark.parametrize("options", [{}, {"opaque": True}])
-@pytest.mark.filterwarnings("ignore::torch_remat.RematWarning")
 def test_gradient_inside_a_call_in_a_region_under_a_checkpoint(outer, options):
     def through(value, other):
         with torch.enable_grad():

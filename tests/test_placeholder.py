@@ -205,7 +205,7 @@ def test_real_tensor_from_a_placeholder_is_its_own():
 def test_error_has_fields_and_is_a_remat_error():
     error = refused(lambda: placeholder().sin())
     assert isinstance(error, remat.RematError)
-    assert (error.region, error.op, error.tensor) == SOURCE
+    assert (error.region, error.op, error.tensor) == SOURCE[:3]
     assert error.consumer.startswith("aten.sin")
     assert refused(lambda: placeholder().data_ptr()).consumer == "data_ptr"
 

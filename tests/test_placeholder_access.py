@@ -41,7 +41,7 @@ def assert_refused(consume, given, consumer):
     with pytest.raises(remat.PlaceholderError) as caught:
         consume(given)
     error = caught.value
-    assert (error.region, error.op, error.tensor) == SOURCE
+    assert (error.region, error.op, error.tensor) == SOURCE[:3]
     assert consumer in error.consumer
     assert error.line.startswith("test_placeholder_access.py:")
 

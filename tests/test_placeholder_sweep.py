@@ -165,7 +165,7 @@ def judge(call: Call, places: frozenset[int]) -> str | None:
 
 def wrong_with_error(error: remat.PlaceholderError, call: Call, left: list) -> str | None:
     """Return what is wrong with an error, and with the real tensors that the failed call leaves behind."""
-    if (error.region, error.op, error.tensor) != SOURCE or not error.consumer or not error.line:
+    if (error.region, error.op, error.tensor) != SOURCE[:3] or not error.consumer or not error.line:
         return f"the error does not say what was consumed: {error}"
     for place, (old, new) in enumerate(zip(optree.tree_leaves(call.tree), left, strict=True)):
         if not is_strided(old) or remat.is_placeholder(new) or call.form == "out":

@@ -47,7 +47,7 @@ def assert_passed_on(expected: Any, actual: Any) -> None:
         assert metadata(placeholder) == metadata(view)
         with pytest.raises(remat.PlaceholderError) as caught:
             placeholder.clone()
-        assert (caught.value.region, caught.value.op, caught.value.tensor) == SOURCE
+        assert (caught.value.region, caught.value.op, caught.value.tensor) == SOURCE[:3]
 
 
 # The ops that torch's schemas call views

@@ -196,10 +196,7 @@ def read(packed: Any) -> Any:
             return value
         if packed.unpack is not None:
             with torch.no_grad():
-                value = packed.unpack(packed.packed)
-            if not packed.region.finished:
-                packed.region.adopt(packed, value)
-            return value
+                return packed.unpack(packed.packed) if packed.region.finished else packed.region.unpack(packed)
         if not packed.region.finished and packed.op != packed.region.tape.calling:
             packed.region.tape.backward_inside = True
     region = packed.region

@@ -236,12 +236,22 @@ class RematMode(DispatchMode):
 
 @contextmanager
 def unseen(region: Any = None) -> Iterator[None]:
-    """Show no op to the modes of a region and of those in it, by default of any: what runs inside is no part."""
+    """Show no op to the modes of a region and of those in it, by default of any: what runs inside is no part.
+
+    Nor has what has a name there to do with the region, if there is one.
+    """
     with ExitStack() as stack:
         for mode in active_modes():
             if isinstance(mode, RematMode) and (region is None or mode.is_in(region)):
                 stack.enter_context(mode.unwatched())
-        yield
+        current = outside = _current.get()
+        while region is not None and outside is not None and outside.is_in(region):
+            outside = outside.parent
+        _current.set(outside)
+        try:
+            yield
+        finally:
+            _current.set(current)
 
 
 class _Uncompiled(DispatchMode):

@@ -49,6 +49,11 @@ class Source(NamedTuple):
     region: str
     op: str
     output: str
+    owner: int = 0  # the region's identity: another may have its name
+
+    def is_of(self, region: object) -> bool:
+        """Whether a region's replay passes it: to another one, around or inside, it is a tensor like others."""
+        return self.owner == id(region)
 
 
 class Geometry(NamedTuple):
@@ -229,13 +234,13 @@ def mapped(
     return made[0], made[1]
 
 
-def real(leaf: Any, consumer: str) -> Any:
-    """Return a value with a placeholder replaced by the tensor that it stands for.
+def real(leaf: Any, consumer: str, region: object = None) -> Any:
+    """Return a value with a placeholder (of one region, if it is named) replaced by the tensor that it stands for.
 
     Raises:
         PlaceholderError: There is no way to get the tensor.
     """
-    if not isinstance(leaf, Placeholder):
+    if not isinstance(leaf, Placeholder) or (region is not None and not leaf.source.is_of(region)):
         return leaf
     if leaf.compute is None:
         refuse(leaf.source, consumer)
@@ -267,7 +272,7 @@ def refuse(source: Source, consumer: str) -> NoReturn:
         PlaceholderError: Always.
     """
     file, line = user_line()
-    (region, op, output), place = source, f"{Path(file).name}:{line}"
+    (region, op, output, _), place = source, f"{Path(file).name}:{line}"
     refusal = partial(PlaceholderError, region=region, op=op, output=output, consumer=consumer, line=place)
     last_refusal.set(refusal)
     raise refusal()

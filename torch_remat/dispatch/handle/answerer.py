@@ -136,7 +136,7 @@ class SkippedOp(ReplayOp):
         made = []
         metas = record.results
         for place, meta in enumerate(metas if type(metas) is list else (metas,)):
-            source = new_tuple(Source, (ops.region_name, record.name, record.label(place)))
+            source = new_tuple(Source, (ops.region_name, record.name, record.label(place), id(ops.region)))
             value = None if answerer is None else kept[place]
             if value is None:
                 compute = None if answerer is None else partial(ops.value_after_all, source, record, place)
@@ -155,7 +155,7 @@ class SkippedOp(ReplayOp):
             raise self._out_of_order(1)
         self._step = 1
         if self._again:
-            args = tuple([real(arg, self.record.name) for arg in args])
+            args = tuple([real(arg, self.record.name, self.ops.region) for arg in args])
         return args[0] if len(args) == 1 else args
 
     def save_for_backward(self, saved_tensors: Mapping[str, Tensor | None]) -> None:
@@ -249,7 +249,7 @@ class Answerer:
     def _watched_ops(self) -> OpAnswerer:
         """Return what answers the ops that are watched, in this run of the function."""
         if self._answers is None:
-            self._answers = OpAnswerer(self.region, self._replay.fail, self.suppressed, self.load, self.start_over)
+            self._answers = OpAnswerer(self._replay, self.suppressed, self.load, self.start_over)
             self._answerers.append(self._answers)
         return self._answers
 
@@ -549,7 +549,7 @@ class Answerer:
             if slot is not None:
                 tensor = slot.load(self.region_name, record.name or consumer, f"input {place}")
                 loaded[place] = self._loaded[id(tensor)] = tensor
-            elif isinstance(arg, Placeholder):
+            elif isinstance(arg, Placeholder) and arg.source.is_of(self.region):
                 tensor = real(arg, consumer).detach().requires_grad_(arg.requires_grad)
                 loaded[place] = self._loaded[id(tensor)] = tensor
         return loaded
@@ -584,7 +584,7 @@ class Answerer:
         """Give placeholders that something reads from here on the values that were kept for it."""
         values, _ = self.enter_region(tensors, {})
         for tensor, value in zip(tensors, values, strict=True):
-            if isinstance(tensor, Placeholder):
+            if isinstance(tensor, Placeholder) and tensor is not value:
                 tensor.compute = partial(constant, value.detach())
 
     def note_made(self, waiting: Sequence[Elided], outputs: Sequence[torch.Tensor]) -> None:
@@ -611,7 +611,7 @@ class Answerer:
             return
         loaded = type(source) is Placeholder
         if loaded:
-            source = real(source, f"op {holder.op!r}")
+            source = real(source, f"op {holder.op!r}", self.region)
         if type(source) is Tensor and view is None:
             value: Tensor | None = source.detach()
         else:

@@ -394,7 +394,7 @@ def kept_or_stand_in(replay: Replay, entry: Entry, place: int, meta: Any, requir
         return tensor
     if type(meta) not in (Meta, WrapperMeta):
         return meta
-    source = Source(replay.region.name, entry.group, entry.label(place))
+    source = Source(replay.region.name, entry.group, entry.label(place), id(replay.region))
     made = stand_in(meta, source, partial(replay.value_after_all, source, entry, place))
     if is_changed:
         return fresh_alias(made, True, True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,7 +21,6 @@ from torch_remat._compat import keep_from_compiler, kernel_of
 from torch_remat.dispatch.log.earlier import as_it_was, earlier_label, is_reshaped
 from torch_remat.dispatch.log.entry import (
     CALL,
-    ODD,
     ONE,
     VIEW,
     Entry,
@@ -54,7 +53,7 @@ from torch_remat.dispatch.log.record import Left
 from torch_remat.dispatch.log.schema import effects_of, without_statistics
 from torch_remat.dispatch.log.slot import Slot, version_of
 from torch_remat.dispatch.log.suppressed import Suppressed
-from torch_remat.dispatch.placeholder import Placeholder, Source, constant, geometry_of, mapped, real
+from torch_remat.dispatch.placeholder import Placeholder, Source, constant, geometry_of, mapped, new_tuple, real
 from torch_remat.dispatch.views import offset_in_bytes, placement_in
 from torch_remat.errors import MismatchError, MutationError
 
@@ -82,8 +81,7 @@ class OpAnswerer:
     """The aten ops of one replay: of a whole region, or of the native regions in it, one after the other.
 
     Args:
-        region: The region.
-        fail: Ends the replay with an error.
+        replay: The replay, which ``stop()`` and ``fail(error)`` end.
         suppressed: The writes that are not done again.
         load: Returns what a slot keeps; takes the names of its op and of the tensor, too.
         start_over: Ends a replay in which something reads a result that was not kept; takes the entry, the place of the
@@ -103,15 +101,14 @@ class OpAnswerer:
 
     def __init__(
         self,
-        region: Any,
-        fail: Callable[[MismatchError], NoReturn],
+        replay: Any,
         suppressed: Suppressed,
         load: Callable[[Slot, str, str], torch.Tensor],
         start_over: Callable[[Entry, int, str], Any],
     ) -> None:
-        self._region = region
+        self._replay = replay
+        self._region = region = replay.region
         self._region_name: str = region.name
-        self._fail = fail
         self._suppressed = suppressed
         self._load = load
         self._start_over = start_over
@@ -177,14 +174,16 @@ class OpAnswerer:
         remade = self._remakes and at is not None and at < len(entries)
         if at is None or (remade and is_remade_view(entries[at], op, effects, args, kwargs)):
             return run_loose(op, args, kwargs)
+        if at >= len(entries) and not (self._group or self._region.finished):
+            self._replay.stop()  # a backward inside forward, which has not come so far itself
         if at >= len(entries) or (entries[at].op is not op and not is_mirrored(entries[at].op, op)):
-            self._fail(another_op(self._region, self._group or None, at, entries, op))
+            self._replay.fail(another_op(self._region, self._group or None, at, entries, op))
         self._at = at + 1
         entry = entries[at]
         if entry.op is not op or is_swapped(entry, args):
             args = args[::-1]  # a comparison with its operands swapped
         if entry.layout and (found := layout_of(args, kwargs)) and entry.layout != found:
-            self._fail(other_arguments(self._region, at, entry, entry.layout, found))
+            self._replay.fail(other_arguments(self._region, at, entry, entry.layout, found))
         if effects.written and any(map(has_placeholder, tensors_in(args, kwargs))):
             self._remakes = True
         if self._left and entry.writes:
@@ -230,7 +229,7 @@ class OpAnswerer:
     def forget(self) -> None:
         """Let go of what is kept: a placeholder may outlive the replay."""
         self._entries, self._left_over, self._left, self._written = (), {}, {}, []
-        del self._fail, self._load, self._region
+        del self._replay, self._load, self._region
 
     def outside(self) -> Collection[int]:
         """Return what `key_of` gives for the tensors outside of the region that forward has changed."""
@@ -240,7 +239,7 @@ class OpAnswerer:
         """Return the outputs of an op with a handle: the kept ones in order, None for the others."""
         at = after_loose(self._entries, self._at, entry)
         if at >= len(self._entries) or self._entries[at] is not entry:
-            self._fail(another_op(self._region, entry.name, self._at, self._entries, entry.name))
+            self._replay.fail(another_op(self._region, entry.name, self._at, self._entries, entry.name))
         self._at = at + 1
         return [
             self._value(entry, place, entry.kept[place]) if place in entry.kept else None
@@ -253,13 +252,15 @@ class OpAnswerer:
             self._suppressed.restore()
         first, last = sorted((self._at, start))  # a view made anew may have been taken for the call's first
         if after_loose(self._entries[:last], first) != last:
-            self._fail(another_op(self._region, self._group or None, self._at, self._entries, call))
+            self._replay.fail(another_op(self._region, self._group or None, self._at, self._entries, call))
         self._at = end
 
     def may_fill(self) -> bool:
         """Whether the op that comes next may write what was just saved for it."""
         entry = self._entries[self._at] if self._at < len(self._entries) else None
-        return entry is not None and entry.run and entry.kind in (ODD, CALL)
+        if entry is None or not entry.run:
+            return False
+        return entry.kind == CALL or not (entry.effects.plain or entry.effects.view)
 
     def _note_written(self, entry: Entry, at: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Note what a native region changes that was made outside of it."""
@@ -274,7 +275,9 @@ class OpAnswerer:
         effects = entry.effects
         if entry.before is not None:
             entry.before.restore()
-        args, kwargs = _real_arguments(entry, args, kwargs)
+        if any(map(has_placeholder, tensors_in(args, kwargs))):
+            consumer = str(entry.op)
+            args, kwargs = mapped(lambda leaf: real(leaf, consumer, self._region), args, kwargs)
         if entry.outside:
             written = entry.changed_arguments(args, kwargs)
             outside = still_there(entry.outside)
@@ -347,7 +350,7 @@ class OpAnswerer:
         slot = entry.kept.get(place)
         if slot is not None:
             return self._value(entry, place, slot)
-        source = Source(self._region_name, entry.group, entry.label(place))
+        source = new_tuple(Source, (self._region_name, entry.group, entry.label(place), id(self._region)))
         return stand_in(meta, source, partial(self.value_after_all, source, entry, place))
 
     def value_after_all(self, source: Source, entry: Entry, place: int, consumer: str) -> torch.Tensor:
@@ -375,12 +378,3 @@ def loaded_slots(region: Any) -> dict[int, torch.Tensor]:
             if id(slot) not in loaded:
                 loaded[id(slot)] = slot.load(region.name, entry.group, earlier_label(entry, at))
     return loaded
-
-
-def _real_arguments(
-    entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    if not any(map(has_placeholder, tensors_in(args, kwargs))):
-        return args, kwargs
-    consumer = str(entry.op)
-    return mapped(lambda leaf: real(leaf, consumer), args, kwargs)

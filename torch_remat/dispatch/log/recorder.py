@@ -87,6 +87,7 @@ class Recorder:
 
     def __init__(self, forward: RematMode) -> None:
         self.region = forward.region
+        self.region.recorder = self
         self.mode = forward
         self.entries: list[Entry] = []
         self.region.tape.calls = self.entries
@@ -172,8 +173,8 @@ class Recorder:
         """Take what hooks around the region have made anew of a resident as what the resident's entry has made."""
         for packed, writer in self._packed:
             if packed() is holder:
-                self.storages.adopt(value, writer)
-                self._adopted.append((key_of(value), holder.key, len(self.entries)))
+                self.storages.writers[key := key_of(value)] = writer
+                self._adopted.append((key, holder.key, len(self.entries)))
 
     # What runs.
 
@@ -438,7 +439,7 @@ class Recorder:
 
     def before_replay(self) -> None:
         """Let a replay inside of forward, and each later one, run all ops so far, on what they have read."""
-        if self.watch is not None:
+        if self.watch is not None and (self.has_policy or self.watch.native is not None):
             run_for_good(self.entries)
             self.watch.earlier.keep(self.departures.slot_for)
 
@@ -521,7 +522,7 @@ class Recorder:
 
     def forget(self) -> None:
         """Let go of the graph."""
-        self.watch = None
+        self.region.recorder = self.watch = None
         self._returned = []
         del self.mode, self.departures
 

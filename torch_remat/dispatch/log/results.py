@@ -59,15 +59,15 @@ class Results:
 
     def note_one(self, entry: Entry, result: torch.Tensor) -> None:
         """Note the result of an entry of kind `ONE`."""
-        if not torch.is_grad_enabled():
-            result = result.detach()  # autograd takes a gradient that nobody else has, and copies another
+        result = result if torch.is_grad_enabled() else _let_go(result)
         self._held[entry] = {0: (result, UNCOUNTED if result.is_inference() else result._version)}
 
     def note(self, entry: Entry, result: Any, written: Sequence[torch.Tensor] = ()) -> None:
         """Note what any other entry returned, and the arguments that it wrote."""
         results = result if isinstance(result, (list, tuple)) else (result,)
+        is_gradient = entry.kind != CALL and not torch.is_grad_enabled()
         held = self._held[entry] = {
-            place: (tensor, version_of(tensor))
+            place: (_let_go(tensor) if is_gradient else tensor, version_of(tensor))
             for place, tensor in enumerate(results)
             if isinstance(tensor, torch.Tensor) and place in entry.saved
         }
@@ -175,6 +175,11 @@ class Results:
         if self._usual and (aliases := self._storages.aliases_of(tensor)):
             slot.watch(aliases)
         return slot
+
+
+def _let_go(gradient: torch.Tensor) -> torch.Tensor:
+    """Return an alias: autograd takes over a gradient that nobody else has, and copies one that somebody has."""
+    return gradient.detach() if gradient.layout is torch.strided else gradient
 
 
 def decision_on(entry: Entry, place: int) -> CheckpointPolicy:

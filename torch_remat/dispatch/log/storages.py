@@ -83,10 +83,6 @@ class Storages:
             if key not in self._foreign:
                 self.writers.pop(key, None)
 
-    def adopt(self, tensor: torch.Tensor, writer: tuple[Entry, int]) -> None:
-        """Take another tensor, which somebody holds, as what an entry has made."""
-        self.writers[key_of(tensor)] = writer
-
     def is_foreign(self, key: int) -> bool:
         """Whether a storage comes from outside."""
         return key not in self.writers or key in self._foreign

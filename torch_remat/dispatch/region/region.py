@@ -17,7 +17,6 @@ import torch
 from torch.nn import Module
 
 from torch_remat._compat import (
-    active_modes,
     graph_exec_group,
     graph_is_kept,
     graph_task,
@@ -33,7 +32,7 @@ from torch_remat.dispatch.check.values import Values
 from torch_remat.dispatch.generators import generators_of
 from torch_remat.dispatch.holder import Holder, OpHolder, read
 from torch_remat.dispatch.keeping import Keeper
-from torch_remat.dispatch.mode import RematMode, unseen
+from torch_remat.dispatch.mode import unseen
 from torch_remat.dispatch.naming import default_name, scope
 from torch_remat.dispatch.offloading import Sender, offload_inputs
 from torch_remat.dispatch.options import DEFAULTS, Options
@@ -82,6 +81,7 @@ class Region:
     offloading: Sender | None = None
     buffers: Buffers | None = None  # of modules, while they are to be put back
     keeper: Keeper | None = None  # inside of a budget
+    recorder: Any = None  # of names and ops, while forward runs
     replayed_in = -1  # the latest backward that came here
 
     def __init__(
@@ -211,27 +211,25 @@ class Region:
             self.keeper.replay(self._replay(self, last).replay)
 
     def _replay_in_forward(self, last: int) -> None:
-        if (recorder := self._recorder()) is not None:
-            recorder.before_replay()
+        if self.recorder is not None:
+            self.recorder.before_replay()
         with unseen(self):
             self._replay(self, last).replay()
 
-    def adopt(self, holder: OpHolder, value: torch.Tensor) -> None:
-        """Take what the hooks around have made anew of a resident, in forward, as if it lay where that does.
+    def unpack(self, holder: OpHolder) -> torch.Tensor:
+        """Return a resident that hooks around have packed, in forward, where they may have made it anew.
 
-        In a replay of what is around they give the resident itself, and what is kept must be the same there.
+        In a replay of what is around they give the resident itself. What is kept must be the same there: the value is
+        taken as if it lay where the resident does, and what makes it is not this forward's.
         """
         assert self.inputs is not None
+        assert holder.unpack is not None
+        with unseen(self):
+            value = holder.unpack(holder.packed)
         self.inputs.adopt(value, holder.key)
-        if (recorder := self._recorder()) is not None:
-            recorder.adopt(holder, value)
-
-    def _recorder(self) -> Any:
-        """Return what records the ops while forward runs; None where nothing does."""
-        for mode in active_modes():
-            if isinstance(mode, RematMode) and mode.region is self and not mode.replaying:
-                return mode.ops
-        return None
+        if self.recorder is not None:
+            self.recorder.adopt(holder, value)
+        return value
 
     def release(self) -> None:
         """Drop what only a further replay would need."""

@@ -251,7 +251,8 @@ class Filling(RematMode):
         self.position = position + 1
         if self.ops is not None and self.ops.suppressed.pending:
             self.ops.suppressed.restore()
-        if type(tensor) is Placeholder:
+        own = isinstance(tensor, Placeholder) and tensor.source.is_of(self.region)
+        if isinstance(tensor, Placeholder) and own:
             if (packed := self._pack_placeholder(position, tensor)) is not None:
                 return packed
             if tensor.compute is not None:
@@ -262,6 +263,8 @@ class Filling(RematMode):
             owner = tensor
         value = tensor if is_parameter(tensor) or not tensor.requires_grad else self.alias_of(tensor)
         if position >= self._limit:
+            if not self.region.finished:
+                self.stop_if_filled()
             return value
         entry = self._saved[position]
         if type(entry) is ref:
@@ -281,7 +284,7 @@ class Filling(RematMode):
             if owner is not entry and not loaded and not is_same_leaf(entry, owner):
                 self.fail(another_parameter(self.region, f"saved tensor {position}", None, entry, tensor))
             self._compare_layouts(position, tensor, owner)
-        if type(value) is not Placeholder:  # else its reader comes next, which the error is to name
+        if not own or type(value) is not Placeholder:  # else its reader comes next, which the error is to name
             self._stop_at(position)
         return value
 
