@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from helpers import assert_same, assert_same_program, leaf
+from helpers import assert_same, assert_same_program, leaf, plain
 from torch import nn
 from torch.nn import functional as F
 from torch.testing._internal.two_tensor import TwoTensor
@@ -396,3 +396,55 @@ def test_replay_inside_forward_reads_the_buffer_that_a_native_region_has_changed
     module = copy.deepcopy(plain)
     assert_same(train(lambda module: module, plain, backward), train(remat.checkpoint(), module, backward))
     assert_same(outputs[:3], outputs[3:])
+
+
+class Steps(nn.Module):
+    """Counts its calls in a buffer, and goes by it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x):
+        self.steps += 1
+        return x * (self.steps * 1)
+
+
+NAMED = {
+    "nothing": lambda x: x.sin(),
+    "a native region": lambda x: remat.native_save_region("kept", lambda x: x.sin(), x),
+    "a call": lambda x: remat.region(torch.sin, "kept")(x),
+}
+SAVING = {
+    "plain": {},
+    "some": {"policy": [torch.ops.aten.exp.default]},
+    "all": {"policy": lambda ctx, op, *args, **kwargs: remat.CheckpointPolicy.SAVE},
+}
+
+
+@pytest.mark.parametrize("gradient", ["of a copy", "kept graph", "second order"])
+@pytest.mark.parametrize("named", NAMED)
+@pytest.mark.parametrize("options", SAVING)
+@pytest.mark.filterwarnings("ignore::torch_remat.RematWarning")
+def test_replay_inside_forward_starts_from_buffers_as_forward_found_them(options, named, gradient):
+    """They have changed by then, and change again afterwards."""
+
+    def program(wrap):
+        torch.manual_seed(2)
+        module, x = Steps(), leaf(4)
+        first = NAMED["nothing" if wrap is plain else named]
+
+        def block(x):
+            y = module(first(x)).sin()
+            if gradient == "of a copy":
+                point = x.detach().requires_grad_()
+                (taken,) = torch.autograd.grad(module(point).exp().sum(), point)
+            else:
+                (taken,) = torch.autograd.grad(y.sum(), x, retain_graph=True, create_graph=gradient == "second order")
+            return module(y * taken).exp()
+
+        y = wrap(block)(x * 1)
+        y.sum().backward()
+        return y, x.grad, module.steps
+
+    assert_same(program(plain), program(remat.checkpoint(**SAVING[options])))

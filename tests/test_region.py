@@ -1210,3 +1210,96 @@ def test_sparse_tensor_saved_in_a_call_beside_an_op_with_a_handle_is_equal():
 
     for one, other in zip(program(remat.checkpoint()), program(lambda function: function), strict=True):
         assert torch.equal(one, other)
+
+
+def filled(h: Tensor) -> Tensor:
+    out = torch.empty_like(h)
+    out[:2] = h[:2].sin()
+    out[2:] = h[2:] * 2
+    return out
+
+
+def scaled_in_part(h: Tensor) -> Tensor:
+    out = h * 1.5
+    out[1:].mul_(h[1:])
+    return out
+
+
+def with_a_view(h: Tensor) -> tuple[Tensor, Tensor]:
+    out = h.clone()
+    out[0] += h[1]
+    return out[0], out
+
+
+def turned(h: Tensor) -> Tensor:
+    out = h * 0.5
+    out.view(16)[3:9].sin_()
+    return out.T
+
+
+IN_PART = [filled, scaled_in_part, with_a_view, turned]
+
+
+def after(result: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+    return result.sigmoid() if isinstance(result, Tensor) else (result[0] * result[1]).sigmoid()
+
+
+def assert_equal_gradients_of(block: Callable, wrap: Callable) -> None:
+    results = []
+    for function in (functools.partial(block, region=False), wrap(functools.partial(block, region=True))):
+        torch.manual_seed(0)
+        x = leaf(4, 4)
+        y = function(x.cos())
+        y.square().sum().backward()
+        results.append((y, x.grad))
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("how", ["plain", "policy", "nested", "offload"])
+@pytest.mark.parametrize("function", IN_PART, ids=lambda function: function.__name__)
+def test_a_result_that_the_call_fills_part_by_part_is_kept_as_it_is(function, how):
+    calls = []
+    options = {"policy": {"policy": remat.policies.save_matmuls}}.get(how, {})
+    policy = OFFLOAD if how == "offload" else SAVE
+
+    def block(x, region):
+        def called(h):
+            calls.append(remat.is_recomputing())
+            return function(h)
+
+        h = remat.region(called, "k", policy=policy)(x) if region else function(x)
+        return after(h) @ x
+
+    def wrap(f):
+        region = remat.checkpoint(**options)(f)
+        return remat.checkpoint()(region) if how == "nested" else region
+
+    assert_equal_gradients_of(block, wrap)
+    assert calls == ([False, True] if how == "nested" else [False])
+
+
+@pytest.mark.parametrize("reason", ["a list is filled", "changed after", "changed in part after", "gradient inside"])
+@pytest.mark.parametrize("function", IN_PART, ids=lambda function: function.__name__)
+@pytest.mark.filterwarnings("ignore::torch_remat.RematWarning")
+def test_a_call_that_fills_its_result_part_by_part_may_be_made_again(function, reason):
+    def block(x, region):
+        found = []
+
+        def called(h):
+            result = function(h)
+            if reason == "a list is filled":
+                found.append(h.detach() * 2)
+            return result
+
+        h = remat.region(called, "k")(x) if region else called(x)
+        first = h if isinstance(h, Tensor) else h[1]
+        if reason == "changed after":
+            first.mul_(2)
+        elif reason == "changed in part after":
+            first[1:3].cos_()
+        elif reason == "gradient inside":
+            (gradient,) = torch.autograd.grad(first.sin().sum(), x, retain_graph=True)
+            return after(h) * gradient
+        return after(h) @ (found[0] if found else x)
+
+    assert_equal_gradients_of(block, remat.checkpoint())

@@ -37,9 +37,9 @@ def what_differs(
         origin: The parameter that it is, or is a cast of.
         loaded: Whether the owner was kept for replay, so that it has no history.
     """
-    if isinstance(owner, Placeholder):
-        refuse(owner.source, "saving it for backward")
     region = holder.region
+    if isinstance(owner, Placeholder) and owner.source.is_of(region):
+        refuse(owner.source, "saving it for backward")
     version, *metadata = holder.metadata
     if version == CHANGED:
         return None  # an error if backward reads it, as in plain autograd

@@ -187,6 +187,8 @@ class Leaving:
             return Made(None, at, record.meta(at), leaf.requires_grad)
         meta = described(leaf, None)
         if type(meta) in (Meta, WrapperMeta) and (writer[1] >= 0 or len(writer[0].writes) == 1):
+            if not (writer[1] >= 0 or writer[0].whole):
+                ops.results.note_end(writer[0], leaf if leaf._base is None else leaf._base)
             return Made(writer[0], writer[1], meta, leaf.requires_grad)
         record.again = "it returned a tensor that the log cannot describe"
         return None
@@ -404,9 +406,9 @@ def mark_calls_made_again(calls: Sequence[Saved], ops: Ops, boundary: Sequence[N
                 run_for_good([record])
         elif taken or call in left:
             run_for_good(ops.entries[record.start : record.end])
-        if record.again and record.put_back:
+        if record.again and not isinstance(record, OpaqueCall):
             for entry in ops.entries[record.start : record.end]:
-                entry.restored = False
+                entry.restored = entry.ends = False
 
 
 def _is_changed(results: Any, form: Any) -> bool:

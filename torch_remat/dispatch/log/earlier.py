@@ -114,8 +114,8 @@ def as_it_was(tensor: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
 
 
 def _is_left_out(entry: Entry) -> bool:
-    """Whether replay leaves an entry out, since all that it returns is saved."""
-    return entry.saved.issuperset(range(entry.count_of_results))
+    """Whether replay leaves an entry out, since all that it returns is saved and no replay was inside of forward."""
+    return not entry.run and entry.saved.issuperset(range(entry.count_of_results))
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:

@@ -55,6 +55,7 @@ class Entry:
         versions: Which of the tensors among its arguments come from outside, and their version counters.
         writes: The storages of the arguments that it writes.
         whole: Whether it writes its arguments' whole storages.
+        ends: Whether it writes a part, and the call in which it ran, if that is left out, keeps all that is there then.
         restored: Whether the call in which it ran leaves in them what it wrote, also without running it.
         outside: Those of them that come from outside the region.
         made: The storages of its new results, by their place, unless there is just `storage`.
@@ -93,6 +94,7 @@ class Entry:
     saved: frozenset[int] = NOTHING
     away: frozenset[int] = NOTHING
     whole = True
+    ends = False
     always = run = moved = False
     before: RngState | None = None
     kept: Mapping[int, Slot] = _NONE
@@ -113,7 +115,7 @@ class Entry:
 
     def is_view(self) -> bool:
         """Whether it returned a view and no more: also of a placeholder of a region around, which has no kind."""
-        if self.kind == VIEW or self.effects.viewed is not None:
+        if self.kind == VIEW or (self.effects.viewed is not None and self.reads):  # else of a number, such as ``1j``
             return True
         return not self.writes and bool(getattr(self.results, "alias", False))
 

@@ -69,14 +69,14 @@ def find_needs(entries: Sequence[Entry], roots: Sequence[Root], can_keep: Callab
         else:
             if entry.writes:
                 has_writes = True
-            if entry.restored:
+            if entry.restored or entry.ends:
                 restored.append(entry)
             _step(entry, needed, can_keep, needs)
-    if restored:  # only calls that are left out put back what they wrote
+    if restored:  # only calls that are left out put back what they wrote, or keep what they return
         running = {entry.group for entry in needs.run}
         if again := [entry for entry in restored if entry.group in running]:
             for entry in again:
-                entry.restored = False
+                entry.restored = entry.ends = False
             return find_needs(entries, roots, can_keep)
     if has_writes and (stale := _unfinished(entries, needs)):
         for entry in stale:
@@ -115,7 +115,7 @@ def _step(entry: Entry, needed: set[int], can_keep: Callable[[Entry, int], bool]
         return
     kept = {place for place in made if place in entry.saved and can_keep(entry, place)}
     runs = entry.always or len(kept) < len(made)
-    if writes and WRITTEN in entry.saved and entry.whole and can_keep(entry, WRITTEN):
+    if writes and WRITTEN in entry.saved and (entry.whole or entry.ends) and can_keep(entry, WRITTEN):
         kept.add(WRITTEN)
         needed.difference_update(writes)
     elif writes:

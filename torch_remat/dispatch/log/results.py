@@ -80,6 +80,12 @@ class Results:
         """Note one result that is saved because of the name that it was given."""
         self._held.setdefault(entry, {}).setdefault(place, (tensor, version_of(tensor)))
 
+    def note_end(self, entry: Entry, tensor: torch.Tensor) -> None:
+        """Note all of what a call returns and one of its entries wrote last, in part, if it is all of its storage."""
+        if self._storages.is_all(tensor):
+            self._held[entry] = {**self._held.get(entry, {}), WRITTEN: (tensor, version_of(tensor))}
+            entry.ends = True
+
     def read_versions(self) -> None:
         """Read the version counters, now that the ops are over."""
         for entry in self.unread:
@@ -165,7 +171,8 @@ class Results:
     def _slot(self, entry: Entry, place: int, tensor: torch.Tensor) -> Slot:
         tensor = tensor.detach()
         # What was given a name may be another view of what was written.
-        meta = entry.meta(place) if place >= 0 else entry.results if entry.effects.returned == (0,) else None
+        is_written = entry.effects.returned == (0,) and not entry.ends
+        meta = entry.meta(place) if place >= 0 else entry.results if is_written else None
         if type(meta) is Meta and not meta.describes(tensor):
             # It was reshaped since, or it is a view that was given a name: the name is that of the whole.
             with without_dispatch_modes(), torch.no_grad():

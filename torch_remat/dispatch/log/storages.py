@@ -99,7 +99,7 @@ class Storages:
         entry.reads = reads
         entry.versions = versions
         effects = entry.effects
-        if effects.viewed is not None or effects.reshapes:
+        if (effects.viewed is not None and reads) or effects.reshapes:
             return
         if effects.written or effects.namespace != "aten":
             self._note_writes(entry, args, kwargs)
@@ -261,6 +261,10 @@ class Storages:
         if saved and entry.whole and not outside:  # what is left of a saved result is saved in its place
             entry.saved = LEFT
             entry.away = LEFT if away else entry.away
+
+    def is_all(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is as large as what an entry has made in its storage, which another has written since."""
+        return self._sizes.get(key_of(tensor)) == tensor.numel() * tensor.dtype.itemsize
 
     def _is_whole(self, tensor: torch.Tensor, key: int, before: tuple[Entry, int] | None) -> bool:
         """Whether a written tensor is all that there is in its storage."""

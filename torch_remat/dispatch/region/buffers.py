@@ -131,18 +131,17 @@ class Buffers:
         self._buffers, self._statistics = changed, set()
         return bool(changed)
 
-    def go_back(self, is_over: bool) -> list[Buffer]:
+    def go_back(self, is_logged: Callable[[torch.Tensor], bool] | None) -> list[Buffer]:
         """Return what buffers are now; let them be as forward found them, but for those that the log knows of.
 
         Args:
-            is_over: Whether it is known which these are: forward is over, or there is no log.
+            is_logged: As for `finish`, while forward is not over.
         """
         now = []
         for held, name, *_ in self._buffers:
             if (tensor := held.get(name)) is not None:
                 now.append(_as_it_is(held, name, tensor, True))
-        if is_over:
-            put_back(self._buffers)
+        put_back([buffer for buffer in self._buffers if is_logged is None or not is_logged(buffer.tensor)])
         return now
 
 

@@ -118,7 +118,8 @@ class Filling(RematMode):
         if last_refusal.get() is not None:
             last_refusal.set(None)
         grad_enabled = torch.is_grad_enabled()
-        buffers = () if region.buffers is None else region.buffers.go_back(self.ops is None or region.finished)
+        is_logged = None if region.recorder is None else region.recorder.storages.has_changed
+        buffers = () if region.buffers is None else region.buffers.go_back(is_logged)
         try:
             contexts = [] if unchanged(region) else check_parameters(region, self.fail)
             args, kwargs = region.inputs.restore(region)
