@@ -168,6 +168,28 @@ def test_backward_of_an_inner_region_inside_a_region_with_a_policy_is_equal(poli
         assert_same_program(program)
 
 
+@pytest.mark.parametrize(
+    "policy", [[torch.ops.aten.mul.Tensor], lambda *args, **kwargs: remat.CheckpointPolicy.RECOMPUTE]
+)
+def test_gradient_inside_by_a_multiplication_with_a_complex_number(policy):
+    """Backward multiplies with its conjugate, a view of no tensor of the region."""
+
+    def program(wrap):
+        def function(p):
+            z = torch.view_as_complex(p.reshape(4, 2, 2).contiguous())
+            h = torch.view_as_real(z * 1j).sin()
+            (gradient,) = torch.autograd.grad(h.sum(), p, create_graph=True)
+            return gradient.exp() * h.sum()
+
+        torch.manual_seed(0)
+        p = leaf(4, 4)
+        y = wrap(function)(p)
+        y.square().sum().backward()
+        return y, p.grad
+
+    assert_same(program(plain), program(remat.checkpoint(policy=policy)))
+
+
 def _grad_of(output, *inputs, **options):
     return torch.autograd.grad(output.sum(), inputs, **options)[0]
 

@@ -448,3 +448,37 @@ def test_replay_inside_forward_starts_from_buffers_as_forward_found_them(options
         return y, x.grad, module.steps
 
     assert_same(program(plain), program(remat.checkpoint(**SAVING[options])))
+
+
+MULTIPLICATIONS = {"policy": [torch.ops.aten.addmm.default]}
+NORMED = {
+    "plain": lambda module: remat.checkpoint()(module),
+    "policy": lambda module: remat.checkpoint(**MULTIPLICATIONS)(module),
+    "policy that saves nothing": lambda module: remat.checkpoint(
+        policy=lambda ctx, op, *args, **kwargs: remat.CheckpointPolicy.RECOMPUTE
+    )(module),
+    "native region of a part": lambda module: remat.checkpoint(policy=[torch.ops.aten.leaky_relu.default])(
+        lambda x: module[2](module[1](remat.native_save_region("first", module[0], x)))
+    ),
+    "policy inside": lambda module: remat.checkpoint()(remat.checkpoint(**MULTIPLICATIONS)(module)),
+    "policy outside": lambda module: remat.checkpoint(**MULTIPLICATIONS)(remat.checkpoint()(module)),
+}
+
+
+@pytest.mark.parametrize("how", NORMED)
+@pytest.mark.parametrize("normed", [nn.utils.parametrizations.spectral_norm, nn.utils.spectral_norm])
+def test_module_with_spectral_norm_may_run_again_before_backward(normed, how):
+    """A discriminator sees real and made data: the second call changes what replay of the first one reads."""
+
+    def program(wrap):
+        torch.manual_seed(0)
+        module = nn.Sequential(normed(nn.Linear(4, 8)), nn.LeakyReLU(0.2), normed(nn.Linear(8, 4)))
+        results = []
+        for _ in range(2):
+            x = leaf(3, 4)
+            region = wrap(module)
+            (region(x).square().sum() - region(x.cos()).sum()).backward()
+            results += [x.grad, *(parameter.grad.clone() for parameter in module.parameters())]
+        return [*results, *module.buffers()]
+
+    assert_same(program(plain), program(NORMED[how]))

@@ -11,7 +11,7 @@ An inner region's replay reads for itself: what one has read counts only if the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from weakref import ref
 
 import torch
@@ -20,7 +20,7 @@ from torch_remat._compat import without_dispatch_modes
 from torch_remat.dispatch.log.entry import Entry
 from torch_remat.dispatch.log.meta import key_of
 from torch_remat.dispatch.log.results import MakeSlot, Undecided
-from torch_remat.dispatch.log.slot import Shapes, Slot
+from torch_remat.dispatch.log.slot import COPIED_BYTES, Shapes, Slot
 from torch_remat.dispatch.log.storages import Storages
 from torch_remat.dispatch.placeholder import Placeholder, geometry_of
 from torch_remat.offload.transfer import Placement, Span, flattened
@@ -68,6 +68,11 @@ class Earlier:
                 whole = Span(0, tensor.untyped_storage().nbytes())
                 shapes = [(ref(one), geometry_of(one)) for one in (tensor, tensor._base) if one is not None]
                 self._copies.append((flattened(tensor, whole).clone(), readers, shapes))
+
+    def note_left(self, buffers: Iterable[torch.Tensor]) -> None:
+        """At the end of forward: copy small buffers that it has changed and then read, since they may change again."""
+        changed = [buffer for buffer in buffers if self._storages.has_changed(buffer)]
+        self.note_writes([buffer for buffer in changed if _has_memory(buffer) and buffer.nbytes <= COPIED_BYTES])
 
     def _note_readers(self) -> None:
         """Note what the entries since the last call have read, all of them in the inner region that runs."""

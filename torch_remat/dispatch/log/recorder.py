@@ -449,6 +449,8 @@ class Recorder:
         for entry in self.entries:
             if entry.kind == CALL:
                 self.results.keep_views(entry)
+        if region.buffers is not None and self.storages.has_writes:
+            watch.earlier.note_left(region.buffers.tensors())
         watch.earlier.keep(self.departures.slot_for)
         if self.storages.has_writes and region.inputs is not None:
             # Replay writes none of them again.

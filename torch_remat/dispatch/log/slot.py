@@ -19,6 +19,8 @@ from torch_remat.errors import MutationError
 Shapes = Sequence[tuple[ref[torch.Tensor], Geometry]]
 UNCOUNTED = -1
 """The version of a tensor made in inference mode, which counts no changes."""
+COPIED_BYTES = 1 << 16
+"""Up to this size a buffer is copied for replay: before forward, since only at its end it is known to have changed."""
 _NOTHING = torch.empty(0)
 
 

@@ -19,10 +19,7 @@ from torch.nn import Module
 from torch.nn.parameter import is_lazy
 
 from torch_remat._compat import BATCH_NORM, set_version, without_modes_for
-from torch_remat.dispatch.log.slot import UNCOUNTED, version_of
-
-COPIED_BYTES = 1 << 16
-"""Of a buffer up to this size a copy is made before forward, since only at its end it is known to have changed."""
+from torch_remat.dispatch.log.slot import COPIED_BYTES, UNCOUNTED, version_of
 
 
 def buffered_globals(function: Any) -> list[Module]:
