@@ -482,3 +482,50 @@ def test_module_with_spectral_norm_may_run_again_before_backward(normed, how):
         return [*results, *module.buffers()]
 
     assert_same(program(plain), program(NORMED[how]))
+
+
+@pytest.mark.parametrize("options", SAVING)
+@pytest.mark.parametrize("normed", [nn.utils.parametrizations.spectral_norm, nn.utils.spectral_norm])
+def test_gradient_taken_through_a_module_with_spectral_norm(normed, options):
+    """All that ran before it runs again, on buffers as they were, though it was left out of replay when it ran."""
+
+    def program(wrap):
+        torch.manual_seed(0)
+        module = normed(nn.Linear(4, 4))
+        x = leaf(3, 4)
+
+        def penalized(x):
+            y = module(x).exp()
+            (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+            return y + gradient.square()
+
+        y = wrap(penalized)(x)
+        y.sum().backward()
+        return y, x.grad, *(parameter.grad for parameter in module.parameters()), *module.buffers()
+
+    assert_same(program(plain), program(remat.checkpoint(**SAVING[options])))
+
+
+NOTHING = {"policy": lambda *args, **kwargs: remat.CheckpointPolicy.RECOMPUTE}
+
+
+@pytest.mark.parametrize("outer", [*SAVING, "nothing"])
+@pytest.mark.parametrize("inner", [*SAVING, "nothing"])
+@pytest.mark.parametrize("around", [False, True])
+def test_module_with_spectral_norm_in_an_inner_region_and_around_it(outer, inner, around):
+    """What the inner region read is as it was for the replay of the outer one, whoever changes it afterwards."""
+    options = {**SAVING, "some": MULTIPLICATIONS, "nothing": NOTHING}
+
+    def program(wrap):
+        torch.manual_seed(0)
+        module = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+        inside = wrap(inner)(module)
+        outside = wrap(outer)(lambda x: module(inside(x).sin()) if around else inside(x * 1.5).sin())
+        results = []
+        for _ in range(2):
+            x = leaf(3, 4)
+            outside(x).square().sum().backward()
+            results += [x.grad, *(parameter.grad.clone() for parameter in module.parameters())]
+        return [*results, *module.buffers()]
+
+    assert_same(program(lambda _: plain), program(lambda how: remat.checkpoint(**options[how])))

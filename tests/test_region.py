@@ -1303,3 +1303,47 @@ def test_a_call_that_fills_its_result_part_by_part_may_be_made_again(function, r
         return after(h) @ (found[0] if found else x)
 
     assert_equal_gradients_of(block, remat.checkpoint())
+
+
+COMPLEX_VIEWS = {
+    "conjugate": lambda z: z.conj(),
+    "transposed": lambda z: z.mH,
+    "conjugate of a part": lambda z: z[1:].conj(),
+    "real part": lambda z: z.real,
+    "imaginary part": lambda z: z.imag,
+    "of the conjugate": lambda z: z.conj().imag,
+    "numbers": torch.view_as_real,
+    "without history": lambda z: z.detach().conj(),
+    "of its own": lambda z: (z * 2).conj().imag,
+}
+COMPLEX_REGIONS = {
+    "plain": {},
+    "nothing saved": {"policy": lambda *args, **kwargs: RECOMPUTE},
+    "all saved": {"policy": lambda *args, **kwargs: SAVE},
+    "some saved": {"policy": [torch.ops.aten.mul.Tensor]},
+    "inputs offloaded": {"offload_inputs": True},
+}
+
+
+@pytest.mark.parametrize("made", ["by a call", "by an opaque call", "in a native region", "as it is"])
+@pytest.mark.parametrize("options", COMPLEX_REGIONS)
+@pytest.mark.parametrize("view", COMPLEX_VIEWS)
+def test_view_of_complex_numbers_is_one_in_replay(view, options, made):
+    calls = {
+        "by a call": lambda function: remat.region(function, "k"),
+        "by an opaque call": lambda function: remat.region(function, "k", opaque=True),
+        "in a native region": lambda function: remat.native_region("k")(function),
+        "as it is": lambda function: function,
+    }
+
+    def block(z, region):
+        h = (calls[made] if region else calls["as it is"])(COMPLEX_VIEWS[view])(z * 1.0)
+        return (h.exp() + h * h).abs().square().sum() + z.abs().sum()
+
+    results = []
+    for function in (functools.partial(block, region=False), functools.partial(block, region=True)):
+        z = torch.randn(4, 4, dtype=torch.complex64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        y = remat.checkpoint(**COMPLEX_REGIONS[options])(function)(z) if function.keywords["region"] else function(z)
+        (first,) = torch.autograd.grad(y, z, create_graph=True)
+        results.append((y, first, torch.autograd.grad(first.abs().square().sum(), z)))
+    assert_same(*results)

@@ -345,6 +345,24 @@ def test_tensor_from_outside_that_a_region_with_a_policy_reshapes_is_reshaped_on
     assert_same_program(program, policy=lambda ctx, op, *args, **kwargs: False)
 
 
+@pytest.mark.parametrize("call_of", ["native region", "call"])
+@pytest.mark.parametrize("dims", [0, (), (1, 3)])
+@pytest.mark.filterwarnings("ignore:.*in place the shape:torch_remat.RematWarning")
+def test_reshape_in_place_of_what_replay_makes_again(dims, call_of):
+    """Also where it changes nothing, so that the tensor has the shape that it was left with from the start."""
+
+    def function(h):
+        return h.squeeze_(dims)
+
+    def program(wrap):
+        saved = remat.native_region("kept") if call_of == "native region" else lambda f: remat.region(f, "kept")
+        x = leaf(3, 1, 4, 1)
+        h = wrap(lambda x: (saved(function)(x * 1.0) * 0.7).exp() + x.sum())(x)
+        return h, torch.autograd.grad(h.sum(), x)
+
+    assert_same_program(program)
+
+
 def test_reshape_in_place_that_changes_nothing_is_run_again():
     def block(x):
         y = x.sin()

@@ -34,8 +34,7 @@ from torch_remat.offload.streams import Arrival, arrival_of
 
 _NOTHING = torch.empty(0)
 
-# Where a part of a storage is cut out, it starts at a multiple of this: kernels may take another path on memory that is
-# aligned in another way, and give other last bits.
+# Where a part of a storage is cut out it starts here: kernels may give other last bits on memory aligned otherwise.
 ALIGNMENT_BYTES = 512
 
 
@@ -83,8 +82,9 @@ class Placement(NamedTuple):
         if tensor.is_neg():
             tensor = negative_view(tensor)
         if tensor.dtype != self.dtype:
-            count = max(1, self.dtype.itemsize // tensor.dtype.itemsize)
-            tensor = tensor.as_strided((count,), (1,), 0).view(self.dtype)
+            flat = tensor.as_strided((max(1, self.dtype.itemsize // tensor.dtype.itemsize),), (1,), 0)
+            # Autograd knows parts of complex numbers, and no other views of another dtype.
+            tensor = torch.view_as_real(flat) if flat.dtype.to_real() is self.dtype else flat.view(self.dtype)
         value = tensor.as_strided(self.shape, self.stride, (self.offset_bytes + moved) // self.dtype.itemsize)
         if self.conjugated:
             value = value.conj()

@@ -195,14 +195,14 @@ class Leaving:
 
     def _passed(self, leaf: torch.Tensor) -> Passed | None:
         """Describe an argument or a variable, or a view of one."""
-        is_plain = leaf.layout is torch.strided and type(leaf) in _USUAL and not (leaf.is_neg() or leaf.is_conj())
+        is_plain = leaf.layout is torch.strided and type(leaf) in _USUAL
         key, view = key_of(leaf), None
         for place, given in enumerate(self.given):
             if given is leaf:
                 self.given.use(place)
                 return Passed(place, None)
             is_base = view is None and is_plain and type(given) in _USUAL and given.layout is torch.strided
-            if is_base and given.dtype is leaf.dtype and key_of(given) == key:
+            if is_base and leaf.dtype in (given.dtype, given.dtype.to_real()) and key_of(given) == key:
                 lies = lying_in(Placement.of(leaf), Placement.of(given))
                 view = Passed(place, lies, leaf.requires_grad, leaf._base is not None)
         if view is not None:

@@ -1,17 +1,21 @@
 """Copies of tensors from outside, taken just before a region with a policy overwrites them.
 
 In: each op of forward that is about to write. Kept: a copy of the storage of a tensor from outside, if an op has read
-it that may run again in replay; past the end of forward, if it does. Out: in replay, the op's argument as it was.
+it that may run again in replay; past the end of forward, if it does. An op that is left out of replay may run all the
+same, where a gradient is taken before forward ends: small tensors are copied for it. Out: in replay, the op's argument
+as it was.
 
 The whole storage is copied: an op may have read any part of it. Only what is read before it is written in one region
 costs this; a buffer that is only written, or read after, costs nothing.
 
-An inner region's replay reads for itself: what one has read counts only if the same one writes it, under a policy.
+An inner region's replay reads for itself: what one has read counts only if the same one writes it, and finds it again
+as it was: under a policy, or where it is a buffer that its replay puts back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 from weakref import ref
 
 import torch
@@ -26,8 +30,6 @@ from torch_remat.dispatch.placeholder import Placeholder, geometry_of
 from torch_remat.offload.transfer import Placement, Span, flattened
 from torch_remat.policies.decision import CheckpointPolicy
 
-_WITHOUT_POLICY = object()  # an inner region without one
-
 
 class Earlier:
     """The copies of one forward."""
@@ -40,18 +42,20 @@ class Earlier:
         self._seen = 0  # how many entries are among the readers
         # By the storage from outside that it read: each entry since the last change, which of its tensors it was, and
         # the inner region in which it ran.
-        self._readers: dict[int, list[tuple[Entry, int, object]]] = {}
-        self._inner: list[object] = [None]  # the inner regions that run
+        self._readers: dict[int, list[tuple[Entry, int, Any]]] = {}
+        self._inner: list[Any] = [None]  # the inner regions that run
         self._copies: list[tuple[torch.Tensor, list[tuple[Entry, int]], Shapes]] = []
 
-    def enter(self, has_policy: bool) -> None:
+    def enter(self, region: Any) -> None:
         """Note that an inner region begins."""
         self._note_readers()
-        self._inner.append(object() if has_policy else _WITHOUT_POLICY)
+        self._inner.append(region)
 
     def leave(self) -> None:
         """Note that it has ended."""
         self._note_readers()
+        if (buffers := self._inner[-1].buffers) is not None and self._storages.has_writes:
+            self.note_left(buffers.tensors())
         self._inner.pop()
 
     def note_writes(self, written: Sequence[torch.Tensor]) -> None:
@@ -62,8 +66,10 @@ class Earlier:
         self._note_readers()
         for tensor in outside:
             read = self._readers.pop(key_of(tensor), ())
-            readers = [(entry, at) for entry, at, inner in read if inner is self._inner[-1] is not _WITHOUT_POLICY]
-            if readers and _has_memory(tensor):
+            readers = [(entry, at) for entry, at, inner in read if inner is self._inner[-1]]
+            if not readers or not (self._inner[-1] is None or self._inner[-1].finds_again(tensor)):
+                continue
+            if _has_memory(tensor) and not (_is_large(tensor) and all(map(_is_left_out, readers))):
                 # A region around this one sees the copy made, so that in its replay, too, it is of what was.
                 whole = Span(0, tensor.untyped_storage().nbytes())
                 shapes = [(ref(one), geometry_of(one)) for one in (tensor, tensor._base) if one is not None]
@@ -72,12 +78,12 @@ class Earlier:
     def note_left(self, buffers: Iterable[torch.Tensor]) -> None:
         """At the end of forward: copy small buffers that it has changed and then read, since they may change again."""
         changed = [buffer for buffer in buffers if self._storages.has_changed(buffer)]
-        self.note_writes([buffer for buffer in changed if _has_memory(buffer) and buffer.nbytes <= COPIED_BYTES])
+        self.note_writes([buffer for buffer in changed if _has_memory(buffer) and not _is_large(buffer)])
 
     def _note_readers(self) -> None:
         """Note what the entries since the last call have read, all of them in the inner region that runs."""
         for entry in self._entries[self._seen :]:
-            if entry.versions and not (entry.is_view() or entry.outside or _is_left_out(entry)):
+            if entry.versions and not (entry.is_view() or entry.outside):
                 for at, _ in entry.versions:
                     self._readers.setdefault(entry.reads[at], []).append((entry, at, self._inner[-1]))
         self._seen = len(self._entries)
@@ -118,9 +124,14 @@ def as_it_was(tensor: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
         return Placement.of(tensor).seen_in(copy)
 
 
-def _is_left_out(entry: Entry) -> bool:
-    """Whether replay leaves an entry out, since all that it returns is saved and no replay was inside of forward."""
+def _is_left_out(reader: tuple[Entry, int]) -> bool:
+    """Whether replay leaves an entry out, as all that it returns is saved, unless it will run inside of forward."""
+    entry = reader[0]
     return not entry.run and entry.saved.issuperset(range(entry.count_of_results))
+
+
+def _is_large(tensor: torch.Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() > COPIED_BYTES
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:

@@ -16,7 +16,6 @@ from torch.nn import Parameter
 
 from torch_remat._compat import is_traceable_wrapper, shares_storage, storage_key, without_torch_function
 from torch_remat.dispatch.placeholder import (
-    NOT_LAZY,
     Geometry,
     Placeholder,
     Source,
@@ -110,7 +109,7 @@ def described(result: Any, first: Any, given: Sequence[torch.Tensor] = ()) -> An
 def _described_tensor(tensor: torch.Tensor, first: Any) -> Any:
     kind = type(tensor)
     if kind in _DENSE and tensor.layout is strided:
-        lazy = (tensor.is_conj(), tensor.is_neg()) if tensor.dtype.is_complex else NOT_LAZY
+        lazy = tensor.is_conj(), tensor.is_neg()  # the imaginary part of a conjugate is a negative, too
         return new_tuple(Meta, (geometry_of(tensor), tensor.dtype, tensor.device, _is_alias(tensor, first), lazy))
     if kind not in _DENSE and is_traceable_wrapper(tensor):
         names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]

@@ -188,8 +188,8 @@ class OpAnswerer:
             self._remakes = True
         if self._left and entry.writes:
             self._note_written(entry, at, args, kwargs)
-        if effects.reshapes and entry.versions and geometry_of(args[0]) == getattr(entry.results, "geometry", None):
-            self._suppressed.add(args[:1], keys_of(args[0]))  # it outlives the region, and has this shape since forward
+        if effects.reshapes and self._was_reshaped(entry, args[0]):
+            self._suppressed.add(args[:1], keys_of(args[0]))
             return args[0]
         if entry.run and not effects.reshapes:  # which changes a placeholder itself
             return self._run(entry, args, kwargs)
@@ -204,6 +204,11 @@ class OpAnswerer:
                     # A view has that of its base.
                     made.compute = partial(self.value_after_all, made.source, entry, place)
         return result
+
+    def _was_reshaped(self, entry: Entry, tensor: torch.Tensor) -> bool:
+        """Whether a tensor outlives the region, and has the shape that an entry gave it since forward."""
+        known = entry.versions and geometry_of(tensor) == getattr(entry.results, "geometry", None)
+        return bool(known) and version_of(tensor) != entry.versions[0][1]
 
     def missing(self) -> MismatchError | None:
         """Return, at the end, the error about an op of forward that has not come."""

@@ -45,10 +45,11 @@ class Storages:
             outside, unless an entry has written them.
     """
 
-    __slots__ = ("_foreign", "_nested", "_sizes", "aliases", "has_writes", "writers")
+    __slots__ = ("_foreign", "_has_lazy", "_nested", "_sizes", "aliases", "has_writes", "writers")
 
     def __init__(self, nested: bool) -> None:
         self._nested = nested
+        self._has_lazy = False  # whether a view may be a lazy conjugate, or a lazy negative: a part of one
         self.has_writes = False
         self.writers: dict[int, tuple[Entry, int]] = {}
         self._foreign: set[int] = set()  # those from outside that an entry has written
@@ -188,10 +189,11 @@ class Storages:
             return False
         key = storage_key(base)
         entry.kind = VIEW
-        if type(result) is Tensor and not (dtype := result.dtype).is_complex:
+        if type(result) is Tensor and not ((dtype := result.dtype).is_complex or self._has_lazy):
             geometry = new_tuple(Geometry, (result.shape, result.stride(), result.storage_offset()))
             entry.results = new_tuple(Meta, (geometry, dtype, result.device, False, NOT_LAZY))
         else:
+            self._has_lazy = True
             entry.results = described(result, None)
         entry.reads = (key,)
         if entry.op is LIFT:  # at the address of something that an entry made and that is gone

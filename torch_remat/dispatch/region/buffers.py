@@ -96,6 +96,10 @@ class Buffers:
         for buffer in self._buffers:
             yield buffer.tensor
 
+    def has_copy(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is one of them that replay finds as forward did."""
+        return any(buffer.tensor is tensor and buffer.copy is not None for buffer in self._buffers)
+
     def versions(self) -> list[int]:
         """Return how often each was changed."""
         return [version_of(buffer.tensor) for buffer in self._buffers]

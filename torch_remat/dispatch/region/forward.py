@@ -62,7 +62,6 @@ def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
     if parent is not None and parent.ops is not None:
         if isinstance(parent, Recording) and parent.ops.has_policy and parent.ops.watch is not None:
             earlier = parent.ops.watch.earlier
-            earlier.enter(options.policy is not None)
         is_part = parent.ops.skips()
         if not is_part:
             args, kwargs = parent.ops.enter_region(args, kwargs)
@@ -70,6 +69,8 @@ def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
     if budget is not None and (parent is None or not parent.recomputing):
         region.keeper = budget.begin(region, args, kwargs)
     mode = Recording(region)
+    if earlier is not None:
+        earlier.enter(region)
     try:
         contexts: Sequence[AbstractContextManager[Any]] = () if options is DEFAULTS else mode.contexts()
         if is_watched():
@@ -80,8 +81,9 @@ def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
         mode.finish(nodes)
     finally:
         mode.forget()
-        if earlier is not None:
-            earlier.leave()
+        if earlier is not None and parent is not None:
+            with parent.unwatched():
+                earlier.leave()
     if region.keeper is not None:
         region.keeper.finish()  # counts what is left
     for node in nodes:

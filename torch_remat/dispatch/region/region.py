@@ -231,6 +231,10 @@ class Region:
             self.recorder.adopt(holder, value)
         return value
 
+    def finds_again(self, tensor: torch.Tensor) -> bool:
+        """Whether replay finds a tensor that forward changes as it was: a buffer, or any under a policy."""
+        return self.options.policy is not None or (self.buffers is not None and self.buffers.has_copy(tensor))
+
     def release(self) -> None:
         """Drop what only a further replay would need."""
         self._past_name = default_name(self.function)  # of the function no more than a name: it may own tensors
