@@ -529,3 +529,38 @@ def test_module_with_spectral_norm_in_an_inner_region_and_around_it(outer, inner
         return [*results, *module.buffers()]
 
     assert_same(program(lambda _: plain), program(lambda how: remat.checkpoint(**options[how])))
+
+
+SPARED = {
+    "call": lambda function: remat.region(function, "kept"),
+    "opaque call": lambda function: remat.region(function, "kept", opaque=True),
+    "native region": lambda function: remat.native_region("kept")(function),
+    "native region to recompute": lambda function: remat.native_region("kept", policy=remat.CheckpointPolicy.RECOMPUTE)(
+        function
+    ),
+}
+
+
+@pytest.mark.parametrize("by", ["the result", "the argument"])
+@pytest.mark.parametrize("spared", SPARED)
+@pytest.mark.parametrize("options", SAVING)
+@pytest.mark.filterwarnings("ignore::torch_remat.RematWarning")
+def test_gradient_taken_after_a_call_of_a_module_with_spectral_norm(options, spared, by):
+    """The call is made again, though it was to be left out, on what the buffers were."""
+
+    def program(wrap, call):
+        torch.manual_seed(0)
+        module = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+        x = leaf(3, 4)
+
+        def penalized(x):
+            h = call(module)(x * 1.5)
+            y = h.exp()
+            (gradient,) = torch.autograd.grad(y.sum(), h if by == "the result" else x, retain_graph=True)
+            return (y * gradient).exp()
+
+        y = wrap(penalized)(x)
+        y.sum().backward()
+        return y, x.grad, *(parameter.grad for parameter in module.parameters()), *module.buffers()
+
+    assert_same(program(plain, plain), program(remat.checkpoint(**SAVING[options]), SPARED[spared]))

@@ -239,6 +239,21 @@ def test_inner_region_that_reads_what_the_outer_one_changes_later_is_refused(inn
         y.sum().backward()
 
 
+@pytest.mark.parametrize("saved", [aten.exp.default, aten.sub.Tensor])
+def test_inner_region_that_reads_what_changes_later_is_refused_where_the_outer_one_saves_what_it_made(saved):
+    """Its arguments come through the hooks of the outer region, and count their versions anew; the others do not."""
+    w, state = leaf(4, 4), torch.rand(4, 4)
+
+    def function(x):
+        h = region(nothing)(lambda h: (h.sin() - state).exp())(x @ w)
+        state.add_(1)
+        return h.sin()
+
+    y = region([saved])(function)(leaf(4, 4))
+    with pytest.raises(remat.MutationError, match="sub"):
+        y.sum().backward()
+
+
 def test_inner_region_that_reads_and_changes_is_right_in_an_outer_one():
     def program(wrap):
         w, state, x = leaf(4, 4), torch.rand(4, 4), leaf(4, 4)

@@ -96,6 +96,7 @@ __all__ = [
     "without_modes_for",
     "without_torch_function",
     "without_torch_function_ever",
+    "would_run",
 ]
 
 # Whether the backward that runs now was called with retain_graph (True outside any backward). The contract of the
@@ -104,6 +105,10 @@ graph_is_kept: Callable[[], bool] = torch._C._autograd._get_current_graph_task_k
 
 # Which backward this thread runs, -1 for none: a region with several outputs is replayed once for each.
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
+
+# Whether the backward that runs now comes to a node; `RuntimeError` for a leaf for which ``autograd.grad`` was called.
+# It tells in time whether a gradient taken inside of a region leaves that region.
+would_run: Callable[[torch.autograd.graph.Node], bool] = torch._C._will_engine_execute_node
 
 # The number that the next autograd node of this thread will get. It tells nodes made inside a region from older
 # ones, and one op's saved tensors from the next op's, without walking the graph.

@@ -193,7 +193,11 @@ def read(packed: Any) -> Any:
             value, version, region = packed
             if value._version != version:
                 raise changed_in_place(region, "parameter" if is_parameter(value) else "leaf", value.shape)
+            if not region.finished:
+                region.inputs.note_gradient()
             return value
+        if not packed.region.finished:
+            packed.region.inputs.note_gradient()
         if packed.unpack is not None:
             with torch.no_grad():
                 return packed.unpack(packed.packed) if packed.region.finished else packed.region.unpack(packed)
@@ -202,6 +206,8 @@ def read(packed: Any) -> Any:
     region = packed.region
     kept = packed.value
     if kept is None or not region.finished:
+        if not region.finished:
+            region.inputs.note_gradient()
         kept = region.refill(packed)
     if kept._version != packed.metadata[0]:
         raise changed_in_place(region, "tensor", kept.shape, packed.name, packed.op)

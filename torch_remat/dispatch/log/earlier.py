@@ -66,14 +66,17 @@ class Earlier:
         self._note_readers()
         for tensor in outside:
             read = self._readers.pop(key_of(tensor), ())
-            readers = [(entry, at) for entry, at, inner in read if inner is self._inner[-1]]
-            if not readers or not (self._inner[-1] is None or self._inner[-1].finds_again(tensor)):
-                continue
-            if _has_memory(tensor) and not (_is_large(tensor) and all(map(_is_left_out, readers))):
+            readers = [(entry, at) for entry, at, inner in read if inner is None or self._is_right(inner, tensor)]
+            if readers and _has_memory(tensor) and not (_is_large(tensor) and all(map(_is_left_out, readers))):
                 # A region around this one sees the copy made, so that in its replay, too, it is of what was.
                 whole = Span(0, tensor.untyped_storage().nbytes())
                 shapes = [(ref(one), geometry_of(one)) for one in (tensor, tensor._base) if one is not None]
                 self._copies.append((flattened(tensor, whole).clone(), readers, shapes))
+
+    def _is_right(self, inner: Any, tensor: torch.Tensor) -> bool:
+        """Whether an inner region that has read a tensor finds it again in its own replay."""
+        found: bool = inner is self._inner[-1] and inner.finds_again(tensor)
+        return found
 
     def note_left(self, buffers: Iterable[torch.Tensor]) -> None:
         """At the end of forward: copy small buffers that it has changed and then read, since they may change again."""
@@ -88,12 +91,12 @@ class Earlier:
                     self._readers.setdefault(entry.reads[at], []).append((entry, at, self._inner[-1]))
         self._seen = len(self._entries)
 
-    def keep(self, make_slot: MakeSlot) -> None:
-        """At the end of forward: keep what an entry that replay runs will read."""
+    def keep(self, make_slot: MakeSlot, for_all: bool) -> None:
+        """At the end of forward: keep what an entry that replay runs will read, or all, if any may run."""
         for copy, readers, shapes in self._copies:
             slot: Slot | None = None
             for entry, at in readers:
-                if entry.run:
+                if entry.run or for_all:
                     slot = slot or make_slot(
                         entry.group, earlier_label(entry, at), copy, CheckpointPolicy.SAVE, False, False
                     )

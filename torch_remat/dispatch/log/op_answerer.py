@@ -115,8 +115,6 @@ class OpAnswerer:
         # What saved writes left in placeholders, by the identity of the source, which all views of one share.
         self._left_over: dict[int, _LeftOver] = {}
         self._written: list[tuple[torch.Tensor, Slot]] = []
-        inputs = region.inputs
-        self._restored = inputs is not None and inputs.packed  # by hooks, which may count versions anew
 
     def expect(self, entries: Sequence[Entry], group: str = "", left: Sequence[Left] = (), start: int = 0) -> None:
         """Expect the ops of the whole region, or of one native region in it.
@@ -306,8 +304,6 @@ class OpAnswerer:
         """Whether an entry of one of the kinds gets the tensors from outside as they were in forward."""
         if entry.earlier:
             return False
-        if self._restored:
-            return True
         tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
         return all(tensors[at]._version == version for at, version in entry.versions)
 
@@ -322,12 +318,13 @@ class OpAnswerer:
 
     def _check_versions(self, entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raise if an op that runs again would read something else than in forward."""
-        if not entry.versions or self._restored or entry.effects.viewed is not None:
+        if not entry.versions or entry.effects.viewed is not None:
             return
-        tensors = list(tensors_in(args, kwargs))
+        tensors, inputs = list(tensors_in(args, kwargs)), self._region.inputs
         for at, version in entry.versions:
             known = entry.earlier.get(at)
-            if version_of(tensors[at]) != version if known is None else is_reshaped(tensors[at], known):
+            changed = version_of(tensors[at]) != version if known is None else is_reshaped(tensors[at], known)
+            if changed and not (inputs is not None and inputs.counts_anew(tensors[at])):
                 raise MutationError(
                     f"{entry.op} runs again in replay and reads a tensor from outside the region (argument {at}, shape "
                     f"{tuple(tensors[at].shape)}), which was changed in place since it ran in forward",

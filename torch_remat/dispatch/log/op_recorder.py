@@ -173,7 +173,7 @@ class OpRecorder:
             self.skipped_op = None
         if self._results.unread:
             self._results.read_versions()
-        if effects.written and self._decider is not None:
+        if effects.written:
             self.earlier.note_writes(written_arguments(effects, args, kwargs))
         before, moved = self._rng_before(effects)
         _, noter, _, _, counts = self._plans[id(op)]

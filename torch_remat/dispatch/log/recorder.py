@@ -436,12 +436,15 @@ class Recorder:
             # Replay does not change them again.
             changes = self._changes
             region.inputs.accept_changes(lambda tensor, times: changes.get(key_of(tensor)) == times)
+        if self.watch is not None:
+            self.watch.earlier.keep(self.departures.slot_for, tape.backward_inside)
 
     def before_replay(self) -> None:
         """Let a replay inside of forward, and each later one, run all ops so far, on what they have read."""
-        if self.watch is not None and (self.has_policy or self.watch.native is not None):
-            run_for_good(self.entries)
-            self.watch.earlier.keep(self.departures.slot_for)
+        if self.watch is not None:
+            if self.has_policy or self.watch.native is not None:
+                run_for_good(self.entries)
+            self.watch.earlier.keep(self.departures.slot_for, True)
 
     def _finish_policy(self) -> None:
         watch, region = self.watch, self.region
@@ -451,7 +454,6 @@ class Recorder:
                 self.results.keep_views(entry)
         if region.buffers is not None and self.storages.has_writes:
             watch.earlier.note_left(region.buffers.tensors())
-        watch.earlier.keep(self.departures.slot_for)
         if self.storages.has_writes and region.inputs is not None:
             # Replay writes none of them again.
             region.inputs.accept_changes(lambda tensor, _: self.storages.has_changed(tensor))

@@ -21,6 +21,7 @@ from torch.nn import Parameter
 
 from torch_remat._compat import (
     CompiledCode,
+    graph_task,
     keep_from_compiler,
     node_number,
     sequence_number,
@@ -258,7 +259,7 @@ class Recording(RematMode):
                 self._casts.append((ref(holder), cast_of, cast_of._version))
             elif inputs.is_made_as(owner, node):
                 holder.producer = NoneType
-            elif node_number(node) < region.first_number:
+            elif node_number(node) < region.first_number and graph_task() < 0:  # backward makes it anew for each reader
                 holder.origin = ref(owner)
         if self._keep is None:
             self._counters.append(_counter_of(owner))
@@ -334,10 +335,8 @@ class Recording(RematMode):
         """Let go of what only forward needs; the graph may hold on to this mode, through its pack hook."""
         self._counters.clear()
         self._casts.clear()
-        inputs = self.region.inputs
-        assert inputs is not None
-        inputs.originals.clear()
-        inputs.given = ()
+        assert self.region.inputs is not None
+        self.region.inputs.forget_given()
         if self.ops is not None:
             self.ops.forget()
             self.ops = None

@@ -17,9 +17,17 @@ from weakref import ref
 import optree
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import Module, Parameter
 
-from torch_remat._compat import PYTREE_NAMESPACE, SavedTensorHooks, adopt_pytree_node, without_dispatch_modes
+from torch_remat._compat import (
+    PYTREE_NAMESPACE,
+    SavedTensorHooks,
+    adopt_pytree_node,
+    graph_task,
+    without_dispatch_modes,
+    would_run,
+)
 from torch_remat.dispatch.holder import is_parameter, metadata_of
 from torch_remat.dispatch.log.meta import key_of
 from torch_remat.errors import MutationError
@@ -39,6 +47,8 @@ class RegionInputs:
         bases: The ids of the latter.
         others: The leaves that are no tensors.
         given: The leaves as they came, while forward runs, which may take them out of containers: ids are used again.
+        connected: Whether a gradient that was taken inside forward left the region by an argument, to come to another
+            by what lies before the region: then replay gets the arguments with their histories.
     """
 
     _spec: optree.PyTreeSpec | None = None
@@ -54,6 +64,8 @@ class RegionInputs:
     given: Sequence[Any] = ()
     others: Sequence[Any] = ()
     bases: Collection[int] = frozenset()
+    connected = False
+    _asked_in = -1  # the backward that was looked at last
 
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any], hooks: SavedTensorHooks | None = None) -> None:
         self._leaves: list[Any] = list(args)
@@ -160,6 +172,18 @@ class RegionInputs:
             self._storages = {*self._storages, key_of(tensor)}
         self.given = (*self.given, tensor)  # no other takes its place
 
+    def note_gradient(self) -> None:
+        """Note where a gradient goes that is taken while forward runs."""
+        if not self.connected and self._asked_in != (task := graph_task()):
+            self._asked_in = task
+            self.connected = _is_left_by_gradient(self.given)
+
+    def forget_given(self) -> None:
+        """Let go of what only forward needs."""
+        self.originals.clear()
+        if not self.connected:
+            self.given = ()
+
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's memory stays with the inputs; asked only while forward runs."""
         return self._away is None and id(tensor) in self.originals
@@ -241,7 +265,12 @@ class RegionInputs:
             if same is not None and not same.requires_grad and _place(same) == _place(kept):
                 leaves[index] = same  # backward of a custom Function may look at what it is
                 continue
-            leaves[index] = fresh_alias(kept, requires_grad, index in self._written)
+            if self.connected and requires_grad and index not in self._written:
+                leaves[index] = kept = self.given[index]
+                if version >= 0 and kept._version != version:
+                    raise self._changed(region.name, index)
+            else:
+                leaves[index] = fresh_alias(kept, requires_grad, index in self._written)
             if not self.as_given:
                 restored.append(ref(leaves[index]))
         self._restored = restored
@@ -275,6 +304,11 @@ class RegionInputs:
                 for kept in here
             )
 
+    def counts_anew(self, tensor: torch.Tensor) -> bool:
+        """Whether hooks around the region gave replay a tensor, or its memory, with another version than forward's."""
+        restored = () if self._unpack is None else [given() for given in self._restored]
+        return any(one is not None and key_of(one) == key_of(tensor) for one in restored)
+
     def _changed(self, region_name: str, index: int) -> MutationError:
         if index in self._inside:
             return MutationError(
@@ -302,6 +336,23 @@ class RegionInputs:
 
 _USUAL = frozenset((Tensor, Parameter))
 _UNPACKED = -2  # the version of an input that did not go through the hooks around the region
+
+
+def _is_left_by_gradient(given: Sequence[Any]) -> bool:
+    """Whether the gradient that is taken now comes to one of these, and adds nothing to the ``grad`` of leaves."""
+    with without_dispatch_modes():
+        nodes = {get_gradient_edge(leaf).node for leaf in given if isinstance(leaf, Tensor) and leaf.requires_grad}
+    try:
+        todo = [node for node in nodes if would_run(node)]
+        for node in todo:  # which grows meanwhile
+            if not node.next_functions:
+                return False  # ``backward()`` comes to leaves; replay must not do that again
+            children = {child for child, _ in node.next_functions if child is not None} - nodes
+            nodes |= children
+            todo += filter(would_run, children)
+    except RuntimeError:  # a leaf, for which the gradient is taken
+        return True
+    return bool(todo)
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
