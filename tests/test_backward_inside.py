@@ -584,3 +584,38 @@ def test_gradient_inside_an_inner_region_whose_views_are_of_placeholders_in_the_
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", remat.RematWarning)
         assert_same_program(program, policy=lambda ctx, op, *args, **kwargs: False)
+
+
+class HandledSin(torch.autograd.Function):
+    @staticmethod
+    @remat.auto_forward("x")
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * x.cos()
+
+
+def test_gradient_inside_by_an_op_with_a_handle_before_an_inner_region():
+    """The replay that it causes ends before the inner region, which forward has not begun."""
+
+    def program(op, outer, inner):
+        torch.manual_seed(0)
+        x = leaf(4)
+
+        def function(a):
+            p = a.detach().requires_grad_()
+            (gradient,) = torch.autograd.grad(op(p).sum(), p)
+            return inner(torch.sin)(a + gradient)
+
+        y = outer(function)(x.cos())
+        y.square().sum().backward()
+        return y, x.grad
+
+    def handled(x):
+        return remat.op(HandledSin.apply, "sin", policy=remat.CheckpointPolicy.RECOMPUTE)(x)
+
+    assert_same(program(torch.sin, plain, plain), program(handled, remat.checkpoint(), remat.checkpoint()))

@@ -376,3 +376,39 @@ def test_code_that_puts_the_generator_back_after_a_draw_that_a_policy_saved_is_e
 
     policy = remat.policies.never_replay_effects if native else [torch.ops.aten.randperm.default]
     assert_same(train(remat.checkpoint(policy=policy)), train(lambda function: function))
+
+
+def with_a_generator(x, generator):
+    first = torch.rand(4, 4, generator=generator)
+    return (x * first).sin() * torch.rand(4, 4, generator=generator)
+
+
+def with_attention(x, generator):
+    h = x[None, None]
+    for _ in range(2):  # an op that draws, were it asked to
+        h = F.scaled_dot_product_attention(h, h, h)
+    return h.sin()
+
+
+@pytest.mark.parametrize("function", [with_a_generator, with_attention])
+def test_policy_leaves_generators_alone_that_the_region_did_not_draw_from(function):
+    """Of two ops that may draw, replay runs the second one alone, on the state that it had."""
+    made = []
+
+    def first_one(ctx, op, *args, **kwargs):
+        if torch.Tag.nondeterministic_seeded not in op.tags or ctx.is_recompute:
+            return False
+        made.append(op)
+        return len(made) == 1
+
+    generator = torch.Generator().manual_seed(0)
+    x = leaf(4, 4)
+    y = remat.checkpoint(policy=first_one)(function)(x, generator)
+    assert len(made) == 2
+    torch.rand(7)
+    before = torch.get_rng_state(), generator.get_state()
+    y.sum().backward()
+    assert_same(before, (torch.get_rng_state(), generator.get_state()))
+    torch.testing.assert_close(
+        x.grad, torch.autograd.grad(function(x, generator.manual_seed(0)).sum(), x)[0], rtol=0, atol=0
+    )

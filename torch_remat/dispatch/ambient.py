@@ -136,10 +136,12 @@ class RngState:
         """Return the states, as byte tensors."""
         return [state for _, state in self._states]
 
-    def restore(self) -> None:
-        """Put the generators into these states."""
+    def restore(self, among: RngState | None = None) -> None:
+        """Put the generators into these states, by default all of them."""
+        known = None if among is None else {id(generator) for generator, _ in among._states}
         for generator, state in self._states:
-            generator.set_state(state)
+            if known is None or id(generator) in known:
+                generator.set_state(state)
 
     @contextmanager
     def replayed(self) -> Iterator[None]:

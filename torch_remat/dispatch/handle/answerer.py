@@ -574,6 +574,8 @@ class Answerer:
         self._regions = place + 1
         regions = self.region.tape.regions
         if place >= len(regions):
+            if not self.region.finished:
+                self._replay.stop()  # a backward inside forward, which has not come so far itself
             self._replay.fail(mismatched(self.region, "replay runs more inner regions than forward", SAME_ORDER))
         if not regions[place].slots:
             return args, kwargs

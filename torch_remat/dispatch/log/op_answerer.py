@@ -276,8 +276,8 @@ class OpAnswerer:
 
     def _run(self, entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         effects = entry.effects
-        if entry.before is not None:
-            entry.before.restore()
+        if entry.before is not None and self._region.rng is not None:
+            entry.before.restore(among=self._region.rng)  # the others are not put back after replay
         if any(map(has_placeholder, tensors_in(args, kwargs))):
             consumer = str(entry.op)
             args, kwargs = mapped(lambda leaf: real(leaf, consumer, self._region), args, kwargs)
