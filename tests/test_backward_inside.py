@@ -619,3 +619,26 @@ def test_gradient_inside_by_an_op_with_a_handle_before_an_inner_region():
         return remat.op(HandledSin.apply, "sin", policy=remat.CheckpointPolicy.RECOMPUTE)(x)
 
     assert_same(program(torch.sin, plain, plain), program(handled, remat.checkpoint(), remat.checkpoint()))
+
+
+@pytest.mark.parametrize("options", [{}, {"determinism_check": "bitwise"}, {"policy": lambda *args, **kwargs: False}])
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_gradient_inside_by_a_leaf_of_its_own_under_autocast(create_graph, options):
+    """Replay has another leaf, of which autocast makes the copy."""
+
+    def program(wrap):
+        torch.manual_seed(0)
+        x = leaf(4, 4)
+
+        def function(a):
+            p = a.detach().requires_grad_()
+            with torch.autocast("cpu", torch.bfloat16):
+                y = (p @ p.T).sin()
+            (gradient,) = torch.autograd.grad(y.float().sum(), p, create_graph=create_graph)
+            return (a + gradient).sin()
+
+        y = wrap(function)(x.cos())
+        y.square().sum().backward()
+        return y, x.grad
+
+    assert_same(program(plain), program(remat.checkpoint(**options)))

@@ -11,12 +11,14 @@ from helpers import (
     Mlp,
     Stack,
     alive,
+    assert_same,
     assert_same_program,
     chain,
     checkpointed,
     collector_off,
     leaf,
     parameter_gradients,
+    plain,
     watch,
 )
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -455,3 +457,47 @@ def test_call_in_an_inner_region_returns_a_view_of_a_placeholder_in_the_replay_o
         return y, x.grad
 
     assert_same_program(program, policy=lambda ctx, op, *args, **kwargs: False)
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("opaque", [True, False])
+def test_argument_with_a_history_that_a_call_in_an_inner_region_reads_as_a_variable(opaque, early_stop):
+    """In the outer replay it must be no leaf either, of which nothing is kept: nor would be what the call returns."""
+
+    def program(outer, inner, call):
+        torch.manual_seed(0)
+        x, w = leaf(4, 4), leaf(4, 4)
+
+        def function(a, b):
+            return inner(lambda h: call(lambda h, b: b.sin())(h, b) + b)(a)
+
+        y = outer(function)(x.sin(), w * 1.0)
+        y.square().mean().backward()
+        return y, x.grad, w.grad
+
+    def call(function):
+        return remat.region(function, "kept", opaque=opaque)
+
+    actual = program(remat.checkpoint(), remat.checkpoint(early_stop=early_stop), call)
+    assert_same(program(plain, plain, plain), actual)
+
+
+@pytest.mark.parametrize(
+    "policy", [None, [torch.ops.aten.mm.default], lambda *args, **kwargs: remat.CheckpointPolicy.SAVE]
+)
+def test_argument_with_a_history_that_an_inner_region_casts_under_autocast(policy):
+    """Autocast keeps the casts of leaves, which an argument is in no phase."""
+
+    def program(outer, inner):
+        torch.manual_seed(0)
+        x = leaf(4, 4)
+
+        def function(h):
+            with torch.autocast("cpu", torch.bfloat16):
+                return torch.linalg.cholesky(h @ h.T + torch.eye(4)).float()
+
+        y = outer(lambda a: inner(function)(a))(x.cos())
+        y.square().sum().backward()
+        return y, x.grad
+
+    assert_same(program(plain, plain), program(remat.checkpoint(), remat.checkpoint(policy=policy)))

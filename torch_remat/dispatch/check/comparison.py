@@ -80,6 +80,8 @@ def _is_another(holder: Holder, owner: torch.Tensor, origin: torch.Tensor | None
     in another one. So what is older than the region must be the same object.
     """
     if origin is not None or not isinstance(holder.origin, ref):
+        if isinstance(holder.origin, torch.Tensor) and origin is not None:
+            return origin is not holder.origin and not is_same_leaf(holder.origin, origin)
         return origin is not holder.origin
     before = holder.origin()
     if before is owner:

@@ -60,6 +60,8 @@ def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
         return run(function, args, kwargs)
     is_part = False
     earlier = observed = None
+    if isinstance(parent, Recording) and parent.region.inputs is not None:
+        parent.region.inputs.note_inner()
     if parent is not None and parent.ops is not None:
         if isinstance(parent, Recording) and parent.ops.has_policy and parent.ops.watch is not None:
             earlier = parent.ops.watch.earlier

@@ -25,6 +25,7 @@ from torch_remat._compat import (
     SavedTensorHooks,
     adopt_pytree_node,
     graph_task,
+    node_behind,
     without_dispatch_modes,
     would_run,
 )
@@ -61,6 +62,7 @@ class RegionInputs:
     _storages: Collection[int] = frozenset()  # of the tensors that hooks hold
     _inside: Collection[int] = ()  # the leaves that the region itself has changed, and may not have
     _written: Collection[int] = ()  # the leaves that it has changed where replay leaves that out
+    _made: Collection[int] | None = None  # the leaves with a history, if an inner region looks at that
     given: Sequence[Any] = ()
     others: Sequence[Any] = ()
     bases: Collection[int] = frozenset()
@@ -178,6 +180,11 @@ class RegionInputs:
             self._asked_in = task
             self.connected = _is_left_by_gradient(self.given)
 
+    def note_inner(self) -> None:
+        """Note that an inner region begins, which keeps no leaf, and so must not find other leaves in replay."""
+        if self._made is None:
+            self._made = {index for index, leaf in enumerate(self.given) if node_behind(leaf) is not None}
+
     def forget_given(self) -> None:
         """Let go of what only forward needs."""
         self.originals.clear()
@@ -270,7 +277,8 @@ class RegionInputs:
                 if version >= 0 and kept._version != version:
                     raise self._changed(region.name, index)
             else:
-                leaves[index] = fresh_alias(kept, requires_grad, index in self._written)
+                has_history = index in self._written or (self._made is not None and index in self._made)
+                leaves[index] = fresh_alias(kept, requires_grad, has_history)
             if not self.as_given:
                 restored.append(ref(leaves[index]))
         self._restored = restored
@@ -380,10 +388,10 @@ class _Alias(torch.autograd.Function):
         return grad
 
 
-def fresh_alias(tensor: torch.Tensor, requires_grad: bool, is_written: bool) -> torch.Tensor:
-    """Return an argument for one replay: a leaf, but where the function writes it, which autograd allows of no leaf."""
+def fresh_alias(tensor: torch.Tensor, requires_grad: bool, has_history: bool) -> torch.Tensor:
+    """Return an argument for one replay: a leaf, unless it must not be one, as where the function writes it."""
     alias = tensor.detach().requires_grad_(requires_grad)
-    if not (requires_grad and is_written):
+    if not (requires_grad and has_history):
         return alias
     with torch.enable_grad():
         made: torch.Tensor = _Alias.apply(alias)
