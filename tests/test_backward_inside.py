@@ -642,3 +642,34 @@ def test_gradient_inside_by_a_leaf_of_its_own_under_autocast(create_graph, optio
         return y, x.grad
 
     assert_same(program(plain), program(remat.checkpoint(**options)))
+
+
+CALLS = {
+    "torch's": lambda function: remat.region(function, "k"),
+    "of Python": lambda function: remat.region(lambda *args: function(*args), "k"),
+    "opaque": lambda function: remat.region(lambda *args: function(*args), "k", opaque=True),
+}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"policy": [torch.ops.aten.sin.default]}, {"policy": lambda *args, **kwargs: False}]
+)
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.filterwarnings("ignore:.*a gradient is taken:torch_remat.RematWarning")
+def test_gradient_inside_through_a_call_that_saves_leaves_alone(call, options):
+    """Nothing of the region is read but a leaf that it has made; the call must be made again all the same."""
+
+    def program(wrap, call):
+        torch.manual_seed(0)
+        x = leaf(4, 4)
+
+        def function(a):
+            p = a.detach().requires_grad_()
+            (gradient,) = torch.autograd.grad((p.sin() + call(torch.mul)(p, p) * 0.1).sum(), p)
+            return (a + gradient).sin()
+
+        y = wrap(function)(x.cos())
+        y.square().sum().backward()
+        return y, x.grad
+
+    assert_same(program(plain, plain), program(remat.checkpoint(**options), CALLS[call]))

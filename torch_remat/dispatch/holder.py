@@ -195,6 +195,8 @@ def read(packed: Any) -> Any:
                 raise changed_in_place(region, "parameter" if is_parameter(value) else "leaf", value.shape)
             if not region.finished:
                 region.inputs.note_gradient()
+                if region.tape.calling is None:  # else it may be the call's own
+                    region.tape.backward_inside = True
             return value
         if not packed.region.finished:
             packed.region.inputs.note_gradient()
