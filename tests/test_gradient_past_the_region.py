@@ -12,7 +12,7 @@ import weakref
 import pytest
 import torch
 from helpers import assert_same, checkpointed, collector_off, leaf, plain
-from torch.autograd.graph import save_on_cpu
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import torch_remat as remat
@@ -58,7 +58,14 @@ def not_leaving(a, b, w, x):
     return force * b
 
 
-FUNCTIONS = [to_another, to_both, as_numbers, again, of_what_is_linear, to_a_leaf_before, not_leaving]
+def with_hooks(a, b, w, x):
+    with saved_tensors_hooks(torch.clone, lambda tensor: tensor):
+        y = a.sin()
+    (force,) = torch.autograd.grad((y * b).sum(), a, create_graph=True)
+    return y + force
+
+
+FUNCTIONS = [to_another, to_both, as_numbers, again, of_what_is_linear, to_a_leaf_before, not_leaving, with_hooks]
 
 
 def by_torch(function):

@@ -14,9 +14,12 @@ from helpers import (
     collector_off,
     leaf,
     parameter_gradients,
+    plain,
     watch,
 )
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+
+import torch_remat as remat
 
 
 def test_save_on_cpu_outside_is_equal():
@@ -139,3 +142,40 @@ def test_hooks_outside_two_nested_regions_see_the_outermost_inputs_only():
     assert all(torch.equal(tensor, h) for tensor in packed)
     y.sum().backward()
     assert_same(x.grad, torch.autograd.grad(chain(x.exp()).cos().sum(), x)[0])
+
+
+SLICES = {
+    "part": lambda h: h[:, :4],
+    "transposed": lambda h: h[:, :4].clone().t(),
+    "every second": lambda h: h[:, ::2],
+    "expanded": lambda h: h[:1, :4].expand(4, 4),
+    "one row": lambda h: h[:1, :4],
+}
+IN_OTHER_ORDER = {
+    "copies": torch.clone,
+    "contiguous copies": lambda tensor: tensor.contiguous(),
+    "in memory of their own": lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor),
+}
+
+
+@pytest.mark.parametrize("pack", IN_OTHER_ORDER)
+@pytest.mark.parametrize("view", SLICES)
+@pytest.mark.parametrize("policy", [None, [torch.ops.aten.sin.default], lambda *args, **kwargs: True])
+def test_hooks_around_a_region_may_give_its_arguments_back_with_other_strides(policy, view, pack):
+    """As ``save_on_cpu`` does with parts of tensors on a GPU: replay gets them as forward did."""
+    strides = []
+
+    def function(h):
+        strides.append(h.stride())
+        return (h.sin() * h + h).exp().t().cos()
+
+    def program(wrap):
+        torch.manual_seed(0)
+        x = leaf(4, 8)
+        with torch.autograd.graph.saved_tensors_hooks(IN_OTHER_ORDER[pack], lambda tensor: tensor):
+            y = wrap(function)(SLICES[view](x.sin()))
+        y.square().mean().backward()
+        return y, x.grad
+
+    assert_same(program(plain), program(remat.checkpoint(policy=policy)))
+    assert len(set(strides)) == 1 < len(strides)

@@ -121,7 +121,7 @@ def _is_by_another_op(holder: Holder, owner: torch.Tensor) -> bool:
         return False
     inputs = holder.region.inputs
     may_be_input = holder.producer is NoneType and inputs is not None and type(owner) is torch.Tensor
-    return not (may_be_input and inputs.has_values_of(owner))
+    return not (may_be_input and (inputs.is_made_as(owner, owner.grad_fn) or inputs.has_values_of(owner)))
 
 
 def _op_behind(node: type) -> str:

@@ -54,6 +54,7 @@ class RegionInputs:
 
     _spec: optree.PyTreeSpec | None = None
     _unpack: Callable[[Any], torch.Tensor] | None = None
+    _strides: Mapping[int, tuple[int, ...]] = MappingProxyType({})  # by leaf: of those that hooks hold
     _restored: Sequence[ref[torch.Tensor]] = ()  # what the latest replay was given, if hooks or an offloader had it
     _away: dict[int, Any] | None = None  # by index of the leaf; set only if inputs are offloaded
     _owners: tuple[ref[torch.Tensor], ...] = ()  # the parameters that arguments are views of
@@ -108,6 +109,8 @@ class RegionInputs:
                 # Once for each argument, also for one that comes twice: the hooks may be counting.
                 pack, self._unpack = hooks
                 self._storages = {*self._storages, key_of(leaf)}
+                if type(leaf) is Tensor and leaf.layout is torch.strided:
+                    self._strides = {**self._strides, index: leaf.stride()}
                 with torch.no_grad():
                     leaves[index] = pack(leaf)
             if first != index:
@@ -266,6 +269,8 @@ class RegionInputs:
             if self._unpack is not None and version != _UNPACKED:
                 with torch.no_grad():
                     kept = self._unpack(kept)
+                if index in self._strides and type(kept) is Tensor and kept.layout is torch.strided:
+                    kept = _with_strides(kept, self._strides[index])
             elif version >= 0 and kept._version != version:
                 raise self._changed(region.name, index)
             same = self._given[index]() if index in self._given else None
@@ -344,6 +349,20 @@ class RegionInputs:
 
 _USUAL = frozenset((Tensor, Parameter))
 _UNPACKED = -2  # the version of an input that did not go through the hooks around the region
+
+
+def _with_strides(tensor: Tensor, stride: Sequence[int]) -> Tensor:
+    """Return a tensor with the strides of forward, which hooks need not give back: kernels go by them."""
+    now = tensor.stride()
+    if now == stride:
+        return tensor
+    with torch.no_grad(), without_dispatch_modes():
+        if all(size < 2 or one == other for size, one, other in zip(tensor.shape, now, stride, strict=True)):
+            return tensor.as_strided(tensor.shape, stride)
+        made = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
+        each = tuple([slice(0, 1) if step == 0 else slice(None) for step in stride])  # where elements share memory
+        made[each].copy_(tensor[each])
+    return made
 
 
 def _is_left_by_gradient(given: Sequence[Any]) -> bool:
