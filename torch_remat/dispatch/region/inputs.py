@@ -1,7 +1,8 @@
 """A region's inputs: what replay starts from.
 
 In: the arguments of the call. Kept, until replay has run: every tensor found anywhere in the arguments, detached, so
-that the region never pins the graph before it; parameters and other values as they are. Out: fresh arguments.
+that the region never pins the graph before it; parameters and other values as they are. Out: fresh arguments; or those
+that came, where a gradient taken in forward left the region by one of them.
 
 Inputs go through the saved-tensor hooks around the region, as anything does that is kept for backward: an
 enclosing ``save_on_cpu`` moves them, an enclosing region recomputes them.
