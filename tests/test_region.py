@@ -1347,3 +1347,12 @@ def test_view_of_complex_numbers_is_one_in_replay(view, options, made):
         (first,) = torch.autograd.grad(y, z, create_graph=True)
         results.append((y, first, torch.autograd.grad(first.abs().square().sum(), z)))
     assert_same(*results)
+
+
+@pytest.mark.parametrize("shape", [(0,), (2, 0), ()])
+@pytest.mark.parametrize("view", [torch.real, torch.imag, torch.conj, torch.view_as_real])
+def test_view_of_no_complex_numbers_or_of_one(view, shape):
+    z = torch.ones(shape, dtype=torch.complex64, requires_grad=True)
+    for policy in (None, lambda *args, **kwargs: RECOMPUTE):
+        block = remat.checkpoint(policy=policy)(lambda z: remat.region(view, "k")(z * 1.0).exp().abs().sum())
+        assert_same(torch.autograd.grad(view(z * 1.0).exp().abs().sum(), z), torch.autograd.grad(block(z), z))

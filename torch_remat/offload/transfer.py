@@ -34,8 +34,7 @@ from torch_remat.offload.streams import Arrival, arrival_of
 
 _NOTHING = torch.empty(0)
 
-# Where a part of a storage is cut out it starts here: kernels may give other last bits on memory aligned otherwise.
-ALIGNMENT_BYTES = 512
+ALIGNMENT_BYTES = 512  # of parts that are cut out: kernels may give other last bits on memory aligned otherwise
 
 
 class Span(NamedTuple):
@@ -82,7 +81,8 @@ class Placement(NamedTuple):
         if tensor.is_neg():
             tensor = negative_view(tensor)
         if tensor.dtype != self.dtype:
-            flat = tensor.as_strided((max(1, self.dtype.itemsize // tensor.dtype.itemsize),), (1,), 0)
+            count = 0 if 0 in self.shape else max(1, self.dtype.itemsize // tensor.dtype.itemsize)
+            flat = tensor.as_strided((count,), (1,), 0)
             # Autograd knows parts of complex numbers, and no other views of another dtype.
             tensor = torch.view_as_real(flat) if flat.dtype.to_real() is self.dtype else flat.view(self.dtype)
         value = tensor.as_strided(self.shape, self.stride, (self.offset_bytes + moved) // self.dtype.itemsize)
