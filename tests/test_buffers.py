@@ -56,6 +56,29 @@ def named(module, body="return module(x)"):
     return names["function"]
 
 
+class Owner:
+    """An object that is no module; it can be called, and knows a method of its own."""
+
+    def __init__(self, *held) -> None:
+        self.held = held
+        self.own = self.run
+
+    def run(self, x):
+        return self.held[0](x)
+
+    __call__ = run
+
+
+class Wrapper:
+    """An object that calls what it was given."""
+
+    def __init__(self, function) -> None:
+        self.function = function
+
+    def __call__(self, x):
+        return self.function(x)
+
+
 WAYS = {
     "plain": remat.checkpoint(),
     "to the end": remat.checkpoint(early_stop=False),
@@ -72,6 +95,10 @@ WAYS = {
         named(module, "return [inner() for inner in [lambda: module(x)]][0]")
     ),
     "call": lambda module: remat.checkpoint()(lambda x: remat.region(module, "m")(x).sin()),
+    "object": lambda module: remat.checkpoint()(Owner(module)),
+    "method of an object": lambda module: remat.checkpoint()(Owner(module).run),
+    "object around a method": lambda module: remat.checkpoint()(Wrapper(module.forward)),
+    "object around a method of an object": lambda module: remat.checkpoint()(Wrapper(Owner(module).run)),
 }
 SINES = {"native region", "call"}
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import partial
+
 import pytest
 import torch
 from helpers import Calls, Mlp, assert_same, assert_same_program, chain, checkpointed, leaf, parameter_gradients
+from torch import nn
 from torch.autograd import forward_ad
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.flop_counter import FlopCounterMode
 
 import torch_remat as remat
 
@@ -172,3 +177,69 @@ def test_is_recomputing_is_false_in_hooks_that_run_in_backward():
     y.register_hook(lambda grad: seen.append(remat.is_recomputing()))
     y.sum().backward()
     assert seen == [False, False]
+
+
+def _tokens(linear, x):
+    """A linear layer on pixels: torch adds its bias in place, but in a new tensor where a dispatch mode is active."""
+    y = linear(x.flatten(2).permute(0, 2, 1)).square()
+    return y.permute(0, 2, 1).reshape(x.shape).sin()
+
+
+def _gradient_inside(layer, x):
+    y = layer(x)
+    (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    return y + layer(gradient)
+
+
+def _saves_products(_context, op, *_args, **_kwargs):
+    kept = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return remat.CheckpointPolicy.SAVE if kept else remat.CheckpointPolicy.RECOMPUTE
+
+
+# Each takes what makes a region, what makes a call, a layer and a batch norm.
+_UNDER_MODES = {
+    "plain": lambda region, call, layer, norm: region(layer),
+    "call after": lambda region, call, layer, norm: region(lambda x: call(norm, "norm")(layer(x))),
+    "call before": lambda region, call, layer, norm: region(lambda x: layer(call(norm, "norm")(x))),
+    "call": lambda region, call, layer, norm: region(lambda x: layer(call(layer, "layer")(layer(x)))),
+    "policy": lambda region, call, layer, norm: region(layer, policy=_saves_products),
+    "in a policy": lambda region, call, layer, norm: region(lambda x: region(layer)(layer(x)), policy=_saves_products),
+    "around a policy": lambda region, call, layer, norm: region(
+        lambda x: region(layer, policy=_saves_products)(layer(x))
+    ),
+    "gradient": lambda region, call, layer, norm: region(partial(_gradient_inside, layer)),
+    "gradient in a policy": lambda region, call, layer, norm: region(
+        lambda x: region(partial(_gradient_inside, layer))(layer(x)), policy=_saves_products
+    ),
+    "gradient around a policy": lambda region, call, layer, norm: region(
+        lambda x: region(partial(_gradient_inside, layer), policy=_saves_products)(layer(x))
+    ),
+}
+
+
+@pytest.mark.parametrize("active", ["never", "in forward", "in backward"])
+@pytest.mark.parametrize("name", _UNDER_MODES)
+def test_ops_that_write_in_place_only_where_no_dispatch_mode_is_active_are_equal(name, active):
+    torch.manual_seed(0)
+    linear, norm = nn.Linear(8, 8), nn.BatchNorm2d(8)
+    start = torch.randn(2, 8, 2, 2)
+
+    def gradients(region, call):
+        function = _UNDER_MODES[name](region, call, partial(_tokens, linear), norm)
+        x = start.clone().requires_grad_()
+        with FlopCounterMode(display=False) if active == "in forward" else nullcontext():
+            y = function(x)
+        with FlopCounterMode(display=False) if active == "in backward" else nullcontext():
+            return list(torch.autograd.grad(y.sum(), [x, *linear.parameters()]))
+
+    plain = gradients(lambda function, **_options: function, lambda function, _name: function)
+    assert_same(plain, gradients(checkpointed, remat.region))
+
+
+def test_buffer_changed_before_backward_is_noticed_where_a_mode_is_active_in_one_phase():
+    buffer, x = torch.randn(4), leaf(4)
+    with FlopCounterMode(display=False):
+        y = checkpointed(lambda x: (x * buffer).sin())(x)
+    buffer.add_(1)
+    with pytest.raises(remat.MutationError, match="changed in place between forward and replay"):
+        y.sum().backward()

@@ -44,6 +44,7 @@ __all__ = [
     "any_profiler_runs",
     "attach_oom_observer",
     "below_autograd",
+    "count_of_modes",
     "current_node",
     "detached",
     "dispatch_state",
@@ -494,6 +495,9 @@ def in_autocast() -> bool:
 
 # The dispatch modes that are on the stack now: the one whose handler runs is not.
 active_modes: Callable[[], list[TorchDispatchMode]] = torch.utils._python_dispatch._get_current_dispatch_mode_stack
+
+# How many these are, in a call that costs next to nothing.
+count_of_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 # Whether autocast is on for any device type; the public function asks for one.
 any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled

@@ -27,6 +27,7 @@ def what_differs(
     owner: torch.Tensor,
     origin: torch.Tensor | None,
     loaded: bool,
+    same_modes: bool,
 ) -> RematError | None:
     """Return the error about a difference between forward and replay, if there is one.
 
@@ -36,6 +37,8 @@ def what_differs(
         owner: The tensor that it is a view of, or itself.
         origin: The parameter that it is, or is a cast of.
         loaded: Whether the owner was kept for replay, so that it has no history.
+        same_modes: Whether there are as many dispatch modes as in forward. If not, ops made of others, such as
+            ``F.linear``, may write in place in one phase what they return anew in the other.
     """
     region = holder.region
     if isinstance(owner, Placeholder) and owner.source.is_of(region):
@@ -57,8 +60,10 @@ def what_differs(
         # Inputs that hooks around the region restored may count their versions anew, and so does what was kept for
         # replay where its changes are allowed.
         made_inside = not isinstance(holder.origin, ref) or holder.origin() is not owner
-        if not (region.options.allow_cache_entry_mutation and made_inside) and (
-            region.inputs is None or not region.inputs.packed
+        if not (
+            (region.options.allow_cache_entry_mutation and made_inside)
+            or (not same_modes and _is_new(holder, tensor))
+            or (region.inputs is not None and region.inputs.packed)
         ):
             return MutationError(
                 f"this {described(holder)}, which the region saves for backward, was changed in place between forward "
@@ -69,8 +74,14 @@ def what_differs(
                 remedy="Buffers and other tensors that the region reads must stay as they are until backward: change "
                 "a clone, or pass a clone to the region as an argument.",
             )
-        holder.metadata = (tensor._version, *holder.metadata[1:])
+        if region.finished:  # else forward has yet to compare it with what its own tensor counts
+            holder.metadata = (tensor._version, *holder.metadata[1:])
     return None
+
+
+def _is_new(holder: Holder, tensor: torch.Tensor) -> bool:
+    """Whether it is plain to see that a saved tensor is one of the region's own: versions of others only grow."""
+    return holder.origin is None and (holder.producer is not NoneType or tensor._version < holder.metadata[0])
 
 
 def _is_another(holder: Holder, owner: torch.Tensor, origin: torch.Tensor | None) -> bool:
@@ -119,9 +130,15 @@ def _is_by_another_op(holder: Holder, owner: torch.Tensor) -> bool:
     kinds = {holder.producer, type(owner.grad_fn)}
     if len(kinds) < 2 or any(issubclass(kind, BackwardCFunction) for kind in kinds):
         return False
+    if {kind.__name__ for kind in kinds} == _RESHAPES:
+        return False
     inputs = holder.region.inputs
     may_be_input = holder.producer is NoneType and inputs is not None and type(owner) is torch.Tensor
     return not (may_be_input and (inputs.is_made_as(owner, owner.grad_fn) or inputs.has_values_of(owner)))
+
+
+# `Tensor.reshape` is the one or the other by whether a dispatch mode is active.
+_RESHAPES = {"ViewBackward0", "ReshapeAliasBackward0"}
 
 
 def _op_behind(node: type) -> str:

@@ -35,7 +35,6 @@ from torch_remat.dispatch.check.mismatch import REPLACED, described
 from torch_remat.dispatch.generators import among_attributes
 from torch_remat.errors import MismatchError, MutationError, RematError, at_user_line
 
-_REACHING = frozenset((FunctionType, MethodType, partial))
 # The usual ones of torch's own, to which nobody adds a generator, are not searched for one.
 _BARE = frozenset(kind for kind in vars(torch.nn).values() if isinstance(kind, type) and issubclass(kind, Module))
 
@@ -58,7 +57,7 @@ def parameters_of(
     modules: list[Module] = []
     if not arguments and isinstance(function, Module):
         modules.append(function)
-    elif arguments or type(function) in _REACHING:
+    else:
         for value in reached_by(function, arguments):
             if isinstance(value, Module):
                 modules.append(value)
@@ -178,23 +177,30 @@ class _Unread(DispatchMode):
 def reached_by(function: Callable[..., Any], arguments: Sequence[Module]) -> Iterator[Module | Parameter]:
     """Yield the modules and parameters that a region's function reaches, in its variables and among its arguments."""
     values: list[Any] = [function, *arguments]
-    functions = set()
+    owners, seen = {id(function)}, set()  # of methods; and those and functions that were looked at
     for value in values:  # grows meanwhile
         kind = type(value)
         if isinstance(value, Module) or kind is Parameter:
             yield value
         elif kind is FunctionType:
-            if value not in functions:  # which may close over itself
-                functions.add(value)
+            if id(value) not in seen:  # which may close over itself
+                seen.add(id(value))
                 for cell in value.__closure__ or ():
                     with suppress(ValueError):  # of a variable that has no value now
                         values.append(cell.cell_contents)
         elif kind is MethodType:
+            owners.add(id(value.__self__))
             values += (value.__self__, value.__func__)
         elif kind is partial:
             values += (value.func, *value.args, *value.keywords.values())
         elif (kind is list or kind is tuple) and value and isinstance(value[0], (Module, Parameter)):
             values += value
+        elif id(value) in owners and id(value) not in seen:  # an object that can be called, or has the method
+            seen.add(id(value))
+            values += [one for one in getattr(value, "__dict__", {}).values() if isinstance(one, _HELD)]
+
+
+_HELD = (Module, Parameter, FunctionType, MethodType, partial, list, tuple)
 
 
 def _name_of(region: Any, place: int, parameter: torch.Tensor | None) -> str:

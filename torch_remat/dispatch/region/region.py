@@ -17,6 +17,7 @@ import torch
 from torch.nn import Module
 
 from torch_remat._compat import (
+    count_of_modes,
     graph_exec_group,
     graph_is_kept,
     graph_task,
@@ -112,6 +113,7 @@ class Region:
         self.rng = None if generators is None else RngState(generators)
         self.hooks = own_hooks(self.name) if is_part and hooks is not None and hooks[1] in (read, unpack) else hooks
         self.ambient = capture_ambient()
+        self.modes = count_of_modes()
         self.tape = Tape()
         self.first_number = sequence_number()  # of the autograd nodes that it makes
         self.scope = scope.get()

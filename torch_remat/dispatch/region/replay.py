@@ -17,11 +17,12 @@ from torch import Tensor
 
 from torch_remat._compat import (
     CompiledCode,
-    active_modes,
+    count_of_modes,
     detached,
     keep_from_compiler,
     sequence_number,
     set_grad_enabled,
+    set_version,
 )
 from torch_remat.dispatch.ambient import capture_ambient
 from torch_remat.dispatch.check.comparison import is_same_leaf, lies_otherwise, what_differs
@@ -76,6 +77,7 @@ class Filling(RematMode):
     _values: Values | None = None
     _refusal: Callable[[], RematError] | None = None  # the latest when `StopReplay` was raised
     _unfilled_number = -1  # of the latest op that may yet fill what it saved
+    _sees_modes_of_forward = True  # also how many modes: ops of C++ write in place where there are none
     _waiting = 0  # how many holders are filled otherwise than at their place
     _late: Sequence[tuple[Holder, Placeholder]] = ()  # to be filled once the next op has been seen
 
@@ -88,7 +90,7 @@ class Filling(RematMode):
         self._end_at(last)
         if tape.records or tape.calls:
             self.ops = Answerer(self)
-        elif region.tail_is_tiny and self._last == self._limit - 1 and not active_modes():
+        elif region.tail_is_tiny and self._last == self._limit - 1 and not count_of_modes():
             self._last = self._limit  # an exception would take longer; what watches is to see the same in both phases
         if tape.elided:
             self._waiting = tape.empty_elided()
@@ -122,6 +124,7 @@ class Filling(RematMode):
         buffers = () if region.buffers is None else region.buffers.go_back(is_logged)
         try:
             contexts = [] if unchanged(region) else check_parameters(region, self.fail)
+            self._sees_modes_of_forward = not contexts and region.modes == count_of_modes()
             args, kwargs = region.inputs.restore(region)
             set_grad_enabled(True)
             try:
@@ -183,6 +186,7 @@ class Filling(RematMode):
         log = None if region.op_log is None else region.op_log.begin("replay")
         if self.stale is not None:
             self.stale.run = log or self.stale.run
+            self._sees_modes_of_forward = False
         if self.stale is not None or log is not None:
             self.opening, self.lets_compiled_code_run = log if self.stale is None else self.stale.watch, True
         if region.tape.ran_compiled and region.function is not None:
@@ -323,6 +327,9 @@ class Filling(RematMode):
             self._compare_layouts(position, tensor, owner)
 
     def _give(self, holder: Holder, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        if not self.region.finished and value._version != holder.metadata[0]:
+            value = value.data  # with a version counter of its own
+            set_version(value, holder.metadata[0])
         holder.value = value
         if self._values is not None:
             self._values.add(holder, value)
@@ -461,7 +468,7 @@ class Filling(RematMode):
     def explain(self, holder: Holder, tensor: torch.Tensor, owner: torch.Tensor, origin: torch.Tensor | None) -> None:
         """Tell apart what differs from forward, and fail unless it is harmless."""
         loaded = self.ops is not None and self.ops.has_loaded(owner)
-        error = what_differs(holder, tensor, owner, origin, loaded)
+        error = what_differs(holder, tensor, owner, origin, loaded, self._sees_modes_of_forward)
         if error is not None:
             name = None if self.ops is None or type(holder) is OpHolder else self.ops.next_name()
             if name is not None and type(error) is MismatchError:
