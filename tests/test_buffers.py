@@ -591,3 +591,50 @@ def test_gradient_taken_after_a_call_of_a_module_with_spectral_norm(options, spa
         return y, x.grad, *(parameter.grad for parameter in module.parameters()), *module.buffers()
 
     assert_same(program(plain, plain), program(remat.checkpoint(**SAVING[options]), SPARED[spared]))
+
+
+class Cached(nn.Module):
+    """Makes a buffer when it first runs, as attention does with the biases of positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("bias", None, persistent=False)
+
+    def forward(self, x):
+        if self.bias is None:
+            self.bias = -torch.arange(4.0).mul(0.5)
+        return (self.linear(x) + self.bias).softmax(-1)
+
+
+@pytest.mark.parametrize("called", [False, True])
+def test_buffer_that_forward_makes_is_there_once_replay_has_made_it_too(called):
+    def block(x):
+        y = remat.region(module, "module")(x) if called else module(x)
+        return (y * module.bias).sin() + module(y)
+
+    gradients = []
+    for wrap in (lambda function: function, remat.checkpoint(policy=[torch.ops.aten._softmax.default])):
+        torch.manual_seed(0)
+        module, x = Cached(), leaf(3, 4)
+        y = wrap(block)(x)
+        made = module.bias
+        y.sum().backward()
+        assert module.bias is made
+        wrap(block)(x).sum().backward()
+        gradients.append([x.grad, *(p.grad for p in module.parameters())])
+    assert_same(*gradients)
+
+
+@pytest.mark.parametrize("inner", [{}, {"policy": []}, {"determinism_check": "bitwise"}])
+def test_statistics_that_an_op_reads_and_changes_are_changed_once_in_a_region_in_a_policy(inner):
+    def program(wrap):
+        torch.manual_seed(0)
+        norm, x, left = nn.InstanceNorm2d(2, affine=True, track_running_stats=True), leaf(2, 2, 2, 2), []
+        for _ in range(2):
+            y = wrap(lambda x: wrap(norm, **inner)(x.cos()).sin(), policy=[torch.ops.aten.sin.default])(x)
+            y.square().sum().backward()
+            left += [buffer.clone() for buffer in norm.buffers()]
+        return [x.grad, norm.weight.grad, *left]
+
+    assert_same(program(lambda f, **_options: f), program(lambda f, **options: remat.checkpoint(**options)(f)))

@@ -354,6 +354,19 @@ def test_running_statistics_that_evaluation_reads_are_compared(name):
         y.square().sum().backward()
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_bitwise_passes_a_batch_norm_whose_gradient_is_taken_inside(training):
+    norm, x = nn.BatchNorm1d(4).train(training), leaf(5, 4)
+
+    def block(x):
+        y = norm(x)
+        (gradient,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
+        return y + gradient
+
+    expected = torch.autograd.grad(block(x).sum(), x)
+    assert_same(expected, torch.autograd.grad(remat.checkpoint(determinism_check="bitwise")(block)(x).sum(), x))
+
+
 def test_what_comes_before_and_after_a_batch_norm_in_training_is_compared():
     norm = nn.BatchNorm2d(3)
     changed = nudged(0, count=1)

@@ -527,3 +527,14 @@ def test_native_region_is_the_remedy_for_a_native_reader_of_a_saved_handle():
     y.sum().backward()
     h = call("plain", Inner, Trace(), "h", SAVE, x)
     assert_same(torch.autograd.grad(h.sin().exp().sum(), x)[0], x.grad)
+
+
+@pytest.mark.filterwarnings("ignore::torch_remat.RematWarning")
+def test_gradient_taken_inside_through_a_handle_in_a_native_region_is_refused():
+    def function(x):
+        y = keep("scores", lambda: call("op", Result, Trace(), "h", RECOMPUTE, x.sin()).cos())
+        (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return y + gradient
+
+    with pytest.raises(remat.PlaceholderError, match="a gradient taken inside the region"):
+        region()(function)(leaf(3)).sum().backward()

@@ -34,6 +34,7 @@ REGIONS = {
     "torch": torchs,
     "bitwise": lambda function: checkpointed(function, determinism_check="bitwise"),
     "offload": lambda function: checkpointed(function, offload_inputs=True),
+    "everything": lambda function: checkpointed(function, policy=lambda ctx, op, *args, **kwargs: SAVE),
     **{
         name: lambda function, ops=ops: checkpointed(function, policy=saving(*ops), region_name=str(len(ops)))
         for name, ops in POLICIES.items()
@@ -61,6 +62,7 @@ BODIES = {
     "in place": lambda h, w: functional.silu(h + 1, inplace=True) * 2,
     "layer norm": lambda h, w: functional.layer_norm(h, (4,)).softmax(-1),
     "function": lambda h, w: Exp.apply(h * 0.3).tanh(),
+    "linear layer": lambda h, w: functional.linear(h.view(2, 2, 4).transpose(0, 1), w, w[0]).square().view(4, 4),
 }
 
 
@@ -181,6 +183,24 @@ def test_call_before_a_region_is_none_of_the_region_when_torch_recomputes_inside
         for inner in ("plain", "bitwise", "products"):
             actual = result(lambda h, w: program(h, w, outer=torchs, inner=REGIONS[inner], keep=call))  # noqa: B023
             assert_same(result(program), actual)
+
+
+@pytest.mark.parametrize("shape", ["", "products"])
+def test_gradient_that_a_policy_keeps_and_code_outside_changes_is_an_error(shape):
+    def block(h):
+        point = h.detach().requires_grad_()
+        y = point @ torch.ones(4, 4) if shape else point.sin() * point  # the gradient is a view of a product
+        (gradient,) = torch.autograd.grad(y.sum(), point)
+        return (h * gradient.exp()).sin(), gradient
+
+    y, gradient = checkpointed(block, policy=lambda *_args, **_kwargs: SAVE)(leaf(2, 4, 4).sin())
+    gradient.mul_(2)
+    y.sum().backward()  # all is saved
+    kept = saving(aten.add.Tensor, aten.mm.default)
+    y, gradient = checkpointed(block, policy=kept)(leaf(2, 4, 4).sin())
+    gradient.mul_(2)
+    with pytest.raises(remat.MutationError, match="after it was kept for replay"):
+        y.sum().backward()
 
 
 def test_autograd_takes_over_gradients_that_a_policy_keeps():

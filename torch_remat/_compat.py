@@ -564,7 +564,7 @@ def set_version(tensor: torch.Tensor, version: int) -> None:
 
 
 # The base of all batch norms, which in training read none of their statistics, and write them uncounted.
-BATCH_NORM: type = torch.nn.modules.batchnorm._NormBase
+BATCH_NORM: type = torch.nn.modules.batchnorm._BatchNorm
 
 # The types of the two contexts that torch's create_selective_checkpoint_contexts returns: a library may hand on no more
 # than them, and the policy is in the first.

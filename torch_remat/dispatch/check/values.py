@@ -79,7 +79,8 @@ class LeftOut(DispatchMode):
     ) -> Any:
         """Run the op; what a batch norm is about to change is saved, but its value is not taken yet."""
         name = effects_of(op).name
-        if name in WRITES_WITHOUT_SAYING and args[5]:
+        norm = name.removesuffix("_backward")  # which saves them where its gradient has a graph
+        if norm in WRITES_WITHOUT_SAYING and args[5 if norm == name else 7]:  # in training; of some it is epsilon
             self._values.leave_out(args[3:5])
         result = op(*args, **(kwargs or {}))
         self._values.workspace = storage_key(result[3]) if name in _RECURRENT else None

@@ -130,6 +130,8 @@ class SkippedOp(ReplayOp):
             kept = answerer.load_call(record)
             if record.run:
                 self._again = answerer.passing = True
+                source = new_tuple(Source, (ops.region_name, record.name, record.label(0), id(ops.region)))
+                ctx.apply = partial(_refuse_backward, source)  # it saves nothing
                 return None
         if record.drawn is not None:
             record.drawn.restore()

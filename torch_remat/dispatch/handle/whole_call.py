@@ -382,20 +382,20 @@ def made_again(
 def kept_or_stand_in(replay: Replay, entry: Entry, place: int, meta: Any, requires_grad: bool) -> Any:
     """Return what replay has of a result: what was kept of it, else a placeholder; what is no tensor as it is."""
     slot = entry.kept.get(place)
-    is_changed = requires_grad and replay.changes_results
+    has_history = requires_grad and (replay.changes_results or replay.region.inputs.keeps_histories)
     if slot is None and place == WRITTEN and entry.written:
         slot = entry.written[0]
     if slot is not None:
         tensor = slot.unchanged()
         if tensor is None:
             tensor = replay.load(slot, entry.group, entry.label(place))
-        tensor = fresh_alias(tensor.data, True, True) if is_changed else tensor.requires_grad_(requires_grad)
+        tensor = fresh_alias(tensor.data, True, True) if has_history else tensor.requires_grad_(requires_grad)
         replay.note_loaded(tensor)
         return tensor
     if type(meta) not in (Meta, WrapperMeta):
         return meta
     source = Source(replay.region.name, entry.group, entry.label(place), id(replay.region))
     made = stand_in(meta, source, partial(replay.value_after_all, source, entry, place))
-    if is_changed:
+    if has_history:
         return fresh_alias(made, True, True)
     return made.requires_grad_() if requires_grad else made

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from torch_remat.dispatch.check.mismatch import mismatched
-from torch_remat.dispatch.log.entry import Entry
+from torch_remat.dispatch.log.entry import VIEW, Entry
 from torch_remat.dispatch.log.meta import dense_layout
 from torch_remat.dispatch.log.schema import Effects, argument
 from torch_remat.dispatch.placeholder import Placeholder, geometry_of
@@ -74,8 +74,8 @@ def after_loose(entries: Sequence[Entry], at: int, op: Any = None) -> int:
     """Return the place after the views and casts from here on, or that of an op that comes before; see `place_of`."""
     place = at
     while place < len(entries) and entries[place].op is not op:
-        effects = entries[place].effects
-        if effects.viewed is None and not effects.cast:
+        entry = entries[place]
+        if entry.effects.viewed is None and not entry.effects.cast and entry.kind != VIEW:  # as `_unsafe_view` is
             return place if op is None else at
         place += 1
     return place

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from torch_remat._compat import CompiledCode, keep_from_compiler, kernel_of
+from torch_remat._compat import CompiledCode, in_autocast, keep_from_compiler, kernel_of
 from torch_remat.dispatch.ambient import RngState
 from torch_remat.dispatch.log.departures import Departures
 from torch_remat.dispatch.log.earlier import Earlier
@@ -47,6 +47,7 @@ Observer = Callable[[Entry, Sequence[Any], Mapping[str, Any], Any], None]
 class Owner(Protocol):
     """What of a region's recorder is asked here."""
 
+    region: Any
     entries: list[Entry]
     storages: Storages
     results: Results
@@ -165,6 +166,8 @@ class OpRecorder:
 
     def _watch_odd(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], effects: Effects) -> Any:
         """Do the same for any op, wherever it runs."""
+        if effects.cast and in_autocast():
+            self._owner.region.inputs.note_histories()
         if is_bookkeeping(effects, args, kwargs):
             return op(*args, **kwargs)
         if self.skipped_op is not None:

@@ -15,7 +15,7 @@ from torch_remat._compat import without_dispatch_modes
 from torch_remat.dispatch.log.entry import CALL, ONE, WRITTEN, Entry
 from torch_remat.dispatch.log.meta import Meta
 from torch_remat.dispatch.log.slot import UNCOUNTED, Slot, version_of
-from torch_remat.dispatch.log.storages import Storages
+from torch_remat.dispatch.log.storages import Storages, let_go
 from torch_remat.dispatch.views import placement_in
 from torch_remat.policies.decision import CheckpointPolicy
 
@@ -59,7 +59,7 @@ class Results:
 
     def note_one(self, entry: Entry, result: torch.Tensor) -> None:
         """Note the result of an entry of kind `ONE`."""
-        result = result if torch.is_grad_enabled() else _let_go(result)
+        result = result if torch.is_grad_enabled() else let_go(result)
         self._held[entry] = {0: (result, UNCOUNTED if result.is_inference() else result._version)}
 
     def note(self, entry: Entry, result: Any, written: Sequence[torch.Tensor] = ()) -> None:
@@ -67,7 +67,7 @@ class Results:
         results = result if isinstance(result, (list, tuple)) else (result,)
         is_gradient = entry.kind != CALL and not torch.is_grad_enabled()
         held = self._held[entry] = {
-            place: (_let_go(tensor) if is_gradient else tensor, version_of(tensor))
+            place: (let_go(tensor) if is_gradient else tensor, version_of(tensor))
             for place, tensor in enumerate(results)
             if isinstance(tensor, torch.Tensor) and place in entry.saved
         }
@@ -182,11 +182,6 @@ class Results:
         if self._usual and (aliases := self._storages.aliases_of(tensor)):
             slot.watch(aliases)
         return slot
-
-
-def _let_go(gradient: torch.Tensor) -> torch.Tensor:
-    """Return an alias: autograd takes over a gradient that nobody else has, and copies one that somebody has."""
-    return gradient.detach() if gradient.layout is torch.strided else gradient
 
 
 def decision_on(entry: Entry, place: int) -> CheckpointPolicy:

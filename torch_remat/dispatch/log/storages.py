@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
-from torch_remat._compat import storage_key
+from torch_remat._compat import storage_key, with_shared_versions
 from torch_remat.dispatch.log.entry import LEFT, ONE, SEVERAL, VIEW, WRITTEN, Entry
 from torch_remat.dispatch.log.meta import Given, Meta, described, key_of, keys_of, parts_of, tensors_in, without_lists
 from torch_remat.dispatch.log.schema import LIFT
@@ -30,6 +30,14 @@ from torch_remat.dispatch.log.slot import UNCOUNTED, version_of
 from torch_remat.dispatch.placeholder import NOT_LAZY, Geometry, new_tuple
 
 _VALUES = frozenset((int, float, bool, complex, type(None), torch.dtype, torch.device))
+
+
+def let_go(gradient: torch.Tensor) -> torch.Tensor:
+    """Return an alias: autograd takes over a gradient that nobody else has, and copies one that somebody has."""
+    if gradient.layout is not torch.strided:
+        return gradient
+    with with_shared_versions():  # code outside may change it
+        return gradient.detach()
 
 
 class Storages:
@@ -229,7 +237,7 @@ class Storages:
         key = key_of(tensor)
         writer = self.writers.get(key)
         if writer is not None and writer[1] in writer[0].saved:  # else the alias would keep it alive
-            self.aliases.setdefault(key, []).append(tensor)
+            self.aliases.setdefault(key, []).append(tensor if torch.is_grad_enabled() else let_go(tensor))
 
     def _new(self, entry: Entry, place: int, tensor: torch.Tensor) -> Sequence[int]:
         keys = keys_of(tensor)

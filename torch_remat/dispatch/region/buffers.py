@@ -19,6 +19,7 @@ from torch.nn import Module
 from torch.nn.parameter import is_lazy
 
 from torch_remat._compat import BATCH_NORM, set_version, without_modes_for
+from torch_remat.dispatch.log.meta import key_of
 from torch_remat.dispatch.log.slot import COPIED_BYTES, UNCOUNTED, version_of
 
 
@@ -44,6 +45,9 @@ def _names_in(code: CodeType) -> Iterator[str]:
     for inner in code.co_consts:
         if type(inner) is CodeType:
             yield from _names_in(inner)
+
+
+_Place = tuple[dict[str, torch.Tensor | None], str]  # the buffers of a module, and a name there
 
 
 class Buffer(NamedTuple):
@@ -72,15 +76,18 @@ class Buffers:
         has_policy: Whether a policy watches the region's ops.
     """
 
-    __slots__ = ("_buffers", "_lazy", "_statistics")
+    __slots__ = ("_buffers", "_lazy", "_none", "_statistics")
 
     def __init__(self, modules: Sequence[Module], has_policy: bool) -> None:
         self._buffers: list[Buffer] = []
         self._statistics: set[int] = set()
-        self._lazy: list[tuple[dict[str, torch.Tensor | None], str]] = []
+        self._lazy: list[_Place] = []
+        self._none: list[_Place] = []
         for module in modules:
             for name, tensor in module._buffers.items():
                 if tensor is None:
+                    if has_policy:  # by which replay must make it again, too
+                        self._none.append((module._buffers, name))
                     continue
                 if is_lazy(tensor):  # until the region initializes it
                     self._lazy.append((module._buffers, name))
@@ -97,8 +104,9 @@ class Buffers:
             yield buffer.tensor
 
     def has_copy(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is one of them that replay finds as forward did."""
-        return any(buffer.tensor is tensor and buffer.copy is not None for buffer in self._buffers)
+        """Whether a tensor lies in one of them that replay finds as forward did."""
+        key = key_of(tensor)
+        return any(buffer.copy is not None and key_of(buffer.tensor) == key for buffer in self._buffers)
 
     def versions(self) -> list[int]:
         """Return how often each was changed."""
@@ -111,11 +119,12 @@ class Buffers:
             for buffer, version in zip(self._buffers, versions, strict=True)
         ]
 
-    def finish(self, is_logged: Callable[[torch.Tensor], bool] | None) -> bool:
+    def finish(self, is_logged: Callable[[torch.Tensor], bool] | None, leaves_out: bool) -> bool:
         """At the end of forward: note what it has changed; return whether that is anything.
 
         Args:
             is_logged: Tells of a tensor whether the log knows of changes of it; None if there is no log.
+            leaves_out: Whether replay does not run all of the region's Python.
         """
         changed = []
         for held, name in self._lazy:
@@ -130,7 +139,8 @@ class Buffers:
             ):
                 changed.append(buffer._replace(copy=None) if is_logged is not None and is_logged(tensor) else buffer)
         self._buffers, self._statistics = changed, set()
-        return bool(changed)
+        self._none = [] if leaves_out else [(held, name) for held, name in self._none if held.get(name) is not None]
+        return bool(changed or self._none)
 
     def go_back(self, is_logged: Callable[[torch.Tensor], bool] | None) -> list[Buffer]:
         """Return what buffers are now; let them be as forward found them, but for those that the log knows of.
@@ -139,9 +149,11 @@ class Buffers:
             is_logged: As for `finish`, while forward is not over.
         """
         now = []
-        for held, name, *_ in self._buffers:
+        for held, name in [*((held, name) for held, name, *_ in self._buffers), *self._none]:
             if (tensor := held.get(name)) is not None:
                 now.append(_as_it_is(held, name, tensor, True))
+        for held, name in self._none:
+            held[name] = None
         put_back([buffer for buffer in self._buffers if is_logged is None or not is_logged(buffer.tensor)])
         return now
 

@@ -61,7 +61,7 @@ def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
     is_part = False
     earlier = observed = None
     if isinstance(parent, Recording) and parent.region.inputs is not None:
-        parent.region.inputs.note_inner()
+        parent.region.inputs.note_histories()
     if parent is not None and parent.ops is not None:
         if isinstance(parent, Recording) and parent.ops.has_policy and parent.ops.watch is not None:
             earlier = parent.ops.watch.earlier
@@ -311,7 +311,8 @@ class Recording(RematMode):
         region.leaves = used_leaves(boundary, region.first_number, region.inputs.originals)
         region.versions = versions_of([*region.parameters, *region.leaves])
         is_logged = None if self.ops is None else self.ops.storages.has_changed
-        if region.buffers is not None and not region.buffers.finish(is_logged):
+        leaves_out = self.ops is not None and (self.ops.skipped_any or bool(self.ops.calls))
+        if region.buffers is not None and not region.buffers.finish(is_logged, leaves_out):
             region.buffers = None
         region.finished = True
 

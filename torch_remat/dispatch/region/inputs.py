@@ -64,7 +64,7 @@ class RegionInputs:
     _storages: Collection[int] = frozenset()  # of the tensors that hooks hold
     _inside: Collection[int] = ()  # the leaves that the region itself has changed, and may not have
     _written: Collection[int] = ()  # the leaves that it has changed where replay leaves that out
-    _made: Collection[int] | None = None  # the leaves with a history, if an inner region looks at that
+    _made: Collection[int] | None = None  # the leaves with a history, if something looks at that
     given: Sequence[Any] = ()
     others: Sequence[Any] = ()
     bases: Collection[int] = frozenset()
@@ -184,10 +184,15 @@ class RegionInputs:
             self._asked_in = task
             self.connected = _is_left_by_gradient(self.given)
 
-    def note_inner(self) -> None:
-        """Note that an inner region begins, which keeps no leaf, and so must not find other leaves in replay."""
+    def note_histories(self) -> None:
+        """Let replay find no other leaves: an inner region begins, which keeps none, or autocast, which caches casts."""
         if self._made is None:
             self._made = {index for index, leaf in enumerate(self.given) if node_behind(leaf) is not None}
+
+    @property
+    def keeps_histories(self) -> bool:
+        """Whether that was noted."""
+        return self._made is not None
 
     def forget_given(self) -> None:
         """Let go of what only forward needs."""
