@@ -185,7 +185,7 @@ class RegionInputs:
             self.connected = _is_left_by_gradient(self.given)
 
     def note_histories(self) -> None:
-        """Let replay find no other leaves: an inner region begins, which keeps none, or autocast, which caches casts."""
+        """Let replay find no other leaves: an inner region begins, which keeps none, or autocast, which keeps casts."""
         if self._made is None:
             self._made = {index for index, leaf in enumerate(self.given) if node_behind(leaf) is not None}
 
