@@ -53,7 +53,8 @@ def run(function, general, monkeypatch, weight):
         noted = []
         for entry in [entry for region in made for entry in region.tape.saved]:
             holder = entry() if type(entry) is ref else None
-            noted.append(entry if holder is None else (holder.metadata, holder.producer, type(holder.origin)))
+            about = holder and (holder.metadata, holder.layout, holder.producer, type(holder.origin))
+            noted.append(entry if holder is None else about)
         leaves = [out] if isinstance(out, torch.Tensor) else [out["a"][0], out["b"]]
         wanted = [one for one in (x, weight) if one.requires_grad]
         gradients = torch.autograd.grad(sum(y.square().sum() for y in leaves), wanted, allow_unused=True)

@@ -11,6 +11,7 @@ from helpers import Calls, Mlp, assert_same, chain, checkpointed, leaf
 from torch import nn
 
 import torch_remat as remat
+from torch_remat._compat import sequence_number
 
 TIMEOUT_SECONDS = 30
 
@@ -323,3 +324,26 @@ def test_variable_from_outside_that_stays_is_equal_in_any_thread(kind, threaded)
     y = checkpointed(lambda v: (v.sin() * t).cos())(x)
     run_in_threads(lambda: y.sum().backward()) if threaded else y.sum().backward()
     assert_same(x.grad, torch.autograd.grad((x.sin() * t).cos().sum(), x)[0])
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_argument_that_another_thread_has_made_is_an_argument(view):
+    """Its node has a number of that thread, which may be larger than those of the region."""
+    x, made, ahead = leaf(4, 4), [], sequence_number() + 1000
+
+    def make():
+        h = x
+        while sequence_number() < ahead:
+            h = h.view(4, 4)
+        made.append((h * 2).sin())
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    given = made[0].t() if view else made[0]
+    out = checkpointed(lambda h: (h.sin() @ h.cos()).exp())(given)
+    (gradient,) = torch.autograd.grad(out.sum(), x)
+    h = (x * 2).sin()
+    h = h.t() if view else h
+    (expected,) = torch.autograd.grad((h.sin() @ h.cos()).exp().sum(), x)
+    assert_same([expected], [gradient])

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from torch_remat._compat import keep_from_compiler
-from torch_remat.dispatch.holder import CAST, UNREAD, Anchor, Holder, layout_of
+from torch_remat.dispatch.holder import CAST, UNKNOWN_LAYOUT, UNREAD, Anchor, Holder, layout_of
 
 
 class Kept(Protocol):
@@ -49,7 +49,7 @@ def pack_hook(kept: Kept, mode: Any, general: Callable[[Tensor], Holder | Anchor
     """
     region, tape = mode.region, mode.region.tape
     first_number, originals, bases = region.first_number, region.inputs.originals, region.inputs.bases
-    saved, layouts, buffers, strided = tape.saved, tape.layouts, tape.buffers, torch.strided
+    saved, buffers, strided = tape.saved, tape.buffers, torch.strided
     note, stamp, clock = kept.refs.append, kept.stamps.append, perf_counter
     taken, allowed = kept.taken, kept.allowed
 
@@ -62,16 +62,14 @@ def pack_hook(kept: Kept, mode: Any, general: Callable[[Tensor], Holder | Anchor
             return (tensor, tensor._version, region)
         if kind is not Tensor or tensor._version:
             return general(tensor)
-        owner = tensor._base
+        owner, layout = tensor._base, None
         producer: type = NoneType
         if owner is None:
             owner = tensor
         elif type(owner) is not Tensor:
             return general(tensor)
-        elif id(owner) in bases:
-            layouts[len(saved)] = None
-        elif (layout := layout_of(tensor, owner)) is not None:
-            layouts[len(saved)] = layout
+        else:
+            layout = UNKNOWN_LAYOUT if id(owner) in bases else layout_of(tensor, owner)
         if id(owner) in originals:
             pass  # replay passes inputs without their history
         elif (node := owner.grad_fn) is not None:
@@ -89,7 +87,8 @@ def pack_hook(kept: Kept, mode: Any, general: Callable[[Tensor], Holder | Anchor
         holder.region = region
         holder.value = tensor.detach()
         holder.origin = None
-        holder.metadata, holder.producer, holder.plain = UNREAD, producer, True
+        holder.metadata, holder.layout = UNREAD, layout
+        holder.producer = holder.plain = producer
         entry = ref(holder)
         saved.append(entry)
         stamp(clock())

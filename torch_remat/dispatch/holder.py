@@ -50,21 +50,24 @@ class Holder:
         origin: What replay must find again here: the leaf that the tensor is autocast's copy of; a weak reference to
             another tensor that is older than the region and no input; else None.
         metadata: What `metadata_of` said of the tensor when it was saved.
-        plain: Whether replay compares its metadata, its layout and its producer and nothing else: an op of the region
-            made the tensor, with a gradient, and it is no copy by autocast; or it is an input, or a view of one.
+        layout: How the tensor lies in what it is a view of; None if as that does, or if it is no view.
         producer: The type of the autograd node that made the tensor, or what it is a view of; `NoneType` for inputs and
             leaves.
+        plain: The producer, where replay compares metadata, layout and producer and nothing else: an op of the region
+            made the tensor, with a gradient, and it is no copy by autocast; or it is an input, or a view of one. Else
+            None.
         fingerprint: The value that the determinism check compares; set only where it compares values.
     """
 
-    __slots__ = ("__weakref__", "fingerprint", "metadata", "origin", "plain", "producer", "region", "value")
+    __slots__ = ("__weakref__", "fingerprint", "layout", "metadata", "origin", "plain", "producer", "region", "value")
 
     region: Any
     value: torch.Tensor | None
     origin: torch.Tensor | ref[torch.Tensor] | None
     metadata: tuple[int, torch.Size, torch.dtype, torch.device]
-    plain: bool
+    layout: Layout | None
     producer: type
+    plain: type | None
     fingerprint: Any
 
     op: str | None = None
@@ -97,6 +100,8 @@ metadata_of = attrgetter("_version", "shape", "dtype", "device")
 
 # How a view lies in the tensor that it is a view of: its strides, its offset there, and the strides of that tensor.
 Layout = tuple[tuple[int, ...], int, tuple[int, ...]]
+# That of a view of which replay cannot tell.
+UNKNOWN_LAYOUT: Layout = ((), -1, ())
 
 
 def layout_of(tensor: torch.Tensor, owner: torch.Tensor) -> Layout | None:

@@ -31,7 +31,7 @@ class Tape:
             argument brings.
         numbers: For saved tensors, by place, where autograd stood, if something is kept: the sequence number; the
             number of the first node to which a replay that ends here does not come; whether its op may yet fill it.
-        layouts: For views among these, by place, how they lie in what they are views of; None where replay cannot tell.
+        layouts: For views of parameters among these, by place, how they lie there.
         buffers: The places of tensors without a history, which the op that saves them may fill later.
         elided: Weak references to the holders of SAVE ops that are filled from other ops' inputs or outputs, each with
             the number of the first node after the op that saved it.
@@ -66,7 +66,7 @@ class Tape:
 
     def __init__(self) -> None:
         self.saved: list[ref[Holder] | ResidentRef | torch.Tensor | None] = []
-        self.layouts: dict[int, Layout | None] = {}
+        self.layouts: dict[int, Layout] = {}
         self.buffers: set[int] = set()
         self.elided: list[tuple[ref[OpHolder], int]] = []
         self.holders: list[ref[OpHolder]] = []

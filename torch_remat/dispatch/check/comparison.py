@@ -15,7 +15,7 @@ from torch.autograd.function import BackwardCFunction
 
 from torch_remat._compat import without_dispatch_modes
 from torch_remat.dispatch.check.mismatch import SAME_OPS, another_parameter, described, differs_at, mismatched
-from torch_remat.dispatch.holder import CHANGED, Holder, Layout, is_parameter, layout_of
+from torch_remat.dispatch.holder import CHANGED, UNKNOWN_LAYOUT, Holder, Layout, is_parameter, layout_of
 from torch_remat.dispatch.log.meta import parts_of
 from torch_remat.dispatch.placeholder import Placeholder, refuse
 from torch_remat.errors import MutationError, RematError, at_user_line
@@ -145,7 +145,9 @@ def _op_behind(node: type) -> str:
     return "no recorded op" if node is type(None) else node.__name__.removesuffix("0")
 
 
-def lies_otherwise(region: Any, position: int, tensor: torch.Tensor, owner: torch.Tensor) -> RematError | None:
+def lies_otherwise(
+    region: Any, position: int, tensor: torch.Tensor, owner: torch.Tensor, before: Layout | None
+) -> RematError | None:
     """Return the error about a view that lies otherwise in what it is a view of than in forward, if it does.
 
     Where that itself lies otherwise, as inputs may that hooks around the region restored, nothing can be told; and what
@@ -156,12 +158,12 @@ def lies_otherwise(region: Any, position: int, tensor: torch.Tensor, owner: torc
         position: Which of the saved tensors it is.
         tensor: What replay saves.
         owner: The tensor that it is a view of, or itself.
+        before: How forward's tensor lay.
     """
-    before = region.tape.layouts.get(position, _AS_OWNER)
-    now: Layout | None = layout_of(tensor, owner)
+    now = layout_of(tensor, owner)
     if before and tensor is owner and before[0] == tensor.stride():
         return None
-    if before is None or before == (now or _AS_OWNER) or region.options.determinism_check not in _COMPARING:
+    if before in (now, UNKNOWN_LAYOUT) or region.options.determinism_check not in _COMPARING:
         return None
     if (before[2:] != now[2:]) if before and now else region.inputs is None or not region.inputs.as_given:
         return None
@@ -173,5 +175,4 @@ def lies_otherwise(region: Any, position: int, tensor: torch.Tensor, owner: torc
     return mismatched(region, what, SAME_OPS, f"saved tensor {position}")
 
 
-_AS_OWNER: Any = ()
 _COMPARING = ("default", "bitwise")

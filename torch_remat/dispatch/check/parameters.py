@@ -17,7 +17,7 @@ NOTE [ Which parameters a region uses ]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from itertools import chain, zip_longest
@@ -79,31 +79,6 @@ def parameters_of(
     return found
 
 
-def used_leaves(
-    nodes: Iterable[torch.autograd.graph.Node | None], first_number: int, inputs: Container[int]
-) -> list[torch.Tensor]:
-    """Return the leaves of a region's graph; see NOTE [ Which parameters a region uses ].
-
-    Args:
-        nodes: The nodes of its outputs.
-        first_number: The number of its first node: what is older, the region has not made.
-        inputs: The ids of its tensor arguments, which are compared on their own.
-    """
-    leaves: list[torch.Tensor] = []
-    todo = [node for node in nodes if node is not None and node_number(node) >= first_number]
-    seen: set[Any] = {None, *todo}
-    child: Any
-    for child, _ in chain.from_iterable(map(_next_functions, todo)):  # which grows meanwhile
-        if child not in seen:
-            seen.add(child)
-            if type(child) is ACCUMULATE:
-                if id(leaf := child.variable) not in inputs:
-                    leaves.append(leaf)
-            elif child._sequence_nr() >= first_number:  # what `node_number` says, for an eighth of its time
-                todo.append(child)
-    return leaves
-
-
 with torch.enable_grad():
     # The type of the nodes at the ends of a graph; that of a parameter is made anew for each graph.
     ACCUMULATE: Any = type(get_gradient_edge(torch.zeros((), requires_grad=True, device="cpu")).node)
@@ -112,17 +87,43 @@ with torch.enable_grad():
 _next_functions: Callable[[torch.autograd.graph.Node], Iterable[tuple[Any, int]]] = attrgetter("next_functions")
 
 
-def versions_of(tensors: Sequence[torch.Tensor | None]) -> Sequence[int]:
-    """Return how often each tensor was changed in place; -1 for none, and where that is not counted."""
+def note_used(region: Any, nodes: Iterable[torch.autograd.graph.Node | None]) -> None:
+    """Note what parameters a region uses, and their versions; see NOTE [ Which parameters a region uses ].
+
+    Args:
+        region: The region, at the end of its forward.
+        nodes: The nodes of its outputs.
+    """
+    first_number: int = region.first_number  # what is older, the region has not made
+    leaves: dict[int, torch.Tensor] = {}
+    todo = [node for node in nodes if node is not None and node_number(node) >= first_number]
+    seen: set[Any] = {None, *todo}
+    child: Any
+    for child, _ in chain.from_iterable(map(_next_functions, todo)):  # which grows meanwhile
+        if child not in seen:
+            seen.add(child)
+            if type(child) is ACCUMULATE:
+                leaf = child.variable
+                leaves[id(leaf)] = leaf
+            elif child._sequence_nr() >= first_number:  # what `node_number` says, for an eighth of its time
+                todo.append(child)
+    for argument in region.inputs.originals:  # these are compared on their own
+        leaves.pop(argument, None)
+    used = dict(zip(map(id, region.parameters), region.parameters, strict=True)) | leaves
+    used.pop(id(None), None)
+    region.used = list(used.values())
+    region.versions = _versions_of(region.used)
+
+
+def _versions_of(tensors: Sequence[torch.Tensor]) -> Sequence[int]:
+    """Return how often each tensor was changed in place; -1 where that is not counted."""
     try:
-        return [-1 if one is None else one._version for one in tensors]
+        return list(map(_version, tensors))
     except RuntimeError:  # a tensor of inference mode
-        return [-1 if one is None or one.is_inference() else one._version for one in tensors]
+        return [-1 if one.is_inference() else one._version for one in tensors]
 
 
-def unchanged(region: Any) -> bool:
-    """Whether it is plain to see that a replay reads what forward read: there are only leaves to compare."""
-    return not region.parameters and region.versions == versions_of(region.leaves)
+_version = attrgetter("_version")
 
 
 def check_parameters(region: Any, fail: Callable[[RematError], NoReturn]) -> list[AbstractContextManager[Any]]:
@@ -134,22 +135,23 @@ def check_parameters(region: Any, fail: Callable[[RematError], NoReturn]) -> lis
     Raises:
         MismatchError: A parameter is gone.
     """
-    before, now = region.parameters, parameters_of(region.function, region.inputs.modules())
+    # A forward that is not over has noted nothing yet.
+    versions = _versions_of(region.used) if region.finished else region.versions
+    before: Sequence[torch.Tensor | None] = region.parameters
+    now = parameters_of(region.function, region.inputs.modules()) if before else before
+    if versions == region.versions and len(now) == len(before) and all(map(is_, before, now)):
+        return []
     others: dict[int, Callable[[], RematError]] = {}
-    if len(now) != len(before) or not all(map(is_, before, now)):
-        known = set() if len(now) == len(before) else set(map(id, before))  # which only stand elsewhere
-        for place, (one, other) in enumerate(zip_longest(before, now)):
-            if one is not other and not _may_stand_for(one, other):
-                if other is None:
-                    raise _replaced(region, place, one, other)
-                if id(other) not in known:
-                    others[id(other)] = partial(_replaced, region, place, one, other)
-    used = [*before, *region.leaves]
-    versions = versions_of(used)
-    if region.finished and versions != region.versions:  # else none were noted yet
-        for place, (one, old, new) in enumerate(zip(used, region.versions, versions, strict=True)):
-            if one is not None and old != new and id(one) not in others:
-                others[id(one)] = partial(_changed, region, place, one)
+    known = set() if len(now) == len(before) else set(map(id, before))  # which only stand elsewhere
+    for place, (one, other) in enumerate(zip_longest(before, now)):
+        if one is not other and not _may_stand_for(one, other):
+            if other is None:
+                raise _replaced(region, place, one, other)
+            if id(other) not in known:
+                others[id(other)] = partial(_replaced, region, place, one, other)
+    for place, (one, old, new) in enumerate(zip(region.used, region.versions, versions, strict=True)):
+        if old != new and id(one) not in others:
+            others[id(one)] = partial(_changed, region, place, one)
     return [_Unread(others, fail)] if others else []
 
 

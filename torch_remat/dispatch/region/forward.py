@@ -27,11 +27,12 @@ from torch_remat._compat import (
     sequence_number,
     without_dispatch_modes,
 )
-from torch_remat.dispatch.check.parameters import used_leaves, versions_of
+from torch_remat.dispatch.check.parameters import note_used
 from torch_remat.dispatch.check.values import LeftOut, Values, value_function
 from torch_remat.dispatch.handle.recorder import CallRecorder
 from torch_remat.dispatch.holder import (
     CAST,
+    UNKNOWN_LAYOUT,
     Anchor,
     Holder,
     is_parameter,
@@ -171,8 +172,9 @@ class Recording(RematMode):
         region, first_number, compares_values = self.region, self.region.first_number, self._values is not None
         assert region.inputs is not None
         tape, originals, bases = region.tape, region.inputs.originals, region.inputs.bases  # the graph keeps the hook
-        layouts, saved, count = tape.layouts, tape.saved.append, self._counters.append
-        keep, room, strided = self._keep, ROOM_BYTES if self._keep is None else inf, torch.strided
+        entries, layouts, count = tape.saved, tape.layouts, self._counters.append
+        saved, keep, room = entries.append, self._keep, ROOM_BYTES if self._keep is None else inf
+        strided = torch.strided
 
         def pack(tensor: torch.Tensor) -> Holder | Anchor:
             nonlocal room
@@ -181,24 +183,21 @@ class Recording(RematMode):
                 pack_by_op = ops.calling.pack if ops.calling else ops.pack_expected if ops.expected else ops.pack
                 if (held := pack_by_op(tensor)) is not None:
                     return held
-            kind = type(tensor)
-            if kind is Parameter:
+            if (kind := type(tensor)) is not Tensor or compares_values:
+                if kind is not Parameter:
+                    return self.pack(tensor)
                 saved(tensor)
                 return (tensor, tensor._version, region)
-            if kind is not Tensor or compares_values:
-                return self.pack(tensor)
-            producer: type = NoneType
-            owner = tensor._base
+            owner, layout = tensor._base, None
             if owner is None:
                 owner = tensor
-            elif type(owner) is not Tensor and (
-                type(owner) is not Parameter or not owner.requires_grad or id(owner) in originals
+            elif type(owner) is Tensor or (
+                type(owner) is Parameter and owner.requires_grad and id(owner) not in originals
             ):
+                layout = UNKNOWN_LAYOUT if bases and id(owner) in bases else layout_of(tensor, owner)
+            else:
                 return self.pack(tensor)
-            elif id(owner) in bases:
-                layouts[len(tape.saved)] = None
-            elif (layout := layout_of(tensor, owner)) is not None:
-                layouts[len(tape.saved)] = layout
+            producer: type = NoneType
             if id(owner) in originals:
                 pass  # replay passes inputs without their history
             elif (node := owner.grad_fn) is not None:
@@ -206,10 +205,12 @@ class Recording(RematMode):
                 if producer is CAST or node._sequence_nr() < first_number:
                     return self.pack(tensor)
             elif owner.requires_grad:
+                if layout is not None:
+                    layouts[len(entries)] = layout
                 saved(owner)  # the graph owns it, and so may a view of it
                 return (tensor, tensor._version, region)
             elif tensor.is_floating_point():
-                tape.buffers.add(len(tape.saved))
+                tape.buffers.add(len(entries))
             metadata = metadata_of(tensor)
             if metadata[0] or owner.layout is not strided or room < (size := owner.nbytes) > SMALL_BYTES:
                 return self.pack(tensor)
@@ -219,7 +220,8 @@ class Recording(RematMode):
             holder = Holder()
             holder.region = region
             holder.value = holder.origin = None
-            holder.metadata, holder.producer, holder.plain = metadata, producer, True
+            holder.metadata, holder.layout = metadata, layout
+            holder.producer = holder.plain = producer
             saved(entry := ref(holder))
             count(owner) if keep is None else keep(holder, entry, self.alias_of(tensor), ops)
             return holder
@@ -232,16 +234,16 @@ class Recording(RematMode):
         place = len(region.tape.saved)
         inputs = region.inputs
         assert inputs is not None
-        owner = tensor._base
+        owner, layout = tensor._base, None
         if owner is None:
             owner = tensor
-        elif id(owner) in inputs.bases:
-            region.tape.layouts[place] = None  # replay's argument is no view of it
-        elif (layout := layout_of(tensor, owner)) is not None:
-            region.tape.layouts[place] = layout
+        else:  # replay's argument is no view of one of the inputs' bases
+            layout = UNKNOWN_LAYOUT if id(owner) in inputs.bases else layout_of(tensor, owner)
         node, is_input = owner.grad_fn, inputs.contains(owner)
         if is_parameter(owner) or (node is None and owner.requires_grad and not is_input):
             # An argument that is a view of a parameter comes back from the inputs without its base.
+            if layout is not None:
+                region.tape.layouts[place] = layout
             region.tape.saved.append(None if is_input else owner)
             return (tensor if tensor is owner else self.alias_of(tensor), tensor._version, region)
         holder = Holder()
@@ -252,7 +254,8 @@ class Recording(RematMode):
         if metadata[0]:
             self._any_version = 1
         self._all_small = False
-        holder.plain = False
+        holder.plain = None
+        holder.layout = layout
         holder.producer = NoneType if is_input else type(node)
         if node is not None and not is_input:
             cast_of = parameter_behind(owner)
@@ -308,8 +311,7 @@ class Recording(RematMode):
         if region.rng is not None and not region.rng.keep_drawn(region.tape.drawn_by_ops() if self.ops else ()):
             region.rng = None
         assert region.inputs is not None
-        region.leaves = used_leaves(boundary, region.first_number, region.inputs.originals)
-        region.versions = versions_of([*region.parameters, *region.leaves])
+        note_used(region, boundary)
         is_logged = None if self.ops is None else self.ops.storages.has_changed
         leaves_out = self.ops is not None and (self.ops.skipped_any or bool(self.ops.calls))
         if region.buffers is not None and not region.buffers.finish(is_logged, leaves_out):

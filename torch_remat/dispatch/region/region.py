@@ -70,8 +70,8 @@ class Region:
         is_part: Whether it runs in a native region that replay skips; see `part`.
     """
 
-    leaves: Sequence[torch.Tensor] = ()  # of the graph that forward has made
-    versions: Sequence[int] = ()  # of the parameters and these at the end of forward
+    used: Sequence[torch.Tensor] = ()  # its parameters, and the other leaves of the graph that forward has made
+    versions: Sequence[int] = ()  # of these at the end of forward
     values: Values | None = None  # of the determinism check, while forward takes them
     finished = False  # whether forward is over
     filling = False  # whether a replay runs
@@ -240,7 +240,7 @@ class Region:
     def release(self) -> None:
         """Drop what only a further replay would need."""
         self._past_name = default_name(self.function)  # of the function no more than a name: it may own tensors
-        self.parameters = self.leaves = ()
+        self.parameters = self.used = ()
         if self.tape.records or self.tape.regions or self.tape.calls or self.tape.inner:
             self.tape.forget_slots()
         self.inputs = self.function = self.hooks = self.rng = self.replay_context = self.op_log = None

@@ -28,12 +28,13 @@ from torch_remat.dispatch.ambient import capture_ambient
 from torch_remat.dispatch.check.comparison import is_same_leaf, lies_otherwise, what_differs
 from torch_remat.dispatch.check.inner_ops import missing_inner
 from torch_remat.dispatch.check.mismatch import another_parameter, saved_otherwise
-from torch_remat.dispatch.check.parameters import check_parameters, unchanged
+from torch_remat.dispatch.check.parameters import check_parameters
 from torch_remat.dispatch.check.values import LeftOut, Values, difference, value_function
 from torch_remat.dispatch.handle.answerer import Answerer
 from torch_remat.dispatch.holder import (
     AUTOCAST_DTYPES,
     Holder,
+    Layout,
     OpHolder,
     ResidentRef,
     is_parameter,
@@ -123,7 +124,7 @@ class Filling(RematMode):
         is_logged = None if region.recorder is None else region.recorder.storages.has_changed
         buffers = () if region.buffers is None else region.buffers.go_back(is_logged)
         try:
-            contexts = [] if unchanged(region) else check_parameters(region, self.fail)
+            contexts = check_parameters(region, self.fail)
             self._sees_modes_of_forward = not contexts and region.modes == count_of_modes()
             args, kwargs = region.inputs.restore(region)
             set_grad_enabled(True)
@@ -211,18 +212,19 @@ class Filling(RematMode):
                 holder = entry()
                 if (
                     holder is not None
-                    and holder.plain
                     and holder.value is None
                     and type(tensor) is Tensor
                     and metadata_of(tensor) == holder.metadata
                 ):
                     owner = tensor._base
                     if (
-                        (type(tensor.grad_fn) is holder.producer or (ops is not None and ops.has_loaded(tensor)))
-                        and layouts.get(position) is None
+                        holder.layout is None
+                        and (
+                            type(tensor.grad_fn) is holder.plain
+                            or (ops is not None and holder.plain is not None and ops.has_loaded(tensor))
+                        )
                         if owner is None
-                        else type(owner.grad_fn) is holder.producer
-                        and layouts.get(position) == layout_of(tensor, owner)
+                        else type(owner.grad_fn) is holder.plain and layout_of(tensor, owner) == holder.layout
                     ):
                         self.position = position + 1
                         if not tensor.requires_grad:  # a custom Function's backward may look at what it is
@@ -239,7 +241,7 @@ class Filling(RematMode):
                 if entry is tensor or (
                     isinstance(entry, Tensor)
                     and entry is tensor._base
-                    and layouts.get(position) == layout_of(tensor, entry)
+                    and layout_of(tensor, entry) == layouts.get(position)
                 ):
                     self.position = position + 1
                     return tensor
@@ -288,7 +290,7 @@ class Filling(RematMode):
             loaded = self.ops is not None and self.ops.has_loaded(tensor)
             if owner is not entry and not loaded and not is_same_leaf(entry, owner):
                 self.fail(another_parameter(self.region, f"saved tensor {position}", None, entry, tensor))
-            self._compare_layouts(position, tensor, owner)
+            self._compare_layouts(position, tensor, owner, self.region.tape.layouts.get(position))
         if not own or type(value) is not Placeholder:  # else its reader comes next, which the error is to name
             self._stop_at(position)
         return value
@@ -324,7 +326,7 @@ class Filling(RematMode):
         ):
             self.explain(holder, tensor, owner, origin)
         if not self.over:
-            self._compare_layouts(position, tensor, owner)
+            self._compare_layouts(position, tensor, owner, holder.layout)
 
     def _give(self, holder: Holder, tensor: torch.Tensor, value: torch.Tensor) -> None:
         if not self.region.finished and value._version != holder.metadata[0]:
@@ -483,13 +485,13 @@ class Filling(RematMode):
         else:
             self.fail(error)
 
-    def _compare_layouts(self, position: int, tensor: torch.Tensor, owner: torch.Tensor) -> None:
+    def _compare_layouts(self, position: int, tensor: torch.Tensor, owner: torch.Tensor, before: Layout | None) -> None:
         """Fail if a view lies otherwise in what it is a view of than in forward."""
-        if tensor is owner and position not in self.region.tape.layouts:
+        if tensor is owner and before is None:
             return
         if self.ops is not None and (self.ops.has_loaded(owner) or type(tensor) is Placeholder):
             return  # what was kept for replay has lost its base
-        error = lies_otherwise(self.region, position, tensor, owner)
+        error = lies_otherwise(self.region, position, tensor, owner, before)
         if error is not None:
             self._fail_if_no_op_says_more(error)
 
