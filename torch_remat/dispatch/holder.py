@@ -129,7 +129,7 @@ class OpHolder(Holder):
         tensor_name: The tensor's name.
         resident: Whether the tensor is kept from the start.
         unpack: The unpack hook around the region, if ``packed`` is what its pack hook returned for a resident.
-        key: The storage of what that was.
+        key: The storage of what that was; else 0.
     """
 
     __slots__ = ("key", "op", "packed", "resident", "tensor_name", "unpack")

@@ -120,10 +120,10 @@ def held_in(packed: Any) -> Any:
 def _why_it_stayed(region: Any, value: Any) -> str:
     if isinstance(value, Offloaded):
         return "the offloader took it, but it could not leave" if told_of(value, "stays") is True else ""
-    if value is None:
-        return ""
-    if region.hooks is not None:
+    if region.hooks is not None and value is not None:
         return "hooks around the region decide where it is"
+    if not isinstance(value, torch.Tensor):
+        return ""
     return "the offloader did not take it" if may_travel(value) else "such a tensor does not travel"
 
 
@@ -181,8 +181,8 @@ def _of_records(region: Any) -> Iterator[Kept]:
         if isinstance(record, Stretch):
             for place, slot in list(record.returned.items()):
                 yield Kept("slot", record.name, str(place), slot.kept, slot.device)
-            for left in list(record.left):
-                yield Kept("slot", record.name, "written", left.slot.kept, left.slot.device)
+            for slot in [left.slot for left in record.left if left.slot is not None]:
+                yield Kept("slot", record.name, "written", slot.kept, slot.device)
 
 
 def _of_calls(region: Any, calls: Sequence[Entry]) -> Iterator[Kept]:

@@ -100,10 +100,15 @@ def _is_another(holder: Holder, owner: torch.Tensor, origin: torch.Tensor | None
     return before is None or not is_same_leaf(before, owner)
 
 
-def is_same_leaf(before: torch.Tensor, now: torch.Tensor) -> bool:
-    """Whether another leaf of replay stands for one of forward: it was made in the region with the same values."""
+def is_same_leaf(before: torch.Tensor, now: torch.Tensor, may_change: bool = False) -> bool:
+    """Whether another leaf of replay stands for one of forward: it was made in the region with the same values.
+
+    Of one that was changed since nobody knows. It may be, if a backward that reads it, and not replay's, is an error.
+    """
     if is_parameter(before) or before.grad_fn is not None or now.grad_fn is not None or not now.requires_grad:
         return False
+    if may_change and before._version > now._version:
+        return True
     with without_dispatch_modes():
         return _have_equal_values(before, now)
 

@@ -42,6 +42,7 @@ from torch_remat._compat import (
     without_dispatch_modes,
 )
 from torch_remat.dispatch.handle.saved_call import (
+    Again,
     LeftOut,
     Made,
     OpaqueCall,
@@ -141,9 +142,14 @@ class Leaving:
                 return
         if len(leaves) != 1 or leaves[0] is not result:
             record.template = template_of(result)
-        record.forms = [
-            self._described(leaf, at) if isinstance(leaf, torch.Tensor) else leaf for at, leaf in enumerate(leaves)
-        ]
+        record.forms = []
+        seen: dict[int, int] = {}
+        for at, leaf in enumerate(leaves):
+            form = leaf
+            if isinstance(leaf, torch.Tensor):
+                first = seen.setdefault(id(leaf), at)
+                form = self._described(leaf, at) if first == at else Again(first)
+            record.forms.append(form)
 
     def let_go(self) -> None:
         """Let go of arguments and variables, once the call is over: the region may be done with them."""

@@ -61,6 +61,16 @@ class Passed(NamedTuple):
     is_view: bool = True
 
 
+class Again(NamedTuple):
+    """A tensor of the result that stood in it before.
+
+    Attributes:
+        at: Where: among the leaves.
+    """
+
+    at: int
+
+
 class PutBack(NamedTuple):
     """What the call wrote in an argument or a variable.
 
@@ -84,7 +94,7 @@ class LeftOut(Record):
         identity: What tells its function from others.
         layout: Shape and strides of its arguments.
         raised: Whether an exception left it.
-        forms: What the leaves of its result are: `Made`, `Passed`, a `Slot`; a plain value, or a leaf, as it is.
+        forms: What the leaves of its result are: `Made`, `Passed`, `Again`, a `Slot`; a plain value or a leaf as it is.
         template: Its result with numbers in place of the leaves, alone in a tuple; empty if it is one leaf.
         put_back: What it wrote in tensors of the region.
         paths: Where those variables are found that are read in replay, by their places after the arguments.
@@ -174,6 +184,8 @@ def put_back(replay: Replay, call: LeftOut, given: Sequence[Any]) -> bool:
             continue  # it outlives the region, and was changed in forward
         if tensor.requires_grad != requires_grad:
             return False  # it has to get a history
+        if left.slot is None:
+            return False
         value = left.slot.load(replay.region.name, call.name, "written")
         with torch.no_grad(), without_dispatch_modes():
             target = view.value(tensor)
@@ -186,13 +198,15 @@ def put_back(replay: Replay, call: LeftOut, given: Sequence[Any]) -> bool:
 
 def result_of(replay: Replay, call: LeftOut, given: Sequence[Any]) -> Any:
     """Return what a call that is left out returned in forward; takes its arguments and variables in replay."""
-    leaves = []
+    leaves: list[Any] = []
     for form in call.forms:
         value = form
         if type(form) is Made:
             made, place, meta, requires_grad = form
             entry: Any = call if made is None else made
             value = _seen(replay, kept_or_stand_in(replay, entry, place, meta, requires_grad), entry, place, meta)
+        elif type(form) is Again:
+            value = leaves[form.at]
         elif type(form) is Passed:
             value = given[form.place]
             if form.view is not None:

@@ -271,7 +271,7 @@ class OpAnswerer:
         self._suppressed.add(changed, self._outside)
         for place, tensor in enumerate(changed):
             left = self._left.get((at, place))
-            if left is not None:
+            if left is not None and left.slot is not None:
                 self._written.append((tensor, left.slot))
 
     def _run(self, entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

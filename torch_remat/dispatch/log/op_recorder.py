@@ -169,7 +169,10 @@ class OpRecorder:
         if effects.cast and in_autocast():
             self._owner.region.inputs.note_histories()
         if is_bookkeeping(effects, args, kwargs):
-            return op(*args, **kwargs)
+            result = op(*args, **kwargs)
+            if effects.cast:
+                self._storages.note_foreign(result)
+            return result
         if self.skipped_op is not None:
             if self.skipped_op.is_running():
                 return op(*args, **kwargs)

@@ -65,13 +65,13 @@ class Left(NamedTuple):
 
     Attributes:
         storage: The tensor's storage.
-        slot: What it was afterwards.
+        slot: What it was afterwards; None if it was changed once more, so that the change runs again.
         place: Which entry changed it first, and which of the tensors that this entry changed it is.
         lies: Where it lies in the storage.
     """
 
     storage: StorageWeakRef
-    slot: Slot
+    slot: Slot | None
     place: tuple[int, int]
     lies: Placement
 

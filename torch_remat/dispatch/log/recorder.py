@@ -41,10 +41,12 @@ from torch_remat.dispatch.log.op_recorder import Observer, OpRecorder
 from torch_remat.dispatch.log.readers import read_outputs
 from torch_remat.dispatch.log.record import Left, Record, Stretch
 from torch_remat.dispatch.log.results import Results, Undecided
+from torch_remat.dispatch.log.slot import counter_of, version_of
 from torch_remat.dispatch.log.storages import Storages
 from torch_remat.dispatch.mode import RematMode
 from torch_remat.dispatch.placeholder import new_tuple
 from torch_remat.dispatch.region.inputs import leaves_of
+from torch_remat.dispatch.region.outputs import tensors_of
 from torch_remat.errors import UsageError
 from torch_remat.offload.transfer import Placement
 from torch_remat.policies.decision import CheckpointPolicy
@@ -117,6 +119,9 @@ class Recorder:
         self._packed: list[tuple[ref[OpHolder], tuple[Entry, int]]] = []
         # The storages of what these have made anew of one, each with its own, and after how many entries.
         self._adopted: list[tuple[int, int, int]] = []
+        # What native regions left in tensors from outside: which of each, what shares its version counter, and by how
+        # much this was ahead of the changes by native regions.
+        self._left: list[tuple[Stretch, int, torch.Tensor, int]] = []
         self._changes: dict[int, int] = {}  # how many times native regions have changed a tensor from outside
 
     # What the recorder of aten ops asks.
@@ -153,6 +158,7 @@ class Recorder:
         holder.metadata = metadata_of(tensor)
         holder.value = holder.packed = holder.unpack = None
         holder.resident = True
+        holder.key = 0
         region.tape.holders.append(ref(holder))
         return holder
 
@@ -271,6 +277,8 @@ class Recorder:
             stretch.drawn, watch.rng = watch.rng.drawn(), None
         for place, leaf in enumerate(leaves):
             if not isinstance(leaf, torch.Tensor):
+                for hidden in tensors_of(leaf):  # in an object that is no pytree
+                    self.note_returned(hidden, first, last)
                 continue
             if (writer := self.note_returned(leaf, first, last)) is None:
                 if not leaf.is_inference():
@@ -328,6 +336,8 @@ class Recorder:
             for tensor, place in parts:
                 storage = StorageWeakRef(tensor.untyped_storage())
                 slot = self.departures.slot_for(stretch.name, "written", tensor, stretch.policy)
+                ahead = version_of(tensor) - self._changes[key]
+                self._left.append((stretch, len(stretch.left), counter_of(tensor), ahead))
                 stretch.left = [*stretch.left, Left(storage, slot, place, Placement.of(tensor))]
         watch.written, watch.versions = {}, {}
 
@@ -424,8 +434,13 @@ class Recorder:
                     entry.reads = [own if read == key else read for read in entry.reads]
         if self.has_policy:  # elsewhere the graph is asked
             self.results.let_go_of_graph()
+        self._run_what_is_changed_again()
         tape.roots = roots = self._roots(boundary)
         needs = find_needs(self.entries, roots, self.results.can_keep)
+        while draws := self._draws_before(needs.run):
+            for entry in draws:
+                entry.always = True
+            needs = find_needs(self.entries, roots, self.results.can_keep)
         for entry in needs.run:
             entry.run = True
         for entry, places in needs.kept:
@@ -438,6 +453,24 @@ class Recorder:
             region.inputs.accept_changes(lambda tensor, times: changes.get(key_of(tensor)) == times)
         if self.watch is not None:
             self.watch.earlier.keep(self.departures.slot_for, tape.backward_inside)
+
+    def _run_what_is_changed_again(self) -> None:
+        """Let changes by native regions run in replay where code outside of them has changed the same tensor since."""
+        for stretch, at, counter, ahead in self._left:
+            left = stretch.left[at]
+            if version_of(counter) - self._changes[left.storage.cdata] != ahead:
+                stretch.left = [*stretch.left[:at], left._replace(slot=None), *stretch.left[at + 1 :]]
+                for entry in self.entries[stretch.start : stretch.end]:
+                    if left.storage.cdata in entry.writes:
+                        entry.always, entry.restored = True, False
+        self._left = []
+
+    def _draws_before(self, run: Sequence[Entry]) -> list[Entry]:
+        """Return the ops that draw again, since one of the same native region does: only its last state is kept."""
+        if self.watch is None or self.has_policy or not self.watch.has_random:
+            return []
+        groups = {entry.group for entry in run if entry.effects.random}
+        return [e for e in self.entries if e.effects.random and e.group in groups and not e.always] if groups else []
 
     def before_replay(self) -> None:
         """Let a replay inside of forward, and each later one, run all ops so far, on what they have read."""
@@ -527,7 +560,7 @@ class Recorder:
     def forget(self) -> None:
         """Let go of the graph."""
         self.region.recorder = self.watch = None
-        self._returned = []
+        self._returned, self._left = [], []
         del self.mode, self.departures
 
 

@@ -89,6 +89,7 @@ class Results:
     def read_versions(self) -> None:
         """Read the version counters, now that the ops are over."""
         for entry in self.unread:
+            self._storages.count_anew(entry)
             if (held := self._held.get(entry)) is not None:
                 self._held[entry] = {place: (tensor, version_of(tensor)) for place, (tensor, _) in held.items()}
                 self._reshaped = self._reshaped or entry.kind == ONE
@@ -116,21 +117,21 @@ class Results:
             if place not in held:
                 return False
             tensor, version = held[place]
-            if self._storages.has_writes or version == UNCOUNTED:
+            if self._storages.has_writes or self._storages.aliases or version == UNCOUNTED:
                 return self._is_unchanged(entry, tensor, version)
             return tensor._version == version  # what most are
         written = [one for at, one in held.items() if at < 0]
         return bool(written) and all(self._is_unchanged(entry, *one) for one in written)
 
     def _is_unchanged(self, entry: Entry, tensor: torch.Tensor, version: int) -> bool:
-        if version != UNCOUNTED and tensor._version != version:
+        if (version != UNCOUNTED and tensor._version != version) or self._storages.is_changed_by_alias(tensor):
             return False
         return not (self._storages.has_writes and self._storages.is_changed(entry, tensor))
 
     def is_written(self, entry: Entry, place: int) -> bool:
         """Whether a result was changed in place since: a change that autograd counted."""
         tensor, version = self._held.get(entry, {}).get(place, (None, 0))
-        return tensor is not None and version_of(tensor) != version
+        return tensor is not None and (version_of(tensor) != version or self._storages.is_changed_by_alias(tensor))
 
     def drop(self, entries: Iterable[Entry], kept: Sequence[tuple[Entry, Collection[int]]]) -> None:
         """Let go of all that some entries hold but what is named."""

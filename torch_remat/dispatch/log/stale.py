@@ -13,6 +13,7 @@ tensor that is not yet what it was. To read it harms nothing (a log, say); to fi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch_remat.dispatch.log.record import Stretch
 from torch_remat.dispatch.log.schema import effects_of
 from torch_remat.dispatch.placeholder import Packed, geometry_of
 from torch_remat.errors import MutationError
+from torch_remat.offload.transfer import Placement
 
 _PackHook = Callable[[torch.Tensor], "torch.Tensor | Packed"]
 
@@ -33,14 +35,13 @@ class StaleReads:
 
     Args:
         replay: The replay.
-        changed: For each storage that native regions have changed: which records of the tape did so, and where in it;
-            None for the place if it is not known.
+        changed: For each storage that native regions have changed: which records of the tape did so, and where in it.
 
     Attributes:
         run: What runs an op.
     """
 
-    def __init__(self, replay: Any, changed: Mapping[int, list[tuple[int, torch.Tensor | None]]]) -> None:
+    def __init__(self, replay: Any, changed: Mapping[int, list[tuple[int, Placement]]]) -> None:
         self.run: Handler = _run
         self._replay = replay
         self._changed = changed
@@ -76,7 +77,7 @@ class StaleReads:
         places = self._changed.get(key)
         if places is not None and (ops := self._replay.ops) is not None:
             begun = ops.begun
-            at = next((at for at, place in places if at >= begun and (place is None or _overlap(place, tensor))), None)
+            at = next((at for at, place in places if at >= begun and _overlap(place, tensor)), None)
             if at is not None:
                 return str(op), at
         return self._made.get(key)
@@ -115,27 +116,26 @@ class StaleReads:
 
 def stale_reads(replay: Any) -> StaleReads | None:
     """Return what watches for stale reads; None where no native region has changed what outlives the forward."""
-    changed: dict[int, list[tuple[int, torch.Tensor | None]]] = {}
+    changed: dict[int, list[tuple[int, Placement]]] = {}
     for at, record in enumerate(replay.region.tape.records.values()):
         if isinstance(record, Stretch) and record.left:
-            for storage, slot, *_ in record.left:
-                for key in still_there([storage]):
-                    kept = slot.kept if isinstance(slot.kept, torch.Tensor) else None  # hooks made it something else
-                    changed.setdefault(key, []).append((at, kept))
+            for left in record.left:
+                for key in still_there([left.storage]):
+                    changed.setdefault(key, []).append((at, left.lies))
     return StaleReads(replay, changed) if changed else None
 
 
-def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of one storage share an element; True where that is not easily told."""
-    if one.dtype != other.dtype or one.layout is not torch.strided or key_of(one) != key_of(other):
+def _overlap(written: Placement, tensor: torch.Tensor) -> bool:
+    """Whether a tensor shares an element with what lies in the same storage; True where that is not easily told."""
+    if written.dtype != tensor.dtype or tensor.layout is not torch.strided:
         return True
-    size = one.untyped_storage().nbytes()
-    if size in (one.nbytes, other.nbytes):
-        return bool(one.numel() and other.numel())
+    size, item = tensor.untyped_storage().nbytes(), tensor.dtype.itemsize
+    if size in (prod(written.shape) * item, tensor.nbytes):
+        return bool(prod(written.shape) and tensor.numel())
     with without_dispatch_modes(), torch.no_grad():
-        written = torch.zeros(size // one.dtype.itemsize, dtype=torch.bool)
-        written.as_strided(*geometry_of(one)).fill_(True)
-        return bool(written.as_strided(*geometry_of(other)).any())
+        mask = torch.zeros(size // item, dtype=torch.bool)
+        mask.as_strided(written.shape, written.stride, written.offset_bytes // item).fill_(True)
+        return bool(mask.as_strided(*geometry_of(tensor)).any())
 
 
 @keep_from_compiler

@@ -9,7 +9,7 @@ region, or from ops of the region that nobody watched.
 NOTE [ Changes that a version counter does not show ]
 Results of ``_unsafe_view`` (which ends ``x @ w`` where x has three dimensions) and of ``unsafe_split`` share a storage
 with their argument, but no version counter. So whether a saved result was changed in forward is told by its storage's
-last writer, and for later its aliases of this kind are kept, with the counters of their own.
+last writer, and by the counters of its aliases of this kind; for later these are kept.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class Storages:
         nested: Whether there are saved-tensor hooks around the region, which may be those of another region.
 
     Attributes:
-        aliases: By storage, aliases of saved results that count their versions for themselves.
+        aliases: By storage, aliases of saved results that count their versions for themselves, and these.
         has_writes: Whether an entry has written an argument.
         writers: The entry that made or changed a storage last, and as which of its results it did; not for those from
             outside, unless an entry has written them.
     """
 
-    __slots__ = ("_foreign", "_has_lazy", "_nested", "_sizes", "aliases", "has_writes", "writers")
+    __slots__ = ("_foreign", "_has_lazy", "_nested", "_reused", "_sizes", "aliases", "has_writes", "writers")
 
     def __init__(self, nested: bool) -> None:
         self._nested = nested
@@ -61,7 +61,8 @@ class Storages:
         self.has_writes = False
         self.writers: dict[int, tuple[Entry, int]] = {}
         self._foreign: set[int] = set()  # those from outside that an entry has written
-        self.aliases: dict[int, list[torch.Tensor]] = {}
+        self.aliases: dict[int, list[tuple[torch.Tensor, int]]] = {}
+        self._reused: set[int] = set()  # addresses of what entries made, where something from outside lay later
         self._sizes: dict[int, int] = {}  # how many bytes an entry made, of those that another has written since
 
     def writer_of(self, tensor: torch.Tensor) -> tuple[Entry, int] | None:
@@ -75,7 +76,19 @@ class Storages:
 
     def aliases_of(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return the aliases of a saved result that count their versions for themselves."""
-        return self.aliases.get(key_of(tensor), ()) if self.aliases else ()
+        return [alias for alias, _ in self.aliases.get(key_of(tensor), ())] if self.aliases else ()
+
+    def is_changed_by_alias(self, tensor: torch.Tensor) -> bool:
+        """Whether an op that is no entry changed one of these."""
+        return bool(self.aliases) and any(
+            version_of(alias) != version for alias, version in self.aliases.get(key_of(tensor), ())
+        )
+
+    def count_anew(self, entry: Entry) -> None:
+        """Read the counters of the aliases of what an entry wrote, once it is over."""
+        for key in entry.writes if self.aliases else ():
+            if key in self.aliases:
+                self.aliases[key] = [(alias, version_of(alias)) for alias, _ in self.aliases[key]]
 
     def has_changed(self, tensor: torch.Tensor) -> bool:
         """Whether an entry has written a tensor from outside."""
@@ -84,13 +97,20 @@ class Storages:
     def let_go_of_graph(self) -> None:
         """Hold aliases without their history."""
         for aliases in self.aliases.values():
-            aliases[:] = [alias.detach() for alias in aliases]
+            aliases[:] = [(alias.detach(), version) for alias, version in aliases]
 
     def forget(self, keys: set[int]) -> None:
         """Forget storages that entries made: ops that nobody watches may use their memory again."""
         for key in keys:
             if key not in self._foreign:
                 self.writers.pop(key, None)
+
+    def note_foreign(self, tensor: torch.Tensor) -> None:
+        """Note a new tensor that is no entry's result; it may lie where one lay that is gone."""
+        for key in keys_of(tensor):
+            self._foreign.discard(key)
+            if self.writers.pop(key, None) is not None:
+                self._reused.add(key)
 
     def is_foreign(self, key: int) -> bool:
         """Whether a storage comes from outside."""
@@ -102,7 +122,7 @@ class Storages:
         versions = []
         for at, tensor in enumerate(tensors_in(args, kwargs)):
             keys = keys_of(tensor)
-            reads += keys
+            reads += [-key if key in self._reused and key not in self.writers else key for key in keys]
             if any(map(self.is_foreign, keys)) and (version := version_of(tensor)) != UNCOUNTED:
                 versions.append((at, version))
         entry.reads = reads
@@ -139,6 +159,8 @@ class Storages:
                     key = storage_key(arg)
                     if key not in writers or key in foreign:
                         versions += ((len(reads), arg._version),)
+                        if key in self._reused and key not in writers:
+                            key = -key  # what is known of the address is about another
                     reads.append(key)
                 elif kind is list:
                     if not _VALUES.issuperset(map(type, arg)):
@@ -237,7 +259,8 @@ class Storages:
         key = key_of(tensor)
         writer = self.writers.get(key)
         if writer is not None and writer[1] in writer[0].saved:  # else the alias would keep it alive
-            self.aliases.setdefault(key, []).append(tensor if torch.is_grad_enabled() else let_go(tensor))
+            alias = tensor if torch.is_grad_enabled() else let_go(tensor)
+            self.aliases.setdefault(key, []).append((alias, version_of(alias)))
 
     def _new(self, entry: Entry, place: int, tensor: torch.Tensor) -> Sequence[int]:
         keys = keys_of(tensor)

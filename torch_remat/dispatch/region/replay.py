@@ -288,7 +288,7 @@ class Filling(RematMode):
                 holder.metadata, value = metadata, kept if kept._version == metadata[0] else value
         elif isinstance(entry, torch.Tensor):
             loaded = self.ops is not None and self.ops.has_loaded(tensor)
-            if owner is not entry and not loaded and not is_same_leaf(entry, owner):
+            if owner is not entry and not loaded and not is_same_leaf(entry, owner, may_change=True):
                 self.fail(another_parameter(self.region, f"saved tensor {position}", None, entry, tensor))
             self._compare_layouts(position, tensor, owner, self.region.tape.layouts.get(position))
         if not own or type(value) is not Placeholder:  # else its reader comes next, which the error is to name
