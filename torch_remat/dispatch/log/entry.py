@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch_remat._compat import in_autocast
 from torch_remat.dispatch.log.meta import Given, Meta, Raised, WrapperMeta, has_placeholder, tensors_in
 from torch_remat.dispatch.log.record import Record
-from torch_remat.dispatch.log.schema import UNKNOWN, Effects, argument
+from torch_remat.dispatch.log.schema import LIFT, UNKNOWN, Effects, argument, effects_of
 from torch_remat.dispatch.placeholder import Placeholder, reshape
 from torch_remat.policies.decision import CheckpointPolicy
 
@@ -74,7 +74,7 @@ class Entry:
         gone: Storages that nothing reaches once it is over: whatever lies at their addresses later is another.
     """
 
-    # What all have is set where one is made, in the recorder. Most have little to note besides.
+    # What all have is set where one is made, in the recorder, or in `entry_of`. Most have little to note besides.
     op: Any
     count: int
     path: str
@@ -145,6 +145,20 @@ class Entry:
             given = list(tensors_in(args, kwargs))
             found += [given[place] for place in places if not any(given[place] is tensor for tensor in found)]
         return found
+
+
+def entry_of(op: Any) -> type[Entry]:
+    """Return the kind of entry of an op: a class, so that what all its calls have in common is not set for each."""
+    kind = _entries.get(id(op))  # by identity, as `effects_of` does, which keeps the op
+    if kind is None:
+        effects = effects_of(op)
+        is_view = effects.view and op is not LIFT
+        about = {"op": op, "effects": effects, "kind": VIEW if is_view else ONE if effects.plain else ODD}
+        kind = _entries[id(op)] = type("Entry", (Entry,), about)
+    return kind
+
+
+_entries: dict[int, type[Entry]] = {}
 
 
 # Where it leaves the random generators its record tells.
@@ -256,14 +270,7 @@ def still_there(storages: Iterable[StorageWeakRef]) -> set[int]:
 def answered(
     entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any], make: Callable[[int, Any], torch.Tensor]
 ) -> Any:
-    """Return what replay answers an op with that it does not run.
-
-    Args:
-        entry: The op in forward.
-        args: Its positional arguments in replay.
-        kwargs: Its keyword arguments.
-        make: Makes the tensor for one of the results; takes its place and what is known of it.
-    """
+    """Return what replay answers an op with that it does not run; ``make`` makes the tensor for one of the results."""
     results, effects = entry.results, entry.effects
     if type(results) is Raised:
         raise results.kind(*results.args)
@@ -295,11 +302,11 @@ def answered(
 
 def _fitted(written: Any, meta: Any) -> Any:
     """Return a written argument in the shape that the op has given it: ``out=`` tensors are resized."""
-    if type(meta) is Meta and isinstance(written, torch.Tensor) and written.shape != meta.geometry.shape:
+    if type(meta) is Meta and isinstance(written, torch.Tensor) and written.shape != meta.geometry[0]:
         if isinstance(written, Placeholder):
             written.resized = True
         else:
-            written.resize_(meta.geometry.shape)
+            written.resize_(meta.geometry[0])
     return written
 
 

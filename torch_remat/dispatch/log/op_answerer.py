@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torch_remat._compat import keep_from_compiler, kernel_of
+from torch_remat._compat import Handler, keep_from_compiler, kernel_of
 from torch_remat.dispatch.log.earlier import as_it_was, earlier_label, is_reshaped
 from torch_remat.dispatch.log.entry import (
     CALL,
@@ -117,14 +117,7 @@ class OpAnswerer:
         self._written: list[tuple[torch.Tensor, Slot]] = []
 
     def expect(self, entries: Sequence[Entry], group: str = "", left: Sequence[Left] = (), start: int = 0) -> None:
-        """Expect the ops of the whole region, or of one native region in it.
-
-        Args:
-            entries: The entries that come.
-            group: The native region; empty for a whole region.
-            left: What it left in tensors from outside.
-            start: The place of its first entry in the log.
-        """
+        """Expect the ops of the whole region, or of the native region ``group``, which ``left`` some writes outside."""
         self._entries, self._group, self._at = entries, group, 0
         self.passing = self._remakes = False
         if left or self._left:
@@ -132,33 +125,38 @@ class OpAnswerer:
             self._outside = still_there(one.storage for one in left)
             self._written = []
 
+    @property
     @keep_from_compiler
-    def answer(
-        self, _mode: Any, op: Any, _types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
-        """Run an op, or answer it without."""
-        next_at = self._at
-        entry = self._entries[next_at] if next_at < len(self._entries) else None
-        if entry is not None and entry.op is op and entry.kind and not self.passing:
-            # What most ops are, without the questions of the others.
-            if self._suppressed.pending:
-                self._suppressed.restore()
-            if entry.run:
-                given = without_lists(args) if entry.listed else args
-                same = not entry.versions or self._reads_the_same(entry, given)
-                if same and not entry.kept and Placeholder not in map(type, given):
-                    self._at = next_at + 1
-                    return kernel_of(op)(*args, **kwargs)
-            elif entry.kind == VIEW:
-                if type(args[0]) is not Placeholder:
-                    self._at = next_at + 1
-                    return kernel_of(op)(*args, **kwargs)
-            elif entry.kind == ONE and (not entry.layout or entry.layout == dense_layout(args)):
-                self._at = next_at + 1
-                if entry.kept and (value := entry.kept[0].unchanged()) is not None:
-                    return value
-                return self._make(entry, 0, entry.results)
-        return self._answer_odd(op, args, kwargs)
+    def answer(self) -> Handler:
+        """What runs an op that is expected, or answers it without: a closure, since it runs for each."""
+        entries, suppressed = self._entries, self._suppressed
+
+        def answer(_mode: Any, op: Any, _types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+            at = self._at
+            try:
+                entry = entries[at]
+            except IndexError:
+                return self._answer_odd(op, args, kwargs)
+            if entry.op is op and entry.kind and not self.passing:
+                # What most ops are, without the questions of the others.
+                if suppressed.pending:
+                    suppressed.restore()
+                if entry.kind == VIEW:
+                    if type(args[0]) is not Placeholder and not entry.run:
+                        self._at = at + 1
+                        return kernel_of(op)(*args, **kwargs)
+                elif entry.run:
+                    if not entry.kept and (not entry.versions or self._reads_the_same(entry, args)):
+                        self._at = at + 1
+                        return kernel_of(op)(*args, **kwargs)
+                elif entry.kind == ONE and (not entry.layout or entry.layout == dense_layout(args)):
+                    self._at = at + 1
+                    if entry.kept and (value := entry.kept[0].unchanged()) is not None:
+                        return value
+                    return self._make(entry, 0, entry.results)
+            return self._answer_odd(op, args, kwargs)
+
+        return answer
 
     def _answer_odd(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Do the same for any op."""
@@ -304,7 +302,8 @@ class OpAnswerer:
         """Whether an entry of one of the kinds gets the tensors from outside as they were in forward."""
         if entry.earlier:
             return False
-        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        given = without_lists(args) if entry.listed else args
+        tensors = [arg for arg in given if isinstance(arg, torch.Tensor)]
         return all(tensors[at]._version == version for at, version in entry.versions)
 
     def _as_earlier(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from torch_remat._compat import without_dispatch_modes
-from torch_remat.dispatch.log.entry import CALL, ONE, WRITTEN, Entry
+from torch_remat.dispatch.log.entry import CALL, ONE, SEVERAL, WRITTEN, Entry
 from torch_remat.dispatch.log.meta import Meta
 from torch_remat.dispatch.log.slot import UNCOUNTED, Slot, version_of
 from torch_remat.dispatch.log.storages import Storages, let_go
@@ -73,7 +73,7 @@ class Results:
         }
         for at, tensor in enumerate(written):
             held[WRITTEN - at] = tensor, version_of(tensor)
-        if entry.kind != CALL:
+        if entry.kind not in (SEVERAL, CALL):
             self.unread.append(entry)
 
     def note_named(self, entry: Entry, place: int, tensor: torch.Tensor) -> None:
@@ -92,7 +92,7 @@ class Results:
             if (held := self._held.get(entry)) is not None:
                 self._held[entry] = {place: (tensor, version_of(tensor)) for place, (tensor, _) in held.items()}
                 self._reshaped = self._reshaped or entry.kind == ONE
-        self.unread = []
+        self.unread.clear()
 
     def let_go_of_graph(self) -> None:
         """At the end of forward: hold results without their history, since what only they reach needs no replay."""
@@ -164,7 +164,7 @@ class Results:
     def keep_views(self, entry: Entry) -> None:
         """Keep the outputs of an op with a handle that are views: replay would pass placeholders in their place."""
         made = {place for place, _ in entry.made}
-        for place, (tensor, _) in self._held[entry].items():
+        for place, (tensor, _) in self._held.get(entry, {}).items():
             if place not in made:
                 entry.kept = {**entry.kept, place: self._slot(entry, place, tensor)}
 
