@@ -150,12 +150,6 @@ def lies_otherwise(region: Any, position: int, tensor: torch.Tensor, owner: torc
 
     Where that itself lies otherwise, as inputs may that hooks around the region restored, nothing can be told; and what
     was kept of a view for replay has the view's strides, but is no view.
-
-    Args:
-        region: The region.
-        position: Which of the saved tensors it is.
-        tensor: What replay saves.
-        owner: The tensor that it is a view of, or itself.
     """
     before = region.tape.layouts.get(position, _AS_OWNER)
     now: Layout | None = layout_of(tensor, owner)
