@@ -385,18 +385,17 @@ class Answerer:
     def value_after_all(self, source: Source, entry: Entry, place: int, consumer: str) -> Tensor:
         """Return what a saved write has left where a placeholder of a call stands; else end this replay."""
         if self._answers is None:
-            self.start_over(entry, place, consumer)
+            self.start_over(source, entry, place, consumer)
         return self._answers.value_after_all(source, entry, place, consumer)
 
-    def start_over(self, entry: Entry, place: int, consumer: str) -> NoReturn:
+    def start_over(self, source: Source, entry: Entry, place: int, consumer: str) -> NoReturn:
         """End this run of the function: see NOTE [ A placeholder that is read after all ]."""
-        source = Source(self.region_name, entry.group, entry.label(place))
         if self._over or (entry.run and place not in entry.kept) or not self._mark([entry]):
             refuse(source, consumer)
         if self._surprises == 1:
             file, line = user_line()
             self._warn(
-                f"{qualified_name(self.region_name, entry.group, entry.label(place))}: {consumer} reads this result in "
+                f"{qualified_name(self.region_name, source.op, source.output)}: {consumer} reads this result in "
                 "replay, which forward was not seen to need, so that it was not kept",
                 file, line,
             )  # fmt: skip

@@ -302,21 +302,20 @@ class CallRecorder(Recorder):
         expected: The record, names and tensors whose saving comes next, since its body has just ended, before any other
             node; the last ones first.
         known_args: The inputs of the op whose tensors are expected, or of the call that runs, if they are known.
-        opened: The op with a handle that was begun last and has not ended.
         made: What ops with handles made.
-        calling: The function of torch's own that runs, or the call of `region`.
         calls: The saved calls of `region`.
         draws: Which calls draw random numbers; None where nobody cares.
         recomputing: In how many native regions of the policy RECOMPUTE code runs.
     """
 
+    opened: ForwardOp | None
+    calling: CallForward | WatchedCall | None
+
     def __init__(self, forward: RematMode) -> None:
         super().__init__(forward)
         self.made = MadeByOps(self.region)
-        self.opened: ForwardOp | None = None
         self.expected: tuple[Record, list[tuple[str, Tensor | None]], int] | None = None
         self.known_args: Iterable[Any] = ()
-        self.calling: CallForward | WatchedCall | None = None
         self.calls: list[WatchedCall | UnwatchedCall] = []
         self.draws = None if self.region.rng is None else Draws(self.region.rng)
         self.recomputing = 0

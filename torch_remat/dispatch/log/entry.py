@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torch_remat._compat import in_autocast
+from torch_remat._compat import in_autocast, kernel_of
 from torch_remat.dispatch.log.meta import Given, Meta, Raised, WrapperMeta, has_placeholder, tensors_in
 from torch_remat.dispatch.log.record import Record
 from torch_remat.dispatch.log.schema import LIFT, UNKNOWN, Effects, argument, effects_of
@@ -40,10 +40,11 @@ class Entry:
 
     Attributes:
         op: The op, or what ran.
+        kernel: What runs the op.
         count: How many ops of its name came before it in the same module.
         results: What it returned: a `Meta` or `WrapperMeta` for a tensor, a list for several results, `Raised`, or a
             plain value.
-        path: The module in which it ran.
+        path: The module in which it ran; neither this nor the count is noted of a view whose name nobody sees.
         group: The native region, or the op with a handle, in which it ran; empty outside of such.
         effects: What it does besides computing.
         kind: `ONE` if it made one new ordinary tensor, `SEVERAL` if it made several, `VIEW` if it returned views of its
@@ -76,9 +77,10 @@ class Entry:
 
     # What all have is set where one is made, in the recorder, or in `entry_of`. Most have little to note besides.
     op: Any
-    count: int
-    path: str
+    kernel: Callable[..., Any]
     effects: Effects
+    count = 0
+    path = ""
     results: Any = None
     kind = ODD
     group = ""
@@ -153,7 +155,8 @@ def entry_of(op: Any) -> type[Entry]:
     if kind is None:
         effects = effects_of(op)
         is_view = effects.view and op is not LIFT
-        about = {"op": op, "effects": effects, "kind": VIEW if is_view else ONE if effects.plain else ODD}
+        shape = VIEW if is_view else ONE if effects.plain else ODD
+        about = {"op": op, "effects": effects, "kind": shape, "kernel": kernel_of(op) if shape else op}
         kind = _entries[id(op)] = type("Entry", (Entry,), about)
     return kind
 
@@ -168,8 +171,6 @@ _OF_A_CALL = UNKNOWN._replace(random=False)
 class Call(Record, Entry):
     """What replay leaves out whole: a record, and its own entry in the log."""
 
-    path = ""
-    count = 0
     effects = _OF_A_CALL
 
     def forget_slots(self) -> None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torch_remat._compat import Handler, keep_from_compiler, kernel_of
+from torch_remat._compat import Handler, keep_from_compiler
 from torch_remat.dispatch.log.earlier import as_it_was, earlier_label, is_reshaped
 from torch_remat.dispatch.log.entry import (
     CALL,
@@ -80,12 +80,8 @@ class _LeftOver(NamedTuple):
 class OpAnswerer:
     """The aten ops of one replay: of a whole region, or of the native regions in it, one after the other.
 
-    Args:
-        replay: The replay, which ``stop()`` and ``fail(error)`` end.
-        suppressed: The writes that are not done again.
-        load: Returns what a slot keeps; takes the names of its op and of the tensor, too.
-        start_over: Ends a replay in which something reads a result that was not kept; takes the entry, the place of the
-            result, and who reads it.
+    ``load`` returns what a slot keeps, given the names of op and tensor; ``start_over`` ends a replay in which something
+    reads what was not kept, given what the placeholder stands for, the entry, the place, and who reads it.
 
     Attributes:
         passing: Whether the body of an op with a handle runs: its aten ops are no entries.
@@ -104,7 +100,7 @@ class OpAnswerer:
         replay: Any,
         suppressed: Suppressed,
         load: Callable[[Slot, str, str], torch.Tensor],
-        start_over: Callable[[Entry, int, str], Any],
+        start_over: Callable[[Source, Entry, int, str], Any],
     ) -> None:
         self._replay = replay
         self._region = region = replay.region
@@ -144,11 +140,11 @@ class OpAnswerer:
                 if entry.kind == VIEW:
                     if type(args[0]) is not Placeholder and not entry.run:
                         self._at = at + 1
-                        return kernel_of(op)(*args, **kwargs)
+                        return entry.kernel(*args, **kwargs)
                 elif entry.run:
                     if not entry.kept and (not entry.versions or self._reads_the_same(entry, args)):
                         self._at = at + 1
-                        return kernel_of(op)(*args, **kwargs)
+                        return entry.kernel(*args, **kwargs)
                 elif entry.kind == ONE and (not entry.layout or entry.layout == dense_layout(args)):
                     self._at = at + 1
                     if entry.kept and (value := entry.kept[0].unchanged()) is not None:
@@ -359,7 +355,7 @@ class OpAnswerer:
         left = self._left_over.get(id(source))
         if left is not None:
             return left.seen_as(entry.meta(place))
-        value: torch.Tensor = self._start_over(entry, place, consumer)
+        value: torch.Tensor = self._start_over(source, entry, place, consumer)
         return value
 
     def _value(self, entry: Entry, place: int, slot: Slot) -> torch.Tensor:

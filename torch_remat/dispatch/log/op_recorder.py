@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, strided
 
-from torch_remat._compat import CompiledCode, Handler, in_autocast, keep_from_compiler, kernel_of, storage_key
+from torch_remat._compat import CompiledCode, Handler, in_autocast, keep_from_compiler, storage_key
 from torch_remat.dispatch.ambient import RngState
 from torch_remat.dispatch.log.earlier import Earlier
 from torch_remat.dispatch.log.entry import (
@@ -49,20 +49,16 @@ from torch_remat.policies.kinds import Decider, OpContext, OpPolicy
 
 _new = object.__new__  # without a call of `__init__` for each op
 # Of an op: the kind of its entries (`ONE` and `VIEW` are noted in a short way); whether the policy keeps its results,
-# if it decides by the op alone; what runs it; how many of its name there were in each module, less one; and the class
-# of its entries.
-_Plan = tuple[int, bool | None, Callable[..., Any], dict[str, int], type[Entry]]
+# if it decides by the op alone; how many of its name there were in each module, less one (None if nobody sees names);
+# and the class of its entries.
+_Plan = tuple[int, bool | None, dict[str, int] | None, type[Entry]]
 Observer = Callable[[Entry, Sequence[Any], Mapping[str, Any], Any], None]
 
 
 class OpRecorder:
     """The aten ops of one region's forward, as far as they are watched.
 
-    Args:
-        owner: The region's `Recorder`.
-        policy: The region's policy; None where only stretches are watched.
-        path_of: Tells the path of the module whose code runs in a frame.
-        observer: Is told each op.
+    Without a policy only stretches are watched. ``path_of`` tells the path of the module whose code runs in a frame.
 
     Attributes:
         native: The native region that runs, all of whose results are saved.
@@ -105,15 +101,16 @@ class OpRecorder:
         unread, waiting, note_ordinary = results.unread, self._departures.waiting, storages.note_ordinary
 
         def watch(_mode: Any, op: Any, _types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-            kind, keeps, kernel, counts, make = plans.get(id(op)) or self._plan(op)
+            kind, keeps, counts, make = plans.get(id(op)) or self._plan(op)
             if not kind or unread or waiting or owner.opened is not None:
                 return self._watch_odd(op, args, kwargs)
             # It computes new tensors or returns views, and does nothing else.
             entry = _new(make)
-            entry.path = path = path_of(_getframe(1))
-            entry.count = counts[path] = counts.get(path, -1) + 1
+            if counts is not None:
+                entry.path = path = path_of(_getframe(1))
+                entry.count = counts[path] = counts.get(path, -1) + 1
             try:
-                result = kernel(*args, **kwargs)
+                result = make.kernel(*args, **kwargs)
             except Exception as error:
                 self._note_raised(entry, error)
                 raise
@@ -149,15 +146,16 @@ class OpRecorder:
 
     def _plan(self, op: Any) -> _Plan:
         made, keeps = entry_of(op), None if self._decider is None else self._decider.decide_op(op)
+        counts: dict[str, int] | None = self._counts.setdefault(made.effects.name, {})
         if made.kind == VIEW and keeps is not None:  # whose results are never kept, whatever the policy says
             keeps = False
-        counts = self._counts.setdefault(made.effects.name, {})
-        plan = self._plans[id(op)] = made.kind, keeps, kernel_of(op) if made.kind else op, counts, made
+            counts = counts if self._observer is not None else None  # else nobody sees their names
+        plan = self._plans[id(op)] = made.kind, keeps, counts, made
         return plan
 
     def _watch_odd(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Do the same for any op, wherever it runs."""
-        kind, _, _, counts, make = self._plans[id(op)]
+        kind, _, counts, make = self._plans[id(op)]
         effects = make.effects
         if effects.cast and in_autocast():
             self._owner.region.inputs.note_histories()
@@ -175,8 +173,9 @@ class OpRecorder:
         entry = _new(make)
         if effects.random:
             self.random.append(entry)
-        entry.path = path = self._path_of(_getframe(2))
-        entry.count = counts[path] = counts.get(path, -1) + 1
+        if counts is not None:
+            entry.path = path = self._path_of(_getframe(2))
+            entry.count = counts[path] = counts.get(path, -1) + 1
         try:
             result = op(*args, **kwargs)
         except Exception as error:

@@ -20,6 +20,7 @@ from torch_remat.dispatch.views import placement_in
 from torch_remat.policies.decision import CheckpointPolicy
 
 Undecided = tuple[str, str, torch.Tensor, CheckpointPolicy]  # op, name, tensor and decision
+# Makes the slot for a result, of op, name, tensor, decision, whether it requires a gradient, and goes unchecked.
 MakeSlot = Callable[[str, str, torch.Tensor, CheckpointPolicy, bool, bool], Slot]
 
 
@@ -28,12 +29,6 @@ _NO_ALIAS = (0, torch.empty(0))
 
 class Results:
     """The saved results of one forward.
-
-    Args:
-        storages: The storages of the forward.
-        make_slot: Makes the slot for a result: ``make_slot(op, name, tensor, decision, requires_grad, unchecked)``.
-        nested: Whether there are saved-tensor hooks around the region.
-        allow_mutation: Whether a kept tensor may be changed in place.
 
     Attributes:
         unread: Entries whose changes autograd counts only once they are over.

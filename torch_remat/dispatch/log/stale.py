@@ -31,11 +31,6 @@ _PackHook = Callable[[torch.Tensor], "torch.Tensor | Packed"]
 class StaleReads:
     """What one replay has read too late.
 
-    Args:
-        replay: The replay.
-        changed: For each storage that native regions have changed: which records of the tape did so, and where in it;
-            None for the place if it is not known.
-
     Attributes:
         run: What runs an op.
     """
@@ -43,7 +38,7 @@ class StaleReads:
     def __init__(self, replay: Any, changed: Mapping[int, list[tuple[int, torch.Tensor | None]]]) -> None:
         self.run: Handler = _run
         self._replay = replay
-        self._changed = changed
+        self._changed = changed  # by storage: which records of the tape changed it, and where in it, if that is known
         self._last = max(at for places in changed.values() for at, _ in places)
         self._made: dict[int, tuple[str, int]] = {}  # by storage: what op read which record's tensor too late
 

@@ -51,9 +51,6 @@ def let_go(gradient: torch.Tensor) -> torch.Tensor:
 class Storages:
     """The storages of one forward.
 
-    Args:
-        nested: Whether there are saved-tensor hooks around the region, which may be those of another region.
-
     Attributes:
         aliases: By storage, aliases of saved results that count their versions for themselves.
         has_lazy: Whether a view may be a lazy conjugate, or a lazy negative: a part of one.
@@ -65,7 +62,7 @@ class Storages:
     __slots__ = ("_foreign", "_nested", "_sizes", "aliases", "has_lazy", "has_writes", "writers")
 
     def __init__(self, nested: bool) -> None:
-        self._nested = nested
+        self._nested = nested  # in hooks, which may be those of another region
         self.has_lazy = False
         self.has_writes = False
         self.writers: dict[int, tuple[Entry, int]] = {}
