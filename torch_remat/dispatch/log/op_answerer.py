@@ -80,8 +80,8 @@ class _LeftOver(NamedTuple):
 class OpAnswerer:
     """The aten ops of one replay: of a whole region, or of the native regions in it, one after the other.
 
-    ``load`` returns what a slot keeps, given the names of op and tensor; ``start_over`` ends a replay in which something
-    reads what was not kept, given what the placeholder stands for, the entry, the place, and who reads it.
+    ``load`` returns what a slot keeps, given the names of op and tensor. ``start_over`` ends a replay that reads what
+    was not kept, given what the placeholder stands for, the entry, the place, and who reads it.
 
     Attributes:
         passing: Whether the body of an op with a handle runs: its aten ops are no entries.
