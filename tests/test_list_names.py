@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 
 import pytest
@@ -290,6 +291,30 @@ def test_op_belongs_to_the_innermost_module_that_is_called():
     outside = Around()
     assert "sin_0_0" in rows_of(lambda x: x.sin() + outside.inner(x), leaf(2, 4))
     assert "Linear.addmm_0_0" in rows_of(lambda x: x.sin() + outside.inner(x), leaf(2, 4))
+
+
+def test_ops_of_a_region_in_a_module_do_not_belong_to_that_module():
+    class Outer(nn.Module):
+        def forward(self, function, x):
+            return list(rows_of(function, x))
+
+    def function(x):
+        return x.sin().cos()
+
+    for given in (function, torch.sin, functools.partial(torch.mul, other=2), Doubled.apply):
+        names = Outer()(given, leaf(2, 4))
+        assert names
+        assert not any("." in name for name in names)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.mul(2).view(-1).view(2, 4)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
 
 
 def test_modules_are_followed_without_hooks():

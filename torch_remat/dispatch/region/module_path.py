@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from inspect import unwrap
 from sys import _getframe
-from types import CodeType
 from typing import Any
 
 from torch.nn import Module
 
-_call: Any = Module.__call__
-_CALL: CodeType = _call.__code__
+from torch_remat.dispatch.mode import RematMode
+
+_functions: Any = Module.__call__, RematMode.watched
+_CALL, _WATCHED = [function.__code__ for function in _functions]
 
 
 class ModulePath:
@@ -30,6 +31,7 @@ class ModulePath:
     """
 
     _end: Any = None  # the frame to which the stack is the region's; until the function is over
+    _is_near = False
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -47,7 +49,9 @@ class ModulePath:
     def stack(self, frame: Any) -> str:
         """Return the path of the module whose code runs in a frame, with a final dot unless it is empty."""
         end, code = self._end, _CALL
-        frame = frame.f_back  # the first is no call of a module
+        if frame is end:
+            return ""
+        first = frame = frame.f_back  # the caller itself is no call of a module
         try:
             while frame is not end:
                 if frame.f_code is code:
@@ -55,7 +59,13 @@ class ModulePath:
                     return self._learn_around(frame) if path is None else path
                 frame = frame.f_back
         except AttributeError:  # the stack of another thread, which a backward has, ends before
-            pass
+            return ""
+        if not self._is_near:  # in no module: the next walk shall end where the region's function begins
+            self._is_near, frame = True, first
+            while frame is not end:
+                if frame.f_code is _WATCHED:
+                    self._end = frame
+                frame = frame.f_back
         return ""
 
     def _learn_around(self, frame: Any) -> str:
