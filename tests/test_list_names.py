@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 
 import pytest
@@ -269,3 +270,61 @@ def test_under_inference_mode_the_names_are_those_that_regions_have():
         assert remat.list_names(module)(x).names == expected
         assert remat.list_names(module)(torch.randn(3, 4)).names == expected
         assert remat.list_names(lambda x, scale: x["a"] * scale)({"a": torch.randn(3)}, scale=2).names == ["mul_0_0"]
+
+
+class Around(nn.Module):
+    """Calls a module, the forward of another past its call, and a function that calls one back."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.other.forward(self.inner(x).sin()) + (lambda module: module(x))(self.inner)
+
+
+def test_op_belongs_to_the_innermost_module_that_is_called():
+    rows = [*rows_of(Around(), leaf(2, 4))]
+    assert "inner.addmm_0_0" in rows
+    assert "inner.addmm_1_0" in rows
+    assert {"sin_0_0", "addmm_0_0", "add_0_0"} <= set(rows)
+    outside = Around()
+    assert "sin_0_0" in rows_of(lambda x: x.sin() + outside.inner(x), leaf(2, 4))
+    assert "Linear.addmm_0_0" in rows_of(lambda x: x.sin() + outside.inner(x), leaf(2, 4))
+
+
+def test_ops_of_a_region_in_a_module_do_not_belong_to_that_module():
+    class Outer(nn.Module):
+        def forward(self, function, x):
+            return list(rows_of(function, x))
+
+    def function(x):
+        return x.sin().cos()
+
+    for given in (function, torch.sin, functools.partial(torch.mul, other=2), Doubled.apply):
+        names = Outer()(given, leaf(2, 4))
+        assert names
+        assert not any("." in name for name in names)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.mul(2).view(-1).view(2, 4)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+def test_modules_are_followed_without_hooks():
+    calls = []
+
+    class Asked(nn.Module):
+        def forward(self, x):
+            calls.append(bool(torch.nn.modules.module._has_any_global_hook()))
+            return x.sin()
+
+    rows_of(nn.Sequential(Asked()), leaf(2, 4))
+    assert calls
+    assert not any(calls)

@@ -169,7 +169,7 @@ def _rows(call: Entry, flops: int) -> Iterator[NamedResult]:
             needed = booked in call.packed
             kept = booked in call.saved and (needed or (bool(call.written) if changed else place in call.kept))
             owns = (needed or kept) if changed else (call.effects.viewed is None and place in made)
-            shape, dtype = meta.geometry.shape, str(meta.dtype).removeprefix("torch.")
+            shape, dtype = meta.geometry[0], str(meta.dtype).removeprefix("torch.")
             size = meta.dtype.itemsize * shape.numel() if owns else 0
             yield NamedResult(call.label(place), str(call.op), tuple(shape), dtype, size, flops, needed, kept)
             flops = 0

@@ -64,12 +64,7 @@ class Offloaded:
         return (lambda _: self), Offloaded.load
 
     def load(self) -> torch.Tensor:
-        """Return the tensor, with the version that it had.
-
-        Raises:
-            MutationError: It was changed in place after its offload began.
-            OffloadError: It could not be brought back.
-        """
+        """Return the tensor, with the version that it had, if nothing has changed it since its offload began."""
         with torch.no_grad(), without_dispatch_modes():
             flat, missing = self.transfer.take(self.info)
             self._sent.prefetcher.reached(self._sent, self._place, self.transfer, missing)
@@ -98,15 +93,7 @@ class Sender:
     def send(
         self, tensor: torch.Tensor, op: str | None, name: str, kind: Kind, together: object = None
     ) -> Offloaded | None:
-        """Send a tensor away; None if it stays.
-
-        Args:
-            tensor: The tensor.
-            op: The op that needs it; empty or None for none.
-            name: What it is called.
-            kind: What it is needed for.
-            together: Equal for those that are sent with nothing run in between; None for what is sent by itself.
-        """
+        """Send a tensor away; None if it stays. Between those with an equal ``together`` nothing runs."""
         if not may_travel(tensor) or storage_key(tensor) in self._staying:
             return None
         offloader = self._offloader or chosen.get() or default_offloader()

@@ -56,18 +56,14 @@ class Source(NamedTuple):
         return self.owner == id(region)
 
 
-class Geometry(NamedTuple):
-    """Where a tensor lies in its storage."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    storage_offset: int
+# Where a tensor lies in its storage: its shape, strides and offset there.
+Geometry = tuple[torch.Size, tuple[int, ...], int]
 
 
 def geometry_of(tensor: torch.Tensor) -> Geometry:
     """Return where a tensor lies in its storage."""
-    made: Geometry = new_tuple(Geometry, (tensor.shape, tensor.stride(), tensor.storage_offset()))
-    return made
+    offset: Any = tensor.storage_offset()
+    return tensor.shape, tensor.stride(), offset
 
 
 class Placeholder(torch.Tensor):

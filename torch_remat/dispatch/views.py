@@ -57,12 +57,7 @@ class Elided(NamedTuple):
         return made
 
     def value(self, source: torch.Tensor, with_history: bool = False) -> torch.Tensor | None:
-        """Return the saved tensor, from replay's counterpart of its source; None if that lies otherwise in memory.
-
-        Args:
-            source: The counterpart.
-            with_history: Whether it is to be a view of the source for autograd, too.
-        """
+        """Return the saved tensor, from replay's counterpart of its source; None if that lies otherwise in memory."""
         view, known = self.view, self.source
         if view is None or known is None:
             return source.detach()

@@ -53,11 +53,7 @@ class Around:
             around = around.parent
 
     def note(self, record: Record) -> None:
-        """Tell the regions around of an op that begins.
-
-        Raises:
-            StopReplay: One of them is replayed and had another op here in forward.
-        """
+        """Tell the regions around of an op that begins; one that is replayed may end with an error."""
         for tape in self._tapes:
             tape.inner = tape.inner or []
             tape.inner.append(InnerOp(self._name, record.name, record.policy, len(tape.saved)))

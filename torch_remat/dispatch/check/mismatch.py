@@ -53,16 +53,7 @@ def described(tensor: torch.Tensor | Holder) -> str:
 def another_op(
     region: Any, name: str, policy: CheckpointPolicy, expected: Any, is_known: bool, replay: str = "replay"
 ) -> MismatchError:
-    """Return the error about an op with a name that forward did not run here.
-
-    Args:
-        region: The region.
-        name: The op's name.
-        policy: Its policy.
-        expected: What forward ran here, with a name and a policy; None if nothing.
-        is_known: Whether forward ran an op of that name at all.
-        replay: What the message calls the replay.
-    """
+    """Return the error about an op with a name that forward did not run here."""
     place = at_user_line()
     if expected is not None and expected.name == name:
         what = f"this op has policy {policy.name} in {replay}{place} and had {expected.policy.name} in forward"

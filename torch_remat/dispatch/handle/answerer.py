@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property, partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -178,37 +178,8 @@ class SkippedOp(ReplayOp):
         return result
 
 
-class Replay(Protocol):
-    """What of a region's replay is asked here."""
-
-    region: Any
-    stopped: bool
-    over: bool
-
-    def stop(self) -> NoReturn:
-        """End the replay."""
-
-    def stop_if_filled(self) -> None:
-        """End the replay if no holder is left to fill."""
-
-    def fail(self, error: Any) -> NoReturn:
-        """End the replay with an error."""
-
-    def start_over(self) -> NoReturn:
-        """End this run of the function; the next one begins."""
-
-    def watched(self, watcher: Any, function: Any, args: Any, kwargs: Any) -> Any:
-        """Run a function and show every aten op in it to a watcher."""
-
-    def explain(self, holder: Any, tensor: Any, owner: Any, origin: Any) -> None:
-        """Fail if a tensor is not the one of forward."""
-
-    def fill_elided(self, holder: Any, value: Any) -> None:
-        """Give a holder that was passed over its value."""
-
-
 class Answerer:
-    """The log of one region in one replay.
+    """The log of one region in one replay, a `Filling`.
 
     Attributes:
         ops: What answers and compares aten ops, while the ops of the region, or of a native region, are watched.
@@ -216,7 +187,7 @@ class Answerer:
         made: What ops have made for SAVE ops that have saved it, by their names.
     """
 
-    def __init__(self, replay: Replay) -> None:
+    def __init__(self, replay: Any) -> None:
         self.region = replay.region
         self.region_name: str = replay.region.name
         self._replay = replay
@@ -256,11 +227,7 @@ class Answerer:
         return self._answers
 
     def begin(self, name: str, policy: CheckpointPolicy, ctx: Any) -> RematHandle | None:
-        """Begin an op; None if it is plain autograd. Only `get_handle` calls it.
-
-        Raises:
-            MismatchError: This is not the op that forward had here.
-        """
+        """Begin an op, which must be that of forward; None if it is plain autograd. Only `get_handle` calls it."""
         if self._in_call:
             return None  # it is part of the call
         if self._in_skipped:
@@ -418,26 +385,21 @@ class Answerer:
     def value_after_all(self, source: Source, entry: Entry, place: int, consumer: str) -> Tensor:
         """Return what a saved write has left where a placeholder of a call stands; else end this replay."""
         if self._answers is None:
-            self.start_over(entry, place, consumer)
+            self.start_over(source, entry, place, consumer)
         return self._answers.value_after_all(source, entry, place, consumer)
 
-    def start_over(self, entry: Entry, place: int, consumer: str) -> NoReturn:
-        """End this run of the function: see NOTE [ A placeholder that is read after all ].
-
-        Raises:
-            PlaceholderError: The result cannot be made again.
-        """
-        source = Source(self.region_name, entry.group, entry.label(place))
+    def start_over(self, source: Source, entry: Entry, place: int, consumer: str) -> NoReturn:
+        """End this run of the function: see NOTE [ A placeholder that is read after all ]."""
         if self._over or (entry.run and place not in entry.kept) or not self._mark([entry]):
             refuse(source, consumer)
         if self._surprises == 1:
             file, line = user_line()
             self._warn(
-                f"{qualified_name(self.region_name, entry.group, entry.label(place))}: {consumer} reads this result in "
+                f"{qualified_name(self.region_name, source.op, source.output)}: {consumer} reads this result in "
                 "replay, which forward was not seen to need, so that it was not kept",
                 file, line,
             )  # fmt: skip
-        self._replay.start_over()
+        raise self._replay.start_over()
 
     def starts_over_for(self, error: Exception) -> bool:
         """Mark all entries where an error may be of what placeholders lack; return whether replay is to start over."""
@@ -524,7 +486,7 @@ class Answerer:
         expected = self._records[self.begun] if self.begun < len(self._records) else None
         if expected is None and not self.region.finished:
             self._replay.stop()  # a backward inside forward, which has not come so far itself
-        self._replay.fail(another_op(self.region, name, policy, expected, name in self.region.tape.records))
+        raise self._replay.fail(another_op(self.region, name, policy, expected, name in self.region.tape.records))
 
     def finish(self) -> None:
         """Raise if the function ended before it came to each op."""
@@ -538,12 +500,7 @@ class Answerer:
             raise mismatched(self.region, "this op of forward is missing in replay", SAME_ORDER, op=missing.name)
 
     def load_inputs(self, record: Record, args: Iterable[Any], consumer: str) -> list[Any]:
-        """Return inputs with the placeholders among them replaced by what the slots keep.
-
-        Raises:
-            PlaceholderError: An input is a placeholder that forward did not foresee.
-            MutationError: A kept input was changed in place.
-        """
+        """Return inputs with the placeholders among them replaced by what the slots keep."""
         loaded = list(args)
         slots = record.slots
         for place, arg in enumerate(loaded):
@@ -631,7 +588,7 @@ class Answerer:
     def fail_returned(self, record: Record) -> NoReturn:
         """End the replay, since an op returned whose body has raised in forward."""
         what = "this op raised an exception in forward and returned in replay"
-        self._replay.fail(mismatched(self.region, what, SAME_ORDER, op=record.name))
+        raise self._replay.fail(mismatched(self.region, what, SAME_ORDER, op=record.name))
 
 
 def _refuse_backward(source: Source, *_grad_outputs: Tensor | None) -> NoReturn:

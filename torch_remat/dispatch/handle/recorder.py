@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
-from torch import Tensor, UntypedStorage, strided
+from torch import Tensor, strided
 from torch.autograd.graph import Node
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from torch_remat._compat import has_returned, is_compiled, node_number, sequence_number, storage_key
 from torch_remat.dispatch.ambient import Draws
@@ -30,14 +31,14 @@ from torch_remat.dispatch.handle.running_call import (
 from torch_remat.dispatch.handle.whole_call import CallForward, is_whole_call
 from torch_remat.dispatch.holder import AUTOCAST_DTYPES, Anchor, Holder, OpHolder, is_parameter, parameter_behind
 from torch_remat.dispatch.log.entry import Entry, HandleCall
-from torch_remat.dispatch.log.meta import Meta, described
+from torch_remat.dispatch.log.meta import Meta, described, key_of, parts_of
 from torch_remat.dispatch.log.record import NO_SLOTS, Record, Stretch
 from torch_remat.dispatch.log.recorder import Recorder
-from torch_remat.dispatch.log.slot import Slot
+from torch_remat.dispatch.log.slot import Slot, version_of
 from torch_remat.dispatch.mode import RematMode
 from torch_remat.dispatch.offloading import offload_resident, sender_of, slot_hooks
 from torch_remat.dispatch.options import DEFAULTS
-from torch_remat.dispatch.placeholder import NOT_LAZY, Geometry, Placeholder, new_tuple
+from torch_remat.dispatch.placeholder import NOT_LAZY, Placeholder, new_tuple
 from torch_remat.dispatch.region.inputs import leaves_of
 from torch_remat.dispatch.views import Elided
 from torch_remat.errors import UsageError
@@ -183,7 +184,7 @@ class SavedOp(ForwardOp):
             record.as_tuple = as_tuple = True
             record.results = described(outs, None)
         elif usual:
-            geometry = new_tuple(Geometry, (out.shape, out.stride(), out.storage_offset()))
+            geometry = out.shape, out.stride(), out.storage_offset()
             record.results = new_tuple(Meta, (geometry, out.dtype, out.device, False, NOT_LAZY))
         else:
             record.results = described(out, None)
@@ -194,13 +195,11 @@ class SavedOp(ForwardOp):
         if region.buffers is not None:
             region.buffers.leave_changed(self.buffers)
         ops.skipped_any = True
-        if watch is not None:
-            watch.skipped_op = None
-            if ops.has_policy or watch.native is not None:
-                watch.note_handle(record, outs)
+        if watch is not None and (ops.has_policy or watch.native is not None):
+            watch.note_handle(record, outs)
         number = node_number(ctx)  # in replay its node reads nothing
         ops.skipped.append((number, number + 1))
-        ops.made.note_skipped(record, outs)
+        ops.made.note(record, outs)
         if self._named:
             expected = [*self._named.items()]
             expected.reverse()
@@ -210,92 +209,81 @@ class SavedOp(ForwardOp):
 
 
 class Made(NamedTuple):
-    """An op's output."""
+    """An op's output; without a record a tensor of which one is a view."""
 
-    record: Record
+    record: Any
     place: int
     version: int
     tensor: ref[Tensor]
-
-
-_Storages = dict[int, tuple[ref[UntypedStorage], Made]]
 
 
 class MadeByOps:
     """Which tensors of one region are outputs of its ops with handles; until forward ends, by weak references.
 
     A tensor is known by itself, by the tensor that it is a view of, or by its storage: a detached alias has no other
-    link. What is taken for an output of a skipped op by mistake is kept, which costs memory; the other mistake is an
-    error in replay.
+    link. What shares a storage with an output of a skipped op counts as made by it, so that it is kept, unless it is
+    the tensor of which that is a view, or older: taken for one by mistake it costs memory; else replay would fail.
 
     Attributes:
         tensors: The outputs, by the id of the tensor.
     """
 
-    __slots__ = ("_bases", "_region", "_shared", "_storages", "_unindexed", "tensors")
+    __slots__ = ("_region", "_storages", "_unindexed", "tensors")
 
     def __init__(self, region: Any) -> None:
         self._region = region
         self.tensors: dict[int, Made] = {}
-        # By the storage's address, with the storage, which tells whether another has the address now.
-        self._storages: _Storages = {}
-        # Outputs of skipped ops that are views of other tensors, by the storage that they share; and these tensors.
-        self._shared: _Storages = {}
-        self._bases: dict[int, ref[Tensor]] = {}
+        # By the address of the storage, which no other gets as long as there is a weak reference; and whether the
+        # output is a view of a tensor that the op has not made.
+        self._storages: dict[int, tuple[StorageWeakRef, Made, bool]] = {}
         # Outputs of recomputed ops that are not in `_storages` yet: few are ever looked for there.
         self._unindexed: list[Made] = []
 
-    def note(self, record: Record, outputs: tuple[Tensor, ...], inputs: tuple[Any, ...]) -> None:
-        """Note the outputs of a RECOMPUTE op; one that is an input, returned as it is, stays what it was."""
+    def note(self, record: Record, outputs: tuple[Tensor, ...], inputs: tuple[Any, ...] = ()) -> None:
+        """Note the outputs of an op; one that is an input, returned as it is, stays what it was if replay runs it."""
         for place, tensor in enumerate(outputs):
             for value in inputs:
                 if value is tensor:
                     break
             else:
-                version = -1 if tensor.is_inference() else tensor._version  # nothing saves the former
-                self.tensors[id(tensor)] = made = new_tuple(Made, (record, place, version, ref(tensor)))
-                self._unindexed.append(made)
-
-    def note_skipped(self, record: Record, outputs: tuple[Tensor, ...]) -> None:
-        """Note the outputs of an op that replay skips; it will not have them even where they are inputs."""
-        for place, tensor in enumerate(outputs):
-            self.tensors[id(tensor)] = made = new_tuple(Made, (record, place, -1, ref(tensor)))
-            base = tensor._base
-            if base is not None:
-                self._bases[id(base)] = ref(base)
-                _index(self._shared, tensor, made)
-            elif type(tensor) is Tensor:  # what `_index` does
-                storage = tensor.untyped_storage()
-                self._storages[storage._cdata] = (ref(storage), made)
-            else:
-                _index(self._storages, tensor, made)
+                self.tensors[id(tensor)] = made = new_tuple(Made, (record, place, version_of(tensor), ref(tensor)))
+                if record.policy is _RECOMPUTE:
+                    self._unindexed.append(made)
+                else:
+                    self._index(tensor, made)
+                    if (base := tensor._base) is not None and self._known(base) is None:
+                        self.tensors[id(base)] = new_tuple(Made, (None, 0, 0, ref(base)))
 
     def maker_of(self, tensor: Tensor) -> Made | None:
-        """Return the op's output that a tensor is, or is a view or an alias of; None for all other tensors.
-
-        What shares a storage with a view that a skipped op returned may be a view or an alias of that: it counts as
-        one, so that it is kept, unless it is the tensor that was viewed.
-        """
-        made = self.tensors.get(id(tensor))
-        if made is not None and made[3]() is tensor:  # by place, which is faster than by name
-            return made
-        if self._shared and (shared := _look_up(self._shared, tensor)) is not None:
-            viewed = self._bases.get(id(tensor))
-            if (viewed is None or viewed() is not tensor) and not self._is_older(tensor):
-                return shared
-        base = tensor._base
-        if base is not None:
-            made = self.tensors.get(id(base))
-            if made is not None and made.tensor() is base:
-                return made
-        if not self._storages and not self._unindexed:
-            return None
+        """Return the op's output that a tensor is, or is a view or an alias of; None for all other tensors."""
+        known = self._known(tensor)
+        if known is not None and known[0] is not None:  # by place, which is faster than by name
+            return known
         for made in self._unindexed:
             output = made.tensor()
             if output is not None and output._base is None:
-                _index(self._storages, output, made)
+                self._index(output, made)
         self._unindexed.clear()
-        return _look_up(self._storages, tensor)
+        if self._storages and (found := self._storages.get(key_of(tensor))) is not None:
+            _, made, is_view = found
+            if not is_view or (known is None and not self._is_older(tensor)):
+                return made
+        base = tensor._base
+        known = None if base is None else self._known(base)
+        return known if known is not None and known[0] is not None else None
+
+    def _known(self, tensor: Tensor) -> Made | None:
+        made = self.tensors.get(id(tensor))
+        return made if made is not None and made[3]() is tensor else None
+
+    def _index(self, tensor: Tensor, made: Made) -> None:
+        """Note the storage of an output; a skipped op's takes the place of a recomputed one's."""
+        for part in parts_of(tensor):
+            if not isinstance(part, Placeholder) and part.layout is strided:  # others have no storage
+                known = self._storages.get(key := key_of(part))
+                if known is None or (known[1].record.policy is _RECOMPUTE and made.record.policy is not _RECOMPUTE):
+                    storage = StorageWeakRef(part.untyped_storage())
+                    self._storages[key] = storage, made, tensor._base is not None
 
     def _is_older(self, tensor: Tensor) -> bool:
         """Whether a tensor was there before the region: then none of its ops made it.
@@ -307,24 +295,6 @@ class MadeByOps:
         return known or (node is not None and node_number(node) < self._region.first_number)
 
 
-def _index(storages: _Storages, tensor: Tensor, made: Made) -> None:
-    if isinstance(tensor, Placeholder):
-        return  # in the replay of a region around this one; it has no storage
-    storage = tensor.untyped_storage()
-    storages[storage._cdata] = (ref(storage), made)
-
-
-_WITHOUT_STORAGE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
-
-
-def _look_up(storages: _Storages, tensor: Tensor) -> Made | None:
-    if isinstance(tensor, Placeholder) or tensor.layout in _WITHOUT_STORAGE:
-        return None
-    storage = tensor.untyped_storage()
-    known, made = storages.get(storage._cdata, (None, None))
-    return made if known is not None and known() is storage else None
-
-
 class CallRecorder(Recorder):
     """The log of one region's forward, with its calls.
 
@@ -332,21 +302,20 @@ class CallRecorder(Recorder):
         expected: The record, names and tensors whose saving comes next, since its body has just ended, before any other
             node; the last ones first.
         known_args: The inputs of the op whose tensors are expected, or of the call that runs, if they are known.
-        opened: The op with a handle that was begun last and has not ended.
         made: What ops with handles made.
-        calling: The function of torch's own that runs, or the call of `region`.
         calls: The saved calls of `region`.
         draws: Which calls draw random numbers; None where nobody cares.
         recomputing: In how many native regions of the policy RECOMPUTE code runs.
     """
 
+    opened: ForwardOp | None
+    calling: CallForward | WatchedCall | None
+
     def __init__(self, forward: RematMode) -> None:
         super().__init__(forward)
         self.made = MadeByOps(self.region)
-        self.opened: ForwardOp | None = None
         self.expected: tuple[Record, list[tuple[str, Tensor | None]], int] | None = None
         self.known_args: Iterable[Any] = ()
-        self.calling: CallForward | WatchedCall | None = None
         self.calls: list[WatchedCall | UnwatchedCall] = []
         self.draws = None if self.region.rng is None else Draws(self.region.rng)
         self.recomputing = 0
@@ -366,11 +335,7 @@ class CallRecorder(Recorder):
     # Ops with handles.
 
     def begin(self, name: str, policy: CheckpointPolicy, ctx: Any) -> ForwardOp | None:
-        """Begin an op; None if it is part of one that replay skips. Only `get_handle` calls it, which the body calls.
-
-        Raises:
-            UsageError: The region already has an op of that name, or the op before it was not ended.
-        """
+        """Begin an op; None if it is part of one that replay skips. Only `get_handle` calls it, called by the body."""
         if self.expected is not None:
             self.forget_expected()
         if self.calling is not None:
@@ -415,16 +380,10 @@ class CallRecorder(Recorder):
         op.place = id(frame)
         op.code = frame.f_code
         self.opened = op
-        if watch is not None and policy is not _RECOMPUTE:
-            watch.skipped_op = op
         return op
 
     def is_part_of_skipped(self, is_running: bool) -> bool:
-        """Whether a skipped op's body runs; see NOTE [ What is kept for an op ], 3.
-
-        Args:
-            is_running: Whether the body of the op that was begun last runs; if not, the op is over.
-        """
+        """Whether a skipped op's body runs, if that of the last op does: see NOTE [ What is kept for an op ], 3."""
         opened = self.opened
         assert opened is not None
         if is_running:
@@ -535,11 +494,7 @@ class CallRecorder(Recorder):
         return holder
 
     def elide_made(self, record: Record, name: str, tensor: Tensor, node: Node, place: int) -> OpHolder | None:
-        """Do what `hold` does for an argument of a call that has a node, is no view and that replay makes again.
-
-        Returns:
-            Its holder; None where `hold` has to look.
-        """
+        """Do what `hold` does for an argument that replay makes again, by a node; None where `hold` has to look."""
         region = self.region
         if tensor._base is not None or id(tensor) in region.inputs.originals or tensor.dtype in AUTOCAST_DTYPES:
             return None

@@ -54,7 +54,7 @@ from torch_remat.dispatch.handle.saved_call import (
     runs,
 )
 from torch_remat.dispatch.handle.variables import Path, State, changed_in, identity_of, state_of, tensors_reached
-from torch_remat.dispatch.handle.whole_call import CallForward, Ops, note_backward, template_of
+from torch_remat.dispatch.handle.whole_call import CallForward, note_backward, template_of
 from torch_remat.dispatch.holder import (
     AUTOCAST_DTYPES,
     CAST,
@@ -75,13 +75,7 @@ from torch_remat.policies.decision import CheckpointPolicy
 
 
 class Given:
-    """The arguments of a call, then the tensors among its variables, which are looked for only if they are asked for.
-
-    Args:
-        call: The record, which is told the paths of variables.
-        function: The function.
-        leaves: The leaves of its arguments.
-    """
+    """The arguments of a call, then the tensors among its variables, looked for only if they are asked for."""
 
     def __init__(self, call: LeftOut, function: Any, leaves: Sequence[Any]) -> None:
         self._call = call
@@ -220,7 +214,7 @@ class WatchedCall(Leaving):
     """A saved call whose ops are watched."""
 
     def __init__(
-        self, ops: Ops, name: str, policy: CheckpointPolicy, function: Any, args: Sequence[Any], kwargs: Any
+        self, ops: Any, name: str, policy: CheckpointPolicy, function: Any, args: Sequence[Any], kwargs: Any
     ) -> None:
         leaves = args if is_flat(args, kwargs) else leaves_of(args, kwargs)
         self.record = record = SavedCall(name, policy, function, leaves)
@@ -387,15 +381,8 @@ def _cast(dtype: torch.dtype, view: Placement | None, anchor: Anchor) -> torch.T
 Saved = WatchedCall | UnwatchedCall
 
 
-def mark_calls_made_again(calls: Sequence[Saved], ops: Ops, boundary: Sequence[Node | None], taken: bool) -> None:
-    """Find the calls that are made again because of what came after them; see the note above.
-
-    Args:
-        calls: The saved calls of a region, in their order.
-        ops: The region's recorder.
-        boundary: The nodes of its outputs.
-        taken: Whether a gradient was taken before forward ended.
-    """
+def mark_calls_made_again(calls: Sequence[Saved], ops: Any, boundary: Sequence[Node | None], taken: bool) -> None:
+    """Find the calls that are made again because of what came after them; see the note above."""
     left = _calls_left_by_tensors(calls, boundary)
     for call in calls:
         record = call.record

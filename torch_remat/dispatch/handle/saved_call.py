@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from torch_remat._compat import same_memory, without_dispatch_modes
 from torch_remat.dispatch.check.mismatch import mismatched
 from torch_remat.dispatch.handle.variables import Path, at_path, identity_of
-from torch_remat.dispatch.handle.whole_call import Replay, kept_or_stand_in
+from torch_remat.dispatch.handle.whole_call import kept_or_stand_in
 from torch_remat.dispatch.log.entry import WRITTEN, Entry, WholeCall, still_there
 from torch_remat.dispatch.log.meta import Meta, key_of, layout_of
 from torch_remat.dispatch.log.record import Left, Record, Stretch
@@ -174,7 +174,7 @@ def of_another_function(region: Any, call: LeftOut, function: Any) -> MismatchEr
     )
 
 
-def put_back(replay: Replay, call: LeftOut, given: Sequence[Any]) -> bool:
+def put_back(replay: Any, call: LeftOut, given: Sequence[Any]) -> bool:
     """Leave in arguments and variables what the call left there; return whether all of them are as in forward."""
     for place, view, left, requires_grad in call.put_back:
         tensor = given[place]
@@ -196,7 +196,7 @@ def put_back(replay: Replay, call: LeftOut, given: Sequence[Any]) -> bool:
     return True
 
 
-def result_of(replay: Replay, call: LeftOut, given: Sequence[Any]) -> Any:
+def result_of(replay: Any, call: LeftOut, given: Sequence[Any]) -> Any:
     """Return what a call that is left out returned in forward; takes its arguments and variables in replay."""
     leaves: list[Any] = []
     for form in call.forms:
@@ -223,7 +223,7 @@ def result_of(replay: Replay, call: LeftOut, given: Sequence[Any]) -> Any:
     return with_leaves(call.template, {}, leaves)[0][0] if call.template else leaves[0]
 
 
-def _seen(replay: Replay, value: torch.Tensor, entry: Entry, place: int, meta: Any) -> torch.Tensor:
+def _seen(replay: Any, value: torch.Tensor, entry: Entry, place: int, meta: Any) -> torch.Tensor:
     """Return what was returned, as a view of what was kept of the entry; a placeholder is that already."""
     own = entry.meta(place) if place != WRITTEN else None
     is_it = type(meta) is not Meta or isinstance(value, Placeholder) or meta == own

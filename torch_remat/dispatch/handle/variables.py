@@ -22,11 +22,7 @@ _NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 def tensors_reached(call: tuple[Any, ...]) -> Iterator[tuple[Path, torch.Tensor]]:
-    """Yield the tensors that a call reaches, each with its path, those that its function closes over first.
-
-    Args:
-        call: The function, and the leaves of its arguments.
-    """
+    """Yield the tensors that a call ``(function, *leaves)`` reaches, and their paths, those of closure cells first."""
     function = call[0]
     if type(function) is FunctionType:
         for at, cell in enumerate(function.__closure__ or ()):

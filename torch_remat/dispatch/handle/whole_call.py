@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from types import BuiltinFunctionType
-from typing import Any, Protocol
+from typing import Any
 
 import optree
 import torch
-from torch.autograd.graph import Node, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 from torch.nn import functional as F
 
@@ -31,7 +31,7 @@ from torch_remat._compat import (
     storage_key,
 )
 from torch_remat.dispatch.check.mismatch import mismatched
-from torch_remat.dispatch.holder import Anchor, Holder, OpHolder
+from torch_remat.dispatch.holder import OpHolder
 from torch_remat.dispatch.log.entry import CALL, WRITTEN, Entry, WholeCall
 from torch_remat.dispatch.log.meta import (
     Meta,
@@ -46,7 +46,7 @@ from torch_remat.dispatch.log.meta import (
 from torch_remat.dispatch.log.schema import may_draw
 from torch_remat.dispatch.log.slot import version_of
 from torch_remat.dispatch.naming import default_name
-from torch_remat.dispatch.placeholder import NOT_LAZY, Geometry, Placeholder, Source, new_tuple, unpack
+from torch_remat.dispatch.placeholder import NOT_LAZY, Placeholder, Source, new_tuple, unpack
 from torch_remat.dispatch.region.inputs import fresh_alias, leaves_of, with_leaves
 from torch_remat.errors import MismatchError, MutationError, UsageError
 from torch_remat.policies.decision import CheckpointPolicy
@@ -115,36 +115,6 @@ def _may_draw_in(function: Callable[..., Any]) -> bool:
 _draws: dict[int, bool] = {}
 
 
-class Ops(Protocol):
-    """What of a region's recorder is asked here."""
-
-    region: Any
-    entries: list[Entry]
-    storages: Any
-    results: Any
-    departures: Any
-    skipped: list[tuple[int, int]]
-    draws: Any
-    has_policy: bool
-    watch: Any
-    is_usual: bool
-
-    def elide_made(self, record: WholeCall, name: str, tensor: torch.Tensor, node: Node, place: int) -> OpHolder | None:
-        """Return the holder for an argument that a node has made and replay makes again; None for any other."""
-
-    def hold(self, record: Any, name: str, tensor: torch.Tensor, policy: CheckpointPolicy) -> Holder | Anchor:
-        """Return the holder for a tensor that a call saves."""
-
-    def holder_for(self, op: str, name: str, tensor: torch.Tensor) -> OpHolder:
-        """Return a holder without a value."""
-
-    def note_result(self, entry: Entry, result: torch.Tensor, first: int, last: int) -> None:
-        """Note a call with its one result, an ordinary tensor in a storage of its own."""
-
-    def note_returned(self, leaf: torch.Tensor, first: int, last: int) -> Any:
-        """Note a tensor that a native region returned."""
-
-
 class CallForward:
     """One such call, while forward runs.
 
@@ -156,7 +126,7 @@ class CallForward:
     kind = WholeCall
 
     def __init__(
-        self, ops: Ops, name: str, policy: CheckpointPolicy, function: Callable[..., Any], args: Sequence[Any]
+        self, ops: Any, name: str, policy: CheckpointPolicy, function: Callable[..., Any], args: Sequence[Any]
     ) -> None:
         self._ops = ops
         self._saved = 0
@@ -183,7 +153,7 @@ class CallForward:
         if self.draws is not None:
             self.draws.begin()
 
-    def pack(self, tensor: torch.Tensor) -> Holder | Anchor:
+    def pack(self, tensor: torch.Tensor) -> Any:
         """Return what autograd keeps of a tensor that the call saves."""
         ops, record = self._ops, self.record
         if type(tensor) is Parameter:
@@ -226,7 +196,7 @@ class CallForward:
         """Note what most calls return: a tensor in memory of its own."""
         ops, record = self._ops, self.record
         last = sequence_number()
-        geometry = new_tuple(Geometry, (result.shape, result.stride(), result.storage_offset()))
+        geometry = result.shape, result.stride(), result.storage_offset()
         record.results = new_tuple(Meta, (geometry, result.dtype, result.device, False, NOT_LAZY))
         record.leaves = (result.requires_grad,)
         record.storage = key
@@ -292,43 +262,10 @@ def note_backward(region: Any, first: int, leaves: Sequence[Any]) -> None:
             node.register_prehook(region.note_backward)
 
 
-class Replay(Protocol):
-    """What of a region's replay is asked here."""
-
-    region: Any
-
-    @property
-    def changes_results(self) -> bool:
-        """Whether the log has changes in place, for which results need a history."""
-
-    def note_loaded(self, tensor: torch.Tensor) -> None:
-        """Note a tensor that was kept."""
-
-    def load(self, slot: Any, op: str, name: str) -> torch.Tensor:
-        """Return what a slot keeps, which hooks around the region may have given already."""
-
-    def load_inputs(self, record: Any, args: Sequence[Any], consumer: str) -> list[Any]:
-        """Return inputs with the placeholders among them replaced by what is kept."""
-
-    def value_after_all(self, source: Source, entry: Entry, place: int, consumer: str) -> torch.Tensor:
-        """Return what a saved write has left where a placeholder stands; else end this replay."""
-
-
 def replayed(
-    replay: Replay, record: WholeCall, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    replay: Any, record: WholeCall, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Return what the call returned in forward; make it again where it must be.
-
-    Args:
-        replay: The replay.
-        record: The call's record.
-        function: The function.
-        args: Its positional arguments, of which the elided holders have been filled.
-        kwargs: Its keyword arguments.
-
-    Raises:
-        MutationError: The call is made again, and an argument was changed in place since forward.
-    """
+    """Return what the call returned in forward; make it again where it must be. Its elided holders are filled."""
     if not record.is_entry:
         if type(record.results) is Raised:
             raise record.results.kind(*record.results.args)
@@ -357,7 +294,7 @@ def another_call(region: Any, record: WholeCall, function: Any) -> MismatchError
 
 
 def made_again(
-    replay: Replay, record: WholeCall, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    replay: Any, record: WholeCall, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Make the call at its own place. Forward's holders have what backward needs; results that were kept stay."""
     if is_compiled(function):  # which, unlike ops, asks no placeholder for its value
@@ -379,7 +316,7 @@ def made_again(
     return result
 
 
-def kept_or_stand_in(replay: Replay, entry: Entry, place: int, meta: Any, requires_grad: bool) -> Any:
+def kept_or_stand_in(replay: Any, entry: Entry, place: int, meta: Any, requires_grad: bool) -> Any:
     """Return what replay has of a result: what was kept of it, else a placeholder; what is no tensor as it is."""
     slot = entry.kept.get(place)
     has_history = requires_grad and (replay.changes_results or replay.region.inputs.keeps_histories)

@@ -57,7 +57,8 @@ class Departures:
 
     def send(self) -> None:
         """Send what waits, now that its op is over."""
-        waiting, self.waiting, together = self.waiting, [], object()
+        waiting, together = [*self.waiting], object()
+        self.waiting.clear()
         for holder, tensor in waiting:
             with torch.no_grad(), self._mode.unwatched(), without_dispatch_modes(), with_shared_versions():
                 if offload_resident(self._region, holder, tensor, together):

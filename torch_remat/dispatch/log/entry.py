@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torch_remat._compat import in_autocast
+from torch_remat._compat import in_autocast, kernel_of
 from torch_remat.dispatch.log.meta import Given, Meta, Raised, WrapperMeta, has_placeholder, tensors_in
 from torch_remat.dispatch.log.record import Record
-from torch_remat.dispatch.log.schema import UNKNOWN, Effects, argument
+from torch_remat.dispatch.log.schema import LIFT, UNKNOWN, Effects, argument, effects_of
 from torch_remat.dispatch.placeholder import Placeholder, reshape
 from torch_remat.policies.decision import CheckpointPolicy
 
@@ -40,10 +40,11 @@ class Entry:
 
     Attributes:
         op: The op, or what ran.
+        kernel: What runs the op.
         count: How many ops of its name came before it in the same module.
         results: What it returned: a `Meta` or `WrapperMeta` for a tensor, a list for several results, `Raised`, or a
             plain value.
-        path: The module in which it ran.
+        path: The module in which it ran; neither this nor the count is noted of a view whose name nobody sees.
         group: The native region, or the op with a handle, in which it ran; empty outside of such.
         effects: What it does besides computing.
         kind: `ONE` if it made one new ordinary tensor, `SEVERAL` if it made several, `VIEW` if it returned views of its
@@ -74,11 +75,12 @@ class Entry:
         gone: Storages that nothing reaches once it is over: whatever lies at their addresses later is another.
     """
 
-    # What all have is set where one is made, in the recorder. Most have little to note besides.
+    # What all have is set where one is made, in the recorder, or in `entry_of`. Most have little to note besides.
     op: Any
-    count: int
-    path: str
+    kernel: Callable[..., Any]
     effects: Effects
+    count = 0
+    path = ""
     results: Any = None
     kind = ODD
     group = ""
@@ -147,6 +149,21 @@ class Entry:
         return found
 
 
+def entry_of(op: Any) -> type[Entry]:
+    """Return the kind of entry of an op: a class, so that what all its calls have in common is not set for each."""
+    kind = _entries.get(id(op))  # by identity, as `effects_of` does, which keeps the op
+    if kind is None:
+        effects = effects_of(op)
+        is_view = effects.view and op is not LIFT
+        shape = VIEW if is_view else ONE if effects.plain else ODD
+        about = {"op": op, "effects": effects, "kind": shape, "kernel": kernel_of(op) if shape else op}
+        kind = _entries[id(op)] = type("Entry", (Entry,), about)
+    return kind
+
+
+_entries: dict[int, type[Entry]] = {}
+
+
 # Where it leaves the random generators its record tells.
 _OF_A_CALL = UNKNOWN._replace(random=False)
 
@@ -154,8 +171,6 @@ _OF_A_CALL = UNKNOWN._replace(random=False)
 class Call(Record, Entry):
     """What replay leaves out whole: a record, and its own entry in the log."""
 
-    path = ""
-    count = 0
     effects = _OF_A_CALL
 
     def forget_slots(self) -> None:
@@ -256,14 +271,7 @@ def still_there(storages: Iterable[StorageWeakRef]) -> set[int]:
 def answered(
     entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any], make: Callable[[int, Any], torch.Tensor]
 ) -> Any:
-    """Return what replay answers an op with that it does not run.
-
-    Args:
-        entry: The op in forward.
-        args: Its positional arguments in replay.
-        kwargs: Its keyword arguments.
-        make: Makes the tensor for one of the results; takes its place and what is known of it.
-    """
+    """Return what replay answers an op with that it does not run; ``make`` makes the tensor for one of the results."""
     results, effects = entry.results, entry.effects
     if type(results) is Raised:
         raise results.kind(*results.args)
@@ -295,11 +303,11 @@ def answered(
 
 def _fitted(written: Any, meta: Any) -> Any:
     """Return a written argument in the shape that the op has given it: ``out=`` tensors are resized."""
-    if type(meta) is Meta and isinstance(written, torch.Tensor) and written.shape != meta.geometry.shape:
+    if type(meta) is Meta and isinstance(written, torch.Tensor) and written.shape != meta.geometry[0]:
         if isinstance(written, Placeholder):
             written.resized = True
         else:
-            written.resize_(meta.geometry.shape)
+            written.resize_(meta.geometry[0])
     return written
 
 

@@ -7,6 +7,7 @@ layouts). Out: in replay placeholders.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -24,9 +25,9 @@ from torch_remat.dispatch.placeholder import (
     placeholder_at,
 )
 
-_USUAL = frozenset((Tensor, Parameter))
-_DENSE = frozenset((*_USUAL, Placeholder))
-_FLAT = frozenset((*_USUAL, int, float, bool, complex, NoneType, str, torch.dtype, torch.device))  # usual arguments
+USUAL = frozenset((Tensor, Parameter))
+_DENSE = frozenset((*USUAL, Placeholder))
+_FLAT = frozenset((*USUAL, int, float, bool, complex, NoneType, str, torch.dtype, torch.device))  # usual arguments
 
 
 class Meta(NamedTuple):
@@ -89,13 +90,7 @@ class Raised(NamedTuple):
 
 
 def described(result: Any, first: Any, given: Sequence[torch.Tensor] = ()) -> Any:
-    """Return what replay must know of an op's result.
-
-    Args:
-        result: What the op returned.
-        first: Its first argument.
-        given: The tensors among its arguments, if its schema cannot be trusted to tell which of them it returns.
-    """
+    """Return what replay must know of an op's result, which may be one of the tensors ``given`` to it."""
     if isinstance(result, torch.Tensor):
         for place, tensor in enumerate(given):
             if tensor is result:
@@ -125,19 +120,13 @@ def _described_tensor(tensor: torch.Tensor, first: Any) -> Any:
 def _is_alias(tensor: torch.Tensor, first: Any) -> bool:
     if not isinstance(first, torch.Tensor):
         return False
-    if type(first) in _USUAL and type(tensor) in _USUAL:
+    if type(first) in USUAL and type(tensor) in USUAL:
         return shares_storage(first, tensor)
     return key_of(first) == key_of(tensor)
 
 
 def stand_in(meta: Any, source: Source, compute: Callable[[str], torch.Tensor] | None) -> torch.Tensor:
-    """Return a placeholder for one result, or a wrapper around placeholders.
-
-    Args:
-        meta: What is known of the result.
-        source: What the placeholder stands for.
-        compute: What a reader of its data is referred to.
-    """
+    """Return a placeholder for one result, or a wrapper around placeholders; readers are referred to ``compute``."""
     if type(meta) is WrapperMeta:
         parts = {
             name: stand_in(part, source, compute) if type(part) in (Meta, WrapperMeta) else part
@@ -184,7 +173,7 @@ def keys_of(tensor: torch.Tensor) -> Sequence[int]:
 
 def has_placeholder(tensor: object) -> bool:
     """Whether a value is a placeholder, or a wrapper around one."""
-    if type(tensor) in _USUAL or not isinstance(tensor, torch.Tensor):
+    if type(tensor) in USUAL or not isinstance(tensor, torch.Tensor):
         return False
     return any(isinstance(part, Placeholder) for part in parts_of(tensor))
 
@@ -210,15 +199,8 @@ def layout_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[torc
 
     A placeholder cannot be resized, which ops do with an empty ``out``.
     """
-    if not kwargs:
-        kinds = set(map(type, args))
-        if _USUAL.issuperset(kinds):
-            try:
-                return [(arg.shape, arg.stride()) for arg in args]
-            except RuntimeError:
-                pass  # sparse tensors have no strides
-        if _FLAT.issuperset(kinds):
-            return dense_layout(args)
+    if not kwargs and _FLAT.issuperset(map(type, args)):
+        return dense_layout(args)
     layout = []
     for tensor in tensors_in(args, kwargs):
         if isinstance(tensor, Placeholder) and tensor.resized:
@@ -230,7 +212,16 @@ def layout_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[torc
 
 def dense_layout(args: Sequence[Any]) -> list[tuple[torch.Size, tuple[int, ...]]]:
     """Return the same for arguments that are ordinary tensors, or placeholders, and values that are none."""
-    if Placeholder in map(type, args):
+    kinds = set(map(type, args))
+    given = args if _DENSE.issuperset(kinds) else [arg for arg in args if type(arg) in _DENSE]
+    try:
+        if Placeholder not in kinds:
+            return list(zip(map(_shape_of, given), map(_stride_of, given), strict=True))
         with without_torch_function():  # else each look at a placeholder takes as long as all of this
-            return [(arg.shape, arg.stride()) for arg in args if type(arg) in _DENSE and arg.layout is strided]
-    return [(arg.shape, arg.stride()) for arg in args if type(arg) in _DENSE and arg.layout is strided]
+            return list(zip(map(_shape_of, given), map(_stride_of, given), strict=True))
+    except RuntimeError:  # sparse tensors have no strides
+        return [(arg.shape, arg.stride()) for arg in given if arg.layout is strided]
+
+
+_shape_of = attrgetter("shape")
+_stride_of = Tensor.stride

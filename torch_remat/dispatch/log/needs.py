@@ -32,13 +32,7 @@ class Needs(NamedTuple):
 
 
 def find_needs(entries: Sequence[Entry], roots: Sequence[Root], can_keep: Callable[[Entry, int], bool]) -> Needs:
-    """Return which entries replay runs, and what is to be kept of which entries.
-
-    Args:
-        entries: The log, or a part of it.
-        roots: What replay must have.
-        can_keep: Tells of a saved result, by its entry and its place, whether it is there and as the entry left it.
-    """
+    """Return what replay runs and keeps; ``can_keep`` tells whether a saved result is there, as the entry left it."""
     needs = Needs([], [])
     pending = sorted(roots, key=_after)
     next_after = pending[-1][1] if pending else -1

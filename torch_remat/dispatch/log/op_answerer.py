@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torch_remat._compat import keep_from_compiler, kernel_of
+from torch_remat._compat import Handler, keep_from_compiler
 from torch_remat.dispatch.log.earlier import as_it_was, earlier_label, is_reshaped
 from torch_remat.dispatch.log.entry import (
     CALL,
@@ -80,12 +80,8 @@ class _LeftOver(NamedTuple):
 class OpAnswerer:
     """The aten ops of one replay: of a whole region, or of the native regions in it, one after the other.
 
-    Args:
-        replay: The replay, which ``stop()`` and ``fail(error)`` end.
-        suppressed: The writes that are not done again.
-        load: Returns what a slot keeps; takes the names of its op and of the tensor, too.
-        start_over: Ends a replay in which something reads a result that was not kept; takes the entry, the place of the
-            result, and who reads it.
+    ``load`` returns what a slot keeps, given the names of op and tensor. ``start_over`` ends a replay that reads what
+    was not kept, given what the placeholder stands for, the entry, the place, and who reads it.
 
     Attributes:
         passing: Whether the body of an op with a handle runs: its aten ops are no entries.
@@ -104,7 +100,7 @@ class OpAnswerer:
         replay: Any,
         suppressed: Suppressed,
         load: Callable[[Slot, str, str], torch.Tensor],
-        start_over: Callable[[Entry, int, str], Any],
+        start_over: Callable[[Source, Entry, int, str], Any],
     ) -> None:
         self._replay = replay
         self._region = region = replay.region
@@ -117,14 +113,7 @@ class OpAnswerer:
         self._written: list[tuple[torch.Tensor, Slot]] = []
 
     def expect(self, entries: Sequence[Entry], group: str = "", left: Sequence[Left] = (), start: int = 0) -> None:
-        """Expect the ops of the whole region, or of one native region in it.
-
-        Args:
-            entries: The entries that come.
-            group: The native region; empty for a whole region.
-            left: What it left in tensors from outside.
-            start: The place of its first entry in the log.
-        """
+        """Expect the ops of the whole region, or of the native region ``group``, which ``left`` some writes outside."""
         self._entries, self._group, self._at = entries, group, 0
         self.passing = self._remakes = False
         if left or self._left:
@@ -132,33 +121,38 @@ class OpAnswerer:
             self._outside = still_there(one.storage for one in left)
             self._written = []
 
+    @property
     @keep_from_compiler
-    def answer(
-        self, _mode: Any, op: Any, _types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
-        """Run an op, or answer it without."""
-        next_at = self._at
-        entry = self._entries[next_at] if next_at < len(self._entries) else None
-        if entry is not None and entry.op is op and entry.kind and not self.passing:
-            # What most ops are, without the questions of the others.
-            if self._suppressed.pending:
-                self._suppressed.restore()
-            if entry.run:
-                given = without_lists(args) if entry.listed else args
-                same = not entry.versions or self._reads_the_same(entry, given)
-                if same and not entry.kept and Placeholder not in map(type, given):
-                    self._at = next_at + 1
-                    return kernel_of(op)(*args, **kwargs)
-            elif entry.kind == VIEW:
-                if type(args[0]) is not Placeholder:
-                    self._at = next_at + 1
-                    return kernel_of(op)(*args, **kwargs)
-            elif entry.kind == ONE and (not entry.layout or entry.layout == dense_layout(args)):
-                self._at = next_at + 1
-                if entry.kept and (value := entry.kept[0].unchanged()) is not None:
-                    return value
-                return self._make(entry, 0, entry.results)
-        return self._answer_odd(op, args, kwargs)
+    def answer(self) -> Handler:
+        """What runs an op that is expected, or answers it without: a closure, since it runs for each."""
+        entries, suppressed = self._entries, self._suppressed
+
+        def answer(_mode: Any, op: Any, _types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+            at = self._at
+            try:
+                entry = entries[at]
+            except IndexError:
+                return self._answer_odd(op, args, kwargs)
+            if entry.op is op and entry.kind and not self.passing:
+                # What most ops are, without the questions of the others.
+                if suppressed.pending:
+                    suppressed.restore()
+                if entry.kind == VIEW:
+                    if type(args[0]) is not Placeholder and not entry.run:
+                        self._at = at + 1
+                        return entry.kernel(*args, **kwargs)
+                elif entry.run:
+                    if not entry.kept and (not entry.versions or self._reads_the_same(entry, args)):
+                        self._at = at + 1
+                        return entry.kernel(*args, **kwargs)
+                elif entry.kind == ONE and (not entry.layout or entry.layout == dense_layout(args)):
+                    self._at = at + 1
+                    if entry.kept and (value := entry.kept[0].unchanged()) is not None:
+                        return value
+                    return self._make(entry, 0, entry.results)
+            return self._answer_odd(op, args, kwargs)
+
+        return answer
 
     def _answer_odd(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Do the same for any op."""
@@ -304,7 +298,8 @@ class OpAnswerer:
         """Whether an entry of one of the kinds gets the tensors from outside as they were in forward."""
         if entry.earlier:
             return False
-        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        given = without_lists(args) if entry.listed else args
+        tensors = [arg for arg in given if isinstance(arg, torch.Tensor)]
         return all(tensors[at]._version == version for at, version in entry.versions)
 
     def _as_earlier(
@@ -360,7 +355,7 @@ class OpAnswerer:
         left = self._left_over.get(id(source))
         if left is not None:
             return left.seen_as(entry.meta(place))
-        value: torch.Tensor = self._start_over(entry, place, consumer)
+        value: torch.Tensor = self._start_over(source, entry, place, consumer)
         return value
 
     def _value(self, entry: Entry, place: int, slot: Slot) -> torch.Tensor:

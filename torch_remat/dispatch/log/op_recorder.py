@@ -8,88 +8,70 @@ that autograd saves meanwhile. Kept: saved results, until the end of forward tel
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from sys import _getframe
+from typing import Any
 
 import torch
+from torch import Tensor, strided
 
-from torch_remat._compat import CompiledCode, in_autocast, keep_from_compiler, kernel_of
+from torch_remat._compat import CompiledCode, Handler, in_autocast, keep_from_compiler, storage_key
 from torch_remat.dispatch.ambient import RngState
-from torch_remat.dispatch.log.departures import Departures
 from torch_remat.dispatch.log.earlier import Earlier
 from torch_remat.dispatch.log.entry import (
     FIRST,
     ODD,
     ONE,
+    VIEW,
     WRITTEN,
     Entry,
     HandleCall,
+    entry_of,
     is_bookkeeping,
     names_of,
     written_arguments,
 )
-from torch_remat.dispatch.log.meta import Raised, dense_layout, described, key_of, layout_of, tensors_in
+from torch_remat.dispatch.log.meta import (
+    USUAL,
+    Meta,
+    Raised,
+    dense_layout,
+    described,
+    key_of,
+    layout_of,
+    tensors_in,
+)
 from torch_remat.dispatch.log.record import Record
-from torch_remat.dispatch.log.results import Results
-from torch_remat.dispatch.log.schema import Effects, effects_of
-from torch_remat.dispatch.log.storages import Storages
+from torch_remat.dispatch.log.schema import Effects
+from torch_remat.dispatch.placeholder import NOT_LAZY, new_tuple
 from torch_remat.errors import PolicyError
 from torch_remat.policies.decision import CheckpointPolicy
 from torch_remat.policies.kinds import Decider, OpContext, OpPolicy
 
 _new = object.__new__  # without a call of `__init__` for each op
-_Noter = Callable[[Entry, Sequence[Any], Any], bool]
-# Of an op: its effects; what notes a call of it in the short way, if it has one; whether the policy keeps its results,
-# if it decides by the op alone; what runs it; and how many of its name there were in each module, less one.
-_Plan = tuple[Effects, _Noter | None, bool | None, Callable[..., Any], dict[str, int]]
+# Of an op: the kind of its entries (`ONE` and `VIEW` are noted in a short way); whether the policy keeps its results,
+# if it decides by the op alone; how many of its name there were in each module, less one (None if nobody sees names);
+# and the class of its entries.
+_Plan = tuple[int, bool | None, dict[str, int] | None, type[Entry]]
 Observer = Callable[[Entry, Sequence[Any], Mapping[str, Any], Any], None]
-
-
-class Owner(Protocol):
-    """What of a region's recorder is asked here."""
-
-    region: Any
-    entries: list[Entry]
-    storages: Storages
-    results: Results
-    departures: Departures
-    opened: Any
-
-    def rng_now(self) -> RngState | None:
-        """Return the present state of the region's generators; None where nobody cares."""
-
-    def in_recomputed_op(self) -> bool:
-        """Whether the body of a RECOMPUTE op runs: replay runs all of it."""
 
 
 class OpRecorder:
     """The aten ops of one region's forward, as far as they are watched.
 
-    Args:
-        owner: The region's recorder.
-        policy: The region's policy; None where only stretches are watched.
-        paths: The paths of the modules that run, the innermost last.
-        allow_mutation: Whether a kept tensor may be changed in place.
-        observer: Is told each op.
+    Without a policy only stretches are watched. ``path_of`` tells the path of the module whose code runs in a frame.
 
     Attributes:
         native: The native region that runs, all of whose results are saved.
-        skipped_op: The body of an op with a handle and policy SAVE; replay does not run it.
         earlier: What tensors from outside were before the region changed them.
         compiled_code: Notes whether compiled code runs, whose ops are not seen.
-        has_random: Whether an op may have drawn random numbers.
+        random: The entries of ops that may have drawn random numbers.
     """
 
     def __init__(
-        self,
-        owner: Owner,
-        policy: OpPolicy | None,
-        paths: Sequence[str],
-        allow_mutation: bool,
-        observer: Observer | None,
+        self, owner: Any, policy: OpPolicy | None, path_of: Callable[[Any], str], observer: Observer | None = None
     ) -> None:
         self.native: Record | None = None
-        self.skipped_op: Any = None
-        self.has_random = False
+        self.random: list[Entry] = []
         self.compiled_code = CompiledCode()
         self._owner = owner
         self._departures = owner.departures
@@ -97,8 +79,7 @@ class OpRecorder:
         self._storages = owner.storages
         self._results = owner.results
         self._decider: Decider | None = None if policy is None else policy.begin()
-        self._paths = paths
-        self._allow_mutation = allow_mutation
+        self._path_of = path_of
         self._observer = observer
         self._plans: dict[int, _Plan] = {}  # by the identity of each op
         self._counts: dict[str, dict[str, int]] = {}  # of ops by name, and by the path of their module
@@ -111,61 +92,71 @@ class OpRecorder:
         self.rng: RngState | None = None
         self._left_rng: RngState | None = None  # where the last random op left them, under a policy
 
+    @property
     @keep_from_compiler
-    def watch(self, _mode: Any, op: Any, _types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run an op, take the decision about it, and note what it did."""
-        effects, noter, keeps, kernel, counts = self._plans.get(id(op)) or self._plan(op)
-        if noter is None or self.skipped_op is not None or self._results.unread or self._departures.waiting:
-            return self._watch_odd(op, args, kwargs, effects)
-        # It computes new tensors or returns views, and does nothing else.
-        entry = _new(Entry)
-        entry.op, entry.effects, entry.path = op, effects, (path := self._paths[-1])
-        entry.count = counts[path] = counts.get(path, -1) + 1
-        try:
-            result = kernel(*args, **kwargs)
-        except Exception as error:
-            self._note_raised(entry, error)
-            raise
-        if not noter(entry, args, result):
-            self._note_odd(entry, args, kwargs, result)
-        native = self.native
-        if native is not None and self._decider is None:
-            entry.group = native.name
-            if effects.plain:
-                self._keep(entry)
-        elif keeps is None or native is not None:
-            self._decide(entry, args, kwargs, result)
-        elif keeps:
-            entry.saved = FIRST if entry.kind == ONE else entry.all_places()
-        if self._owner.opened is not None and self._owner.in_recomputed_op():
-            entry.always = True
-        if entry.saved:
-            entry.layout = layout_of(args, kwargs) if entry.kind == ODD or entry.listed else dense_layout(args)
-            if entry.kind == ONE:
-                self._results.note_one(entry, result)
+    def watch(self) -> Handler:
+        """What runs an op, takes the decision about it, and notes what it did: a closure, since it runs for each."""
+        plans, path_of, observer, entries = self._plans, self._path_of, self._observer, self._entries
+        owner, storages, results = self._owner, self._storages, self._results
+        unread, waiting, note_ordinary = results.unread, self._departures.waiting, storages.note_ordinary
+
+        def watch(_mode: Any, op: Any, _types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+            kind, keeps, counts, make = plans.get(id(op)) or self._plan(op)
+            if not kind or unread or waiting or owner.opened is not None:
+                return self._watch_odd(op, args, kwargs)
+            # It computes new tensors or returns views, and does nothing else.
+            entry = _new(make)
+            if counts is not None:
+                entry.path = path = path_of(_getframe(1))
+                entry.count = counts[path] = counts.get(path, -1) + 1
+            try:
+                result = make.kernel(*args, **kwargs)
+            except Exception as error:
+                self._note_raised(entry, error)
+                raise
+            if kind == ONE:
+                given = note_ordinary(entry, args, result)
             else:
-                self._results.note(entry, result)
-        self._entries.append(entry)
-        if self._observer is not None:
-            self._observer(entry, args, kwargs, result)
-        return result
+                given = None
+                base = args[0]
+                if type(result) is Tensor and type(base) in USUAL and base.layout is strided and not (
+                    (dtype := result.dtype).is_complex or storages.has_lazy
+                ):  # fmt: skip
+                    geometry = result.shape, result.stride(), result.storage_offset()
+                    entry.results = new_tuple(Meta, (geometry, dtype, result.device, False, NOT_LAZY))
+                    entry.reads, given = (storage_key(base),), args
+            if given is None:
+                self._note_odd(entry, args, kwargs, result)
+            if keeps is None or self.native is not None:
+                self._decide(entry, args, kwargs, result)
+            elif keeps:
+                entry.saved = FIRST if entry.kind == ONE else entry.all_places()
+            if entry.saved:
+                entry.layout = layout_of(args, kwargs) if given is None or entry.listed else dense_layout(given)
+                if entry.kind == ONE:
+                    results.note_one(entry, result)
+                else:
+                    results.note(entry, result)
+            entries.append(entry)
+            if observer is not None:
+                observer(entry, args, kwargs, result)
+            return result
+
+        return watch
 
     def _plan(self, op: Any) -> _Plan:
-        effects = effects_of(op)
-        decider = self._decider
-        counts = self._counts.setdefault(effects.name, {})
-        plan: _Plan = effects, None, None, op, counts
-        if effects.plain:
-            keeps = False if decider is None else decider.decide_op(op)
-            plan = effects, self._storages.note_ordinary, keeps, kernel_of(op), counts
-        elif effects.view:  # whose results are never kept, whatever the policy says
-            keeps = None if decider is not None and decider.decide_op(op) is None else False
-            plan = effects, self._storages.note_view, keeps, kernel_of(op), counts
-        self._plans[id(op)] = plan
+        made, keeps = entry_of(op), None if self._decider is None else self._decider.decide_op(op)
+        counts: dict[str, int] | None = self._counts.setdefault(made.effects.name, {})
+        if made.kind == VIEW and keeps is not None:  # whose results are never kept, whatever the policy says
+            keeps = False
+            counts = counts if self._observer is not None else None  # else nobody sees their names
+        plan = self._plans[id(op)] = made.kind, keeps, counts, made
         return plan
 
-    def _watch_odd(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], effects: Effects) -> Any:
+    def _watch_odd(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Do the same for any op, wherever it runs."""
+        kind, _, counts, make = self._plans[id(op)]
+        effects = make.effects
         if effects.cast and in_autocast():
             self._owner.region.inputs.note_histories()
         if is_bookkeeping(effects, args, kwargs):
@@ -173,19 +164,21 @@ class OpRecorder:
             if effects.cast:
                 self._storages.note_foreign(result)
             return result
-        if self.skipped_op is not None:
-            if self.skipped_op.is_running():
-                return op(*args, **kwargs)
-            self.skipped_op = None
+        opened = self._owner.opened
+        in_body = opened is not None and opened.is_running()
+        if in_body and opened.record.policy is not CheckpointPolicy.RECOMPUTE:
+            return op(*args, **kwargs)
         if self._results.unread:
             self._results.read_versions()
         if effects.written:
             self.earlier.note_writes(written_arguments(effects, args, kwargs))
         before, moved = self._rng_before(effects)
-        _, noter, _, _, counts = self._plans[id(op)]
-        entry = _new(Entry)
-        entry.op, entry.effects, entry.path = op, effects, (path := self._paths[-1])
-        entry.count = counts[path] = counts.get(path, -1) + 1
+        entry = _new(make)
+        if effects.random:
+            self.random.append(entry)
+        if counts is not None:
+            entry.path = path = self._path_of(_getframe(2))
+            entry.count = counts[path] = counts.get(path, -1) + 1
         try:
             result = op(*args, **kwargs)
         except Exception as error:
@@ -195,9 +188,9 @@ class OpRecorder:
             self._departures.send()
         if before is not None:
             entry.before, entry.moved, self._left_rng = before, moved, before.present()
-        if noter is None or not noter(entry, args, result):
+        if kind != ONE or self._storages.note_ordinary(entry, args, result) is None:
             self._note_odd(entry, args, kwargs, result)
-        entry.always = self._owner.in_recomputed_op()
+        entry.always = in_body
         self._decide(entry, args, kwargs, result)
         changed = entry.changed_arguments(args, kwargs) if entry.writes else []
         if changed and self._decider is None:
@@ -225,7 +218,6 @@ class OpRecorder:
         """Return the generators' state before an op that may draw (a stretch: its first), and whether no op left it."""
         if not effects.random:
             return None, False
-        self.has_random = True
         if self._decider is not None:
             before, left = self._owner.rng_now(), self._left_rng
             return before, before is not None and left is not None and left.differs_from(before)
@@ -234,11 +226,13 @@ class OpRecorder:
         return None, False
 
     def _note_raised(self, entry: Entry, error: Exception) -> None:
+        entry.kind = ODD
         entry.results = Raised(type(error), error.args)
         entry.group = self.native.name if self.native is not None else ""
         self._entries.append(entry)
 
     def _note_odd(self, entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        entry.kind = ODD
         given = () if entry.effects.namespace == "aten" else list(tensors_in(args, kwargs))
         entry.results = described(result, args[0] if args else None, given)
         self._storages.note(entry, args, kwargs, result)

@@ -30,15 +30,7 @@ def read_outputs(
     stop: int,
     skipped: Sequence[tuple[int, int]],
 ) -> list[tuple[T, int]]:
-    """Return those results that a node reads, each with the number of that node.
-
-    Args:
-        boundary: The nodes of the region's outputs.
-        outputs: The results, by their node and which of its outputs they are.
-        first: Nodes with lower sequence numbers are older than all results.
-        stop: Nodes from this sequence number on do not read.
-        skipped: Ranges of sequence numbers of nodes that do not read.
-    """
+    """Return those results that a node reads, each with the number of that node."""
     read: list[tuple[T, int]] = []
     starts, ends = _merged(skipped)
     readers: dict[Node, list[tuple[Node, int]]] = {}

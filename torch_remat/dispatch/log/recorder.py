@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
+from torch import Tensor, strided
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
@@ -34,7 +35,7 @@ from torch_remat._compat import (
 from torch_remat.dispatch.ambient import RngState
 from torch_remat.dispatch.holder import Anchor, Holder, OpHolder, ResidentRef, metadata_of
 from torch_remat.dispatch.log.departures import Departures
-from torch_remat.dispatch.log.entry import CALL, FIRST, ONE, Entry, run_for_good
+from torch_remat.dispatch.log.entry import CALL, FIRST, ONE, Entry, HandleCall, run_for_good
 from torch_remat.dispatch.log.meta import key_of, keys_of, parts_of
 from torch_remat.dispatch.log.needs import find_needs
 from torch_remat.dispatch.log.op_recorder import Observer, OpRecorder
@@ -131,12 +132,8 @@ class Recorder:
         rng: RngState | None = self.region.rng
         return None if rng is None else rng.present()
 
-    def in_recomputed_op(self) -> bool:
-        """Whether the body of a RECOMPUTE op runs: replay runs all of it."""
-        return self.opened is not None and self.opened.is_running()
-
     def resident(
-        self, op: str, name: str, tensor: torch.Tensor, policy: CheckpointPolicy, may_change: bool = False
+        self, op: str, name: str, tensor: Tensor, policy: CheckpointPolicy, may_change: bool = False
     ) -> OpHolder:
         """Return a resident holder for a tensor that replay saves again, as a placeholder, at the same place."""
         holder = self.holder_for(op, name, tensor)
@@ -149,7 +146,7 @@ class Recorder:
         self.region.tape.saved.append(ResidentRef(holder))
         return holder
 
-    def holder_for(self, op: str, name: str, tensor: torch.Tensor) -> OpHolder:
+    def holder_for(self, op: str, name: str, tensor: Tensor) -> OpHolder:
         """Return a holder without a value."""
         holder = OpHolder()
         holder.region = region = self.region
@@ -162,7 +159,7 @@ class Recorder:
         region.tape.holders.append(ref(holder))
         return holder
 
-    def keep(self, holder: OpHolder, tensor: torch.Tensor) -> None:
+    def keep(self, holder: OpHolder, tensor: Tensor) -> None:
         """Give a holder its value, or what the hooks around the region make of it."""
         hooks: SavedTensorHooks | None = self.region.hooks
         if hooks is not None:
@@ -175,7 +172,7 @@ class Recorder:
         else:
             holder.value = self.mode.alias_of(tensor)
 
-    def adopt(self, holder: OpHolder, value: torch.Tensor) -> None:
+    def adopt(self, holder: OpHolder, value: Tensor) -> None:
         """Take what hooks around the region have made anew of a resident as what the resident's entry has made."""
         for packed, writer in self._packed:
             if packed() is holder:
@@ -184,10 +181,10 @@ class Recorder:
 
     # What runs.
 
-    def watch_all(self, policy: OpPolicy, paths: Sequence[str], observer: Observer | None) -> OpRecorder:
+    def watch_all(self, policy: OpPolicy, path_of: Callable[[Any], str], observer: Observer | None) -> OpRecorder:
         """Watch the ops of the whole region, under a policy."""
         self.packs = True
-        self.watch = OpRecorder(self, policy, paths, self._allow_mutation, observer)
+        self.watch = OpRecorder(self, policy, path_of, observer)
         return self.watch
 
     def skips(self) -> bool:
@@ -195,11 +192,7 @@ class Recorder:
         return self.calling is not None or (self.watch is not None and self.watch.native is not None)
 
     def note_record(self, record: Record) -> None:
-        """Note what has a name.
-
-        Raises:
-            UsageError: The region already has an op of that name.
-        """
+        """Note what has a name, which must be a new one."""
         records = self.region.tape.records
         if record.name in records:
             raise UsageError(
@@ -241,7 +234,7 @@ class Recorder:
         watch = self.watch
         if watch is None:
             self.packs = True
-            watch = self.watch = OpRecorder(self, None, ("",), self._allow_mutation, None)
+            watch = self.watch = OpRecorder(self, None, _in_root)
         stretch.start = len(self.entries)
         watch.native = stretch
         watch.forget_counts()
@@ -250,7 +243,7 @@ class Recorder:
         name = None
         try:
             result = self.mode.watched(watch.watch, function, args, kwargs)
-            if isinstance(result, torch.Tensor):
+            if isinstance(result, Tensor):
                 leaves, name = (result,), "out"
             else:
                 leaves = leaves_of((result,), {})
@@ -276,7 +269,7 @@ class Recorder:
         if watch.rng is not None:
             stretch.drawn, watch.rng = watch.rng.drawn(), None
         for place, leaf in enumerate(leaves):
-            if not isinstance(leaf, torch.Tensor):
+            if not isinstance(leaf, Tensor):
                 for hidden in tensors_of(leaf):  # in an object that is no pytree
                     self.note_returned(hidden, first, last)
                 continue
@@ -305,7 +298,7 @@ class Recorder:
         entries[-1].gone = gone = touched - self._known
         self.storages.forget(gone)
 
-    def note_result(self, entry: Entry, result: torch.Tensor, first: int, last: int) -> None:
+    def note_result(self, entry: Entry, result: Tensor, first: int, last: int) -> None:
         """Note a call with its one result, an ordinary tensor in a storage of its own."""
         key = entry.storage
         self.storages.note_one(entry, key)
@@ -315,7 +308,7 @@ class Recorder:
         about = key, result.grad_fn, result.output_nr, first, last, len(self.entries)
         self._returned.append(new_tuple(Returned, about))
 
-    def note_returned(self, leaf: torch.Tensor, first: int, last: int) -> tuple[Entry, int] | None:
+    def note_returned(self, leaf: Tensor, first: int, last: int) -> tuple[Entry, int] | None:
         """Note a tensor that a native region returned; return the entry that made it, and as which of its results."""
         found = None
         for key in reversed(keys_of(leaf)):
@@ -326,7 +319,7 @@ class Recorder:
                 self._returned.append(new_tuple(Returned, about))
         return found
 
-    def note_returned_view(self, stretch: Stretch, place: int, leaf: torch.Tensor, last: int) -> None:
+    def note_returned_view(self, stretch: Stretch, place: int, leaf: Tensor, last: int) -> None:
         """Note a returned tensor that no entry made."""
 
     def _note_left(self, watch: OpRecorder, stretch: Stretch) -> None:
@@ -341,24 +334,25 @@ class Recorder:
                 stretch.left = [*stretch.left, Left(storage, slot, place, Placement.of(tensor))]
         watch.written, watch.versions = {}, {}
 
-    def pack(self, tensor: torch.Tensor) -> Holder | Anchor | None:
+    def pack(self, tensor: Tensor) -> Holder | Anchor | None:
         """Return the holder for a tensor that a saved entry made; None for one that replay makes again, or has."""
         if self.results.unread:
             self.results.read_versions()
         held: Holder | Anchor | None = None
-        watch, tape, kind = self.watch, self.region.tape, type(tensor)
-        place = len(tape.saved)
+        kind, key = type(tensor), 0
         if kind is not Parameter or self.storages.has_writes:
-            key = storage_key(tensor) if kind is torch.Tensor and tensor.layout is torch.strided else key_of(tensor)
+            key = storage_key(tensor) if kind is Tensor and tensor.layout is strided else key_of(tensor)
             writer = self.storages.writers.get(key)
             if writer is not None:
                 held = self._pack_made(tensor, key, *writer)
-            elif watch is not None and watch.native is not None and not self.has_policy:
+            elif not self.has_policy and self.watch is not None and self.watch.native is not None:
                 held = self.pack_of_call(tensor)
-            elif kind is not torch.Tensor:
+            elif kind is not Tensor:
+                place = len(self.region.tape.saved)
                 self.roots += [(place, key_of(part), len(self.entries)) for part in parts_of(tensor)]
         if self.has_policy:
             return held
+        watch, tape = self.watch, self.region.tape
         number = stop = sequence_number()
         buffer = False
         if watch is None or watch.native is None:
@@ -370,34 +364,34 @@ class Recorder:
                 self._reads.append((stop, len(self.entries), key))
             else:
                 buffer = not tensor.requires_grad and tensor.is_floating_point()
+        place = len(tape.saved) if held is None else len(tape.saved) - 1  # a resident has its place by now
         tape.numbers[place] = number, stop, buffer
         return held
 
-    def _pack_made(self, tensor: torch.Tensor, key: int, entry: Entry, place: int) -> OpHolder | None:
-        tape = self.region.tape
+    def _pack_made(self, tensor: Tensor, key: int, entry: Entry, place: int) -> OpHolder | None:
         if entry.kind == ONE:
             entry.packed = FIRST
         elif place not in entry.packed:
             entry.packed |= {place}
         if place not in entry.saved:
-            self.roots.append((len(tape.saved), key, len(self.entries)))
+            self.roots.append((len(self.region.tape.saved), key, len(self.entries)))
             return None
         label = entry.label(place)
-        if entry.kind != ONE or entry.away or not self._plain or type(tensor) is not torch.Tensor:
+        if entry.kind != ONE or entry.away or not self._plain or type(tensor) is not Tensor:
             policy = CheckpointPolicy.OFFLOAD if place in entry.away else CheckpointPolicy.SAVE
             return self.resident(entry.group, label, tensor, policy, self._allow_mutation)
         # What most are.
         holder = self.holder_for(entry.group, label, tensor)
         holder.value = alias = tensor.detach() if self.mode.watcher is None else detached(tensor)
         self.results.aliases[entry] = id(tensor), alias
-        tape.saved.append(ResidentRef(holder))
+        self.region.tape.saved.append(ResidentRef(holder))
         return holder
 
-    def pack_of_call(self, tensor: torch.Tensor) -> OpHolder | None:
+    def pack_of_call(self, tensor: Tensor) -> OpHolder | None:
         """Return the holder for a tensor that no entry made, if an op with a handle did and replay will not have it."""
         return None
 
-    def note_reader(self, tensor: torch.Tensor, after: int | None = None) -> bool:
+    def note_reader(self, tensor: Tensor, after: int | None = None) -> bool:
         """Note that replay reads a tensor, here or after so many entries; return whether an entry made it."""
         key = key_of(tensor)
         if key in self.storages.writers:
@@ -414,11 +408,7 @@ class Recorder:
             yield from self.watch.earlier.undecided()
 
     def finish(self, boundary: Sequence[torch.autograd.graph.Node | None]) -> None:
-        """Keep what replay or backward needs.
-
-        Raises:
-            PolicyError: An entry of the policy has matched nothing.
-        """
+        """Keep what replay or backward needs, once each entry of the policy is known to have matched."""
         region, tape = self.region, self.region.tape
         if self.watch is not None:
             self.watch.check_matched(region.name)
@@ -467,10 +457,9 @@ class Recorder:
 
     def _draws_before(self, run: Sequence[Entry]) -> list[Entry]:
         """Return the ops that draw again, since one of the same native region does: only its last state is kept."""
-        if self.watch is None or self.has_policy or not self.watch.has_random:
-            return []
-        groups = {entry.group for entry in run if entry.effects.random}
-        return [e for e in self.entries if e.effects.random and e.group in groups and not e.always] if groups else []
+        random = () if self.watch is None or self.has_policy else self.watch.random
+        groups = {entry.group for entry in set(run).intersection(random)} if random else ()
+        return [entry for entry in random if entry.group in groups and not entry.always]
 
     def before_replay(self) -> None:
         """Let a replay inside of forward, and each later one, run all ops so far, on what they have read."""
@@ -482,16 +471,16 @@ class Recorder:
     def _finish_policy(self) -> None:
         watch, region = self.watch, self.region
         assert watch is not None
-        for entry in self.entries:
-            if entry.kind == CALL:
-                self.results.keep_views(entry)
+        for record in region.tape.records.values():
+            if isinstance(record, HandleCall):
+                self.results.keep_views(record)
         if region.buffers is not None and self.storages.has_writes:
             watch.earlier.note_left(region.buffers.tensors())
         if self.storages.has_writes and region.inputs is not None:
             # Replay writes none of them again.
             region.inputs.accept_changes(lambda tensor, _: self.storages.has_changed(tensor))
-        if watch.has_random:
-            keep_random(region, self.entries)
+        if watch.random:
+            keep_random(region, watch.random)
 
     def _roots(self, boundary: Sequence[torch.autograd.graph.Node | None]) -> list[tuple[int, int]]:
         """Return the storages that replay must have, each after how many entries."""
@@ -548,7 +537,7 @@ class Recorder:
                 entry.always = True
         return roots
 
-    def is_read(self, boundary: Sequence[torch.autograd.graph.Node | None], tensor: torch.Tensor, last: int) -> bool:
+    def is_read(self, boundary: Sequence[torch.autograd.graph.Node | None], tensor: Tensor, last: int) -> bool:
         """Whether replay reads a tensor that was made before the node with the number ``last``."""
         stop, end = self._stop()
         node = tensor.grad_fn
@@ -564,9 +553,12 @@ class Recorder:
         del self.mode, self.departures
 
 
-def keep_random(region: Any, entries: Sequence[Entry]) -> None:
+def _in_root(_frame: Any) -> str:
+    return ""  # names in a native region begin with it
+
+
+def keep_random(region: Any, random: Sequence[Entry]) -> None:
     """Keep the generators' states where replay skips what drew before, and none if replay draws nothing."""
-    random = [entry for entry in entries if entry.effects.random]
     skipped = any_skipped = False
     for entry in random:
         # Once an op was skipped, code that puts back a state that it has read puts back another one in replay.
@@ -576,5 +568,5 @@ def keep_random(region: Any, entries: Sequence[Entry]) -> None:
         any_skipped = any_skipped or skipped
     if region.tape.drawn_by_ops():
         return
-    if random and not any(entry.run for entry in random) and all(e.effects.namespace == "aten" for e in random):
+    if not any(entry.run for entry in random) and all(e.effects.namespace == "aten" for e in random):
         region.rng = None

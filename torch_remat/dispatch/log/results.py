@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from torch_remat._compat import without_dispatch_modes
-from torch_remat.dispatch.log.entry import CALL, ONE, WRITTEN, Entry
+from torch_remat.dispatch.log.entry import CALL, ONE, SEVERAL, WRITTEN, Entry
 from torch_remat.dispatch.log.meta import Meta
 from torch_remat.dispatch.log.slot import UNCOUNTED, Slot, version_of
 from torch_remat.dispatch.log.storages import Storages, let_go
@@ -20,6 +20,7 @@ from torch_remat.dispatch.views import placement_in
 from torch_remat.policies.decision import CheckpointPolicy
 
 Undecided = tuple[str, str, torch.Tensor, CheckpointPolicy]  # op, name, tensor and decision
+# Makes the slot for a result, of op, name, tensor, decision, whether it requires a gradient, and goes unchecked.
 MakeSlot = Callable[[str, str, torch.Tensor, CheckpointPolicy, bool, bool], Slot]
 
 
@@ -28,12 +29,6 @@ _NO_ALIAS = (0, torch.empty(0))
 
 class Results:
     """The saved results of one forward.
-
-    Args:
-        storages: The storages of the forward.
-        make_slot: Makes the slot for a result: ``make_slot(op, name, tensor, decision, requires_grad, unchecked)``.
-        nested: Whether there are saved-tensor hooks around the region.
-        allow_mutation: Whether a kept tensor may be changed in place.
 
     Attributes:
         unread: Entries whose changes autograd counts only once they are over.
@@ -73,7 +68,7 @@ class Results:
         }
         for at, tensor in enumerate(written):
             held[WRITTEN - at] = tensor, version_of(tensor)
-        if entry.kind != CALL:
+        if entry.kind not in (SEVERAL, CALL):
             self.unread.append(entry)
 
     def note_named(self, entry: Entry, place: int, tensor: torch.Tensor) -> None:
@@ -93,7 +88,7 @@ class Results:
             if (held := self._held.get(entry)) is not None:
                 self._held[entry] = {place: (tensor, version_of(tensor)) for place, (tensor, _) in held.items()}
                 self._reshaped = self._reshaped or entry.kind == ONE
-        self.unread = []
+        self.unread.clear()
 
     def let_go_of_graph(self) -> None:
         """At the end of forward: hold results without their history, since what only they reach needs no replay."""
@@ -165,7 +160,7 @@ class Results:
     def keep_views(self, entry: Entry) -> None:
         """Keep the outputs of an op with a handle that are views: replay would pass placeholders in their place."""
         made = {place for place, _ in entry.made}
-        for place, (tensor, _) in self._held[entry].items():
+        for place, (tensor, _) in self._held.get(entry, {}).items():
             if place not in made:
                 entry.kept = {**entry.kept, place: self._slot(entry, place, tensor)}
 

@@ -117,11 +117,7 @@ class Slot:
         return kept.detach()
 
     def load(self, region: str, op: str, name: str) -> torch.Tensor:
-        """Return the tensor for one replay; an error calls it ``region::op.name``.
-
-        Raises:
-            MutationError: It was changed in place since forward.
-        """
+        """Return the tensor for one replay; an error calls it ``region::op.name``."""
         kept: torch.Tensor = self.kept
         counted = self._unpack is None and self._version != UNCOUNTED  # what hooks have kept, they check themselves
         if (counted and kept._version != self._version) or any(alias._version != at for alias, at in self._aliases):

@@ -20,16 +20,24 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn import Parameter
 
 from torch_remat._compat import storage_key, with_shared_versions
-from torch_remat.dispatch.log.entry import LEFT, ONE, SEVERAL, VIEW, WRITTEN, Entry
-from torch_remat.dispatch.log.meta import Given, Meta, described, key_of, keys_of, parts_of, tensors_in, without_lists
+from torch_remat.dispatch.log.entry import LEFT, SEVERAL, VIEW, WRITTEN, Entry
+from torch_remat.dispatch.log.meta import (
+    USUAL,
+    Given,
+    Meta,
+    key_of,
+    keys_of,
+    parts_of,
+    tensors_in,
+    without_lists,
+)
 from torch_remat.dispatch.log.schema import LIFT
 from torch_remat.dispatch.log.slot import UNCOUNTED, version_of
-from torch_remat.dispatch.placeholder import NOT_LAZY, Geometry, new_tuple
+from torch_remat.dispatch.placeholder import NOT_LAZY, geometry_of, new_tuple
 
-_VALUES = frozenset((int, float, bool, complex, type(None), torch.dtype, torch.device))
+_VALUES = frozenset((*USUAL, int, float, bool, complex, type(None), torch.dtype, torch.device))
 
 
 def let_go(gradient: torch.Tensor) -> torch.Tensor:
@@ -43,21 +51,19 @@ def let_go(gradient: torch.Tensor) -> torch.Tensor:
 class Storages:
     """The storages of one forward.
 
-    Args:
-        nested: Whether there are saved-tensor hooks around the region, which may be those of another region.
-
     Attributes:
         aliases: By storage, aliases of saved results that count their versions for themselves, and these.
+        has_lazy: Whether a view may be a lazy conjugate, or a lazy negative: a part of one.
         has_writes: Whether an entry has written an argument.
         writers: The entry that made or changed a storage last, and as which of its results it did; not for those from
             outside, unless an entry has written them.
     """
 
-    __slots__ = ("_foreign", "_has_lazy", "_nested", "_reused", "_sizes", "aliases", "has_writes", "writers")
+    __slots__ = ("_foreign", "_nested", "_reused", "_sizes", "aliases", "has_lazy", "has_writes", "writers")
 
     def __init__(self, nested: bool) -> None:
-        self._nested = nested
-        self._has_lazy = False  # whether a view may be a lazy conjugate, or a lazy negative: a part of one
+        self._nested = nested  # in hooks, which may be those of another region
+        self.has_lazy = False
         self.has_writes = False
         self.writers: dict[int, tuple[Entry, int]] = {}
         self._foreign: set[int] = set()  # those from outside that an entry has written
@@ -112,6 +118,10 @@ class Storages:
             if self.writers.pop(key, None) is not None:
                 self._reused.add(key)
 
+    def _read_as(self, key: int) -> int:
+        """Return a storage as it is read: not as that of an entry whose address it has."""
+        return -key if key in self._reused and key not in self.writers else key
+
     def is_foreign(self, key: int) -> bool:
         """Whether a storage comes from outside."""
         return key not in self.writers or key in self._foreign
@@ -122,12 +132,18 @@ class Storages:
         versions = []
         for at, tensor in enumerate(tensors_in(args, kwargs)):
             keys = keys_of(tensor)
-            reads += [-key if key in self._reused and key not in self.writers else key for key in keys]
+            reads += map(self._read_as, keys)
             if any(map(self.is_foreign, keys)) and (version := version_of(tensor)) != UNCOUNTED:
                 versions.append((at, version))
         entry.reads = reads
         entry.versions = versions
         effects = entry.effects
+        if effects.view and type(args[0]) in USUAL and args[0].layout is torch.strided:
+            entry.kind = VIEW
+            self.has_lazy = self.has_lazy or any(tensor.is_complex() for tensor in tensors_in((*args, result), {}))
+            if entry.op is LIFT:  # at the address of something that an entry made and that is gone
+                self.writers.pop(reads[0], None)
+                entry.made = ((0, reads[0]),)
         if (effects.viewed is not None and reads) or effects.reshapes:
             return
         if effects.written or effects.namespace != "aten":
@@ -147,90 +163,67 @@ class Storages:
                 made += [(place, key) for key in self._new(entry, place, item)]
         entry.made = made
 
-    def note_ordinary(self, entry: Entry, args: Sequence[Any], result: Any) -> bool:
-        """Do the same for an op that makes new tensors and no more; return False if it is not that simple."""
+    def note_ordinary(self, entry: Entry, args: Sequence[Any], result: Any) -> Sequence[Tensor] | None:
+        """Do the same for an op that makes new tensors and no more; return its tensors, None if it is odd."""
         writers, foreign = self.writers, self._foreign
-        reads: list[int] = []
-        versions: tuple[tuple[int, int], ...] = ()
+        given: Sequence[Tensor] = args
+        kinds = set(map(type, args))
+        if not USUAL.issuperset(kinds):
+            given = [arg for arg in args if type(arg) in USUAL]
+            if not _VALUES.issuperset(kinds):
+                flat = without_lists(args)
+                if not _VALUES.issuperset(map(type, flat)):
+                    return None
+                inside = [arg for arg in flat if type(arg) in USUAL]
+                if len(inside) > len(given):  # else they are lists of numbers
+                    entry.listed, given = True, inside
         try:
-            for arg in args:
-                kind = type(arg)
-                if kind is Tensor or kind is Parameter:
-                    key = storage_key(arg)
-                    if key not in writers or key in foreign:
-                        versions += ((len(reads), arg._version),)
-                        if key in self._reused and key not in writers:
-                            key = -key  # what is known of the address is about another
-                    reads.append(key)
-                elif kind is list:
-                    if not _VALUES.issuperset(map(type, arg)):
-                        entry.listed = True
-                        return self.note_ordinary(entry, without_lists(args), result)
-                elif kind not in _VALUES and isinstance(arg, Tensor):
-                    return False
+            reads = list(map(storage_key, given))
+            if foreign or not all(map(writers.__contains__, reads)):
+                entry.versions = [
+                    (at, given[at]._version)
+                    for at, key in enumerate(reads)
+                    if key not in writers or key in foreign
+                ]  # fmt: skip
+                if self._reused:
+                    reads = list(map(self._read_as, reads))
             if type(result) is not Tensor:
-                return self._note_several(entry, reads, versions, result)
+                return given if self._note_several(entry, reads, result) else None
             key = storage_key(result)
         except RuntimeError:  # sparse tensors have no storage, and inference tensors no version
-            return False
+            return None
         dtype = result.dtype
         is_view = key in reads  # though the schema does not say so
-        if dtype.is_complex or (is_view and (key != reads[0] or entry.listed or not isinstance(args[0], Tensor))):
-            return False
-        geometry = new_tuple(Geometry, (result.shape, result.stride(), result.storage_offset()))
+        if dtype.is_complex or (is_view and (key != reads[0] or entry.listed or given[0] is not args[0])):
+            return None
+        geometry = result.shape, result.stride(), result.storage_offset()
         entry.results = new_tuple(Meta, (geometry, dtype, result.device, is_view, NOT_LAZY))
         entry.reads = reads
-        if versions:
-            entry.versions = versions
         if is_view:
             entry.kind = VIEW
             self._note_alias(result)
-            return True
-        entry.kind = ONE
+            return given
         if foreign:
             foreign.discard(key)
         writers[key] = entry, 0
         entry.storage = key
-        return True
+        return given
 
-    def _note_several(
-        self, entry: Entry, reads: list[int], versions: tuple[tuple[int, int], ...], results: Any
-    ) -> bool:
+    def _note_several(self, entry: Entry, reads: list[int], results: Any) -> bool:
         if type(results) is not tuple or any(type(item) is not Tensor or item.dtype.is_complex for item in results):
             return False
         keys = [storage_key(item) for item in results]
         if len({*keys, *reads}) < len(keys) + len({*reads}):
             return False
         entry.kind = SEVERAL
-        entry.results = described(results, None)
+        entry.results = [
+            new_tuple(Meta, (geometry_of(item), item.dtype, item.device, False, NOT_LAZY)) for item in results
+        ]
         entry.reads = reads
-        entry.versions = versions
         self._foreign.difference_update(keys)
         for place, key in enumerate(keys):
             self.writers[key] = entry, place
         entry.made = list(enumerate(keys))
-        return True
-
-    def note_view(self, entry: Entry, args: Sequence[Any], result: Any) -> bool:
-        """Do the same for a view op."""
-        base = args[0]
-        kind = type(base)
-        if (kind is not Tensor and kind is not Parameter) or base.layout is not torch.strided:
-            return False
-        key = storage_key(base)
-        entry.kind = VIEW
-        if type(result) is Tensor and not ((dtype := result.dtype).is_complex or self._has_lazy):
-            geometry = new_tuple(Geometry, (result.shape, result.stride(), result.storage_offset()))
-            entry.results = new_tuple(Meta, (geometry, dtype, result.device, False, NOT_LAZY))
-        else:
-            self._has_lazy = True
-            entry.results = described(result, None)
-        entry.reads = (key,)
-        if entry.op is LIFT:  # at the address of something that an entry made and that is gone
-            self.writers.pop(key, None)
-            entry.made = ((0, key),)
-        if (key not in self.writers or key in self._foreign) and not base.is_inference():
-            entry.versions = ((0, base._version),)
         return True
 
     def note_one(self, entry: Entry, key: int) -> None:
@@ -240,13 +233,7 @@ class Storages:
         self.writers[key] = entry, 0
 
     def note_call(self, entry: Entry, results: Sequence[Any], given: Collection[int] | None = None) -> None:
-        """Note what a call has made; views of what was there before are no new storages.
-
-        Args:
-            entry: The call.
-            results: What it returned.
-            given: The storages of its arguments; None if they are not known.
-        """
+        """Note what a call made; views of its arguments (by their storages, if these are known) are no new storages."""
         made = []
         for place, tensor in enumerate(results):
             if isinstance(tensor, torch.Tensor):
@@ -305,7 +292,7 @@ class Storages:
             return False
         if before is not None and before[1] != WRITTEN:
             meta = before[0].meta(before[1])
-            self._sizes[key] = meta.geometry.shape.numel() * meta.dtype.itemsize if type(meta) is Meta else -1
+            self._sizes[key] = meta.geometry[0].numel() * meta.dtype.itemsize if type(meta) is Meta else -1
         if (size := self._sizes.get(key)) is not None and before is not None:
             return tensor.numel() * tensor.dtype.itemsize == size
         # In the replay of a region around this one placeholders would not tell.

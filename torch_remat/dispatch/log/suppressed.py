@@ -66,12 +66,7 @@ class Suppressed:
 
 
 class Aftermath:
-    """The ops after a replay's end.
-
-    Args:
-        suppressed: The writes that are not done again.
-        outside: Returns what `key_of` gives for the storages outside that forward has changed.
-    """
+    """The ops after a replay's end; ``outside`` returns the storages outside that forward has changed."""
 
     def __init__(self, suppressed: Suppressed, outside: Callable[[], Collection[int]]) -> None:
         self._suppressed = suppressed
