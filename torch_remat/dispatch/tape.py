@@ -40,8 +40,6 @@ class Tape:
         inner: The ops of inner regions, in the order in which they began.
         regions: The inner regions that were called after the first op, as records of what they get from SAVE ops.
         calls: The entries of the log.
-        ran_compiled: Whether compiled code ran while a policy watched; its replay has the module hooks of forward, for
-            which the compiler makes other code.
         roots: The storages that replay must have, each after how many entries.
         backward_inside: Whether a backward that ran inside forward has read a tensor that the region saved.
         calling: The call of `region` that runs in forward, if it is saved: what it reads of its own is its own affair.
@@ -57,7 +55,6 @@ class Tape:
         "inner",
         "layouts",
         "numbers",
-        "ran_compiled",
         "records",
         "regions",
         "roots",
@@ -75,7 +72,7 @@ class Tape:
         self.calls: Sequence[Entry] = ()
         self.regions: list[Record] = []
         self.roots: Sequence[tuple[int, int]] = ()
-        self.backward_inside = self.ran_compiled = False
+        self.backward_inside = False
         self.calling: str | None = None
         self.numbers: dict[int, tuple[int, int, bool]] = {}
 

@@ -528,7 +528,6 @@ class Recorder:
 
     def _read_by_compiled_code(self) -> list[tuple[int, int]]:
         """Let replay run all ops, since compiled code may read whatever there is; return what ops with handles made."""
-        self.region.tape.ran_compiled = True
         roots = []
         for at, entry in enumerate(self.entries):
             if entry.kind == CALL:

@@ -46,7 +46,7 @@ class ModulePath:
         """Let go of the frame."""
         self._end = None
 
-    def stack(self, frame: Any) -> str:
+    def of(self, frame: Any) -> str:
         """Return the path of the module whose code runs in a frame, with a final dot unless it is empty."""
         end, code = self._end, _CALL
         if frame is end:

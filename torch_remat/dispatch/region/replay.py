@@ -50,7 +50,6 @@ from torch_remat.dispatch.options import DEFAULTS
 from torch_remat.dispatch.placeholder import Packed, Placeholder, add_note, last_refusal, real, unpack
 from torch_remat.dispatch.region.buffers import put_back
 from torch_remat.dispatch.region.inputs import fresh_alias, leaves_of, with_leaves
-from torch_remat.dispatch.region.module_path import ModulePath
 from torch_remat.errors import MismatchError, RematError
 
 if TYPE_CHECKING:
@@ -190,8 +189,6 @@ class Filling(RematMode):
             self._sees_modes_of_forward = False
         if self.stale is not None or log is not None:
             self.opening, self.lets_compiled_code_run = log if self.stale is None else self.stale.watch, True
-        if region.tape.ran_compiled and region.function is not None:
-            contexts.append(ModulePath(region.function))
         return contexts
 
     @keep_from_compiler
