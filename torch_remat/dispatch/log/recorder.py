@@ -120,9 +120,9 @@ class Recorder:
         self._packed: list[tuple[ref[OpHolder], tuple[Entry, int]]] = []
         # The storages of what these have made anew of one, each with its own, and after how many entries.
         self._adopted: list[tuple[int, int, int]] = []
-        # What native regions left in tensors from outside: which of each, what shares its version counter, and by how
-        # much this was ahead of the changes by native regions.
-        self._left: list[tuple[Stretch, int, torch.Tensor, int]] = []
+        # What native regions left in tensors from outside: which of each, its storage, what shares its version counter,
+        # and by how much this was ahead of the changes by native regions.
+        self._left: list[tuple[Stretch, int, int, torch.Tensor, int]] = []
         self._changes: dict[int, int] = {}  # how many times native regions have changed a tensor from outside
 
     # What the recorder of aten ops asks.
@@ -330,7 +330,7 @@ class Recorder:
                 storage = StorageWeakRef(tensor.untyped_storage())
                 slot = self.departures.slot_for(stretch.name, "written", tensor, stretch.policy)
                 ahead = version_of(tensor) - self._changes[key]
-                self._left.append((stretch, len(stretch.left), counter_of(tensor), ahead))
+                self._left.append((stretch, len(stretch.left), key, counter_of(tensor), ahead))
                 stretch.left = [*stretch.left, Left(storage, slot, place, Placement.of(tensor))]
         watch.written, watch.versions = {}, {}
 
@@ -446,12 +446,12 @@ class Recorder:
 
     def _run_what_is_changed_again(self) -> None:
         """Let changes by native regions run in replay where code outside of them has changed the same tensor since."""
-        for stretch, at, counter, ahead in self._left:
-            left = stretch.left[at]
-            if version_of(counter) - self._changes[left.storage.cdata] != ahead:
-                stretch.left = [*stretch.left[:at], left._replace(slot=None), *stretch.left[at + 1 :]]
+        for stretch, at, key, counter, ahead in self._left:
+            if version_of(counter) - self._changes[key] != ahead:
+                again = stretch.left[at]._replace(slot=None)
+                stretch.left = [*stretch.left[:at], again, *stretch.left[at + 1 :]]
                 for entry in self.entries[stretch.start : stretch.end]:
-                    if left.storage.cdata in entry.writes:
+                    if key in entry.writes:
                         entry.always, entry.restored = True, False
         self._left = []
 
