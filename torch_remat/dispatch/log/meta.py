@@ -7,7 +7,6 @@ layouts). Out: in replay placeholders.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from operator import attrgetter
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -212,16 +211,10 @@ def layout_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[torc
 
 def dense_layout(args: Sequence[Any]) -> list[tuple[torch.Size, tuple[int, ...]]]:
     """Return the same for arguments that are ordinary tensors, or placeholders, and values that are none."""
-    kinds = set(map(type, args))
-    given = args if _DENSE.issuperset(kinds) else [arg for arg in args if type(arg) in _DENSE]
-    try:
-        if Placeholder not in kinds:
-            return list(zip(map(_shape_of, given), map(_stride_of, given), strict=True))
+    if Placeholder in map(type, args):
         with without_torch_function():  # else each look at a placeholder takes as long as all of this
-            return list(zip(map(_shape_of, given), map(_stride_of, given), strict=True))
+            return [(arg.shape, arg.stride()) for arg in args if type(arg) in _DENSE and arg.layout is strided]
+    try:
+        return [(arg.shape, arg.stride()) for arg in args if type(arg) in _DENSE]
     except RuntimeError:  # sparse tensors have no strides
-        return [(arg.shape, arg.stride()) for arg in given if arg.layout is strided]
-
-
-_shape_of = attrgetter("shape")
-_stride_of = Tensor.stride
+        return [(arg.shape, arg.stride()) for arg in args if type(arg) in _DENSE and arg.layout is strided]

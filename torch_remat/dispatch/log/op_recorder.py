@@ -115,24 +115,24 @@ class OpRecorder:
                 self._note_raised(entry, error)
                 raise
             if kind == ONE:
-                given = note_ordinary(entry, args, result)
+                is_noted = note_ordinary(entry, args, result)
             else:
-                given = None
+                is_noted = False
                 base = args[0]
                 if type(result) is Tensor and type(base) in USUAL and base.layout is strided and not (
                     (dtype := result.dtype).is_complex or storages.has_lazy
                 ):  # fmt: skip
                     geometry = result.shape, result.stride(), result.storage_offset()
                     entry.results = new_tuple(Meta, (geometry, dtype, result.device, False, NOT_LAZY))
-                    entry.reads, given = (storage_key(base),), args
-            if given is None:
+                    entry.reads, is_noted = (storage_key(base),), True
+            if not is_noted:
                 self._note_odd(entry, args, kwargs, result)
             if keeps is None or self.native is not None:
                 self._decide(entry, args, kwargs, result)
             elif keeps:
                 entry.saved = FIRST if entry.kind == ONE else entry.all_places()
             if entry.saved:
-                entry.layout = layout_of(args, kwargs) if given is None or entry.listed else dense_layout(given)
+                entry.layout = dense_layout(args) if is_noted and not entry.listed else layout_of(args, kwargs)
                 if entry.kind == ONE:
                     results.note_one(entry, result)
                 else:
@@ -188,7 +188,7 @@ class OpRecorder:
             self._departures.send()
         if before is not None:
             entry.before, entry.moved, self._left_rng = before, moved, before.present()
-        if kind != ONE or self._storages.note_ordinary(entry, args, result) is None:
+        if kind != ONE or not self._storages.note_ordinary(entry, args, result):
             self._note_odd(entry, args, kwargs, result)
         entry.always = in_body
         self._decide(entry, args, kwargs, result)

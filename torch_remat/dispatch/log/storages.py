@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import Parameter
 
 from torch_remat._compat import storage_key, with_shared_versions
 from torch_remat.dispatch.log.entry import LEFT, SEVERAL, VIEW, WRITTEN, Entry
@@ -37,7 +38,7 @@ from torch_remat.dispatch.log.schema import LIFT
 from torch_remat.dispatch.log.slot import UNCOUNTED, version_of
 from torch_remat.dispatch.placeholder import NOT_LAZY, geometry_of, new_tuple
 
-_VALUES = frozenset((*USUAL, int, float, bool, complex, type(None), torch.dtype, torch.device))
+_VALUES = frozenset((int, float, bool, complex, type(None), torch.dtype, torch.device))
 
 
 def let_go(gradient: torch.Tensor) -> torch.Tensor:
@@ -163,51 +164,49 @@ class Storages:
                 made += [(place, key) for key in self._new(entry, place, item)]
         entry.made = made
 
-    def note_ordinary(self, entry: Entry, args: Sequence[Any], result: Any) -> Sequence[Tensor] | None:
-        """Do the same for an op that makes new tensors and no more; return its tensors, None if it is odd."""
+    def note_ordinary(self, entry: Entry, args: Sequence[Any], result: Any) -> bool:
+        """Do the same for an op that makes new tensors and no more; return False if it is not that simple."""
         writers, foreign = self.writers, self._foreign
-        given: Sequence[Tensor] = args
-        kinds = set(map(type, args))
-        if not USUAL.issuperset(kinds):
-            given = [arg for arg in args if type(arg) in USUAL]
-            if not _VALUES.issuperset(kinds):
-                flat = without_lists(args)
-                if not _VALUES.issuperset(map(type, flat)):
-                    return None
-                inside = [arg for arg in flat if type(arg) in USUAL]
-                if len(inside) > len(given):  # else they are lists of numbers
-                    entry.listed, given = True, inside
+        reads: list[int] = []
+        versions: tuple[tuple[int, int], ...] = ()
         try:
-            reads = list(map(storage_key, given))
-            if foreign or not all(map(writers.__contains__, reads)):
-                entry.versions = [
-                    (at, given[at]._version)
-                    for at, key in enumerate(reads)
-                    if key not in writers or key in foreign
-                ]  # fmt: skip
-                if self._reused:
-                    reads = list(map(self._read_as, reads))
+            for arg in args:
+                kind = type(arg)
+                if kind is Tensor or kind is Parameter:
+                    key = storage_key(arg)
+                    if key not in writers or key in foreign:
+                        versions += ((len(reads), arg._version),)
+                        key = self._read_as(key) if self._reused else key
+                    reads.append(key)
+                elif kind is list:
+                    if not _VALUES.issuperset(map(type, arg)):
+                        entry.listed = True
+                        return self.note_ordinary(entry, without_lists(args), result)
+                elif kind not in _VALUES and isinstance(arg, Tensor):
+                    return False
+            if versions:
+                entry.versions = versions
             if type(result) is not Tensor:
-                return given if self._note_several(entry, reads, result) else None
+                return self._note_several(entry, reads, result)
             key = storage_key(result)
         except RuntimeError:  # sparse tensors have no storage, and inference tensors no version
-            return None
+            return False
         dtype = result.dtype
         is_view = key in reads  # though the schema does not say so
-        if dtype.is_complex or (is_view and (key != reads[0] or entry.listed or given[0] is not args[0])):
-            return None
+        if dtype.is_complex or (is_view and (key != reads[0] or entry.listed or not isinstance(args[0], Tensor))):
+            return False
         geometry = result.shape, result.stride(), result.storage_offset()
         entry.results = new_tuple(Meta, (geometry, dtype, result.device, is_view, NOT_LAZY))
         entry.reads = reads
         if is_view:
             entry.kind = VIEW
             self._note_alias(result)
-            return given
+            return True
         if foreign:
             foreign.discard(key)
         writers[key] = entry, 0
         entry.storage = key
-        return given
+        return True
 
     def _note_several(self, entry: Entry, reads: list[int], results: Any) -> bool:
         if type(results) is not tuple or any(type(item) is not Tensor or item.dtype.is_complex for item in results):
