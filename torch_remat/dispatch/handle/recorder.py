@@ -6,16 +6,15 @@ forward ends, where tensors come from. Out: the holders of what SAVE calls save.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from sys import _getframe
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
-from torch import Tensor, strided
+from torch import Tensor, UntypedStorage, strided
 from torch.autograd.graph import Node
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from torch_remat._compat import has_returned, is_compiled, node_number, sequence_number, storage_key
 from torch_remat.dispatch.ambient import Draws
@@ -31,7 +30,7 @@ from torch_remat.dispatch.handle.running_call import (
 from torch_remat.dispatch.handle.whole_call import CallForward, is_whole_call
 from torch_remat.dispatch.holder import AUTOCAST_DTYPES, Anchor, Holder, OpHolder, is_parameter, parameter_behind
 from torch_remat.dispatch.log.entry import Entry, HandleCall
-from torch_remat.dispatch.log.meta import Meta, described, key_of, parts_of
+from torch_remat.dispatch.log.meta import Meta, described, parts_of
 from torch_remat.dispatch.log.record import NO_SLOTS, Record, Stretch
 from torch_remat.dispatch.log.recorder import Recorder
 from torch_remat.dispatch.log.slot import Slot, version_of
@@ -233,9 +232,9 @@ class MadeByOps:
     def __init__(self, region: Any) -> None:
         self._region = region
         self.tensors: dict[int, Made] = {}
-        # By the address of the storage, which no other gets as long as there is a weak reference; and whether the
+        # By the storage's address, with the storage, which tells whether another has the address now; and whether the
         # output is a view of a tensor that the op has not made.
-        self._storages: dict[int, tuple[StorageWeakRef, Made, bool]] = {}
+        self._storages: dict[int, tuple[ref[UntypedStorage], Made, bool]] = {}
         # Outputs of recomputed ops that are not in `_storages` yet: few are ever looked for there.
         self._unindexed: list[Made] = []
 
@@ -264,7 +263,7 @@ class MadeByOps:
             if output is not None and output._base is None:
                 self._index(output, made)
         self._unindexed.clear()
-        if self._storages and (found := self._storages.get(key_of(tensor))) is not None:
+        if self._storages and (found := self._at(next(_with_storage(tensor), None))) is not None:
             _, made, is_view = found
             if not is_view or (known is None and not self._is_older(tensor)):
                 return made
@@ -278,12 +277,19 @@ class MadeByOps:
 
     def _index(self, tensor: Tensor, made: Made) -> None:
         """Note the storage of an output; a skipped op's takes the place of a recomputed one's."""
-        for part in parts_of(tensor):
-            if not isinstance(part, Placeholder) and part.layout is strided:  # others have no storage
-                known = self._storages.get(key := key_of(part))
-                if known is None or (known[1].record.policy is _RECOMPUTE and made.record.policy is not _RECOMPUTE):
-                    storage = StorageWeakRef(part.untyped_storage())
-                    self._storages[key] = storage, made, tensor._base is not None
+        for part in (tensor,) if type(tensor) is Tensor and tensor.layout is strided else _with_storage(tensor):
+            storage = part.untyped_storage()
+            known = self._at(part) if storage._cdata in self._storages else None
+            if known is None or (known[1].record.policy is _RECOMPUTE and made.record.policy is not _RECOMPUTE):
+                self._storages[storage._cdata] = ref(storage), made, tensor._base is not None
+
+    def _at(self, part: Tensor | None) -> tuple[Any, Made, bool] | None:
+        """Return what is noted of a tensor's storage."""
+        if part is None:
+            return None
+        storage = part.untyped_storage()
+        known = self._storages.get(storage._cdata)
+        return known if known is not None and known[0]() is storage else None
 
     def _is_older(self, tensor: Tensor) -> bool:
         """Whether a tensor was there before the region: then none of its ops made it.
@@ -293,6 +299,13 @@ class MadeByOps:
         inputs, node = self._region.inputs, tensor.grad_fn
         known = inputs is not None and inputs.contains(tensor)
         return known or (node is not None and node_number(node) < self._region.first_number)
+
+
+def _with_storage(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the parts of a tensor that have a storage of their own."""
+    for part in (tensor,) if type(tensor) is Tensor else parts_of(tensor):
+        if not isinstance(part, Placeholder) and part.layout is strided:
+            yield part
 
 
 class CallRecorder(Recorder):

@@ -12,9 +12,9 @@ the log or run where they are needed. So it is if
 2. a gradient is taken in the region before its forward ends: then every call of the region;
 3. an op of it must run in replay: a result that replay needs was written in place since, or is no longer there;
 4. it returned something that can be no part of the log, such as a generator or a cache object;
-5. it wrote a tensor that is made in the region, and that is not to be found among arguments and variables, or that code
-   outside of calls wrote once more; in a region with a policy, any that was there before and is no buffer; or it gave one
-   another shape in place (``unsqueeze_``).
+5. it wrote a tensor that is made in the region, and that is not to be found among arguments and variables, or that
+   code outside of calls wrote once more; in a region with a policy, any that was there before and is no buffer; or it
+   gave one another shape in place (``unsqueeze_``).
 What autograd saves in it is kept in each case, so that the second run keeps nothing. One warning says so.
 An exception that leaves the call is raised by it in replay, too.
 """
