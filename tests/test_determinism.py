@@ -473,3 +473,18 @@ def test_bitwise_passes_ops_that_count_versions_otherwise_under_a_dispatch_mode(
     for check in ("bitwise", lambda tensor: tensor.sum().item()):
         (gradient,) = torch.autograd.grad(remat.checkpoint(determinism_check=check)(pairs)(x).sum(), x)
         assert torch.equal(gradient, plain)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_recurrent_layer_without_a_gradient_has_no_workspace(frozen):
+    layer = nn.LSTM(4, 4).requires_grad_(not frozen)
+
+    def block(x):
+        with torch.no_grad():
+            h = layer(x)[0]
+        return (h * x).sin()
+
+    x = leaf(3, 2, 4)
+    expected = torch.autograd.grad(block(x).sum(), x)
+    found = torch.autograd.grad(remat.checkpoint(determinism_check="bitwise")(block)(x).sum(), x)
+    assert_same(expected, found)

@@ -83,7 +83,8 @@ class LeftOut(DispatchMode):
         if norm in WRITES_WITHOUT_SAYING and args[5 if norm == name else 7]:  # in training; of some it is epsilon
             self._values.leave_out(args[3:5])
         result = op(*args, **(kwargs or {}))
-        self._values.workspace = storage_key(result[3]) if name in _RECURRENT else None
+        workspace = result[3] if name in _RECURRENT else None  # which is None without a gradient, too
+        self._values.workspace = None if workspace is None else storage_key(workspace)
         return result
 
 
