@@ -21,7 +21,7 @@ LEAVES = {"placeholder", "ambient", "schema"}
 
 
 MAX_FUNCTION_LINES = 60  # without the docstring
-MAX_ROOM_LINES = {"dispatch": 11_367, "offload": 1_500, "policies": 610, "reports": 3_297}
+MAX_ROOM_LINES = {"dispatch": 11_368, "offload": 1_500, "policies": 610, "reports": 3_297}
 
 
 def lines_of_functions(tree: ast.AST) -> list[tuple[str, int]]:
