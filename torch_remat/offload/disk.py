@@ -285,13 +285,13 @@ class _Store(Shared):
         while not self._closed:
             for queue in (self._reads, self._writes):
                 while queue:
-                    ticket = queue.popleft()
-                    if ticket.stage is Stage.QUEUED:
+                    if (ticket := queue.popleft()).stage is Stage.QUEUED:
                         ticket.stage = Stage.RUNNING
                         self._running.add(ticket)
                         return ticket
             self._progress.notify_all()
-            self._has_work.wait()
+            self._has_work.wait(1)  # a release that comes just before it lets go of the lock finds no other holder
+            self._forget_released()
         return None
 
     @locked
