@@ -1,6 +1,6 @@
 """The rules of the package: who imports whom, and where private torch names may stand.
 
-errors, _compat  <-  policies/, offload/  <-  dispatch/  <-  face  <-  reports/, budgets/, dtr/, v02/
+errors, _compat  <-  policies/, offload/  <-  dispatch/  <-  face  <-  reports/, budgets/, dtr/
 
 An arrow points to what may be imported.
 """
@@ -60,8 +60,8 @@ def layer(module: str) -> int:
     parts = module.split(".")[1:]
     if not parts:
         return 5  # the package itself gathers the public names
-    if parts[0] in {"dtr", "v02"}:
-        return 6  # the bench, and another release's names: nothing imports them
+    if parts[0] == "dtr":
+        return 6  # the bench: nothing imports it
     if parts[0] in {"errors", "_compat", "_version"}:
         return 0
     return {"policies": 1, "offload": 1, "dispatch": 2, "reports": 4, "budgets": 4}.get(parts[0], 3)

@@ -51,7 +51,6 @@ class KeptTensor:
         shared_with: Where the storage is counted, if not here: a name, or ``"parameter"`` or ``"buffer"``.
         offloaded: Whether it lies elsewhere than on the device where it was made.
         policy: The policy of what it belongs to, ``"save"``, ``"offload"`` or ``"recompute"``; empty without one.
-        note: What a function that looks at the tensors themselves says of it; empty where none was given.
     """
 
     name: str
@@ -66,7 +65,6 @@ class KeptTensor:
     shared_with: str | None = None
     offloaded: bool = False
     policy: str = ""
-    note: str = ""
 
 
 class Sums:

@@ -96,4 +96,4 @@ def _contents(region: RegionReport) -> Any:
 
 def _facts(tensors: Sequence[KeptTensor]) -> list[KeptTensor]:
     """Return tensors without names of regions, which differ between layers that are alike."""
-    return [replace(one, name="", needed_by=(), shared_with=one.shared_with and "another", note="") for one in tensors]
+    return [replace(one, name="", needed_by=(), shared_with=one.shared_with and "another") for one in tensors]

@@ -8,7 +8,7 @@ each storage stand once. Nothing is unpacked, so nothing is replayed.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import fields, is_dataclass, replace
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
@@ -26,8 +26,6 @@ from torch_remat.reports.data import KeptTensor, Kind, OpReport, ParameterReport
 
 PARAMETER, BUFFER = "parameter", "buffer"
 """Kinds of tensors that exist anyway."""
-Annotate = Callable[[torch.Tensor], str | None]
-"""Says something of a kept tensor, such as where it was allocated, or nothing."""
 _SIMPLE = (torch.Tensor, str, bytes, int, float, complex, type(None), type)
 
 
@@ -50,13 +48,10 @@ class Piece(NamedTuple):
     # Why it is there, too, although it is offloaded; another piece stands for that.
     besides: Literal["not gone yet", "brought back"] | None = None
 
-    def kept_as(
-        self, name: str, label: str, kind: Kind, needed_by: str, policy: str = "", note: str = ""
-    ) -> KeptTensor:
+    def kept_as(self, name: str, label: str, kind: Kind, needed_by: str, policy: str = "") -> KeptTensor:
         """Return the row for the tensor, before its bytes are counted."""
         look = (self.shape, str(self.dtype).removeprefix("torch."), self.place)
-        more = (self.offloaded, policy, note)
-        return KeptTensor(name, label, self.besides or kind, 0, *look, (needed_by,), (), None, *more)
+        return KeptTensor(name, label, self.besides or kind, 0, *look, (needed_by,), (), None, self.offloaded, policy)
 
 
 def pieces_in(value: Any, made_on: torch.device | None = None) -> Iterator[Piece]:
@@ -206,12 +201,11 @@ def report_of(
     *,
     momentary: bool = False,
     keep_empty: bool = False,
-    annotate: Annotate | None = None,
 ) -> RegionReport:
     """Return what a region keeps by itself, or beside what a ledger has counted, its parameters among it.
 
     With ``momentary``, what is offloaded counts in place, too, while it has not left or has come back; with
-    ``keep_empty``, ops that keep nothing are in it. What ``annotate`` says of a tensor becomes its note.
+    ``keep_empty``, ops that keep nothing are in it.
     """
     if ledger is None:
         ledger = Ledger()
@@ -226,10 +220,9 @@ def report_of(
         rows = by_op.setdefault(one.op, Rows()) if one.op else own
         name = qualified_name(region.name, one.op, one.tensor)
         policy = one.decision.value if one.decision else ""
-        note = annotate(one.value) if annotate is not None and isinstance(one.value, torch.Tensor) else ""
         for piece in pieces_in(one.value, one.made_on):
             if piece.besides is None or momentary:
-                tensor = piece.kept_as(name, one.tensor, kind, what_needs(one), policy, note or "")
+                tensor = piece.kept_as(name, one.tensor, kind, what_needs(one), policy)
                 ledger.add(tensor, piece.memory, rows)
     ops = []
     for name, rows in by_op.items():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
@@ -20,7 +19,7 @@ from torch_remat.errors import UsageError
 from torch_remat.reports.data import KeptForBackward, NodeReport, RegionReport
 from torch_remat.reports.graph import checkpoints_below, collect_nodes, nodes_below, parameters_below
 from torch_remat.reports.html import report_as_html
-from torch_remat.reports.ledger import BUFFER, PARAMETER, Annotate, Ledger, report_of
+from torch_remat.reports.ledger import BUFFER, PARAMETER, Ledger, report_of
 from torch_remat.reports.pictures import plot_report
 from torch_remat.reports.text import format_region, format_report
 
@@ -117,11 +116,6 @@ def memory_report(*roots: torch.Tensor | torch.nn.Module) -> MemoryReport:
           block: 64 B
             args[0]  64 B  float32[4, 4] cpu  input
     """
-    return annotated_report(roots)
-
-
-def annotated_report(roots: Sequence[torch.Tensor | torch.nn.Module], annotate: Annotate | None = None) -> MemoryReport:
-    """Return what `memory_report` returns, with what a function says of each tensor that a region keeps."""
     ledger = Ledger()
     for root in roots:
         if isinstance(root, torch.nn.Module):
@@ -136,7 +130,7 @@ def annotated_report(roots: Sequence[torch.Tensor | torch.nn.Module], annotate: 
     regions = live_regions()
     checkpoints = checkpoints_below(nodes, regions)
     ledger.add_existing(chain(parameters_below(nodes, checkpoints), *map(parameters_of, regions)))
-    reports = [report_of(region, ledger, momentary=True, annotate=annotate) for region in regions]
+    reports = [report_of(region, ledger, momentary=True) for region in regions]
     budgets = (budget for region in regions if region.keeper is not None for budget in region.keeper.owners)
     return MemoryReport(
         tuple(report for report in reports if report.tensors or report.ops),
@@ -168,7 +162,7 @@ def format_current_memory_report() -> str:
         block: 8 B
           args[0]  8 B  float32[2] cpu  input
     """
-    return format_region(current_report("format_current_memory_report"))
+    return format_region(_current_report("format_current_memory_report"))
 
 
 @eager_only
@@ -189,11 +183,11 @@ def print_current_memory_report(file: TextIO | None = None) -> None:
         ...     return x.sin()
         >>> y = remat.checkpoint()(block)(torch.ones(2, requires_grad=True))
     """
-    text = format_region(current_report("print_current_memory_report"))
+    text = format_region(_current_report("print_current_memory_report"))
     (sys.stdout if file is None else file).write(text + "\n")
 
 
-def current_report(function: str, annotate: Annotate | None = None) -> RegionReport:
+def _current_report(function: str) -> RegionReport:
     """Return the report of the region that runs now, asked for by a function of this name."""
     mode = current_mode()
     if mode is None:
@@ -202,4 +196,4 @@ def current_report(function: str, annotate: Annotate | None = None) -> RegionRep
             remedy="Call it in the function that remat.checkpoint runs, or use remat.memory_report(loss) elsewhere. "
             "Under torch.no_grad() and torch.compile there are no regions.",
         )
-    return report_of(mode.region, momentary=True, keep_empty=True, annotate=annotate)
+    return report_of(mode.region, momentary=True, keep_empty=True)

@@ -119,7 +119,7 @@ def remarks(tensor: KeptTensor) -> str:
 
 
 def _cells(tensor: KeptTensor, label: str) -> list[str]:
-    note = ", ".join(part for part in (tensor.policy, remarks(tensor), tensor.note) if part)
+    note = ", ".join(part for part in (tensor.policy, remarks(tensor)) if part)
     return [label, format_bytes(tensor.bytes), describe(tensor), note]
 
 

@@ -99,12 +99,6 @@ class Slot:
         device: torch.device = self._device or self.kept.device
         return device
 
-    def hand_over(self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
-        """Let hooks keep the tensor from now on, unless others do or it was changed, which `load` tells."""
-        if self._unpack is None and self._version != UNCOUNTED and self.kept._version == self._version:
-            self._device, self._unpack = self.kept.device, unpack
-            self.kept = pack(self.kept)
-
     def watch(self, aliases: Sequence[torch.Tensor]) -> None:
         """Look also at tensors that share the storage and count changes for themselves; see `Storages`."""
         self._aliases = [(counter_of(alias), alias._version) for alias in aliases]
