@@ -14,6 +14,13 @@ ROOT = Path(__file__).parent.parent
 FILES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```python[^\n`]*\n(.*?)^```\s*$", re.MULTILINE | re.DOTALL)
 NOT_RUN = "<!-- not run -->"
+NAMES_OF_0_2_2 = """
+RecomputeStateHook SavedTensorInfo SavedTensorKind checkpoint clear_memory_snapshot_cache collect_trace
+current_saved_tensor_info discover_autograd_roots format_current_memory_report format_oom_saved_tensors_report
+format_saved_tensors_report is_placeholder is_recomputing memory_snapshot_annotate name_scope oom_observer
+print_current_memory_report print_saved_tensors_report recompute_needs_tensor region save_for_backward
+saved_tensors_hooks trace_scope
+"""
 
 
 def blocks(text: str) -> list[tuple[int, str]]:
@@ -39,6 +46,15 @@ def test_python_blocks_of_a_text_run_in_their_order(path, tmp_path, monkeypatch)
 
 def test_readme_has_blocks_that_run():
     assert blocks((ROOT / "README.md").read_text(encoding="utf-8"))
+
+
+def test_every_public_name_of_torch_remat_0_2_2_has_a_row_in_the_table_for_it():
+    text = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
+    section = text.partition("## From torch_remat 0.2.x\n")[2].partition("\n## ")[0]
+    table = section.partition("\n| 0.2.x | here | what changes |\n")[2].partition("\n\n")[0]
+    theirs = [row.split(" | ")[0] for row in table.splitlines()]
+    for name in NAMES_OF_0_2_2.split():
+        assert any(re.search(rf"\b{name}\b", cell) for cell in theirs), name
 
 
 def test_blocks_are_found_and_marked_ones_left_out():
