@@ -44,10 +44,10 @@ from torch_remat.budgets.ledger import Keys, Ledger, each, parts_of
 from torch_remat.budgets.packing import pack_hook
 from torch_remat.budgets.repeats import Place
 from torch_remat.budgets.steps import Row
-from torch_remat.dispatch.check.parameters import reached_by
 from torch_remat.dispatch.holder import Holder, mark_changed
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.observe import is_observed, tell_given_up
+from torch_remat.dispatch.reach import reach
 from torch_remat.dispatch.region.region import Region
 from torch_remat.policies.decision import CheckpointPolicy
 
@@ -620,15 +620,14 @@ class _Existing:
         region = self._region()
         if region is None or region.function is None or region.inputs is None:
             return
-        for module in reached_by(region.function, region.inputs.modules()):
-            if isinstance(module, Module):
-                found = _buffers.get(module)
-                if found is None:
-                    buffers = list(module.buffers())
-                    found = {storage_key(part): ref(buffer) for buffer in buffers for part in parts_of(buffer)}
-                    _buffers[module] = found
-                if found:
-                    yield found
+        for module in reach(region.function, region.inputs.modules()).modules:
+            found = _buffers.get(module)
+            if found is None:
+                buffers = list(module.buffers(recurse=False))
+                found = {storage_key(part): ref(buffer) for buffer in buffers for part in parts_of(buffer)}
+                _buffers[module] = found
+            if found:
+                yield found
 
 
 class _Recomputed:

@@ -23,7 +23,6 @@ import torch
 
 from torch_remat.dispatch.handle.saved_call import LeftOut
 from torch_remat.dispatch.holder import Holder, is_parameter
-from torch_remat.dispatch.log.earlier import earlier_label
 from torch_remat.dispatch.log.entry import CALL, Entry
 from torch_remat.dispatch.log.record import Stretch
 from torch_remat.dispatch.log.slot import Slot
@@ -195,7 +194,6 @@ def _of_calls(region: Any, calls: Sequence[Entry]) -> Iterator[Kept]:
             reader = readers.get((id(call), place))
             yield row if reader is None else row._replace(why="op", by=reader.label(0), at=reader.group)
         changed = [(call.label(0), slot) for slot in list(call.written)]
-        changed += [(earlier_label(call, at), slot) for at, slot in list(call.earlier.items())]
         for label, slot in changed:
             yield Kept("slot", call.group, label, slot.kept, slot.device)
         for tensor in () if call.before is None else call.before.kept():

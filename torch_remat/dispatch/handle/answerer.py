@@ -25,6 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from torch_remat._compat import Handler, keep_from_compiler, top_saved_tensors_hooks
 from torch_remat.dispatch.check.mismatch import SAME_ORDER, another_op, mismatched, other_source
+from torch_remat.dispatch.check.unread import Unread
 from torch_remat.dispatch.handle.op import SKIPPED, RematHandle
 from torch_remat.dispatch.handle.saved_call import (
     LeftOut,
@@ -39,7 +40,7 @@ from torch_remat.dispatch.handle.saved_call import (
 from torch_remat.dispatch.handle.variables import identity_of
 from torch_remat.dispatch.handle.whole_call import another_call, made_again, replayed
 from torch_remat.dispatch.holder import metadata_of, parameter_behind
-from torch_remat.dispatch.log.entry import WRITTEN, Entry, HandleCall, WholeCall, run_for_good
+from torch_remat.dispatch.log.entry import WRITTEN, Entry, HandleCall, WholeCall, run_for_good, still_there
 from torch_remat.dispatch.log.meta import layout_of, stand_in
 from torch_remat.dispatch.log.needs import Needs, find_needs
 from torch_remat.dispatch.log.op_answerer import OpAnswerer, loaded_slots
@@ -51,10 +52,12 @@ from torch_remat.dispatch.placeholder import TORCH_SAYS, Placeholder, Source, co
 from torch_remat.dispatch.region.inputs import leaves_of, with_leaves
 from torch_remat.dispatch.views import Elided
 from torch_remat.errors import (
+    MutationError,
     PlaceholderError,
     RematError,
     RematWarning,
     UsageError,
+    at_user_line,
     qualified_name,
     raised_at,
     user_line,
@@ -455,6 +458,17 @@ class Answerer:
             line,
         )
 
+    def passed(self) -> int:
+        """Return how many names have begun."""
+        return self.begun
+
+    def add_unread(self, unread: Unread) -> None:
+        """Let nothing outside of a native region read what it changes, before replay has come to it."""
+        for at, record in enumerate(self._records):
+            for left in record.left if isinstance(record, Stretch) else ():
+                for key in still_there([left.storage]):
+                    unread.add_storage(key, at + 1, False, partial(_read_too_early, self.region_name, record.name))
+
     def aftermath(self) -> Handler:
         """Return what watches the ops of user code that runs on when the replay is over."""
         return Aftermath(self.suppressed, self.ops.outside if self.ops is not None else set).watch
@@ -589,6 +603,18 @@ class Answerer:
         """End the replay, since an op returned whose body has raised in forward."""
         what = "this op raised an exception in forward and returned in replay"
         raise self._replay.fail(mismatched(self.region, what, SAME_ORDER, op=record.name))
+
+
+def _read_too_early(region: str, name: str, tensor: Tensor) -> MutationError:
+    return MutationError(
+        f"replay reads a tensor of shape {tuple(tensor.shape)} created outside the region{at_user_line()}, which this "
+        "call changes in place later in the region; replay does not undo the change, so that the reader would get "
+        "another value than in forward",
+        region=region,
+        op=name,
+        tensor="written",
+        remedy="Read it inside a native region too, or read a clone of it that is made before the region is called.",
+    )
 
 
 def _refuse_backward(source: Source, *_grad_outputs: Tensor | None) -> NoReturn:

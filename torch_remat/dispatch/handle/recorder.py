@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from sys import _getframe
-from types import CodeType, FrameType
+from types import BuiltinFunctionType, CodeType, FrameType
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -135,11 +135,11 @@ class SavedOp(ForwardOp):
     """An op with policy SAVE or OFFLOAD in forward.
 
     Attributes:
-        buffers: How often the buffers that the region reaches were changed before it.
+        before: What the region reaches, before the op.
     """
 
     record: HandleCall
-    buffers: Sequence[int] = ()
+    before: Sequence[Any] = ()
 
     def load(self, args: tuple[Any, ...]) -> None:
         """Note the inputs; forward skips nothing."""
@@ -191,8 +191,9 @@ class SavedOp(ForwardOp):
             record.plain = [place for place, out in enumerate(outs) if any(out is tensor for tensor in plain)]
         if ops.draws is not None:
             record.drawn = ops.draws.end()
-        if region.buffers is not None:
-            region.buffers.leave_changed(self.buffers)
+        if region.outside is not None:
+            region.outside.note_skipped(self.before, len(region.tape.records))
+            self.before = ()
         ops.skipped_any = True
         if watch is not None and (ops.has_policy or watch.native is not None):
             watch.note_handle(record, outs)
@@ -373,8 +374,8 @@ class CallRecorder(Recorder):
             record.plain = ()
             if self.draws is not None:
                 self.draws.begin()
-            if self.region.buffers is not None:
-                op.buffers = self.region.buffers.versions()
+            if self.region.outside is not None:
+                op.before = self.region.outside.states()
         record.name = name
         record.policy = policy
         tape = self.region.tape
@@ -604,8 +605,10 @@ class CallRecorder(Recorder):
         self.note_record(call.record)
         self.skipped_any = self.packs = True
         self.calling, self.known_args = call, call.args
+        before = None if type(function) is BuiltinFunctionType else self.states_outside()
         try:
             result = function(*args, **kwargs)
+            self.note_skipped(before)
             call.returns(result)
         except BaseException as error:
             call.left_by(error)
@@ -639,7 +642,9 @@ class CallRecorder(Recorder):
         self.calling, self.known_args, self.region.tape.calling = call, call.given, name
         try:
             if isinstance(call, UnwatchedCall):
+                before = self.states_outside()
                 result = function(*args, **kwargs)
+                self.note_skipped(before)
             else:
                 run = self.run_group if self.has_policy else self.run_stretch
                 result = run(call.record, function, args, kwargs)

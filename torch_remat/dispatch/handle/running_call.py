@@ -356,7 +356,7 @@ class UnwatchedCall(Leaving, CallForward):
 
 def is_buffer(region: Any, key: int) -> bool:
     """Whether a storage is that of a buffer of a module that the region reaches."""
-    return region.buffers is not None and key in map(key_of, region.buffers.tensors())
+    return region.outside is not None and region.outside.has_buffer(key)
 
 
 _USUAL = frozenset((torch.Tensor, Parameter, Placeholder))

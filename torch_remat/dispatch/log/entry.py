@@ -54,11 +54,13 @@ class Entry:
         layout: Shape and strides of the tensors among its arguments, if its results are saved.
         listed: Whether there are lists of tensors among its arguments, though it is of a kind.
         versions: Which of the tensors among its arguments come from outside, and their version counters.
+        early: Those of them that a later entry writes, with their storages.
         writes: The storages of the arguments that it writes.
         whole: Whether it writes its arguments' whole storages.
         ends: Whether it writes a part, and the call in which it ran, if that is left out, keeps all that is there then.
         restored: Whether the call in which it ran leaves in them what it wrote, also without running it.
         outside: Those of them that come from outside the region.
+        repeats: Whether replay writes these again.
         made: The storages of its new results, by their place, unless there is just `storage`.
         storage: That of its one new result, if its kind is `ONE`.
         saved: The places of the results that are to be kept if replay needs them.
@@ -69,7 +71,6 @@ class Entry:
         moved: Whether something else than an op had set them since the last random op (`torch.random.fork_rng`).
         kept: The results that are kept for replay, by their place.
         written: What it left in the arguments that it writes, if that is kept.
-        earlier: What some of the tensors among its arguments were, by their place, that a later entry has changed.
         packed: The places of the results that autograd saved.
         names: The names that were given to results by hand.
         gone: Storages that nothing reaches once it is over: whatever lies at their addresses later is another.
@@ -88,6 +89,7 @@ class Entry:
     layout: Sequence[tuple[torch.Size, tuple[int, ...]]] = ()
     listed = False
     versions: Sequence[tuple[int, int]] = ()
+    early: Sequence[tuple[int, StorageWeakRef]] = ()
     writes: Sequence[int] = ()
     restored = False
     outside: Sequence[StorageWeakRef] = ()
@@ -97,11 +99,10 @@ class Entry:
     away: frozenset[int] = NOTHING
     whole = True
     ends = False
-    always = run = moved = False
+    always = run = moved = repeats = False
     before: RngState | None = None
     kept: Mapping[int, Slot] = _NONE
     written: Sequence[Slot] = ()
-    earlier: Mapping[int, Slot] = _NONE
     packed: frozenset[int] = NOTHING
     names: Mapping[int, str] = _NONE
     gone: Collection[int] = ()

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 
 from torch_remat._compat import Handler, keep_from_compiler
-from torch_remat.dispatch.log.earlier import as_it_was, earlier_label, is_reshaped
 from torch_remat.dispatch.log.entry import (
     CALL,
     ONE,
@@ -275,15 +274,13 @@ class OpAnswerer:
         if any(map(has_placeholder, tensors_in(args, kwargs))):
             consumer = str(entry.op)
             args, kwargs = mapped(lambda leaf: real(leaf, consumer, self._region), args, kwargs)
-        if entry.outside:
+        if entry.outside and not entry.repeats:
             written = entry.changed_arguments(args, kwargs)
             outside = still_there(entry.outside)
             if outside and all(key_of(tensor) in outside for tensor in written):
                 self._suppressed.add(written, outside)
                 return answered(entry, args, kwargs, partial(self._make, entry))
         self._check_versions(entry, args, kwargs)
-        if entry.earlier:
-            args, kwargs = self._as_earlier(entry, args, kwargs)
         result = entry.op(*without_statistics(effects, args), **kwargs)
         if not entry.kept:
             return result
@@ -296,37 +293,29 @@ class OpAnswerer:
 
     def _reads_the_same(self, entry: Entry, args: Sequence[Any]) -> bool:
         """Whether an entry of one of the kinds gets the tensors from outside as they were in forward."""
-        if entry.earlier:
+        if entry.early:
             return False
         given = without_lists(args) if entry.listed else args
         tensors = [arg for arg in given if isinstance(arg, torch.Tensor)]
         return all(tensors[at]._version == version for at, version in entry.versions)
-
-    def _as_earlier(
-        self, entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        """Return the arguments of an entry as they were before a later one changed them."""
-        given, tensors = list(tensors_in(args, kwargs)), {}
-        for at, slot in entry.earlier.items():
-            tensors[id(given[at])] = as_it_was(given[at], self._load(slot, entry.group, earlier_label(entry, at)))
-        return mapped(lambda leaf: tensors.get(id(leaf), leaf), args, kwargs)
 
     def _check_versions(self, entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raise if an op that runs again would read something else than in forward."""
         if not entry.versions or entry.effects.viewed is not None:
             return
         tensors, inputs = list(tensors_in(args, kwargs)), self._region.inputs
+        early = [at for at, storage in entry.early if key_of(tensors[at]) in still_there([storage])]
         for at, version in entry.versions:
-            known = entry.earlier.get(at)
-            changed = version_of(tensors[at]) != version if known is None else is_reshaped(tensors[at], known)
-            if changed and not (inputs is not None and inputs.counts_anew(tensors[at])):
+            is_changed = version_of(tensors[at]) != version and not (inputs and inputs.counts_anew(tensors[at]))
+            if is_changed or at in early:
                 raise MutationError(
                     f"{entry.op} runs again in replay and reads a tensor from outside the region (argument {at}, shape "
                     f"{tuple(tensors[at].shape)}), which was changed in place since it ran in forward",
                     region=self._region_name,
                     op=entry.group,
                     tensor=entry.label(0),
-                    remedy="Let the op read a clone, or let the policy save its result.",
+                    remedy="Let the policy save the op's result, put the code that reads and changes the tensor into "
+                    "one remat.native_save_region, or let the op read a clone that is made before the region.",
                 )
 
     def _restore_written(self, entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -371,7 +360,4 @@ def loaded_slots(region: Any) -> dict[int, torch.Tensor]:
     for entry in region.tape.calls:
         for place, slot in (*entry.kept.items(), *((-1 - at, slot) for at, slot in enumerate(entry.written))):
             loaded[id(slot)] = slot.load(region.name, entry.group, entry.label(max(place, 0)))
-        for at, slot in entry.earlier.items():
-            if id(slot) not in loaded:
-                loaded[id(slot)] = slot.load(region.name, entry.group, earlier_label(entry, at))
     return loaded

@@ -16,7 +16,6 @@ from torch import Tensor, strided
 
 from torch_remat._compat import CompiledCode, Handler, in_autocast, keep_from_compiler, storage_key
 from torch_remat.dispatch.ambient import RngState
-from torch_remat.dispatch.log.earlier import Earlier
 from torch_remat.dispatch.log.entry import (
     FIRST,
     ODD,
@@ -28,7 +27,6 @@ from torch_remat.dispatch.log.entry import (
     entry_of,
     is_bookkeeping,
     names_of,
-    written_arguments,
 )
 from torch_remat.dispatch.log.meta import (
     USUAL,
@@ -62,7 +60,6 @@ class OpRecorder:
 
     Attributes:
         native: The native region that runs, all of whose results are saved.
-        earlier: What tensors from outside were before the region changed them.
         compiled_code: Notes whether compiled code runs, whose ops are not seen.
         random: The entries of ops that may have drawn random numbers.
     """
@@ -83,7 +80,6 @@ class OpRecorder:
         self._observer = observer
         self._plans: dict[int, _Plan] = {}  # by the identity of each op
         self._counts: dict[str, dict[str, int]] = {}  # of ops by name, and by the path of their module
-        self.earlier = Earlier(self._storages, self._entries)
         # What the stretch that runs has changed of what entries had made; what it has changed outside, by storage, with
         # the first entry that did, and the versions from before; and the generators before its first random op.
         self.rewritten: list[torch.Tensor] = []
@@ -170,8 +166,6 @@ class OpRecorder:
             return op(*args, **kwargs)
         if self._results.unread:
             self._results.read_versions()
-        if effects.written:
-            self.earlier.note_writes(written_arguments(effects, args, kwargs))
         before, moved = self._rng_before(effects)
         entry = _new(make)
         if effects.random:

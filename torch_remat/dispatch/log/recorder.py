@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -48,6 +49,7 @@ from torch_remat.dispatch.mode import RematMode
 from torch_remat.dispatch.placeholder import new_tuple
 from torch_remat.dispatch.region.inputs import leaves_of
 from torch_remat.dispatch.region.outputs import tensors_of
+from torch_remat.dispatch.region.outside import State
 from torch_remat.errors import UsageError
 from torch_remat.offload.transfer import Placement
 from torch_remat.policies.decision import CheckpointPolicy
@@ -204,6 +206,15 @@ class Recorder:
         records[record.name] = record
         record.saved_before = len(self.region.tape.saved)
 
+    def states_outside(self) -> Sequence[State] | None:
+        """Return what the region reaches, before a call that replay skips; None if it reaches nothing."""
+        return None if self.region.outside is None else self.region.outside.states()
+
+    def note_skipped(self, before: Sequence[State] | None) -> None:
+        """Note what such a call has changed of it, once it is over."""
+        if before is not None:
+            self.region.outside.note_skipped(before, len(self.region.tape.records))
+
     def run_group(
         self, group: Stretch, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
@@ -212,13 +223,14 @@ class Recorder:
         self.note_record(group)
         group.start = len(self.entries)
         self.watch.native = group
-        first = sequence_number()
+        first, before = sequence_number(), self.states_outside()
         try:
             return function(*args, **kwargs)
         except BaseException:
             group.raised = True
             raise
         finally:
+            self.note_skipped(before)
             self.watch.native = None
             group.end = len(self.entries)
             self.skipped.append((first, sequence_number()))
@@ -238,7 +250,7 @@ class Recorder:
         stretch.start = len(self.entries)
         watch.native = stretch
         watch.forget_counts()
-        first = sequence_number()
+        first, before = sequence_number(), self.states_outside()
         leaves: Sequence[Any] = ()
         name = None
         try:
@@ -251,6 +263,7 @@ class Recorder:
             stretch.raised = True
             raise
         finally:
+            self.note_skipped(before)
             watch.native = None
             self._end_stretch(watch, stretch, first, leaves, name)
         return result
@@ -404,8 +417,6 @@ class Recorder:
     def undecided(self) -> Iterator[Undecided]:
         """Yield op, name, tensor and decision of what forward holds until its end tells whether anything needs it."""
         yield from self.results.undecided()
-        if self.watch is not None:
-            yield from self.watch.earlier.undecided()
 
     def finish(self, boundary: Sequence[torch.autograd.graph.Node | None]) -> None:
         """Keep what replay or backward needs, once each entry of the policy is known to have matched."""
@@ -425,11 +436,17 @@ class Recorder:
         if self.has_policy:  # elsewhere the graph is asked
             self.results.let_go_of_graph()
         self._run_what_is_changed_again()
+        if self.storages.has_writes:
+            note_early_reads(self.entries)
         tape.roots = roots = self._roots(boundary)
         needs = find_needs(self.entries, roots, self.results.can_keep)
         while draws := self._draws_before(needs.run):
             for entry in draws:
                 entry.always = True
+            needs = find_needs(self.entries, roots, self.results.can_keep)
+        while writers := self._writers_to_repeat(needs.run):
+            for entry in writers:
+                entry.always = entry.repeats = True
             needs = find_needs(self.entries, roots, self.results.can_keep)
         for entry in needs.run:
             entry.run = True
@@ -441,8 +458,6 @@ class Recorder:
             # Replay does not change them again.
             changes = self._changes
             region.inputs.accept_changes(lambda tensor, times: changes.get(key_of(tensor)) == times)
-        if self.watch is not None:
-            self.watch.earlier.keep(self.departures.slot_for, tape.backward_inside)
 
     def _run_what_is_changed_again(self) -> None:
         """Let changes by native regions run in replay where code outside of them has changed the same tensor since."""
@@ -461,12 +476,26 @@ class Recorder:
         groups = {entry.group for entry in set(run).intersection(random)} if random else ()
         return [entry for entry in random if entry.group in groups and not entry.always]
 
+    def _writers_to_repeat(self, run: Sequence[Entry]) -> list[Entry]:
+        """Return what replay must write again: small buffers that an op reads which it runs."""
+        outside = self.region.outside
+        if not (self.has_policy and self.storages.has_writes) or outside is None:
+            return []
+        keys = outside.repeatable() & {key for entry in run if entry.versions for key in entry.reads}
+        writers = [
+            entry for entry in self.entries if not entry.repeats and not keys.isdisjoint(map(_address, entry.outside))
+        ]
+        if not writers or any(not keys.issuperset(entry.writes) for entry in writers):
+            return []
+        outside.repeat(keys)
+        for entry in self.entries:
+            entry.early = [(at, storage) for at, storage in entry.early if storage.cdata not in keys]
+        return writers
+
     def before_replay(self) -> None:
         """Let a replay inside of forward, and each later one, run all ops so far, on what they have read."""
-        if self.watch is not None:
-            if self.has_policy or self.watch.native is not None:
-                run_for_good(self.entries)
-            self.watch.earlier.keep(self.departures.slot_for, True)
+        if self.watch is not None and (self.has_policy or self.watch.native is not None):
+            run_for_good(self.entries)
 
     def _finish_policy(self) -> None:
         watch, region = self.watch, self.region
@@ -474,8 +503,6 @@ class Recorder:
         for record in region.tape.records.values():
             if isinstance(record, HandleCall):
                 self.results.keep_views(record)
-        if region.buffers is not None and self.storages.has_writes:
-            watch.earlier.note_left(region.buffers.tensors())
         if self.storages.has_writes and region.inputs is not None:
             # Replay writes none of them again.
             region.inputs.accept_changes(lambda tensor, _: self.storages.has_changed(tensor))
@@ -554,6 +581,22 @@ class Recorder:
 
 def _in_root(_frame: Any) -> str:
     return ""  # names in a native region begin with it
+
+
+_address = attrgetter("cdata")
+
+
+def note_early_reads(entries: Sequence[Entry]) -> None:
+    """Note which entries read a tensor from outside before a later entry changed it.
+
+    Replay does not undo the change, and version counters do not tell of one by ``.data``.
+    """
+    written: dict[int, StorageWeakRef] = {}
+    for entry in reversed(entries):
+        if written and entry.versions and not (entry.is_view() or entry.effects.factory):
+            entry.early = [(at, written[entry.reads[at]]) for at, _ in entry.versions if entry.reads[at] in written]
+        for storage in entry.outside:
+            written[storage.cdata] = storage
 
 
 def keep_random(region: Any, random: Sequence[Entry]) -> None:

@@ -8,19 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import ref
 
 import torch
 
 from torch_remat._compat import SavedTensorHooks
-from torch_remat.dispatch.placeholder import Geometry
 from torch_remat.errors import MutationError
 
-Shapes = Sequence[tuple[ref[torch.Tensor], Geometry]]
 UNCOUNTED = -1
 """The version of a tensor made in inference mode, which counts no changes."""
-COPIED_BYTES = 1 << 16
-"""Up to this size a buffer is copied for replay: before forward, since only at its end it is known to have changed."""
 _NOTHING = torch.empty(0)
 
 
@@ -51,10 +46,8 @@ class Slot:
 
     Attributes:
         kept: The alias, or what the hooks made of the tensor.
-        shapes: Of a copy of a storage: tensors that were seen there, and how they lay in it.
     """
 
-    shapes: Shapes = ()
     # What most slots have none of is not set for each.
     source: tuple[str, int] | None = None
     _requires_grad = False

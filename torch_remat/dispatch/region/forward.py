@@ -49,6 +49,7 @@ from torch_remat.dispatch.observe import Watch, is_watched
 from torch_remat.dispatch.options import DEFAULTS, Options
 from torch_remat.dispatch.region.module_path import ModulePath
 from torch_remat.dispatch.region.outputs import boundary_nodes, node_of, tensors_of
+from torch_remat.dispatch.region.outside import Outside
 from torch_remat.dispatch.region.region import Region
 from torch_remat.dispatch.region.replay import Filling
 from torch_remat.policies.kinds import OpPolicy
@@ -60,12 +61,10 @@ def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
     if budget is not None and parent is None and (run := budget.runner(options, function, args, kwargs)) is not None:
         return run(function, args, kwargs)
     is_part = False
-    earlier = observed = None
+    observed = None
     if isinstance(parent, Recording) and parent.region.inputs is not None:
         parent.region.inputs.note_histories()
     if parent is not None and parent.ops is not None:
-        if isinstance(parent, Recording) and parent.ops.has_policy and parent.ops.watch is not None:
-            earlier = parent.ops.watch.earlier
         is_part = parent.ops.skips()
         if not is_part:
             args, kwargs = parent.ops.enter_region(args, kwargs)
@@ -73,8 +72,6 @@ def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
     if budget is not None and (parent is None or not parent.recomputing):
         region.keeper = budget.begin(region, args, kwargs)
     mode = Recording(region)
-    if earlier is not None:
-        earlier.enter(region)
     try:
         contexts: Sequence[AbstractContextManager[Any]] = () if options is DEFAULTS else mode.contexts()
         if is_watched():
@@ -85,9 +82,11 @@ def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
         mode.finish(nodes)
     finally:
         mode.forget()
-        if earlier is not None and parent is not None:
-            with parent.unwatched():
-                earlier.leave()
+    if region.outside is not None:
+        if isinstance(parent, Recording) and not is_part:
+            parent.region.outside = parent.region.outside or Outside()
+            parent.region.outside.take_over(region.outside)
+        region.outside.let_go()
     if region.keeper is not None:
         region.keeper.finish()  # counts what is left
     for node in nodes:
@@ -302,6 +301,8 @@ class Recording(RematMode):
                 mark_changed(holder)
         self._counters.clear()  # before the ops look for what is alive
         self._casts.clear()
+        if region.outside is not None:
+            region.outside.finish(None if self.ops is None else self.ops.storages.has_changed)
         if self.ops is not None:
             if keeper is None:
                 self.ops.finish(boundary)
@@ -312,10 +313,6 @@ class Recording(RematMode):
             region.rng = None
         assert region.inputs is not None
         note_used(region, boundary)
-        is_logged = None if self.ops is None else self.ops.storages.has_changed
-        leaves_out = self.ops is not None and (self.ops.skipped_any or bool(self.ops.calls))
-        if region.buffers is not None and not region.buffers.finish(is_logged, leaves_out):
-            region.buffers = None
         region.finished = True
 
     def _tail_is_tiny(self) -> bool:

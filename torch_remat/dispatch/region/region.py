@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from weakref import finalize, ref
 
 import torch
-from torch.nn import Module
 
 from torch_remat._compat import (
     count_of_modes,
@@ -28,9 +27,7 @@ from torch_remat._compat import (
 )
 from torch_remat.dispatch.ambient import RngState, capture_ambient
 from torch_remat.dispatch.check.debug_log import OpLog
-from torch_remat.dispatch.check.parameters import parameters_of
 from torch_remat.dispatch.check.values import Values
-from torch_remat.dispatch.generators import generators_of
 from torch_remat.dispatch.holder import Holder, OpHolder, read
 from torch_remat.dispatch.keeping import Keeper
 from torch_remat.dispatch.mode import unseen
@@ -39,8 +36,9 @@ from torch_remat.dispatch.offloading import Sender, offload_inputs
 from torch_remat.dispatch.options import DEFAULTS, Options
 from torch_remat.dispatch.part import own_hooks
 from torch_remat.dispatch.placeholder import unpack
-from torch_remat.dispatch.region.buffers import Buffers, buffered_globals
+from torch_remat.dispatch.reach import reach
 from torch_remat.dispatch.region.inputs import RegionInputs
+from torch_remat.dispatch.region.outside import Outside
 from torch_remat.dispatch.tape import Tape
 from torch_remat.errors import ReleasedError
 
@@ -80,7 +78,7 @@ class Region:
     replay_context: AbstractContextManager[Any] | None = None
     op_log: OpLog | None = None
     offloading: Sender | None = None
-    buffers: Buffers | None = None  # of modules, while they are to be put back
+    outside: Outside | None = None  # what outlives it and may change
     keeper: Keeper | None = None  # inside of a budget
     recorder: Any = None  # of names and ops, while forward runs
     replayed_in = -1  # the latest backward that came here
@@ -100,17 +98,16 @@ class Region:
         hooks = top_saved_tensors_hooks()
         inputs = RegionInputs(args, kwargs, hooks)
         self.inputs: RegionInputs | None = inputs
-        generators = None
+        reached = reach(function, inputs.modules() if inputs.others else ())
+        self.parameters: Sequence[torch.Tensor | None] = reached.parameters
+        if reached.places:
+            self.outside = Outside(reached.places, options.policy is not None)
+        self.rng = None
         if options.preserve_rng_state:
-            generators = generators_of(function)
+            generators = reached.generators
             if inputs.others:
                 generators += [other for other in inputs.others if isinstance(other, torch.Generator)]
-        buffered: list[Module] = []
-        self.parameters = parameters_of(function, inputs.modules() if inputs.others else (), generators, buffered)
-        buffered += buffered_globals(function)
-        if buffered:
-            self.buffers = Buffers(buffered, options.policy is not None)
-        self.rng = None if generators is None else RngState(generators)
+            self.rng = RngState(generators)
         self.hooks = own_hooks(self.name) if is_part and hooks is not None and hooks[1] in (read, unpack) else hooks
         self.ambient = capture_ambient()
         self.modes = count_of_modes()
@@ -233,10 +230,6 @@ class Region:
             self.recorder.adopt(holder, value)
         return value
 
-    def finds_again(self, tensor: torch.Tensor) -> bool:
-        """Whether replay finds a tensor that forward changes as it was: a buffer, or any under a policy."""
-        return self.options.policy is not None or (self.buffers is not None and self.buffers.has_copy(tensor))
-
     def release(self) -> None:
         """Drop what only a further replay would need."""
         self._past_name = default_name(self.function)  # of the function no more than a name: it may own tensors
@@ -244,4 +237,4 @@ class Region:
         if self.tape.records or self.tape.regions or self.tape.calls or self.tape.inner:
             self.tape.forget_slots()
         self.inputs = self.function = self.hooks = self.rng = self.replay_context = self.op_log = None
-        self.buffers = None
+        self.outside = None

@@ -29,6 +29,7 @@ from torch_remat.dispatch.check.comparison import is_same_leaf, lies_otherwise, 
 from torch_remat.dispatch.check.inner_ops import missing_inner
 from torch_remat.dispatch.check.mismatch import another_parameter, saved_otherwise
 from torch_remat.dispatch.check.parameters import check_parameters
+from torch_remat.dispatch.check.unread import Unread
 from torch_remat.dispatch.check.values import LeftOut, Values, difference, value_function
 from torch_remat.dispatch.handle.answerer import Answerer
 from torch_remat.dispatch.holder import (
@@ -42,14 +43,13 @@ from torch_remat.dispatch.holder import (
     metadata_of,
     parameter_behind,
 )
-from torch_remat.dispatch.log.stale import StaleReads, stale_reads
 from torch_remat.dispatch.mode import RematMode, StartOver, StopReplay
 from torch_remat.dispatch.naming import scope, scope_restored
 from torch_remat.dispatch.observe import Watch, is_watched
 from torch_remat.dispatch.options import DEFAULTS
 from torch_remat.dispatch.placeholder import Packed, Placeholder, add_note, last_refusal, real, unpack
-from torch_remat.dispatch.region.buffers import put_back
 from torch_remat.dispatch.region.inputs import fresh_alias, leaves_of, with_leaves
+from torch_remat.dispatch.region.outside import State, put_back
 from torch_remat.errors import MismatchError, RematError
 
 if TYPE_CHECKING:
@@ -60,14 +60,14 @@ class Filling(RematMode):
     """The replay of a region. Its pack hook gives each empty holder its value, in the order of forward.
 
     Attributes:
-        stale: What watches for stale reads, where there may be some.
+        unread: What the replay must not read, where there is anything.
         stopped: Whether `StopReplay` was raised: what user code runs from there on counts for nothing.
     """
 
     replaying = True
     stopped = False
     over = False  # whether it takes no more tensors
-    stale: StaleReads | None = None
+    unread: Unread | None = None
     position = 0  # of the next tensor to be saved
     inner_next = 0  # the place of the next op of an inner region
     ops: Answerer | None = None
@@ -120,28 +120,22 @@ class Filling(RematMode):
         if last_refusal.get() is not None:
             last_refusal.set(None)
         grad_enabled = torch.is_grad_enabled()
-        is_logged = None if region.recorder is None else region.recorder.storages.has_changed
-        buffers = () if region.buffers is None else region.buffers.go_back(is_logged)
+        before: Sequence[State] = ()
         try:
-            contexts = check_parameters(region, self.fail)
+            before, contexts = self._go_back()
             self._sees_modes_of_forward = not contexts and region.modes == count_of_modes()
             args, kwargs = region.inputs.restore(region)
             set_grad_enabled(True)
             try:
-                pack = self.pack_hook()
-                if self.ops is not None and region.options.policy is None:
-                    self.stale = stale_reads(self)
-                    pack = pack if self.stale is None else self.stale.guarded(pack)
                 if (
                     region.ambient is not capture_ambient()
                     or region.scope != scope.get()
                     or region.rng is not None
                     or region.options is not DEFAULTS
-                    or self.stale is not None
                     or is_watched()
                 ):
                     contexts = self._contexts() + contexts
-                self.run(region.function, args, kwargs, (pack, unpack), contexts)
+                self.run(region.function, args, kwargs, (self.pack_hook(), unpack), contexts)
             except StopReplay as stop:
                 if stop.replay is not self:
                     raise
@@ -157,12 +151,12 @@ class Filling(RematMode):
             raise
         finally:
             set_grad_enabled(grad_enabled)
-            if buffers:
-                put_back(buffers)
+            if before:
+                put_back(before)
             if self.ops is not None:
                 self.ops.forget()
                 self.ops = None  # which knows this mode
-            self._values = self.observed = self.stale = None  # the first knows this mode too
+            self._values = self.observed = self.unread = None  # the first knows this mode too
             # A tensor of the replay that outlives it owns its graph, which knows this mode through its pack hook.
             self._late = ()
             if last_refusal.get() is not None:
@@ -183,13 +177,32 @@ class Filling(RematMode):
             contexts.append(region.replay_context)
         if self._values is not None:
             contexts.append(LeftOut(self._values))  # as in forward: some ops count versions otherwise under a mode
-        log = None if region.op_log is None else region.op_log.begin("replay")
-        if self.stale is not None:
-            self.stale.run = log or self.stale.run
-            self._sees_modes_of_forward = False
-        if self.stale is not None or log is not None:
-            self.opening, self.lets_compiled_code_run = log if self.stale is None else self.stale.watch, True
+        if region.op_log is not None:
+            self.opening, self.lets_compiled_code_run = region.op_log.begin("replay"), True
         return contexts
+
+    def _go_back(self) -> tuple[Sequence[State], list[AbstractContextManager[Any]]]:
+        """Let what outlives the region be as the replay needs it; see NOTE [ Outside ].
+
+        Returns:
+            What it was, to be put back, and the contexts that end a replay that reads what it must not read.
+        """
+        region, ops = self.region, self.ops
+        before: Sequence[State] = ()
+        unread = Unread(self.fail, (lambda: 0) if ops is None else ops.passed)
+        unread.add_parameters(check_parameters(region))
+        if region.outside is not None:
+            if not region.finished:
+                region.outside.classify(None if region.recorder is None else region.recorder.storages.has_changed)
+            before, places = region.outside.go_back(region.name)
+            for place in places:
+                unread.add(*place)
+        if ops is not None and region.options.policy is None:
+            ops.add_unread(unread)
+        if not unread:
+            return before, []
+        self.unread = unread
+        return before, [unread.compiled_code, unread]
 
     @keep_from_compiler
     def pack_hook(self) -> Callable[[torch.Tensor], torch.Tensor | Packed]:
@@ -412,11 +425,6 @@ class Filling(RematMode):
         if position == self._last and not self._waiting and self._unfilled_number != sequence_number():
             self.stop()
 
-    def fills_next(self) -> bool:
-        """Whether the tensor that is saved next fills a holder."""
-        entry = self._saved[self.position] if self.position < self._limit else None
-        return type(entry) is ref and (holder := entry()) is not None and holder.value is None
-
     def ops_now(self) -> Answerer | None:
         """Return the ops of this replay; None once it is over, when user code goes on all the same."""
         if self.ops is None and not self.over:
@@ -433,8 +441,6 @@ class Filling(RematMode):
 
     def fill_elided(self, holder: Holder, value: torch.Tensor) -> None:
         """Give a holder that was passed over its value."""
-        if self.stale is not None:
-            self.stale.check(value)
         if self.region.hooks is not None:  # what they restored may count its versions anew
             holder.metadata = (value._version, *holder.metadata[1:])
         holder.value = value
@@ -508,6 +514,8 @@ class Filling(RematMode):
             self._values.flush()
         if self._error is not None:
             raise self._take_error()
+        if self.unread is not None and (refused := self.unread.refuse_compiled_code()) is not None:
+            raise refused
         refusal = self._refusal if self.stopped else last_refusal.get()
         if refusal is not None:
             raise refusal()

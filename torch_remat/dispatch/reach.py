@@ -1,0 +1,224 @@
+"""What a region's function reaches without an argument: the one walker.
+
+In: a region's function, and the modules among its arguments. Kept: nothing. Out: parameters, random generators, and the
+*places* of other tensors (buffers, attributes, closure cells, globals, entries of lists and dicts), where replay looks
+for them again.
+
+The walk costs a region little: it looks at a function's cells, defaults and named globals, through partials, methods
+and wrappers, at the attributes of the object that runs, one level into lists, tuples and dicts, and at all of a module.
+What lies deeper is not found; docs/limits.md says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import islice
+from types import CellType, CodeType, FunctionType, MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Generator, Tensor
+from torch.nn import Module, Parameter
+
+# Torch's own modules, to which nobody adds an attribute, have buffers at most.
+_BARE = frozenset(kind for kind in vars(torch.nn).values() if isinstance(kind, type) and issubclass(kind, Module))
+_COUNT = len(Module().__dict__)  # of the attributes that every module has, which come first
+
+
+class Place(NamedTuple):
+    """Where a tensor was found.
+
+    Attributes:
+        holder: What holds it: the buffers or attributes of a module, a closure cell, a list, a dict.
+        key: Its name or index there; of a closure cell the variable's name.
+        tensor: The tensor; None for a buffer that is not set.
+        module: The module whose buffer it is; None for other tensors.
+    """
+
+    holder: Any
+    key: Any
+    tensor: Tensor | None
+    module: Module | None
+
+    def held(self) -> Any:
+        """Return what is at the place now; None if nothing is."""
+        if type(self.holder) is CellType:
+            try:
+                return self.holder.cell_contents
+            except ValueError:  # of a variable that was deleted
+                return None
+        try:
+            return self.holder[self.key]
+        except LookupError:
+            return None
+
+    def put(self, value: Tensor | None) -> None:
+        """Put a tensor there."""
+        if type(self.holder) is CellType:
+            self.holder.cell_contents = value
+        else:
+            self.holder[self.key] = value
+
+    @property
+    def name(self) -> str:
+        """What an error calls the tensor."""
+        if self.module is not None:
+            return f"buffer {self.key!r} of {type(self.module).__name__}"
+        return f"variable {self.key!r}" if isinstance(self.key, str) else f"entry {self.key!r} of a container"
+
+
+class Reached:
+    """What one walk has found.
+
+    Attributes:
+        modules: The modules, each before those that it has.
+        parameters: The parameters, in an order that replay finds again; None for one that a module has not set.
+        generators: The random generators.
+        places: The other tensors.
+    """
+
+    __slots__ = ("generators", "modules", "parameters", "places")
+
+    def __init__(self) -> None:
+        self.modules: list[Module] = []
+        self.parameters: list[Tensor | None] = []
+        self.generators: list[Generator] = []
+        self.places: list[Place] = []
+
+    def add_modules(self) -> None:
+        """Look at the modules found, and at those that they have."""
+        parameters, places, modules = self.parameters, self.places, self.modules
+        seen = set(modules)
+        for module in modules:  # grows meanwhile
+            if module._parameters:
+                parameters += module._parameters.values()
+            if module._modules:
+                for inner in module._modules.values():
+                    if inner is not None and inner not in seen:
+                        seen.add(inner)
+                        modules.append(inner)
+            if module._buffers:
+                buffers = module._buffers
+                places += [Place(buffers, name, tensor, module) for name, tensor in buffers.items()]
+            if type(module) not in _BARE:
+                self._add_attributes(module.__dict__)
+
+    def _add_attributes(self, attributes: dict[str, Any]) -> None:
+        kinds = set(map(type, islice(reversed(attributes.values()), len(attributes) - _COUNT)))
+        if Generator in kinds:
+            self.generators += [value for value in attributes.values() if type(value) is Generator]
+        if Tensor in kinds:
+            self.places += [
+                Place(attributes, name, value, None) for name, value in attributes.items() if type(value) is Tensor
+            ]
+
+
+def reach(function: Callable[..., Any], arguments: Sequence[Module] = ()) -> Reached:
+    """Return what a function reaches.
+
+    Args:
+        function: A module, a method, a function, a callable object; also a ``partial`` or a wrapper of these.
+        arguments: The modules among its arguments.
+    """
+    found = Reached()
+    if not arguments and isinstance(function, Module):
+        found.modules.append(function)
+    else:
+        _walk(found, [function, *arguments])
+    if found.modules:
+        found.add_modules()
+    return found
+
+
+def _walk(found: Reached, values: list[Any]) -> None:
+    owners, seen = {id(values[0])}, set()  # objects that run; and what was looked at
+    for value in values:  # grows meanwhile
+        kind = type(value)
+        if isinstance(value, Module):
+            if value not in found.modules:
+                found.modules.append(value)
+        elif kind is Parameter:
+            found.parameters.append(value)
+        elif kind is Generator:
+            found.generators.append(value)
+        elif kind in _CONTAINERS:
+            values += _parts(found, value)
+        elif id(value) in seen:  # a function may close over itself
+            continue
+        elif kind is FunctionType:
+            seen.add(id(value))
+            values += _of_function(found, value)
+        elif kind is MethodType:
+            owners.add(id(value.__self__))
+            values += (value.__self__, value.__func__)
+        elif kind is partial:
+            values.append(value.func)
+            values += _held(found, value.args, enumerate(value.args))
+            values += _held(found, value.keywords, value.keywords.items())
+        elif id(value) in owners:  # an object that is called, or has the method
+            seen.add(id(value))
+            values.append(_Attributes(getattr(value, "__dict__", {})))
+        elif kind is _Attributes:
+            values += _held(found, value.of, value.of.items())
+
+
+class _Attributes(NamedTuple):
+    """The attributes of an object that runs: all of them are looked at."""
+
+    of: dict[str, Any]
+
+
+def _of_function(found: Reached, function: FunctionType) -> list[Any]:
+    """Return what a function holds to look at; note its tensors."""
+    values: list[Any] = []
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+        with suppress(ValueError):  # of a variable that has no value now
+            values += _held(found, cell, ((name, cell.cell_contents),))
+    if (names := _names_in(function.__code__)) and (held := function.__globals__):
+        for name in names:
+            value = held.get(name)
+            if isinstance(value, (Tensor, Module, Generator)):
+                values += _held(found, held, ((name, value),))
+    for default in (function.__defaults__, function.__kwdefaults__):
+        if default:
+            values += _held(found, default, default.items() if type(default) is dict else enumerate(default))
+    if function.__dict__ and (wrapped := function.__dict__.get("__wrapped__")) is not None:
+        values.append(wrapped)
+    return values
+
+
+def _names_in(code: CodeType) -> Sequence[str]:
+    """Return the names of globals that a function names, or one defined in it."""
+    if CodeType not in map(type, code.co_consts):
+        return code.co_names
+    names = dict.fromkeys(code.co_names)
+    for inner in code.co_consts:
+        if type(inner) is CodeType:
+            names |= dict.fromkeys(_names_in(inner))
+    return list(names)
+
+
+def _parts(found: Reached, container: Any) -> list[Any]:
+    """Return what a list, tuple or dict holds to look at, if its first entry is of interest; note its tensors."""
+    if not container:
+        return []
+    first = next(iter(container.values() if type(container) is dict else container))
+    if not isinstance(first, _OF_INTEREST):
+        return []
+    held = _held(found, container, container.items() if type(container) is dict else enumerate(container))
+    return [value for value in held if type(value) not in _CONTAINERS]  # one level
+
+
+def _held(found: Reached, holder: Any, items: Iterable[tuple[Any, Any]]) -> Iterator[Any]:
+    """Note the tensors among what a holder holds; yield what else is of interest."""
+    for key, value in items:
+        if isinstance(value, Tensor) and type(value) is not Parameter:
+            found.places.append(Place(holder, key, value, None))
+        elif isinstance(value, _OF_INTEREST):
+            yield value
+
+
+_CONTAINERS = frozenset((list, tuple, dict))
+_OF_INTEREST = (Tensor, Module, Generator, FunctionType, MethodType, partial, list, tuple, dict)
