@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.profiler import ProfilerActivity, profile
 
 import torch_remat as remat
 
@@ -71,6 +73,38 @@ def test_no_data_is_kept_for_backward() -> None:
         assert x.grad is not None
     finally:
         gc.enable()
+
+
+def _kept_bytes(function: Callable[..., torch.Tensor], *args: Any) -> int:
+    """Return what one of many recomputable tensors keeps, by the profiler's count of allocated memory."""
+    remat.dtr.recomputable(function, *args)
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        made = [remat.dtr.recomputable(function, *args) for _ in range(20)]
+    kept = sum(event.self_cpu_memory_usage for event in prof.key_averages())
+    return kept // len(made)
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_random_state_is_kept_only_for_functions_that_draw(requires_grad: bool) -> None:
+    x = torch.randn(16, 16, requires_grad=requires_grad)
+    state = torch.get_rng_state().nbytes
+    assert _kept_bytes(torch.tanh, x) == 0
+    assert state <= _kept_bytes(F.dropout, x) <= 2 * state + 64  # one more for the region, and alignment
+    made = remat.dtr.recomputable(F.dropout, x)
+    before = torch.get_rng_state()
+    assert torch.equal(made + 0, made + 0)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_generator_among_the_arguments_stands_at_each_read_as_at_the_call() -> None:
+    generator = torch.Generator().manual_seed(3)
+    made = remat.dtr.recomputable(lambda g: torch.rand(4, generator=g), generator)
+    following = generator.get_state()
+    expected = torch.rand(4, generator=torch.Generator().manual_seed(3))
+    assert torch.equal(made + 0, expected)
+    assert torch.equal(made + 0, expected)
+    assert torch.equal(generator.get_state(), following)
 
 
 def test_an_argument_changed_since_is_an_error() -> None:

@@ -95,6 +95,7 @@ __all__ = [
     "with_shared_versions",
     "with_torch_function",
     "without_dispatch_modes",
+    "without_modes",
     "without_modes_for",
     "without_torch_function",
     "without_torch_function_ever",
@@ -543,14 +544,13 @@ is_traceable_wrapper: Callable[[object], bool] = torch.utils._python_dispatch.is
 # Runs an op past all dispatch modes. What the hooks of checkpointing do to a tensor is no op of the user's.
 without_dispatch_modes: Callable[[], AbstractContextManager[Any]] = torch._C._DisableTorchDispatch
 
+# Runs ops past all dispatch modes, but still by the `__torch_dispatch__` of tensor subclasses.
+without_modes: Callable[[], AbstractContextManager[Any]] = torch.utils._python_dispatch._disable_current_modes
+
 
 def without_modes_for(tensor: torch.Tensor) -> AbstractContextManager[Any]:
     """Return the same for ops on one tensor, of any type: below a wrapper's own dispatch there is no memory."""
-    guard: AbstractContextManager[Any] = (
-        without_dispatch_modes()
-        if type(tensor) is torch.Tensor
-        else torch.utils._python_dispatch._disable_current_modes()
-    )
+    guard: AbstractContextManager[Any] = without_dispatch_modes() if type(tensor) is torch.Tensor else without_modes()
     return guard
 
 

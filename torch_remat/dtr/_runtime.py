@@ -47,6 +47,7 @@ from torch_remat.dtr._storage import Alias, Buffer, Handle, Storage, copy_memory
 from torch_remat.dtr._tensor import (
     EvictableTensor,
     LeftTensor,
+    LostTensor,
     foreign_thread,
     make_tensor,
 )
@@ -114,6 +115,7 @@ class BlockRuntime:
         self.outside = Outside(memory)
         self.thread = get_ident()
         self.recorder: Any = None
+        self.left: list[ref[torch.Tensor]] = []  # when the block has ended: what could not be made plain
 
     # What the mode calls
 
@@ -429,8 +431,11 @@ class BlockRuntime:
         while attempts:
             try:
                 self.forget()
-                leaving = [tensor for weak in list(self.tensors.values()) if (tensor := weak()) is not None]
+                leaving: list[torch.Tensor] = [
+                    tensor for weak in list(self.tensors.values()) if (tensor := weak()) is not None
+                ]
                 failure = make_plain(memory, leaving) or failure
+                self.left = [ref(tensor) for tensor in leaving if type(tensor) in (LeftTensor, LostTensor)]
                 break
             except BaseException as error:
                 failure = failure or error

@@ -1,11 +1,12 @@
 """The tensors of a block: true metadata, and data only where the runtime has it or makes it again.
 
 In: metadata, and a handle on the memory. Kept: no data; the handle. Out: the data for what reads it without an op,
-such as ``numpy``. When the block ends each of them becomes a plain tensor, the same object (`become_plain`).
+such as ``numpy``. When the block ends each of them becomes a plain tensor, the same object (see `_leaving`).
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,9 +18,6 @@ from torch_remat._compat import (
     make_wrapper_subclass,
     set_conj,
     set_neg,
-    set_version,
-    swap_identity,
-    use_count,
     without_dispatch_modes,
     without_torch_function_ever,
 )
@@ -101,12 +99,12 @@ class EvictableTensor(torch.Tensor):
 
 
 class LeftTensor(torch.Tensor):
-    """A tensor that has left its block while autograd's graph knows it: an ordinary tensor with its data.
+    """A tensor with its data that has left its block and could not be made plain; see NOTE [How a tensor leaves].
 
-    Autograd may hold on to the very object, which torch never turns into an exact ``torch.Tensor``. Its results are
-    plain tensors.
+    Its results are plain tensors. ``torch.nn.Parameter`` takes its ``detach()``, not the tensor itself.
     """
 
+    _handle: Handle
     __torch_function__ = without_torch_function_ever
 
     @classmethod
@@ -118,9 +116,28 @@ class LeftTensor(torch.Tensor):
             result = func(*args, **(kwargs or {}))
         return refilled(result, iter([_plain(leaf) for leaf in leaves(result)]))
 
+    def _plain_leaf(self) -> torch.Tensor:
+        """Return a plain leaf on the same memory."""
+        plain = self.detach()
+        if isinstance(self, Parameter):
+            return Parameter(plain, self.requires_grad)
+        return plain.requires_grad_(self.requires_grad)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        with torch.no_grad():
-            return self.detach().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
+        return self._plain_leaf().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if not self.is_leaf:
+            raise RuntimeError("only tensors that are leaves of the graph can be copied deeply; detach it first")
+        if id(self) not in memo:
+            plain = self._plain_leaf()
+            plain.grad = self.grad
+            memo[id(self)] = copy.deepcopy(plain, memo)
+        return memo[id(self)]
+
+    def tolist(self) -> Any:
+        """Return the values as Python numbers."""
+        return self.detach().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return the values as an array that shares memory with the tensor."""
@@ -132,6 +149,9 @@ class LeftTensor(torch.Tensor):
         """Show the values."""
         return repr(self.detach())
 
+    def __format__(self, spec: str) -> str:
+        return format(self.detach(), spec)
+
 
 def _plain(result: Any) -> Any:
     """Return a result of an op: a view takes over that its base is dispatched to Python, though its class is not."""
@@ -139,14 +159,6 @@ def _plain(result: Any) -> Any:
         return result
     with without_dispatch_modes():
         return derive(result, place_of(result))
-
-
-def plain_gradient(leaf: torch.Tensor) -> None:
-    """Make the gradient of a leaf that has left its block exactly a tensor: the leaf itself holds a reference to it."""
-    gradient = leaf.grad if leaf.is_leaf and leaf.requires_grad else None
-    if type(gradient) is LeftTensor and gradient.grad_fn is None:
-        with without_dispatch_modes():
-            leaf.grad = derive(gradient, place_of(gradient))
 
 
 class LostTensor(torch.Tensor):
@@ -196,75 +208,3 @@ def make_tensor(like: torch.Tensor, handle: Handle) -> EvictableTensor:
         set_neg(made, True)
     made._handle = handle
     return made
-
-
-def become_plain(tensor: EvictableTensor, data: torch.Tensor) -> None:
-    """Turn a tensor of a block into a plain one, the same object.
-
-    NOTE [How a tensor leaves]. An object's identity for autograd (node, version, views) is the C++ tensor, and torch
-    cannot make that of a wrapper subclass a plain one. Where nothing can tell the difference the object gets another
-    C++ tensor, behind a node that hands gradients on: where autograd holds no reference and its graph has no use for
-    the tensor as the input of an op. Everywhere else the C++ tensor stays and gets the data: a `LeftTensor`.
-
-    Args:
-        tensor: The tensor of the block.
-        data: A plain tensor with its data, which nobody else holds.
-    """
-    used = tensor._handle.used
-    del tensor._handle
-    parameter = bool(getattr(tensor, "_is_param", False))
-    if _is_replaceable(tensor, used):
-        set_version(data, tensor._version)
-        if tensor.grad_fn is not None:
-            with torch.enable_grad():
-                data = _Leave.apply(tensor, [data])
-        elif tensor.requires_grad:
-            grad = tensor.grad
-            data.requires_grad_()
-            data.grad = grad
-        swap_identity(tensor, data)
-        tensor.__class__ = Parameter if parameter else torch.Tensor  # type: ignore[assignment]
-    else:
-        with without_dispatch_modes():
-            tensor.data = data
-        tensor.__class__ = LeftTensor  # type: ignore[assignment]
-
-
-def _is_replaceable(tensor: torch.Tensor, used: bool) -> bool:
-    if use_count(tensor) != 1 or tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
-        return False
-    if tensor.grad_fn is None:
-        return True
-    return not tensor.retains_grad and ((not used and not tensor._is_view()) or _is_freed(tensor.grad_fn))
-
-
-def _is_freed(node: torch.autograd.graph.Node) -> bool:
-    """Whether a backward has freed what the graph above a node saved: then no other can come through."""
-    seen, todo = {node}, [node]
-    while todo:
-        node = todo.pop()
-        for name in dir(node):
-            if name.startswith("_saved_"):
-                try:
-                    saved = getattr(node, name)
-                except RuntimeError as error:
-                    return "second time" in str(error)
-                if isinstance(saved, torch.Tensor):
-                    return False
-        for above, _ in node.next_functions:
-            if above is not None and above not in seen:
-                seen.add(above)
-                todo.append(above)
-    return False
-
-
-class _Leave(torch.autograd.Function):
-    """Hands gradients on from a plain tensor to the one of the block that it replaces."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, data: list[torch.Tensor]) -> torch.Tensor:
-        return data[0]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gradient, None

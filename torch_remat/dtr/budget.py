@@ -12,7 +12,6 @@ from types import TracebackType
 import torch
 
 from torch_remat._bytes import parse_bytes
-from torch_remat._compat import below_autograd
 from torch_remat.dtr._costs import Cost, Costs
 from torch_remat.dtr._memory import Deallocation, Memory
 from torch_remat.dtr._pool import Search
@@ -73,6 +72,14 @@ class Runtime:
     def overhead(self) -> float:
         """`total_compute` over `base_compute`; 1 where nothing ran."""
         return self.total_compute / self.base_compute if self.base_compute else 1.0
+
+    @property
+    def left(self) -> list[torch.Tensor]:
+        """Tensors, still alive, that could not be made plain when the block ended: each is a `LeftTensor`.
+
+        After an error at the end of the block also those without data, each a `LostTensor`.
+        """
+        return [tensor for weak in self._block.left if (tensor := weak()) is not None]
 
     def report(self) -> str:
         """Say in a few lines what the block did."""
@@ -171,8 +178,7 @@ def leave(runtime: Runtime, error: BaseException | None) -> None:
     """
     _active.runtime = None
     runtime._mode.__exit__(None, None, None)
-    with below_autograd():
-        failure = runtime._block.close()
+    failure = runtime._block.close()
     if failure is not None and error is None:
         raise failure
 
@@ -186,6 +192,8 @@ def format_report(runtime: Runtime, memory: Memory) -> str:
         f"{memory.evictions:,} evictions, {memory.rematerializations:,} ops run again, "
         f"compute x{runtime.overhead:.3f} ({type(memory.heuristic).__name__}, {memory.deallocation})",
     ]
+    if left := len(runtime.left):
+        lines.append(f"{left:,} tensors are not plain after the block: see Runtime.left")
     most = sorted(memory.again.items(), key=lambda item: -item[1][1])[:8]
     if most:
         width = max(len(name) for name, _ in most)

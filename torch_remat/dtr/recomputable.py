@@ -1,7 +1,7 @@
 """Tensors that keep a recipe and no data.
 
-In: a function and its arguments. Kept: those, the random state and the autocast of the call. Out: tensors that are
-computed when an op reads them, and forgotten after it.
+In: a function and its arguments. Kept: those, the autocast of the call, and the random state if the function draws.
+Out: tensors that are computed when an op reads them, and forgotten after it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import optree
 import torch
 
 from torch_remat._checkpoint import checkpoint
-from torch_remat._compat import make_wrapper_subclass, storage_key
+from torch_remat._compat import make_wrapper_subclass, storage_key, without_dispatch_modes
 from torch_remat.dtr._arguments import generator_of
 from torch_remat.dtr._kinds import capture_ambient, kind_of
 from torch_remat.dtr._storage import place_of
@@ -30,14 +30,21 @@ class Recipe:
         self.function = function
         self.args = tuple(args)
         tree: Any = self.args
+        leaves: list[Any] = optree.tree_leaves(tree)
         self._versions = [
             (leaf, storage_key(leaf), leaf._version)
-            for leaf in optree.tree_leaves(tree)
+            for leaf in leaves
             if isinstance(leaf, torch.Tensor) and not leaf.is_inference()
         ]
         self._ambient = capture_ambient()
         devices = {leaf.device for leaf, _, _ in self._versions} | {torch.device("cpu")}
-        self._random = [(generator, generator.get_state()) for generator in map(generator_of, devices)]
+        generators = [*map(generator_of, devices), *(leaf for leaf in leaves if isinstance(leaf, torch.Generator))]
+        self._random = [(generator, generator.get_state()) for generator in generators]
+
+    def has_run(self) -> None:
+        """Forget the random state if the function, which has just run, has drawn nothing: it is 5 KB on a CPU."""
+        with without_dispatch_modes():
+            self._random = [(one, state) for one, state in self._random if not torch.equal(one.get_state(), state)]
 
     def results(self) -> list[Any]:
         """Run the function again; random state stands as it stood.
@@ -112,7 +119,8 @@ def recomputable(function: Callable[..., Any], *args: Any) -> Any:
     been called.
 
     Args:
-        function: Returns tensors, alone or in containers. It must depend on its arguments only.
+        function: Returns tensors, alone or in containers. It must depend on its arguments only. It may draw from the
+            default generators and from generators among its arguments.
         args: Its arguments, which live as long as the results do. One that was changed in place since is an error
             when a result is read.
 
@@ -145,6 +153,7 @@ def recomputable(function: Callable[..., Any], *args: Any) -> Any:
     if torch.is_grad_enabled():
         called = checkpoint(region_name=getattr(function, "__name__", None))(tensors_of_call)
     tensors = iter(called(*args))
+    recipe.has_run()
     flat, form = forms.pop()
     emptied = []
     for index, leaf in enumerate(flat):
