@@ -10,7 +10,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import cache, partial
 from operator import attrgetter, methodcaller
 from types import CodeType
 from typing import Any, TypeVar
@@ -37,6 +37,7 @@ __all__ = [
     "ProfilerRange",
     "SavedTensorHooks",
     "TorchDispatchMode",
+    "accelerator_type",
     "active_modes",
     "adopt_pytree_node",
     "after_backward",
@@ -99,6 +100,18 @@ __all__ = [
     "without_torch_function_ever",
     "would_run",
 ]
+
+
+@cache
+def accelerator_type() -> str:
+    """Return the type of the accelerator that this machine has, ``"cpu"`` where it has none.
+
+    A build of torch for CUDA names "cuda" also where no driver is installed, unless it is asked what is available. All
+    other files ask here.
+    """
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if found is None else found.type
+
 
 # Whether the backward that runs now was called with retain_graph (True outside any backward). The contract of the
 # README is that retain_graph is detected without an opt-in, and this is the one place where torch tells.
