@@ -23,6 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_remat as remat
+from torch_remat._compat import accelerator_type
 
 from .measure import quartiles, undisturbed
 from .tables import markdown
@@ -127,7 +128,7 @@ def report(rounds: int) -> str:
 
 def overlap(rounds: int) -> str:
     """Measure host memory against keeping, on blocks that are large enough to hide the copies."""
-    if not torch.cuda.is_available():
+    if accelerator_type() != "cuda":
         return "Skipped: there is no CUDA device."
     offloader = remat.CpuOffloader(prefetch_bytes=2 << 30, max_pending_bytes=2 << 30)
     contenders = {

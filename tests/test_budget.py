@@ -977,6 +977,35 @@ def test_sizes_are_read_as_they_are_written():
     assert 2**20 < remat.budget(0.5).budget_bytes < remat.budget(1.0).budget_bytes
 
 
+@pytest.fixture
+def built_for_cuda(monkeypatch):
+    """Play a build of torch for CUDA on a machine without a driver."""
+    monkeypatch.setattr(
+        torch.accelerator,
+        "current_accelerator",
+        lambda check_available=False: None if check_available else torch.device("cuda"),
+    )
+    _compat.accelerator_type.cache_clear()
+    yield
+    _compat.accelerator_type.cache_clear()
+
+
+@pytest.mark.usefixtures("built_for_cuda")
+def test_without_a_driver_a_build_for_cuda_counts_what_is_on_the_cpu():
+    block, x = Mlp(8), torch.randn(4, 8)
+    with remat.budget(2**20) as budget:
+        remat.checkpoint()(block)(x).sum().backward()
+    assert budget.steps[0].most_bytes > x.nbytes
+    remat.frontier(lambda: remat.checkpoint()(block)(x).sum().backward(), budgets=2, steps=1)
+
+
+@pytest.mark.usefixtures("built_for_cuda")
+def test_without_a_driver_a_share_is_one_of_the_memory_of_the_machine():
+    assert 2**20 < remat.budget(0.5).budget_bytes < remat.budget(1.0).budget_bytes
+    with remat.dtr.budget(0.5) as runtime:
+        assert runtime.budget_bytes > 2**20
+
+
 # Reports
 
 

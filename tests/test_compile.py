@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import threading
 
 import pytest
 import torch
@@ -679,6 +680,62 @@ def test_explain_and_list_names_run_compiled_code_as_it_is_written():
     compiled(x)
     assert "r\n  keeps 128 B, of which 128 B inputs" in str(remat.explain(compiled)(x))
     assert sum(row.op == "aten.addmm.default" for row in remat.list_names(compiled)(x)) == 3
+
+
+class Chain(nn.Module):
+    """Two blocks, each a region."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([mlp(), mlp()])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = remat.checkpoint()(block)(x)
+        return x.exp()
+
+
+def explain(function, x):
+    assert len(remat.explain(function)(x).regions) == 2
+
+
+def run_in_a_budget(function, x):
+    with remat.dtr.budget("64 MiB"):
+        function(x).sum().backward()
+
+
+@pytest.mark.parametrize("tool", [explain, run_in_a_budget])
+@pytest.mark.parametrize("compiles", ["before", "inside"])
+def test_what_runs_as_it_is_written_under_a_tool_still_compiles_afterwards(tool, compiles):
+    def compiled(model):
+        return torch.compile(model, backend="aot_eager", fullgraph=True)
+
+    first, second, x = Chain(), Chain(), leaf(4, 8)
+    expected = train_step(second, x)
+    call = compiled(first) if compiles == "before" else lambda x: compiled(first)(x)
+    tool(call, x)
+    x.grad = None
+    assert_same(expected, train_step(compiled(second), x))
+    checkpointed(compiled(first.blocks[0]))(x).sum().backward()
+
+
+def test_threads_that_leave_such_a_tool_in_another_order_leave_the_compiler_as_it_was():
+    entered, left = threading.Event(), threading.Event()
+
+    def other():
+        with remat.dtr.budget("1 MiB"):
+            entered.set()
+            left.wait(30)
+
+    thread = threading.Thread(target=other)
+    with remat.dtr.budget("1 MiB"):
+        thread.start()
+        entered.wait(30)
+    left.set()
+    thread.join()
+    counter = CompileCounterWithBackend("eager")
+    torch.compile(torch.sin, backend=counter)(leaf(3))
+    assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize("report", [remat.print_current_memory_report, remat.format_current_memory_report])

@@ -77,7 +77,8 @@ def products_in_replay(run, *args, **kwargs):
 def test_signature_is_that_of_torch():
     theirs, ours = (inspect.signature(function).parameters for function in (torch_checkpoint, remat.drop_in()))
     assert {name: ours[name].kind for name in theirs} == {name: theirs[name].kind for name in theirs}
-    assert ours.keys() - theirs.keys() == {"preserve_rng_state"}  # torch takes it out of its keyword arguments
+    # Before 2.14 torch takes one out of its keyword arguments, and has no other.
+    assert ours.keys() - theirs.keys() <= {"preserve_rng_state", "respect_saved_tensors_hooks"}
 
 
 SCALE = {"scale": torch.tensor(2.0, requires_grad=True)}  # torch's reentrant checkpoint takes no keyword arguments
@@ -105,6 +106,111 @@ def test_use_reentrant_is_handed_on_to_torch(block):
     assert y.grad_fn.preserve_rng_state is False
     with pytest.raises(ValueError, match="only supported when"):
         remat.drop_in()(block, x, use_reentrant=True, debug=True)
+
+
+def decorated_block(checkpoint, **options):
+    """Return a block whose method is a region by a decorator."""
+
+    class Decorated(Block):
+        @checkpoint(**options)
+        def run(self, x, debug):
+            """Run it."""
+            return self.mlp(x) * debug
+
+        def forward(self, x):
+            return self.run(x, debug=torch.tensor(2.0))  # as an option is named, which it is not here
+
+    torch.manual_seed(0)
+    return Decorated()
+
+
+@pytest.mark.parametrize("options", [{}, {"use_reentrant": False}, {"use_reentrant": False, "debug": True}], ids=str)
+def test_without_a_function_it_is_a_decorator_of_methods(options):
+    block = decorated_block(remat.drop_in(), **options)
+    expected = train_step(lambda block, x: block.mlp(x) * 2, block)
+    assert_same(expected, train_step(lambda block, x: block(x), block))
+    assert kept(block, X) == ["args[0]", "kwargs['debug']"]
+    assert products_in_replay(block, X) == 2
+    assert (type(block).run.__name__, type(block).run.__doc__) == ("run", "Run it.")
+
+
+@pytest.mark.parametrize("function", ["function", "module"])
+def test_without_a_function_it_is_a_decorator_of_functions_and_modules(block, function):
+    run = remat.drop_in(policy=remat.policies.save_matmuls)(use_reentrant=False)
+    run = run(block if function == "module" else lambda *args, **kwargs: block(*args, **kwargs))
+    expected = train_step(torch_checkpoint, block, use_reentrant=False, **SCALE)
+    assert_same(expected, train_step(lambda block, *args, **kwargs: run(*args, **kwargs), block, **SCALE))
+    assert products_in_replay(run, X) == 0
+
+
+def test_a_decorated_function_is_reentrant_if_its_decorator_says_so(block):
+    y = remat.drop_in()(use_reentrant=True)(block)(X.clone().requires_grad_())
+    assert type(y.grad_fn).__name__ == "CheckpointFunctionBackward"
+
+
+def test_copies_and_pickles_of_a_module_run_their_own_decorated_one(block):
+    block.run = remat.drop_in()(use_reentrant=False)(block.mlp)
+    for duplicate in (copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
+        assert duplicate.run.function is duplicate.mlp
+        duplicate.run(X).sum().backward()
+        assert duplicate.mlp.up.weight.grad is not None
+    assert block.mlp.up.weight.grad is None
+
+
+def test_a_decorator_with_arguments_of_a_function_is_an_error():
+    with pytest.raises(UsageError, match="scale="):
+        remat.drop_in()(use_reentrant=False, scale=2.0)
+    with pytest.raises(UsageError, match="cannot run a NoneType"):
+        remat.drop_in()(None, X)
+
+
+@pytest.mark.skipif("respect_saved_tensors_hooks" not in inspect.signature(torch_checkpoint).parameters, reason="2.14")
+def test_decorated_methods_are_those_of_torch():
+    ours, theirs = (decorated_block(run, use_reentrant=False) for run in (remat.drop_in(), torch_checkpoint))
+    assert_same(*(train_step(lambda block, x: block(x), block) for block in (ours, theirs)))
+
+
+class Doubling(torch.autograd.graph.saved_tensors_hooks):
+    """Hooks that note the shapes of what they pack."""
+
+    def __init__(self):
+        self.packed = []
+        super().__init__(self.note, lambda tensor: tensor)
+
+    def note(self, tensor):
+        self.packed.append(tuple(tensor.shape))
+        return tensor.clone()
+
+
+PRODUCTS_KEPT = {"context_fn": functools.partial(create_selective_checkpoint_contexts, PRODUCTS)}
+
+
+@pytest.mark.parametrize("respects", [None, True])
+def test_what_a_policy_keeps_passes_the_hooks_around(block, respects):
+    hooks = Doubling()
+    with hooks:
+        y = remat.drop_in()(block, X, use_reentrant=False, respect_saved_tensors_hooks=respects, **PRODUCTS_KEPT)
+    assert hooks.packed.count((4, 8)) == 2  # its input, and the last product
+    y.sum().backward()
+
+
+@pytest.mark.parametrize("given", ["option", "contexts"])
+def test_a_policy_and_hooks_that_are_not_to_be_respected_are_an_error(block, given):
+    run = remat.drop_in(policy=PRODUCTS) if given == "option" else remat.drop_in()
+    run = run(respect_saved_tensors_hooks=False, **({} if given == "option" else PRODUCTS_KEPT))(block)
+    with Doubling(), pytest.raises(UsageError, match="respect_saved_tensors_hooks=False"):
+        run(X)
+
+
+def test_hooks_that_are_not_to_be_respected_are_none_where_nothing_is_kept_or_only_regions_are_around(block):
+    run = remat.drop_in()
+    expected = train_step(torch_checkpoint, block, use_reentrant=False)
+    with Doubling():
+        assert_same(expected, train_step(run, block, respect_saved_tensors_hooks=False))
+    inner = run(respect_saved_tensors_hooks=False, **PRODUCTS_KEPT)(block)
+    assert_same(expected, train_step(lambda block, x: inner(x), block))
+    for outer in (run, functools.partial(torch_checkpoint, use_reentrant=False)):
+        assert_same(expected, train_step(lambda block, x, outer=outer: outer(inner, x), block))
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -365,6 +471,23 @@ def test_compiled_it_is_one_graph(block, case):
     assert backend.frame_count == 1
     targets = [str(node.target) for graph in backend.graphs for node in graph.graph.nodes]
     assert sum("checkpoint" in target for target in targets) == 1
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning:torch")
+@pytest.mark.parametrize("where", ["in a class", "in the compiled function"])
+def test_compiled_a_decorated_one_is_one_graph(block, where):
+    torch._dynamo.reset()
+    run = remat.drop_in()
+    decorated = decorated_block(run, use_reentrant=False)
+
+    def call(block, x):
+        return block(x) if where == "in a class" else run(use_reentrant=False)(block.mlp)(x)
+
+    backend = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(call, backend=backend, fullgraph=True)
+    assert_same(train_step(call, decorated), train_step(compiled, decorated))
+    assert backend.frame_count == 1
     torch._dynamo.reset()
 
 

@@ -344,6 +344,42 @@ def test_models_without_gradient_checkpointing_are_an_error():
     assert model.encoder.gradient_checkpointing is False
 
 
+class Home(nn.Module):
+    """A model that keeps the function under a name of its own, or not at all."""
+
+    def __init__(self, keeps=True):
+        super().__init__()
+        self.layer, self.keeps, self.function, self.is_enabled = nn.Linear(8, 8), keeps, None, False
+
+    def _set_gradient_checkpointing(self, enable=True, gradient_checkpointing_func=torch_checkpoint):
+        self.is_enabled = enable
+        self.function = functools.partial(gradient_checkpointing_func) if enable and self.keeps else None
+
+    def run(self, x):
+        return self.layer(x).tanh().exp()
+
+    def forward(self, x):
+        return (self.run(x) if self.function is None else self.function(self.run, x),)
+
+
+def test_a_model_may_keep_the_function_under_a_name_of_its_own():
+    model, inputs = Home(), {"x": torch.ones(2, 8)}
+    expected = train_step(model, inputs)
+    remat.enable_gradient_checkpointing(model, policy=remat.save_names("layer.addmm_0_0"))
+    assert_same(expected, train_step(model, inputs))
+    (region,) = regions_of(model, inputs)
+    assert (region.name, len(region.tensors)) == ("Home.run", 2)  # the argument, and what the policy names
+    model._set_gradient_checkpointing(False)
+    assert not regions_of(model, inputs)
+
+
+def test_a_model_that_drops_the_function_is_an_error_and_as_before():
+    model = Home(keeps=False)
+    with pytest.raises(UsageError, match="Home has no gradient checkpointing that takes a function"):
+        remat.enable_gradient_checkpointing(model)
+    assert not model.is_enabled
+
+
 def test_models_that_say_they_do_not_support_it_are_an_error(llama):
     model, _ = llama
     model.supports_gradient_checkpointing = False

@@ -149,6 +149,13 @@ def is_private(part: str) -> bool:
     return part.startswith("_") and not part.startswith("__")
 
 
+def asks_for_accelerator(source: str) -> list[str]:
+    """Return the calls that ask which accelerator torch was built for, or is available, by their last names."""
+    chains = [dotted(node.func) or "" for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    last = [chain.rpartition(".")[2] for chain in chains]
+    return [name for name in last if name in {"current_accelerator", "is_available"}]
+
+
 def foreign_modules(source: str, module: str) -> list[str]:
     """Return the imports from elsewhere than torch, optree and the standard library."""
     names = {name.split(".")[0] for name in imports(ast.parse(source), module, is_package=False) if name}
@@ -171,6 +178,12 @@ def test_file_keeps_to_the_import_direction(path):
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_only_compat_names_private_torch_symbols(path):
     found = private_names(path.read_text(encoding="utf-8"))
+    assert found == [] or path.name == "_compat.py"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_only_compat_asks_which_accelerator_there_is(path):
+    found = asks_for_accelerator(path.read_text(encoding="utf-8"))
     assert found == [] or path.name == "_compat.py"
 
 
@@ -221,5 +234,8 @@ def test_rules_find_what_breaks_them():
     assert private_names("from torch import Tensor\nTensor._make_wrapper_subclass")
     assert private_names("import torch\ngetattr(torch, '_C')")
     assert not private_names("import torch\ntorch.__version__\ntorch.nn.Module")
+    assert asks_for_accelerator("import torch\ntorch.cuda.is_available()") == ["is_available"]
+    assert asks_for_accelerator("import torch\nx = torch.accelerator.current_accelerator()")
+    assert not asks_for_accelerator("from ._compat import accelerator_type\naccelerator_type()")
     assert foreign_modules("import numpy.linalg", inside) == ["numpy"]
     assert foreign_modules("import matplotlib", f"{NAME}.reports.pictures") == []

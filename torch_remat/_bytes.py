@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from torch_remat._compat import accelerator_type
 from torch_remat.errors import UsageError
 
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -47,8 +48,8 @@ def parse_bytes(limit: str | int | float, device: torch.device | str | None = No
 
 
 def _device_bytes(device: torch.device | str | None) -> int:
-    found = torch.accelerator.current_accelerator() if device is None else torch.device(device)
-    if found is not None and found.type != "cpu":
+    found = torch.device(accelerator_type() if device is None else device)
+    if found.type != "cpu":
         module: Any = getattr(torch, found.type)
         return int(module.get_device_properties(found).total_memory)
     import os

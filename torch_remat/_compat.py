@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import cache, partial
 from operator import attrgetter, methodcaller
+from threading import Lock
 from types import CodeType
 from typing import Any, TypeVar
 
@@ -38,11 +39,13 @@ __all__ = [
     "ProfilerRange",
     "SavedTensorHooks",
     "TorchDispatchMode",
+    "accelerator_type",
     "active_modes",
     "adopt_pytree_node",
     "after_backward",
     "any_autocast_enabled",
     "any_profiler_runs",
+    "as_written",
     "attach_oom_observer",
     "below_autograd",
     "count_of_modes",
@@ -101,6 +104,18 @@ __all__ = [
     "without_torch_function_ever",
     "would_run",
 ]
+
+
+@cache
+def accelerator_type() -> str:
+    """Return the type of the accelerator that this machine has, ``"cpu"`` where it has none.
+
+    A build of torch for CUDA names "cuda" also where no driver is installed, unless it is asked what is available. All
+    other files ask here.
+    """
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if found is None else found.type
+
 
 # Whether the backward that runs now was called with retain_graph (True outside any backward). The contract of the
 # README is that retain_graph is detected without an opt-in, and this is the one place where torch tells.
@@ -456,6 +471,47 @@ def pop_mode(mode: DispatchMode, before: tuple[bool, bool, bool] | None) -> None
 # code runs, which no dispatch mode sees: of its ops only those that it takes from libraries. Missing before torch 2.13.
 _count_frames: Callable[[int], int] | None
 _count_frames = getattr(torch._C._dynamo.eval_frame, "set_fullgraph_compiled_frame_count", None)
+
+
+class _ForcedEager:
+    """Sets the compiler's stance, which all threads share, for as long as at least one thread is inside."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._inside = 0
+        self._stance: Any = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._stance = torch.compiler.set_stance("force_eager")
+                self._stance.__enter__()
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                self._stance.__exit__(None, None, None)
+
+
+_forced_eager = _ForcedEager()
+
+
+@contextlib.contextmanager
+def as_written() -> Iterator[None]:
+    """Return a context in which code that is compiled, or to be compiled, runs as it is written.
+
+    It does under a dispatch mode, too, but of each function that it comes to then the compiler remembers for good that
+    it is not to be compiled. The public ``set_stance`` refuses to be called by compiled code, after a break of its
+    graph: so the compiler is switched off for this thread first.
+    """
+    before = torch._C._dynamo.eval_frame.set_eval_frame(None)
+    try:
+        with _forced_eager:
+            yield
+    finally:
+        torch._C._dynamo.eval_frame.set_eval_frame(before)
 
 
 class CompiledCode:

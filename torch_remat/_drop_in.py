@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import partial, update_wrapper
 from types import FunctionType
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts, noop_context_fn
 
 from torch_remat._checkpoint import checkpoint
-from torch_remat._compat import SELECTIVE_CONTEXTS, torch_checkpoint_switches
+from torch_remat._compat import SELECTIVE_CONTEXTS, top_saved_tensors_hooks, torch_checkpoint_switches
 from torch_remat.dispatch.options import ContextFn, DeterminismCheck, Options
 from torch_remat.errors import UsageError
 from torch_remat.policies.kinds import FunctionPolicy, OpListPolicy, OpPolicy, as_policy
@@ -30,10 +30,12 @@ def drop_in(**options: Any) -> DropIn:
         **options: Those of `checkpoint`.
 
     Returns:
-        ``(function, *args, use_reentrant=None, preserve_rng_state=True, context_fn=noop_context_fn,
-        determinism_check="default", debug=False, early_stop=True, **kwargs)``. Without ``use_reentrant`` it is not
-        reentrant, and does not warn; with ``use_reentrant=True`` it calls torch's own, which no option but
-        ``preserve_rng_state`` fits. It can be pickled and copied if the options can.
+        ``(function=None, *args, use_reentrant=None, preserve_rng_state=True, context_fn=noop_context_fn,
+        determinism_check="default", debug=False, early_stop=True, respect_saved_tensors_hooks=None, **kwargs)``.
+        Without ``use_reentrant`` it is not reentrant, and does not warn; with ``use_reentrant=True`` it calls torch's
+        own, which no option but ``preserve_rng_state`` fits. Without a function it returns a decorator of functions and
+        methods with these options, as torch's does from 2.14 on, with any torch. It can be pickled and copied if the
+        options can.
 
     Raises:
         UsageError: At once, if an option is none of `checkpoint`.
@@ -75,7 +77,7 @@ class DropIn:
     def __call__(
         self,
         /,
-        function: Callable[..., Any],
+        function: Callable[..., Any] | None = None,
         *args: Any,
         use_reentrant: bool | None = None,
         preserve_rng_state: bool | None = None,
@@ -83,12 +85,13 @@ class DropIn:
         determinism_check: DeterminismCheck | None = None,
         debug: bool | None = None,
         early_stop: bool | None = None,
+        respect_saved_tensors_hooks: bool | None = None,
         **kwargs: Any,
     ) -> Any:
         """Run a function as a region, called as torch's own checkpoint is.
 
         Args:
-            function: What is run.
+            function: What is run; without it and other arguments, a decorator is returned.
             *args: Its arguments.
             use_reentrant: True calls torch's own, reentrant checkpoint.
             preserve_rng_state: As in `checkpoint`, unless `drop_in` was given one; so are the others.
@@ -96,27 +99,49 @@ class DropIn:
             determinism_check: See above.
             debug: See above.
             early_stop: See above.
+            respect_saved_tensors_hooks: Whether what a policy keeps passes the saved-tensor hooks around the region. It
+                always does; False is an error where there are both.
             **kwargs: Keyword arguments of the function.
 
         Returns:
             What the function returns.
 
         Raises:
-            UsageError: ``use_reentrant=True`` does not fit the options that `drop_in` was given.
+            UsageError: ``use_reentrant=True`` does not fit the options that `drop_in` was given, or
+                ``respect_saved_tensors_hooks=False`` the hooks around.
         """
         told = {
+            "use_reentrant": use_reentrant,
+            "context_fn": context_fn,
             "preserve_rng_state": preserve_rng_state,
             "determinism_check": determinism_check,
             "debug": debug,
             "early_stop": early_stop,
+            "respect_saved_tensors_hooks": respect_saved_tensors_hooks,
         }
-        if use_reentrant:
-            return self._run_reentrant(function, args, kwargs, context_fn, told)
+        if function is not None or args:
+            return self.run(function, args, kwargs, told)
+        if kwargs:
+            raise UsageError(
+                f"a checkpoint that is to decorate a function was given {sorted(kwargs)[0]}=, which is no option of it",
+                remedy="Give the function's arguments when what it returns is called.",
+            )
+        return partial(DecoratedFunction, self, told)
+
+    def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], told: Mapping[str, Any]) -> Any:
+        """Run a function as a region, with the options that the caller of torch's checkpoint told."""
+        if told["use_reentrant"]:
+            return self._run_reentrant(function, args, kwargs, told)
+        told = dict(told)
+        context_fn, respects = told.pop("context_fn"), told.pop("respect_saved_tensors_hooks")
+        del told["use_reentrant"]
         told.update(self._options)
         told.update(torch_checkpoint_switches())
         changed = {name: value for name, value in told.items() if value is not None and value != self._present(name)}
         if context_fn is not noop_context_fn and "context_fn" not in self._options:
             changed.update(self._for_contexts(context_fn))
+        if respects is False:
+            _require_no_hooks({**self._options, **changed})
         bind = checkpoint(**{**self._options, **changed}) if changed else self._bind
         if type(function) is partial and type(function.func) is FunctionType:
             function, args, kwargs = _method_of(function, args, kwargs)
@@ -130,7 +155,6 @@ class DropIn:
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        context_fn: ContextFn,
         told: Mapping[str, Any],
     ) -> Any:
         if others := self._options.keys() - {"preserve_rng_state"}:
@@ -140,7 +164,7 @@ class DropIn:
                 remedy="Let the library pass use_reentrant=False, or leave the option out.",
             )
         options = {name: value for name, value in told.items() if value is not None}
-        options.update(self._options, context_fn=context_fn, use_reentrant=True)
+        options.update(self._options)
         # Not looked up in torch.utils.checkpoint, where what `drop_in` returned may stand in its place.
         return torch_checkpoint(function, *args, **options, **kwargs)
 
@@ -157,6 +181,48 @@ class DropIn:
             "policy": policy if own is None else as_policy(own) | policy,
             "allow_cache_entry_mutation": may_mutate or self._present("allow_cache_entry_mutation"),
         }
+
+
+class DecoratedFunction:
+    """What the decorator that a call without a function returns makes of a function, or of a method in a class.
+
+    Args:
+        drop_in: What was called.
+        told: The options of that call.
+        function: The function.
+    """
+
+    def __init__(self, drop_in: DropIn, told: Mapping[str, Any], function: Callable[..., Any]) -> None:
+        self.drop_in, self.told, self.function = drop_in, told, function
+        update_wrapper(self, function, updated=())
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Run the function as a region; all arguments are its own."""
+        return self.drop_in.run(self.function, args, kwargs, self.told)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return DecoratedFunction, (self.drop_in, self.told, self.function)
+
+    def __get__(self, instance: object, owner: type | None = None) -> DecoratedFunction:
+        bind = getattr(self.function, "__get__", None)
+        if instance is None or bind is None:
+            return self
+        return DecoratedFunction(self.drop_in, self.told, bind(instance, owner))
+
+
+def _require_no_hooks(options: Mapping[str, Any]) -> None:
+    """Refuse hooks around a region with a policy: what it keeps passes them.
+
+    Those of a region around, ours or torch's, are no hooks of the user's.
+    """
+    if is_compiling() or options.get("policy") is None or (hooks := top_saved_tensors_hooks()) is None:
+        return
+    if not (getattr(hooks[0], "__module__", None) or "").startswith(("torch_remat.", "torch.utils.checkpoint")):
+        raise UsageError(
+            "respect_saved_tensors_hooks=False, but there are saved-tensor hooks around the region, and what its "
+            "policy keeps passes them",
+            remedy="Leave the option out, or run the region outside of the hooks.",
+        )
 
 
 def _method_of(function: partial[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:

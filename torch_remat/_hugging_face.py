@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from inspect import signature
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from torch.nn import Module
 
@@ -22,7 +22,8 @@ def enable_gradient_checkpointing(model: Any, **options: Any) -> None:
 
     Which layers those are is up to the model, and they are regions in training mode only. Each region has the
     qualified name of its layer, and automatic names begin below it: ``save_names("mlp.*")``. Deep copies and pickled
-    models have the same regions.
+    models have the same regions. A model that keeps the function elsewhere than in ``_gradient_checkpointing_func`` of
+    its modules has regions that are named after what it runs.
 
     It replaces the model's own ``gradient_checkpointing_enable()`` (``activation_checkpointing_enable()`` in newer
     releases), also where ``Trainer`` or an accelerator would call it; the model's own
@@ -57,14 +58,16 @@ def enable_gradient_checkpointing(model: Any, **options: Any) -> None:
     if not getattr(model, "supports_gradient_checkpointing", True):
         raise _unsupported(model)
     setter = getattr(model, "_set_gradient_checkpointing", None)
+    kept = ref(function)
     if setter is not None and "gradient_checkpointing_func" in signature(setter).parameters:
         setter(enable=True, gradient_checkpointing_func=function)
     elif (enable := getattr(model, "gradient_checkpointing_enable", None)) is not None:
         enable()
     else:
         raise _unsupported(model)
+    del function
     owners = [(name, module) for name, module in model.named_modules() if _FUNCTION in vars(module)]
-    if not owners:
+    if not owners and kept() is None:  # else the model has it under a name of its own
         _disable(model)
         raise _unsupported(model)
     for name, module in owners:
@@ -76,6 +79,8 @@ def _disable(model: Any) -> None:
         if (disable := getattr(model, name, None)) is not None:
             disable()
             return
+    if (setter := getattr(model, "_set_gradient_checkpointing", None)) is not None:
+        setter(enable=False)
 
 
 def _unsupported(model: object) -> UsageError:

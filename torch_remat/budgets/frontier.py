@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torch_remat._compat import eager_only
+from torch_remat._compat import accelerator_type, eager_only
 from torch_remat.budgets.budget import Budget
 from torch_remat.budgets.measure import Measurement
 from torch_remat.budgets.pictures import plot_frontier
@@ -137,6 +137,5 @@ def _measure(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str
 
 
 def _wait() -> None:
-    found = torch.accelerator.current_accelerator()
-    if found is not None and found.type != "cpu":
+    if accelerator_type() != "cpu":
         torch.accelerator.synchronize()

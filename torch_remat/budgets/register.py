@@ -13,8 +13,7 @@ from math import inf
 from typing import Any, Protocol
 from weakref import ref
 
-import torch
-
+from torch_remat._compat import accelerator_type
 from torch_remat.budgets.kept import KeptRegion, Offer
 from torch_remat.budgets.ledger import Keys, Ledger
 from torch_remat.dispatch.keeping import Keeper, Keeping, keeping
@@ -50,8 +49,7 @@ class Register:
     offer: Offer | None = None
 
     def __init__(self) -> None:
-        found = torch.accelerator.current_accelerator()
-        self.ledger = Ledger("cpu" if found is None else found.type)
+        self.ledger = Ledger(accelerator_type())
         self.regions: set[Entry] = set()
         self.without_holders: set[Entry] = set()
         self._dead: deque[Entry] = deque()

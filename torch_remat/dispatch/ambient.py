@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from torch_remat._compat import any_autocast_enabled, function_mode_depth
+from torch_remat._compat import accelerator_type, any_autocast_enabled, function_mode_depth
 
 
 class Ambient(NamedTuple):
@@ -57,8 +57,8 @@ _PLAIN = Ambient((), None, None)
 
 @cache
 def _device_types() -> tuple[str, ...]:
-    accelerator = torch.accelerator.current_accelerator()
-    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+    found = accelerator_type()
+    return ("cpu",) if found == "cpu" else ("cpu", found)
 
 
 def _autocast_state() -> tuple[tuple[str, torch.dtype, bool], ...]:

@@ -12,6 +12,7 @@ from types import TracebackType
 import torch
 
 from torch_remat._bytes import parse_bytes
+from torch_remat._compat import as_written
 from torch_remat.dtr._costs import Cost, Costs
 from torch_remat.dtr._memory import Deallocation, Memory
 from torch_remat.dtr._pool import Search
@@ -29,6 +30,7 @@ class Runtime:
         self._memory = memory
         self._block = BlockRuntime(memory)
         self._mode = Mode(self._block)
+        self._uncompiled = as_written()
 
     @property
     def budget_bytes(self) -> int | None:
@@ -165,6 +167,7 @@ def enter(memory: Memory) -> Runtime:
             remedy="One budget holds for all of a block; end it before the next begins.",
         )
     runtime = Runtime(memory)
+    runtime._uncompiled.__enter__()
     runtime._mode.__enter__()
     _active.runtime = runtime
     return runtime
@@ -178,6 +181,7 @@ def leave(runtime: Runtime, error: BaseException | None) -> None:
     """
     _active.runtime = None
     runtime._mode.__exit__(None, None, None)
+    runtime._uncompiled.__exit__(None, None, None)
     failure = runtime._block.close()
     if failure is not None and error is None:
         raise failure

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from functools import cache
 
 import torch
 
+from torch_remat._compat import accelerator_type
 from torch_remat.offload.protocol import OffloadInfo
 from torch_remat.offload.shared import Shared, locked, require_numbers
 from torch_remat.offload.streams import Copier, Event, copier_for
@@ -169,7 +169,7 @@ class CpuOffloader(Shared):
         if self.max_bytes is not None and self._host_bytes + room > self.max_bytes:
             return None
         try:
-            stored = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=_pins())
+            stored = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=accelerator_type() == "cuda")
         except (RuntimeError, MemoryError):
             return None
         if tensor.device not in self._copiers:
@@ -199,10 +199,5 @@ class CpuOffloader(Shared):
                 )
 
 
-@cache
-def _pins() -> bool:
-    return torch.cuda.is_available()
-
-
 def _host_bytes_of(count: int) -> int:
-    return 1 << (count - 1).bit_length() if _pins() else count
+    return 1 << (count - 1).bit_length() if accelerator_type() == "cuda" else count

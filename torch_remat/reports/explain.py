@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from torch_remat._compat import TorchDispatchMode, eager_only, set_version
+from torch_remat._compat import TorchDispatchMode, as_written, eager_only, set_version
 from torch_remat.dispatch.kept import replay_now
 from torch_remat.dispatch.log.meta import key_of
 from torch_remat.dispatch.log.meta import tensors_in as arguments_in
@@ -90,7 +90,7 @@ def explain(function: Callable[..., Any], *, alternatives: bool = True) -> Calla
         if current_mode() is not None:
             raise UsageError("explain() was called inside a region", remedy="Call it around the whole model.")
         notes = Notes(_Trials().try_others if alternatives else None)
-        with torch.enable_grad(), observed_by(notes), CountAten(notes.count):
+        with as_written(), torch.enable_grad(), observed_by(notes), CountAten(notes.count):
             no_backward = _backward(function(*args, **kwargs))
         return Explanation(tuple(region.explained() for region in notes.regions.values()), no_backward)
 

@@ -14,7 +14,7 @@ from typing import TextIO
 
 import torch
 
-from torch_remat._compat import attach_oom_observer
+from torch_remat._compat import accelerator_type, attach_oom_observer
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.reports.memory import memory_report
 from torch_remat.reports.text import format_bytes
@@ -97,7 +97,7 @@ def on_device_out_of_memory(device: int, requested: int, total: int, free: int) 
 @cache
 def _attach() -> None:
     """Attach the observer, once and for all: there is no way to detach one."""
-    if attach_oom_observer is not None and torch.cuda.is_available():
+    if attach_oom_observer is not None and accelerator_type() == "cuda":
         torch.cuda.init()
         attach_oom_observer(on_device_out_of_memory)
 
