@@ -50,6 +50,7 @@ from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.observe import is_observed, tell_given_up
 from torch_remat.dispatch.region.region import Region
 from torch_remat.policies.decision import CheckpointPolicy
+from torch_remat.reports.kept import kept_by
 
 REPLAY_SECONDS = 1e-4
 """What a replay costs besides the ops that it runs."""
@@ -327,7 +328,7 @@ class KeptRegion:
         if self._like is not None and region.replayed_in < 0:
             return  # it began empty, and is
         if self.keep is None or tape.records or tape.regions or tape.calls or tape.holders:
-            for row in region.kept():
+            for row in kept_by(region):
                 own = row.what in _OWN or (row.what == "refilled" and (self.keep is None or row.op))
                 if own and isinstance(row.value, Tensor):
                     yield row.value

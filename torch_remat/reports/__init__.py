@@ -2,10 +2,10 @@
 
     data, spans                                what reports and traces say, as plain data
     fold, text, html, pictures                 the same for people; layers that are alike are told once
-    ledger, torch_checkpoint, graph            gathering: what is kept, each storage counted once
+    kept, ledger, torch_checkpoint, graph      gathering: what is kept, each storage counted once
     memory, oom                                the memory report that users get, also when memory runs out
     recorder, profile, trace                   the trace that users get, and how it is recorded
     explanation, reasons, notes, explain       the explanation: its data and text, why, watching a run, trials
 
-Reports read `Region.kept`, keep no tensor, and are never imported by the runtime.
+Reports keep no tensor, and are never imported by the runtime.
 """

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from torch_remat._compat import TorchDispatchMode, eager_only, set_version
-from torch_remat.dispatch.kept import replay_now
 from torch_remat.dispatch.log.meta import key_of
 from torch_remat.dispatch.log.meta import tensors_in as arguments_in
 from torch_remat.dispatch.log.schema import argument, effects_of
@@ -185,7 +184,8 @@ class _Trials:
                 assert tried is not None
                 report = report_of(tried)
                 stack.enter_context(CountAten(flops.append))
-                replay_now(tried)
+                if empty := tried.tape.empty():
+                    tried.refill(empty[0])  # as a backward that reads all of its saved tensors would
         except PlaceholderError as error:
             return f"{error.consumer} at {error.line} reads {qualified_name(None, error.op, error.tensor)}"
         except RematError as error:

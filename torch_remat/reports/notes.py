@@ -17,7 +17,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from torch_remat._compat import TorchDispatchMode, node_number
-from torch_remat.dispatch.kept import decisions_of
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.observe import Observer, WatchedOp
 from torch_remat.dispatch.placeholder import is_placeholder
@@ -26,6 +25,7 @@ from torch_remat.policies.decision import CheckpointPolicy
 from torch_remat.reports.data import RegionReport
 from torch_remat.reports.explanation import Alternative, OpExplanation, RegionExplanation, Replay, TensorExplanation
 from torch_remat.reports.graph import INNER_REGION, Stretch, readers_in_graph
+from torch_remat.reports.kept import decisions_of, kept_by
 from torch_remat.reports.ledger import report_of
 from torch_remat.reports.reasons import Reasons, Seen, SeenOp, kept_by_policy, never_needed
 
@@ -159,7 +159,7 @@ class Notes(Observer):
         notes.by_policy = tuple(kept_by_policy(region, notes.report))
         # Left out: ops in the body of a skipped op, which are part of that.
         notes.ops = {name: notes.ops[name] for name in decisions_of(region) if name in notes.ops}
-        for row in region.kept():
+        for row in kept_by(region):
             notes.unnamed += row.what == "empty" and not row.op
             if row.what == "result" and row.op in notes.ops:
                 notes.ops[row.op].outputs = []  # its results are explained by their own names, those of aten ops

@@ -7,10 +7,10 @@ to the holders. Out: filled holders, by a replay when one is needed.
 from __future__ import annotations
 
 from _thread import RLock  # without the Python function around it that threading has
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import finalize, ref
 
 import torch
@@ -43,9 +43,6 @@ from torch_remat.dispatch.region.buffers import Buffers, buffered_globals
 from torch_remat.dispatch.region.inputs import RegionInputs
 from torch_remat.dispatch.tape import Tape
 from torch_remat.errors import ReleasedError
-
-if TYPE_CHECKING:
-    from torch_remat.dispatch.kept import Kept
 
 # Weak references to all regions that are alive, for reports.
 _regions: set[ref[Region]] = set()
@@ -132,12 +129,6 @@ class Region:
         if self.options.region_name is not None:
             return self.options.region_name
         return self._past_name if self.function is None else default_name(self.function)
-
-    def kept(self) -> Iterator[Kept]:
-        """Yield all that the region keeps now, and the saved tensors that replay has to make; see `Kept`."""
-        from torch_remat.dispatch.kept import kept_by  # loaded when something is reported
-
-        return kept_by(self)
 
     def reach(self) -> None:
         """Replay if a holder needs it: backward comes to the region, and has run nothing of it."""
