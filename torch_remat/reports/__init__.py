@@ -6,6 +6,8 @@
     memory, oom                                the memory report that users get, also when memory runs out
     recorder, profile, trace                   the trace that users get, and how it is recorded
     explanation, reasons, notes, explain       the explanation: its data and text, why, watching a run, trials
+    debug_log                                  the ops of both phases, for errors with `debug=True`
 
-Reports keep no tensor, and are never imported by the runtime.
+Reports keep no tensor, and are never imported by the runtime. The face loads `debug_log`, which
+reads nothing of the runtime, and no other.
 """

@@ -27,7 +27,6 @@ from torch_remat._compat import (
     with_torch_function,
 )
 from torch_remat.dispatch.ambient import RngState, capture_ambient
-from torch_remat.dispatch.check.debug_log import OpLog
 from torch_remat.dispatch.check.parameters import parameters_of
 from torch_remat.dispatch.check.values import Values
 from torch_remat.dispatch.generators import generators_of
@@ -36,7 +35,7 @@ from torch_remat.dispatch.keeping import Keeper
 from torch_remat.dispatch.mode import unseen
 from torch_remat.dispatch.naming import default_name, scope
 from torch_remat.dispatch.offloading import Sender, offload_inputs
-from torch_remat.dispatch.options import DEFAULTS, Options
+from torch_remat.dispatch.options import DEFAULTS, OpLog, Options
 from torch_remat.dispatch.part import own_hooks
 from torch_remat.dispatch.placeholder import unpack
 from torch_remat.dispatch.region.buffers import Buffers, buffered_globals
@@ -115,8 +114,8 @@ class Region:
         self.first_number = sequence_number()  # of the autograd nodes that it makes
         self.scope = scope.get()
         if options is not DEFAULTS:
-            if options.debug and options.policy is None:
-                self.op_log = OpLog()
+            if options.op_log is not None:
+                self.op_log = options.op_log()
             if options.offload_inputs and hooks is None:
                 offload_inputs(self, args, kwargs)
         self.lock = RLock()
