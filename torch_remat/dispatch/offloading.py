@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from torch_remat._compat import SavedTensorHooks, storage_key, without_dispatch_modes
-from torch_remat.dispatch.observe import tell_offloaded
+from torch_remat.dispatch.observe import observers
 from torch_remat.dispatch.views import offset_in_bytes
 from torch_remat.offload.prefetch import RegionTransfers
 from torch_remat.offload.protocol import Kind, Offloader, OffloadInfo, chosen
@@ -49,7 +49,8 @@ class Offloaded:
         self.placement = Placement.of(tensor)
         self._sent = sent
         self._place = sent.add(transfer, info.kind)
-        tell_offloaded(tensor, id(transfer.copy))
+        for observer in observers():
+            observer.offload_began(tensor, id(transfer.copy))
 
     def another(self, tensor: torch.Tensor, op: str | None, name: str) -> Offloaded | None:
         """Return what stands, in a slot, for another view of the same storage; None if it must travel by itself."""

@@ -4,7 +4,7 @@
     fold, text, html, pictures                 the same for people; layers that are alike are told once
     kept, ledger, torch_checkpoint, graph      gathering: what is kept, each storage counted once
     memory, oom                                the memory report that users get, also when memory runs out
-    recorder, profile, trace                   the trace that users get, and how it is recorded
+    observer, recorder, profile, trace                   the trace that users get, how it is recorded, what may watch
     explanation, reasons, notes, explain       the explanation: its data and text, why, watching a run, trials
     debug_log                                  the ops of both phases, for errors with `debug=True`
 
