@@ -10,8 +10,8 @@ from helpers import leaf, no_other_regions
 from offloaders import OFFLOAD, Counting
 
 import torch_remat as remat
-from torch_remat.dispatch.offloading import Offloaded
 from torch_remat.dispatch.region.region import Region, live_regions
+from torch_remat.offload.sender import Offloaded
 from torch_remat.reports.kept import Kept, What, decisions_of, kept_by, parameters_of
 from torch_remat.reports.ledger import pieces_in
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from torch_remat._compat import without_dispatch_modes
-from torch_remat.dispatch.offloading import Offloaded, sender_of
+from torch_remat.dispatch.offloading import sender_of
 from torch_remat.dispatch.region.region import Region
+from torch_remat.offload.sender import Offloaded
 
 _SHARE = 8
 """Of the budget, one part in so many may be on its way: that much is counted as gone and is not yet."""

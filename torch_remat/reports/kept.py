@@ -29,8 +29,8 @@ from torch_remat.dispatch.log.entry import CALL, Entry
 from torch_remat.dispatch.log.record import Stretch
 from torch_remat.dispatch.log.slot import Slot
 from torch_remat.dispatch.mode import current_mode
-from torch_remat.dispatch.offloading import Offloaded
 from torch_remat.dispatch.region.region import Region
+from torch_remat.offload.sender import Offloaded
 from torch_remat.offload.transfer import may_travel
 from torch_remat.policies.decision import CheckpointPolicy
 from torch_remat.reports.data import Kind

@@ -18,9 +18,9 @@ import torch
 
 from torch_remat._compat import PYTREE_NAMESPACE, adopt_pytree_node
 from torch_remat.budgets.ledger import parts_of
-from torch_remat.dispatch.offloading import Offloaded
 from torch_remat.dispatch.region.region import Region
 from torch_remat.errors import qualified_name
+from torch_remat.offload.sender import Offloaded
 from torch_remat.reports.data import KeptTensor, Kind, OpReport, ParameterReport, RegionReport
 from torch_remat.reports.kept import Around, Kept, decisions_of, kept_by, parameters_of
 

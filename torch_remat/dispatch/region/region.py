@@ -34,7 +34,7 @@ from torch_remat.dispatch.holder import Holder, OpHolder, read
 from torch_remat.dispatch.keeping import Keeper
 from torch_remat.dispatch.mode import unseen
 from torch_remat.dispatch.naming import default_name, scope
-from torch_remat.dispatch.offloading import Sender, offload_inputs
+from torch_remat.dispatch.offloading import sender_of
 from torch_remat.dispatch.options import DEFAULTS, OpLog, Options
 from torch_remat.dispatch.part import own_hooks
 from torch_remat.dispatch.placeholder import unpack
@@ -42,6 +42,7 @@ from torch_remat.dispatch.region.buffers import Buffers, buffered_globals
 from torch_remat.dispatch.region.inputs import RegionInputs
 from torch_remat.dispatch.tape import Tape
 from torch_remat.errors import ReleasedError
+from torch_remat.offload.sender import Sender
 
 # Weak references to all regions that are alive, for reports.
 _regions: set[ref[Region]] = set()
@@ -117,7 +118,7 @@ class Region:
             if options.op_log is not None:
                 self.op_log = options.op_log()
             if options.offload_inputs and hooks is None:
-                offload_inputs(self, args, kwargs)
+                inputs.give_away(sender_of(self).send)
         self.lock = RLock()
         self.serial = _next_serial()
         _regions.add(ref(self, _regions.discard))
