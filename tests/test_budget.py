@@ -36,6 +36,7 @@ from benchmarks.budgets import plain as plain_block
 from benchmarks.memory import allocations
 from torch_remat import _compat
 from torch_remat.budgets.kept import KeptRegion
+from torch_remat.reports.kept import kept_by
 
 KIB = 2**10
 
@@ -559,7 +560,7 @@ def bytes_there(budget):
     sizes = {}
     for kept in budget.alive():
         region = kept.region()
-        values = [row.value for row in region.kept() if row.what in ("refilled", "saved", "slot", "result")]
+        values = [row.value for row in kept_by(region) if row.what in ("refilled", "saved", "slot", "result")]
         values += [] if region.inputs is None else region.inputs.held()
         for value in values:
             if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
@@ -678,7 +679,7 @@ def test_nothing_outlives_its_use_with_or_without_backward(limit):
 
 def _values(kept):
     region = kept.region()
-    return [row.value for row in region.kept() if isinstance(row.value, torch.Tensor) and row.what != "input"]
+    return [row.value for row in kept_by(region) if isinstance(row.value, torch.Tensor) and row.what != "input"]
 
 
 def test_full_region_lets_inputs_go_when_backward_begins():

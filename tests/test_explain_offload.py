@@ -20,7 +20,7 @@ from test_policies_bytes import run as run_program
 from torch.nn import functional as F
 
 import torch_remat as remat
-from torch_remat.dispatch.offloading import default_offloader
+from torch_remat.offload.sender import default_offloader
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""`Region.kept`: one row for each tensor, with what it is, where it is, and why; reports read nothing else."""
+"""`kept_by`: one row for each tensor, with what it is, where it is, and why; reports read nothing else."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from helpers import leaf, no_other_regions
 from offloaders import OFFLOAD, Counting
 
 import torch_remat as remat
-from torch_remat.dispatch.kept import Kept, What, decisions_of, parameters_of
-from torch_remat.dispatch.offloading import Offloaded
 from torch_remat.dispatch.region.region import Region, live_regions
+from torch_remat.offload.sender import Offloaded
+from torch_remat.reports.kept import Kept, What, decisions_of, kept_by, parameters_of
 from torch_remat.reports.ledger import pieces_in
 
 
@@ -32,7 +32,7 @@ def only_region() -> Region:
 
 
 def rows(what: What | None = None) -> list[Kept]:
-    return [row for row in only_region().kept() if what in (None, row.what)]
+    return [row for row in kept_by(only_region()) if what in (None, row.what)]
 
 
 def test_rows_of_ops_with_handles_say_what_is_kept_and_who_reads_it():

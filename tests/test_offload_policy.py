@@ -114,7 +114,7 @@ def test_offload_to_inside_the_function_is_for_its_ops():
 
 
 def test_without_an_offloader_a_shared_one_for_host_memory_is_used():
-    from torch_remat.dispatch.offloading import default_offloader
+    from torch_remat.offload.sender import default_offloader
 
     before = default_offloader().offloaded_bytes
     with warnings.catch_warnings():

@@ -151,6 +151,19 @@ def test_exception_in_an_op_leaves_no_span_open():
     ]
 
 
+class NamesTooFew(torch.autograd.Function):
+    @staticmethod
+    @remat.auto_forward("x")
+    def forward(ctx, x):
+        ctx.save_for_backward(x, x)
+        return x.sin()
+
+
+def test_wrong_use_of_a_handle_is_the_same_error_in_a_trace():
+    with remat.trace(), pytest.raises(remat.UsageError, match="saves 2 tensors and auto_forward names 1"):
+        checkpointed(lambda x: remat.op(NamesTooFew.apply, "few")(x))(leaf(2))
+
+
 def test_exception_leaves_nothing_behind_and_the_trace_readable():
     traces = []
 

@@ -21,7 +21,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _FORM = "The form is checkpoint(**options)(function)(*args, **kwargs), with empty parentheses if there are no options."
-_OPTIONS = tuple(name for name in Options._fields if name != "observer")
+_OPTIONS = tuple(name for name in Options._fields if name not in ("observer", "op_log"))
 
 
 def checkpoint(
@@ -115,9 +115,13 @@ def checkpoint(
         return _bind_defaults
     options = Options(
         region_name, preserve_rng_state, determinism_check, early_stop, debug, context_fn,
-        None if policy is None else as_policy(policy), allow_cache_entry_mutation, None, offloader, offload_inputs,
+        None if policy is None else as_policy(policy), allow_cache_entry_mutation, offloader, offload_inputs,
     )  # fmt: skip
     _validate(options)
+    if debug and policy is None:  # with a policy, errors name the ops that differ
+        from torch_remat.reports.debug_log import OpLog  # loaded only where it is used
+
+        options = options._replace(op_log=OpLog)
     return _binder(options)
 
 

@@ -71,7 +71,7 @@ def get_handle(ctx: Any, op_name: str, remat_policy: CheckpointPolicy) -> RematH
         return RematHandle(ctx, name)
     observed = mode.observed
     policy = remat_policy if observed is None else observed.policy_of(name, remat_policy)
-    handle: RematHandle | None = ops.begin(name, policy, ctx)
+    handle: RematHandle = ops.begin(name, policy, ctx) or RematHandle(ctx, name)
     if observed is not None:
-        handle = observed.begin(handle, name, policy, ctx)
-    return handle or RematHandle(ctx, name)
+        observed.watch(handle, name, policy, ctx)
+    return handle

@@ -39,7 +39,7 @@ from torch_remat.budgets.text import format_budget
 from torch_remat.budgets.without_holders import WithoutHolders
 from torch_remat.dispatch.keeping import Keeping, keeping
 from torch_remat.dispatch.naming import default_name
-from torch_remat.dispatch.observe import is_observed
+from torch_remat.dispatch.observe import observers
 from torch_remat.dispatch.options import DEFAULTS, Options
 from torch_remat.dispatch.region.outputs import tensors_of
 from torch_remat.errors import RematWarning, UsageError, user_line
@@ -164,7 +164,7 @@ class Budget(Register):
         return (
             options[2:] == DEFAULTS[2:]  # it may have a name, and draws no number twice
             and top_saved_tensors_hooks() is None
-            and not is_observed()
+            and not observers()
         )
 
     def _is_new_step(self) -> bool:

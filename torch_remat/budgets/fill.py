@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from torch_remat._compat import without_dispatch_modes
-from torch_remat.dispatch.kept import told_of
-from torch_remat.dispatch.offloading import Offloaded, sender_of
+from torch_remat.dispatch.offloading import sender_of
 from torch_remat.dispatch.region.region import Region
+from torch_remat.offload.sender import Offloaded
 
 _SHARE = 8
 """Of the budget, one part in so many may be on its way: that much is counted as gone and is not yet."""
@@ -43,12 +43,12 @@ class Filler:
             return None
         with torch.no_grad(), without_dispatch_modes():
             away = sender_of(region).send(tensor, None, f"saved tensor {place}", "residual")
-        if away is not None and told_of(away, "still_here") is not None:
+        if away is not None and away.transfer.copy.told("still_here") is not None:
             self._leaving.append(_Sent(away))
         return away
 
     def _bytes_leaving(self) -> int:
         leaving = [(sent, away) for sent in self._leaving if (away := sent()) is not None]
-        here = [(sent, away) for sent, away in leaving if isinstance(told_of(away, "still_here"), Tensor)]
+        here = [(sent, away) for sent, away in leaving if isinstance(away.transfer.copy.told("still_here"), Tensor)]
         self._leaving = [sent for sent, _ in here]
         return sum(away.transfer.copy.bytes for _, away in here)

@@ -46,10 +46,11 @@ from torch_remat.budgets.repeats import Place
 from torch_remat.budgets.steps import Row
 from torch_remat.dispatch.holder import Holder, mark_changed
 from torch_remat.dispatch.mode import current_mode
-from torch_remat.dispatch.observe import is_observed, tell_given_up
+from torch_remat.dispatch.observe import observers
 from torch_remat.dispatch.reach import reach
 from torch_remat.dispatch.region.region import Region
 from torch_remat.policies.decision import CheckpointPolicy
+from torch_remat.reports.kept import kept_by
 
 REPLAY_SECONDS = 1e-4
 """What a replay costs besides the ops that it runs."""
@@ -327,7 +328,7 @@ class KeptRegion:
         if self._like is not None and region.replayed_in < 0:
             return  # it began empty, and is
         if self.keep is None or tape.records or tape.regions or tape.calls or tape.holders:
-            for row in region.kept():
+            for row in kept_by(region):
                 own = row.what in _OWN or (row.what == "refilled" and (self.keep is None or row.op))
                 if own and isinstance(row.value, Tensor):
                     yield row.value
@@ -446,10 +447,11 @@ class KeptRegion:
             row = self.row
             before = row.given_bytes, row.offloaded_bytes
             freed = sum([self._empty(region, place, holder) for place, holder in given])
-            if given and is_observed():
+            if given and observers():
                 places = [region.tape.position_of(holder) for _, holder in given]
                 gone = row.given_bytes - before[0], row.offloaded_bytes - before[1]
-                tell_given_up(region, places, *gone, ledger.total)
+                for observer in observers():
+                    observer.gave_up(region, places, *gone, ledger.total)
             self._full[:] = [place for place in self._full if self.keys[place]]
             return freed
         finally:

@@ -122,6 +122,14 @@ class StoredCopy:
         self.lock = threading.Lock()
         finalize(self, offloader.release, ticket).atexit = False
 
+    def told(self, method: str) -> Any:
+        """Return what one of the offloader's optional methods tells of this; None if it tells nothing."""
+        ask = getattr(self.offloader, method, None)
+        try:
+            return None if ask is None else ask(self.ticket)
+        except Exception:
+            return None  # a report does not fail because of an offloader
+
 
 class Transfer:
     """A part of a storage that is away; see NOTE [ What travels ].

@@ -2,10 +2,12 @@
 
     data, spans                                what reports and traces say, as plain data
     fold, text, html, pictures                 the same for people; layers that are alike are told once
-    ledger, torch_checkpoint, graph            gathering: what is kept, each storage counted once
+    kept, ledger, torch_checkpoint, graph      gathering: what is kept, each storage counted once
     memory, oom                                the memory report that users get, also when memory runs out
-    recorder, profile, trace                   the trace that users get, and how it is recorded
+    observer, recorder, profile, trace                   the trace that users get, how it is recorded, what may watch
     explanation, reasons, notes, explain       the explanation: its data and text, why, watching a run, trials
+    debug_log                                  the ops of both phases, for errors with `debug=True`
 
-Reports read `Region.kept`, keep no tensor, and are never imported by the runtime.
+Reports keep no tensor, and are never imported by the runtime. The face loads `debug_log`, which
+reads nothing of the runtime, and no other.
 """

@@ -12,12 +12,11 @@ from typing import Any
 import torch
 
 from torch_remat._compat import TorchDispatchMode, as_written, eager_only, set_version
-from torch_remat.dispatch.kept import replay_now
 from torch_remat.dispatch.log.meta import key_of
 from torch_remat.dispatch.log.meta import tensors_in as arguments_in
 from torch_remat.dispatch.log.schema import argument, effects_of
 from torch_remat.dispatch.mode import current_mode
-from torch_remat.dispatch.observe import Observer, observed_by
+from torch_remat.dispatch.observe import WatchedOp, observed_by
 from torch_remat.dispatch.placeholder import is_placeholder
 from torch_remat.dispatch.region.forward import run_region
 from torch_remat.dispatch.region.inputs import RegionInputs, leaves_of, with_leaves
@@ -30,6 +29,7 @@ from torch_remat.reports.explanation import Alternative, Explanation
 from torch_remat.reports.graph import is_released, nodes_below
 from torch_remat.reports.ledger import report_of, tensors_in
 from torch_remat.reports.notes import CountAten, Notes, OpNotes, RegionNotes
+from torch_remat.reports.observer import Observer
 from torch_remat.reports.torch_checkpoint import is_of_checkpoint
 
 # Written by batch norms, of which not all schemas say so.
@@ -122,7 +122,7 @@ class _Override(Observer):
         self._thread = get_ident()
         self.region: Region | None = None
 
-    def begin_region(self, region: Region, phase: str) -> None:
+    def begin(self, region: Region, op: WatchedOp | None, phase: str) -> None:
         if self.region is None and get_ident() == self._thread:
             self.region = region
 
@@ -185,7 +185,8 @@ class _Trials:
                 assert tried is not None
                 report = report_of(tried)
                 stack.enter_context(CountAten(flops.append))
-                replay_now(tried)
+                if empty := tried.tape.empty():
+                    tried.refill(empty[0])  # as a backward that reads all of its saved tensors would
         except PlaceholderError as error:
             return f"{error.consumer} at {error.line} reads {qualified_name(None, error.op, error.tensor)}"
         except RematError as error:

@@ -18,10 +18,10 @@ import torch
 from torch.autograd.graph import Node
 
 from torch_remat._compat import node_number
-from torch_remat.dispatch.kept import held_in
 from torch_remat.dispatch.log.readers import is_view
 from torch_remat.dispatch.region.region import Region
 from torch_remat.reports.data import KeptTensor, Kind, NodeReport
+from torch_remat.reports.kept import held_in
 from torch_remat.reports.ledger import Ledger, Rows, pieces_in, tensors_in, viewed_parameter
 from torch_remat.reports.torch_checkpoint import TorchCheckpoint, packed_in
 

@@ -18,11 +18,11 @@ import torch
 
 from torch_remat._compat import PYTREE_NAMESPACE, adopt_pytree_node
 from torch_remat.budgets.ledger import parts_of
-from torch_remat.dispatch.kept import Around, Kept, decisions_of, parameters_of, told_of
-from torch_remat.dispatch.offloading import Offloaded
 from torch_remat.dispatch.region.region import Region
 from torch_remat.errors import qualified_name
+from torch_remat.offload.sender import Offloaded
 from torch_remat.reports.data import KeptTensor, Kind, OpReport, ParameterReport, RegionReport
+from torch_remat.reports.kept import Around, Kept, decisions_of, kept_by, parameters_of
 
 PARAMETER, BUFFER = "parameter", "buffer"
 """Kinds of tensors that exist anyway."""
@@ -108,10 +108,10 @@ def _parts(value: Any) -> Sequence[Any] | None:
 
 def _pieces_of_away(away: Offloaded) -> Iterator[Piece]:
     copy, back = away.transfer.copy, away.transfer.value
-    shape, dtype, here = tuple(away.placement.shape), away.placement.dtype, told_of(away, "still_here")
+    shape, dtype, here = tuple(away.placement.shape), away.placement.dtype, copy.told("still_here")
     if not isinstance(here, torch.Tensor):
         here = None
-    if here is not None and told_of(away, "stays") is True:
+    if here is not None and copy.told("stays") is True:
         yield Piece(shape, dtype, str(here.device), _memory_of(here))
         return
     offloader = type(copy.offloader).__name__
@@ -213,7 +213,7 @@ def report_of(
     decisions = decisions_of(region)
     own = Rows()
     by_op = {name: Rows() for name in decisions}
-    for one in region.kept():
+    for one in kept_by(region):
         if one.what == "empty" or isinstance(one.value, Around):
             continue
         kind: Kind = "kept for replay" if one.what == "slot" or one.what == "result" else one.what

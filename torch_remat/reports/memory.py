@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, TextIO
 import torch
 
 from torch_remat._compat import eager_only
-from torch_remat.dispatch.kept import parameters_of
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.region.region import live_regions
 from torch_remat.errors import UsageError
 from torch_remat.reports.data import KeptForBackward, NodeReport, RegionReport
 from torch_remat.reports.graph import checkpoints_below, collect_nodes, nodes_below, parameters_below
 from torch_remat.reports.html import report_as_html
+from torch_remat.reports.kept import parameters_of
 from torch_remat.reports.ledger import BUFFER, PARAMETER, Ledger, report_of
 from torch_remat.reports.pictures import plot_report
 from torch_remat.reports.text import format_region, format_report

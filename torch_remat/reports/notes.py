@@ -17,16 +17,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from torch_remat._compat import TorchDispatchMode, node_number
-from torch_remat.dispatch.kept import decisions_of
 from torch_remat.dispatch.mode import current_mode
-from torch_remat.dispatch.observe import Observer, WatchedOp
+from torch_remat.dispatch.observe import WatchedOp
 from torch_remat.dispatch.placeholder import is_placeholder
 from torch_remat.dispatch.region.region import Region
 from torch_remat.policies.decision import CheckpointPolicy
 from torch_remat.reports.data import RegionReport
 from torch_remat.reports.explanation import Alternative, OpExplanation, RegionExplanation, Replay, TensorExplanation
 from torch_remat.reports.graph import INNER_REGION, Stretch, readers_in_graph
+from torch_remat.reports.kept import decisions_of, kept_by
 from torch_remat.reports.ledger import report_of
+from torch_remat.reports.observer import Observer
 from torch_remat.reports.reasons import Reasons, Seen, SeenOp, kept_by_policy, never_needed
 
 Counts = Counter[str]
@@ -91,53 +92,33 @@ class Notes(Observer):
         self._running: dict[int, list[tuple[Counts, str] | None]] = defaultdict(list)
         self._sent: dict[int, StorageWeakRef] = {}  # by what `offload_began` was told
 
-    def begin_region(self, region: Region, phase: str) -> None:
-        """Begin to count for a region."""
+    def begin(self, region: Region, op: WatchedOp | None, phase: str) -> None:
+        """Begin to count for an op, or for a region."""
         mode = current_mode()
         mine = get_ident() == self._thread and not self._paused
-        if phase == "forward" and mine and mode is not None and not mode.recomputing:
+        if op is None and phase == "forward" and mine and mode is not None and not mode.recomputing:
             self.regions[region.serial] = RegionNotes(region.name)
         notes = self._of(region)
-        self._running[get_ident()].append(None if notes is None else (notes.counts, phase))
-        if notes is not None and phase == "replay":
+        found: RegionNotes | OpNotes | None = notes
+        if notes is not None and op is not None:
+            if phase == "forward":
+                notes.ops.setdefault(op.name, OpNotes(op.name, op.policy))
+            found = notes.ops.get(op.name)
+        elif notes is not None and phase == "replay":
             notes.replays += 1
-
-    def end_region(self, region: Region, phase: str) -> None:
-        """Count for the region around again, if any; after replay, note what the region holds now."""
-        self._running[get_ident()].pop()
-        notes = self._of(region)
-        if notes is not None and phase == "replay":
-            report = report_of(region)
-            notes.refilled_bytes = max(notes.refilled_bytes, report.bytes + report.offloaded_bytes)
-
-    def begin_op(self, region: Region, op: WatchedOp, phase: str) -> None:
-        """Begin to count for an op."""
-        notes = self._of(region)
-        if notes is not None and phase == "forward":
-            notes.ops.setdefault(op.name, OpNotes(op.name, op.policy))
-        found = None if notes is None else notes.ops.get(op.name)
         self._running[get_ident()].append(None if found is None else (found.counts, phase))
 
-    def end_op(self, region: Region, op: WatchedOp, phase: str) -> None:
-        """Note what an op saved and returned."""
+    def end(self, region: Region, op: WatchedOp | None, phase: str) -> None:
+        """Count for what is around again; note what an op saved and returned, and what a region holds after replay."""
         self._running[get_ident()].pop()
         notes = self._of(region)
-        found = None if notes is None else notes.ops.get(op.name)
-        if found is None:
+        if notes is None:
             return
-        if phase == "replay":
-            found.replay = "skipped" if op.outputs_made is None else "ran"
-        elif op.outputs_made is not None and not found.outputs:
-            made = {
-                str(place) if op.as_tuple else "out": tensor
-                for place, tensor in enumerate(op.outputs_made)
-                if isinstance(tensor, torch.Tensor)
-            }
-            found.numbers = op.numbers
-            nodes = {label: one.grad_fn for label, one in made.items()}
-            found.made = {label: (node_number(node), made[label].output_nr) for label, node in nodes.items() if node}
-            found.saved = [Seen.of(label, tensor) for label, tensor in op.named.items() if tensor is not None]
-            found.outputs = [Seen.of(label, tensor) for label, tensor in made.items()]
+        if op is not None and op.name in notes.ops:
+            _note_end(notes.ops[op.name], op, phase)
+        elif op is None and phase == "replay":
+            report = report_of(region)
+            notes.refilled_bytes = max(notes.refilled_bytes, report.bytes + report.offloaded_bytes)
 
     def _of(self, region: Region) -> RegionNotes | None:
         return None if self._paused else self.regions.get(region.serial)
@@ -146,7 +127,7 @@ class Notes(Observer):
         """Note which storage has left."""
         self._sent[key] = StorageWeakRef(tensor.untyped_storage())
 
-    def finish_region(self, region: Region, boundary: Sequence[torch.autograd.graph.Node | None]) -> None:
+    def finish(self, region: Region, boundary: Sequence[torch.autograd.graph.Node | None]) -> None:
         """Explain what the region keeps, now that its forward is over."""
         notes = self._of(region)
         if notes is None:
@@ -159,7 +140,7 @@ class Notes(Observer):
         notes.by_policy = tuple(kept_by_policy(region, notes.report))
         # Left out: ops in the body of a skipped op, which are part of that.
         notes.ops = {name: notes.ops[name] for name in decisions_of(region) if name in notes.ops}
-        for row in region.kept():
+        for row in kept_by(region):
             notes.unnamed += row.what == "empty" and not row.op
             if row.what == "result" and row.op in notes.ops:
                 notes.ops[row.op].outputs = []  # its results are explained by their own names, those of aten ops
@@ -199,6 +180,23 @@ class Notes(Observer):
                 counts, phase = running
                 counts[f"{phase}_ops"] += 1
                 counts[f"{phase}_flops"] += flops
+
+
+def _note_end(found: OpNotes, op: WatchedOp, phase: str) -> None:
+    """Note what an op saved and returned, or whether replay ran it."""
+    if phase == "replay":
+        found.replay = "skipped" if op.outputs is None else "ran"
+    elif op.outputs is not None and not found.outputs:
+        made = {
+            str(place) if op.as_tuple else "out": tensor
+            for place, tensor in enumerate(op.outputs)
+            if isinstance(tensor, torch.Tensor)
+        }
+        found.numbers = op.numbers
+        nodes = {label: one.grad_fn for label, one in made.items()}
+        found.made = {label: (node_number(node), made[label].output_nr) for label, node in nodes.items() if node}
+        found.saved = [Seen.of(label, tensor) for label, tensor in op.named.items() if tensor is not None]
+        found.outputs = [Seen.of(label, tensor) for label, tensor in made.items()]
 
 
 class CountAten(TorchDispatchMode):

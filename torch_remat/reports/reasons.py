@@ -1,4 +1,4 @@
-"""Why each named tensor of an op is kept or not: the rows of `Region.kept` in words.
+"""Why each named tensor of an op is kept or not: the rows of `kept_by` in words.
 
 In: a region after its forward, and what its ops saved and returned, as it was seen when their bodies ended. Kept:
 nothing. Out: a state and a reason for each tensor.
@@ -13,13 +13,13 @@ from typing import NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torch_remat.dispatch.kept import Around, Kept, decisions_of, parameters_of
 from torch_remat.dispatch.region.region import Region
 from torch_remat.errors import qualified_name
 from torch_remat.policies.decision import CheckpointPolicy
 from torch_remat.reports.data import RegionReport
 from torch_remat.reports.explanation import State, TensorExplanation
 from torch_remat.reports.graph import SOME_OP
+from torch_remat.reports.kept import Around, Kept, decisions_of, kept_by, parameters_of
 from torch_remat.reports.ledger import pieces_in, storages_of, viewed_parameter, what_needs
 from torch_remat.reports.torch_checkpoint import is_of_checkpoint
 
@@ -86,7 +86,7 @@ def never_needed(region: Region, op: str, tensors: Sequence[Seen]) -> Iterator[T
 
 def kept_by_policy(region: Region, report: RegionReport) -> Iterator[TensorExplanation]:
     """Yield why a policy for aten ops keeps what it keeps; see `checkpoint(policy=...)`."""
-    readers = {row.tensor: _reader(row) for row in region.kept() if not row.op and row.what == "result"}
+    readers = {row.tensor: _reader(row) for row in kept_by(region) if not row.op and row.what == "result"}
     for tensor in report.tensors:
         if tensor.kind in ("saved", "kept for replay"):
             state: State = "offloaded" if tensor.offloaded else "kept"
@@ -111,7 +111,7 @@ class Reasons:
         # By memory, in place or away, and by the storage as it was seen: what was explained first; inputs come first.
         self._first: dict[Hashable, tuple[str, State]] = {}
         exists = {storage._cdata for parameter in parameters_of(region) for storage in storages_of(parameter)}
-        for row in region.kept():
+        for row in kept_by(region):
             self._rows.setdefault(row.op, []).append(row)
             for key in _memory_of(row) if row.what == "input" else ():
                 self._inputs.setdefault(key, row)

@@ -20,10 +20,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch_remat._compat import ProfilerRange, profiler_runs, sequence_number
 from torch_remat.dispatch.keeping import keeping
 from torch_remat.dispatch.mode import current_mode
-from torch_remat.dispatch.observe import Observer, WatchedOp
+from torch_remat.dispatch.observe import WatchedOp
 from torch_remat.dispatch.region.region import Region, live_regions
 from torch_remat.reports.data import Sums
 from torch_remat.reports.ledger import report_of
+from torch_remat.reports.observer import Observer
 from torch_remat.reports.spans import BudgetState, GivenUp, Phase
 
 MARK = "torch_remat.trace "
@@ -71,34 +72,25 @@ class Recorder(Observer):
         self._sent: dict[int, StorageWeakRef] = {}
         self._next_sent = count().__next__
 
-    def begin_region(self, region: Region, phase: Any) -> None:
-        """Begin a region's span."""
-        if region.keeper is not None:
+    def begin(self, region: Region, op: WatchedOp | None, phase: Any) -> None:
+        """Begin the span of an op, or of a region."""
+        if op is None and region.keeper is not None:
             self._budgets.update(dict.fromkeys(region.keeper.owners))
-        mark = self._begin(region, None, phase)
+        mark = self._begin(Mark(region.name, None if op is None else op.name, phase, region.serial))
         mode = current_mode()
-        if phase == "forward" and mode is not None and not mode.recomputing:
+        if phase == "forward" and op is None and mode is not None and not mode.recomputing:
             mark.first_number = mark.end_number = region.first_number
             self._forwards[region.serial] = [mark]
+        elif phase == "forward" and op is not None and region.serial in self._forwards:
+            self._forwards[region.serial].append(mark)
 
-    def begin_op(self, region: Region, op: WatchedOp, phase: Any) -> None:
-        """Begin an op's span."""
-        mark = self._begin(region, op.name, phase)
-        marks = self._forwards.get(region.serial)
-        if phase == "forward" and marks is not None:
-            marks.append(mark)
-
-    def end_region(self, region: Region, phase: str) -> None:
-        """End a region's span."""
-        self._end()
-
-    def end_op(self, region: Region, op: WatchedOp, phase: str) -> None:
-        """End an op's span."""
+    def end(self, region: Region, op: WatchedOp | None, phase: str) -> None:
+        """End the span of an op, or of a region."""
         mark = self._end()
-        if phase == "forward" and region.serial in self._forwards:
+        if phase == "forward" and op is not None and region.serial in self._forwards:
             mark.first_number, mark.end_number = op.numbers
 
-    def finish_region(self, region: Region, boundary: object) -> None:
+    def finish(self, region: Region, boundary: object) -> None:
         """Note what the region keeps, and which autograd nodes are its own."""
         marks = self._forwards.pop(region.serial, None)
         if marks is None:
@@ -137,9 +129,8 @@ class Recorder(Observer):
                     del self._sent[number]
                     _note(f"{GONE}{number}")
 
-    def _begin(self, region: Region, op: str | None, phase: Phase) -> Mark:
+    def _begin(self, mark: Mark) -> Mark:
         self.look_for_gone()
-        mark = Mark(region.name, op, phase, region.serial)
         with self._lock:
             number = len(self.marks)
             self.marks.append(mark)

@@ -35,7 +35,6 @@ from torch_remat._compat import (
 )
 from torch_remat.dispatch.ambient import RngState
 from torch_remat.dispatch.holder import Anchor, Holder, OpHolder, ResidentRef, metadata_of
-from torch_remat.dispatch.log.departures import Departures
 from torch_remat.dispatch.log.entry import CALL, FIRST, ONE, Entry, HandleCall, run_for_good
 from torch_remat.dispatch.log.meta import key_of, keys_of, parts_of
 from torch_remat.dispatch.log.needs import find_needs
@@ -46,6 +45,7 @@ from torch_remat.dispatch.log.results import Results, Undecided
 from torch_remat.dispatch.log.slot import counter_of, version_of
 from torch_remat.dispatch.log.storages import Storages
 from torch_remat.dispatch.mode import RematMode
+from torch_remat.dispatch.offloading import Departures
 from torch_remat.dispatch.placeholder import new_tuple
 from torch_remat.dispatch.region.inputs import leaves_of
 from torch_remat.dispatch.region.outputs import tensors_of

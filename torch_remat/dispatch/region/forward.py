@@ -76,7 +76,7 @@ def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
         contexts: Sequence[AbstractContextManager[Any]] = () if options is DEFAULTS else mode.contexts()
         if is_watched():
             mode.observed = observed = Watch(mode)
-            contexts = (observed.running(), *contexts)
+            contexts = (observed, *contexts)
         output = mode.run(function, args, kwargs, (mode.pack_hook(), read), contexts)
         nodes = [node_of(output)] if type(output) is Tensor else boundary_nodes(tensors_of(output))
         mode.finish(nodes)
@@ -97,8 +97,8 @@ def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
             node.register_prehook(partial(_reach, ref(region)))
             if number > region.last_number:
                 region.last_number = number
-    if observed is not None:
-        observed.finish(nodes)
+    for observer in () if observed is None else observed.observers:
+        observer.finish(region, nodes)
     return output
 
 

@@ -204,20 +204,13 @@ class RegionInputs:
         """Whether a tensor's memory stays with the inputs; asked only while forward runs."""
         return self._away is None and id(tensor) in self.originals
 
-    def give_away(
-        self,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        send: Callable[[torch.Tensor, str], Any],
-    ) -> None:
-        """Let those tensors leave the device for which ``send(tensor, place)`` returns what stands in for them."""
-        self._away = {}
-        originals = args if self._spec is None else leaves_of(args, kwargs)
+    def give_away(self, send: Callable[..., Any]) -> None:
+        """Let those tensors leave the device for which a `Sender`'s ``send`` returns what stands in for them."""
+        self._away, together = {}, object()
         for entry, (index, requires_grad, version) in enumerate(self._tensors):
             if requires_grad is None or version < 0:
                 continue
-            away = send(originals[index], self._place(index))
-            if away is not None:
+            if (away := send(self.given[index], None, self._place(index), "input", together)) is not None:
                 self._away[index] = away
                 self._leaves[index] = None
                 self._tensors[entry] = (index, requires_grad, -1)  # it checks its version itself

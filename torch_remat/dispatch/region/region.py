@@ -7,10 +7,10 @@ to the holders. Out: filled holders, by a replay when one is needed.
 from __future__ import annotations
 
 from _thread import RLock  # without the Python function around it that threading has
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import finalize, ref
 
 import torch
@@ -26,14 +26,13 @@ from torch_remat._compat import (
     with_torch_function,
 )
 from torch_remat.dispatch.ambient import RngState, capture_ambient
-from torch_remat.dispatch.check.debug_log import OpLog
 from torch_remat.dispatch.check.values import Values
 from torch_remat.dispatch.holder import Holder, OpHolder, read
 from torch_remat.dispatch.keeping import Keeper
 from torch_remat.dispatch.mode import unseen
 from torch_remat.dispatch.naming import default_name, scope
-from torch_remat.dispatch.offloading import Sender, offload_inputs
-from torch_remat.dispatch.options import DEFAULTS, Options
+from torch_remat.dispatch.offloading import sender_of
+from torch_remat.dispatch.options import DEFAULTS, OpLog, Options
 from torch_remat.dispatch.part import own_hooks
 from torch_remat.dispatch.placeholder import unpack
 from torch_remat.dispatch.reach import reach
@@ -41,9 +40,7 @@ from torch_remat.dispatch.region.inputs import RegionInputs
 from torch_remat.dispatch.region.outside import Outside
 from torch_remat.dispatch.tape import Tape
 from torch_remat.errors import ReleasedError
-
-if TYPE_CHECKING:
-    from torch_remat.dispatch.kept import Kept
+from torch_remat.offload.sender import Sender
 
 # Weak references to all regions that are alive, for reports.
 _regions: set[ref[Region]] = set()
@@ -115,10 +112,10 @@ class Region:
         self.first_number = sequence_number()  # of the autograd nodes that it makes
         self.scope = scope.get()
         if options is not DEFAULTS:
-            if options.debug and options.policy is None:
-                self.op_log = OpLog()
+            if options.op_log is not None:
+                self.op_log = options.op_log()
             if options.offload_inputs and hooks is None:
-                offload_inputs(self, args, kwargs)
+                inputs.give_away(sender_of(self).send)
         self.lock = RLock()
         self.serial = _next_serial()
         _regions.add(ref(self, _regions.discard))
@@ -129,12 +126,6 @@ class Region:
         if self.options.region_name is not None:
             return self.options.region_name
         return self._past_name if self.function is None else default_name(self.function)
-
-    def kept(self) -> Iterator[Kept]:
-        """Yield all that the region keeps now, and the saved tensors that replay has to make; see `Kept`."""
-        from torch_remat.dispatch.kept import kept_by  # loaded when something is reported
-
-        return kept_by(self)
 
     def reach(self) -> None:
         """Replay if a holder needs it: backward comes to the region, and has run nothing of it."""

@@ -168,7 +168,7 @@ class Filling(RematMode):
         contexts: list[AbstractContextManager[Any]] = region.ambient.contexts()
         if is_watched():
             self.observed = Watch(self)
-            contexts.insert(0, self.observed.running())
+            contexts.insert(0, self.observed)
         if scope.get() != region.scope:
             contexts.append(scope_restored(region.scope))
         if region.rng is not None:

@@ -1,4 +1,4 @@
-"""What a region keeps, as rows for reports: the only file that reads the runtime's records for them.
+"""What a region keeps, as rows: the only file of the reports that reads the runtime's records for them.
 
 In: a region, in whatever state it is. Kept: nothing; a row holds its tensor as long as the row lives. Out: rows in a
 fixed order. Nothing is unpacked, brought back or replayed.
@@ -21,27 +21,22 @@ from weakref import ref
 
 import torch
 
+from torch_remat.dispatch.ambient import RngState
 from torch_remat.dispatch.handle.saved_call import LeftOut
 from torch_remat.dispatch.holder import Holder, is_parameter
 from torch_remat.dispatch.log.entry import CALL, Entry
 from torch_remat.dispatch.log.record import Stretch
 from torch_remat.dispatch.log.slot import Slot
 from torch_remat.dispatch.mode import current_mode
-from torch_remat.dispatch.offloading import Offloaded
+from torch_remat.dispatch.region.region import Region
+from torch_remat.offload.sender import Offloaded
 from torch_remat.offload.transfer import may_travel
 from torch_remat.policies.decision import CheckpointPolicy
+from torch_remat.reports.data import Kind
 
-What = Literal[
-    "input",  # a tensor among the arguments of the region's function
-    "saved",  # a saved tensor that a saved entry keeps
-    "refilled",  # a saved tensor that a replay has made
-    "empty",  # a saved tensor that replay will make: it costs nothing
-    "slot",  # a result of an entry, what one wrote, or what a tensor was before a write, which replay needs as an input
-    "result",  # a result of one watched aten op, named after that, which replay does not make again
-    "undecided",  # a result that forward holds until its end tells whether replay needs it
-    "random state",
-    "determinism check",  # a value that is compared with replay's
-]
+# Besides the kinds of `KeptTensor`: a saved tensor that replay will make, which costs nothing; what replay needs as an
+# input: a result of an entry, what one wrote, or what a tensor was before; and a result of one aten op under a policy.
+What = Kind | Literal["empty", "slot", "result"]
 Why = Literal[
     "backward",  # the backward of the entry `by` reads it, or of some op if that is empty
     "entry",  # the entry `by`, which replay runs, reads it
@@ -61,7 +56,7 @@ class Around(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """One row of `Region.kept`.
+    """One row of `kept_by`.
 
     Attributes:
         what: What it is about.
@@ -89,19 +84,17 @@ class Kept(NamedTuple):
     stayed: str = ""
 
 
-def kept_by(region: Any) -> Iterator[Kept]:
-    """Yield the rows of `Region.kept`."""
-    calls, undecided = list(region.tape.calls), list(_undecided_in(region))
-    decisions = decisions_of(region)
-    away = {(call.group, call.label(place)) for call in calls for place in call.away}
-    away |= {(op, label) for op, label, _, policy in undecided if policy is CheckpointPolicy.OFFLOAD}
-    held = (Kept("undecided", op, label, tensor) for op, label, tensor, _ in undecided)
-    for row in chain(_unnamed(region), _named(region), _of_records(region), _of_calls(region, calls), held):
+def kept_by(region: Region) -> Iterator[Kept]:
+    """Yield all that a region keeps now, and the saved tensors that replay has to make."""
+    entries, decisions = list(region.tape.calls), decisions_of(region)
+    undecided = list(_undecided_in(region))
+    away = {(entry.group, entry.label(place)) for entry in entries for place in entry.away}
+    away |= {(row.op, row.tensor) for row in undecided if row.decision is CheckpointPolicy.OFFLOAD}
+    rows = chain(_unnamed(region), _named(region), _of_records(region), _of_entries(region, entries), undecided)
+    for row in rows:
         value = held_in(row.value)
-        decision = decisions.get(row.op)
-        if (row.op, row.tensor) in away:
-            decision = CheckpointPolicy.OFFLOAD
-        elif decision is None and row.what in ("saved", "slot", "result", "undecided"):
+        decision = CheckpointPolicy.OFFLOAD if (row.op, row.tensor) in away else decisions.get(row.op)
+        if decision is None and row.what in ("saved", "slot", "result", "undecided"):
             decision = CheckpointPolicy.SAVE
         stayed = _why_it_stayed(region, value) if decision is CheckpointPolicy.OFFLOAD else ""
         yield row._replace(value=value, decision=decision, stayed=stayed)
@@ -111,14 +104,14 @@ def held_in(packed: Any) -> Any:
     """Return the value of a row, from what an autograd node or a region keeps of a tensor."""
     if isinstance(packed, Holder):
         return Around(None)
-    if type(packed) is tuple and len(packed) == 3 and hasattr(packed[2], "tape"):  # an `Anchor`
+    if type(packed) is tuple and len(packed) == 3 and isinstance(packed[2], Region):  # an `Anchor`
         return Around(packed[0])
     return packed
 
 
-def _why_it_stayed(region: Any, value: Any) -> str:
+def _why_it_stayed(region: Region, value: Any) -> str:
     if isinstance(value, Offloaded):
-        return "the offloader took it, but it could not leave" if told_of(value, "stays") is True else ""
+        return "the offloader took it, but it could not leave" if value.transfer.copy.told("stays") is True else ""
     if region.hooks is not None and value is not None:
         return "hooks around the region decide where it is"
     if not isinstance(value, torch.Tensor):
@@ -126,27 +119,22 @@ def _why_it_stayed(region: Any, value: Any) -> str:
     return "the offloader did not take it" if may_travel(value) else "such a tensor does not travel"
 
 
-def _unnamed(region: Any) -> Iterator[Kept]:
+def _unnamed(region: Region) -> Iterator[Kept]:
     """Yield inputs, saved tensors without a name, and the random state before forward."""
     for label, leaf in () if region.inputs is None else list(region.inputs.kept()):
         if not (isinstance(leaf, torch.Tensor) and is_parameter(leaf)):
             yield Kept("input", "", label, leaf)
     for place, entry in enumerate(list(region.tape.saved)):
-        holder = entry() if type(entry) is ref else None
-        if holder is not None:
+        if type(entry) is ref and (holder := entry()) is not None:
             label = f"saved tensor {place}"
-            if holder.value is None:
-                yield Kept("empty", "", label, None, why="again")
-            else:
-                yield Kept("refilled", "", label, holder.value, why="backward")
+            told: tuple[What, Why] = ("empty", "again") if holder.value is None else ("refilled", "backward")
+            yield Kept(told[0], "", label, holder.value, why=told[1])
             if (value := getattr(holder, "fingerprint", None)) is not None:
                 yield Kept("determinism check", "", f"value of {label}", value)
-    if region.rng is not None:
-        for tensor in region.rng.kept():
-            yield Kept("random state", "", "random state", tensor)
+    yield from _of_state(region.rng, "")
 
 
-def _named(region: Any) -> Iterator[Kept]:
+def _named(region: Region) -> Iterator[Kept]:
     """Yield saved tensors that have names."""
     sources: dict[int, tuple[Why, str, str]] = {}  # of elided ones, by the holder
     for record in region.tape.records.values():
@@ -164,88 +152,85 @@ def _named(region: Any) -> Iterator[Kept]:
                 yield Kept("saved" if holder.resident else "refilled", op, name, packed, made_on, "backward", op)
 
 
-def _of_records(region: Any) -> Iterator[Kept]:
+def _of_records(region: Region) -> Iterator[Kept]:
     """Yield what entries with names, and inner regions, keep for replay."""
     for record in [*region.tape.records.values(), *region.tape.regions]:
-        for tensor in () if record.drawn is None else record.drawn.kept():
-            yield Kept("random state", record.name, "random state", tensor)
+        yield from _of_state(record.drawn, record.name)
         why: Why = "entry" if record.name else "inner region"
         for slot in list(record.slots.values()):
             if slot.source is not None:
-                name = _output_name(region, *slot.source)
-                yield Kept("slot", slot.source[0], name, slot.kept, slot.device, why, record.name)
+                yield _of_slot(slot, slot.source[0], _output_name(region, *slot.source), why=why, by=record.name)
         for at, form in enumerate(record.forms if isinstance(record, LeftOut) else ()):
             if isinstance(form, Slot):
-                yield Kept("slot", record.name, f"result {at}", form.kept, form.device)
+                yield _of_slot(form, record.name, f"result {at}")
         if isinstance(record, Stretch):
             for place, slot in list(record.returned.items()):
-                yield Kept("slot", record.name, str(place), slot.kept, slot.device)
-            for slot in [left.slot for left in record.left if left.slot is not None]:
-                yield Kept("slot", record.name, "written", slot.kept, slot.device)
+                yield _of_slot(slot, record.name, str(place))
+            for left in record.left:
+                if left.slot is not None:
+                    yield _of_slot(left.slot, record.name, "written")
 
 
-def _of_calls(region: Any, calls: Sequence[Entry]) -> Iterator[Kept]:
+def _of_entries(region: Region, entries: Sequence[Entry]) -> Iterator[Kept]:
     """Yield what a policy for aten ops keeps, and the outputs of calls."""
-    readers = _readers_among(calls)
-    for call in calls:
-        what: What = "slot" if call.kind == CALL or region.options.policy is None else "result"
-        for place, slot in list(call.kept.items()):
-            row = Kept(what, call.group, call.label(place), slot.kept, slot.device)
-            reader = readers.get((id(call), place))
+    readers = _readers_among(entries)
+    for entry in entries:
+        what: What = "slot" if entry.kind == CALL or region.options.policy is None else "result"
+        for place, slot in list(entry.kept.items()):
+            row = _of_slot(slot, entry.group, entry.label(place), what)
+            reader = readers.get((id(entry), place))
             yield row if reader is None else row._replace(why="op", by=reader.label(0), at=reader.group)
-        changed = [(call.label(0), slot) for slot in list(call.written)]
-        for label, slot in changed:
-            yield Kept("slot", call.group, label, slot.kept, slot.device)
-        for tensor in () if call.before is None else call.before.kept():
-            yield Kept("random state", call.group, "random state", tensor)
+        for slot in list(entry.written):
+            yield _of_slot(slot, entry.group, entry.label(0))
+        yield from _of_state(entry.before, entry.group)
 
 
-def _output_name(region: Any, op: str, place: int) -> str:
+def _of_slot(slot: Slot, op: str, label: str, what: What = "slot", why: Why = "replay", by: str = "") -> Kept:
+    return Kept(what, op, label, slot.kept, slot.device, why, by)
+
+
+def _of_state(state: RngState | None, op: str) -> Iterator[Kept]:
+    for tensor in () if state is None else state.kept():
+        yield Kept("random state", op, "random state", tensor)
+
+
+def _output_name(region: Region, op: str, place: int) -> str:
     record = region.tape.records.get(op)
     return "out" if record is None else record.label(place)
 
 
-def _undecided_in(region: Any) -> Iterator[tuple[str, str, torch.Tensor, CheckpointPolicy]]:
+def _undecided_in(region: Region) -> Iterator[Kept]:
     """Yield what the region holds until the end of its forward, if that runs in this thread."""
     mode = current_mode()
     while mode is not None and mode.region is not region:
         mode = mode.parent
     if mode is not None and mode.ops is not None and not mode.replaying:
-        yield from mode.ops.undecided()  # not those of a replay
+        for op, label, tensor, policy in mode.ops.undecided():  # not those of a replay
+            yield Kept("undecided", op, label, tensor, decision=policy)
 
 
-def _readers_among(calls: Sequence[Entry]) -> Mapping[tuple[int, int], Entry]:
-    """Return, by the id of a call and a result's place, the first later call that replay runs and that reads it."""
+def _readers_among(entries: Sequence[Entry]) -> Mapping[tuple[int, int], Entry]:
+    """Return, by the id of an entry and a result's place, the first later entry that replay runs and that reads it."""
     found: dict[tuple[int, int], Entry] = {}
     following: dict[int, Entry] = {}  # by storage
-    for call in reversed(calls):
-        made = dict(call.made)
-        for place in call.kept:
-            if (reader := following.get(made.get(place, call.storage))) is not None:
-                found[id(call), place] = reader
-        for storage in (call.storage, *made.values()):
+    for entry in reversed(entries):
+        made = dict(entry.made)
+        for place in entry.kept:
+            if (reader := following.get(made.get(place, entry.storage))) is not None:
+                found[id(entry), place] = reader
+        for storage in (entry.storage, *made.values()):
             following.pop(storage, None)  # what is read later is another tensor, at the same address
-        if call.run:
-            following.update((storage, call) for storage in call.reads if storage)
+        if entry.run:
+            following.update((storage, entry) for storage in entry.reads if storage)
     return found
 
 
-def told_of(away: Offloaded, method: str) -> Any:
-    """Return what one of the offloader's optional methods tells of what it has; None if it tells nothing."""
-    copy = away.transfer.copy
-    ask = getattr(copy.offloader, method, None)
-    try:
-        return None if ask is None else ask(copy.ticket)
-    except Exception:
-        return None  # a report does not fail because of an offloader
-
-
-def decisions_of(region: Any) -> dict[str, CheckpointPolicy]:
+def decisions_of(region: Region) -> dict[str, CheckpointPolicy]:
     """Return the decision about each entry that has a name, in the order of forward; aten ops have none."""
     return {name: record.policy for name, record in list(region.tape.records.items())}
 
 
-def parameters_of(region: Any) -> Iterator[torch.Tensor]:
+def parameters_of(region: Region) -> Iterator[torch.Tensor]:
     """Yield the parameters that a region knows, some several times: they exist anyway, and so does their memory."""
     saved = [entry for entry in list(region.tape.saved) if isinstance(entry, torch.Tensor) and is_parameter(entry)]
     inputs = region.inputs
@@ -253,9 +238,3 @@ def parameters_of(region: Any) -> Iterator[torch.Tensor]:
     for parameter in (*region.parameters, *saved, *given):
         if parameter is not None:
             yield parameter
-
-
-def replay_now(region: Any) -> None:
-    """Replay a region as a backward that reads all of its saved tensors would; not if they are all there."""
-    if empty := region.tape.empty():
-        region.refill(empty[0])

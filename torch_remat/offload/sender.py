@@ -1,0 +1,120 @@
+"""What one region sends away: to its own offloader, that of `offload_to`, or the default one.
+
+In: a tensor that the region would keep. Kept: an `Offloaded`, a view of a transfer, in its place. Out: the tensor,
+brought back when backward or replay needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
+
+import torch
+
+from torch_remat._compat import storage_key, without_dispatch_modes
+from torch_remat.offload.prefetch import RegionTransfers
+from torch_remat.offload.protocol import Kind, Offloader, OffloadInfo, chosen
+from torch_remat.offload.table import Batch, table_of
+from torch_remat.offload.transfer import Placement, Transfer, may_travel
+
+
+@cache
+def default_offloader() -> Offloader:
+    """Return the offloader that all regions share that name none."""
+    from torch_remat.offload.cpu import CpuOffloader  # loaded when the first tensor is to leave
+
+    return CpuOffloader()
+
+
+class Offloaded:
+    """What stands in for one tensor that is away: a view of a transfer.
+
+    Attributes:
+        transfer: The transfer; the last of its views releases it.
+        info: What the tensor is called here.
+        placement: How the tensor lay in its storage.
+    """
+
+    __slots__ = ("__weakref__", "_place", "_sent", "info", "placement", "transfer")
+
+    def __init__(self, sent: RegionTransfers, transfer: Transfer, tensor: torch.Tensor, info: OffloadInfo) -> None:
+        self.transfer = transfer
+        self.info = info._replace(bytes=transfer.copy.bytes)
+        self.placement = Placement.of(tensor)
+        self._sent = sent
+        self._place = sent.add(transfer, info.kind)
+
+    def seen_as(self, tensor: torch.Tensor, op: str | None, name: str) -> Offloaded:
+        """Return what stands for another view of the same storage, which replay needs."""
+        info = OffloadInfo(self.info.region, op, name, "input", 0)
+        return Offloaded(self._sent, self.transfer, tensor, info)
+
+    def load(self) -> torch.Tensor:
+        """Return the tensor, with the version that it had, if nothing has changed it since its offload began."""
+        with torch.no_grad(), without_dispatch_modes():
+            flat, missing = self.transfer.take(self.info)
+            self._sent.prefetcher.reached(self._sent, self._place, self.transfer, missing)
+            return self.placement.seen_in(flat, Placement.of(flat).offset_bytes - self.transfer.span.start)
+
+
+class Sender:
+    """Sends what one region keeps.
+
+    Args:
+        region: The region's name.
+        offloader: Its own offloader, if any.
+        parameters: Among which are those whose memory stays.
+        tell: Is told of each tensor whose memory an offloader has taken, and of the id of the `StoredCopy`.
+    """
+
+    __slots__ = ("_batch", "_offloader", "_region", "_sent", "_staying", "_tell")
+
+    def __init__(
+        self,
+        region: str,
+        offloader: Offloader | None,
+        parameters: Iterable[Any],
+        tell: Callable[[torch.Tensor, int], None],
+    ) -> None:
+        self._region = region
+        self._offloader = offloader
+        self._tell = tell
+        self._sent: dict[int, RegionTransfers] = {}  # by the id of the offloader, which the transfers keep alive
+        self._batch: tuple[object, Batch] = (None, Batch())
+        self._staying: set[int] = set()
+        self.know_parameters(parameters)
+
+    def know_parameters(self, values: Iterable[Any]) -> None:
+        """Let the memory of those values that are parameters stay, also where a detached alias of them is sent."""
+        self._staying.update(storage_key(value) for value in values if type(value) is torch.nn.Parameter)
+
+    def send(
+        self, tensor: torch.Tensor, op: str | None, name: str, kind: Kind, together: object = None
+    ) -> Offloaded | None:
+        """Send a tensor away; None if it stays. Between those with an equal ``together`` nothing runs."""
+        if not may_travel(tensor) or storage_key(tensor) in self._staying:
+            return None
+        offloader = self._offloader or chosen.get() or default_offloader()
+        table = table_of(offloader)
+        info = OffloadInfo(self._region, op or None, name, kind, 0)
+        if together is not None and self._batch[0] != together:
+            self._batch = (together, Batch())
+        transfer = table.send(offloader, tensor, info, Batch() if together is None else self._batch[1])
+        if transfer is None:
+            return None
+        sent = self._sent.get(id(offloader))
+        if sent is None:
+            sent = self._sent[id(offloader)] = RegionTransfers(table.prefetcher)
+        self._tell(tensor, id(transfer.copy))
+        return Offloaded(sent, transfer, tensor, info)
+
+    def share(self, away: Offloaded, tensor: torch.Tensor, op: str | None, name: str) -> Offloaded | None:
+        """Return what stands for a tensor whose storage has left, for replay; None if it must travel by itself."""
+        placement = Placement.of(tensor)
+        if placement == away.placement:
+            return away
+        if not (may_travel(tensor) and away.transfer.is_unchanged(placement)):
+            return None
+        self._tell(tensor, id(away.transfer.copy))
+        return away.seen_as(tensor, op or None, name)
