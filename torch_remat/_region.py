@@ -170,5 +170,5 @@ def recompute_needs_tensor(*tensors: torch.Tensor) -> None:
                 remedy="Pass each tensor as an argument of its own.",
             )
     mode = None if is_compiling() else current_mode()
-    if mode is not None and mode.ops is not None and not mode.ops.skips():
+    if mode is not None and not mode.replaying and mode.ops is not None and not mode.ops.skips():
         mode.ops.note_readers(tensors)

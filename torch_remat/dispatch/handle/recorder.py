@@ -447,12 +447,15 @@ class CallRecorder(Recorder):
         return args, kwargs
 
     def note_readers(self, tensors: Sequence[Tensor]) -> None:
-        """Keep tensors that replay reads here."""
-        if self.has_policy:
-            for tensor in tensors:
-                self.note_reader(tensor)
-        else:
-            self.enter_region(tensors, {})
+        """Keep tensors that replay reads here; outputs of ops with handles whole, and from where they are made."""
+        for tensor in tensors:
+            if self.note_reader(tensor) or self.has_policy or (made := self.made.maker_of(tensor)) is None:
+                continue
+            maker, place, version, known = made
+            output = known()
+            if maker.policy is not _RECOMPUTE and output is not None and version_of(output) == version:
+                slot = self._slot_for("", "", output.detach(), maker, place)
+                maker.slots = {**maker.slots, place: slot}
 
     def _source_of(self, tensor: Tensor) -> tuple[Record, int] | None:
         """Return record and place of the skipped op's output that a tensor is, or is a view of, if it is one."""

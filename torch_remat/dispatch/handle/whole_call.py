@@ -10,7 +10,7 @@ Such a function is C++ code: what it does depends on its arguments alone, so tha
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from contextlib import nullcontext
 from operator import attrgetter
 from types import BuiltinFunctionType
 from typing import Any
@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from torch_remat._compat import (
     PYTREE_NAMESPACE,
+    DispatchMode,
     any_autocast_enabled,
     is_compiled,
     node_behind,
@@ -32,7 +33,7 @@ from torch_remat._compat import (
 )
 from torch_remat.dispatch.check.mismatch import mismatched
 from torch_remat.dispatch.holder import OpHolder
-from torch_remat.dispatch.log.entry import CALL, WRITTEN, Entry, WholeCall
+from torch_remat.dispatch.log.entry import CALL, WRITTEN, Entry, WholeCall, written_arguments
 from torch_remat.dispatch.log.meta import (
     Meta,
     Raised,
@@ -43,7 +44,7 @@ from torch_remat.dispatch.log.meta import (
     stand_in,
     tensors_in,
 )
-from torch_remat.dispatch.log.schema import may_draw
+from torch_remat.dispatch.log.schema import WRITES_WITHOUT_SAYING, effects_of, may_draw
 from torch_remat.dispatch.log.slot import version_of
 from torch_remat.dispatch.naming import default_name
 from torch_remat.dispatch.placeholder import NOT_LAZY, Placeholder, Source, new_tuple, unpack
@@ -104,7 +105,7 @@ def _nothing(_leaf: Any) -> int:
     return 0
 
 
-def _may_draw_in(function: Callable[..., Any]) -> bool:
+def may_draw_in(function: Callable[..., Any]) -> bool:
     """Whether such a function may draw random numbers."""
     if type(function) is not BuiltinFunctionType:
         return True  # and is no name for long
@@ -149,7 +150,7 @@ class CallForward:
             record.versions = list(enumerate(map(version_of, given)))
         self._given = given
         draws = _draws.get(id(function))
-        self.draws = ops.draws if (draws is None and _may_draw_in(function)) or draws else None
+        self.draws = ops.draws if (draws is None and may_draw_in(function)) or draws else None
         if self.draws is not None:
             self.draws.begin()
 
@@ -309,11 +310,51 @@ def made_again(
                 op=record.name,
                 remedy="Use the out-of-place form of the op that changes it.",
             )
-    with saved_tensors_hooks(torch.detach, unpack):
+    watched = None if type(function) is BuiltinFunctionType or is_compiled(function) else replay.own_writes()
+    with saved_tensors_hooks(torch.detach, unpack), watched or nullcontext():
         result = function(*args, **kwargs)
     if record.drawn is not None:
         record.drawn.restore()
     return result
+
+
+def run_op(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run an op."""
+    return op(*args, **kwargs)
+
+
+class OwnWrites(DispatchMode):
+    """Watches a call that runs once more though forward did not plan it: it may write only what it has made itself.
+
+    Args:
+        refuse: Ends the replay.
+    """
+
+    lets_compiled_code_run = True
+
+    def __init__(self, refuse: Callable[[], Any]) -> None:
+        super().__init__()
+        self._refuse = refuse
+        self._own: set[int] = set()
+
+    def __torch_dispatch__(
+        self, op: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run the op, unless it writes what was there before the call."""
+        return self(op, args, kwargs or {})
+
+    def __call__(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Do the same for what watches the ops already."""
+        effects = effects_of(op)
+        written = written_arguments(effects, args, kwargs)
+        if effects.name in WRITES_WITHOUT_SAYING and args[5]:
+            written += [tensor for tensor in args[3:5] if isinstance(tensor, torch.Tensor)]
+        if not all(self._own.issuperset(keys_of(tensor)) for tensor in written):
+            self._refuse()
+        result = op(*args, **kwargs)
+        given = {key for tensor in tensors_in(args, kwargs) for key in keys_of(tensor)}
+        self._own.update({key for tensor in tensors_in((result,), {}) for key in keys_of(tensor)} - given)
+        return result
 
 
 def kept_or_stand_in(replay: Any, entry: Entry, place: int, meta: Any, requires_grad: bool) -> Any:
@@ -332,7 +373,7 @@ def kept_or_stand_in(replay: Any, entry: Entry, place: int, meta: Any, requires_
     if type(meta) not in (Meta, WrapperMeta):
         return meta
     source = Source(replay.region.name, entry.group, entry.label(place), id(replay.region))
-    made = stand_in(meta, source, partial(replay.value_after_all, source, entry, place))
+    made = stand_in(meta, source)
     if has_history:
         return fresh_alias(made, True, True)
     return made.requires_grad_() if requires_grad else made

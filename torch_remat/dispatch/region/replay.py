@@ -43,12 +43,12 @@ from torch_remat.dispatch.holder import (
     parameter_behind,
 )
 from torch_remat.dispatch.log.stale import StaleReads, stale_reads
-from torch_remat.dispatch.mode import RematMode, StartOver, StopReplay
+from torch_remat.dispatch.mode import RematMode, StopReplay
 from torch_remat.dispatch.naming import scope, scope_restored
 from torch_remat.dispatch.observe import Watch, is_watched
 from torch_remat.dispatch.options import DEFAULTS
-from torch_remat.dispatch.placeholder import Packed, Placeholder, add_note, last_refusal, real, unpack
-from torch_remat.dispatch.region.buffers import put_back
+from torch_remat.dispatch.placeholder import Packed, Placeholder, Refusal, add_note, last_refusal, unpack
+from torch_remat.dispatch.region.buffers import Buffer, put_back
 from torch_remat.dispatch.region.inputs import fresh_alias, leaves_of, with_leaves
 from torch_remat.errors import MismatchError, RematError
 
@@ -72,14 +72,13 @@ class Filling(RematMode):
     inner_next = 0  # the place of the next op of an inner region
     ops: Answerer | None = None
     _last = _last_empty = -1
-    _starts_over = False
     _error: RematError | None = None
     _values: Values | None = None
-    _refusal: Callable[[], RematError] | None = None  # the latest when `StopReplay` was raised
+    _refusal: Refusal | None = None  # the latest when `StopReplay` was raised
     _unfilled_number = -1  # of the latest op that may yet fill what it saved
     _sees_modes_of_forward = True  # also how many modes: ops of C++ write in place where there are none
     _waiting = 0  # how many holders are filled otherwise than at their place
-    _late: Sequence[tuple[Holder, Placeholder]] = ()  # to be filled once the next op has been seen
+    _buffers: Sequence[Buffer] = ()  # as replay found them
 
     def __init__(self, region: Region, last: int) -> None:
         self.region = region
@@ -117,11 +116,10 @@ class Filling(RematMode):
         region = self.region
         assert region.function is not None
         assert region.inputs is not None
-        if last_refusal.get() is not None:
+        if (earlier := last_refusal.get()) is not None:  # of a region in the forward of which this one is replayed
             last_refusal.set(None)
         grad_enabled = torch.is_grad_enabled()
-        is_logged = None if region.recorder is None else region.recorder.storages.has_changed
-        buffers = () if region.buffers is None else region.buffers.go_back(is_logged)
+        self._let_buffers_go_back()
         try:
             contexts = check_parameters(region, self.fail)
             self._sees_modes_of_forward = not contexts and region.modes == count_of_modes()
@@ -152,21 +150,31 @@ class Filling(RematMode):
                     raise
             set_grad_enabled(grad_enabled)
             self._check()
+            if self.ops is not None:
+                self.ops.warn()
         except BaseException:
             region.tape.forget_values()
             raise
         finally:
             set_grad_enabled(grad_enabled)
-            if buffers:
-                put_back(buffers)
+            if self._buffers:
+                put_back(self._buffers)
             if self.ops is not None:
                 self.ops.forget()
                 self.ops = None  # which knows this mode
             self._values = self.observed = self.stale = None  # the first knows this mode too
             # A tensor of the replay that outlives it owns its graph, which knows this mode through its pack hook.
-            self._late = ()
-            if last_refusal.get() is not None:
-                last_refusal.set(None)
+            self._buffers = ()
+            if earlier is not None or last_refusal.get() is not None:
+                last_refusal.set(earlier)
+
+    def _let_buffers_go_back(self) -> None:
+        """Let buffers be as forward found them, and keep them as they are now."""
+        region = self.region
+        if region.buffers is not None:
+            self._buffers = region.buffers.go_back(
+                None if region.recorder is None else region.recorder.storages.has_changed
+            )
 
     def _contexts(self) -> list[AbstractContextManager[Any]]:
         """Return the contexts, and set up what watches the ops, where something does."""
@@ -257,11 +265,14 @@ class Filling(RematMode):
             self.ops.suppressed.restore()
         own = isinstance(tensor, Placeholder) and tensor.source.is_of(self.region)
         if isinstance(tensor, Placeholder) and own:
-            if (packed := self._pack_placeholder(position, tensor)) is not None:
-                return packed
-            if tensor.compute is not None:
-                tensor = tensor.compute("saving it for backward")
+            if (holder := self._empty_holder_at(position)) is None:
+                if self._limit:
+                    self._stop_at(position)
+                return Packed.of(tensor)
+            if self.ops is not None and not self.ops.is_of_handle(tensor.source):  # else its reader refuses it
+                tensor = self.ops.value_of(tensor, "saving it for backward")
                 self.note_loaded(tensor)
+                holder.expect_version_of(tensor)  # what was kept was changed less often than what it stands for
         owner = tensor._base
         if owner is None:
             owner = tensor
@@ -292,19 +303,11 @@ class Filling(RematMode):
             self._stop_at(position)
         return value
 
-    def _pack_placeholder(self, position: int, tensor: Placeholder) -> Packed | None:
-        """Return what replay's own graph keeps of a placeholder; None if a holder needs a value now."""
+    def _empty_holder_at(self, position: int) -> Holder | None:
+        """Return the holder at a place if it needs a value."""
         entry = self._saved[position] if position < self._limit else None
-        if type(entry) is not ref or (holder := entry()) is None or holder.value is not None:
-            if self._limit:
-                self._stop_at(position)
-            return Packed.of(tensor)
-        if tensor.compute is None or self.ops is None or self.ops.ops is None:
-            return None
-        self._late = (*self._late, (holder, tensor))  # likely for another op than forward's
-        self._waiting += 1
-        self.after_next_op(self._fill_late)
-        return Packed.of(tensor)
+        holder = entry() if type(entry) is ref else None
+        return holder if holder is not None and holder.value is None else None
 
     def _compare(self, position: int, holder: Holder, tensor: torch.Tensor, owner: torch.Tensor) -> None:
         """Compare what is saved with what forward saved at the same place, and fail where they differ."""
@@ -337,7 +340,7 @@ class Filling(RematMode):
             self._unfilled_number = sequence_number()
 
     def _call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run the function, as often as replay starts over."""
+        """Run the function, a second time if replay starts over."""
         if self.ops is None:
             return super()._call(function, args, kwargs)
         given = leaves_of(args, kwargs)
@@ -346,22 +349,29 @@ class Filling(RematMode):
                 self.opening, self.lets_compiled_code_run = self.ops.ops.answer, CompiledCode.is_noticed
             try:
                 super()._call(function, args, kwargs)
-                self._fill_late()  # if no op has come since
-            except StartOver as again:
-                if again.replay is not self:
-                    raise
             except StopReplay as stop:
-                refusal = self._refusal if stop.replay is self and self._error is None else None
-                if refusal is None or not self.ops.starts_over_for(refusal()):
+                if stop.replay is not self or not self._starts_over_for(None):
                     raise
             except Exception as error:
-                if self.stopped or not self.ops.starts_over_for(error):
+                if not self._starts_over_for(error):
                     raise
             else:
-                swallowed = None if self._starts_over or self.stopped else last_refusal.get()
-                if not self._starts_over and (swallowed is None or not self.ops.starts_over_for(swallowed())):
+                if not self._starts_over_for(None):
                     return None
             args, kwargs = self._begin_again(args, kwargs, given)
+
+    def _refused(self) -> Refusal | None:
+        """Return the latest refusal that counts, also if user code swallowed it."""
+        return self._refusal if self.stopped else last_refusal.get()
+
+    def _starts_over_for(self, error: Exception | None) -> bool:
+        """Whether replay starts over, given the exception that left the function."""
+        refusal = self._refused()
+        if self.ops is None or (refusal is None and (self.stopped or error is None)):
+            return False
+        if refusal is not None and refusal.source.is_of(self.region):
+            return self.ops.starts_over_for(refusal.error(), refusal)
+        return error is not None and self.ops.starts_over_for(error, None)
 
     def _begin_again(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[Any]
@@ -369,18 +379,21 @@ class Filling(RematMode):
         """Forget what this replay has done; return its arguments, untouched."""
         assert self.ops is not None
         self.region.tape.forget_values()
-        self._starts_over = self.stopped = self.over = False
+        self.stopped = self.over = False
+        self._error = self._refusal = None
         self._limit = len(self._saved)
         self._end_at(self.region.tape.last_needed())  # what a budget had kept is empty now, too
         self._waiting = self.region.tape.empty_elided()
         self.position = self.inner_next = 0
-        self._late = ()
         self._unfilled_number = -1
         if self._values is not None:
             self._values.forget()
         last_refusal.set(None)
         self.ops.suppressed.restore()
         self.ops.begin_again()
+        if self._buffers:
+            put_back(self._buffers)
+            self._let_buffers_go_back()
         if self.region.rng is not None:
             self.region.rng.restore()
         fresh = [
@@ -391,31 +404,13 @@ class Filling(RematMode):
         ]
         return with_leaves(args, kwargs, fresh)
 
-    def start_over(self) -> NoReturn:
-        """End this run of the function: the next one begins."""
-        self.over, self._limit = True, 0
-        self._starts_over = self.stopped = True
-        if self.watcher is not None and self.ops is not None:
-            self.show_ops_to(self.ops.aftermath())
-        raise StartOver(self)
-
-    def _fill_late(self) -> None:
-        late, self._late = self._late, ()
-        for holder, placeholder in late:
-            value = real(placeholder, "saving it for backward")
-            self.note_loaded(value)
-            holder.expect_version_of(value)  # what was kept was changed less often than what it stands for
-            self.explain(holder, value, value, None)
-            self.fill_elided(holder, value.detach())
-
     def _stop_at(self, position: int) -> None:
         if position == self._last and not self._waiting and self._unfilled_number != sequence_number():
             self.stop()
 
     def fills_next(self) -> bool:
         """Whether the tensor that is saved next fills a holder."""
-        entry = self._saved[self.position] if self.position < self._limit else None
-        return type(entry) is ref and (holder := entry()) is not None and holder.value is None
+        return self._empty_holder_at(self.position) is not None
 
     def ops_now(self) -> Answerer | None:
         """Return the ops of this replay; None once it is over, when user code goes on all the same."""
@@ -508,9 +503,8 @@ class Filling(RematMode):
             self._values.flush()
         if self._error is not None:
             raise self._take_error()
-        refusal = self._refusal if self.stopped else last_refusal.get()
-        if refusal is not None:
-            raise refusal()
+        if (refusal := self._refused()) is not None:
+            raise refusal.error()
         region = self.region
         if self.over or region.finished:
             if self.ops is not None:
