@@ -39,9 +39,9 @@ from torch_remat.dispatch.handle.saved_call import (
     runs,
 )
 from torch_remat.dispatch.handle.variables import identity_of
-from torch_remat.dispatch.handle.whole_call import OwnWrites, another_call, made_again, may_draw_in, replayed, run_op
+from torch_remat.dispatch.handle.whole_call import OwnWrites, another_call, made_again, may_draw_in, replayed
 from torch_remat.dispatch.holder import metadata_of, parameter_behind
-from torch_remat.dispatch.log.entry import CALL, Entry, HandleCall, WholeCall, run_for_good
+from torch_remat.dispatch.log.entry import CALL, Entry, HandleCall, WholeCall
 from torch_remat.dispatch.log.meta import layout_of, stand_in
 from torch_remat.dispatch.log.op_answerer import OpAnswerer, loaded_slots
 from torch_remat.dispatch.log.record import Record, Stretch
@@ -130,7 +130,7 @@ class SkippedOp(ReplayOp):
             kept = answerer.load_call(record)
             if record.run:
                 self._again = True
-                answerer.passing = ops.own_writes() or run_op
+                answerer.passing = ops.own_writes() or (lambda op, args, kwargs: op(*args, **kwargs))
                 source = new_tuple(Source, (ops.region_name, record.name, record.label(0), id(ops.region)))
                 ctx.apply = partial(_refuse_backward, source)  # it saves nothing
                 return None
@@ -299,7 +299,7 @@ class Answerer:
         if identity_of(function) != call.identity or layout_of(leaves, {}) != call.layout:
             self._replay.fail(of_another_function(self.region, call, function))
         given = call.given(function, leaves) if call.paths else leaves
-        if call.again or call.raised or self.region.tape.backward_inside or runs(call, self._entries):
+        if call.again or call.raised or not self.region.finished or runs(call, self._entries):
             return self._call_again(call, function, args, kwargs, given)
         if call.put_back and not put_back(self, call, given):
             return self._call_again(call, function, args, kwargs, given)
@@ -321,8 +321,6 @@ class Answerer:
     def _call_again(
         self, call: Any, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], given: Any
     ) -> Any:
-        if not self.region.finished and (call.elided_inputs or self.made):
-            self.fill_elided(call, given)  # a gradient taken inside reads them
         self._in_call = True
         try:
             hooks = top_saved_tensors_hooks()
@@ -341,10 +339,8 @@ class Answerer:
     def _run_stretch(
         self, stretch: Stretch, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        if not self.region.finished:  # a backward inside forward: what it goes through is made again for good
-            if stretch.end < stretch.start:
-                return self._run_unfinished(stretch, function, args, kwargs)
-            run_for_good(self._entries[stretch.start : stretch.end])
+        if not self.region.finished:
+            return self._run_unfinished(stretch, function, args, kwargs)
         ops = self.ops = self._watched_ops()
         ops.expect(self._entries[stretch.start : stretch.end], stretch.name, stretch.left, stretch.start)
         self._in_skipped = True
@@ -372,9 +368,9 @@ class Answerer:
     def _run_unfinished(
         self, stretch: Stretch, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Run a native region in which forward still is: a gradient taken inside reads what it has saved so far."""
-        if any(entry.outside for entry in self._entries[stretch.start :]):
-            what = "a gradient is taken inside of this native region after it changed a tensor from outside"
+        """Run a native region in the replay for a gradient that is taken in forward: nothing is kept for it yet."""
+        if any(entry.outside for entry in self._entries[stretch.start : stretch.end]):
+            what = "a gradient is taken in the region after this native region changed a tensor from outside"
             self._replay.fail(UsageError(what, region=self.region_name, op=stretch.name, remedy=_TAKE_OUTSIDE))
         self._in_skipped = True  # what has a name in it belongs to it
         try:
@@ -436,8 +432,11 @@ class Answerer:
         return not isinstance(entry, WholeCall) or may_draw_in(entry.op)
 
     def own_writes(self) -> OwnWrites | None:
-        """Return what watches a call that runs since replay has started over; None if it has not."""
+        """Return what watches a call that runs though forward did not plan it; None if it did."""
         error = self._started_over_for
+        if not self.region.finished:
+            what = "a gradient is taken in the region after a call that is made for it again and writes outside"
+            error = UsageError(what, region=self.region_name, remedy=_TAKE_OUTSIDE)
         return None if error is None else OwnWrites(partial(self._replay.fail, error))
 
     def warn(self) -> None:

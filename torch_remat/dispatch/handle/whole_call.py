@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from operator import attrgetter
 from types import BuiltinFunctionType
 from typing import Any
@@ -158,7 +159,7 @@ class CallForward:
         """Return what autograd keeps of a tensor that the call saves."""
         ops, record = self._ops, self.record
         if type(tensor) is Parameter:
-            return (tensor, tensor._version, ops.region)
+            return (tensor, tensor._version, ops.region, record.name)
         name = f"saved_{self._saved}"
         self._saved += 1
         if ops.is_usual and type(tensor) is torch.Tensor and (node := tensor.grad_fn) is not None:
@@ -204,8 +205,8 @@ class CallForward:
         record.is_entry = True
         ops.note_result(record, result, self.first, last)
         ops.skipped.append((self.first, last))
-        if not self._saved:
-            note_backward(ops.region, self.first, (result,))
+        if not self._saved or last - self.first > 1:
+            refuse_gradient(ops.region, record.name, self.first, (result,))
         if self.draws is not None or ops.departures.waiting:
             self._end()
 
@@ -235,8 +236,8 @@ class CallForward:
                 ops.note_returned(leaf, self.first, last)
         record.is_entry = True
         ops.skipped.append((self.first, last))
-        if not self._saved:
-            note_backward(ops.region, self.first, leaves)
+        if not self._saved or last - self.first > 1:
+            refuse_gradient(ops.region, record.name, self.first, leaves)
         self._end()
 
     def _is_view_of_argument(self, leaf: Any) -> bool:
@@ -255,12 +256,12 @@ class CallForward:
             self.record.drawn = self.draws.end()
 
 
-def note_backward(region: Any, first: int, leaves: Sequence[Any]) -> None:
-    """Let a region know of a backward inside of its forward through what a call returned, which saved nothing."""
+def refuse_gradient(region: Any, name: str, first: int, leaves: Sequence[Any]) -> None:
+    """Refuse a gradient inside of the region's forward through a call's result, where no saved tensor tells."""
     for leaf in leaves:
         node = node_behind(leaf)
         if node is not None and node_number(node) >= first:
-            node.register_prehook(region.note_backward)
+            node.register_prehook(partial(region.note_gradient, name))
 
 
 def replayed(
@@ -271,7 +272,7 @@ def replayed(
         if type(record.results) is Raised:
             raise record.results.kind(*record.results.args)
         return function(*args, **kwargs)
-    if record.run or replay.region.tape.backward_inside:
+    if record.run or not replay.region.finished:
         return made_again(replay, record, function, args, kwargs)
     if record.drawn is not None:
         record.drawn.restore()
@@ -316,11 +317,6 @@ def made_again(
     if record.drawn is not None:
         record.drawn.restore()
     return result
-
-
-def run_op(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run an op."""
-    return op(*args, **kwargs)
 
 
 class OwnWrites(DispatchMode):

@@ -1,9 +1,7 @@
 """Copies of tensors from outside, taken just before a region with a policy overwrites them.
 
 In: each op of forward that is about to write. Kept: a copy of the storage of a tensor from outside, if an op has read
-it that may run again in replay; past the end of forward, if it does. An op that is left out of replay may run all the
-same, where a gradient is taken before forward ends: small tensors are copied for it. Out: in replay, the op's argument
-as it was.
+it that may run again in replay; past the end of forward, if it does. Out: in replay, the op's argument as it was.
 
 The whole storage is copied: an op may have read any part of it. Only what is read before it is written in one region
 costs this; a buffer that is only written, or read after, costs nothing.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -59,20 +59,6 @@ from torch_remat.errors import MismatchError, MutationError
 from torch_remat.offload.transfer import Placement
 
 
-class _LeftOver(NamedTuple):
-    """What a saved write left in all of a placeholder's storage.
-
-    Attributes:
-        source: What the placeholder stands for, kept so that no other gets its identity.
-        value: What was written, and kept.
-        offset_in_bytes: Where the written tensor lies in the storage.
-    """
-
-    source: Source
-    value: torch.Tensor
-    offset_in_bytes: int
-
-
 class OpAnswerer:
     """The aten ops of one replay: of a whole region, or of the native regions in it, one after the other.
 
@@ -102,7 +88,7 @@ class OpAnswerer:
         self._region_name: str = region.name
         self._suppressed = suppressed
         self._load = load
-        self.written: dict[int, _LeftOver] = {}
+        self.written: dict[int, tuple[Source, torch.Tensor, int]] = {}  # with where the written tensor lies, in bytes
         self._written: list[tuple[torch.Tensor, Slot, bool]] = []  # each with whether all of its storage was written
 
     def expect(self, entries: Sequence[Entry], group: str = "", left: Sequence[Left] = (), start: int = 0) -> None:
@@ -161,8 +147,6 @@ class OpAnswerer:
         remade = self._remakes and at is not None and at < len(entries)
         if at is None or (remade and is_remade_view(entries[at], op, effects, args, kwargs)):
             return run_loose(op, args, kwargs)
-        if at >= len(entries) and not (self._group or self._region.finished):
-            self._replay.stop()  # a backward inside forward, which has not come so far itself
         if at >= len(entries) or (entries[at].op is not op and not is_mirrored(entries[at].op, op)):
             self._replay.fail(another_op(self._region, self._group or None, at, entries, op))
         self._at = at + 1
@@ -339,14 +323,14 @@ class OpAnswerer:
         return stand_in(meta, source)
 
     def _note_left_over(self, tensor: Placeholder, value: torch.Tensor) -> None:
-        self.written[id(tensor.source)] = _LeftOver(tensor.source, value, offset_in_bytes(tensor))
+        self.written[id(tensor.source)] = tensor.source, value, offset_in_bytes(tensor)
 
     def left_over(self, tensor: Placeholder) -> torch.Tensor | None:
         """Return what saved writes have left where a placeholder stands; None if they left nothing."""
         if (left := self.written.get(id(tensor.source))) is None:
             return None
-        moved = offset_in_bytes(left.value) - left.offset_in_bytes
-        return Placement.of(tensor).seen_in(left.value.detach(), moved)
+        _, value, offset = left
+        return Placement.of(tensor).seen_in(value.detach(), offset_in_bytes(value) - offset)
 
     def value_of(self, leaf: Any, consumer: str) -> Any:
         """Return an argument, or what saved writes have left where a placeholder of this region stands.

@@ -35,7 +35,7 @@ from torch_remat._compat import (
 from torch_remat.dispatch.ambient import RngState
 from torch_remat.dispatch.holder import Anchor, Holder, OpHolder, ResidentRef, metadata_of
 from torch_remat.dispatch.log.departures import Departures
-from torch_remat.dispatch.log.entry import CALL, FIRST, ONE, Entry, HandleCall, run_for_good
+from torch_remat.dispatch.log.entry import CALL, FIRST, ONE, Entry, HandleCall
 from torch_remat.dispatch.log.meta import key_of, keys_of, parts_of
 from torch_remat.dispatch.log.needs import find_needs
 from torch_remat.dispatch.log.op_recorder import Observer, OpRecorder
@@ -190,6 +190,12 @@ class Recorder:
     def skips(self) -> bool:
         """Whether a native region runs that replay skips."""
         return self.calling is not None or (self.watch is not None and self.watch.native is not None)
+
+    def running(self) -> str | None:
+        """Return the name of the call or native region that runs now; None outside of such."""
+        if self.calling is not None:
+            return str(self.calling.record.name)
+        return None if self.watch is None or self.watch.native is None else self.watch.native.name
 
     def note_record(self, record: Record) -> None:
         """Note what has a name, which must be a new one."""
@@ -442,7 +448,7 @@ class Recorder:
             changes = self._changes
             region.inputs.accept_changes(lambda tensor, times: changes.get(key_of(tensor)) == times)
         if self.watch is not None:
-            self.watch.earlier.keep(self.departures.slot_for, tape.backward_inside)
+            self.watch.earlier.keep(self.departures.slot_for, False)
 
     def _run_what_is_changed_again(self) -> None:
         """Let changes by native regions run in replay where code outside of them has changed the same tensor since."""
@@ -460,13 +466,6 @@ class Recorder:
         random = () if self.watch is None or self.has_policy else self.watch.random
         groups = {entry.group for entry in set(run).intersection(random)} if random else ()
         return [entry for entry in random if entry.group in groups and not entry.always]
-
-    def before_replay(self) -> None:
-        """Let a replay inside of forward, and each later one, run all ops so far, on what they have read."""
-        if self.watch is not None:
-            if self.has_policy or self.watch.native is not None:
-                run_for_good(self.entries)
-            self.watch.earlier.keep(self.departures.slot_for, True)
 
     def _finish_policy(self) -> None:
         watch, region = self.watch, self.region
