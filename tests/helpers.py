@@ -312,3 +312,13 @@ def parameter_gradients(module: nn.Module) -> list[Tensor]:
     gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
     assert gradients
     return gradients
+
+
+@contextlib.contextmanager
+def refused_if(may_refuse):
+    """Allow that forward refuses a gradient that is taken inside of it, where it passes through what is saved."""
+    try:
+        yield
+    except remat.UsageError as error:
+        assert may_refuse, "plain regions refuse no gradient"
+        assert "gradient is taken" in str(error)  # noqa: PT017

@@ -16,6 +16,7 @@ from helpers import (
     leaf,
     parameter_gradients,
     plain,
+    refused_if,
     shown,
 )
 from torch import nn
@@ -162,10 +163,8 @@ def test_backward_of_an_inner_region_inside_a_region_with_a_policy_is_equal(poli
         y.sum().backward()
         return y, x.grad, w.grad
 
-    with warnings.catch_warnings():
-        # What the inner region's replay saves is read past all ops.
-        warnings.simplefilter("ignore", remat.RematWarning)
-        assert_same_program(program)
+    with pytest.raises(remat.UsageError, match="before the region's forward ends, through an op that is not kept"):
+        program(checkpointed)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +186,8 @@ def test_gradient_inside_by_a_multiplication_with_a_complex_number(policy):
         y.square().sum().backward()
         return y, p.grad
 
-    assert_same(program(plain), program(remat.checkpoint(policy=policy)))
+    with refused_if(policy is not None):
+        assert_same(program(plain), program(remat.checkpoint(policy=policy)))
 
 
 def _grad_of(output, *inputs, **options):
@@ -210,7 +210,7 @@ WHOLE_CALLS = {
 
 @pytest.mark.parametrize("early_stop", [True, False])
 @pytest.mark.parametrize("name", WHOLE_CALLS)
-def test_gradient_taken_inside_a_region_through_a_native_region_is_equal(name, early_stop):
+def test_gradient_taken_inside_a_region_through_a_call_of_torchs_own_is_refused(name, early_stop):
     def program(wrap):
         x, w = leaf(3, 3), leaf(3, 3)
         run = remat.native_save_region if wrap is not plain else lambda name, function, *args: function(*args)
@@ -218,7 +218,14 @@ def test_gradient_taken_inside_a_region_through_a_native_region_is_equal(name, e
         first = torch.autograd.grad(y.sum(), x, retain_graph=True)
         return y, first, torch.autograd.grad(y.sum(), x)
 
-    assert_same_program(program, early_stop=early_stop)
+    if name in ("watched", "of its result"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", remat.RematWarning)
+            assert_same_program(program, early_stop=early_stop)
+    else:
+        with pytest.raises(remat.UsageError, match="through this call before the region's forward ends") as caught:
+            program(remat.checkpoint(early_stop=early_stop))
+        assert caught.value.op in ("n", "a", "b")
 
 
 INSIDE_A_NATIVE_REGION = {
@@ -232,7 +239,7 @@ INSIDE_A_NATIVE_REGION = {
 
 @pytest.mark.parametrize("early_stop", [True, False])
 @pytest.mark.parametrize("name", INSIDE_A_NATIVE_REGION)
-def test_gradient_taken_inside_a_native_region_that_has_named_parts_is_equal(name, early_stop):
+def test_gradient_taken_inside_a_native_region_through_what_is_recomputed_is_refused(name, early_stop):
     def program(wrap):
         x = leaf(3, 3)
         run = remat.native_save_region if wrap is not plain else lambda name, function, *args: function(*args)
@@ -241,7 +248,9 @@ def test_gradient_taken_inside_a_native_region_that_has_named_parts_is_equal(nam
         y = wrap(lambda x: (lambda h: run("outer", lambda: inside(run, inner, h)).sin())(x.cos()))(x)
         return y, torch.autograd.grad(y.sum(), x)
 
-    assert_same_program(program, early_stop=early_stop)
+    with pytest.raises(remat.UsageError, match="inside of this, through what the region would have to recompute") as e:
+        program(remat.checkpoint(early_stop=early_stop))
+    assert e.value.op == "outer"
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -265,23 +274,25 @@ def test_gradient_taken_inside_what_is_watched_in_regions_in_each_other_is_equal
         y.sum().backward()
         return y, x.grad
 
-    assert_same(gradients(lambda function, policy=None: function), gradients(checkpointed))
+    with refused_if(policy is not None):
+        assert_same(gradients(lambda function, policy=None: function), gradients(checkpointed))
 
 
 @pytest.mark.parametrize("early_stop", [True, False])
-def test_gradient_taken_inside_a_native_region_does_not_run_what_comes_after_it(early_stop):
+def test_gradient_that_is_refused_and_swallowed_is_an_error_at_the_end_of_forward(early_stop):
     count = torch.zeros(())
 
     def inside(h):
-        gradient = _grad_of((h * h).sin(), h)
+        try:
+            gradient = _grad_of((h * h).sin(), h)
+        except RuntimeError:
+            gradient = 1
         count.add_(1)
         return gradient * h
 
-    x = leaf(3, 3)
-    remat.checkpoint(early_stop=early_stop)(lambda x: remat.native_save_region("n", inside, x.cos()))(
-        x
-    ).sum().backward()
-    assert count == 1
+    with pytest.raises(remat.UsageError, match="inside of this") as caught:
+        remat.checkpoint(early_stop=early_stop)(lambda x: remat.native_save_region("n", inside, x.cos()))(leaf(3, 3))
+    assert (caught.value.op, count) == ("n", 1)
 
 
 class ReadTwice(torch.autograd.Function):
@@ -452,14 +463,14 @@ def test_policy_region_changes_a_buffer_once_where_a_gradient_is_taken_inside(po
     x = leaf(3)
     expected = torch.autograd.grad(function(x).sum(), x)
     buffer.zero_()
-    y = remat.checkpoint(policy=policy)(function)(x)
-    assert torch.equal(buffer, x.detach() * 1.5)
-    assert_same(torch.autograd.grad(y.sum(), x), expected)
+    with refused_if(policy is not None):
+        y = remat.checkpoint(policy=policy)(function)(x)
+        assert_same(torch.autograd.grad(y.sum(), x), expected)
     assert torch.equal(buffer, x.detach() * 1.5)
 
 
 @pytest.mark.parametrize("early_stop", [True, False])
-def test_native_region_in_which_a_gradient_is_taken_updates_running_statistics_once(early_stop):
+def test_native_region_in_which_a_gradient_is_refused_updates_running_statistics_once(early_stop):
     def function(x, mean, variance):
         def normalized():
             y = remat.native_save_region("norm", nn.functional.batch_norm, x, mean, variance, training=True)
@@ -470,12 +481,11 @@ def test_native_region_in_which_a_gradient_is_taken_updates_running_statistics_o
         return remat.native_save_region("block", normalized) * x
 
     x, expected = leaf(4, 4), [torch.zeros(4), torch.ones(4)]
-    (plain_gradient,) = torch.autograd.grad(function(x, *expected).sum(), x)
+    function(x, *expected)
     found = [torch.zeros(4), torch.ones(4)]
-    y = remat.checkpoint(early_stop=early_stop)(function)(x, *found)
-    (gradient,) = torch.autograd.grad(y.sum(), x)
+    with pytest.raises(remat.UsageError, match="inside of this"):
+        remat.checkpoint(early_stop=early_stop)(function)(x, *found)
     assert_same(found, expected)
-    assert torch.equal(gradient, plain_gradient)
 
 
 def test_gradient_taken_inside_a_module_that_is_a_region_is_equal():
@@ -564,7 +574,8 @@ def test_gradient_inside_a_call_in_a_checkpoint_in_a_region_with_a_policy(call, 
         y.sum().backward()
         return y, x.grad
 
-    assert_same_program(program, policy=lambda ctx, op, *args, **kwargs: keeps)
+    with refused_if(not keeps):
+        assert_same_program(program, policy=lambda ctx, op, *args, **kwargs: keeps)
 
 
 def test_gradient_inside_an_inner_region_whose_views_are_of_placeholders_in_the_outer_replay():
@@ -581,9 +592,8 @@ def test_gradient_inside_an_inner_region_whose_views_are_of_placeholders_in_the_
         y.sum().backward()
         return y, x.grad
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", remat.RematWarning)
-        assert_same_program(program, policy=lambda ctx, op, *args, **kwargs: False)
+    with pytest.raises(remat.UsageError, match="through an op that is not kept"):
+        program(remat.checkpoint(policy=lambda ctx, op, *args, **kwargs: False))
 
 
 class HandledSin(torch.autograd.Function):
@@ -641,7 +651,8 @@ def test_gradient_inside_by_a_leaf_of_its_own_under_autocast(create_graph, optio
         y.square().sum().backward()
         return y, x.grad
 
-    assert_same(program(plain), program(remat.checkpoint(**options)))
+    with refused_if("policy" in options):
+        assert_same(program(plain), program(remat.checkpoint(**options)))
 
 
 CALLS = {
@@ -655,9 +666,8 @@ CALLS = {
     "options", [{}, {"policy": [torch.ops.aten.sin.default]}, {"policy": lambda *args, **kwargs: False}]
 )
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.filterwarnings("ignore:.*a gradient is taken:torch_remat.RematWarning")
 def test_gradient_inside_through_a_call_that_saves_leaves_alone(call, options):
-    """Nothing of the region is read but a leaf that it has made; the call must be made again all the same."""
+    """Nothing of the region is read but a leaf that it has made; the call is noticed and refused."""
 
     def program(wrap, call):
         torch.manual_seed(0)
@@ -672,4 +682,6 @@ def test_gradient_inside_through_a_call_that_saves_leaves_alone(call, options):
         y.square().sum().backward()
         return y, x.grad
 
-    assert_same(program(plain, plain), program(remat.checkpoint(**options), CALLS[call]))
+    with pytest.raises(remat.UsageError, match="gradient is taken") as caught:
+        program(remat.checkpoint(**options), CALLS[call])
+    assert caught.value.op == "k" or "policy" in options

@@ -199,7 +199,7 @@ def test_gradient_taken_in_an_inner_region_is_equal(limit):
             return torch.autograd.grad((t.sin() * x).sum(), t, create_graph=True)[0]
 
         def inner(x):
-            return keep("slope", slope, x) * x.tanh()
+            return slope(x) * x.tanh()
 
         return torch.autograd.grad(wrap(lambda x: keep("sin", torch.sin, wrap(inner)(x)).exp())(x).sum(), x)
 
@@ -593,20 +593,6 @@ def test_what_dies_with_forward_is_not_counted():
     with remat.budget("1 GiB", reserve=0) as budget:
         y = checkpointed(block)(leaf(8, 8))
         assert budget.kept_bytes == bytes_there(budget)
-        del y
-        assert budget.kept_bytes == 0
-
-
-def test_what_a_gradient_in_forward_has_filled_is_counted_in_a_region_with_a_policy():
-    def block(x):
-        h = x.sin().exp()
-        t = x.detach().requires_grad_()
-        return h * torch.autograd.grad((t.exp() * h).sum(), t)[0]
-
-    x = leaf(8, 8)
-    with remat.budget("1 GiB", reserve=0) as budget:
-        y = checkpointed(block, policy=remat.policies.save_matmuls)(x)
-        assert budget.kept_bytes == bytes_there(budget) > x.nbytes
         del y
         assert budget.kept_bytes == 0
 

@@ -208,12 +208,6 @@ _UNDER_MODES = {
         lambda x: region(layer, policy=_saves_products)(layer(x))
     ),
     "gradient": lambda region, call, layer, norm: region(partial(_gradient_inside, layer)),
-    "gradient in a policy": lambda region, call, layer, norm: region(
-        lambda x: region(partial(_gradient_inside, layer))(layer(x)), policy=_saves_products
-    ),
-    "gradient around a policy": lambda region, call, layer, norm: region(
-        lambda x: region(partial(_gradient_inside, layer), policy=_saves_products)(layer(x))
-    ),
 }
 
 

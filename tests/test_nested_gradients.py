@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from helpers import CountOps, assert_same, checkpointed, leaf, plain
+from helpers import CountOps, assert_same, checkpointed, leaf, plain, refused_if
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -40,6 +40,9 @@ REGIONS = {
         for name, ops in POLICIES.items()
     },
 }
+
+
+REFUSING = {"everything", *POLICIES}  # their policies watch ops
 
 
 class Exp(torch.autograd.Function):
@@ -119,8 +122,9 @@ def test_gradient_inside_of_an_inner_region(outer, inner, gradient):
 
             return outer(lambda h: inner(block)(h.cos()).sin())(h)
 
-        actual = result(lambda h, w: program(h, w, outer=REGIONS[outer], inner=wrap))
-        assert_same(result(program), actual, name)
+        with refused_if(not REFUSING.isdisjoint((outer, inner))):
+            actual = result(lambda h, w: program(h, w, outer=REGIONS[outer], inner=wrap))
+            assert_same(result(program), actual, name)
 
 
 @pytest.mark.parametrize("gradient", GRADIENTS, ids=lambda gradient: gradient.__name__)
@@ -135,8 +139,9 @@ def test_gradient_through_an_inner_region(outer, inner, gradient):
 
             return outer(block)(h)
 
-        actual = result(lambda h, w: program(h, w, outer=REGIONS[outer], inner=REGIONS[inner]))
-        assert_same(result(program), actual, name)
+        with refused_if(not REFUSING.isdisjoint((outer, inner))):
+            actual = result(lambda h, w: program(h, w, outer=REGIONS[outer], inner=REGIONS[inner]))
+            assert_same(result(program), actual, name)
 
 
 def called(function, h):
@@ -168,11 +173,10 @@ def test_gradient_by_what_is_kept(outer, inner, call, gradient):
 
         return outer(lambda h: inner(block)(h.cos()).sin())(h)
 
-    with warnings.catch_warnings():
-        if call == "region":  # which is made again
-            warnings.simplefilter("ignore", remat.RematWarning)
+    with warnings.catch_warnings(), refused_if(True):
+        warnings.simplefilter("ignore", remat.RematWarning)
         actual = result(lambda h, w: program(h, w, outer=REGIONS[outer], inner=wrap, keep=CALLS[call]))
-    assert_same(result(program), actual)
+        assert_same(result(program), actual)
 
 
 def test_call_before_a_region_is_none_of_the_region_when_torch_recomputes_inside_of_it():
@@ -181,8 +185,9 @@ def test_call_before_a_region_is_none_of_the_region_when_torch_recomputes_inside
 
     for call in CALLS.values():
         for inner in ("plain", "bitwise", "products"):
-            actual = result(lambda h, w: program(h, w, outer=torchs, inner=REGIONS[inner], keep=call))  # noqa: B023
-            assert_same(result(program), actual)
+            with refused_if(inner in REFUSING):
+                actual = result(lambda h, w: program(h, w, outer=torchs, inner=REGIONS[inner], keep=call))  # noqa: B023
+                assert_same(result(program), actual)
 
 
 @pytest.mark.parametrize("shape", ["", "products"])
@@ -196,8 +201,9 @@ def test_gradient_that_a_policy_keeps_and_code_outside_changes_is_an_error(shape
     y, gradient = checkpointed(block, policy=lambda *_args, **_kwargs: SAVE)(leaf(2, 4, 4).sin())
     gradient.mul_(2)
     y.sum().backward()  # all is saved
-    kept = saving(aten.add.Tensor, aten.mm.default)
-    y, gradient = checkpointed(block, policy=kept)(leaf(2, 4, 4).sin())
+    y, gradient = checkpointed(
+        block, policy=lambda ctx, op, *args, **kwargs: RECOMPUTE if op is aten.exp.default else SAVE
+    )(leaf(2, 4, 4).sin())
     gradient.mul_(2)
     with pytest.raises(remat.MutationError, match="after it was kept for replay"):
         y.sum().backward()
@@ -217,8 +223,7 @@ def test_autograd_takes_over_gradients_that_a_policy_keeps():
     assert "new_empty_strided" not in ops.counts
 
 
-@pytest.mark.parametrize("options", [{}, {"policy": saving(aten.exp.default)}], ids=["plain", "policy"])
-def test_replay_inside_forward_goes_no_further_than_forward_has_come(options):
+def test_replay_inside_forward_goes_no_further_than_forward_has_come():
     """An op may fill the last tensor that it saves, so that replay does not stop before it."""
     runs = []
 
@@ -232,5 +237,5 @@ def test_replay_inside_forward_goes_no_further_than_forward_has_come(options):
 
     expected = result(lambda h, w: block(h) * w)
     runs.clear()
-    assert_same(expected, result(lambda h, w: checkpointed(block, **options)(h) * w))
+    assert_same(expected, result(lambda h, w: checkpointed(block)(h) * w))
     assert runs[0] is False

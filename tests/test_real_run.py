@@ -272,7 +272,7 @@ def test_other_ops_in_the_second_run_are_an_error():
         return stumble(x.exp()).sin() if len(runs) < 3 else stumble(x.exp()).cos()
 
     y = region()(lambda x: keep("a", body, x.sin()).tanh().exp())(leaf(3))
-    with pytest.raises(remat.MismatchError, match=r"aten\.sin"), pytest.warns(remat.RematWarning):
+    with pytest.raises(remat.MismatchError, match=r"aten\.sin"):
         y.sum().backward()
 
 
@@ -340,7 +340,7 @@ def test_region_with_a_policy_runs_all_ops_where_placeholders_will_not_do(body, 
 
 def test_region_with_a_policy_says_that_it_runs_everything():
     y = region(EVERYTHING, region_name="block")(lambda x: ((stumble(x.exp()) + 1) * 3).sin())(leaf(3))
-    with pytest.warns(remat.RematWarning, match="block: replay cannot pass over"):
+    with pytest.warns(remat.RematWarning, match="block::exp_0_0: as_subclass reads this result in replay.*starts over"):
         y.sum().backward()
 
 

@@ -139,8 +139,17 @@ PROGRAMS = (
     written_result, written_result_of_several, written_result_of_compiled_code, appended_argument,
     written_result_of_another_call, detached_argument, resized_argument, op_with_the_name_of_another_in_a_call,
     op_in_a_call_that_is_made_again, gradient_in_a_call,
-    sparse_result, generator_from_a_function, view_of_the_output_of_an_op, gradient_after_an_argument_was_elided,
+    sparse_result, generator_from_a_function, view_of_the_output_of_an_op,
 )  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [{}, {"policy": remat.policies.save_matmuls}], ids=["plain", "policy"])
+@pytest.mark.parametrize("opaque", [False, True], ids=["watched", "opaque"])
+def test_gradient_through_a_call_inside_forward_is_refused(opaque, options):
+    x = torch.randn(4, 4, requires_grad=True)
+    with pytest.raises(remat.UsageError, match="through this call before the region's forward ends") as caught:
+        remat.checkpoint(**options)(lambda x: gradient_after_an_argument_was_elided(x, opaque))(x)
+    assert caught.value.op == "k"
 
 
 @pytest.mark.parametrize("options", [{}, {"policy": remat.policies.save_matmuls}], ids=["plain", "policy"])

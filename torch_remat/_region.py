@@ -66,8 +66,9 @@ def region(
 
     A call that reaches its region otherwise than by its result is made again in replay, in the way of
     `native_save_region`, and a warning says why: if the region goes on with a tensor that was not returned, if a
-    variable or a container made in the region was changed, if a gradient is taken in the region, if a result that
-    replay needs was written in place, or if the result holds other objects than containers, tensors and plain values.
+    variable or a container made in the region was changed, if a result that replay needs was written in place, or if
+    the result holds other objects than containers, tensors and plain values. A gradient that is taken through a call
+    before the region's forward ends is a `UsageError`.
 
     Args:
         function: What is called: a module, a function, the ``apply`` of a custom autograd Function, a wrapper around
@@ -170,5 +171,5 @@ def recompute_needs_tensor(*tensors: torch.Tensor) -> None:
                 remedy="Pass each tensor as an argument of its own.",
             )
     mode = None if is_compiling() else current_mode()
-    if mode is not None and mode.ops is not None and not mode.ops.skips():
+    if mode is not None and not mode.replaying and mode.ops is not None and not mode.ops.skips():
         mode.ops.note_readers(tensors)

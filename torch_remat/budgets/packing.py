@@ -59,7 +59,7 @@ def pack_hook(kept: Kept, mode: Any, general: Callable[[Tensor], Holder | Anchor
         kind = type(tensor)
         if kind is Parameter:
             saved.append(tensor)
-            return (tensor, tensor._version, region)
+            return (tensor, tensor._version, region, "")
         if kind is not Tensor or tensor._version:
             return general(tensor)
         owner, layout = tensor._base, None

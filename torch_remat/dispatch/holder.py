@@ -90,8 +90,8 @@ class Holder:
             self.metadata = (value._version, *self.metadata[1:])
 
 
-# What autograd keeps of a parameter or a view of one: (value, version, region).
-Anchor = tuple[torch.Tensor, int, Any]
+# What autograd keeps of a parameter or a view of one: (value, version, region, the call that saved it).
+Anchor = tuple[torch.Tensor, int, Any, str]
 
 # (version, shape, dtype, device) of a tensor, in one call. The version counter counts its changes in place.
 metadata_of: Callable[[torch.Tensor], tuple[int, torch.Size, torch.dtype, torch.device]]
@@ -192,29 +192,28 @@ def read(packed: Any) -> Any:
     Raises:
         MutationError: The tensor was changed in place after autograd saved it.
         ReleasedError: The region's inputs were freed by an earlier backward.
+        UsageError: The gradient is taken before forward ends, and cannot be right; see `Region.note_gradient`.
     """
     if type(packed) is not Holder:
         if type(packed) is tuple:
-            value, version, region = packed
+            value, version, region, op = packed
             if value._version != version:
                 raise changed_in_place(region, "parameter" if is_parameter(value) else "leaf", value.shape)
             if not region.finished:
-                region.inputs.note_gradient()
-                if region.tape.calling is None:  # else it may be the call's own
-                    region.tape.backward_inside = True
+                region.note_gradient(op)
             return value
         if not packed.region.finished:
-            packed.region.inputs.note_gradient()
+            region = packed.region  # what is on the tape was saved by an op that replay runs
+            is_of_call = not any(type(entry) is ResidentRef and entry() is packed for entry in region.tape.saved)
+            region.note_gradient(packed.op if is_of_call else "")
         if packed.unpack is not None:
             with torch.no_grad():
                 return packed.unpack(packed.packed) if packed.region.finished else packed.region.unpack(packed)
-        if not packed.region.finished and packed.op != packed.region.tape.calling:
-            packed.region.tape.backward_inside = True
     region = packed.region
     kept = packed.value
     if kept is None or not region.finished:
-        if not region.finished:
-            region.inputs.note_gradient()
+        if not region.finished and type(packed) is Holder:
+            region.note_gradient("")
         kept = region.refill(packed)
     if kept._version != packed.metadata[0]:
         raise changed_in_place(region, "tensor", kept.shape, packed.name, packed.op)

@@ -49,13 +49,6 @@ class StopReplay(BaseException):
         self.replay = replay
 
 
-class StartOver(BaseException):
-    """Ends the function of a replay that begins anew; see NOTE [ A placeholder that is read after all ]."""
-
-    def __init__(self, replay: RematMode) -> None:
-        self.replay = replay
-
-
 class RematMode(DispatchMode):
     """The runtime of one phase of one region: `Recording` in forward, `Filling` in replay.
 

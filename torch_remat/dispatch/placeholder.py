@@ -9,8 +9,8 @@ Decided by the op's schema, never by its name:
    the op itself, run on the meta device.
 2. A factory takes one tensor, ``self``, and the tensor options (dtype, layout, device, pin_memory): it needs nothing
    but metadata, and makes a real tensor. (A conversion takes ``non_blocking`` besides: it reads.)
-3. Every other op reads or writes data, and raises. Where the log can do better, the placeholder has a ``compute``: it
-   returns the value that a saved write has left, or ends the replay, which starts over and makes the value.
+3. Every other op reads or writes data, and raises: a placeholder has no way to a value. The replay knows of the refusal
+   by `last_refusal` and may start over.
 """
 
 from __future__ import annotations
@@ -70,8 +70,6 @@ class Placeholder(torch.Tensor):
     """A tensor with true metadata and no data; see NOTE [ What an op may do with a placeholder ]."""
 
     source: Source
-    # Takes the name of the reader and returns the value after all, if there is such a way.
-    compute: Callable[[str], torch.Tensor] | None = None
     resized = False  # whether an op has resized what it stands for
 
     @classmethod
@@ -90,7 +88,7 @@ class Placeholder(torch.Tensor):
             except RuntimeError as error:
                 if isinstance(error, PlaceholderError) or not any(text in str(error) for text in TORCH_SAYS):
                     raise
-        return _with_data(func, name, args, kwargs or {})
+        return refuse(_first_of([*args, *(kwargs or {}).values()]).source, name)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -105,16 +103,10 @@ class Placeholder(torch.Tensor):
         if effects.viewed is not None:
             base = argument(effects.viewed, args, kwargs)
             if isinstance(base, Placeholder):
-                return _views_of(base, op, args, kwargs, _on_meta(op, args, kwargs, first))
+                return _views_of(base, _on_meta(op, args, kwargs, first))
         if effects.factory:
             device = kwargs.get("device")
             return _on_meta(op, args, {**kwargs, "device": first.device if device is None else device}, first)
-        if first.compute is not None:
-            result = _with_data(op, str(op), args, kwargs)
-            returned = effects.returned
-            if len(returned) == 1 and returned[0] >= 0:  # in place: the placeholder itself goes on
-                return argument(effects.written[returned[0]], args, kwargs)
-            return result
         # Where autograd is left out (inference mode) an op that consists of others comes here whole.
         result = op.decompose(*args, **kwargs)
         return refuse(first.source, str(op)) if result is NotImplemented else result
@@ -145,7 +137,7 @@ class Packed(partial[Placeholder]):
         with without_torch_function():
             lazy = tensor.is_conj(), tensor.is_neg()
             geometry, dtype, device = geometry_of(tensor), tensor.dtype, tensor.device
-        return cls(placeholder_at, geometry, dtype, device, tensor.source, lazy, tensor.compute)
+        return cls(placeholder_at, geometry, dtype, device, tensor.source, lazy)
 
 
 def unpack(value: torch.Tensor | Packed) -> torch.Tensor:
@@ -164,20 +156,17 @@ def placeholder_at(
     device: torch.device,
     source: Source,
     lazy: tuple[bool, bool] = NOT_LAZY,
-    compute: Callable[[str], torch.Tensor] | None = None,
 ) -> Placeholder:
     """Return a placeholder with the given metadata; ``lazy`` tells of a conjugate, and of a negative."""
     shape, stride, offset = geometry
     if torch.is_inference_mode_enabled():  # autograd refuses to take views made here for views of others
         with torch.inference_mode(False):
-            return placeholder_at(geometry, dtype, device, source, lazy, compute)
+            return placeholder_at(geometry, dtype, device, source, lazy)
     # By position, which takes a sixth less than by keyword.
     placeholder: Placeholder = make_wrapper_subclass(
         Placeholder, shape, stride, offset, None, dtype, torch.strided, device
     )
     placeholder.source = source
-    if compute is not None:
-        placeholder.compute = compute
     forbid_data_access(placeholder)
     if lazy != NOT_LAZY:
         set_conj(placeholder, lazy[0])
@@ -187,38 +176,16 @@ def placeholder_at(
 
 def reshape(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run an op that changes a placeholder's metadata in place; return the placeholder."""
-    if (compute := args[0].compute) is not None:
-        rest = args[1:]
-        args[0].compute = lambda consumer: op(compute(consumer).data, *rest, **kwargs)
     with without_dispatch_modes():  # also past the placeholder's own refusal
         op(*args, **kwargs)
     return args[0]
 
 
-def _views_of(base: Placeholder, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], like: Any) -> Any:
+def _views_of(base: Placeholder, like: Any) -> Any:
     """Return placeholders for the results of a view op, which are like the given tensors."""
-    views: Any = optree.tree_map(
+    return optree.tree_map(
         lambda leaf: make_placeholder(leaf, base.source, base.device) if isinstance(leaf, torch.Tensor) else leaf, like
     )
-    if base.compute is not None:
-        # Not the placeholders, whose history may own these views.
-        given = mapped(lambda leaf: Packed.of(leaf) if isinstance(leaf, Placeholder) else leaf, args, kwargs)
-        for place, view in enumerate([views] if isinstance(views, Placeholder) else views):
-            view.compute = partial(_view_of_value, op, given, place)
-    return views
-
-
-def _view_of_value(op: Any, given: Any, place: int, consumer: str) -> torch.Tensor:
-    with torch.no_grad():
-        result = _with_data(op, consumer, *mapped(unpack, *given))
-    value: torch.Tensor = result if isinstance(result, torch.Tensor) else result[place]
-    return value
-
-
-def _with_data(function: Any, consumer: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call a function with what the placeholders among its arguments stand for."""
-    args, kwargs = mapped(lambda leaf: real(leaf, consumer), args, kwargs)
-    return function(*args, **kwargs)
 
 
 def mapped(
@@ -228,19 +195,6 @@ def mapped(
     given: Any = (tuple(args), dict(kwargs))
     made: Any = optree.tree_map(function, given)
     return made[0], made[1]
-
-
-def real(leaf: Any, consumer: str, region: object = None) -> Any:
-    """Return a value with a placeholder (of one region, if it is named) replaced by the tensor that it stands for.
-
-    Raises:
-        PlaceholderError: There is no way to get the tensor.
-    """
-    if not isinstance(leaf, Placeholder) or (region is not None and not leaf.source.is_of(region)):
-        return leaf
-    if leaf.compute is None:
-        refuse(leaf.source, consumer)
-    return leaf.compute(consumer)
 
 
 def is_placeholder(tensor: object) -> bool:
@@ -261,22 +215,42 @@ def is_placeholder(tensor: object) -> bool:
     return isinstance(tensor, Placeholder)
 
 
+class Refusal(NamedTuple):
+    """A use of a placeholder's data that was refused.
+
+    Not the error itself, whose traceback knows frames and their tensors.
+
+    Attributes:
+        source: What the placeholder stands for.
+        consumer: What needs the data.
+        file: The file of the user's code that asked for it.
+        line: The line there.
+    """
+
+    source: Source
+    consumer: str
+    file: str
+    line: int
+
+    def error(self) -> PlaceholderError:
+        """Return the error about it."""
+        (region, op, output, _), place = self.source, f"{Path(self.file).name}:{self.line}"
+        return PlaceholderError(region=region, op=op, output=output, consumer=self.consumer, line=place)
+
+
 def refuse(source: Source, consumer: str) -> NoReturn:
     """Raise the error about a use of a placeholder's data.
 
     Raises:
         PlaceholderError: Always.
     """
-    file, line = user_line()
-    (region, op, output, _), place = source, f"{Path(file).name}:{line}"
-    refusal = partial(PlaceholderError, region=region, op=op, output=output, consumer=consumer, line=place)
+    refusal = Refusal(source, consumer, *user_line())
     last_refusal.set(refusal)
-    raise refusal()
+    raise refusal.error()
 
 
-# What makes the error of the latest refusal in this thread, so that a replay finds out about one that user code
-# swallowed. Not the error itself, whose traceback knows frames and their tensors.
-last_refusal: ContextVar[Callable[[], PlaceholderError] | None] = ContextVar("torch_remat_refusal", default=None)
+# The latest refusal in this thread, so that a replay finds out about one that user code swallowed.
+last_refusal: ContextVar[Refusal | None] = ContextVar("torch_remat_refusal", default=None)
 
 
 def _on_meta(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], first: Placeholder) -> Any:
@@ -323,11 +297,6 @@ _DATA_ACCESS = frozenset((
 ))  # fmt: skip
 # How torch's C++ code refuses data that is not there.
 TORCH_SAYS = ("Cannot access data pointer", "not supported for tensor subclasses", "its data is not allocated")
-
-
-def constant(value: torch.Tensor, _reader: str) -> torch.Tensor:
-    """Return a value that is there, for `Placeholder.compute`."""
-    return value
 
 
 def add_note(error: Exception, region: str) -> None:

@@ -41,14 +41,10 @@ class Tape:
         regions: The inner regions that were called after the first op, as records of what they get from SAVE ops.
         calls: The entries of the log.
         roots: The storages that replay must have, each after how many entries.
-        backward_inside: Whether a backward that ran inside forward has read a tensor that the region saved.
-        calling: The call of `region` that runs in forward, if it is saved: what it reads of its own is its own affair.
     """
 
     __slots__ = (
-        "backward_inside",
         "buffers",
-        "calling",
         "calls",
         "elided",
         "holders",
@@ -72,8 +68,6 @@ class Tape:
         self.calls: Sequence[Entry] = ()
         self.regions: list[Record] = []
         self.roots: Sequence[tuple[int, int]] = ()
-        self.backward_inside = False
-        self.calling: str | None = None
         self.numbers: dict[int, tuple[int, int, bool]] = {}
 
     def stop(self, hooks: object, early_stop: bool, begins: Iterable[int]) -> tuple[int, int]:

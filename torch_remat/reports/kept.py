@@ -104,7 +104,7 @@ def held_in(packed: Any) -> Any:
     """Return the value of a row, from what an autograd node or a region keeps of a tensor."""
     if isinstance(packed, Holder):
         return Around(None)
-    if type(packed) is tuple and len(packed) == 3 and isinstance(packed[2], Region):  # an `Anchor`
+    if type(packed) is tuple and len(packed) == 4 and isinstance(packed[2], Region):  # an `Anchor`
         return Around(packed[0])
     return packed
 

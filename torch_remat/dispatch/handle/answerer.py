@@ -5,10 +5,12 @@ kept inputs, and the values of elided holders.
 
 NOTE [ A placeholder that is read after all ]
 Forward keeps what replay is seen to need. What else reads a placeholder (data taken past all ops, an op without history
-in code that nobody watches) ends the replay: what was filled is emptied, the entry that made the tensor is marked for
-good, `find_needs` tells what else must run for it, and replay starts over. The second such surprise marks all entries.
-An error by which C++ code refuses a placeholder counts as one. So each op runs at its own place, on what the function
-has there. What was kept stays. One warning says who reads what.
+in code that nobody watches) gets a `PlaceholderError`. The replay, also where user code swallowed the error, starts
+over once: what was filled is emptied, buffers and generators are put back, and every call and op of the log runs at its
+own place, on what the function has there. An error by which C++ code refuses a placeholder counts as one. What was kept
+stays. One warning, at the end, says who reads what. The error stands where a call that replay does not watch writes
+what it has not made (`OwnWrites`), where random numbers cannot be drawn again, and of an op with a handle, whose body
+cannot run in replay.
 """
 
 from __future__ import annotations
@@ -38,18 +40,17 @@ from torch_remat.dispatch.handle.saved_call import (
     runs,
 )
 from torch_remat.dispatch.handle.variables import identity_of
-from torch_remat.dispatch.handle.whole_call import another_call, made_again, replayed
+from torch_remat.dispatch.handle.whole_call import OwnWrites, another_call, made_again, may_draw_in, replayed
 from torch_remat.dispatch.holder import metadata_of, parameter_behind
-from torch_remat.dispatch.log.entry import WRITTEN, Entry, HandleCall, WholeCall, run_for_good, still_there
+from torch_remat.dispatch.log.entry import CALL, Entry, HandleCall, WholeCall, still_there
 from torch_remat.dispatch.log.meta import layout_of, stand_in
-from torch_remat.dispatch.log.needs import Needs, find_needs
 from torch_remat.dispatch.log.op_answerer import OpAnswerer, loaded_slots
 from torch_remat.dispatch.log.record import Record, Stretch
 from torch_remat.dispatch.log.schema import effects_of, without_statistics
 from torch_remat.dispatch.log.slot import Slot
 from torch_remat.dispatch.log.suppressed import Aftermath, Suppressed
-from torch_remat.dispatch.placeholder import TORCH_SAYS, Placeholder, Source, constant, new_tuple, real, refuse, unpack
-from torch_remat.dispatch.region.inputs import leaves_of, with_leaves
+from torch_remat.dispatch.placeholder import TORCH_SAYS, Placeholder, Refusal, Source, new_tuple, refuse, unpack
+from torch_remat.dispatch.region.inputs import fresh_alias, leaves_of, with_leaves
 from torch_remat.dispatch.views import Elided
 from torch_remat.errors import (
     MutationError,
@@ -60,7 +61,6 @@ from torch_remat.errors import (
     at_user_line,
     qualified_name,
     raised_at,
-    user_line,
 )
 from torch_remat.policies.decision import CheckpointPolicy
 
@@ -132,7 +132,8 @@ class SkippedOp(ReplayOp):
         if answerer is not None:
             kept = answerer.load_call(record)
             if record.run:
-                self._again = answerer.passing = True
+                self._again = True
+                answerer.passing = ops.own_writes() or (lambda op, args, kwargs: op(*args, **kwargs))
                 source = new_tuple(Source, (ops.region_name, record.name, record.label(0), id(ops.region)))
                 ctx.apply = partial(_refuse_backward, source)  # it saves nothing
                 return None
@@ -142,11 +143,14 @@ class SkippedOp(ReplayOp):
         metas = record.results
         for place, meta in enumerate(metas if type(metas) is list else (metas,)):
             source = new_tuple(Source, (ops.region_name, record.name, record.label(place), id(ops.region)))
-            value = None if answerer is None else kept[place]
-            if value is None:
-                compute = None if answerer is None else partial(ops.value_after_all, source, record, place)
-                value = stand_in(meta, source, compute)
-            made.append(value)
+            if answerer is not None:
+                value = kept[place]
+            elif place in record.slots:
+                value = ops.load(record.slots[place], record.name, record.label(place))
+                ops.note_loaded(value)
+            else:
+                value = None
+            made.append(stand_in(meta, source) if value is None else value)
         if record.plain:
             ctx.mark_non_differentiable(*[made[place] for place in record.plain])
         # The graph of the replay has nothing that this op's backward could work on.
@@ -160,7 +164,7 @@ class SkippedOp(ReplayOp):
             raise self._out_of_order(1)
         self._step = 1
         if self._again:
-            args = tuple([real(arg, self.record.name, self.ops.region) for arg in args])
+            args = tuple([self.ops.value_of(arg, self.record.name) for arg in args])
         return args[0] if len(args) == 1 else args
 
     def save_for_backward(self, saved_tensors: Mapping[str, Tensor | None]) -> None:
@@ -175,7 +179,7 @@ class SkippedOp(ReplayOp):
         result = super().record_outputs(*outs, as_tuple=as_tuple)
         if not self._again or self.ops.ops is None:
             self.ops.fail_returned(self.record)
-        self.ops.ops.passing = False
+        self.ops.ops.passing = None
         if self.record.drawn is not None:
             self.record.drawn.restore()
         return result
@@ -197,7 +201,7 @@ class Answerer:
         self._records = list(replay.region.tape.records.values())
         self._entries: Sequence[Entry] = replay.region.tape.calls
         self._slots = loaded_slots(replay.region) if self._entries and replay.region.hooks is not None else {}
-        self._surprises = 0
+        self._started_over_for: Exception | None = None
         self._answerers: list[OpAnswerer] = []
         self._over = False
         self.begin_again()
@@ -225,7 +229,7 @@ class Answerer:
     def _watched_ops(self) -> OpAnswerer:
         """Return what answers the ops that are watched, in this run of the function."""
         if self._answers is None:
-            self._answers = OpAnswerer(self._replay, self.suppressed, self.load, self.start_over)
+            self._answers = OpAnswerer(self._replay, self.suppressed, self.load)
             self._answerers.append(self._answers)
         return self._answers
 
@@ -298,7 +302,7 @@ class Answerer:
         if identity_of(function) != call.identity or layout_of(leaves, {}) != call.layout:
             self._replay.fail(of_another_function(self.region, call, function))
         given = call.given(function, leaves) if call.paths else leaves
-        if call.again or call.raised or self.region.tape.backward_inside or runs(call, self._entries):
+        if call.again or call.raised or not self.region.finished or runs(call, self._entries):
             return self._call_again(call, function, args, kwargs, given)
         if call.put_back and not put_back(self, call, given):
             return self._call_again(call, function, args, kwargs, given)
@@ -320,8 +324,6 @@ class Answerer:
     def _call_again(
         self, call: Any, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], given: Any
     ) -> Any:
-        if not self.region.finished and (call.elided_inputs or self.made):
-            self.fill_elided(call, given)  # a gradient taken inside reads them
         self._in_call = True
         try:
             hooks = top_saved_tensors_hooks()
@@ -340,10 +342,8 @@ class Answerer:
     def _run_stretch(
         self, stretch: Stretch, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        if not self.region.finished:  # a backward inside forward: what it goes through is made again for good
-            if stretch.end < stretch.start:
-                return self._run_unfinished(stretch, function, args, kwargs)
-            run_for_good(self._entries[stretch.start : stretch.end])
+        if not self.region.finished:
+            return self._run_unfinished(stretch, function, args, kwargs)
         ops = self.ops = self._watched_ops()
         ops.expect(self._entries[stretch.start : stretch.end], stretch.name, stretch.left, stretch.start)
         self._in_skipped = True
@@ -357,20 +357,23 @@ class Answerer:
             self._in_skipped = False
             self.ops = None
         self._end_stretch(stretch, ops)
-        if not stretch.returned:
-            return result
-        leaves = leaves_of((result,), {})
-        for place, slot in stretch.returned.items():
-            leaves[place] = slot.load(self.region_name, stretch.name, str(place))
-            self.note_loaded(leaves[place])
-        return with_leaves((result,), {}, leaves)[0][0]
+        leaves = leaves_of((result,), {}) if stretch.returned or ops.written else []
+        for place, leaf in enumerate(leaves):
+            slot = stretch.returned.get(place)
+            if slot is not None:
+                leaves[place] = slot.load(self.region_name, stretch.name, str(place))
+                self.note_loaded(leaves[place])
+            elif isinstance(leaf, Placeholder) and (value := ops.left_over(leaf)) is not None:
+                leaves[place] = fresh_alias(value, leaf.requires_grad, True)
+                self.note_loaded(leaves[place])
+        return with_leaves((result,), {}, leaves)[0][0] if leaves else result
 
     def _run_unfinished(
         self, stretch: Stretch, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Run a native region in which forward still is: a gradient taken inside reads what it has saved so far."""
-        if any(entry.outside for entry in self._entries[stretch.start :]):
-            what = "a gradient is taken inside of this native region after it changed a tensor from outside"
+        """Run a native region in the replay for a gradient that is taken in forward: nothing is kept for it yet."""
+        if any(entry.outside for entry in self._entries[stretch.start : stretch.end]):
+            what = "a gradient is taken in the region after this native region changed a tensor from outside"
             self._replay.fail(UsageError(what, region=self.region_name, op=stretch.name, remedy=_TAKE_OUTSIDE))
         self._in_skipped = True  # what has a name in it belongs to it
         try:
@@ -385,74 +388,78 @@ class Answerer:
             stretch.drawn.restore()
         ops.finish()
 
-    def value_after_all(self, source: Source, entry: Entry, place: int, consumer: str) -> Tensor:
-        """Return what a saved write has left where a placeholder of a call stands; else end this replay."""
-        if self._answers is None:
-            self.start_over(source, entry, place, consumer)
-        return self._answers.value_after_all(source, entry, place, consumer)
+    def value_of(self, leaf: Any, consumer: str) -> Any:
+        """Return an argument, or what saved writes have left where a placeholder of this region stands.
 
-    def start_over(self, source: Source, entry: Entry, place: int, consumer: str) -> NoReturn:
-        """End this run of the function: see NOTE [ A placeholder that is read after all ]."""
-        if self._over or (entry.run and place not in entry.kept) or not self._mark([entry]):
-            refuse(source, consumer)
-        if self._surprises == 1:
-            file, line = user_line()
-            self._warn(
-                f"{qualified_name(self.region_name, source.op, source.output)}: {consumer} reads this result in "
-                "replay, which forward was not seen to need, so that it was not kept",
-                file, line,
-            )  # fmt: skip
-        raise self._replay.start_over()
+        Raises:
+            PlaceholderError: They left nothing there.
+        """
+        if self._answers is not None:
+            return self._answers.value_of(leaf, consumer)
+        is_own = isinstance(leaf, Placeholder) and leaf.source.is_of(self.region)
+        return refuse(leaf.source, consumer) if is_own else leaf
 
-    def starts_over_for(self, error: Exception) -> bool:
-        """Mark all entries where an error may be of what placeholders lack; return whether replay is to start over."""
-        if isinstance(error, PlaceholderError):
-            record = self.region.tape.records.get(error.op or "")
-            if type(record) is HandleCall and record.results is not None:
-                return False  # of an op with a handle, whose body cannot run in replay
+    def is_of_handle(self, source: Source) -> bool:
+        """Whether a placeholder stands for the output of an op with a handle whose body cannot run in replay."""
+        record = self.region.tape.records.get(source.op)
+        return type(record) is HandleCall and record not in self._entries
+
+    def starts_over_for(self, error: Exception, refusal: Refusal | None) -> bool:
+        """Let all entries run if an error may be of what placeholders lack; return whether replay is to start over.
+
+        See NOTE [ A placeholder that is read after all ].
+        """
+        if self._over or self._started_over_for is not None:
+            return False
+        if refusal is not None:
+            if self.is_of_handle(refusal.source):
+                return False
         elif not _is_of_placeholders(error) and (isinstance(error, RematError | Warning) or not self.changes_results):
             return False  # of a placeholder that was reshaped in place, autograd makes views anew that may not fit
-        if self._over or not any(not entry.run for entry in self._entries) or not self._mark(self._entries):
+        entries = [entry for entry in self._entries if not (entry.run or entry.is_view())]
+        if not entries or (self.region.rng is None and any(map(self._draws, self._entries))):
             return False
-        if self._surprises == 1:
+        for entry in self._entries:
+            entry.run = entry.run or not entry.is_view()
+            entry.restored = entry.ends = False
+            entry.before = None
+        self._started_over_for, self._refusal = error, refusal
+        return True
+
+    def _draws(self, entry: Entry) -> bool:
+        """Whether an entry draws random numbers, if nothing sets the generators back."""
+        if entry.kind != CALL and not isinstance(entry, WholeCall):
+            return entry.effects.random and entry.effects.namespace == "aten"
+        if self.region.options.preserve_rng_state:
+            return False  # forward would know
+        return not isinstance(entry, WholeCall) or may_draw_in(entry.op)
+
+    def own_writes(self) -> OwnWrites | None:
+        """Return what watches a call that runs though forward did not plan it; None if it did."""
+        error = self._started_over_for
+        if not self.region.finished:
+            what = "a gradient is taken in the region after a call that is made for it again and writes outside"
+            error = UsageError(what, region=self.region_name, remedy=_TAKE_OUTSIDE)
+        return None if error is None else OwnWrites(partial(self._replay.fail, error))
+
+    def warn(self) -> None:
+        """Warn of what replay has started over for, once it has ended."""
+        if (error := self._started_over_for) is None:
+            return
+        if (refusal := self._refusal) is not None:
+            source, consumer, file, line = refusal
+            name = qualified_name(self.region_name, source.op, source.output)
+            what = f"{consumer} reads this result in replay, which forward was not seen to need and did not keep"
+        else:
             place = raised_at(error)
-            file, _, line = place.rpartition(":")
-            self._warn(
-                f"{qualified_name(self.region_name)}: replay cannot pass over what is saved or needed by nothing with "
-                f"placeholders ({place}: {error})", file, int(line or 0),
-            )  # fmt: skip
-        return True
-
-    def _mark(self, entries: Sequence[Entry]) -> bool:
-        """Let replay run entries, and what they need; return whether it can."""
-        self._surprises += 1
-        if self._surprises > 2:
-            return False  # all of them run by now
-        if self._surprises > 1:
-            entries = self._entries
-        needs = self._needs_with(entries)
-        if any(e.effects.random and e.effects.namespace == "aten" for e in needs.run if not e.run):
-            # What is drawn depends on all that was drawn before.
-            if self.region.rng is None:
-                return False
-            entries = self._entries
-            needs = self._needs_with(entries)
-        for entry in needs.run:
-            entry.run = True
-            entry.before = None if len(entries) == len(self._entries) else entry.before
-        return True
-
-    def _needs_with(self, entries: Sequence[Entry]) -> Needs:
-        """Return what replay must run if it runs these entries, too."""
-        for entry in entries:
-            entry.always = not entry.is_view()  # which is there in any case
-        return find_needs(self._entries, self.region.tape.roots, _is_kept)
-
-    def _warn(self, what: str, file: str, line: int) -> None:
+            name = qualified_name(self.region_name)
+            what = f"replay cannot pass over what is saved or needed by nothing with placeholders ({place}: {error})"
+            file, _, at = place.rpartition(":")
+            line = int(at or 0)
         warnings.warn_explicit(
-            f"{what}: replay starts over and runs once more what makes it. The gradients are right all the "
-            "same. To spare the second run, let a native region contain the reader too, let the policy save "
-            "the tensor, or read it by an op.",
+            f"{name}: {what}: replay starts over and runs every saved call and op once more. The gradients are right. "
+            "To spare the second run, let a native region contain the reader too, let the policy save the tensor, read "
+            "it by an op, or name it to remat.recompute_needs_tensor.",
             RematWarning,
             file,
             line,
@@ -523,7 +530,7 @@ class Answerer:
                 tensor = slot.load(self.region_name, record.name or consumer, f"input {place}")
                 loaded[place] = self._loaded[id(tensor)] = tensor
             elif isinstance(arg, Placeholder) and arg.source.is_of(self.region):
-                tensor = real(arg, consumer).detach().requires_grad_(arg.requires_grad)
+                tensor = self.value_of(arg, consumer).detach().requires_grad_(arg.requires_grad)
                 loaded[place] = self._loaded[id(tensor)] = tensor
         return loaded
 
@@ -555,13 +562,6 @@ class Answerer:
         leaves = self.load_inputs(regions[place], leaves_of(args, kwargs), "inner region")
         return with_leaves(args, kwargs, leaves)
 
-    def note_readers(self, tensors: Sequence[Tensor]) -> None:
-        """Give placeholders that something reads from here on the values that were kept for it."""
-        values, _ = self.enter_region(tensors, {})
-        for tensor, value in zip(tensors, values, strict=True):
-            if isinstance(tensor, Placeholder) and tensor is not value:
-                tensor.compute = partial(constant, value.detach())
-
     def note_made(self, waiting: Sequence[Elided], outputs: Sequence[torch.Tensor]) -> None:
         """Note the outputs of an op that SAVE ops wait for; see NOTE [ When an elided tensor is complete ]."""
         for elided in waiting:
@@ -586,7 +586,7 @@ class Answerer:
             return
         loaded = type(source) is Placeholder
         if loaded:
-            source = real(source, f"op {holder.op!r}", self.region)
+            source = self.value_of(source, f"op {holder.op!r}")
         if type(source) is Tensor and view is None:
             value: Tensor | None = source.detach()
         else:
@@ -626,10 +626,6 @@ def _is_of_placeholders(error: BaseException) -> bool:
     if isinstance(error, PlaceholderError):
         return True
     return isinstance(error, RuntimeError | TypeError) and any(text in str(error) for text in _SAYS)
-
-
-def _is_kept(entry: Entry, place: int) -> bool:
-    return bool(entry.written) if place == WRITTEN else place in entry.kept
 
 
 @keep_from_compiler

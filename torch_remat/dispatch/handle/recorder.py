@@ -413,6 +413,14 @@ class CallRecorder(Recorder):
             return True
         return opened is not None and opened.record.policy is not _RECOMPUTE and opened.is_running()
 
+    def argument_of(self, holder: Holder) -> Tensor | None:
+        """Return what an empty holder of the call that runs waits for, if it is an argument: the call may read it."""
+        waiting = () if self.calling is None else self.calling.record.elided_inputs or ()
+        for elided in waiting:
+            if elided.holder() is holder:
+                return elided.value(list(self.known_args)[elided.place])
+        return None
+
     def forget_expected(self) -> None:
         """Expect nothing: something else has come."""
         self.expected = None
@@ -448,12 +456,15 @@ class CallRecorder(Recorder):
         return args, kwargs
 
     def note_readers(self, tensors: Sequence[Tensor]) -> None:
-        """Keep tensors that replay reads here."""
-        if self.has_policy:
-            for tensor in tensors:
-                self.note_reader(tensor)
-        else:
-            self.enter_region(tensors, {})
+        """Keep tensors that replay reads here; outputs of ops with handles whole, and from where they are made."""
+        for tensor in tensors:
+            if self.note_reader(tensor) or self.has_policy or (made := self.made.maker_of(tensor)) is None:
+                continue
+            maker, place, version, known = made
+            output = known()
+            if maker.policy is not _RECOMPUTE and output is not None and version_of(output) == version:
+                slot = self._slot_for("", "", output.detach(), maker, place)
+                maker.slots = {**maker.slots, place: slot}
 
     def _source_of(self, tensor: Tensor) -> tuple[Record, int] | None:
         """Return record and place of the skipped op's output that a tensor is, or is a view of, if it is one."""
@@ -491,7 +502,7 @@ class CallRecorder(Recorder):
             owner = tensor
         is_leaf = owner.requires_grad and owner.grad_fn is None  # the graph owns it anyway
         if (is_leaf and not region.inputs.shares(owner)) or (type(owner) is not Tensor and is_parameter(owner)):
-            return (tensor if tensor is owner else tensor.detach(), tensor._version, region)
+            return (tensor if tensor is owner else tensor.detach(), tensor._version, region, record.name)
         holder = self.holder_for(record.name, name, tensor)
         made = self.made.maker_of(tensor) if self.made.tensors else None
         if (
@@ -639,7 +650,7 @@ class CallRecorder(Recorder):
         else:
             call = WatchedCall(self, name, policy, function, args, kwargs)
         self.packs = True
-        self.calling, self.known_args, self.region.tape.calling = call, call.given, name
+        self.calling, self.known_args = call, call.given
         try:
             if isinstance(call, UnwatchedCall):
                 before = self.states_outside()
@@ -653,7 +664,7 @@ class CallRecorder(Recorder):
             call.left_by(error)
             raise
         finally:
-            self.calling, self.known_args, self.region.tape.calling = None, (), None
+            self.calling, self.known_args = None, ()
             call.let_go()
             self.calls.append(call)
         return result
@@ -672,7 +683,7 @@ class CallRecorder(Recorder):
         if self._views:
             self._keep_views(boundary)
         if self.calls:
-            mark_calls_made_again(self.calls, self, boundary, self.region.tape.backward_inside)
+            mark_calls_made_again(self.calls, self, boundary)
         super().finish(boundary)
         if self.calls:
             check_needs(self.region, self.calls, self.entries)

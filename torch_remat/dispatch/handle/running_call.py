@@ -9,10 +9,9 @@ call is *made again*: it runs as a native region does, so that its Python runs o
 the log or run where they are needed. So it is if
 1. a node after it reads one inside that is no result, or a variable, list, dict or set made in the region and in its
    reach holds other objects after it;
-2. a gradient is taken in the region before its forward ends: then every call of the region;
-3. an op of it must run in replay: a result that replay needs was written in place since, or is no longer there;
-4. it returned something that can be no part of the log, such as a generator or a cache object;
-5. it wrote a tensor that is made in the region, and that is not to be found among arguments and variables, or that
+2. an op of it must run in replay: a result that replay needs was written in place since, or is no longer there;
+3. it returned something that can be no part of the log, such as a generator or a cache object;
+4. it wrote a tensor that is made in the region, and that is not to be found among arguments and variables, or that
    code outside of calls wrote once more; in a region with a policy, any that was there before and is no buffer; or it
    gave one another shape in place (``unsqueeze_``).
 What autograd saves in it is kept in each case, so that the second run keeps nothing. One warning says so.
@@ -55,7 +54,7 @@ from torch_remat.dispatch.handle.saved_call import (
     runs,
 )
 from torch_remat.dispatch.handle.variables import Path, State, changed_in, identity_of, state_of, tensors_reached
-from torch_remat.dispatch.handle.whole_call import CallForward, note_backward, template_of
+from torch_remat.dispatch.handle.whole_call import CallForward, refuse_gradient, template_of
 from torch_remat.dispatch.holder import (
     AUTOCAST_DTYPES,
     CAST,
@@ -165,7 +164,7 @@ class Leaving:
             return None  # a copy of the user's own, which need not follow the leaf
         holder: OpHolder = self._ops.holder_for(self.record.name, name, tensor)
         view = None if owner is tensor else Placement.of(tensor)
-        holder.packed = (leaf, leaf._version, self._ops.region)
+        holder.packed = (leaf, leaf._version, self._ops.region, self.record.name)
         holder.unpack = partial(_cast, owner.dtype, view)
         return holder
 
@@ -232,7 +231,7 @@ class WatchedCall(Leaving):
         """Return what autograd keeps of a tensor that the call saves."""
         ops, record = self._ops, self.record
         if type(tensor) is Parameter:
-            return (tensor, tensor._version, ops.region)
+            return (tensor, tensor._version, ops.region, record.name)
         if ops.results.unread:
             ops.results.read_versions()
         name = f"saved_{self._saved}"
@@ -261,8 +260,8 @@ class WatchedCall(Leaving):
         leaves = (result,) if isinstance(result, torch.Tensor) else leaves_of((result,), {})
         self.note_results(result, leaves)
         self.note_state()
-        if not self._saved:
-            note_backward(ops.region, self.first, leaves)
+        if not self._saved or self.last - self.first > 1:
+            refuse_gradient(ops.region, record.name, self.first, leaves)
         if record.left or ops.storages.has_writes:
             self._note_writes()
 
@@ -371,7 +370,7 @@ def _had_history(node: Node | None, first: int) -> bool:
 
 
 def _cast(dtype: torch.dtype, view: Placement | None, anchor: Anchor) -> torch.Tensor:
-    leaf, version, region = anchor
+    leaf, version, region, _ = anchor
     if leaf._version != version:
         raise changed_in_place(region, "parameter", leaf.shape)
     with without_dispatch_modes():
@@ -382,14 +381,12 @@ def _cast(dtype: torch.dtype, view: Placement | None, anchor: Anchor) -> torch.T
 Saved = WatchedCall | UnwatchedCall
 
 
-def mark_calls_made_again(calls: Sequence[Saved], ops: Any, boundary: Sequence[Node | None], taken: bool) -> None:
+def mark_calls_made_again(calls: Sequence[Saved], ops: Any, boundary: Sequence[Node | None]) -> None:
     """Find the calls that are made again because of what came after them; see the note above."""
     left = _calls_left_by_tensors(calls, boundary)
     for call in calls:
         record = call.record
-        if taken:
-            record.again = record.again or "a gradient is taken in the region before its forward ends"
-        elif call in left:
+        if call in left:
             record.again = record.again or "the region goes on with a tensor of it that it did not return"
         elif ops.has_policy and ops.watch.compiled_code.ran:
             record.again = record.again or "compiled code runs in this region, which has a policy"
@@ -398,7 +395,7 @@ def mark_calls_made_again(calls: Sequence[Saved], ops: Any, boundary: Sequence[N
         if isinstance(record, OpaqueCall):
             if record.again:
                 run_for_good([record])
-        elif taken or call in left:
+        elif call in left:
             run_for_good(ops.entries[record.start : record.end])
         if record.again and not isinstance(record, OpaqueCall):
             for entry in ops.entries[record.start : record.end]:

@@ -10,6 +10,7 @@ Such a function is C++ code: what it does depends on its arguments alone, so tha
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from operator import attrgetter
 from types import BuiltinFunctionType
@@ -23,6 +24,7 @@ from torch.nn import functional as F
 
 from torch_remat._compat import (
     PYTREE_NAMESPACE,
+    DispatchMode,
     any_autocast_enabled,
     is_compiled,
     node_behind,
@@ -32,7 +34,7 @@ from torch_remat._compat import (
 )
 from torch_remat.dispatch.check.mismatch import mismatched
 from torch_remat.dispatch.holder import OpHolder
-from torch_remat.dispatch.log.entry import CALL, WRITTEN, Entry, WholeCall
+from torch_remat.dispatch.log.entry import CALL, WRITTEN, Entry, WholeCall, written_arguments
 from torch_remat.dispatch.log.meta import (
     Meta,
     Raised,
@@ -43,7 +45,7 @@ from torch_remat.dispatch.log.meta import (
     stand_in,
     tensors_in,
 )
-from torch_remat.dispatch.log.schema import may_draw
+from torch_remat.dispatch.log.schema import WRITES_WITHOUT_SAYING, effects_of, may_draw
 from torch_remat.dispatch.log.slot import version_of
 from torch_remat.dispatch.naming import default_name
 from torch_remat.dispatch.placeholder import NOT_LAZY, Placeholder, Source, new_tuple, unpack
@@ -104,7 +106,7 @@ def _nothing(_leaf: Any) -> int:
     return 0
 
 
-def _may_draw_in(function: Callable[..., Any]) -> bool:
+def may_draw_in(function: Callable[..., Any]) -> bool:
     """Whether such a function may draw random numbers."""
     if type(function) is not BuiltinFunctionType:
         return True  # and is no name for long
@@ -149,7 +151,7 @@ class CallForward:
             record.versions = list(enumerate(map(version_of, given)))
         self._given = given
         draws = _draws.get(id(function))
-        self.draws = ops.draws if (draws is None and _may_draw_in(function)) or draws else None
+        self.draws = ops.draws if (draws is None and may_draw_in(function)) or draws else None
         if self.draws is not None:
             self.draws.begin()
 
@@ -157,7 +159,7 @@ class CallForward:
         """Return what autograd keeps of a tensor that the call saves."""
         ops, record = self._ops, self.record
         if type(tensor) is Parameter:
-            return (tensor, tensor._version, ops.region)
+            return (tensor, tensor._version, ops.region, record.name)
         name = f"saved_{self._saved}"
         self._saved += 1
         if ops.is_usual and type(tensor) is torch.Tensor and (node := tensor.grad_fn) is not None:
@@ -203,8 +205,8 @@ class CallForward:
         record.is_entry = True
         ops.note_result(record, result, self.first, last)
         ops.skipped.append((self.first, last))
-        if not self._saved:
-            note_backward(ops.region, self.first, (result,))
+        if not self._saved or last - self.first > 1:
+            refuse_gradient(ops.region, record.name, self.first, (result,))
         if self.draws is not None or ops.departures.waiting:
             self._end()
 
@@ -234,8 +236,8 @@ class CallForward:
                 ops.note_returned(leaf, self.first, last)
         record.is_entry = True
         ops.skipped.append((self.first, last))
-        if not self._saved:
-            note_backward(ops.region, self.first, leaves)
+        if not self._saved or last - self.first > 1:
+            refuse_gradient(ops.region, record.name, self.first, leaves)
         self._end()
 
     def _is_view_of_argument(self, leaf: Any) -> bool:
@@ -254,12 +256,12 @@ class CallForward:
             self.record.drawn = self.draws.end()
 
 
-def note_backward(region: Any, first: int, leaves: Sequence[Any]) -> None:
-    """Let a region know of a backward inside of its forward through what a call returned, which saved nothing."""
+def refuse_gradient(region: Any, name: str, first: int, leaves: Sequence[Any]) -> None:
+    """Refuse a gradient inside of the region's forward through a call's result, where no saved tensor tells."""
     for leaf in leaves:
         node = node_behind(leaf)
         if node is not None and node_number(node) >= first:
-            node.register_prehook(region.note_backward)
+            node.register_prehook(partial(region.note_gradient, name))
 
 
 def replayed(
@@ -270,7 +272,7 @@ def replayed(
         if type(record.results) is Raised:
             raise record.results.kind(*record.results.args)
         return function(*args, **kwargs)
-    if record.run or replay.region.tape.backward_inside:
+    if record.run or not replay.region.finished:
         return made_again(replay, record, function, args, kwargs)
     if record.drawn is not None:
         record.drawn.restore()
@@ -309,11 +311,46 @@ def made_again(
                 op=record.name,
                 remedy="Use the out-of-place form of the op that changes it.",
             )
-    with saved_tensors_hooks(torch.detach, unpack):
+    watched = None if type(function) is BuiltinFunctionType or is_compiled(function) else replay.own_writes()
+    with saved_tensors_hooks(torch.detach, unpack), watched or nullcontext():
         result = function(*args, **kwargs)
     if record.drawn is not None:
         record.drawn.restore()
     return result
+
+
+class OwnWrites(DispatchMode):
+    """Watches a call that runs once more though forward did not plan it: it may write only what it has made itself.
+
+    Args:
+        refuse: Ends the replay.
+    """
+
+    lets_compiled_code_run = True
+
+    def __init__(self, refuse: Callable[[], Any]) -> None:
+        super().__init__()
+        self._refuse = refuse
+        self._own: set[int] = set()
+
+    def __torch_dispatch__(
+        self, op: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run the op, unless it writes what was there before the call."""
+        return self(op, args, kwargs or {})
+
+    def __call__(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Do the same for what watches the ops already."""
+        effects = effects_of(op)
+        written = written_arguments(effects, args, kwargs)
+        if effects.name in WRITES_WITHOUT_SAYING and args[5]:
+            written += [tensor for tensor in args[3:5] if isinstance(tensor, torch.Tensor)]
+        if not all(self._own.issuperset(keys_of(tensor)) for tensor in written):
+            self._refuse()
+        result = op(*args, **kwargs)
+        given = {key for tensor in tensors_in(args, kwargs) for key in keys_of(tensor)}
+        self._own.update({key for tensor in tensors_in((result,), {}) for key in keys_of(tensor)} - given)
+        return result
 
 
 def kept_or_stand_in(replay: Any, entry: Entry, place: int, meta: Any, requires_grad: bool) -> Any:
@@ -332,7 +369,7 @@ def kept_or_stand_in(replay: Any, entry: Entry, place: int, meta: Any, requires_
     if type(meta) not in (Meta, WrapperMeta):
         return meta
     source = Source(replay.region.name, entry.group, entry.label(place), id(replay.region))
-    made = stand_in(meta, source, partial(replay.value_after_all, source, entry, place))
+    made = stand_in(meta, source)
     if has_history:
         return fresh_alias(made, True, True)
     return made.requires_grad_() if requires_grad else made

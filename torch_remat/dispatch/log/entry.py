@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from torch_remat._compat import in_autocast, kernel_of
 from torch_remat.dispatch.log.meta import Given, Meta, Raised, WrapperMeta, has_placeholder, tensors_in
-from torch_remat.dispatch.log.record import Record
+from torch_remat.dispatch.log.record import NO_SLOTS, Record
 from torch_remat.dispatch.log.schema import LIFT, UNKNOWN, Effects, argument, effects_of
 from torch_remat.dispatch.placeholder import Placeholder, reshape
 from torch_remat.policies.decision import CheckpointPolicy
@@ -175,11 +175,13 @@ class Call(Record, Entry):
     effects = _OF_A_CALL
 
     def forget_slots(self) -> None:
-        """Drop what only a further replay would need; its inputs are in no slots."""
+        """Drop what only a further replay would need."""
         if self.drawn is not None:
             self.drawn = None
         if self.kept:
             self.kept = _NONE
+        if self.slots:
+            self.slots = NO_SLOTS
 
 
 class HandleCall(Call):

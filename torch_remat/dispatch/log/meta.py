@@ -6,7 +6,7 @@ layouts). Out: in replay placeholders.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -124,18 +124,18 @@ def _is_alias(tensor: torch.Tensor, first: Any) -> bool:
     return key_of(first) == key_of(tensor)
 
 
-def stand_in(meta: Any, source: Source, compute: Callable[[str], torch.Tensor] | None) -> torch.Tensor:
-    """Return a placeholder for one result, or a wrapper around placeholders; readers are referred to ``compute``."""
+def stand_in(meta: Any, source: Source) -> torch.Tensor:
+    """Return a placeholder for one result, or a wrapper around placeholders."""
     if type(meta) is WrapperMeta:
         parts = {
-            name: stand_in(part, source, compute) if type(part) in (Meta, WrapperMeta) else part
+            name: stand_in(part, source) if type(part) in (Meta, WrapperMeta) else part
             for name, part in meta.parts.items()
         }
         shape, stride, _ = meta.geometry
         made: torch.Tensor = meta.kind.__tensor_unflatten__(parts, meta.context, shape, stride)
         return made
     geometry, dtype, device, _, lazy = meta
-    return placeholder_at(geometry, dtype, device, source, lazy, compute)
+    return placeholder_at(geometry, dtype, device, source, lazy)
 
 
 def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

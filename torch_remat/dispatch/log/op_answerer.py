@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -52,41 +52,23 @@ from torch_remat.dispatch.log.record import Left
 from torch_remat.dispatch.log.schema import effects_of, without_statistics
 from torch_remat.dispatch.log.slot import Slot, version_of
 from torch_remat.dispatch.log.suppressed import Suppressed
-from torch_remat.dispatch.placeholder import Placeholder, Source, constant, geometry_of, mapped, new_tuple, real
-from torch_remat.dispatch.views import offset_in_bytes, placement_in
+from torch_remat.dispatch.placeholder import Placeholder, Source, geometry_of, mapped, new_tuple, refuse
+from torch_remat.dispatch.views import offset_in_bytes
 from torch_remat.errors import MismatchError, MutationError
-
-
-class _LeftOver(NamedTuple):
-    """What a saved write left in all of a placeholder's storage.
-
-    Attributes:
-        source: What the placeholder stands for.
-        value: What was written, and kept.
-        offset_in_bytes: Where the written tensor lies in the storage.
-    """
-
-    source: Source
-    value: torch.Tensor
-    offset_in_bytes: int
-
-    def seen_as(self, meta: Any) -> torch.Tensor:
-        """Return a view of it."""
-        moved = offset_in_bytes(self.value) - self.offset_in_bytes
-        return placement_in(meta).seen_in(self.value.detach(), moved)
+from torch_remat.offload.transfer import Placement
 
 
 class OpAnswerer:
     """The aten ops of one replay: of a whole region, or of the native regions in it, one after the other.
 
-    ``load`` returns what a slot keeps, given the names of op and tensor. ``start_over`` ends a replay that reads what
-    was not kept, given what the placeholder stands for, the entry, the place, and who reads it.
+    ``load`` returns what a slot keeps, given the names of op and tensor.
 
     Attributes:
-        passing: Whether the body of an op with a handle runs: its aten ops are no entries.
+        passing: What runs the aten ops of the body of an op with a handle, while it runs: they are no entries.
+        written: What saved writes left in placeholders, by the identity of the source, which all views of one share.
     """
 
-    passing = False
+    passing: Callable[[Any, Sequence[Any], Mapping[str, Any]], Any] | None = None
     _remakes = False  # whether a placeholder was changed in place, whose views autograd makes anew
     _entries: Sequence[Entry] = ()
     _group = ""
@@ -99,22 +81,19 @@ class OpAnswerer:
         replay: Any,
         suppressed: Suppressed,
         load: Callable[[Slot, str, str], torch.Tensor],
-        start_over: Callable[[Source, Entry, int, str], Any],
     ) -> None:
         self._replay = replay
         self._region = region = replay.region
         self._region_name: str = region.name
         self._suppressed = suppressed
         self._load = load
-        self._start_over = start_over
-        # What saved writes left in placeholders, by the identity of the source, which all views of one share.
-        self._left_over: dict[int, _LeftOver] = {}
-        self._written: list[tuple[torch.Tensor, Slot]] = []
+        self.written: dict[int, tuple[Source, torch.Tensor, int]] = {}  # with where the written tensor lies, in bytes
+        self._written: list[tuple[torch.Tensor, Slot, bool]] = []  # each with whether all of its storage was written
 
     def expect(self, entries: Sequence[Entry], group: str = "", left: Sequence[Left] = (), start: int = 0) -> None:
         """Expect the ops of the whole region, or of the native region ``group``, which ``left`` some writes outside."""
         self._entries, self._group, self._at = entries, group, 0
-        self.passing = self._remakes = False
+        self.passing, self._remakes = None, False
         if left or self._left:
             self._left = {(one.place[0] - start, one.place[1]): one for one in left}
             self._outside = still_there(one.storage for one in left)
@@ -124,7 +103,7 @@ class OpAnswerer:
     @keep_from_compiler
     def answer(self) -> Handler:
         """What runs an op that is expected, or answers it without: a closure, since it runs for each."""
-        entries, suppressed = self._entries, self._suppressed
+        entries, suppressed, written = self._entries, self._suppressed, self.written
 
         def answer(_mode: Any, op: Any, _types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             at = self._at
@@ -132,7 +111,7 @@ class OpAnswerer:
                 entry = entries[at]
             except IndexError:
                 return self._answer_odd(op, args, kwargs)
-            if entry.op is op and entry.kind and not self.passing:
+            if entry.op is op and entry.kind and self.passing is None:
                 # What most ops are, without the questions of the others.
                 if suppressed.pending:
                     suppressed.restore()
@@ -141,7 +120,7 @@ class OpAnswerer:
                         self._at = at + 1
                         return entry.kernel(*args, **kwargs)
                 elif entry.run:
-                    if not entry.kept and (not entry.versions or self._reads_the_same(entry, args)):
+                    if not (entry.kept or written) and (not entry.versions or self._reads_the_same(entry, args)):
                         self._at = at + 1
                         return entry.kernel(*args, **kwargs)
                 elif entry.kind == ONE and (not entry.layout or entry.layout == dense_layout(args)):
@@ -156,7 +135,9 @@ class OpAnswerer:
     def _answer_odd(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Do the same for any op."""
         effects = effects_of(op)
-        if self.passing or is_bookkeeping(effects, args, kwargs):
+        if self.passing is not None:
+            return self.passing(op, args, kwargs)
+        if is_bookkeeping(effects, args, kwargs):
             return op(*args, **kwargs)
         if self._suppressed.pending:
             self._suppressed.restore()
@@ -165,8 +146,6 @@ class OpAnswerer:
         remade = self._remakes and at is not None and at < len(entries)
         if at is None or (remade and is_remade_view(entries[at], op, effects, args, kwargs)):
             return run_loose(op, args, kwargs)
-        if at >= len(entries) and not (self._group or self._region.finished):
-            self._replay.stop()  # a backward inside forward, which has not come so far itself
         if at >= len(entries) or (entries[at].op is not op and not is_mirrored(entries[at].op, op)):
             self._replay.fail(another_op(self._region, self._group or None, at, entries, op))
         self._at = at + 1
@@ -188,13 +167,7 @@ class OpAnswerer:
             self._restore_written(entry, args, kwargs)
         elif effects.written:
             self._suppressed.add(entry.changed_arguments(args, kwargs), still_there(entry.outside))
-        result = answered(entry, args, kwargs, partial(self._make, entry))
-        if not (effects.written or effects.reshapes):
-            for place, made in enumerate(result if isinstance(result, (list, tuple)) else (result,)):
-                if isinstance(made, Placeholder) and made.compute is not None:
-                    # A view has that of its base.
-                    made.compute = partial(self.value_after_all, made.source, entry, place)
-        return result
+        return answered(entry, args, kwargs, partial(self._make, entry))
 
     def _was_reshaped(self, entry: Entry, tensor: torch.Tensor) -> bool:
         """Whether a tensor outlives the region, and has the shape that an entry gave it since forward."""
@@ -211,12 +184,13 @@ class OpAnswerer:
     def finish(self) -> None:
         """Leave the recomputed tensors that a native region changed as forward left them."""
         self._suppressed.restore()
-        for tensor, slot in self._written:
+        for tensor, slot, is_whole in self._written:
             if not isinstance(tensor, Placeholder) and key_of(tensor) in self._outside:
                 continue
             value = slot.load(self._region_name, self._group, "written")
             if isinstance(tensor, Placeholder):
-                tensor.compute = partial(constant, value)
+                if is_whole:
+                    self._note_left_over(tensor, value)
             elif tensor.shape == value.shape:
                 tensor.data.copy_(value)  # through `data`, since the change has been counted
             else:  # it was resized
@@ -224,7 +198,7 @@ class OpAnswerer:
 
     def forget(self) -> None:
         """Let go of what is kept: a placeholder may outlive the replay."""
-        self._entries, self._left_over, self._left, self._written = (), {}, {}, []
+        self._entries, self.written, self._left, self._written = (), {}, {}, []
         del self._replay, self._load, self._region
 
     def outside(self) -> Collection[int]:
@@ -265,7 +239,7 @@ class OpAnswerer:
         for place, tensor in enumerate(changed):
             left = self._left.get((at, place))
             if left is not None and left.slot is not None:
-                self._written.append((tensor, left.slot))
+                self._written.append((tensor, left.slot, entry.whole))
 
     def _run(self, entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         effects = entry.effects
@@ -273,7 +247,7 @@ class OpAnswerer:
             entry.before.restore(among=self._region.rng)  # the others are not put back after replay
         if any(map(has_placeholder, tensors_in(args, kwargs))):
             consumer = str(entry.op)
-            args, kwargs = mapped(lambda leaf: real(leaf, consumer, self._region), args, kwargs)
+            args, kwargs = mapped(lambda leaf: self.value_of(leaf, consumer), args, kwargs)
         if entry.outside and not entry.repeats:
             written = entry.changed_arguments(args, kwargs)
             outside = still_there(entry.outside)
@@ -323,9 +297,7 @@ class OpAnswerer:
         outside = still_there(entry.outside)
         for tensor, slot in zip(entry.changed_arguments(args, kwargs), entry.written, strict=True):
             if isinstance(tensor, Placeholder):
-                value = self._value(entry, 0, slot)
-                tensor.compute = partial(constant, value)
-                self._left_over[id(tensor.source)] = _LeftOver(tensor.source, value, offset_in_bytes(tensor))
+                self._note_left_over(tensor, self._value(entry, 0, slot))
             elif key_of(tensor) in outside:
                 self._suppressed.add([tensor], outside)
             else:
@@ -337,15 +309,28 @@ class OpAnswerer:
         if slot is not None:
             return self._value(entry, place, slot)
         source = new_tuple(Source, (self._region_name, entry.group, entry.label(place), id(self._region)))
-        return stand_in(meta, source, partial(self.value_after_all, source, entry, place))
+        return stand_in(meta, source)
 
-    def value_after_all(self, source: Source, entry: Entry, place: int, consumer: str) -> torch.Tensor:
-        """Return what a saved write has left where a placeholder stands; else end this replay."""
-        left = self._left_over.get(id(source))
-        if left is not None:
-            return left.seen_as(entry.meta(place))
-        value: torch.Tensor = self._start_over(source, entry, place, consumer)
-        return value
+    def _note_left_over(self, tensor: Placeholder, value: torch.Tensor) -> None:
+        self.written[id(tensor.source)] = tensor.source, value, offset_in_bytes(tensor)
+
+    def left_over(self, tensor: Placeholder) -> torch.Tensor | None:
+        """Return what saved writes have left where a placeholder stands; None if they left nothing."""
+        if (left := self.written.get(id(tensor.source))) is None:
+            return None
+        _, value, offset = left
+        return Placement.of(tensor).seen_in(value.detach(), offset_in_bytes(value) - offset)
+
+    def value_of(self, leaf: Any, consumer: str) -> Any:
+        """Return an argument, or what saved writes have left where a placeholder of this region stands.
+
+        Raises:
+            PlaceholderError: They left nothing there.
+        """
+        if not isinstance(leaf, Placeholder) or not leaf.source.is_of(self._region):
+            return leaf
+        value = self.left_over(leaf)
+        return refuse(leaf.source, consumer) if value is None else value
 
     def _value(self, entry: Entry, place: int, slot: Slot) -> torch.Tensor:
         return self._load(slot, entry.group, entry.label(place))

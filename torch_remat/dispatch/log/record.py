@@ -29,7 +29,7 @@ class Record:
         name: The op's name, with its scopes.
         policy: Its policy.
         as_tuple: Whether it returned a tuple.
-        slots: The inputs that replay would not have, by place.
+        slots: The inputs that replay would not have, by place; of a saved op the outputs that replay must have.
         elided_outputs: Saved tensors of SAVE ops that replay takes from this op's outputs.
         elided_inputs: Saved tensors of this SAVE op that replay takes from its inputs.
         drawn: Where the op left the random generators, if it was saved and drew numbers.

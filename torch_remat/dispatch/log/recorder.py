@@ -35,7 +35,7 @@ from torch_remat._compat import (
 )
 from torch_remat.dispatch.ambient import RngState
 from torch_remat.dispatch.holder import Anchor, Holder, OpHolder, ResidentRef, metadata_of
-from torch_remat.dispatch.log.entry import CALL, FIRST, ONE, Entry, HandleCall, run_for_good
+from torch_remat.dispatch.log.entry import CALL, FIRST, ONE, Entry, HandleCall
 from torch_remat.dispatch.log.meta import key_of, keys_of, parts_of
 from torch_remat.dispatch.log.needs import find_needs
 from torch_remat.dispatch.log.op_recorder import Observer, OpRecorder
@@ -192,6 +192,12 @@ class Recorder:
     def skips(self) -> bool:
         """Whether a native region runs that replay skips."""
         return self.calling is not None or (self.watch is not None and self.watch.native is not None)
+
+    def running(self) -> str | None:
+        """Return the name of the call or native region that runs now; None outside of such."""
+        if self.calling is not None:
+            return str(self.calling.record.name)
+        return None if self.watch is None or self.watch.native is None else self.watch.native.name
 
     def note_record(self, record: Record) -> None:
         """Note what has a name, which must be a new one."""
@@ -491,11 +497,6 @@ class Recorder:
         for entry in self.entries:
             entry.early = [(at, storage) for at, storage in entry.early if storage.cdata not in keys]
         return writers
-
-    def before_replay(self) -> None:
-        """Let a replay inside of forward, and each later one, run all ops so far, on what they have read."""
-        if self.watch is not None and (self.has_policy or self.watch.native is not None):
-            run_for_good(self.entries)
 
     def _finish_policy(self) -> None:
         watch, region = self.watch, self.region

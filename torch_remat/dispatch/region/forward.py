@@ -186,7 +186,7 @@ class Recording(RematMode):
                 if kind is not Parameter:
                     return self.pack(tensor)
                 saved(tensor)
-                return (tensor, tensor._version, region)
+                return (tensor, tensor._version, region, "")
             owner, layout = tensor._base, None
             if owner is None:
                 owner = tensor
@@ -207,7 +207,7 @@ class Recording(RematMode):
                 if layout is not None:
                     layouts[len(entries)] = layout
                 saved(owner)  # the graph owns it, and so may a view of it
-                return (tensor, tensor._version, region)
+                return (tensor, tensor._version, region, "")
             elif tensor.is_floating_point():
                 tape.buffers.add(len(entries))
             metadata = metadata_of(tensor)
@@ -244,7 +244,7 @@ class Recording(RematMode):
             if layout is not None:
                 region.tape.layouts[place] = layout
             region.tape.saved.append(None if is_input else owner)
-            return (tensor if tensor is owner else self.alias_of(tensor), tensor._version, region)
+            return (tensor if tensor is owner else self.alias_of(tensor), tensor._version, region, "")
         holder = Holder()
         region.tape.saved.append(ref(holder))
         holder.region = region
@@ -287,6 +287,8 @@ class Recording(RematMode):
     def finish(self, boundary: Sequence[torch.autograd.graph.Node | None]) -> None:
         """Close forward: see NOTE [ Changes after the save ], and forget random state that was not drawn from."""
         region = self.region
+        if region.misuse is not None:
+            raise region.misuse()  # also where user code swallowed it
         if self._values is not None:
             self._values.flush()
         keeper = region.keeper

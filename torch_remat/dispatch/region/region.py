@@ -9,8 +9,9 @@ from __future__ import annotations
 from _thread import RLock  # without the Python function around it that threading has
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, NoReturn
 from weakref import finalize, ref
 
 import torch
@@ -39,7 +40,7 @@ from torch_remat.dispatch.reach import reach
 from torch_remat.dispatch.region.inputs import RegionInputs
 from torch_remat.dispatch.region.outside import Outside
 from torch_remat.dispatch.tape import Tape
-from torch_remat.errors import ReleasedError
+from torch_remat.errors import ReleasedError, UsageError
 from torch_remat.offload.sender import Sender
 
 # Weak references to all regions that are alive, for reports.
@@ -79,6 +80,7 @@ class Region:
     keeper: Keeper | None = None  # inside of a budget
     recorder: Any = None  # of names and ops, while forward runs
     replayed_in = -1  # the latest backward that came here
+    misuse: Callable[[], UsageError] | None = None  # a gradient inside forward that was refused
 
     def __init__(
         self,
@@ -137,10 +139,27 @@ class Region:
                 if earlier != graph_task() and (earlier < 0 or not self.finished or not self.tape.has_values()):
                     self._fill()
 
-    def note_backward(self, _grad_outputs: Sequence[torch.Tensor | None]) -> None:
-        """Prehook of a node that has saved nothing by which a backward inside forward would be noticed."""
-        if not self.finished:
-            self.tape.backward_inside = True
+    def note_gradient(self, op: str | None, _grad_outputs: object = None) -> None:
+        """Note a gradient that is taken before forward ends, and refuse one through a call, which replay leaves out.
+
+        Args:
+            op: The call that it passes through, if it is one.
+
+        Raises:
+            UsageError: It passes through one that does not run now.
+        """
+        if self.finished:
+            return
+        if op and (self.recorder is None or self.recorder.running() != op):
+            self.refuse("a gradient is taken through this call before the region's forward ends", op)
+        if self.inputs is not None:
+            self.inputs.note_gradient()
+
+    def refuse(self, what: str, op: str | None) -> NoReturn:
+        """Raise an error about a gradient that is taken before forward ends, here and at the end of forward."""
+        remedy = "Take the gradient outside of the region, or give what it passes through the policy RECOMPUTE."
+        self.misuse = partial(UsageError, what, region=self.name, op=op, remedy=remedy)
+        raise self.misuse()
 
     def refill(self, holder: Holder) -> torch.Tensor:
         """Return the value of a holder that is empty, by a replay, or that is read before forward is over.
@@ -151,6 +170,11 @@ class Region:
         with self.lock:
             if not (self.finished or self.filling or self.hooks is None or self.keeper is None):
                 self.keeper.let_go()  # in a replay of what is around, an inner region keeps nothing: do the same here
+            argument: torch.Tensor | None = None
+            if not self.finished and self.recorder is not None:
+                argument = self.recorder.argument_of(holder)
+            if argument is not None:
+                return argument
             while (value := holder.value) is None:  # another thread's backward may read what this one fills
                 if self.inputs is None:
                     raise ReleasedError(
@@ -167,8 +191,6 @@ class Region:
         # Another thread may have replayed, and released, while this one waited for the lock.
         if self.inputs is None:
             return
-        if not self.finished:
-            self.tape.backward_inside = True
         if self.keeper is not None:
             self.keeper.reach()
         last = self.tape.last_needed()
@@ -201,8 +223,10 @@ class Region:
             self.keeper.replay(self._replay(self, last).replay)
 
     def _replay_in_forward(self, last: int) -> None:
-        if self.recorder is not None:
-            self.recorder.before_replay()
+        if self.recorder is not None and (op := self.recorder.running()) is not None:
+            self.refuse("a gradient is taken inside of this, through what the region would have to recompute", op)
+        if self.options.policy is not None:
+            self.refuse("a gradient is taken before the region's forward ends, through an op that is not kept", None)
         with unseen(self):
             self._replay(self, last).replay()
 

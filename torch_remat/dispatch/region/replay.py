@@ -43,11 +43,11 @@ from torch_remat.dispatch.holder import (
     metadata_of,
     parameter_behind,
 )
-from torch_remat.dispatch.mode import RematMode, StartOver, StopReplay
+from torch_remat.dispatch.mode import RematMode, StopReplay
 from torch_remat.dispatch.naming import scope, scope_restored
 from torch_remat.dispatch.observe import Watch, is_watched
 from torch_remat.dispatch.options import DEFAULTS
-from torch_remat.dispatch.placeholder import Packed, Placeholder, add_note, last_refusal, real, unpack
+from torch_remat.dispatch.placeholder import Packed, Placeholder, Refusal, add_note, last_refusal, unpack
 from torch_remat.dispatch.region.inputs import fresh_alias, leaves_of, with_leaves
 from torch_remat.dispatch.region.outside import State, put_back
 from torch_remat.errors import MismatchError, RematError
@@ -72,14 +72,13 @@ class Filling(RematMode):
     inner_next = 0  # the place of the next op of an inner region
     ops: Answerer | None = None
     _last = _last_empty = -1
-    _starts_over = False
     _error: RematError | None = None
     _values: Values | None = None
-    _refusal: Callable[[], RematError] | None = None  # the latest when `StopReplay` was raised
+    _refusal: Refusal | None = None  # the latest when `StopReplay` was raised
     _unfilled_number = -1  # of the latest op that may yet fill what it saved
     _sees_modes_of_forward = True  # also how many modes: ops of C++ write in place where there are none
     _waiting = 0  # how many holders are filled otherwise than at their place
-    _late: Sequence[tuple[Holder, Placeholder]] = ()  # to be filled once the next op has been seen
+    _before: Sequence[State] = ()  # what outlives the region, as the replay found it
 
     def __init__(self, region: Region, last: int) -> None:
         self.region = region
@@ -117,12 +116,11 @@ class Filling(RematMode):
         region = self.region
         assert region.function is not None
         assert region.inputs is not None
-        if last_refusal.get() is not None:
+        if (earlier := last_refusal.get()) is not None:  # of a region in the forward of which this one is replayed
             last_refusal.set(None)
         grad_enabled = torch.is_grad_enabled()
-        before: Sequence[State] = ()
         try:
-            before, contexts = self._go_back()
+            contexts = self._go_back()
             self._sees_modes_of_forward = not contexts and region.modes == count_of_modes()
             args, kwargs = region.inputs.restore(region)
             set_grad_enabled(True)
@@ -146,21 +144,23 @@ class Filling(RematMode):
                     raise
             set_grad_enabled(grad_enabled)
             self._check()
+            if self.ops is not None:
+                self.ops.warn()
         except BaseException:
             region.tape.forget_values()
             raise
         finally:
             set_grad_enabled(grad_enabled)
-            if before:
-                put_back(before)
+            if self._before:
+                put_back(self._before)
             if self.ops is not None:
                 self.ops.forget()
                 self.ops = None  # which knows this mode
             self._values = self.observed = self.unread = None  # the first knows this mode too
             # A tensor of the replay that outlives it owns its graph, which knows this mode through its pack hook.
-            self._late = ()
-            if last_refusal.get() is not None:
-                last_refusal.set(None)
+            self._before = ()
+            if earlier is not None or last_refusal.get() is not None:
+                last_refusal.set(earlier)
 
     def _contexts(self) -> list[AbstractContextManager[Any]]:
         """Return the contexts, and set up what watches the ops, where something does."""
@@ -181,28 +181,27 @@ class Filling(RematMode):
             self.opening, self.lets_compiled_code_run = region.op_log.begin("replay"), True
         return contexts
 
-    def _go_back(self) -> tuple[Sequence[State], list[AbstractContextManager[Any]]]:
+    def _go_back(self) -> list[AbstractContextManager[Any]]:
         """Let what outlives the region be as the replay needs it; see NOTE [ Outside ].
 
         Returns:
-            What it was, to be put back, and the contexts that end a replay that reads what it must not read.
+            The contexts that end a replay that reads what it must not read.
         """
         region, ops = self.region, self.ops
-        before: Sequence[State] = ()
         unread = Unread(self.fail, (lambda: 0) if ops is None else ops.passed)
         unread.add_parameters(check_parameters(region))
         if region.outside is not None:
             if not region.finished:
                 region.outside.classify(None if region.recorder is None else region.recorder.storages.has_changed)
-            before, places = region.outside.go_back(region.name)
+            self._before, places = region.outside.go_back(region.name)
             for place in places:
                 unread.add(*place)
         if ops is not None and region.options.policy is None:
             ops.add_unread(unread)
         if not unread:
-            return before, []
+            return []
         self.unread = unread
-        return before, [unread.compiled_code, unread]
+        return [unread.compiled_code, unread]
 
     @keep_from_compiler
     def pack_hook(self) -> Callable[[torch.Tensor], torch.Tensor | Packed]:
@@ -270,11 +269,14 @@ class Filling(RematMode):
             self.ops.suppressed.restore()
         own = isinstance(tensor, Placeholder) and tensor.source.is_of(self.region)
         if isinstance(tensor, Placeholder) and own:
-            if (packed := self._pack_placeholder(position, tensor)) is not None:
-                return packed
-            if tensor.compute is not None:
-                tensor = tensor.compute("saving it for backward")
+            if (holder := self._empty_holder_at(position)) is None:
+                if self._limit:
+                    self._stop_at(position)
+                return Packed.of(tensor)
+            if self.ops is not None and not self.ops.is_of_handle(tensor.source):  # else its reader refuses it
+                tensor = self.ops.value_of(tensor, "saving it for backward")
                 self.note_loaded(tensor)
+                holder.expect_version_of(tensor)  # what was kept was changed less often than what it stands for
         owner = tensor._base
         if owner is None:
             owner = tensor
@@ -305,19 +307,11 @@ class Filling(RematMode):
             self._stop_at(position)
         return value
 
-    def _pack_placeholder(self, position: int, tensor: Placeholder) -> Packed | None:
-        """Return what replay's own graph keeps of a placeholder; None if a holder needs a value now."""
+    def _empty_holder_at(self, position: int) -> Holder | None:
+        """Return the holder at a place if it needs a value."""
         entry = self._saved[position] if position < self._limit else None
-        if type(entry) is not ref or (holder := entry()) is None or holder.value is not None:
-            if self._limit:
-                self._stop_at(position)
-            return Packed.of(tensor)
-        if tensor.compute is None or self.ops is None or self.ops.ops is None:
-            return None
-        self._late = (*self._late, (holder, tensor))  # likely for another op than forward's
-        self._waiting += 1
-        self.after_next_op(self._fill_late)
-        return Packed.of(tensor)
+        holder = entry() if type(entry) is ref else None
+        return holder if holder is not None and holder.value is None else None
 
     def _compare(self, position: int, holder: Holder, tensor: torch.Tensor, owner: torch.Tensor) -> None:
         """Compare what is saved with what forward saved at the same place, and fail where they differ."""
@@ -350,7 +344,7 @@ class Filling(RematMode):
             self._unfilled_number = sequence_number()
 
     def _call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run the function, as often as replay starts over."""
+        """Run the function, a second time if replay starts over."""
         if self.ops is None:
             return super()._call(function, args, kwargs)
         given = leaves_of(args, kwargs)
@@ -359,22 +353,29 @@ class Filling(RematMode):
                 self.opening, self.lets_compiled_code_run = self.ops.ops.answer, CompiledCode.is_noticed
             try:
                 super()._call(function, args, kwargs)
-                self._fill_late()  # if no op has come since
-            except StartOver as again:
-                if again.replay is not self:
-                    raise
             except StopReplay as stop:
-                refusal = self._refusal if stop.replay is self and self._error is None else None
-                if refusal is None or not self.ops.starts_over_for(refusal()):
+                if stop.replay is not self or not self._starts_over_for(None):
                     raise
             except Exception as error:
-                if self.stopped or not self.ops.starts_over_for(error):
+                if not self._starts_over_for(error):
                     raise
             else:
-                swallowed = None if self._starts_over or self.stopped else last_refusal.get()
-                if not self._starts_over and (swallowed is None or not self.ops.starts_over_for(swallowed())):
+                if not self._starts_over_for(None):
                     return None
             args, kwargs = self._begin_again(args, kwargs, given)
+
+    def _refused(self) -> Refusal | None:
+        """Return the latest refusal that counts, also if user code swallowed it."""
+        return self._refusal if self.stopped else last_refusal.get()
+
+    def _starts_over_for(self, error: Exception | None) -> bool:
+        """Whether replay starts over, given the exception that left the function."""
+        refusal = self._refused()
+        if self.ops is None or (refusal is None and (self.stopped or error is None)):
+            return False
+        if refusal is not None and refusal.source.is_of(self.region):
+            return self.ops.starts_over_for(refusal.error(), refusal)
+        return error is not None and self.ops.starts_over_for(error, None)
 
     def _begin_again(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[Any]
@@ -382,18 +383,21 @@ class Filling(RematMode):
         """Forget what this replay has done; return its arguments, untouched."""
         assert self.ops is not None
         self.region.tape.forget_values()
-        self._starts_over = self.stopped = self.over = False
+        self.stopped = self.over = False
+        self._error = self._refusal = None
         self._limit = len(self._saved)
         self._end_at(self.region.tape.last_needed())  # what a budget had kept is empty now, too
         self._waiting = self.region.tape.empty_elided()
         self.position = self.inner_next = 0
-        self._late = ()
         self._unfilled_number = -1
         if self._values is not None:
             self._values.forget()
         last_refusal.set(None)
         self.ops.suppressed.restore()
         self.ops.begin_again()
+        if self._before and self.region.outside is not None:
+            put_back(self._before)
+            self._before, _ = self.region.outside.go_back(self.region.name)
         if self.region.rng is not None:
             self.region.rng.restore()
         fresh = [
@@ -403,23 +407,6 @@ class Filling(RematMode):
             for leaf in given
         ]
         return with_leaves(args, kwargs, fresh)
-
-    def start_over(self) -> NoReturn:
-        """End this run of the function: the next one begins."""
-        self.over, self._limit = True, 0
-        self._starts_over = self.stopped = True
-        if self.watcher is not None and self.ops is not None:
-            self.show_ops_to(self.ops.aftermath())
-        raise StartOver(self)
-
-    def _fill_late(self) -> None:
-        late, self._late = self._late, ()
-        for holder, placeholder in late:
-            value = real(placeholder, "saving it for backward")
-            self.note_loaded(value)
-            holder.expect_version_of(value)  # what was kept was changed less often than what it stands for
-            self.explain(holder, value, value, None)
-            self.fill_elided(holder, value.detach())
 
     def _stop_at(self, position: int) -> None:
         if position == self._last and not self._waiting and self._unfilled_number != sequence_number():
@@ -516,9 +503,8 @@ class Filling(RematMode):
             raise self._take_error()
         if self.unread is not None and (refused := self.unread.refuse_compiled_code()) is not None:
             raise refused
-        refusal = self._refusal if self.stopped else last_refusal.get()
-        if refusal is not None:
-            raise refusal()
+        if (refusal := self._refused()) is not None:
+            raise refusal.error()
         region = self.region
         if self.over or region.finished:
             if self.ops is not None:

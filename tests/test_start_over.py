@@ -1,0 +1,212 @@
+"""A replay in which something reads a placeholder starts over once, with every saved call and op run, or refuses."""
+
+import warnings
+
+import pytest
+import torch
+
+import torch_remat as remat
+from torch_remat import PlaceholderError
+
+aten = torch.ops.aten
+keep = remat.native_save_region
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    @remat.auto_forward("x")
+    def forward(ctx, x, op_name, policy):
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2, None, None
+
+
+SAVE = remat.CheckpointPolicy.SAVE
+
+
+def largest(h):
+    return float(h.detach().numpy().max())
+
+
+def gradients(block, *, policy=None, **options):
+    """Return the gradients of a block, plain and as a region, and what the region warned of."""
+    found = []
+    for run in (block, remat.checkpoint(policy=policy, **options)(block)):
+        torch.manual_seed(0)
+        x, w = (torch.rand(4, 4).requires_grad_() for _ in range(2))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found.append(torch.autograd.grad(run(x, w).sum(), (x, w), allow_unused=True))
+    assert all(a is b or torch.equal(a, b) for a, b in zip(*found, strict=True))
+    return [warning for warning in caught if issubclass(warning.category, remat.RematWarning)]
+
+
+def test_every_entry_runs_and_one_warning_names_the_reader():
+    counts = {"a": 0, "b": 0, "c": 0}
+
+    def counted(name, x, w):
+        counts[name] += 1
+        return torch.mm(x, w).sin()
+
+    def block(x, w):
+        a = remat.region(counted, "a")("a", x, w)
+        b = remat.region(counted, "b")("b", x, w)
+        c = remat.region(counted, "c", opaque=True)("c", x, w)
+        return (x * largest(a) * largest(b)).sin() + c
+
+    (warning,) = gradients(block)
+    assert "a.out: numpy reads this result in replay" in str(warning.message)
+    assert "recompute_needs_tensor" in str(warning.message)
+    assert warning.filename == __file__
+    assert counts == {"a": 3, "b": 3, "c": 3}  # plain, in forward, and when replay starts over
+
+
+@pytest.mark.parametrize("leaves", ["goes on", "saves something else", "raises another"])
+def test_error_that_user_code_swallows(leaves):
+    def block(x, w):
+        h = keep("a", lambda: torch.mm(x, w).sin())
+        try:
+            factor = largest(h)
+        except RuntimeError:
+            if leaves == "goes on":
+                factor = 77.0
+            elif leaves == "saves something else":
+                return (x.view(2, 8) * 3).exp().cos()
+            else:
+                raise ValueError("mine") from None
+        return (x * factor).sin() * 2
+
+    assert len(gradients(block)) == 1
+
+
+@pytest.mark.parametrize("policy", [None, [aten.mm.default]], ids=["native", "policy"])
+def test_buffers_and_generators_are_put_back_before(policy):
+    module = torch.nn.Module()
+    module.register_buffer("count", torch.zeros(()))
+
+    def block(x, w):
+        module.count.add_(1)
+        noise = torch.rand(4, 4) * module.count
+        h = torch.mm(x, w) if policy else keep("a", torch.mm, x, w)
+        return (x * largest(h) * noise).sin() * torch.rand(4, 4)
+
+    found: list[torch.Tensor] = []
+    for wrap in (lambda f: f, remat.checkpoint(policy=policy)):
+        torch.manual_seed(0)
+        module.count.zero_()
+        x, w = (torch.rand(4, 4).requires_grad_() for _ in range(2))
+        y = wrap(block)(x, w)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", remat.RematWarning)
+            found.append(torch.autograd.grad(y.sum(), x)[0])
+        assert module.count == 1
+    assert torch.equal(*found)
+
+
+OUTSIDE = torch.zeros(4, 4)
+BATCH_NORM = torch.nn.BatchNorm1d(4)
+
+
+def adds_outside(x):
+    OUTSIDE.add_(1)
+    return x * OUTSIDE
+
+
+def writes_only_its_own(x):
+    made = torch.zeros(4, 4)
+    made.add_(x.detach())
+    made[0].view(-1).mul_(2)
+    return made * x
+
+
+def test_call_that_writes_outside_is_refused_and_not_run_again():
+    OUTSIDE.zero_()
+    x = torch.rand(4, 4, requires_grad=True)
+
+    @remat.checkpoint()
+    def block(x):
+        return (x * largest(remat.region(adds_outside, "k", opaque=True)(x))).sin() * 2
+
+    with pytest.raises(PlaceholderError, match=r"numpy.*op 'k' is saved"):
+        block(x).sum().backward()
+    assert torch.equal(OUTSIDE, torch.ones(4, 4))
+
+
+def test_batch_norm_in_an_unwatched_call_counts_as_a_write_outside():
+    x = torch.rand(4, 4, requires_grad=True)
+    BATCH_NORM.reset_running_stats()
+
+    @remat.checkpoint()
+    def block(x):
+        return (x * largest(remat.region(BATCH_NORM, "k", opaque=True)(x))).sin() * 2
+
+    with pytest.raises(PlaceholderError, match="numpy"):
+        block(x).sum().backward()
+    assert BATCH_NORM.num_batches_tracked == 1
+
+
+def test_call_may_write_what_it_has_made():
+    def block(x, w):
+        return (x * largest(remat.region(writes_only_its_own, "k", opaque=True)(x))).sin() * 2
+
+    assert len(gradients(block)) == 1
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: remat.region(lambda: torch.rand(4, 4) * x, "k")(),
+        lambda x: remat.region(lambda: torch.rand(4, 4) * x, "k", opaque=True)(),
+        lambda x: keep("k", torch.dropout, x, 0.5, True),
+    ],
+    ids=["region", "opaque", "torch's own"],
+)
+def test_numbers_that_cannot_be_drawn_again_are_refused(call):
+    def block(x):
+        return (x * largest(call(x))).sin() * 2
+
+    x = torch.rand(4, 4, requires_grad=True)
+    with pytest.raises(PlaceholderError, match="numpy"):
+        remat.checkpoint(preserve_rng_state=False)(block)(x).sum().backward()
+    with pytest.warns(remat.RematWarning, match="starts over"):
+        remat.checkpoint()(block)(x).sum().backward()
+
+
+def test_handle_of_the_seed_refuses_and_nothing_starts_over():
+    runs = []
+
+    @remat.checkpoint()
+    def block(x):
+        runs.append(1)
+        y = Doubled.apply(keep("a", torch.sin, x), "h", SAVE)
+        return (x * largest(y)).sin() * 2
+
+    with pytest.raises(PlaceholderError, match="numpy"):
+        block(torch.rand(4, requires_grad=True)).sum().backward()
+    assert len(runs) == 2
+
+
+def test_output_of_a_handle_that_replay_is_told_to_need():
+    def block(x):
+        y = Doubled.apply(x, "h", SAVE)
+        remat.recompute_needs_tensor(y[1:])
+        return (x * largest(y)).sin() * y
+
+    x = torch.rand(4, requires_grad=True)
+    (plain,) = torch.autograd.grad((x * (x.detach() * 2).max()).sin().mul(x * 2).sum(), x)
+    assert torch.equal(torch.autograd.grad(remat.checkpoint()(block)(x).sum(), x)[0], plain)
+
+
+def test_output_that_is_changed_after_replay_was_told_to_need_it():
+    def block(x):
+        y = Doubled.apply(x, "h", SAVE)
+        remat.recompute_needs_tensor(y)
+        y.mul_(2)
+        return (x * largest(y)).sin()
+
+    x = torch.rand(4, requires_grad=True)
+    with pytest.raises(remat.RematError):
+        remat.checkpoint()(block)(x).sum().backward()
