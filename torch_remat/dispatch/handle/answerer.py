@@ -419,6 +419,8 @@ class Answerer:
         entries = [entry for entry in self._entries if not (entry.run or entry.is_view())]
         if not entries or (self.region.rng is None and any(map(self._draws, self._entries))):
             return False
+        if self.region.outside is not None and self.region.outside.is_bound_by_calls():
+            return False
         for entry in self._entries:
             entry.run = entry.run or not entry.is_view()
             entry.restored = entry.ends = False

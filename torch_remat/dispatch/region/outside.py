@@ -67,12 +67,14 @@ class Noted:
         after: Its values after that call, if no version counter told that it changed them.
         left: The tensor and its version when forward ended.
         is_changed: Whether forward changed it.
+        is_bound: Whether a skipped call bound the place to another tensor.
         is_put_back: Whether the replay starts from its state at the start of forward.
         is_copied: Whether the replay may change it, so that its values are put back.
     """
 
     __slots__ = (
         "after",
+        "is_bound",
         "is_changed",
         "is_copied",
         "is_put_back",
@@ -92,7 +94,7 @@ class Noted:
         self.last = 0.0
         self.after: Tensor | None = None
         self.left: tuple[ref[Tensor] | None, int] = (None, 0)
-        self.is_changed = self.is_put_back = self.is_copied = False
+        self.is_bound = self.is_changed = self.is_put_back = self.is_copied = False
 
     def now(self, with_values: bool) -> State:
         """Return the state of the place now."""
@@ -108,6 +110,7 @@ class Noted:
         by_value = is_same and before.copy is not None and now.tensor is not None and not _same(now.tensor, before.copy)
         if is_same and now.version == before.version and not by_value:
             return
+        self.is_bound = self.is_bound or not is_same
         self.skipped = (self.skipped or 0) + (now.version - before.version if is_same else 0)
         self.last = max(self.last, last)
         if by_value and now.tensor is not None and before.copy is not None:
@@ -239,6 +242,10 @@ class Outside:
             noted.place = noted.place._replace(tensor=None)
             if not noted.is_put_back:
                 noted.start = None
+
+    def is_bound_by_calls(self) -> bool:
+        """Whether a call that replay skips has bound a place to another tensor, so that it cannot run once more."""
+        return any(noted.is_bound for noted in self._noted)
 
     def repeatable(self) -> set[int]:
         """Return the storages of the buffers that a replay may start from as forward found them, if ops write them."""
