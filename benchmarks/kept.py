@@ -259,17 +259,17 @@ def _closed(package: ModuleType, name: str, function: Keep, *args: Any, **kwargs
 
 
 def _called(package: ModuleType, name: str, function: Keep, *args: Any, **kwargs: Any) -> Tensor:
-    result: Tensor = package.region(function, name)(*args, **kwargs)
+    result: Tensor = package.op(function, name)(*args, **kwargs)
     return result
 
 
 def _called_closure(package: ModuleType, name: str, function: Keep, *args: Any, **kwargs: Any) -> Tensor:
-    result: Tensor = package.region(lambda: function(*args, **kwargs), name)()
+    result: Tensor = package.op(lambda: function(*args, **kwargs), name)()
     return result
 
 
 def _called_opaque(package: ModuleType, name: str, function: Keep, *args: Any, **kwargs: Any) -> Tensor:
-    result: Tensor = package.region(function, name, opaque=True)(*args, **kwargs)
+    result: Tensor = package.op(function, name, opaque=True)(*args, **kwargs)
     return result
 
 

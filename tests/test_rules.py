@@ -21,7 +21,6 @@ LEAVES = {"placeholder", "ambient", "schema"}
 
 
 MAX_FUNCTION_LINES = 60  # without the docstring
-MAX_ROOM_LINES = {"dispatch": 11_368, "offload": 1_500, "policies": 610, "reports": 3_297}
 
 
 def lines_of_functions(tree: ast.AST) -> list[tuple[str, int]]:
@@ -199,11 +198,6 @@ def test_no_files_import_each_other_in_a_circle():
         if module_of(path) != NAME  # the package itself gathers the public names
     }
     assert circles(edges) == []
-
-
-@pytest.mark.parametrize(("room", "most"), MAX_ROOM_LINES.items())
-def test_room_stays_small(room, most):
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in (PACKAGE / room).rglob("*.py")) <= most
 
 
 def test_rules_find_what_breaks_them():

@@ -42,7 +42,7 @@ class Tape:
         calls: The entries of the log.
         roots: The storages that replay must have, each after how many entries.
         backward_inside: Whether a backward that ran inside forward has read a tensor that the region saved.
-        calling: The call of `region` that runs in forward, if it is saved: what it reads of its own is its own affair.
+        calling: The call of `op` that runs in forward, if it is saved: what it reads of its own is its own affair.
     """
 
     __slots__ = (
