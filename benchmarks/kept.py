@@ -24,10 +24,10 @@ from .contenders import (
     OURS_CLOSURE,
     OURS_FUNCTION,
     OURS_NATIVE,
-    OURS_OPAQUE,
+    OURS_OP,
+    OURS_OP_CLOSURE,
+    OURS_OP_OPAQUE,
     OURS_POLICY,
-    OURS_REGION,
-    OURS_REGION_CLOSURE,
     REMAT_0_2,
     SAC,
     Wrap,
@@ -131,7 +131,7 @@ def native_blocks() -> Workload:
             h = wrap(function)(h)
         return h
 
-    chosen = {**_references(), **ways(KEPT_OPS["attention"], OURS_NATIVE, OURS_REGION, OURS_OPAQUE)}
+    chosen = {**_references(), **ways(KEPT_OPS["attention"], OURS_NATIVE, OURS_OP, OURS_OP_OPAQUE)}
     return Workload(
         name="native-blocks",
         about=f"{SMALL_BLOCKS} regions, transformer blocks of d=32, 2 heads, 2 x 16 tokens; kept: attention, in Python",
@@ -259,21 +259,21 @@ def _closed(package: ModuleType, name: str, function: Keep, *args: Any, **kwargs
 
 
 def _called(package: ModuleType, name: str, function: Keep, *args: Any, **kwargs: Any) -> Tensor:
-    result: Tensor = package.region(function, name)(*args, **kwargs)
+    result: Tensor = package.op(function, name)(*args, **kwargs)
     return result
 
 
 def _called_closure(package: ModuleType, name: str, function: Keep, *args: Any, **kwargs: Any) -> Tensor:
-    result: Tensor = package.region(lambda: function(*args, **kwargs), name)()
+    result: Tensor = package.op(lambda: function(*args, **kwargs), name)()
     return result
 
 
 def _called_opaque(package: ModuleType, name: str, function: Keep, *args: Any, **kwargs: Any) -> Tensor:
-    result: Tensor = package.region(function, name, opaque=True)(*args, **kwargs)
+    result: Tensor = package.op(function, name, opaque=True)(*args, **kwargs)
     return result
 
 
-_CALLS = {OURS_REGION: _called, OURS_REGION_CLOSURE: _called_closure, OURS_OPAQUE: _called_opaque}
+_CALLS = {OURS_OP: _called, OURS_OP_CLOSURE: _called_closure, OURS_OP_OPAQUE: _called_opaque}
 
 
 def _in_region(name: str, function: Keep, *args: Any, **kwargs: Any) -> Tensor:

@@ -20,7 +20,7 @@ import torch_remat as remat
 
 SAVE, RECOMPUTE = remat.CheckpointPolicy.SAVE, remat.CheckpointPolicy.RECOMPUTE
 POLICIES = [RECOMPUTE, SAVE]
-STYLES = ["handle", "auto", "op"]
+STYLES = ["handle", "auto"]
 
 
 def policy_ids(policies: Any) -> str:

@@ -336,6 +336,92 @@ def test_exception_in_the_body_comes_out_and_leaves_nothing_behind(style, policy
         assert_same(torch.autograd.grad(x.exp().sin().sum(), x), torch.autograd.grad(wrap(block)(x).sum(), x))
 
 
-def test_call_without_name_and_policy_is_an_error_that_says_what_is_missing():
-    with pytest.raises(remat.UsageError):
-        checkpointed(lambda x: Own.apply(x.cos(), []))(leaf(3))
+@pytest.mark.parametrize("matrices", [1, 2])
+def test_a_call_without_name_and_policy_is_the_plain_function(matrices):
+    class Product(Function):
+        @staticmethod
+        @remat.auto_forward("x", "w")
+        def forward(ctx, x, w):
+            ctx.save_for_backward(x, w)
+            return x @ w
+
+        @staticmethod
+        def backward(ctx, grad):
+            x, w = ctx.saved_tensors
+            return grad @ w.t(), x.t() @ grad
+
+    def program(wrap):
+        x = leaf(4, 4)
+        w = leaf(4, 4) if matrices == 2 else x
+        y = wrap(lambda x: Product.apply(x.sin(), w).exp())(x)
+        return y, *torch.autograd.grad(y.sum(), {x, w})
+
+    assert_same_program(program, replays=1)
+
+
+def test_a_forward_that_takes_name_and_policy_and_gets_neither_is_an_error():
+    with pytest.raises(remat.UsageError, match="op_name"):
+        checkpointed(lambda x: Named.apply(x.cos()))(leaf(3))
+
+
+class SwiGlu(Function):
+    """Saves both of its arguments, and its result's half."""
+
+    @staticmethod
+    def forward(ctx, gate, up):
+        half = torch.nn.functional.silu(gate)
+        ctx.save_for_backward(gate, up, half)
+        return half * up
+
+    @staticmethod
+    def backward(ctx, grad):
+        gate, up, half = ctx.saved_tensors
+        sigmoid = gate.sigmoid()
+        return grad * up * sigmoid * (1 + gate * (1 - sigmoid)), grad * half
+
+
+class NamedSwiGlu(SwiGlu):
+    forward = staticmethod(remat.auto_forward("gate", "up", "half")(SwiGlu.forward))
+
+
+@pytest.mark.parametrize("function", [SwiGlu, NamedSwiGlu])
+@pytest.mark.parametrize("opaque", [False, True])
+@pytest.mark.parametrize("policy", POLICIES, ids=policy_ids)
+@pytest.mark.parametrize("region", [{}, {"policy": [torch.ops.aten.addmm.default]}], ids=["no policy", "policy"])
+def test_native_ops_may_read_what_op_saves_of_any_function(function, opaque, policy, region):
+    w1, w2, w3 = (torch.nn.Linear(4, 4) for _ in range(3))
+
+    def program(wrap):
+        def block(x):
+            call = function.apply if wrap is plain else remat.op(function.apply, "swiglu", policy=policy, opaque=opaque)
+            return x + w3(call(w1(x), w2(x)))
+
+        x = leaf(4, 4)
+        y = wrap(block)(x)
+        return y, torch.autograd.grad(y.sin().sum(), [x, *(p for w in (w1, w2, w3) for p in w.parameters())])
+
+    assert_same_program(program, **region)
+
+
+@pytest.mark.parametrize("opaque", [False, True])
+def test_tensors_of_a_call_have_the_names_of_auto_forward_in_reports(opaque):
+    w = torch.nn.Linear(8, 8)
+    call = remat.op(NamedSwiGlu.apply, "swiglu", opaque=opaque)
+    y = checkpointed(lambda x: w(call(x.sin(), x.cos())), region_name="block")(leaf(8, 8))
+    report = str(remat.memory_report(y.sum()))
+    assert "swiglu.half" in report
+    assert "saved_" not in report
+
+
+def test_two_functions_in_one_call_do_not_share_a_name():
+    y = checkpointed(lambda x: remat.op(lambda h: NamedSwiGlu.apply(NamedSwiGlu.apply(h, h), h), "two")(x.sin()))(
+        leaf(8, 8)
+    )
+    assert str(remat.memory_report(y.sum())).count("two.half") == 1
+
+
+def test_the_first_remedy_for_a_native_reader_of_a_handles_output_is_op():
+    y = checkpointed(lambda x: Named.apply(x.cos(), [], "it", SAVE).sin())(leaf(3))
+    with pytest.raises(remat.PlaceholderError) as caught:
+        y.sum().backward()
+    assert caught.value.remedy.startswith("Either (1) call the op as remat.op(")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -57,7 +58,9 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("around", ["region", "body", "part"])
-@pytest.mark.parametrize("call", [remat.region, lambda f, name: remat.native_region(name)(f)], ids=["call", "native"])
+@pytest.mark.parametrize(
+    "call", [remat.op, lambda f, name: partial(remat.native_save_region, name, f)], ids=["call", "native"]
+)
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_gradients_are_equal_whether_arguments_are_leaves_or_not(policy, program, call, around):

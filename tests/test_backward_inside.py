@@ -542,7 +542,7 @@ def test_gradient_inside_a_call_in_a_region_under_a_checkpoint(outer, options):
 
     x = leaf(4, 4)
     expected = torch.autograd.grad(program(plain, plain, plain)(x).sum(), x)
-    actual = program(outer, checkpointed, lambda f: remat.region(f, "through", **options))(x)
+    actual = program(outer, checkpointed, lambda f: remat.op(f, "through", **options))(x)
     assert_same(expected, torch.autograd.grad(actual.sum(), x))
 
 
@@ -557,7 +557,7 @@ def inner_gradient(value, other):
 def test_gradient_inside_a_call_in_a_checkpoint_in_a_region_with_a_policy(call, keeps):
     """The checkpoint recomputes inside the call, in both phases."""
     calls = {
-        "region": lambda f, *args: remat.region(f, "inner")(*args),
+        "region": lambda f, *args: remat.op(f, "inner")(*args),
         "native": lambda f, *args: remat.native_save_region("inner", f, *args),
         "none": lambda f, *args: f(*args),
     }
@@ -584,8 +584,8 @@ def test_gradient_inside_an_inner_region_whose_views_are_of_placeholders_in_the_
 
         def inner(h):
             scale = inner_gradient(h, h)
-            kept = remat.region(torch.sin, "kept")(h.detach()) * scale
-            remat.region(lambda: kept.unbind(0), "views")()
+            kept = remat.op(torch.sin, "kept")(h.detach()) * scale
+            remat.op(lambda: kept.unbind(0), "views")()
             return h * w
 
         y = wrap(lambda x: wrap(inner)(x) * w)(x)
@@ -656,9 +656,9 @@ def test_gradient_inside_by_a_leaf_of_its_own_under_autocast(create_graph, optio
 
 
 CALLS = {
-    "torch's": lambda function: remat.region(function, "k"),
-    "of Python": lambda function: remat.region(lambda *args: function(*args), "k"),
-    "opaque": lambda function: remat.region(lambda *args: function(*args), "k", opaque=True),
+    "torch's": lambda function: remat.op(function, "k"),
+    "of Python": lambda function: remat.op(lambda *args: function(*args), "k"),
+    "opaque": lambda function: remat.op(lambda *args: function(*args), "k", opaque=True),
 }
 
 

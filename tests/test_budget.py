@@ -514,7 +514,7 @@ def test_native_region_named_recompute_is_never_kept():
             runs.append(remat.is_recomputing())
             return x.sin().exp()
 
-        return remat.native_region("inner", policy=remat.CheckpointPolicy.RECOMPUTE)(inner)(x) * 2
+        return remat.op(inner, "inner", policy=remat.CheckpointPolicy.RECOMPUTE)(x) * 2
 
     x = leaf(4, 8)
     with remat.budget("1 GiB", reserve=0) as budget:
@@ -587,7 +587,7 @@ def test_storages_that_take_the_place_of_others_are_counted_by_their_own_bytes()
 
 def test_what_dies_with_forward_is_not_counted():
     def block(x):
-        _, turned = remat.region(lambda: (x.exp(), x.t()), "pair")()
+        _, turned = remat.op(lambda: (x.exp(), x.t()), "pair")()
         return turned * torch.zeros(8, 8)
 
     with remat.budget("1 GiB", reserve=0) as budget:

@@ -243,11 +243,11 @@ def nested(x):
 
 
 def with_a_call(x):
-    return remat.region(torch.sin, "sin")(x.exp()).cos()
+    return remat.op(torch.sin, "sin")(x.exp()).cos()
 
 
 def with_an_offloaded_call(x):
-    return remat.region(torch.exp, "exp", policy=remat.CheckpointPolicy.OFFLOAD)(x)
+    return remat.op(torch.exp, "exp", policy=remat.CheckpointPolicy.OFFLOAD)(x)
 
 
 def with_a_native_region(x):
@@ -301,7 +301,7 @@ class Between(nn.Module):
 
 def test_what_authors_save_is_counted_where_the_rest_is_given_up():
     def block(x):
-        return remat.region(torch.sin, "sin")(x.exp()).tanh().exp().tanh().sin().tanh().exp().tanh().sin()
+        return remat.op(torch.sin, "sin")(x.exp()).tanh().exp().tanh().sin().tanh().exp().tanh().sin()
 
     def run():
         y = x
@@ -343,7 +343,7 @@ def test_a_region_begins_empty_only_where_it_has_room_while_it_runs():
     x, seen = leaf(4, 8), []
 
     def first(x):
-        return remat.region(torch.sin, "sin")(x.exp())
+        return remat.op(torch.sin, "sin")(x.exp())
 
     def second(x):
         for _ in range(8):

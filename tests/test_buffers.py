@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -103,7 +104,7 @@ WAYS = {
     "global variable of an inner function": lambda module: remat.checkpoint()(
         named(module, "return [inner() for inner in [lambda: module(x)]][0]")
     ),
-    "call": lambda module: remat.checkpoint()(lambda x: remat.region(module, "m")(x).sin()),
+    "call": lambda module: remat.checkpoint()(lambda x: remat.op(module, "m")(x).sin()),
     "object": lambda module: remat.checkpoint()(Owner(module)),
     "method of an object": lambda module: remat.checkpoint()(Owner(module).run),
     "object around a method": lambda module: remat.checkpoint()(Wrapper(module.forward)),
@@ -262,8 +263,8 @@ def raises_and_is_caught(y):
 SAVED = {
     "function": lambda y: remat.native_save_region("kept", torch.sin, y),
     "closure": lambda y: remat.native_save_region("kept", lambda: y.sin() + 1),
-    "call": lambda y: remat.region(lambda y: y.sin() * y, "kept")(y),
-    "recomputed": lambda y: remat.native_region("kept", policy=remat.CheckpointPolicy.RECOMPUTE)(torch.sin)(y),
+    "call": lambda y: remat.op(lambda y: y.sin() * y, "kept")(y),
+    "recomputed": lambda y: remat.op(torch.sin, "kept", policy=remat.CheckpointPolicy.RECOMPUTE)(y),
     "an exception": raises_and_is_caught,
 }
 
@@ -333,8 +334,8 @@ def caught(call):
 CALLS = {
     "native region": lambda function, h: remat.native_save_region("call", function, h),
     "torch function": lambda function, h: function(remat.native_save_region("call", torch.sin, h)),
-    "region": lambda function, h: remat.region(function, "call")(h),
-    "recomputed": lambda function, h: remat.region(function, "call", policy=remat.CheckpointPolicy.RECOMPUTE)(h),
+    "region": lambda function, h: remat.op(function, "call")(h),
+    "recomputed": lambda function, h: remat.op(function, "call", policy=remat.CheckpointPolicy.RECOMPUTE)(h),
     "raised": caught(lambda function, h: remat.native_save_region("call", function, h)),
 }
 
@@ -440,7 +441,7 @@ class Steps(nn.Module):
 NAMED = {
     "nothing": lambda x: x.sin(),
     "a native region": lambda x: remat.native_save_region("kept", lambda x: x.sin(), x),
-    "a call": lambda x: remat.region(torch.sin, "kept")(x),
+    "a call": lambda x: remat.op(torch.sin, "kept")(x),
 }
 SAVING = {
     "plain": {},
@@ -559,12 +560,10 @@ def test_module_with_spectral_norm_in_an_inner_region_and_around_it(outer, inner
 
 
 SPARED = {
-    "call": lambda function: remat.region(function, "kept"),
-    "opaque call": lambda function: remat.region(function, "kept", opaque=True),
-    "native region": lambda function: remat.native_region("kept")(function),
-    "native region to recompute": lambda function: remat.native_region("kept", policy=remat.CheckpointPolicy.RECOMPUTE)(
-        function
-    ),
+    "call": lambda function: remat.op(function, "kept"),
+    "opaque call": lambda function: remat.op(function, "kept", opaque=True),
+    "native region": lambda function: partial(remat.native_save_region, "kept", function),
+    "native region to recompute": lambda function: remat.op(function, "kept", policy=remat.CheckpointPolicy.RECOMPUTE),
 }
 
 
@@ -610,7 +609,7 @@ class Cached(nn.Module):
 @pytest.mark.parametrize("called", [False, True])
 def test_buffer_that_forward_makes_is_there_once_replay_has_made_it_too(called):
     def block(x):
-        y = remat.region(module, "module")(x) if called else module(x)
+        y = remat.op(module, "module")(x) if called else module(x)
         return (y * module.bias).sin() + module(y)
 
     gradients = []

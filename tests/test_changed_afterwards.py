@@ -17,7 +17,7 @@ SAVE, OFFLOAD = remat.CheckpointPolicy.SAVE, remat.CheckpointPolicy.OFFLOAD
 
 CALLS = {
     "native": remat.native_save_region,
-    "region": lambda name, function, *args: remat.region(function, name)(*args),
+    "region": lambda name, function, *args: remat.op(function, name)(*args),
 }
 
 
@@ -169,10 +169,8 @@ def force(x):
     "way",
     {
         "policy": lambda: remat.checkpoint(policy=remat.offload_names("*"))(lambda x: x.sin() + force(x)),
-        "region": lambda: remat.checkpoint()(lambda x: x.sin() + remat.region(force, "force", policy=OFFLOAD)(x)),
-        "native": lambda: remat.checkpoint()(
-            lambda x: x.sin() + remat.native_region("force", policy=OFFLOAD)(force)(x)
-        ),
+        "region": lambda: remat.checkpoint()(lambda x: x.sin() + remat.op(force, "force", policy=OFFLOAD)(x)),
+        "native": lambda: remat.checkpoint()(lambda x: x.sin() + remat.op(force, "force", policy=OFFLOAD)(x)),
     }.items(),
     ids=lambda way: way[0],
 )
@@ -208,7 +206,7 @@ def test_activation_may_change_after_a_gradient_by_a_leaf_in_its_memory(options)
 
 def offloaded_under_autocast(x, linear):
     with torch.autocast("cpu", torch.bfloat16):
-        return remat.checkpoint()(lambda x: remat.region(linear, "linear", policy=OFFLOAD)(x.sin()).sin())(x)
+        return remat.checkpoint()(lambda x: remat.op(linear, "linear", policy=OFFLOAD)(x.sin()).sin())(x)
 
 
 @pytest.mark.filterwarnings("ignore:CpuOffloader moves:RuntimeWarning")

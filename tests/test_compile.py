@@ -392,7 +392,7 @@ def offloaded(x):
         return remat.checkpoint(offload_inputs=True)(torch.exp)(x)
 
 
-@remat.region(name="op")
+@remat.op(name="op")
 def decorated(x):
     return x.exp()
 
@@ -407,15 +407,15 @@ FORMS = {
     "native_save_region, a function of torch's": lambda x: remat.native_save_region("op", torch.exp, x),
     "native_save_region, a Python function": lambda x: remat.native_save_region("op", lambda: x.exp()),
     "native_save_region, several results": several,
-    "native_region": lambda x: remat.native_region("op")(torch.exp)(x),
-    "native_region, recomputed": lambda x: remat.native_region("op", policy=RECOMPUTE)(torch.exp)(x),
-    "native_region, offloaded": lambda x: remat.native_region("op", policy=OFFLOAD)(torch.exp)(x),
-    "region": lambda x: remat.region(torch.exp, "op")(x),
-    "region, a Python function": lambda x: remat.region(lambda: x.exp(), "op")(),
-    "region, several results": lambda x: several(x, lambda name, function, *args: remat.region(function, name)(*args)),
-    "region, opaque": lambda x: remat.region(lambda y: y.exp(), "op", opaque=True)(x),
-    "region, recomputed": lambda x: remat.region(torch.exp, "op", recompute=True)(x),
-    "region, offloaded": lambda x: remat.region(torch.exp, "op", policy=OFFLOAD)(x),
+    "native_region": lambda x: remat.native_save_region("op", torch.exp, x),
+    "native_region, recomputed": lambda x: remat.op(torch.exp, "op", policy=RECOMPUTE)(x),
+    "native_region, offloaded": lambda x: remat.op(torch.exp, "op", policy=OFFLOAD)(x),
+    "region": lambda x: remat.op(torch.exp, "op")(x),
+    "region, a Python function": lambda x: remat.op(lambda: x.exp(), "op")(),
+    "region, several results": lambda x: several(x, lambda name, function, *args: remat.op(function, name)(*args)),
+    "region, opaque": lambda x: remat.op(lambda y: y.exp(), "op", opaque=True)(x),
+    "region, recomputed": lambda x: remat.op(torch.exp, "op", policy=RECOMPUTE)(x),
+    "region, offloaded": lambda x: remat.op(torch.exp, "op", policy=OFFLOAD)(x),
     "region, a decorated function": lambda x: decorated(x),
     "recompute_needs_tensor": lambda x: remat.recompute_needs_tensor(x) or x.exp(),
     "name_scope": in_scope,
@@ -510,11 +510,11 @@ def saving(how):
         if how == "native":
             return remat.native_save_region("op", lambda x: (x @ w).sigmoid(), x)
         if how == "offloaded":
-            return remat.native_region("op", policy=remat.CheckpointPolicy.OFFLOAD)(lambda x: (x @ w).sigmoid())(x)
+            return remat.op(lambda x: (x @ w).sigmoid(), "op", policy=remat.CheckpointPolicy.OFFLOAD)(x)
         if how == "region":
-            return remat.region(lambda x: (x @ w).sigmoid(), "op")(x)
+            return remat.op(lambda x: (x @ w).sigmoid(), "op")(x)
         if how == "region, offloaded":
-            return remat.region(lambda x: (x @ w).sigmoid(), "op", policy=OFFLOAD)(x)
+            return remat.op(lambda x: (x @ w).sigmoid(), "op", policy=OFFLOAD)(x)
         if how == "op":
             return remat.op(MatmulSigmoid.apply, "op")(x, w)
         if how == "op in a native region":
@@ -565,7 +565,7 @@ def test_handle_by_hand_in_a_compiled_region_is_kept_by_the_call_around_it_only(
     parts = {
         "nothing": by_hand,
         "native": lambda x, w: remat.native_save_region("around", by_hand, x, w),
-        "region": lambda x, w: remat.region(by_hand, "around")(x, w),
+        "region": lambda x, w: remat.op(by_hand, "around")(x, w),
     }
 
     def program(part):
@@ -603,9 +603,9 @@ def test_what_is_saved_keeps_no_more_than_torchs_must_save_of_the_same_ops(form)
 
     forms = {
         "native": lambda x, w: remat.native_save_region("op", inside, x, w),
-        "region": lambda x, w: remat.region(inside, "op")(x, w),
-        "region, a closure": lambda x, w: remat.region(lambda: inside(x, w), "op")(),
-        "region, opaque": lambda x, w: remat.region(inside, "op", opaque=True)(x, w),
+        "region": lambda x, w: remat.op(inside, "op")(x, w),
+        "region, a closure": lambda x, w: remat.op(lambda: inside(x, w), "op")(),
+        "region, opaque": lambda x, w: remat.op(inside, "op", opaque=True)(x, w),
     }
     ops = [getattr(torch.ops.aten, name).default for name in ("mm", "sigmoid", "tanh")]  # that occur nowhere else
     contexts = functools.partial(create_selective_checkpoint_contexts, ops)
@@ -630,8 +630,8 @@ def test_what_a_compiled_region_recomputes_keeps_nothing():
         return kept_and_rerun(lambda x, w: remat.checkpoint()(lambda x: part(x.sin(), w).exp().cos())(x), x, w)[0]
 
     nothing = kept(lambda x, w: (x @ w).sigmoid())
-    assert kept(lambda x, w: remat.region(saving("nothing"), "op", recompute=True)(x, w)) == nothing
-    assert kept(lambda x, w: remat.native_region("op", policy=RECOMPUTE)(saving("nothing"))(x, w)) == nothing
+    assert kept(lambda x, w: remat.op(saving("nothing"), "op", policy=RECOMPUTE)(x, w)) == nothing
+    assert kept(lambda x, w: remat.op(saving("nothing"), "op", policy=RECOMPUTE)(x, w)) == nothing
     assert kept(lambda x, w: remat.recompute_needs_tensor(x) or (x @ w).sigmoid()) == nothing
 
 
@@ -787,13 +787,13 @@ AROUND_COMPILED = {
     "bitwise": lambda f: remat.checkpoint(determinism_check="bitwise")(lambda x: f(x.sin()).exp()),
     "native region": lambda f: remat.checkpoint()(lambda x: remat.native_save_region("f", f, x.sin()).exp()),
     "native region, recomputed": lambda f: remat.checkpoint()(
-        lambda x: remat.native_region("f", policy=remat.CheckpointPolicy.RECOMPUTE)(f)(x.sin()).exp()
+        lambda x: remat.op(f, "f", policy=remat.CheckpointPolicy.RECOMPUTE)(x.sin()).exp()
     ),
-    "region": lambda f: remat.checkpoint()(lambda x: remat.region(f, "f")(x.sin()).exp()),
-    "region, opaque": lambda f: remat.checkpoint()(lambda x: remat.region(f, "f", opaque=True)(x.sin()).exp()),
-    "region, recomputed": lambda f: remat.checkpoint()(lambda x: remat.region(f, "f", recompute=True)(x.sin()).exp()),
+    "region": lambda f: remat.checkpoint()(lambda x: remat.op(f, "f")(x.sin()).exp()),
+    "region, opaque": lambda f: remat.checkpoint()(lambda x: remat.op(f, "f", opaque=True)(x.sin()).exp()),
+    "region, recomputed": lambda f: remat.checkpoint()(lambda x: remat.op(f, "f", policy=RECOMPUTE)(x.sin()).exp()),
     "region under a policy": lambda f: remat.checkpoint(policy=[torch.ops.aten.exp.default])(
-        lambda x: remat.region(f, "f")(x.sin()).exp()
+        lambda x: remat.op(f, "f")(x.sin()).exp()
     ),
     "native region under a policy": lambda f: remat.checkpoint(policy=[torch.ops.aten.exp.default])(
         lambda x: remat.native_save_region("f", f, x.sin()).exp()
@@ -829,9 +829,9 @@ def test_compiled_code_in_a_region_runs_compiled(around, backend, warm):
     "keep",
     [
         lambda f, x: remat.native_save_region("f", f, x),
-        lambda f, x: remat.region(f, "f")(x),
-        lambda f, x: remat.region(f, "f", opaque=True)(x),
-        lambda f, x: remat.region(lambda x: f(x).tanh(), "f", opaque=True)(x),
+        lambda f, x: remat.op(f, "f")(x),
+        lambda f, x: remat.op(f, "f", opaque=True)(x),
+        lambda f, x: remat.op(lambda x: f(x).tanh(), "f", opaque=True)(x),
     ],
     ids=["native_save_region", "region", "region, opaque", "region of a function, opaque"],
 )
@@ -950,7 +950,7 @@ def test_call_around_compiled_code_in_a_region_with_a_policy_says_why_it_runs_ag
     compiled, x = torch.compile(torch.sin, backend="eager"), leaf(4)
 
     def block(x):
-        return remat.region(lambda t: compiled(t) * 2, "k")(x.exp()).tanh() * x
+        return remat.op(lambda t: compiled(t) * 2, "k")(x.exp()).tanh() * x
 
     with pytest.warns(remat.RematWarning, match="k: replay makes this call again, since compiled code runs in"):
         y = remat.checkpoint(policy=[torch.ops.aten.tanh.default])(block)(x)

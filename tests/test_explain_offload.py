@@ -119,8 +119,8 @@ def model(x):
 
 
 def natives(x):
-    h = remat.native_region("n", policy=OFFLOAD)(lambda h: (h @ h).tanh().exp())(x.sin())
-    return remat.native_region("w", policy=OFFLOAD)(torch.matmul)(h, h).tanh()
+    h = remat.op(lambda h: (h @ h).tanh().exp(), "n", policy=OFFLOAD)(x.sin())
+    return remat.op(torch.matmul, "w", policy=OFFLOAD)(h, h).tanh()
 
 
 def nested(x):
@@ -202,7 +202,7 @@ def test_offloader_that_cannot_be_hashed():
 
 
 def with_policy(x):
-    h = remat.native_region("n", policy=OFFLOAD)(lambda h: (h @ h).exp())(x.sin())
+    h = remat.op(lambda h: (h @ h).exp(), "n", policy=OFFLOAD)(x.sin())
     return op(Both, "handle", OFFLOAD, F.gelu(h)).cos()
 
 
@@ -226,8 +226,8 @@ def test_handles_and_native_regions_under_a_policy_for_ops():
 
 def test_memory_that_is_in_place_for_one_op_and_away_for_another():
     def function(x):
-        h = remat.native_region("away", policy=OFFLOAD)(lambda h: (h @ h).exp())(x.sin())
-        h = remat.native_region("here", policy=SAVE)(torch.matmul)(h, h)
+        h = remat.op(lambda h: (h @ h).exp(), "away", policy=OFFLOAD)(x.sin())
+        h = remat.native_save_region("here", torch.matmul, h, h)
         return h.sin()
 
     (told,) = remat.explain(region(Counting(), function), alternatives=False)(leaf(8, 8)).regions

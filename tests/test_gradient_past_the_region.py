@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import warnings
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -97,8 +98,8 @@ REGIONS = {
 NESTED = [("plain", "plain"), ("nothing", "plain"), ("plain", "nothing"), ("all", "all"), ("torch", "plain")]
 NESTED += [("plain", "torch"), ("nothing", "torch"), ("torch", "nothing")]
 KEPT = {
-    "native region": lambda function: remat.native_region("kept")(function),
-    "call": lambda function: remat.region(function, "kept"),
+    "native region": lambda function: partial(remat.native_save_region, "kept", function),
+    "call": lambda function: remat.op(function, "kept"),
 }
 
 

@@ -186,7 +186,7 @@ def test_policy_of_another_type_is_an_error_that_names_the_op(policy):
     error = raised_by(lambda x: Scripted.apply(x, right, "it", policy), remat.UsageError)
     assert error.op == "it"
     assert "CheckpointPolicy" in str(error)
-    raised_by(lambda x: call("auto", Both, Trace(), "it", policy, x), remat.UsageError)
+    raised_by(lambda x: Refuses.apply(x, [True], "it", policy), remat.UsageError)
     with pytest.raises(remat.UsageError):
         checkpointed(lambda x: call("op", Both, Trace(), "it", policy, x))(leaf(3))
 
@@ -318,7 +318,7 @@ class Refuses(Function):
 
     @staticmethod
     @remat.auto_forward("x")
-    def forward(ctx, x, allowed):
+    def forward(ctx, x, allowed, op_name, remat_policy):
         if not allowed:
             raise ValueError("refused")
         ctx.save_for_backward(x)
@@ -326,7 +326,7 @@ class Refuses(Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return grad * 2, None
+        return grad * 2, None, None, None
 
 
 def test_next_op_is_saved_where_the_context_of_one_that_raised_stays():
@@ -336,21 +336,21 @@ def test_next_op_is_saved_where_the_context_of_one_that_raised_stays():
     class Keeps(Function):
         @staticmethod
         @remat.auto_forward()
-        def forward(ctx, x):
+        def forward(ctx, x, op_name, remat_policy):
             kept.append(ctx)
             raise ValueError
 
         @staticmethod
         def backward(ctx, grad):
-            return grad
+            return grad, None, None
 
     def function(x):
         for count in range(20):
             try:
-                remat.op(Keeps.apply, f"keeps.{count}")(x)
+                Keeps.apply(x, f"keeps.{count}", SAVE)
             except ValueError as error:
                 error.__traceback__ = None  # which owns the frame
-            x = call("op", Both, trace, f"after.{count}", SAVE, x)
+            x = call("auto", Both, trace, f"after.{count}", SAVE, x)
         return x
 
     trace = Trace()
@@ -363,7 +363,7 @@ def with_refusals(trace, allowed, style, policy):
     def function(x):
         for count in range(4):
             try:
-                x = remat.op(Refuses.apply, f"refuses.{count}", policy=policy)(x, allowed)
+                x = Refuses.apply(x, allowed, f"refuses.{count}", policy)
             except ValueError:
                 x = call(style, Inner, trace, f"instead.{count}", RECOMPUTE, x)
             x = call(style, Both, trace, f"after.{count}", SAVE, x)

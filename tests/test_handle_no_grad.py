@@ -181,7 +181,7 @@ def test_slot_of_an_inference_tensor_is_exact_though_it_is_changed_in_place_late
 
     def block(x):
         with torch.inference_mode():
-            s = call("op", Inner, Trace(), "s", SAVE, x.detach())
+            s = call("auto", Inner, Trace(), "s", SAVE, x.detach())
             remat.op(Read.apply, "read", policy=RECOMPUTE)(s)
             if not remat.is_recomputing():
                 s.mul_(2)
@@ -198,8 +198,8 @@ def test_op_in_inference_mode_next_to_native_regions_is_equal(policy):
             h = remat.native_save_region("native", lambda x: x.sin().exp(), x)
             with torch.inference_mode():
                 m = remat.native_save_region("mean", lambda x: x.detach().mean(0) + 1, x)
-                call("op", Both, Trace(), "metric", SAVE, m)
-                call("op", Both, Trace(), "other", policy, h.detach())
+                call("auto", Both, Trace(), "metric", SAVE, m)
+                call("auto", Both, Trace(), "other", policy, h.detach())
             return h.tanh()
 
         x = leaf(3, 3)

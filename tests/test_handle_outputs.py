@@ -64,7 +64,7 @@ def test_integer_and_undifferentiable_outputs_feed_other_ops(policies):
             values, index = call("handle", Sort, Trace(), "sort", policies[0], x.sin())
             y, mask = call("auto", Gated, Trace(), "gate", policies[1], values)
             assert (index.requires_grad, mask.requires_grad) == (False, False)
-            h = call("op", Gather, Trace(), "gather", policies[2], y, index)
+            h = call("auto", Gather, Trace(), "gather", policies[2], y, index)
             return call("handle", Affine, Trace(), "reader", RECOMPUTE, h, mask), index, mask
 
         y, index, mask = wrap(block)(x)

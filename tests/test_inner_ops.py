@@ -38,7 +38,7 @@ def run_ops(style, ops, x):
 
 
 def run_native(name, policy, function, x):
-    return remat.native_region(name, policy=policy)(function)(x)
+    return remat.op(function, name, policy=policy)(x)
 
 
 def native(style, ops, x):
@@ -95,7 +95,7 @@ def test_op_that_differs_in_any_replay_around_it_is_an_error_that_names_it(name,
     forward, replay, op = DIFFERENCES[name]
     own_replay = depth + 2
     for run in range(2, own_replay + (name != "last is missing" and name != "last is new")):
-        error = run_differing(lambda ops, x: run_ops("op", ops, x), forward, replay, depth, run)
+        error = run_differing(lambda ops, x: run_ops("auto", ops, x), forward, replay, depth, run)
         assert (error.region, error.op) == ("inner", op)
 
 
@@ -104,7 +104,7 @@ def test_op_that_moved_from_one_inner_region_to_another_is_an_error():
         def outer(x):
             for index in range(3):
                 ops = [A] if index in (0, which()) else []
-                x = checkpointed(lambda x, ops=ops: run_ops("op", ops, x.cos()), region_name=f"inner {index}")(x)
+                x = checkpointed(lambda x, ops=ops: run_ops("auto", ops, x.cos()), region_name=f"inner {index}")(x)
             return x
 
         return checkpointed(outer)(leaf(3)).sum()
@@ -184,6 +184,7 @@ def test_inner_regions_with_ops_in_a_native_region_that_runs_once_more_give_equa
     assert_same_program(program)
 
 
+@pytest.mark.filterwarnings("ignore:.*a gradient is taken in the region:torch_remat.RematWarning")
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_inner_region_with_ops_in_the_body_of_a_recomputed_op_gives_equal_gradients(early_stop):
     def program(wrap):
@@ -218,9 +219,9 @@ def test_gradient_taken_inside_a_region_through_an_inner_one_with_ops_is_equal()
     def program(wrap):
         def outer(x):
             h = x.detach().requires_grad_()
-            y = wrap(lambda h: run_ops("op", [AR, B], h.cos()))(h.sin())
+            y = wrap(lambda h: run_ops("auto", [AR, B], h.cos()))(h.sin())
             (g,) = torch.autograd.grad(y.sum(), h)
-            return wrap(lambda h: run_ops("op", [A, BR], h.cos()))(x.exp()) * g
+            return wrap(lambda h: run_ops("auto", [A, BR], h.cos()))(x.exp()) * g
 
         x = leaf(3)
         y = wrap(outer)(x)

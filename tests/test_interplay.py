@@ -227,7 +227,7 @@ def test_ops_that_write_in_place_only_where_no_dispatch_mode_is_active_are_equal
             return list(torch.autograd.grad(y.sum(), [x, *linear.parameters()]))
 
     plain = gradients(lambda function, **_options: function, lambda function, _name: function)
-    assert_same(plain, gradients(checkpointed, remat.region))
+    assert_same(plain, gradients(checkpointed, remat.op))
 
 
 def test_buffer_changed_before_backward_is_noticed_where_a_mode_is_active_in_one_phase():

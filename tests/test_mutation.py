@@ -350,7 +350,7 @@ def test_a_leaf_that_changes_after_its_cast_was_read_is_an_error(way):
         return y
 
     def named(x):
-        call = {"native": lambda: remat.native_save_region("k", block, x), "call": lambda: remat.region(block, "k")(x)}
+        call = {"native": lambda: remat.native_save_region("k", block, x), "call": lambda: remat.op(block, "k")(x)}
         return call.get(way, lambda: block(x))()
 
     options = {"policy": lambda *_, **__: remat.CheckpointPolicy.RECOMPUTE} if way == "policy" else {}

@@ -171,7 +171,7 @@ def nested(m, x, w):
 
 def recomputed_region_reads(m, x, w):
     h = m("h", keep("a", torch.mm, x, w))
-    return remat.native_region("b", policy=RECOMPUTE)(lambda t: m("s", m("d", t * 2).sin()).exp())(h)
+    return remat.op(lambda t: m("s", m("d", t * 2).sin()).exp(), "b", policy=RECOMPUTE)(h)
 
 
 def chain(m, x, w):

@@ -164,7 +164,7 @@ def test_native_region_that_is_missing_new_or_renamed_in_replay_is_an_error():
 def test_other_policy_in_replay_is_an_error_with_the_name():
     def function(x):
         policy = RECOMPUTE if remat.is_recomputing() else SAVE
-        return remat.native_region("scores", policy=policy)(torch.sin)(x * 2).exp()
+        return remat.op(torch.sin, "scores", policy=policy)(x * 2).exp()
 
     with pytest.raises(remat.MismatchError) as caught:
         region()(function)(leaf(3)).sum().backward()
@@ -420,7 +420,7 @@ def test_duplicate_name_is_an_error_with_the_name():
         return keep("scores", torch.sin, call("handle", Inner, Trace(), "scores", SAVE, x))
 
     def with_recomputed(x):
-        h = remat.native_region("scores", policy=RECOMPUTE)(torch.sin)(x)
+        h = remat.op(torch.sin, "scores", policy=RECOMPUTE)(x)
         return keep("scores", torch.sin, h)
 
     for function in (twice, with_handle, with_recomputed):
@@ -450,7 +450,7 @@ def test_name_scope_counts_for_native_regions():
 
 @pytest.mark.parametrize("name", ["", None, 3, b"a"], ids=str)
 def test_name_that_is_empty_or_no_string_is_an_error(name):
-    for call_it in (lambda x: keep(name, torch.sin, x), lambda x: remat.native_region(name)(torch.sin)(x)):
+    for call_it in (lambda x: keep(name, torch.sin, x), lambda x: remat.native_save_region(name, torch.sin, x)):
         with pytest.raises(remat.UsageError):
             region()(call_it)(leaf(3))
 
@@ -458,7 +458,7 @@ def test_name_that_is_empty_or_no_string_is_an_error(name):
 @pytest.mark.parametrize("policy", [True, "save", None, 1], ids=str)
 def test_policy_that_is_none_of_ours_is_an_error(policy):
     with pytest.raises(remat.UsageError):
-        region()(lambda x: remat.native_region("a", policy=policy)(torch.sin)(x))(leaf(3))
+        region()(lambda x: remat.op(torch.sin, "a", policy=policy)(x))(leaf(3))
 
 
 def test_function_that_cannot_be_called_is_a_type_error():
@@ -470,7 +470,7 @@ def test_function_that_cannot_be_called_is_a_type_error():
 
 
 @pytest.mark.parametrize("policy", [SAVE, RECOMPUTE])
-@pytest.mark.parametrize("style", ["handle", "auto", "op"])
+@pytest.mark.parametrize("style", ["handle", "auto"])
 def test_handle_inside_follows_the_native_region(style, policy):
     trace = Trace()
 
@@ -493,7 +493,7 @@ def test_handle_inside_follows_the_native_region(style, policy):
         assert trace.alive() == set()
 
 
-@pytest.mark.parametrize("style", ["handle", "auto", "op"])
+@pytest.mark.parametrize("style", ["handle", "auto"])
 def test_native_regions_between_handles(style):
     trace = Trace()
 
@@ -532,7 +532,7 @@ def test_native_region_is_the_remedy_for_a_native_reader_of_a_saved_handle():
 @pytest.mark.filterwarnings("ignore::torch_remat.RematWarning")
 def test_gradient_taken_inside_through_a_handle_in_a_native_region_is_refused():
     def function(x):
-        y = keep("scores", lambda: call("op", Result, Trace(), "h", RECOMPUTE, x.sin()).cos())
+        y = keep("scores", lambda: call("auto", Result, Trace(), "h", RECOMPUTE, x.sin()).cos())
         (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
         return y + gradient
 

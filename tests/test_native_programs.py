@@ -157,7 +157,7 @@ class NativeProgram(Program):
             elif saved:
                 outputs = keep(path, lambda *tensors: self.run(step.inner, path, tensors), *inputs)
             else:
-                outputs = remat.native_region(path, policy=RECOMPUTE)(lambda *t: self.run(step.inner, path, t))(*inputs)
+                outputs = remat.op(lambda *t: self.run(step.inner, path, t), path, policy=RECOMPUTE)(*inputs)
         finally:
             self.depth -= saved
         # What was made from the output of a saved op cannot be made again, should something read it after all.

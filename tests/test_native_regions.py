@@ -179,7 +179,7 @@ def scalar_index(h, w):
 
 def nested(h, w):
     a = keep("inner", torch.mm, h, w)
-    b = remat.native_region("other", policy=RECOMPUTE)(lambda t: t.sin().cos())(a)
+    b = remat.op(lambda t: t.sin().cos(), "other", policy=RECOMPUTE)(a)
     return keep("last", lambda: keep("deep", torch.exp, b).tanh())
 
 
@@ -362,8 +362,8 @@ def test_outside_of_a_region_it_is_a_plain_call():
     given = leaf(3)
     tree = {"a": (object(), None), "b": given}
     assert keep("a", lambda: tree) is tree
-    assert remat.native_region("a")(lambda: tree)() is tree
-    assert remat.native_region("a", policy=RECOMPUTE)(lambda: tree)() is tree
+    assert remat.native_save_region("a", lambda: tree) is tree
+    assert remat.op(lambda: tree, "a", policy=RECOMPUTE)() is tree
     y = keep("a", torch.sin, given)
     assert y.grad_fn.name() == "SinBackward0"
     assert y.grad_fn._saved_self is given
@@ -371,7 +371,7 @@ def test_outside_of_a_region_it_is_a_plain_call():
         assert_same(torch.sin(given), keep("a", torch.sin, given))
 
 
-@pytest.mark.parametrize("call", [keep, lambda name, f, /, *a, **k: remat.native_region(name)(f)(*a, **k)])
+@pytest.mark.parametrize("call", [keep, lambda name, f, /, *a, **k: remat.native_save_region(name, f, *a, **k)])
 def test_arguments_and_keywords_reach_the_function(call):
     def function(x):
         one = call("closure", lambda: x.sin())
@@ -393,7 +393,7 @@ def test_keywords_named_like_its_own_parameters_reach_the_function():
 def test_save_is_the_policy_of_native_region_unless_told():
     def function(x, policy):
         options = {} if policy is None else {"policy": policy}
-        return remat.native_region("a", **options)(lambda h: h.sin().cos())(x * 2).exp()
+        return remat.op(lambda h: h.sin().cos(), "a", **options)(x * 2).exp()
 
     x = leaf(3)
     for policy, expected in (
@@ -409,9 +409,7 @@ def test_save_is_the_policy_of_native_region_unless_told():
 def test_recomputed_native_region_may_read_what_saved_ops_made():
     def function(x, w):
         a = keep("a", torch.mm, x, w)
-        b = remat.native_region("b", policy=RECOMPUTE)(lambda t, *, more: (t[0] * more["w"]).sin())(
-            (a.t(),), more={"w": w}
-        )
+        b = remat.op(lambda t, *, more: (t[0] * more["w"]).sin(), "b", policy=RECOMPUTE)((a.t(),), more={"w": w})
         return keep("c", lambda: b.exp() @ w)
 
     inputs = leaf(3, 3), leaf(3, 3)
@@ -535,7 +533,7 @@ def test_no_mode_is_on_the_stack_outside_of_native_regions():
         note("before")
         a = keep("a", lambda: (note("inside"), x.sin())[1])
         note("between")
-        b = remat.native_region("b", policy=RECOMPUTE)(lambda: (note("recomputed"), a.cos())[1])()
+        b = remat.op(lambda: (note("recomputed"), a.cos())[1], "b", policy=RECOMPUTE)()
         note("after")
         return b.exp()
 

@@ -150,7 +150,7 @@ def called(function, h):
 
 CALLS = {
     "native": lambda function, h: remat.native_save_region("kept", function, h),
-    "region": lambda function, h: remat.region(function, "kept")(h),
+    "region": lambda function, h: remat.op(function, "kept")(h),
 }
 
 

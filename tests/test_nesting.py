@@ -382,7 +382,7 @@ def test_backward_of_nested_regions_holds_the_values_of_one_inner_region_at_a_ti
 
 
 @pytest.mark.parametrize("around", ["region", "checkpoint"])
-@pytest.mark.parametrize("how", [remat.native_save_region, lambda name, *call: remat.region(call[0], name)(*call[1:])])
+@pytest.mark.parametrize("how", [remat.native_save_region, lambda name, *call: remat.op(call[0], name)(*call[1:])])
 @pytest.mark.parametrize("op", [torch.sin, torch.mul, torch.mm, lambda a: a.sin() * a])
 def test_a_tensor_that_is_argument_and_variable_of_an_inner_region(op, how, around):
     """The checkpoint in between is replayed with two tensors in place of the one."""
@@ -446,9 +446,9 @@ def test_call_in_an_inner_region_returns_a_view_of_a_placeholder_in_the_replay_o
             h = a * 2
 
             def inner(q):
-                rolled = remat.region(torch.roll, "rolled")(q, 1, 0)
-                wrap(lambda r: remat.region(torch.unsqueeze, "view")(r, 0)[0] * 2)(rolled)
-                return remat.region(torch.detach, "detached")(q) * rolled
+                rolled = remat.op(torch.roll, "rolled")(q, 1, 0)
+                wrap(lambda r: remat.op(torch.unsqueeze, "view")(r, 0)[0] * 2)(rolled)
+                return remat.op(torch.detach, "detached")(q) * rolled
 
             return wrap(inner)(h).exp() * h
 
@@ -476,7 +476,7 @@ def test_argument_with_a_history_that_a_call_in_an_inner_region_reads_as_a_varia
         return y, x.grad, w.grad
 
     def call(function):
-        return remat.region(function, "kept", opaque=opaque)
+        return remat.op(function, "kept", opaque=opaque)
 
     actual = program(remat.checkpoint(), remat.checkpoint(early_stop=early_stop), call)
     assert_same(program(plain, plain, plain), actual)

@@ -90,7 +90,7 @@ def test_what_one_op_in_a_native_region_saves_and_shares_memory_travels_once():
             h = x.exp()
             return torch.atan2(h, h.detach())
 
-        return remat.native_region("n", policy=OFFLOAD)(body)(x) * 2
+        return remat.op(body, "n", policy=OFFLOAD)(x) * 2
 
     (expected,) = torch.autograd.grad(run(x * 1).sum(), x)
     y = checkpointed(run, offloader=offloader)(x * 1)

@@ -115,7 +115,7 @@ def test_two_streams_that_read_one_tensor_both_wait_for_its_copy():
     main = torch.cuda.current_stream()
 
     def forward(policy):
-        made = remat.native_region("made", policy=policy)(lambda x: x.exp() + 1)(x * 1)
+        made = remat.op(lambda x: x.exp() + 1, "made", policy=policy)(x * 1)
         side.wait_stream(main)
         with torch.cuda.stream(side):
             one = remat.op(Scaled.apply, "one", policy=policy)(made)

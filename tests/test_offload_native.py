@@ -67,7 +67,7 @@ def test_native_region_that_offloads_is_equal_and_releases_each_ticket(name, ret
     torch.manual_seed(5)
     plain, weight = body(name, lambda name, function: function)
     torch.manual_seed(5)
-    away, other = body(name, lambda name, function: remat.native_region(name, policy=OFFLOAD)(function))
+    away, other = body(name, lambda name, function: remat.op(function, name, policy=OFFLOAD))
     offloader = Counting()
     gc.collect()
     gc.disable()
@@ -91,7 +91,7 @@ def test_result_that_is_saved_and_read_by_replay_travels_once():
     offloader = Counting()
 
     def function(x):
-        h = remat.native_region("e", policy=OFFLOAD)(lambda x: (x @ weight).exp())(x)
+        h = remat.op(lambda x: (x @ weight).exp(), "e", policy=OFFLOAD)(x)
         return h.sin()
 
     x = torch.randn(4, 8, requires_grad=True)
@@ -195,7 +195,7 @@ class Stack(nn.Module):
 
 def in_a_native_region(policy):
     linear = nn.Linear(8, 8)
-    return lambda x: remat.native_region("n", policy=policy)(lambda x: F.gelu(linear(x)))(x.sin()).mT.exp()
+    return lambda x: remat.op(lambda x: F.gelu(linear(x)), "n", policy=policy)(x.sin()).mT.exp()
 
 
 @pytest.mark.parametrize("patterns", [("*",), ("*mm*",), ("*mm*", "*gelu*"), ("*sin*", "*exp*"), None])

@@ -89,11 +89,11 @@ WRITERS: dict[str, Callable[..., Tensor]] = {
     "handle, given": lambda x, update, given, average: UpdateGiven.apply(x, average, given, "update", SAVE),
     "native region": lambda x, update, given, average: remat.native_save_region("update", update, x),
     "native region, given": lambda x, update, given, average: remat.native_save_region("update", given, x, average),
-    "saved call": lambda x, update, given, average: remat.region(update, "update")(x),
-    "saved call, given": lambda x, update, given, average: remat.region(given, "update")(x, average),
-    "opaque call": lambda x, update, given, average: remat.region(update, "update", opaque=True)(x),
-    "opaque call, given": lambda x, update, given, average: remat.region(given, "update", opaque=True)(x, average),
-    "recomputed call": lambda x, update, given, average: remat.region(update, "update", policy=RECOMPUTE)(x),
+    "saved call": lambda x, update, given, average: remat.op(update, "update")(x),
+    "saved call, given": lambda x, update, given, average: remat.op(given, "update")(x, average),
+    "opaque call": lambda x, update, given, average: remat.op(update, "update", opaque=True)(x),
+    "opaque call, given": lambda x, update, given, average: remat.op(given, "update", opaque=True)(x, average),
+    "recomputed call": lambda x, update, given, average: remat.op(update, "update", policy=RECOMPUTE)(x),
     "nobody": lambda x, update, given, average: x.tanh(),
 }
 aten = torch.ops.aten

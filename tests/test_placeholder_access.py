@@ -296,9 +296,9 @@ def test_read_inside_torch_past_every_hook_raises(read):
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")
 def test_error_of_a_read_past_every_hook_says_what_the_data_may_have_been():
     def block(x):
-        h = call("op", Inner, Trace(), "it", SAVE, x)
+        h = call("auto", Inner, Trace(), "it", SAVE, x)
         to_dlpack(h.detach())
-        return call("op", Inner, Trace(), "reader", RECOMPUTE, h).sin()
+        return call("auto", Inner, Trace(), "reader", RECOMPUTE, h).sin()
 
     y = remat.checkpoint(region_name="block")(block)(leaf(3))
     with pytest.raises(RuntimeError, match="data pointer") as caught:

@@ -235,7 +235,7 @@ def test_native_regions_in_a_region_with_a_policy(policy):
             h = F.dropout(x @ w, 0.3)
             h = keep("a", lambda: F.dropout((h @ w).cumsum(0), 0.3))
             h = h.sin() @ w
-            h = remat.native_region("b", policy=RECOMPUTE)(lambda h: F.dropout(h.cos(), 0.3))(h)
+            h = remat.op(lambda h: F.dropout(h.cos(), 0.3), "b", policy=RECOMPUTE)(h)
             return keep("c", torch.tanh, h).exp()
 
         y = wrap(function)(x)

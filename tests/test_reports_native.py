@@ -33,7 +33,7 @@ def _no_other_regions():
 def native_block(x, policy=SAVE):
     """Two native regions, one with two results, between plain ops."""
     h = (x * 2).tanh()
-    a = remat.native_region("attn", policy=policy)(lambda h: F.gelu(h @ W1).sin() @ W2)(h)
+    a = remat.op(lambda h: F.gelu(h @ W1).sin() @ W2, "attn", policy=policy)(h)
     with remat.name_scope("s"):
         c, d = remat.native_save_region("two", lambda b: ((b @ W1).exp(), torch.dropout(b, 0.5, True)), a.exp())
     return (c @ W2) * d.cos()
@@ -267,7 +267,7 @@ def both(name, x):
         (lambda h: both("q", both("o", h)) * both("p", h), "the replay of o reads it"),
         (lambda h: h.tan() + both("o", h), "an op in replay (TanBackward0) reads it"),
         (lambda h: checkpointed(torch.tan)(h).cos(), "the replay of an inner region reads it"),
-        (lambda h: remat.native_region("r", policy=RECOMPUTE)(lambda h: h.tan().cos())(h), "the replay of r reads it"),
+        (lambda h: remat.op(lambda h: h.tan().cos(), "r", policy=RECOMPUTE)(h), "the replay of r reads it"),
         (lambda h: Weighs.apply(h), "a backward outside of it reads it"),
     ],
 )

@@ -94,10 +94,10 @@ def graph_kept(offloader):
 def natives(x):
     """Native regions of both kinds, with several results, next to handles."""
     h = op(Both, "a", OFFLOAD, x.sin())
-    h = remat.native_region("n", policy=OFFLOAD)(lambda h: (h @ h).exp())(h)
-    values, places = remat.native_region("top", policy=OFFLOAD)(torch.topk)(h, 4)
-    g = remat.native_region("s", policy=SAVE)(torch.matmul)(h, h)
-    w = remat.native_region("w", policy=OFFLOAD)(torch.matmul)(g, h)
+    h = remat.op(lambda h: (h @ h).exp(), "n", policy=OFFLOAD)(h)
+    values, places = remat.op(torch.topk, "top", policy=OFFLOAD)(h, 4)
+    g = remat.native_save_region("s", torch.matmul, h, h)
+    w = remat.op(torch.matmul, "w", policy=OFFLOAD)(g, h)
     return w.gather(-1, places).sin() * values
 
 

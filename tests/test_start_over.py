@@ -52,9 +52,9 @@ def test_every_entry_runs_and_one_warning_names_the_reader():
         return torch.mm(x, w).sin()
 
     def block(x, w):
-        a = remat.region(counted, "a")("a", x, w)
-        b = remat.region(counted, "b")("b", x, w)
-        c = remat.region(counted, "c", opaque=True)("c", x, w)
+        a = remat.op(counted, "a")("a", x, w)
+        b = remat.op(counted, "b")("b", x, w)
+        c = remat.op(counted, "c", opaque=True)("c", x, w)
         return (x * largest(a) * largest(b)).sin() + c
 
     (warning,) = gradients(block)
@@ -128,7 +128,7 @@ def test_call_that_writes_outside_is_refused_and_not_run_again():
 
     @remat.checkpoint()
     def block(x):
-        return (x * largest(remat.region(adds_outside, "k", opaque=True)(x))).sin() * 2
+        return (x * largest(remat.op(adds_outside, "k", opaque=True)(x))).sin() * 2
 
     with pytest.raises(PlaceholderError, match=r"numpy.*op 'k' is saved"):
         block(x).sum().backward()
@@ -141,7 +141,7 @@ def test_batch_norm_in_an_unwatched_call_counts_as_a_write_outside():
 
     @remat.checkpoint()
     def block(x):
-        return (x * largest(remat.region(BATCH_NORM, "k", opaque=True)(x))).sin() * 2
+        return (x * largest(remat.op(BATCH_NORM, "k", opaque=True)(x))).sin() * 2
 
     with pytest.raises(PlaceholderError, match="numpy"):
         block(x).sum().backward()
@@ -150,7 +150,7 @@ def test_batch_norm_in_an_unwatched_call_counts_as_a_write_outside():
 
 def test_call_may_write_what_it_has_made():
     def block(x, w):
-        return (x * largest(remat.region(writes_only_its_own, "k", opaque=True)(x))).sin() * 2
+        return (x * largest(remat.op(writes_only_its_own, "k", opaque=True)(x))).sin() * 2
 
     assert len(gradients(block)) == 1
 
@@ -158,8 +158,8 @@ def test_call_may_write_what_it_has_made():
 @pytest.mark.parametrize(
     "call",
     [
-        lambda x: remat.region(lambda: torch.rand(4, 4) * x, "k")(),
-        lambda x: remat.region(lambda: torch.rand(4, 4) * x, "k", opaque=True)(),
+        lambda x: remat.op(lambda: torch.rand(4, 4) * x, "k")(),
+        lambda x: remat.op(lambda: torch.rand(4, 4) * x, "k", opaque=True)(),
         lambda x: keep("k", torch.dropout, x, 0.5, True),
     ],
     ids=["region", "opaque", "torch's own"],

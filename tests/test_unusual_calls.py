@@ -73,44 +73,44 @@ def written_result_of_compiled_code(x, opaque):
 
 def appended_argument(x, opaque):
     items = [needed(x)]
-    return remat.region(appends, "k", opaque=opaque)(items).exp() * items[1]
+    return remat.op(appends, "k", opaque=opaque)(items).exp() * items[1]
 
 
 def written_result_of_another_call(x, opaque):
-    y = remat.region(lambda t: t.sin() * 2, "a")(x)
-    return remat.region(doubled, "k")(y.detach()) * x.exp() * y.exp()
+    y = remat.op(lambda t: t.sin() * 2, "a")(x)
+    return remat.op(doubled, "k")(y.detach()) * x.exp() * y.exp()
 
 
 def detached_argument(x, opaque):
     y = x * 1.5
-    return remat.region(lambda t: doubled(t.detach_()), "k")(y) * x * y
+    return remat.op(lambda t: doubled(t.detach_()), "k")(y) * x * y
 
 
 def resized_argument(x, opaque):
     y = torch.zeros(2, 2)
-    z = remat.region(lambda t, out: t * out.resize_(4, 4).copy_(t.detach()), "k")(x, y)
+    z = remat.op(lambda t, out: t * out.resize_(4, 4).copy_(t.detach()), "k")(x, y)
     return z.sin() * y
 
 
 def op_with_the_name_of_another_in_a_call(x, opaque):
     y = HandleExp.apply(x, "h")
-    return remat.region(lambda t: HandleExp.apply(t, "h").sin(), "k", opaque=opaque)(y).exp()
+    return remat.op(lambda t: HandleExp.apply(t, "h").sin(), "k", opaque=opaque)(y).exp()
 
 
 def op_in_a_call_that_is_made_again(x, opaque):
-    return remat.region(lambda t: (HandleExp.apply(t, "h"), object()), "k", opaque=opaque)(x.sin())[0].sin()
+    return remat.op(lambda t: (HandleExp.apply(t, "h"), object()), "k", opaque=opaque)(x.sin())[0].sin()
 
 
 def sparse_result(x, opaque):
     at = torch.tensor([[0, 1], [1, 0]])
-    y, sparse = remat.region(
+    y, sparse = remat.op(
         lambda t: (t.sin(), torch.sparse_coo_tensor(at, torch.ones(2), (4, 4), check_invariants=True)), "k"
     )(x)
     return torch.sparse.mm(sparse, y) * y
 
 
 def generator_from_a_function(x, opaque):
-    return remat.region(Lazy.apply, "k", opaque=opaque)(x)[1].sin()
+    return remat.op(Lazy.apply, "k", opaque=opaque)(x)[1].sin()
 
 
 def view_of_the_output_of_an_op(x, opaque):
@@ -120,7 +120,7 @@ def view_of_the_output_of_an_op(x, opaque):
 
 def gradient_after_an_argument_was_elided(x, opaque):
     y = x.sin()
-    z = remat.region(lambda t: (t * t).sin(), "k", opaque=opaque)(y)
+    z = remat.op(lambda t: (t * t).sin(), "k", opaque=opaque)(y)
     (grad,) = torch.autograd.grad(z.sum(), x, retain_graph=True)
     return z.exp() * grad
 
@@ -132,7 +132,7 @@ def gradient_in_a_call(x, opaque):
         t = x.detach().requires_grad_()
         return torch.autograd.grad((t.sin() * y).sum(), t)[0]
 
-    return remat.region(inner, "k", opaque=opaque)() * x.sin()
+    return remat.op(inner, "k", opaque=opaque)() * x.sin()
 
 
 PROGRAMS = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -91,9 +92,9 @@ def test_all_parts_that_a_native_region_changes_of_a_recomputed_tensor_are_resto
 
 def test_what_lies_at_the_address_of_something_gone_is_another_tensor():
     def block(x):
-        y = remat.region(lambda t: t * 1.1 + t.sin(), "first")(x)  # whose first product is gone after it
+        y = remat.op(lambda t: t * 1.1 + t.sin(), "first")(x)  # whose first product is gone after it
         changed = y.exp().clamp(max=3)
-        z = remat.region(lambda: changed.mul_(0.5).t(), "second")()
+        z = remat.op(lambda: changed.mul_(0.5).t(), "second")()
         return (z * y).sin().cos()
 
     x = torch.randn(4, 4, requires_grad=True)
@@ -130,7 +131,7 @@ def test_saved_result_that_a_later_native_region_changes_and_does_not_return(nam
     make = {
         "call": lambda h: keep("made", torch.sin, h),
         "function": lambda h: keep("made", lambda: h.exp().sin()),
-        "region": lambda h: remat.region(lambda h: h.sin() + h, "made")(h),
+        "region": lambda h: remat.op(lambda h: h.sin() + h, "made")(h),
     }[maker]
 
     def block(x):
@@ -204,8 +205,8 @@ def test_reshape_in_place_of_what_a_saved_call_wrote_under_a_policy(saves):
 
     def block(x):
         y = x.sin()
-        z = remat.region(written, "written")(y)
-        remat.region(returns_nothing(lambda h: h.t_()), "reshaped")(y)
+        z = remat.op(written, "written")(y)
+        remat.op(returns_nothing(lambda h: h.t_()), "reshaped")(y)
         return (y.reshape(3, 3) + z) * x.cos()
 
     def program(wrap):
@@ -221,7 +222,7 @@ def test_view_made_anew_after_a_write_is_not_taken_for_one_of_a_call_that_follow
     def block(x):
         y, z = x.sin(), x * 1.5
         z.t().mul_(1.5)
-        remat.region(returns_nothing(torch.t), "call")(y)
+        remat.op(returns_nothing(torch.t), "call")(y)
         return y.reshape(3, 3) * x.cos()
 
     def program(wrap):
@@ -234,7 +235,7 @@ def test_view_made_anew_after_a_write_is_not_taken_for_one_of_a_call_that_follow
 
 
 @pytest.mark.filterwarnings("ignore::torch_remat.RematWarning")
-@pytest.mark.parametrize("call", [keep, lambda name, function, *args: remat.region(function, name)(*args)])
+@pytest.mark.parametrize("call", [keep, lambda name, function, *args: remat.op(function, name)(*args)])
 @pytest.mark.parametrize("reader", [lambda y: y.detach() * 3, lambda y: 1 + y.tolist()[0][0]])
 def test_tensor_that_replay_makes_again_is_changed_again_though_no_graph_shows_its_reader(call, reader):
     def block(x):
@@ -276,8 +277,8 @@ def test_part_of_a_saved_result_that_is_changed_and_read_before_and_after():
 MAKERS = {
     "call": lambda h: keep("made", torch.sin, h),
     "function": lambda h: keep("made", lambda: h.sin()),
-    "region": lambda h: remat.region(lambda h: h.sin(), "made")(h),
-    "opaque region": lambda h: remat.region(lambda h: h.sin(), "made", opaque=True)(h),
+    "region": lambda h: remat.op(lambda h: h.sin(), "made")(h),
+    "opaque region": lambda h: remat.op(lambda h: h.sin(), "made", opaque=True)(h),
 }
 
 
@@ -359,7 +360,11 @@ def test_reshape_in_place_of_what_replay_makes_again(dims, call_of):
         return h.squeeze_(dims)
 
     def program(wrap):
-        saved = remat.native_region("kept") if call_of == "native region" else lambda f: remat.region(f, "kept")
+        saved = (
+            partial(partial, remat.native_save_region, "kept")
+            if call_of == "native region"
+            else lambda f: remat.op(f, "kept")
+        )
         x = leaf(3, 1, 4, 1)
         h = wrap(lambda x: (saved(function)(x * 1.0) * 0.7).exp() + x.sum())(x)
         return h, torch.autograd.grad(h.sum(), x)

@@ -4,13 +4,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from torch_remat import policies
-from torch_remat._auto_forward import auto_forward, op
+from torch_remat._auto_forward import auto_forward
 from torch_remat._checkpoint import checkpoint, checkpoint_sequential, is_recomputing
 from torch_remat._handle import get_handle
 from torch_remat._names import name_scope
-from torch_remat._native import native_region, native_save_region
+from torch_remat._native import native_save_region
 from torch_remat._offload import offload_to
-from torch_remat._region import recompute_needs_tensor, region
+from torch_remat._op import op, recompute_needs_tensor
 from torch_remat._save_names import checkpoint_name, offload_names, save_names
 from torch_remat.dispatch.handle.op import RematHandle
 from torch_remat.dispatch.placeholder import is_placeholder
@@ -98,7 +98,6 @@ __all__ = [
     "list_names",
     "memory_report",
     "name_scope",
-    "native_region",
     "native_save_region",
     "offload_names",
     "offload_to",
@@ -106,7 +105,6 @@ __all__ = [
     "policies",
     "print_current_memory_report",
     "recompute_needs_tensor",
-    "region",
     "report_on_oom",
     "save_names",
     "testing",

@@ -1,31 +1,27 @@
-"""`auto_forward` and `op`: a RematHandle around an ordinary forward, and its name and policy from the call site."""
+"""`auto_forward`: names for what an ordinary forward saves, and a handle around it if the call site gives a policy."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
 import torch
 from torch.compiler import is_compiling
 
-from torch_remat._compiled import compiled_part
 from torch_remat._handle import get_handle
-from torch_remat._names import scoped
 from torch_remat.dispatch.handle.op import RematHandle
+from torch_remat.dispatch.mode import current_mode
 from torch_remat.errors import UsageError
 from torch_remat.policies.decision import CheckpointPolicy
-
-# The name and policy that `op` gives to the next forward, and a list that tells it whether one took them.
-_given: ContextVar[tuple[str, CheckpointPolicy, list[bool]] | None] = ContextVar("torch_remat_op", default=None)
 
 
 def auto_forward(*tensor_names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make the forward of a custom autograd Function remat-aware; the body stays as it is.
 
-    The decorated forward takes two more arguments than its inputs, the last ones: ``op_name`` and ``remat_policy``.
-    Called through `op`, it takes its inputs only. Its ``ctx.save_for_backward(...)`` is intercepted.
+    Called with a name and a policy as its last two arguments, which the forward takes as ``op_name`` and
+    ``remat_policy``, the Function is an op with a handle. Called without them, it is the plain Function, and
+    ``remat.op(Fn.apply, "name")(...)`` names and saves the call; reports and errors use the names of its tensors.
 
     Args:
         *tensor_names: A name for each argument of ``ctx.save_for_backward``, in order.
@@ -67,99 +63,36 @@ def auto_forward(*tensor_names: str) -> Callable[[Callable[..., Any]], Callable[
         if isinstance(forward, staticmethod):
             return staticmethod(decorate(forward.__func__))
 
+        named = _takes_policy(forward)
+
         @wraps(forward)
         def aware(ctx: Any, *args: Any) -> Any:
             if is_compiling():
                 return forward(ctx, *args)
-            given = _given.get()
-            if given is None:
-                if len(args) < 2:
-                    raise UsageError(
-                        "a forward with auto_forward got no op_name and remat_policy",
-                        remedy="Pass them last, Fn.apply(x, 'name', policy), or call remat.op(Fn.apply, 'name')(x).",
-                    )
-                *inputs, op_name, policy = args
-                rest: tuple[Any, ...] = (op_name, policy)
-            else:
-                _given.set(None)
-                op_name, policy, taken = given
-                taken.append(True)
-                inputs, rest = list(args), ()
-            return _run(forward, tensor_names, ctx, inputs, rest, op_name, policy)
+            if named or (len(args) > 1 and isinstance(args[-1], CheckpointPolicy)):
+                return _run(forward, tensor_names, ctx, args)
+            return _run_plain(forward, tensor_names, ctx, args)
 
         return aware
 
     return decorate
 
 
-def op(
-    function: Callable[..., Any], op_name: str, *, policy: CheckpointPolicy = CheckpointPolicy.SAVE
-) -> Callable[..., Any]:
-    """Give a name and a policy to one call of a Function whose forward has `auto_forward`.
+def _takes_policy(forward: Callable[..., Any]) -> bool:
+    """Whether a forward declares two last parameters by the names of the handle's form."""
+    code = getattr(forward, "__code__", None)
+    return code is not None and code.co_varnames[: code.co_argcount][-2:] == ("op_name", "remat_policy")
 
-    Args:
-        function: The Function's ``apply``, or a callable that calls it once.
-        op_name: The op's name, unique within the region.
-        policy: Whether replay skips the op (SAVE, OFFLOAD) or runs it again (RECOMPUTE).
 
-    Returns:
-        A callable that takes the forward's own arguments.
-
-    Raises:
-        UsageError: The name is no string or empty; the policy is no `CheckpointPolicy`; or, from the call, no forward
-            with `auto_forward` ran.
-
-    Example:
-        >>> import torch
-        >>> import torch_remat as remat
-        >>> class Double(torch.autograd.Function):
-        ...     @staticmethod
-        ...     @remat.auto_forward()
-        ...     def forward(ctx, x):
-        ...         return 2 * x
-        ...
-        ...     @staticmethod
-        ...     def backward(ctx, grad):
-        ...         return 2 * grad
-        >>> y = remat.op(Double.apply, "double")(torch.ones(3))
-    """
-    scoped(op_name)
-    if not isinstance(policy, CheckpointPolicy):
+def _run(forward: Callable[..., Any], tensor_names: tuple[str, ...], ctx: Any, args: tuple[Any, ...]) -> Any:
+    """Run a forward that got name and policy as its last arguments, as an op with a handle."""
+    if len(args) < 2:
         raise UsageError(
-            f"{policy!r} is no policy",
-            op=op_name,
-            remedy="Policies are remat.CheckpointPolicy.SAVE, OFFLOAD and RECOMPUTE.",
+            "a forward that takes op_name and remat_policy got neither",
+            remedy="Pass them last, Fn.apply(x, 'name', policy); or leave both out of the forward's parameters and "
+            "call remat.op(Fn.apply, 'name')(x).",
         )
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if is_compiling():
-            return compiled_part(policy, function, args, kwargs)
-        taken: list[bool] = []
-        token = _given.set((op_name, policy, taken))
-        try:
-            result = function(*args, **kwargs)
-        finally:
-            _given.reset(token)
-        if not taken:
-            raise UsageError(
-                "remat.op called a function that runs no forward with auto_forward",
-                op=op_name,
-                remedy="Decorate the Function's forward with @remat.auto_forward(...), and pass Fn.apply.",
-            )
-        return result
-
-    return call
-
-
-def _run(
-    forward: Callable[..., Any],
-    tensor_names: tuple[str, ...],
-    ctx: Any,
-    inputs: list[Any],
-    rest: tuple[Any, ...],
-    op_name: str,
-    policy: CheckpointPolicy,
-) -> Any:
+    *inputs, op_name, policy = args
     handle = get_handle(ctx, op_name, policy)
     skipped = handle.load(tuple(inputs))
     if skipped is not None:
@@ -167,8 +100,27 @@ def _run(
     if inputs:
         loaded = handle.save_or_load_inputs(*inputs)
         inputs = [loaded] if len(inputs) == 1 else loaded
-    out = forward(_NamingContext(ctx, handle, tensor_names), *inputs, *rest)
+    out = forward(_NamingContext(ctx, handle, tensor_names), *inputs, op_name, policy)
     return handle.record_outputs(*out, as_tuple=True) if isinstance(out, tuple) else handle.record_outputs(out)
+
+
+def _run_plain(forward: Callable[..., Any], tensor_names: tuple[str, ...], ctx: Any, args: tuple[Any, ...]) -> Any:
+    """Run a forward that got neither; inside a call of `op` its saved tensors have their names."""
+    out = forward(ctx, *args)
+    mode = current_mode()
+    if mode is not None:
+        saved = getattr(ctx, "to_save", None) or ()
+        if len(saved) != len(tensor_names):
+            raise UsageError(_wrong_number(saved, tensor_names), region=mode.region.name)
+        mode.name_saved(tuple(zip(tensor_names, saved, strict=True)))
+    return out
+
+
+def _wrong_number(saved: Sequence[Any], names: Sequence[str]) -> str:
+    return (
+        f"the body saves {len(saved)} tensors and auto_forward names {len(names)}: each argument of "
+        "ctx.save_for_backward needs one name"
+    )
 
 
 _set = object.__setattr__
@@ -187,10 +139,7 @@ class _NamingContext:
 
     def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
         if len(tensors) != len(self._names):
-            raise self._handle.misused(
-                f"the body saves {len(tensors)} tensors and auto_forward names {len(self._names)}: each argument of "
-                "ctx.save_for_backward needs one name"
-            )
+            raise self._handle.misused(_wrong_number(tensors, self._names))
         self._handle.save_for_backward(dict(zip(self._names, tensors, strict=True)))
 
     def __getattr__(self, name: str) -> Any:

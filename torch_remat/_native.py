@@ -1,9 +1,9 @@
-"""`native_save_region` and `native_region`: native PyTorch ops that replay does not run again."""
+"""`native_save_region`: native PyTorch ops that replay does not run again."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from torch.compiler import is_compiling
 
@@ -14,13 +14,9 @@ from torch_remat.dispatch.naming import scope
 from torch_remat.errors import UsageError
 from torch_remat.policies.decision import CheckpointPolicy
 
-P = ParamSpec("P")
 R = TypeVar("R")
 
-_FORM = (
-    "The form is native_save_region('name', function, *args, **kwargs), or "
-    "native_region('name', policy=...)(function)(*args, **kwargs)."
-)
+_FORM = "The form is native_save_region('name', function, *args, **kwargs)."
 
 
 def native_save_region(op_name: str, function: Callable[..., R], /, *args: Any, **kwargs: Any) -> R:
@@ -67,55 +63,3 @@ def native_save_region(op_name: str, function: Callable[..., R], /, *args: Any, 
     else:
         result = mode.run_native(name, CheckpointPolicy.SAVE, function, args, kwargs)
     return result
-
-
-def native_region(
-    op_name: str, *, policy: CheckpointPolicy = CheckpointPolicy.SAVE
-) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Give a name and a policy to one call of a function of native ops.
-
-    Args:
-        op_name: The op's name, unique within the region; `name_scope` prefixes it.
-        policy: SAVE: replay skips the call, see `native_save_region`. RECOMPUTE: replay runs it again; those of its
-            arguments that come from skipped ops are kept for that. OFFLOAD: as SAVE, and what is kept leaves the
-            device.
-
-    Returns:
-        A decorator; the decorated function takes and returns what the function does.
-
-    Raises:
-        UsageError: At once, if the name is no string or empty, or the policy is none; from the call, if the region
-            has another op of this name.
-        MismatchError: In backward, if replay ran other ops than forward.
-        MutationError: In backward, if a kept tensor was changed in place.
-
-    Example:
-        >>> import torch
-        >>> import torch_remat as remat
-        >>> y = remat.native_region("gelu", policy=remat.CheckpointPolicy.SAVE)(torch.nn.functional.gelu)(torch.ones(3))
-    """
-    name = scoped(op_name)
-    if not isinstance(policy, CheckpointPolicy):
-        raise UsageError(
-            f"{policy!r} is no policy",
-            op=name,
-            remedy="Policies of native regions are remat.CheckpointPolicy.SAVE, OFFLOAD and RECOMPUTE.",
-        )
-
-    def bind(function: Callable[P, R]) -> Callable[P, R]:
-        if not callable(function):
-            raise UsageError(f"a native region cannot run a {type(function).__name__}", op=name, remedy=_FORM)
-
-        def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            result: R
-            if is_compiling():
-                result = compiled_part(policy, function, args, kwargs)
-            elif (mode := current_mode()) is None:
-                result = function(*args, **kwargs)
-            else:
-                result = mode.run_native(name, policy, function, args, kwargs)
-            return result
-
-        return call
-
-    return bind

@@ -151,9 +151,10 @@ class PlaceholderError(RematError):
             region=region,
             op=op,
             tensor=output,
-            remedy="Either (1) wrap the consumer in remat.native_save_region, so that it is saved too; or (2) move it "
-            "into a custom autograd Function with remat.auto_forward (or a RematHandle); or (3) change the policy of "
-            f"{op!r} to RECOMPUTE.",
+            remedy="Either (1) call the op as remat.op(Fn.apply, 'name')(...), which keeps what recomputed code reads, "
+            "or let remat.op call a function that contains the consumer, too; or (2) wrap the consumer in "
+            "remat.native_save_region, so that it is saved too; or (3) move it into a custom autograd Function with "
+            f"remat.auto_forward (or a RematHandle); or (4) change the policy of {op!r} to RECOMPUTE.",
         )
 
 

@@ -135,7 +135,7 @@ class RematMode(DispatchMode):
         kwargs: Mapping[str, Any],
         opaque: bool | None = None,
     ) -> Any:
-        """Run a native region in this phase, or a call of `region`, and return what the function returns.
+        """Run a native region in this phase, or a call of `op`, and return what the function returns.
 
         Args:
             name: The op's name.
@@ -156,6 +156,13 @@ class RematMode(DispatchMode):
         if self.observed is None:
             return run(name, policy, function, args, kwargs)
         return self.observed.run_native(run, name, policy, function, args, kwargs)
+
+    def name_saved(self, named: Sequence[tuple[str, torch.Tensor | None]]) -> None:
+        """Give names to the tensors that autograd saves next, if a saved call makes them."""
+        if self.observed is not None:
+            self.observed.name_saved(named)
+        if not self.replaying and self.ops is not None and (call := self.ops.calling) is not None:
+            call.named = named
 
     @abstractmethod
     def give_name(self, tensor: torch.Tensor, name: str) -> None:

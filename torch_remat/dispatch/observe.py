@@ -106,6 +106,11 @@ class Watch:
             self.end(op)
         return result
 
+    def name_saved(self, named: Sequence[tuple[str, torch.Tensor | None]]) -> None:
+        """Note what the op that runs saves, by name."""
+        if self._open and (op := self._open[-1][0]) is not None:
+            op.named = {**dict(named), **op.named}
+
     def _begin(self, op: WatchedOp | None) -> None:
         entered = None
         if profiler_runs():

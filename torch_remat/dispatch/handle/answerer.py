@@ -216,7 +216,7 @@ class Answerer:
         self.ops: OpAnswerer | None = None
         self._answers: OpAnswerer | None = None
         self._in_skipped = False  # whether the body of a native region runs
-        self._in_call = False  # whether it is that of a call of `region`
+        self._in_call = False  # whether it is that of a call of `op`
         if self.region.options.policy is not None and self._entries:
             self.ops = self._watched_ops()
             self.ops.expect(self._entries)
@@ -291,7 +291,7 @@ class Answerer:
         self, _opaque: bool, name: str, policy: CheckpointPolicy, function: Callable[..., Any], args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:  # fmt: skip
-        """Run a call of `region`, or leave it out; see `RematMode.run_call`."""
+        """Run a call of `op`, or leave it out; see `RematMode.run_call`."""
         records, place = self._records, self.begun
         call = records[place] if place < len(records) else None
         if self._in_call or not isinstance(call, LeftOut) or call.name != name or call.policy is not policy:
@@ -487,7 +487,7 @@ class Answerer:
         return self._in_skipped or self._in_call
 
     def passes_over(self) -> bool:
-        """Whether a call of `region` runs again, in which the log has no names."""
+        """Whether a call of `op` runs again, in which the log has no names."""
         return self._in_call
 
     def forget(self) -> None:

@@ -317,7 +317,7 @@ class CallRecorder(Recorder):
             node; the last ones first.
         known_args: The inputs of the op whose tensors are expected, or of the call that runs, if they are known.
         made: What ops with handles made.
-        calls: The saved calls of `region`.
+        calls: The saved calls of `op`.
         draws: Which calls draw random numbers; None where nobody cares.
         recomputing: In how many native regions of the policy RECOMPUTE code runs.
     """
@@ -632,7 +632,7 @@ class CallRecorder(Recorder):
         self, opaque: bool, name: str, policy: CheckpointPolicy, function: Callable[..., Any], args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:  # fmt: skip
-        """Run a call of `region`; see `RematMode.run_call`."""
+        """Run a call of `op`; see `RematMode.run_call`."""
         if policy is _RECOMPUTE or (self.has_policy and is_compiled(function)):
             return self.run_native(name, policy, function, args, kwargs)
         if self.expected is not None:

@@ -1,4 +1,4 @@
-"""A call of `region` that is saved, while forward runs: replay leaves it out, with all that its Python does.
+"""A call of `op` that is saved, while forward runs: replay leaves it out, with all that its Python does.
 
 In: the call's arguments and variables, the ops inside, what autograd saves meanwhile, and the result. Kept: residents,
 and the record of the call. Out: what replay makes again, and why.
@@ -110,6 +110,7 @@ class Leaving:
         first: The number of the first autograd node that it may make.
         last: That of the first one after it.
         outputs: The nodes of its result, with which of the node's outputs each is; None if they are all that it made.
+        named: Tensors that autograd saves next, by the names that `auto_forward` gives them.
     """
 
     record: Any
@@ -117,8 +118,19 @@ class Leaving:
     first: int
     last = -1
     outputs: set[tuple[Node, int]] | None = None
+    named: Sequence[tuple[str, torch.Tensor | None]] = ()
     _ops: Any
+    _saved: int
+    _names: set[str]
     _state: State
+
+    def next_name(self, tensor: torch.Tensor) -> str:
+        """Return the name of a tensor that autograd saves now; each name is given once."""
+        for name, expected in self.named:
+            if expected is tensor and name not in self._names:
+                self._names.add(name)
+                return name
+        return f"saved_{self._saved}"
 
     def note_results(self, result: Any, leaves: Sequence[Any]) -> None:
         """Note how replay comes to the result, or why it makes the call again."""
@@ -221,7 +233,7 @@ class WatchedCall(Leaving):
         self.given = Given(record, function, leaves)
         self._ops = ops
         self._saved = 0
-        self._names: set[str] = set()
+        self._names = set()
         self._state = state_of(function, args, kwargs)
         if ops.draws is not None:
             ops.draws.begin()
@@ -234,13 +246,13 @@ class WatchedCall(Leaving):
             return (tensor, tensor._version, ops.region, record.name)
         if ops.results.unread:
             ops.results.read_versions()
-        name = f"saved_{self._saved}"
+        name = given = self.next_name(tensor)
         self._saved += 1
         writer = ops.storages.writer_of(tensor) if ops.entries else None
         if writer is None:
             if (held := self.cast_of_leaf(tensor, name)) is not None:
                 return held
-        elif writer[0].group == record.name and writer[1] >= 0:
+        elif given.startswith("saved_") and writer[0].group == record.name and writer[1] >= 0:
             label = writer[0].label(writer[1])
             name = name if label in self._names else label
             self._names.add(label)
@@ -316,6 +328,7 @@ class UnwatchedCall(Leaving, CallForward):
         leaves = args if is_flat(args, kwargs) else leaves_of(args, kwargs)
         super().__init__(ops, name, policy, identity_of(function), leaves)
         self.given = Given(self.record, function, leaves)
+        self._names = set()
         self._state = state_of(function, args, kwargs)
 
     def pack(self, tensor: torch.Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""A call of `region` that is saved, in the log and in replay, which leaves it out.
+"""A call of `op` that is saved, in the log and in replay, which leaves it out.
 
 In the log: what replay must know of the result, and of what the call wrote. Out: in replay the result, kept tensors
 or placeholders in it, and what it wrote put back.

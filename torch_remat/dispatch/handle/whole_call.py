@@ -123,9 +123,12 @@ class CallForward:
     Attributes:
         record: What the log keeps of it.
         args: The arguments, while it runs.
+        named: Tensors that autograd saves next, by the names that `auto_forward` gives them.
     """
 
     kind = WholeCall
+    named: Sequence[tuple[str, torch.Tensor | None]] = ()
+    next_name: Callable[[torch.Tensor], str]
 
     def __init__(
         self, ops: Any, name: str, policy: CheckpointPolicy, function: Callable[..., Any], args: Sequence[Any]
@@ -160,7 +163,7 @@ class CallForward:
         ops, record = self._ops, self.record
         if type(tensor) is Parameter:
             return (tensor, tensor._version, ops.region, record.name)
-        name = f"saved_{self._saved}"
+        name = self.next_name(tensor) if self.named else f"saved_{self._saved}"
         self._saved += 1
         if ops.is_usual and type(tensor) is torch.Tensor and (node := tensor.grad_fn) is not None:
             for place, arg in enumerate(self.args):  # what most are: an argument that replay makes again

@@ -107,7 +107,7 @@ class Recorder:
         self.has_policy: bool = options.policy is not None
         self.watch: OpRecorder | None = None
         self.opened: Any = None  # the op with a handle that was begun last and has not ended
-        self.calling: Any = None  # the function of torch's own that runs, or the call of `region`
+        self.calling: Any = None  # the function of torch's own that runs, or the call of `op`
         self.skipped_any = False
         self.packs = False
         self._read: list[tuple[int, int]] = []  # storages that replay reads in any case, each after how many entries

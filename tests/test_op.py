@@ -1,6 +1,6 @@
-"""`region`: one call of anything. The programs, around which the surroundings vary; then what single calls promise.
+"""`op`: one call of anything. The programs, around which the surroundings vary; then what single calls promise.
 
-Each program is written once, as a function of how a call is made: plainly, or by `region`. Equal means bit for bit:
+Each program is written once, as a function of how a call is made: plainly, or by `op`. Equal means bit for bit:
 outputs, gradients, buffers with their versions, and the random state.
 """
 
@@ -570,12 +570,12 @@ class Noted:
         self.how = how
 
     def __call__(self, name: str, function: Callable, *args: Any, **kwargs: Any) -> Any:
-        options = {"recompute": {"recompute": True}, "opaque": {"opaque": True}, "offload": {"policy": OFFLOAD}}
+        options = {"recompute": {"policy": RECOMPUTE}, "opaque": {"opaque": True}, "offload": {"policy": OFFLOAD}}
         if self.how == "plain":
             return function(*args, **kwargs)
         if self.how == "native":
             return remat.native_save_region(name, function, *args, **kwargs)
-        return remat.region(function, name, **options.get(self.how, {}))(*args, **kwargs)
+        return remat.op(function, name, **options.get(self.how, {}))(*args, **kwargs)
 
 
 def measure(function: Callable, how: str, wrap: Callable, mode: str = "once") -> list[Tensor]:
@@ -662,7 +662,7 @@ def test_a_call_in_a_region_with_a_policy_is_left_out_and_keeps_no_argument(kept
         return (h * h).sin()
 
     def block(x):
-        return remat.region(call, "k", policy=kept, opaque=opaque)(x * 2.0).tanh() * x
+        return remat.op(call, "k", policy=kept, opaque=opaque)(x * 2.0).tanh() * x
 
     x = leaf(64, 64)
     expected = torch.autograd.grad(block(x).sum(), x)
@@ -682,7 +682,7 @@ def test_an_op_before_a_call_that_only_replay_runs_is_a_mismatch_under_a_policy(
         h = x.exp()
         if remat.is_recomputing():
             h = h.abs()
-        return remat.region(lambda t: t.sin() * t, "k")(h).tanh() * x
+        return remat.op(lambda t: t.sin() * t, "k")(h).tanh() * x
 
     y = remat.checkpoint(policy=lambda *_, **__: RECOMPUTE)(block)(leaf(4))
     with pytest.raises(remat.MismatchError):
@@ -694,7 +694,7 @@ def test_an_op_before_a_call_that_only_forward_runs_is_a_mismatch_under_a_policy
         h = x.exp()
         if not remat.is_recomputing():
             h = h.abs()
-        return remat.region(lambda t: t.sin() * t, "k")(h).tanh() * x
+        return remat.op(lambda t: t.sin() * t, "k")(h).tanh() * x
 
     y = remat.checkpoint(policy=lambda *_, **__: RECOMPUTE)(block)(leaf(4))
     with pytest.raises(remat.MismatchError, match="k"):
@@ -819,7 +819,7 @@ def test_keeps_what_a_native_region_keeps():
 
 
 def test_replay_runs_no_op_of_the_call():
-    y = remat.checkpoint()(lambda x: remat.region(lambda h: h.tanh() * h.erf(), "k")(x.sin()).sin())(leaf(4))
+    y = remat.checkpoint()(lambda x: remat.op(lambda h: h.tanh() * h.erf(), "k")(x.sin()).sin())(leaf(4))
     with CountOps() as ops:
         y.sum().backward()
     assert not {"tanh", "erf"} & set(ops.counts)
@@ -829,7 +829,7 @@ def test_as_a_decorator_it_keeps_the_method_and_is_plain_outside():
     class Block(nn.Module):
         calls = 0
 
-        @remat.region(name="mix", policy=SAVE)
+        @remat.op(name="mix", policy=SAVE)
         def mix(self, x: Tensor, *, factor: float = 1.0) -> Tensor:
             """Mix."""
             self.calls += 1
@@ -853,7 +853,7 @@ def test_a_decorated_method_with_a_batch_norm_does_not_warn():
             super().__init__()
             self.bn = nn.BatchNorm1d(4)
 
-        @remat.region(name="norm")
+        @remat.op(name="norm")
         def norm(self, x: Tensor) -> Tensor:
             return self.bn(x)
 
@@ -894,7 +894,7 @@ def test_in_threads():
 
     def work():
         for _ in range(20):
-            y = remat.checkpoint()(lambda t: remat.region(lambda h: h.exp() * h, "k")(t.sin()).sin())(x)
+            y = remat.checkpoint()(lambda t: remat.op(lambda h: h.exp() * h, "k")(t.sin()).sin())(x)
             if not torch.equal(torch.autograd.grad(y.sum(), x)[0], expected):
                 wrong.append(1)
 
@@ -910,7 +910,7 @@ def test_a_result_dies_with_its_last_use():
     marks = []
 
     def block(x):
-        y = remat.region(lambda h: h.exp(), "k")(x.sin())
+        y = remat.op(lambda h: h.exp(), "k")(x.sin())
         if not remat.is_recomputing():
             marks.extend(watch(y))
         return y.sum() + x.sum()
@@ -928,7 +928,7 @@ def test_an_object_that_a_call_closes_over_dies():
     thing = Thing()
     thing.tensor, reference = torch.ones(4), weakref.ref(thing)
     with collector_off():
-        y = remat.checkpoint()(lambda x, t=thing: remat.region(lambda h: h * t.tensor, "k")(x.sin()).sin())(leaf(4))
+        y = remat.checkpoint()(lambda x, t=thing: remat.op(lambda h: h * t.tensor, "k")(x.sin()).sin())(leaf(4))
         y.sum().backward()
         del thing, y
         assert reference() is None
@@ -937,18 +937,18 @@ def test_an_object_that_a_call_closes_over_dies():
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: remat.region(3, "k"),
-        lambda: remat.region(torch.sin),
-        lambda: remat.region(torch.sin, ""),
-        lambda: remat.region(torch.sin, 3),
-        lambda: remat.region(torch.sin, "k", policy=SAVE, recompute=True),
-        lambda: remat.region(torch.sin, "k", policy="save"),
-        lambda: remat.region(torch.sin, "k", recompute=1),
-        lambda: remat.region("k", torch.sin),
-        lambda: remat.region(),
+        lambda: remat.op(3, "k"),
+        lambda: remat.op(torch.sin),
+        lambda: remat.op(torch.sin, ""),
+        lambda: remat.op(torch.sin, 3),
+        lambda: remat.op(torch.sin, "k", policy="save"),
+        lambda: remat.op(torch.sin, "k", policy=None),
+        lambda: remat.op(name="k", policy="save"),
+        lambda: remat.op("k", torch.sin),
+        lambda: remat.op(),
         lambda: remat.recompute_needs_tensor([torch.ones(1)]),
-        lambda: remat.checkpoint()(lambda x: keep("k", torch.sin, remat.region(torch.cos, "k")(x)))(leaf(1)),
-        lambda: remat.checkpoint()(lambda x: remat.region(lambda h: h.add_(1), "k", opaque=True)(x * 1))(leaf(1)),
+        lambda: remat.checkpoint()(lambda x: keep("k", torch.sin, remat.op(torch.cos, "k")(x)))(leaf(1)),
+        lambda: remat.checkpoint()(lambda x: remat.op(lambda h: h.add_(1), "k", opaque=True)(x * 1))(leaf(1)),
     ],
 )  # fmt: skip
 def test_wrong_use_is_an_error(call):
@@ -963,7 +963,7 @@ def test_another_call_in_replay_is_a_mismatch(change):
     def block(x):
         h = x.exp()[: state["length"]]
         if state["call"]:
-            h = remat.region(state["function"], "k", policy=state["policy"])(h)
+            h = remat.op(state["function"], "k", policy=state["policy"])(h)
         return h.exp().sin()
 
     y = remat.checkpoint()(block)(leaf(4))
@@ -982,11 +982,11 @@ def test_an_argument_dies_in_forward_with_its_last_use(form, opaque):
         h = x * 2  # saved by nobody, and too large to be held until forward ends
         (reference,) = watch(h)
         if form == "argument":
-            y = remat.region(lambda t: t.exp(), "k", opaque=opaque)(h)
+            y = remat.op(lambda t: t.exp(), "k", opaque=opaque)(h)
         elif form == "list":
-            y = (lambda given: remat.region(lambda given: given[0].exp(), "k", opaque=opaque)(given))([h])
+            y = (lambda given: remat.op(lambda given: given[0].exp(), "k", opaque=opaque)(given))([h])
         else:
-            y = (lambda t: remat.region(lambda: t.exp(), "k", opaque=opaque)())(h)
+            y = (lambda t: remat.op(lambda: t.exp(), "k", opaque=opaque)())(h)
         del h
         dead.append(reference.expired())
         return y.sum()
@@ -996,7 +996,7 @@ def test_an_argument_dies_in_forward_with_its_last_use(form, opaque):
 
 
 def test_a_constant_that_a_call_returns_is_in_the_report():
-    y = remat.checkpoint(region_name="r")(lambda x: (x * remat.region(_constant, "constant")()).sin())(leaf(8, 8))
+    y = remat.checkpoint(region_name="r")(lambda x: (x * remat.op(_constant, "constant")()).sin())(leaf(8, 8))
     assert "constant.result 0" in str(remat.memory_report(y.sum()))
 
 
@@ -1012,7 +1012,7 @@ def test_a_copy_that_was_cast_before_the_region_need_not_follow_its_leaf(opaque)
     w = leaf(4, 4)
     cast = w.to(torch.bfloat16)
     x = torch.randn(4, 4, dtype=torch.bfloat16, requires_grad=True)
-    y = remat.checkpoint()(lambda x: remat.region(lambda t: t @ cast, "k", opaque=opaque)(x.sin()).sin())(x)
+    y = remat.checkpoint()(lambda x: remat.op(lambda t: t @ cast, "k", opaque=opaque)(x.sin()).sin())(x)
     expected = (x.sin() @ cast).sin()
     with torch.no_grad():
         w.add_(1)
@@ -1027,7 +1027,7 @@ def test_the_warning_says_what_runs_again_and_where_it_is_defined():
 
     def block(x, function, opaque):
         found: list[Tensor] = []
-        return remat.region(function, "k", opaque=opaque)(x, found) * found[0]
+        return remat.op(function, "k", opaque=opaque)(x, found) * found[0]
 
     module = Leaves()
     for function, opaque, what in (
@@ -1048,7 +1048,7 @@ def test_a_weights_copy_under_autocast_is_not_kept(opaque):
     w, x = nn.Parameter(torch.randn(16, 48)), leaf(4, 16)
 
     def block(x):
-        return remat.region(lambda t: t @ w, "k", opaque=opaque)(x.sin()).sin()
+        return remat.op(lambda t: t @ w, "k", opaque=opaque)(x.sin()).sin()
 
     with no_other_regions(), torch.autocast("cpu", torch.bfloat16):
         y = remat.checkpoint(region_name="r")(block)(x)
@@ -1070,7 +1070,7 @@ def test_what_a_call_saves_after_it_wrote_an_argument():
     assert torch.equal(got, torch.autograd.grad(block(Noted("plain"), x).sum(), x)[0])
 
 
-@pytest.mark.parametrize("how", [remat.region, native], ids=["call", "native"])
+@pytest.mark.parametrize("how", [remat.op, native], ids=["call", "native"])
 @pytest.mark.parametrize("options", [{}, {"policy": lambda *_, **__: RECOMPUTE}], ids=["plain", "policy"])
 @pytest.mark.parametrize(
     "alias",
@@ -1109,7 +1109,7 @@ def test_another_python_function_or_shape_is_a_mismatch_that_names_the_call(chan
     state = {"function": lambda t: t.sum(), "length": 4}
 
     def block(x):
-        return x.sum().sin() * remat.region(state["function"], "k", opaque=opaque)(x[: state["length"]]).sin()
+        return x.sum().sin() * remat.op(state["function"], "k", opaque=opaque)(x[: state["length"]]).sin()
 
     y = remat.checkpoint()(block)(leaf(4))
     state.update({"function": lambda t: t.sum()} if change == "function" else {"length": 3})
@@ -1121,7 +1121,7 @@ def test_another_python_function_or_shape_is_a_mismatch_that_names_the_call(chan
 @pytest.mark.parametrize("options", [{}, {"policy": [torch.ops.aten.sin.default]}], ids=["plain", "policy"])
 def test_what_replay_is_told_to_need_is_kept(options):
     def block(x):
-        y = remat.region(lambda t: t.sin() * 2, "k")(x)
+        y = remat.op(lambda t: t.sin() * 2, "k")(x)
         remat.recompute_needs_tensor(y[1:])
         return x * torch.tensor(y.detach().tolist()).max() + y
 
@@ -1136,7 +1136,7 @@ def test_random_state_is_kept_for_calls_that_draw():
     def block(x):
         for index in range(4):
             x = F.dropout(x, 0.5)
-            x = remat.region(lambda t: t.exp().sin(), f"k{index}")(x)
+            x = remat.op(lambda t: t.exp().sin(), f"k{index}")(x)
         return F.dropout(x, 0.5)
 
     with no_other_regions():
@@ -1168,7 +1168,7 @@ def test_results_that_share_memory_with_an_argument_and_are_no_views_of_it(in_pl
 
     x = torch.randn(4, 3, requires_grad=True)
     (plain,) = torch.autograd.grad(block(x, lambda f: f).sum(), x)
-    y = remat.checkpoint()(block)(x, lambda f: remat.region(f, "split", opaque=opaque))
+    y = remat.checkpoint()(block)(x, lambda f: remat.op(f, "split", opaque=opaque))
     assert torch.equal(torch.autograd.grad(y.sum(), x)[0], plain)
 
 
@@ -1180,7 +1180,7 @@ def test_sparse_tensor_saved_in_a_call_beside_an_op_with_a_handle_is_equal():
 
         def function(x):
             x.sin(), remat.op(Kept.apply, "kept")(x)
-            return remat.region(lambda: x.to_sparse() * x.to_sparse(), "sparse")().to_dense()
+            return remat.op(lambda: x.to_sparse() * x.to_sparse(), "sparse")().to_dense()
 
         y = wrap(function)(x)
         y.sum().backward()
@@ -1258,7 +1258,7 @@ def test_a_result_that_the_call_fills_part_by_part_is_kept_as_it_is(function, ho
             calls.append(remat.is_recomputing())
             return function(h)
 
-        h = remat.region(called, "k", policy=policy)(x) if region else function(x)
+        h = remat.op(called, "k", policy=policy)(x) if region else function(x)
         return after(h) @ x
 
     def wrap(f):
@@ -1282,7 +1282,7 @@ def test_a_call_that_fills_its_result_part_by_part_may_be_made_again(function, r
                 found.append(h.detach() * 2)
             return result
 
-        h = remat.region(called, "k")(x) if region else called(x)
+        h = remat.op(called, "k")(x) if region else called(x)
         first = h if isinstance(h, Tensor) else h[1]
         if reason == "changed after":
             first.mul_(2)
@@ -1318,9 +1318,9 @@ COMPLEX_REGIONS = {
 @pytest.mark.parametrize("view", COMPLEX_VIEWS)
 def test_view_of_complex_numbers_is_one_in_replay(view, options, made):
     calls = {
-        "by a call": lambda function: remat.region(function, "k"),
-        "by an opaque call": lambda function: remat.region(function, "k", opaque=True),
-        "in a native region": lambda function: remat.native_region("k")(function),
+        "by a call": lambda function: remat.op(function, "k"),
+        "by an opaque call": lambda function: remat.op(function, "k", opaque=True),
+        "in a native region": lambda function: functools.partial(remat.native_save_region, "k", function),
         "as it is": lambda function: function,
     }
 
@@ -1342,5 +1342,5 @@ def test_view_of_complex_numbers_is_one_in_replay(view, options, made):
 def test_view_of_no_complex_numbers_or_of_one(view, shape):
     z = torch.ones(shape, dtype=torch.complex64, requires_grad=True)
     for policy in (None, lambda *args, **kwargs: RECOMPUTE):
-        block = remat.checkpoint(policy=policy)(lambda z: remat.region(view, "k")(z * 1.0).exp().abs().sum())
+        block = remat.checkpoint(policy=policy)(lambda z: remat.op(view, "k")(z * 1.0).exp().abs().sum())
         assert_same(torch.autograd.grad(view(z * 1.0).exp().abs().sum(), z), torch.autograd.grad(block(z), z))
