@@ -1,7 +1,8 @@
 """One process of the test of `DTensor`: `dtensor_worker.py RANK WORLD_SIZE RENDEZVOUS_FILE`.
 
 Trains a block whose weights are split between processes, plain, under torch's checkpoint and as a region, without a
-policy and with several; says so if gradients are equal and no product runs again that a policy saves.
+policy and with several; says so if gradients are equal and no product runs again that a policy saves. Also with the
+values compared bit for bit, which notices a replay that differs.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 import warnings
 from collections.abc import Callable
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint as of_torch
@@ -74,6 +76,7 @@ def compare(block: Block, x: torch.Tensor) -> None:
         "torch": theirs,
         "torch, selective": functools.partial(theirs, context_fn=contexts),
         "plain": remat.drop_in(),
+        "bitwise": lambda block, x: remat.checkpoint(determinism_check="bitwise")(block)(x),
         "contexts": functools.partial(remat.drop_in(), context_fn=contexts),
         **{name: remat.drop_in(policy=getattr(remat.policies, name)) for name in remat.policies.__all__},
     }
@@ -91,6 +94,15 @@ def compare(block: Block, x: torch.Tensor) -> None:
         assert torch.equal(one, other), "modules by pattern"
 
 
+def notice_other_values(x: torch.Tensor) -> None:
+    """Let replay compute with another factor, which a check of metadata cannot notice."""
+    factor = [1.0]
+    y = remat.checkpoint(determinism_check="bitwise")(lambda x: (x * factor[0]).sin().exp())(x.requires_grad_())
+    factor[0] = 2.0
+    with pytest.raises(remat.MismatchError, match="other values"):
+        y.sum().backward()
+
+
 def main(rank: int, world_size: int, rendezvous: str) -> None:
     """Compare with weights split along a block, and with weights and input split by rows."""
     warnings.simplefilter("error")
@@ -104,6 +116,7 @@ def main(rank: int, world_size: int, rendezvous: str) -> None:
     for split in (tensor_parallel, data_parallel):
         torch.manual_seed(0)
         compare(*split(Block(), mesh))
+    notice_other_values(distribute_tensor(torch.randn(4, 8), mesh, [Shard(0)]))
     dist.barrier()
     sys.stdout.write("all equal\n")
     sys.stdout.flush()

@@ -21,6 +21,7 @@ import torch
 from torch_remat._compat import DispatchMode, sequence_number, storage_key
 from torch_remat.dispatch.check.mismatch import SAME_OPS, described, differs_at
 from torch_remat.dispatch.holder import Holder
+from torch_remat.dispatch.log.meta import parts_of
 from torch_remat.dispatch.log.schema import WRITES_WITHOUT_SAYING, effects_of
 from torch_remat.dispatch.mode import unseen
 from torch_remat.dispatch.placeholder import Placeholder
@@ -45,7 +46,7 @@ def checksum(tensor: torch.Tensor) -> bytes:
         UsageError: The tensor is of a subclass that has no memory of its own and does not say what it consists of.
     """
     if type(tensor) is not torch.Tensor and hasattr(tensor, "__tensor_flatten__"):
-        parts = b"".join(checksum(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+        parts = b"".join(map(checksum, parts_of(tensor)))
         return hashlib.blake2b(parts, digest_size=16).digest()
     plain = tensor.detach().resolve_conj().resolve_neg()
     if plain.layout is not torch.strided:
