@@ -218,9 +218,10 @@ def test_message_tells_what_happened_and_the_three_remedies():
         """\
 block.3::attention.out: aten.sin.default at model.py:12 needs the data of this output, but op
 'attention' is saved, so replay skipped it and passes a placeholder without data.
-Either (1) wrap the consumer in remat.native_save_region, so that it is saved too; or (2) move it
-into a custom autograd Function with remat.auto_forward (or a RematHandle); or (3) change the policy
-of 'attention' to RECOMPUTE.""",
+Either (1) call the op as remat.op(Fn.apply, 'name')(...), which keeps what recomputed code reads,
+or let remat.op call a function that contains the consumer, too; or (2) wrap the consumer in
+remat.native_save_region, so that it is saved too; or (3) move it into a custom autograd Function
+with remat.auto_forward (or a RematHandle); or (4) change the policy of 'attention' to RECOMPUTE.""",
     )
 
 

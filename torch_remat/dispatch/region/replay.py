@@ -275,7 +275,7 @@ class Filling(RematMode):
                 return Packed.of(tensor)
             if self.ops is not None and not self.ops.is_of_handle(tensor.source):  # else its reader refuses it
                 tensor = self.ops.value_of(tensor, "saving it for backward")
-                self.note_loaded(tensor)
+                self.note_loaded(tensor if tensor._base is None else tensor._base)  # what was kept has no history
                 holder.expect_version_of(tensor)  # what was kept was changed less often than what it stands for
         owner = tensor._base
         if owner is None:
