@@ -10,7 +10,7 @@ from helpers import (
 )
 from torch.nn import functional as F
 
-import torch_remat
+import torch_remat as remat
 
 RRELUS = {
     "alone": lambda x: F.rrelu(x, training=True),
@@ -42,7 +42,7 @@ def test_rrelu_that_saves_its_noise_before_it_fills_it_is_equal(name, early_stop
 def test_rrelu_whose_noise_is_filled_last_before_a_native_region_is_equal(down):
     def program(wrap):
         x = leaf(50)
-        keep = torch_remat.native_save_region
+        keep = remat.native_save_region
         y = wrap(lambda x: x + keep("b", down, F.rrelu(keep("a", torch.sin, x), training=True), x.detach()))(x)
         y.sum().backward()
         return y, x.grad, torch.rand(2)
