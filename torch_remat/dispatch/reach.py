@@ -12,7 +12,6 @@ What lies deeper is not found; docs/limits.md says so.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 from itertools import islice
 from types import CellType, CodeType, FunctionType, MethodType
@@ -74,7 +73,8 @@ class Reached:
 
     Attributes:
         modules: The modules, each before those that it has.
-        parameters: The parameters, in an order that replay finds again; None for one that a module has not set.
+        parameters: The parameters, and other leaves that require a gradient, in an order that replay finds again; None
+            for one that a module has not set.
         generators: The random generators.
         places: The other tensors.
     """
@@ -139,8 +139,6 @@ def _walk(found: Reached, values: list[Any]) -> None:
         if isinstance(value, Module):
             if value not in found.modules:
                 found.modules.append(value)
-        elif kind is Parameter:
-            found.parameters.append(value)
         elif kind is Generator:
             found.generators.append(value)
         elif kind in _CONTAINERS:
@@ -173,14 +171,24 @@ class _Attributes(NamedTuple):
 def _of_function(found: Reached, function: FunctionType) -> list[Any]:
     """Return what a function holds to look at; note its tensors."""
     values: list[Any] = []
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
-        with suppress(ValueError):  # of a variable that has no value now
-            values += _held(found, cell, ((name, cell.cell_contents),))
-    if (names := _names_in(function.__code__)) and (held := function.__globals__):
-        for name in names:
-            value = held.get(name)
-            if isinstance(value, (Tensor, Module, Generator)):
-                values += _held(found, held, ((name, value),))
+    if (cells := function.__closure__) is not None:
+        for name, cell in zip(function.__code__.co_freevars, cells, strict=False):
+            try:
+                value = cell.cell_contents
+            except ValueError:  # of a variable that has no value now
+                continue
+            if (role := _ROLES.get(type(value)) or _role_of(type(value))) > _OTHER:
+                values.append(value)
+            elif role == _TENSOR:
+                _note_tensor(found, cell, name, value)
+    held = function.__globals__
+    for name in _names_in(function.__code__):
+        if (value := held.get(name)) is None:
+            continue
+        if (role := _ROLES.get(type(value)) or _role_of(type(value))) == _TENSOR:
+            _note_tensor(found, held, name, value)
+        elif role == _OWNER:
+            values.append(value)
     for default in (function.__defaults__, function.__kwdefaults__):
         if default:
             values += _held(found, default, default.items() if type(default) is dict else enumerate(default))
@@ -205,7 +213,7 @@ def _parts(found: Reached, container: Any) -> list[Any]:
     if not container:
         return []
     first = next(iter(container.values() if type(container) is dict else container))
-    if not isinstance(first, _OF_INTEREST):
+    if _role_of(type(first)) == _OTHER:
         return []
     held = _held(found, container, container.items() if type(container) is dict else enumerate(container))
     return [value for value in held if type(value) not in _CONTAINERS]  # one level
@@ -214,11 +222,34 @@ def _parts(found: Reached, container: Any) -> list[Any]:
 def _held(found: Reached, holder: Any, items: Iterable[tuple[Any, Any]]) -> Iterator[Any]:
     """Note the tensors among what a holder holds; yield what else is of interest."""
     for key, value in items:
-        if isinstance(value, Tensor) and type(value) is not Parameter:
-            found.places.append(Place(holder, key, value, None))
-        elif isinstance(value, _OF_INTEREST):
+        role = _role_of(type(value))
+        if role == _TENSOR:
+            _note_tensor(found, holder, key, value)
+        elif role > _OTHER:
             yield value
 
 
+def _note_tensor(found: Reached, holder: Any, key: Any, tensor: Tensor) -> None:
+    if isinstance(tensor, Parameter):
+        found.parameters.append(tensor)
+    elif not (tensor.requires_grad and tensor.is_leaf):  # of such leaves the graph tells
+        found.places.append(Place(holder, key, tensor, None))
+
+
+def _role_of(kind: type) -> int:
+    """Return what the walk does with objects of a type."""
+    role = _ROLES.get(kind)
+    if role is None:
+        if issubclass(kind, Tensor):
+            role = _TENSOR
+        elif issubclass(kind, (Module, Generator)):
+            role = _OWNER
+        else:
+            role = _CALLABLE if kind in (*_CONTAINERS, FunctionType, MethodType, partial) else _OTHER
+        _ROLES[kind] = role
+    return role
+
+
+_TENSOR, _OTHER, _CALLABLE, _OWNER = 1, 2, 3, 4
+_ROLES: dict[type, int] = {}  # by type, since to ask a class of torch's whether it has an instance is slow
 _CONTAINERS = frozenset((list, tuple, dict))
-_OF_INTEREST = (Tensor, Module, Generator, FunctionType, MethodType, partial, list, tuple, dict)

@@ -49,21 +49,28 @@ class Unread(DispatchMode):
         self._storages: dict[int, tuple[float, bool, MakeErrorOf]] = {}
         self.compiled_code = CompiledCode()
 
-    def __bool__(self) -> bool:
-        """Whether there is anything that must not be read."""
-        return bool(self._parameters or self._storages)
+    def add(
+        self,
+        parameters: Mapping[int, MakeError],
+        tensors: Sequence[tuple[torch.Tensor, float, bool, MakeErrorOf]],
+        storages: Sequence[tuple[int, float, MakeErrorOf]],
+    ) -> None:
+        """Note what must not be read.
 
-    def add_parameters(self, errors: Mapping[int, MakeError]) -> None:
-        """Let parameters not be read, by their ids."""
-        self._parameters = errors
+        Args:
+            parameters: By the id of each parameter its error.
+            tensors: Each with how many names must have begun before it may be read, and whether an op that overwrites
+                all of it makes it right.
+            storages: The same for storages, as `key_of` names them, which no such op makes right.
+        """
+        self._parameters = parameters
+        for tensor, until, may_be_overwritten, error in tensors:
+            for key in keys_of(tensor):
+                self._add(key, until, may_be_overwritten, error)
+        for key, until, error in storages:
+            self._add(key, until, False, error)
 
-    def add(self, tensor: torch.Tensor, until: float, may_be_overwritten: bool, error: MakeErrorOf) -> None:
-        """Let a tensor not be read until so many names have begun."""
-        for key in keys_of(tensor):
-            self.add_storage(key, until, may_be_overwritten, error)
-
-    def add_storage(self, key: int, until: float, may_be_overwritten: bool, error: MakeErrorOf) -> None:
-        """Do the same for a storage, as `key_of` names it."""
+    def _add(self, key: int, until: float, may_be_overwritten: bool, error: MakeErrorOf) -> None:
         if until > self._storages.get(key, (0.0,))[0]:
             self._storages[key] = until, may_be_overwritten, error
 

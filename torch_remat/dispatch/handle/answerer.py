@@ -27,7 +27,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from torch_remat._compat import Handler, keep_from_compiler, top_saved_tensors_hooks
 from torch_remat.dispatch.check.mismatch import SAME_ORDER, another_op, mismatched, other_source
-from torch_remat.dispatch.check.unread import Unread
 from torch_remat.dispatch.handle.op import SKIPPED, RematHandle
 from torch_remat.dispatch.handle.saved_call import (
     LeftOut,
@@ -471,12 +470,19 @@ class Answerer:
         """Return how many names have begun."""
         return self.begun
 
-    def add_unread(self, unread: Unread) -> None:
-        """Let nothing outside of a native region read what it changes, before replay has come to it."""
-        for at, record in enumerate(self._records):
-            for left in record.left if isinstance(record, Stretch) else ():
-                for key in still_there([left.storage]):
-                    unread.add_storage(key, at + 1, False, partial(_read_too_early, self.region_name, record.name))
+    def changed_later(self) -> list[tuple[int, float, Callable[[Tensor], RematError]]]:
+        """Return the storages that native regions change: what reads one before its native region reads what was left.
+
+        Returns:
+            The storages, each with how many names must have begun, and the error of the tensor that is read.
+        """
+        return [
+            (key, at + 1, partial(_read_too_early, self.region_name, record.name))
+            for at, record in enumerate(self._records)
+            if isinstance(record, Stretch)
+            for left in record.left
+            for key in still_there([left.storage])
+        ]
 
     def aftermath(self) -> Handler:
         """Return what watches the ops of user code that runs on when the replay is over."""

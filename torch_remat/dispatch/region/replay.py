@@ -188,19 +188,16 @@ class Filling(RematMode):
             The contexts that end a replay that reads what it must not read.
         """
         region, ops = self.region, self.ops
-        unread = Unread(self.fail, (lambda: 0) if ops is None else ops.passed)
-        unread.add_parameters(check_parameters(region))
+        parameters, places = check_parameters(region), []
         if region.outside is not None:
             if not region.finished:
                 region.outside.classify(None if region.recorder is None else region.recorder.storages.has_changed)
             self._before, places = region.outside.go_back(region.name)
-            for place in places:
-                unread.add(*place)
-        if ops is not None and region.options.policy is None:
-            ops.add_unread(unread)
-        if not unread:
+        storages = [] if ops is None or region.options.policy is not None else ops.changed_later()
+        if not (parameters or places or storages):
             return []
-        self.unread = unread
+        self.unread = unread = Unread(self.fail, (lambda: 0) if ops is None else ops.passed)
+        unread.add(parameters, places, storages)
         return [unread.compiled_code, unread]
 
     @keep_from_compiler
