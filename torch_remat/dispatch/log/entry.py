@@ -41,10 +41,10 @@ class Entry:
     Attributes:
         op: The op, or what ran.
         kernel: What runs the op.
-        count: How many ops of its name came before it in the same module.
+        count: How many ops of its name came before it in the same module; -1 if nobody sees its name.
         results: What it returned: a `Meta` or `WrapperMeta` for a tensor, a list for several results, `Raised`, or a
             plain value.
-        path: The module in which it ran; neither this nor the count is noted of a view whose name nobody sees.
+        path: The module in which it ran, if its name is seen.
         group: The native region, or the op with a handle, in which it ran; empty outside of such.
         effects: What it does besides computing.
         kind: `ONE` if it made one new ordinary tensor, `SEVERAL` if it made several, `VIEW` if it returned views of its
@@ -53,8 +53,8 @@ class Entry:
         reads: The storages of its arguments.
         layout: Shape and strides of the tensors among its arguments, if its results are saved.
         listed: Whether there are lists of tensors among its arguments, though it is of a kind.
-        versions: Which of the tensors among its arguments come from outside, and their version counters.
-        early: Those of them that a later entry writes, with their storages.
+        version: The version counter of a tensor from outside before the op gave it another shape.
+        early: The storages from outside that it reads and that a later entry writes.
         writes: The storages of the arguments that it writes.
         whole: Whether it writes its arguments' whole storages.
         ends: Whether it writes a part, and the call in which it ran, if that is left out, keeps all that is there then.
@@ -80,7 +80,7 @@ class Entry:
     op: Any
     kernel: Callable[..., Any]
     effects: Effects
-    count = 0
+    count = -1
     path = ""
     results: Any = None
     kind = ODD
@@ -88,8 +88,8 @@ class Entry:
     reads: Sequence[int] = ()
     layout: Sequence[tuple[torch.Size, tuple[int, ...]]] = ()
     listed = False
-    versions: Sequence[tuple[int, int]] = ()
-    early: Sequence[tuple[int, StorageWeakRef]] = ()
+    version: int | None = None
+    early: Sequence[StorageWeakRef] = ()
     writes: Sequence[int] = ()
     restored = False
     outside: Sequence[StorageWeakRef] = ()
@@ -134,6 +134,8 @@ class Entry:
         """Return the name of one of the results, such as ``attention.mm_2_0``."""
         if self.names and (name := self.names.get(place)) is not None:
             return name
+        if self.count < 0:  # it is told by what it is
+            return self.effects.name
         return f"{self.path}{self.effects.name}_{self.count}_{place if place > 0 else 0}"
 
     def labels(self) -> list[str]:
@@ -206,6 +208,7 @@ class WholeCall(Call):
     """One call of a function of torch's own.
 
     Attributes:
+        versions: The version counters of its arguments, by place.
         leaves: The leaves of its result: for each tensor whether it needs a gradient, other values as they are.
         template: Its result with numbers in place of the leaves, alone in a tuple; empty if it is one leaf.
         is_entry: Whether it stands in the log. It does not if all its results are views of its arguments, which cost
@@ -214,6 +217,7 @@ class WholeCall(Call):
 
     kind = ONE
     saved = FIRST
+    versions: Sequence[tuple[int, int]] = ()
     leaves: Sequence[Any] = ()
     template: tuple[Any, ...] = ()
     is_entry = False
@@ -240,7 +244,7 @@ def names_of(entries: Iterable[Entry]) -> Iterator[str]:
     """Yield the names of all results, those given by hand and the automatic ones."""
     for entry in entries:
         yield from entry.names.values()
-        if entry.kind != CALL and type(entry.results) in (Meta, WrapperMeta, list):
+        if entry.kind != CALL and entry.count >= 0 and type(entry.results) in (Meta, WrapperMeta, list):
             yield from entry.labels()
 
 

@@ -11,6 +11,7 @@ makes nor writes anything; replay always has it.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from collections.abc import Set as AbstractSet
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -31,8 +32,41 @@ class Needs(NamedTuple):
     kept: list[tuple[Entry, Collection[int]]]
 
 
-def find_needs(entries: Sequence[Entry], roots: Sequence[Root], can_keep: Callable[[Entry, int], bool]) -> Needs:
-    """Return what replay runs and keeps; ``can_keep`` tells whether a saved result is there, as the entry left it."""
+def find_needs(
+    entries: Sequence[Entry],
+    roots: Sequence[Root],
+    can_keep: Callable[[Entry, int], bool],
+    runs: AbstractSet[Entry] = frozenset(),
+) -> Needs:
+    """Return what replay runs and keeps.
+
+    Args:
+        entries: The log.
+        roots: What replay must have.
+        can_keep: Tells whether a saved result is there, as the entry left it.
+        runs: Entries that replay runs besides those that run whatever they are needed for.
+    """
+    while True:
+        needs, restored, has_writes = _walk(entries, roots, can_keep, runs)
+        if restored:  # only calls that are left out put back what they wrote, or keep what they return
+            running = {entry.group for entry in needs.run}
+            if again := [entry for entry in restored if entry.group in running]:
+                for entry in again:
+                    entry.restored = entry.ends = False
+                continue
+        unfinished = _unfinished(entries, needs) if has_writes else []
+        if not unfinished:
+            return needs
+        runs = runs.union(unfinished)
+
+
+def _walk(
+    entries: Sequence[Entry],
+    roots: Sequence[Root],
+    can_keep: Callable[[Entry, int], bool],
+    forced: AbstractSet[Entry],
+) -> tuple[Needs, list[Entry], bool]:
+    """Return what is needed, the entries whose calls leave in place what they wrote, and whether anything is written."""
     needs = Needs([], [])
     pending = sorted(roots, key=_after)
     next_after = pending[-1][1] if pending else -1
@@ -47,7 +81,7 @@ def find_needs(entries: Sequence[Entry], roots: Sequence[Root], can_keep: Callab
         if entry.gone:
             needed.difference_update(entry.gone)
         if entry.kind == ONE:  # what most entries are, without the sets
-            runs, storage = entry.always, entry.storage
+            runs, storage = entry.always or entry in forced, entry.storage
             if storage in needed:
                 needed.remove(storage)
                 if entry.saved and can_keep(entry, 0):
@@ -57,7 +91,7 @@ def find_needs(entries: Sequence[Entry], roots: Sequence[Root], can_keep: Callab
             if runs:
                 needs.run.append(entry)
                 needed.update(entry.reads)
-        elif entry.kind == VIEW and not entry.always:
+        elif entry.kind == VIEW and not (entry.always or entry in forced):
             if entry.made:
                 needed.difference_update([storage for _, storage in entry.made])  # replay has it in any case
         else:
@@ -65,18 +99,8 @@ def find_needs(entries: Sequence[Entry], roots: Sequence[Root], can_keep: Callab
                 has_writes = True
             if entry.restored or entry.ends:
                 restored.append(entry)
-            _step(entry, needed, can_keep, needs)
-    if restored:  # only calls that are left out put back what they wrote, or keep what they return
-        running = {entry.group for entry in needs.run}
-        if again := [entry for entry in restored if entry.group in running]:
-            for entry in again:
-                entry.restored = entry.ends = False
-            return find_needs(entries, roots, can_keep)
-    if has_writes and (stale := _unfinished(entries, needs)):
-        for entry in stale:
-            entry.always = True
-        return find_needs(entries, roots, can_keep)
-    return needs
+            _step(entry, needed, can_keep, needs, entry.always or entry in forced)
+    return needs, restored, has_writes
 
 
 def _unfinished(entries: Sequence[Entry], needs: Needs) -> list[Entry]:
@@ -101,14 +125,16 @@ def _unfinished(entries: Sequence[Entry], needs: Needs) -> list[Entry]:
     return found
 
 
-def _step(entry: Entry, needed: set[int], can_keep: Callable[[Entry, int], bool], needs: Needs) -> None:
+def _step(
+    entry: Entry, needed: set[int], can_keep: Callable[[Entry, int], bool], needs: Needs, is_forced: bool
+) -> None:
     """Take one entry of any kind."""
     made = {place for place, storage in entry.made if storage in needed}
     writes = [] if entry.restored else [storage for storage in entry.writes if storage in needed]
-    if not (made or writes or entry.always):
+    if not (made or writes or is_forced):
         return
     kept = {place for place in made if place in entry.saved and can_keep(entry, place)}
-    runs = entry.always or len(kept) < len(made)
+    runs = is_forced or len(kept) < len(made)
     if writes and WRITTEN in entry.saved and (entry.whole or entry.ends) and can_keep(entry, WRITTEN):
         kept.add(WRITTEN)
         needed.difference_update(writes)

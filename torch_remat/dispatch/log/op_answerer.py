@@ -46,7 +46,6 @@ from torch_remat.dispatch.log.meta import (
     layout_of,
     stand_in,
     tensors_in,
-    without_lists,
 )
 from torch_remat.dispatch.log.record import Left
 from torch_remat.dispatch.log.schema import effects_of, without_statistics
@@ -120,7 +119,7 @@ class OpAnswerer:
                         self._at = at + 1
                         return entry.kernel(*args, **kwargs)
                 elif entry.run:
-                    if not (entry.kept or written) and (not entry.versions or self._reads_the_same(entry, args)):
+                    if not (entry.kept or written or entry.early):
                         self._at = at + 1
                         return entry.kernel(*args, **kwargs)
                 elif entry.kind == ONE and (not entry.layout or entry.layout == dense_layout(args)):
@@ -171,8 +170,9 @@ class OpAnswerer:
 
     def _was_reshaped(self, entry: Entry, tensor: torch.Tensor) -> bool:
         """Whether a tensor outlives the region, and has the shape that an entry gave it since forward."""
-        known = entry.versions and geometry_of(tensor) == getattr(entry.results, "geometry", None)
-        return bool(known) and version_of(tensor) != entry.versions[0][1]
+        if entry.version is None or geometry_of(tensor) != getattr(entry.results, "geometry", None):
+            return False
+        return version_of(tensor) != entry.version
 
     def missing(self) -> MismatchError | None:
         """Return, at the end, the error about an op of forward that has not come."""
@@ -254,7 +254,8 @@ class OpAnswerer:
             if outside and all(key_of(tensor) in outside for tensor in written):
                 self._suppressed.add(written, outside)
                 return answered(entry, args, kwargs, partial(self._make, entry))
-        self._check_versions(entry, args, kwargs)
+        if entry.early:
+            self._refuse_early(entry, args, kwargs)
         result = entry.op(*without_statistics(effects, args), **kwargs)
         if not entry.kept:
             return result
@@ -265,26 +266,14 @@ class OpAnswerer:
             made[place] = self._value(entry, place, slot)
         return made if isinstance(result, list) else tuple(made)
 
-    def _reads_the_same(self, entry: Entry, args: Sequence[Any]) -> bool:
-        """Whether an entry of one of the kinds gets the tensors from outside as they were in forward."""
-        if entry.early:
-            return False
-        given = without_lists(args) if entry.listed else args
-        tensors = [arg for arg in given if isinstance(arg, torch.Tensor)]
-        return all(tensors[at]._version == version for at, version in entry.versions)
-
-    def _check_versions(self, entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Raise if an op that runs again would read something else than in forward."""
-        if not entry.versions or entry.effects.viewed is not None:
-            return
-        tensors, inputs = list(tensors_in(args, kwargs)), self._region.inputs
-        early = [at for at, storage in entry.early if key_of(tensors[at]) in still_there([storage])]
-        for at, version in entry.versions:
-            is_changed = version_of(tensors[at]) != version and not (inputs and inputs.counts_anew(tensors[at]))
-            if is_changed or at in early:
+    def _refuse_early(self, entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Raise if an op that runs again reads a tensor from outside that forward changed after it."""
+        changed = still_there(entry.early)
+        for at, tensor in enumerate(tensors_in(args, kwargs)):
+            if not changed.isdisjoint(keys_of(tensor)):
                 raise MutationError(
-                    f"{entry.op} runs again in replay and reads a tensor from outside the region (argument {at}, shape "
-                    f"{tuple(tensors[at].shape)}), which was changed in place since it ran in forward",
+                    f"{entry.op} runs again in replay and reads a tensor created outside the region (argument {at}, "
+                    f"shape {tuple(tensor.shape)}), which the region changes in place after it",
                     region=self._region_name,
                     op=entry.group,
                     tensor=entry.label(0),

@@ -43,12 +43,12 @@ from torch_remat.dispatch.log.schema import Effects
 from torch_remat.dispatch.placeholder import NOT_LAZY, new_tuple
 from torch_remat.errors import PolicyError
 from torch_remat.policies.decision import CheckpointPolicy
-from torch_remat.policies.kinds import Decider, OpContext, OpPolicy
+from torch_remat.policies.kinds import RECOMPUTED, Decider, OpContext, OpPolicy
 
 _new = object.__new__  # without a call of `__init__` for each op
 # Of an op: the kind of its entries (`ONE` and `VIEW` are noted in a short way); whether the policy keeps its results,
-# if it decides by the op alone; how many of its name there were in each module, less one (None if nobody sees names);
-# and the class of its entries.
+# if it decides by the op alone; how many of its name there were in each module, less one (None as long as nobody sees
+# names of its kind); and the class of its entries.
 _Plan = tuple[int, bool | None, dict[str, int] | None, type[Entry]]
 Observer = Callable[[Entry, Sequence[Any], Mapping[str, Any], Any], None]
 
@@ -76,6 +76,8 @@ class OpRecorder:
         self._storages = owner.storages
         self._results = owner.results
         self._decider: Decider | None = None if policy is None else policy.begin()
+        # Whether all ops are named; else those of a kind from the first on that is saved, of a list's kinds all.
+        self._names_all = observer is not None or self._decider is None or self._decider.reads_names
         self._path_of = path_of
         self._observer = observer
         self._plans: dict[int, _Plan] = {}  # by the identity of each op
@@ -92,7 +94,7 @@ class OpRecorder:
     @keep_from_compiler
     def watch(self) -> Handler:
         """What runs an op, takes the decision about it, and notes what it did: a closure, since it runs for each."""
-        plans, path_of, observer, entries = self._plans, self._path_of, self._observer, self._entries
+        plans, path_of, observer, note = self._plans, self._path_of, self._observer, self._entries.append
         owner, storages, results = self._owner, self._storages, self._results
         unread, waiting, note_ordinary = results.unread, self._departures.waiting, storages.note_ordinary
 
@@ -128,12 +130,14 @@ class OpRecorder:
             elif keeps:
                 entry.saved = FIRST if entry.kind == ONE else entry.all_places()
             if entry.saved:
+                if entry.count < 0:
+                    self._begin_counting(entry, _getframe(1))
                 entry.layout = dense_layout(args) if is_noted and not entry.listed else layout_of(args, kwargs)
                 if entry.kind == ONE:
                     results.note_one(entry, result)
                 else:
                     results.note(entry, result)
-            entries.append(entry)
+            note(entry)
             if observer is not None:
                 observer(entry, args, kwargs, result)
             return result
@@ -141,13 +145,25 @@ class OpRecorder:
         return watch
 
     def _plan(self, op: Any) -> _Plan:
-        made, keeps = entry_of(op), None if self._decider is None else self._decider.decide_op(op)
-        counts: dict[str, int] | None = self._counts.setdefault(made.effects.name, {})
+        made, decider = entry_of(op), self._decider
+        keeps = None if decider is None else decider.decide_op(op)
         if made.kind == VIEW and keeps is not None:  # whose results are never kept, whatever the policy says
             keeps = False
-            counts = counts if self._observer is not None else None  # else nobody sees their names
+        counts = self._counts.get(made.effects.name)
+        if counts is None and (self._names_all or (decider is not None and made.kind != VIEW and decider.may_save(op))):
+            counts = self._counts[made.effects.name] = {}
         plan = self._plans[id(op)] = made.kind, keeps, counts, made
         return plan
+
+    def _begin_counting(self, entry: Entry, frame: Any) -> None:
+        """Give the first saved op of a kind its name, and count the ops of this kind from now on."""
+        name = entry.effects.name
+        entry.path = path = self._path_of(frame)
+        counts = self._counts.setdefault(name, {})
+        entry.count = counts[path] = counts.get(path, -1) + 1
+        for key, (kind, keeps, _, make) in self._plans.items():
+            if make.effects.name == name:
+                self._plans[key] = kind, keeps, counts, make
 
     def _watch_odd(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Do the same for any op, wherever it runs."""
@@ -190,6 +206,8 @@ class OpRecorder:
         if changed and self._decider is None:
             self._note_written(entry, changed)
         if entry.saved:
+            if entry.count < 0:
+                self._begin_counting(entry, _getframe(2))
             if not effects.written:  # ops resize what they write
                 entry.layout = layout_of(args, kwargs)
             if entry.kind == ONE:
@@ -248,9 +266,12 @@ class OpRecorder:
     def _decide(self, entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         said: Sequence[Any] = ()
         if self._decider is not None:
-            said = self._decider.decide(OpContext(result, entry.labels), entry.op, args, kwargs)
+            context = OpContext(result, entry if entry.count >= 0 else None)
+            said = self._decider.decide(context, entry.op, args, kwargs)
         if self.native is not None:
             entry.group = self.native.name
+        elif said is RECOMPUTED and not entry.outside:
+            return
         if entry.effects.viewed is not None or entry.effects.reshapes:
             return
         # An op that changes what lies outside is not repeated, so that what else it makes cannot be made again.

@@ -446,14 +446,15 @@ class Recorder:
             note_early_reads(self.entries)
         tape.roots = roots = self._roots(boundary)
         needs = find_needs(self.entries, roots, self.results.can_keep)
+        runs: set[Entry] = set()
         while draws := self._draws_before(needs.run):
-            for entry in draws:
-                entry.always = True
-            needs = find_needs(self.entries, roots, self.results.can_keep)
+            runs.update(draws)
+            needs = find_needs(self.entries, roots, self.results.can_keep, runs)
         while writers := self._writers_to_repeat(needs.run):
+            runs.update(writers)
             for entry in writers:
-                entry.always = entry.repeats = True
-            needs = find_needs(self.entries, roots, self.results.can_keep)
+                entry.repeats = True
+            needs = find_needs(self.entries, roots, self.results.can_keep, runs)
         for entry in needs.run:
             entry.run = True
         for entry, places in needs.kept:
@@ -479,15 +480,16 @@ class Recorder:
     def _draws_before(self, run: Sequence[Entry]) -> list[Entry]:
         """Return the ops that draw again, since one of the same native region does: only its last state is kept."""
         random = () if self.watch is None or self.has_policy else self.watch.random
-        groups = {entry.group for entry in set(run).intersection(random)} if random else ()
-        return [entry for entry in random if entry.group in groups and not entry.always]
+        running = set(run) if random else set()
+        groups = {entry.group for entry in running.intersection(random)}
+        return [entry for entry in random if entry.group in groups and entry not in running]
 
     def _writers_to_repeat(self, run: Sequence[Entry]) -> list[Entry]:
         """Return what replay must write again: small buffers that an op reads which it runs."""
         outside = self.region.outside
         if not (self.has_policy and self.storages.has_writes) or outside is None:
             return []
-        keys = outside.repeatable() & {key for entry in run if entry.versions for key in entry.reads}
+        keys = outside.repeatable() & {key for entry in run for key in entry.reads}
         writers = [
             entry for entry in self.entries if not entry.repeats and not keys.isdisjoint(map(_address, entry.outside))
         ]
@@ -495,7 +497,7 @@ class Recorder:
             return []
         outside.repeat(keys)
         for entry in self.entries:
-            entry.early = [(at, storage) for at, storage in entry.early if storage.cdata not in keys]
+            entry.early = [storage for storage in entry.early if storage.cdata not in keys]
         return writers
 
     def _finish_policy(self) -> None:
@@ -588,14 +590,11 @@ _address = attrgetter("cdata")
 
 
 def note_early_reads(entries: Sequence[Entry]) -> None:
-    """Note which entries read a tensor from outside before a later entry changed it.
-
-    Replay does not undo the change, and version counters do not tell of one by ``.data``.
-    """
+    """Note which entries read a tensor from outside before a later entry changed it: replay does not undo the change."""
     written: dict[int, StorageWeakRef] = {}
     for entry in reversed(entries):
-        if written and entry.versions and not (entry.is_view() or entry.effects.factory):
-            entry.early = [(at, written[entry.reads[at]]) for at, _ in entry.versions if entry.reads[at] in written]
+        if written and not (entry.is_view() or entry.effects.factory):
+            entry.early = [written[key] for key in entry.reads if key in written]
         for storage in entry.outside:
             written[storage.cdata] = storage
 

@@ -35,7 +35,7 @@ from torch_remat.dispatch.log.meta import (
     without_lists,
 )
 from torch_remat.dispatch.log.schema import LIFT
-from torch_remat.dispatch.log.slot import UNCOUNTED, version_of
+from torch_remat.dispatch.log.slot import version_of
 from torch_remat.dispatch.placeholder import NOT_LAZY, geometry_of, new_tuple
 
 _VALUES = frozenset((int, float, bool, complex, type(None), torch.dtype, torch.device))
@@ -129,16 +129,10 @@ class Storages:
 
     def note(self, entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         """Note what an entry reads, writes and makes."""
-        reads: list[int] = []
-        versions = []
-        for at, tensor in enumerate(tensors_in(args, kwargs)):
-            keys = keys_of(tensor)
-            reads += map(self._read_as, keys)
-            if any(map(self.is_foreign, keys)) and (version := version_of(tensor)) != UNCOUNTED:
-                versions.append((at, version))
-        entry.reads = reads
-        entry.versions = versions
+        entry.reads = reads = [self._read_as(key) for tensor in tensors_in(args, kwargs) for key in keys_of(tensor)]
         effects = entry.effects
+        if effects.reshapes and self.is_foreign(key_of(args[0])):
+            entry.version = version_of(args[0])
         if effects.view and type(args[0]) in USUAL and args[0].layout is torch.strided:
             entry.kind = VIEW
             self.has_lazy = self.has_lazy or any(tensor.is_complex() for tensor in tensors_in((*args, result), {}))
@@ -166,30 +160,24 @@ class Storages:
 
     def note_ordinary(self, entry: Entry, args: Sequence[Any], result: Any) -> bool:
         """Do the same for an op that makes new tensors and no more; return False if it is not that simple."""
-        writers, foreign = self.writers, self._foreign
         reads: list[int] = []
-        versions: tuple[tuple[int, int], ...] = ()
         try:
             for arg in args:
                 kind = type(arg)
                 if kind is Tensor or kind is Parameter:
-                    key = storage_key(arg)
-                    if key not in writers or key in foreign:
-                        versions += ((len(reads), arg._version),)
-                        key = self._read_as(key) if self._reused else key
-                    reads.append(key)
+                    reads.append(storage_key(arg))
                 elif kind is list:
                     if not _VALUES.issuperset(map(type, arg)):
                         entry.listed = True
                         return self.note_ordinary(entry, without_lists(args), result)
                 elif kind not in _VALUES and isinstance(arg, Tensor):
                     return False
-            if versions:
-                entry.versions = versions
+            if self._reused:
+                reads = [self._read_as(key) for key in reads]
             if type(result) is not Tensor:
                 return self._note_several(entry, reads, result)
             key = storage_key(result)
-        except RuntimeError:  # sparse tensors have no storage, and inference tensors no version
+        except RuntimeError:  # sparse tensors have no storage
             return False
         dtype = result.dtype
         is_view = key in reads  # though the schema does not say so
@@ -202,9 +190,9 @@ class Storages:
             entry.kind = VIEW
             self._note_alias(result)
             return True
-        if foreign:
-            foreign.discard(key)
-        writers[key] = entry, 0
+        if self._foreign:
+            self._foreign.discard(key)
+        self.writers[key] = entry, 0
         entry.storage = key
         return True
 

@@ -14,8 +14,8 @@ buffer of a module in training also if its values differ, since batch norms and 
    back, and is unread throughout.
 4. All else that is not as the region's forward left it when the replay begins (another region changed it, another call
    of the same module, the user) is unread throughout.
-Reading an unread tensor ends the replay with an error. Under a policy the log knows what its ops wrote, and each op
-what it read; writes are not repeated, unless an op that runs again has read a small buffer before.
+Reading an unread tensor ends the replay with an error. Under a policy the log knows what its ops wrote, and which ops
+read it before; writes are not repeated, unless an op that runs again has read a small buffer before.
 """
 
 from __future__ import annotations
@@ -235,9 +235,7 @@ class Outside:
                 self._noted.append(noted)
 
     def let_go(self) -> None:
-        """Let go of what no replay starts from; under a policy each op knows whether it reads what it read."""
-        if self._has_policy:
-            self._noted = [noted for noted in self._noted if noted.is_changed]
+        """Let go of what no replay starts from."""
         for noted in self._noted:
             noted.place = noted.place._replace(tensor=None)
             if not noted.is_put_back:
