@@ -262,7 +262,7 @@ def test_inner_region_that_reads_what_changes_later_is_refused_where_the_outer_o
         return h.sin()
 
     y = region([saved])(function)(leaf(4, 4))
-    with pytest.raises(remat.MutationError, match="sub"):
+    with pytest.raises(remat.MutationError, match="replay reads variable 'state'"):
         y.sum().backward()
 
 
@@ -310,7 +310,7 @@ def test_write_to_a_wrapper_subclass_after_a_read_is_an_error_where_the_read_is_
     if keeps:
         assert_same(gradient(block), gradient(function))
     else:
-        with pytest.raises(remat.MutationError, match=r"r::mul_0_0: aten\.mul\.Tensor runs again"):
+        with pytest.raises(remat.MutationError, match=r"r::mul: aten\.mul\.Tensor runs again"):
             gradient(function)
 
 

@@ -248,7 +248,8 @@ def reads_names(function: Any) -> bool:
             continue
         seen[id(one)] = one  # which keeps the id
         if isinstance(one, FunctionType):
-            if len(seen) > _MANY or any(not _NAMES.isdisjoint((*code.co_names, *code.co_consts)) for code in _codes(one)):
+            words = [word for code in _codes(one) for word in (*code.co_names, *code.co_consts)]
+            if len(seen) > _MANY or not _NAMES.isdisjoint(words):
                 return True
             todo += _functions_of(one)
         elif isinstance(one, partial):
@@ -257,7 +258,7 @@ def reads_names(function: Any) -> bool:
             todo.append(one._function)
         elif (inner := getattr(one, "__func__", None) or getattr(one, "__wrapped__", None)) is not None:
             todo.append(inner)
-        elif isinstance(call := getattr(type(one), "__call__", None), FunctionType):
+        elif isinstance(call := getattr(type(one), "__call__", None), FunctionType):  # noqa: B004
             todo.append(call)
         elif one is function:
             return True
@@ -289,6 +290,7 @@ class OpListPolicy(OpPolicy):
 
     def __init__(self, ops: Iterable[Any], all_occur: bool = True) -> None:
         self._ops = list(ops)
+        self._known: tuple[dict[int, Any], set[int]] | None = None  # ops and kinds by identity, from the first forward
         self._all_occur = all_occur
         for op in self._ops:
             if isinstance(op, OpOverloadPacket):
@@ -312,7 +314,9 @@ class OpListPolicy(OpPolicy):
 
     def begin(self) -> Decider:
         """Begin one forward."""
-        return _OpListDecider(self._ops, self._all_occur)
+        if self._known is None:
+            self._known = {id(op): op for op in self._ops}, {id(_kind_of(op)) for op in self._ops}
+        return _OpListDecider(*self._known, self._all_occur)
 
     def parts(self) -> tuple[Any, ...]:
         """Return the kind and the ops."""
@@ -333,9 +337,8 @@ def _kind_of(op: Any) -> Any:
 
 
 class _OpListDecider(Decider):
-    def __init__(self, ops: list[Any], all_occur: bool) -> None:
-        self._ops = {id(op): op for op in ops}
-        self._kinds = {id(_kind_of(op)) for op in ops}
+    def __init__(self, ops: dict[int, Any], kinds: set[int], all_occur: bool) -> None:
+        self._ops, self._kinds = ops, kinds
         self._left = dict(self._ops) if all_occur else {}
 
     def decide(self, context: OpContext, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Decision]:

@@ -71,7 +71,7 @@ class Entry:
         moved: Whether something else than an op had set them since the last random op (`torch.random.fork_rng`).
         kept: The results that are kept for replay, by their place.
         written: What it left in the arguments that it writes, if that is kept.
-        packed: The places of the results that autograd saved.
+        packed: The places of the results that autograd saved, if somebody asks.
         names: The names that were given to results by hand.
         gone: Storages that nothing reaches once it is over: whatever lies at their addresses later is another.
     """

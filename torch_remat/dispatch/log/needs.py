@@ -11,7 +11,6 @@ makes nor writes anything; replay always has it.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from collections.abc import Set as AbstractSet
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -36,7 +35,7 @@ def find_needs(
     entries: Sequence[Entry],
     roots: Sequence[Root],
     can_keep: Callable[[Entry, int], bool],
-    runs: AbstractSet[Entry] = frozenset(),
+    runs: Collection[Entry] = (),
 ) -> Needs:
     """Return what replay runs and keeps.
 
@@ -46,8 +45,9 @@ def find_needs(
         can_keep: Tells whether a saved result is there, as the entry left it.
         runs: Entries that replay runs besides those that run whatever they are needed for.
     """
+    forced = set(runs)
     while True:
-        needs, restored, has_writes = _walk(entries, roots, can_keep, runs)
+        needs, restored, has_writes = _walk(entries, roots, can_keep, forced)
         if restored:  # only calls that are left out put back what they wrote, or keep what they return
             running = {entry.group for entry in needs.run}
             if again := [entry for entry in restored if entry.group in running]:
@@ -57,16 +57,16 @@ def find_needs(
         unfinished = _unfinished(entries, needs) if has_writes else []
         if not unfinished:
             return needs
-        runs = runs.union(unfinished)
+        forced.update(unfinished)
 
 
 def _walk(
     entries: Sequence[Entry],
     roots: Sequence[Root],
     can_keep: Callable[[Entry, int], bool],
-    forced: AbstractSet[Entry],
+    forced: set[Entry],
 ) -> tuple[Needs, list[Entry], bool]:
-    """Return what is needed, the entries whose calls leave in place what they wrote, and whether anything is written."""
+    """Return what is needed, the entries whose calls leave what they wrote, and whether anything is written."""
     needs = Needs([], [])
     pending = sorted(roots, key=_after)
     next_after = pending[-1][1] if pending else -1
@@ -81,7 +81,7 @@ def _walk(
         if entry.gone:
             needed.difference_update(entry.gone)
         if entry.kind == ONE:  # what most entries are, without the sets
-            runs, storage = entry.always or entry in forced, entry.storage
+            runs, storage = entry.always or (bool(forced) and entry in forced), entry.storage
             if storage in needed:
                 needed.remove(storage)
                 if entry.saved and can_keep(entry, 0):

@@ -35,7 +35,7 @@ from torch_remat._compat import (
 )
 from torch_remat.dispatch.ambient import RngState
 from torch_remat.dispatch.holder import Anchor, Holder, OpHolder, ResidentRef, metadata_of
-from torch_remat.dispatch.log.entry import CALL, FIRST, ONE, Entry, HandleCall
+from torch_remat.dispatch.log.entry import CALL, ONE, Entry, HandleCall
 from torch_remat.dispatch.log.meta import key_of, keys_of, parts_of
 from torch_remat.dispatch.log.needs import find_needs
 from torch_remat.dispatch.log.op_recorder import Observer, OpRecorder
@@ -105,6 +105,7 @@ class Recorder:
         self.results = Results(self.storages, self.departures.slot_for, nested, self._allow_mutation)
         self._plain = not (nested or self._allow_mutation)
         self.has_policy: bool = options.policy is not None
+        self._notes_packed = options.observer is not None  # who asks what autograd has saved
         self.watch: OpRecorder | None = None
         self.opened: Any = None  # the op with a handle that was begun last and has not ended
         self.calling: Any = None  # the function of torch's own that runs, or the call of `op`
@@ -363,7 +364,13 @@ class Recorder:
             key = storage_key(tensor) if kind is Tensor and tensor.layout is strided else key_of(tensor)
             writer = self.storages.writers.get(key)
             if writer is not None:
-                held = self._pack_made(tensor, key, *writer)
+                entry, place = writer
+                if self._notes_packed:
+                    entry.packed |= {place}
+                if place in entry.saved:
+                    held = self._pack_made(tensor, entry, place)
+                else:
+                    self.roots.append((len(self.region.tape.saved), key, len(self.entries)))
             elif not self.has_policy and self.watch is not None and self.watch.native is not None:
                 held = self.pack_of_call(tensor)
             elif kind is not Tensor:
@@ -387,14 +394,7 @@ class Recorder:
         tape.numbers[place] = number, stop, buffer
         return held
 
-    def _pack_made(self, tensor: Tensor, key: int, entry: Entry, place: int) -> OpHolder | None:
-        if entry.kind == ONE:
-            entry.packed = FIRST
-        elif place not in entry.packed:
-            entry.packed |= {place}
-        if place not in entry.saved:
-            self.roots.append((len(self.region.tape.saved), key, len(self.entries)))
-            return None
+    def _pack_made(self, tensor: Tensor, entry: Entry, place: int) -> OpHolder:
         label = entry.label(place)
         if entry.kind != ONE or entry.away or not self._plain or type(tensor) is not Tensor:
             policy = CheckpointPolicy.OFFLOAD if place in entry.away else CheckpointPolicy.SAVE
@@ -441,12 +441,13 @@ class Recorder:
                     entry.reads = [own if read == key else read for read in entry.reads]
         if self.has_policy:  # elsewhere the graph is asked
             self.results.let_go_of_graph()
-        self._run_what_is_changed_again()
+        if self._left:
+            self._run_what_is_changed_again()
         if self.storages.has_writes:
             note_early_reads(self.entries)
         tape.roots = roots = self._roots(boundary)
-        needs = find_needs(self.entries, roots, self.results.can_keep)
         runs: set[Entry] = set()
+        needs = find_needs(self.entries, roots, self.results.can_keep, runs)
         while draws := self._draws_before(needs.run):
             runs.update(draws)
             needs = find_needs(self.entries, roots, self.results.can_keep, runs)
@@ -480,7 +481,9 @@ class Recorder:
     def _draws_before(self, run: Sequence[Entry]) -> list[Entry]:
         """Return the ops that draw again, since one of the same native region does: only its last state is kept."""
         random = () if self.watch is None or self.has_policy else self.watch.random
-        running = set(run) if random else set()
+        if not random:
+            return []
+        running = set(run)
         groups = {entry.group for entry in running.intersection(random)}
         return [entry for entry in random if entry.group in groups and entry not in running]
 
@@ -515,12 +518,13 @@ class Recorder:
     def _roots(self, boundary: Sequence[torch.autograd.graph.Node | None]) -> list[tuple[int, int]]:
         """Return the storages that replay must have, each after how many entries."""
         region, entries = self.region, self.entries
-        roots = [
-            # An op may fill what it has saved just before (``F.rrelu`` its noise).
-            (key, after + 1 if after < len(entries) and key in entries[after].writes else after)
-            for place, key, after in self.roots
-            if region.tape.may_need(place, region.hooks)
-        ]
+        may_need, hooks = region.tape.may_need, region.hooks
+        roots = [(key, after) for place, key, after in self.roots if may_need(place, hooks)]
+        if self.storages.has_writes:  # an op may fill what it has saved just before (``F.rrelu`` its noise)
+            roots = [
+                (key, after + 1 if after < len(entries) and key in entries[after].writes else after)
+                for key, after in roots
+            ]
         if self.watch is not None and self.watch.compiled_code.ran:
             roots += self._read_by_compiled_code()
         roots += self._read
@@ -590,7 +594,7 @@ _address = attrgetter("cdata")
 
 
 def note_early_reads(entries: Sequence[Entry]) -> None:
-    """Note which entries read a tensor from outside before a later entry changed it: replay does not undo the change."""
+    """Note which entries read a tensor from outside before a later one changed it: replay does not undo the change."""
     written: dict[int, StorageWeakRef] = {}
     for entry in reversed(entries):
         if written and not (entry.is_view() or entry.effects.factory):

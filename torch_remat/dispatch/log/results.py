@@ -74,6 +74,7 @@ class Results:
     def note_named(self, entry: Entry, place: int, tensor: torch.Tensor) -> None:
         """Note one result that is saved because of the name that it was given."""
         self._held.setdefault(entry, {}).setdefault(place, (tensor, version_of(tensor)))
+        self._reshaped = True  # the tensor may be a view of the result
 
     def note_end(self, entry: Entry, tensor: torch.Tensor) -> None:
         """Note all of what a call returns and one of its entries wrote last, in part, if it is all of its storage."""
@@ -92,16 +93,15 @@ class Results:
 
     def let_go_of_graph(self) -> None:
         """At the end of forward: hold results without their history, since what only they reach needs no replay."""
+        aliases = self.aliases
         for entry, held in self._held.items():
             for place, (tensor, version) in held.items():
-                alias = self._alias_of(entry, tensor)
-                held[place], self.aliases[entry] = (alias, version), (id(alias), alias)  # it is its own
-        self._storages.let_go_of_graph()
-
-    def _alias_of(self, entry: Entry, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a result without its history."""
-        known, alias = self.aliases.get(entry, _NO_ALIAS)
-        return alias if known == id(tensor) else tensor.detach()
+                known, alias = aliases.get(entry, _NO_ALIAS)
+                if known != id(tensor):
+                    alias = tensor.detach()
+                held[place], aliases[entry] = (alias, version), (id(alias), alias)  # it is its own
+        if self._storages.aliases:
+            self._storages.let_go_of_graph()
 
     def can_keep(self, entry: Entry, place: int) -> bool:
         """Whether a result is there, as the entry left it."""
@@ -148,11 +148,12 @@ class Results:
     def keep(self, entry: Entry, places: Collection[int]) -> None:
         """Keep results of an entry, and what it wrote, in slots."""
         held = self._held[entry]
-        if entry.kind == ONE and self._usual and not (self._reshaped or entry.away or self._storages.aliases):
+        if entry.kind == ONE and self._usual and not (self._reshaped or entry.away):
             tensor = held[0][0]
-            known, alias = self.aliases.get(entry, _NO_ALIAS)
-            entry.kept = {0: Slot.of_alias(alias if known == id(tensor) else tensor.detach())}
-            return
+            if not self._storages.aliases_of(tensor):
+                known, alias = self.aliases.get(entry, _NO_ALIAS)
+                entry.kept = {0: Slot.of_alias(alias if known == id(tensor) else tensor.detach())}
+                return
         kept = {place: self._slot(entry, place, one[0]) for place, one in held.items() if max(place, WRITTEN) in places}
         entry.written = [slot for place, slot in kept.items() if place < 0]
         entry.kept = {place: slot for place, slot in kept.items() if place >= 0}

@@ -36,7 +36,7 @@ from torch_remat.dispatch.log.meta import (
 )
 from torch_remat.dispatch.log.schema import LIFT
 from torch_remat.dispatch.log.slot import version_of
-from torch_remat.dispatch.placeholder import NOT_LAZY, geometry_of, new_tuple
+from torch_remat.dispatch.placeholder import NOT_LAZY, new_tuple
 
 _VALUES = frozenset((int, float, bool, complex, type(None), torch.dtype, torch.device))
 
@@ -197,20 +197,23 @@ class Storages:
         return True
 
     def _note_several(self, entry: Entry, reads: list[int], results: Any) -> bool:
-        if type(results) is not tuple or any(type(item) is not Tensor or item.dtype.is_complex for item in results):
+        if type(results) is not tuple:
             return False
-        keys = [storage_key(item) for item in results]
+        keys, metas = [], []
+        for item in results:
+            if type(item) is not Tensor or (dtype := item.dtype).is_complex:
+                return False
+            keys.append(storage_key(item))
+            geometry = item.shape, item.stride(), item.storage_offset()
+            metas.append(new_tuple(Meta, (geometry, dtype, item.device, False, NOT_LAZY)))
         if len({*keys, *reads}) < len(keys) + len({*reads}):
             return False
-        entry.kind = SEVERAL
-        entry.results = [
-            new_tuple(Meta, (geometry_of(item), item.dtype, item.device, False, NOT_LAZY)) for item in results
-        ]
-        entry.reads = reads
-        self._foreign.difference_update(keys)
-        for place, key in enumerate(keys):
+        entry.kind, entry.results, entry.reads = SEVERAL, metas, reads
+        if self._foreign:
+            self._foreign.difference_update(keys)
+        entry.made = made = [*enumerate(keys)]
+        for place, key in made:
             self.writers[key] = entry, place
-        entry.made = list(enumerate(keys))
         return True
 
     def note_one(self, entry: Entry, key: int) -> None:
