@@ -230,9 +230,9 @@ def _held(found: Reached, holder: Any, items: Iterable[tuple[Any, Any]]) -> Iter
 
 
 def _note_tensor(found: Reached, holder: Any, key: Any, tensor: Tensor) -> None:
-    if isinstance(tensor, Parameter):
+    if isinstance(tensor, Parameter) or (tensor.requires_grad and tensor.is_leaf):
         found.parameters.append(tensor)
-    elif not (tensor.requires_grad and tensor.is_leaf):  # of such leaves the graph tells
+    else:
         found.places.append(Place(holder, key, tensor, None))
 
 

@@ -32,48 +32,12 @@ from torch_remat.dispatch.check.unread import MakeError
 from torch_remat.dispatch.reach import reach
 from torch_remat.errors import MismatchError, MutationError, RematError, at_user_line
 
-with torch.enable_grad():
-    # The type of the nodes at the ends of a graph; that of a parameter is made anew for each graph.
-    ACCUMULATE: Any = type(get_gradient_edge(torch.zeros((), requires_grad=True, device="cpu")).node)
-
-
-_next_functions: Callable[[torch.autograd.graph.Node], Iterable[tuple[Any, int]]] = attrgetter("next_functions")
-
-
-def note_used(region: Any, nodes: Iterable[torch.autograd.graph.Node | None]) -> None:
-    """Note what parameters a region uses, and their versions; see NOTE [ Which parameters a region uses ].
-
-    Args:
-        region: The region, at the end of its forward.
-        nodes: The nodes of its outputs.
-    """
-    first_number: int = region.first_number  # what is older, the region has not made
-    leaves: dict[int, torch.Tensor] = {}
-    todo = [node for node in nodes if node is not None and node_number(node) >= first_number]
-    seen: set[Any] = {None, *todo}
-    child: Any
-    for child, _ in chain.from_iterable(map(_next_functions, todo)):  # which grows meanwhile
-        if child not in seen:
-            seen.add(child)
-            if type(child) is ACCUMULATE:
-                leaf = child.variable
-                leaves[id(leaf)] = leaf
-            elif child._sequence_nr() >= first_number:  # what `node_number` says, for an eighth of its time
-                todo.append(child)
-    for argument in region.inputs.originals:  # these are compared on their own
-        leaves.pop(argument, None)
-    used = dict(zip(map(id, region.parameters), region.parameters, strict=True)) | leaves
-    used.pop(id(None), None)
-    region.used = list(used.values())
-    region.versions = _versions_of(region.used)
-
-
-def _versions_of(tensors: Sequence[torch.Tensor]) -> Sequence[int]:
+def versions_of(tensors: Sequence[torch.Tensor | None]) -> Sequence[int]:
     """Return how often each tensor was changed in place; -1 where that is not counted."""
     try:
         return list(map(_version, tensors))
-    except RuntimeError:  # a tensor of inference mode
-        return [-1 if one.is_inference() else one._version for one in tensors]
+    except (AttributeError, RuntimeError):  # a parameter that is not set; a tensor of inference mode
+        return [-1 if one is None or one.is_inference() else one._version for one in tensors]
 
 
 _version = attrgetter("_version")
@@ -88,10 +52,12 @@ def check_parameters(region: Any) -> dict[int, MakeError]:
     Raises:
         MismatchError: A parameter is gone.
     """
-    # A forward that is not over has noted nothing yet.
-    versions = _versions_of(region.used) if region.finished else region.versions
     before: Sequence[torch.Tensor | None] = region.parameters
-    now = reach(region.function, region.inputs.modules()).parameters if before else before
+    if not before:
+        return {}
+    # A forward that is not over has noted nothing yet.
+    versions = versions_of(before) if region.finished else region.versions
+    now = reach(region.function, region.inputs.modules()).parameters
     if versions == region.versions and len(now) == len(before) and all(map(is_, before, now)):
         return {}
     others: dict[int, MakeError] = {}
@@ -102,8 +68,8 @@ def check_parameters(region: Any) -> dict[int, MakeError]:
                 raise _replaced(region, place, one, other)
             if id(other) not in known:
                 others[id(other)] = partial(_replaced, region, place, one, other)
-    for place, (one, old, new) in enumerate(zip(region.used, region.versions, versions, strict=True)):
-        if old != new and id(one) not in others:
+    for place, (one, old, new) in enumerate(zip(before, region.versions, versions, strict=True)):
+        if one is not None and old != new and id(one) not in others:
             others[id(one)] = partial(_changed, region, place, one)
     return others
 

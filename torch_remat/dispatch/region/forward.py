@@ -27,7 +27,7 @@ from torch_remat._compat import (
     sequence_number,
     without_dispatch_modes,
 )
-from torch_remat.dispatch.check.parameters import note_used
+from torch_remat.dispatch.check.parameters import versions_of
 from torch_remat.dispatch.check.values import LeftOut, Values, value_function
 from torch_remat.dispatch.handle.recorder import CallRecorder
 from torch_remat.dispatch.holder import (
@@ -313,8 +313,7 @@ class Recording(RematMode):
                     self.ops.finish(boundary)
         if region.rng is not None and not region.rng.keep_drawn(region.tape.drawn_by_ops() if self.ops else ()):
             region.rng = None
-        assert region.inputs is not None
-        note_used(region, boundary)
+        region.versions = versions_of(region.parameters)
         region.finished = True
 
     def _tail_is_tiny(self) -> bool:

@@ -66,8 +66,7 @@ class Region:
         is_part: Whether it runs in a native region that replay skips; see `part`.
     """
 
-    used: Sequence[torch.Tensor] = ()  # its parameters, and the other leaves of the graph that forward has made
-    versions: Sequence[int] = ()  # of these at the end of forward
+    versions: Sequence[int] = ()  # of its parameters at the end of forward
     values: Values | None = None  # of the determinism check, while forward takes them
     finished = False  # whether forward is over
     filling = False  # whether a replay runs
@@ -248,7 +247,7 @@ class Region:
     def release(self) -> None:
         """Drop what only a further replay would need."""
         self._past_name = default_name(self.function)  # of the function no more than a name: it may own tensors
-        self.parameters = self.used = ()
+        self.parameters = ()
         if self.tape.records or self.tape.regions or self.tape.calls or self.tape.inner:
             self.tape.forget_slots()
         self.inputs = self.function = self.hooks = self.rng = self.replay_context = self.op_log = None
