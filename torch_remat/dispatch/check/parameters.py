@@ -1,36 +1,30 @@
 """The parameters that a region uses, compared between forward and replay.
 
-In: a region's function, the modules among its arguments, and the autograd graph that its forward has made. Kept: the
-parameters themselves, which are not the region's memory, and their versions at the end of forward. Out: an error where
-one was replaced by another with other values, or where replay reads one that was changed in place.
+In: the parameters that a region's function reaches. Kept: the parameters themselves, which are not the region's memory,
+and their versions at the end of forward. Out: an error where one was replaced by another with other values, or where
+replay reads one that was changed in place.
 
 Autograd does not save a weight whose input needs no gradient, nor any bias, so the saved tensors alone do not show that
 such a parameter is another one (`torch.func.functional_call` around the region, an attribute that was set anew, a step
 of an optimizer before backward).
-
-NOTE [ Which parameters a region uses ]
-1. The leaves of the region's own graph are all parameters that it used and that require a gradient, wherever the
-   function found them: in a module at any depth, in a global variable, in an object. Versions tell of their changes.
-2. A parameter that was replaced, or that needs no gradient, has to be looked up where the function finds it: `reach`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from operator import attrgetter, is_
 from typing import Any
 
 import torch
-from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
-from torch_remat._compat import node_number
 from torch_remat.dispatch.check.mismatch import REPLACED, described
 from torch_remat.dispatch.check.unread import MakeError
 from torch_remat.dispatch.reach import reach
 from torch_remat.errors import MismatchError, MutationError, RematError, at_user_line
+
 
 def versions_of(tensors: Sequence[torch.Tensor | None]) -> Sequence[int]:
     """Return how often each tensor was changed in place; -1 where that is not counted."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from math import inf
 from operator import attrgetter
 from types import NoneType
 from typing import Any
@@ -17,6 +16,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 from torch.nn import Parameter
 
 from torch_remat._compat import (
@@ -48,7 +48,7 @@ from torch_remat.dispatch.mode import RematMode, current_mode
 from torch_remat.dispatch.observe import Watch, is_watched
 from torch_remat.dispatch.options import DEFAULTS, Options
 from torch_remat.dispatch.region.module_path import ModulePath
-from torch_remat.dispatch.region.outputs import boundary_nodes, node_of, tensors_of
+from torch_remat.dispatch.region.outputs import boundary_nodes, tensors_of
 from torch_remat.dispatch.region.outside import Outside
 from torch_remat.dispatch.region.region import Region
 from torch_remat.dispatch.region.replay import Filling
@@ -78,7 +78,7 @@ def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
             mode.observed = observed = Watch(mode)
             contexts = (observed, *contexts)
         output = mode.run(function, args, kwargs, (mode.pack_hook(), read), contexts)
-        nodes = [node_of(output)] if type(output) is Tensor else boundary_nodes(tensors_of(output))
+        nodes = mode.boundary(output)
         mode.finish(nodes)
     finally:
         mode.forget()
@@ -92,7 +92,7 @@ def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
     for node in nodes:
         # An output that is an input, or comes from outside, has an older node: a hook there would tie the region
         # to a graph that it may own through its function.
-        if node is not None and (number := node_number(node)) >= region.first_number:
+        if (number := node_number(node)) >= region.first_number:
             # The graph's holders own the region: an output that is held after backward keeps nothing of it.
             node.register_prehook(partial(_reach, ref(region)))
             if number > region.last_number:
@@ -121,12 +121,10 @@ class Recording(RematMode):
     ops: CallRecorder | None = None
     _values: Values | None = None
     _any_version = 0
-    _all_small = True  # of what is saved
     _keep: Callable[[Holder, ref[Holder], Tensor, Any], None] | None = None  # what a budget does with each saved tensor
 
     def __init__(self, region: Region) -> None:
         self.region = region
-        self.observed = self.watcher = None
         self._counters: list[torch.Tensor] = []
         self._casts: list[tuple[ref[Holder], torch.Tensor, int]] = []  # each with its leaf, and that one's version
         if region.keeper is not None:
@@ -172,7 +170,7 @@ class Recording(RematMode):
         assert region.inputs is not None
         tape, originals, bases = region.tape, region.inputs.originals, region.inputs.bases  # the graph keeps the hook
         entries, layouts, count = tape.saved, tape.layouts, self._counters.append
-        saved, keep, room = entries.append, self._keep, ROOM_BYTES if self._keep is None else inf
+        saved, keep, room = entries.append, self._keep, ROOM_BYTES
         strided = torch.strided
 
         def pack(tensor: torch.Tensor) -> Holder | Anchor:
@@ -211,18 +209,20 @@ class Recording(RematMode):
             elif tensor.is_floating_point():
                 tape.buffers.add(len(entries))
             metadata = metadata_of(tensor)
-            if metadata[0] or owner.layout is not strided or room < (size := owner.nbytes) > SMALL_BYTES:
+            if metadata[0] or owner.layout is not strided:
                 return self.pack(tensor)
-            if size > SMALL_BYTES:
-                room -= size
-                self._all_small = False
             holder = Holder()
             holder.region = region
             holder.value = holder.origin = None
             holder.metadata, holder.layout = metadata, layout
             holder.producer = holder.plain = producer
             saved(entry := ref(holder))
-            count(owner) if keep is None else keep(holder, entry, self.alias_of(tensor), ops)
+            if keep is not None:
+                keep(holder, entry, self.alias_of(tensor), ops)
+            elif (size := owner.nbytes) <= SMALL_BYTES or (room := room - size) > 0:
+                count(owner)
+            else:
+                count(_counter_of(owner))
             return holder
 
         return pack if keep is None or region.keeper is None else region.keeper.pack_hook(self, pack)
@@ -252,7 +252,6 @@ class Recording(RematMode):
         holder.metadata = metadata = metadata_of(tensor)
         if metadata[0]:
             self._any_version = 1
-        self._all_small = False
         holder.plain = None
         holder.layout = layout
         holder.producer = NoneType if is_input else type(node)
@@ -265,10 +264,10 @@ class Recording(RematMode):
                 holder.producer = NoneType
             elif node_number(node) < region.first_number and graph_task() < 0:  # backward makes it anew for each reader
                 holder.origin = ref(owner)
-        if self._keep is None:
-            self._counters.append(_counter_of(owner))
-        else:
+        if self._keep is not None:
             self._keep(holder, ref(holder), self.alias_of(tensor), self.ops)
+        else:
+            self._counters.append(_counter_of(owner))
         if self._values is not None:
             self._values.add(holder, tensor)
         return holder
@@ -284,7 +283,16 @@ class Recording(RematMode):
         if self.ops is not None and self.ops.watch is not None:
             self.ops.watch.give_name(tensor, name)
 
-    def finish(self, boundary: Sequence[torch.autograd.graph.Node | None]) -> None:
+    def boundary(self, output: Any) -> Sequence[Node]:
+        """Return the nodes of the outputs, if something asks for them.
+
+        A plain region needs none of them: the first empty holder that is unpacked starts its replay.
+        """
+        if self.ops is None and self.observed is None and self.region.keeper is None:
+            return ()
+        return boundary_nodes(tensors_of(output))
+
+    def finish(self, boundary: Sequence[Node]) -> None:
         """Close forward: see NOTE [ Changes after the save ], and forget random state that was not drawn from."""
         region = self.region
         if region.misuse is not None:
@@ -296,8 +304,8 @@ class Recording(RematMode):
             keeper.end()
         elif self._any_version or any(map(_version_of, self._counters)):
             self._find_changed()
-        if self._all_small and self._counters and self.ops is None:
-            region.tail_is_tiny = self._tail_is_tiny()
+        region.end_number = sequence_number()
+        region.versions = versions_of(region.parameters)
         for entry, leaf, version in self._casts:  # which replay makes of the leaf as it will be then
             if leaf._version != version and (holder := entry()) is not None and holder.value is None:
                 mark_changed(holder)
@@ -313,18 +321,7 @@ class Recording(RematMode):
                     self.ops.finish(boundary)
         if region.rng is not None and not region.rng.keep_drawn(region.tape.drawn_by_ops() if self.ops else ()):
             region.rng = None
-        region.versions = versions_of(region.parameters)
         region.finished = True
-
-    def _tail_is_tiny(self) -> bool:
-        """Whether so little follows the last save that to stop replay there by an exception would take longer."""
-        node = self._counters[-1].grad_fn
-        if node is None or not 0 <= sequence_number() - node_number(node) <= TINY_NODES:
-            return False
-        for leaf in self.region.tape.saved[-TINY_NODES:]:
-            if isinstance(leaf, Tensor) and (leaf.layout is not torch.strided or leaf.nbytes > SMALL_BYTES):
-                return False
-        return True
 
     def _find_changed(self) -> None:
         counters = iter(self._counters)
@@ -354,8 +351,6 @@ _version_of = attrgetter("_version")
 # What is so small is kept until forward ends rather than described, and of what is larger so much in a region.
 SMALL_BYTES = 4096
 ROOM_BYTES = 1 << 20
-# Of a replay that would stop before so few ops on small tensors, the exception would be the dearest part.
-TINY_NODES = 4
 
 
 def _counter_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -66,12 +66,12 @@ class Region:
         is_part: Whether it runs in a native region that replay skips; see `part`.
     """
 
-    versions: Sequence[int] = ()  # of its parameters at the end of forward
     values: Values | None = None  # of the determinism check, while forward takes them
+    versions: Sequence[int] = ()  # of its parameters at the end of forward
     finished = False  # whether forward is over
     filling = False  # whether a replay runs
-    tail_is_tiny = False  # whether replay runs to the function's end, since what follows the last save is little
-    last_number = -1  # of the autograd nodes that lead to its outputs
+    end_number = -1  # where autograd stood when forward ended
+    last_number = -1  # of the autograd nodes that lead to its outputs, if something asked for them
     replay_context: AbstractContextManager[Any] | None = None
     op_log: OpLog | None = None
     offloading: Sender | None = None

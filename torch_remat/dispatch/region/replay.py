@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from types import NoneType
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import ref
 
@@ -75,6 +76,7 @@ class Filling(RematMode):
     _error: RematError | None = None
     _values: Values | None = None
     _refusal: Refusal | None = None  # the latest when `StopReplay` was raised
+    _first_number = 0  # where autograd stood when the function began
     _unfilled_number = -1  # of the latest op that may yet fill what it saved
     _sees_modes_of_forward = True  # also how many modes: ops of C++ write in place where there are none
     _waiting = 0  # how many holders are filled otherwise than at their place
@@ -89,8 +91,6 @@ class Filling(RematMode):
         self._end_at(last)
         if tape.records or tape.calls:
             self.ops = Answerer(self)
-        elif region.tail_is_tiny and self._last == self._limit - 1 and not count_of_modes():
-            self._last = self._limit  # an exception would take longer; what watches is to see the same in both phases
         if tape.elided:
             self._waiting = tape.empty_elided()
         if options is not DEFAULTS:
@@ -133,6 +133,7 @@ class Filling(RematMode):
                     or is_watched()
                 ):
                     contexts = self._contexts() + contexts
+                self._first_number = sequence_number()
                 self.run(region.function, args, kwargs, (self.pack_hook(), unpack), contexts)
             except StopReplay as stop:
                 if stop.replay is not self:
@@ -406,8 +407,28 @@ class Filling(RematMode):
         return with_leaves(args, kwargs, fresh)
 
     def _stop_at(self, position: int) -> None:
-        if position == self._last and not self._waiting and self._unfilled_number != sequence_number():
+        if position != self._last or self._waiting or self._unfilled_number == sequence_number():
+            return
+        if self.ops is not None or position != self._limit - 1 or count_of_modes() or not self._tail_is_tiny():
             self.stop()
+
+    def _tail_is_tiny(self) -> bool:
+        """Whether so little follows the last save that to stop here by an exception would take longer.
+
+        A dispatch mode is to see the same in both phases.
+        """
+        region = self.region
+        if not 0 <= region.end_number - region.first_number - sequence_number() + self._first_number <= TINY_NODES:
+            return False
+        kind: type = NoneType  # of the node that made the last saved tensor
+        for entry in self._saved[-LAST_SAVED:]:
+            holder = entry() if type(entry) is ref else None
+            saved = entry if holder is None else holder.value
+            if holder is not None:
+                kind = holder.producer
+            if isinstance(saved, Tensor) and (saved.layout is not torch.strided or saved.nbytes > SMALL_BYTES):
+                return False
+        return kind is not NoneType
 
     def ops_now(self) -> Answerer | None:
         """Return the ops of this replay; None once it is over, when user code goes on all the same."""
@@ -513,3 +534,9 @@ class Filling(RematMode):
             raise saved_otherwise(region, self.position, empty[0])
         if region.finished and not region.options.early_stop and self.position != len(self._saved):
             raise saved_otherwise(region, self.position)
+
+
+# Of a replay that would stop before so few ops on small tensors, the exception would be the dearest part.
+TINY_NODES = 2
+LAST_SAVED = 4
+SMALL_BYTES = 4096
