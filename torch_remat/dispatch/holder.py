@@ -194,7 +194,11 @@ def read(packed: Any) -> Any:
         ReleasedError: The region's inputs were freed by an earlier backward.
         UsageError: The gradient is taken before forward ends, and cannot be right; see `Region.note_gradient`.
     """
-    if type(packed) is not Holder:
+    if type(packed) is Holder:
+        kept = packed.value
+        if kept is not None and packed.region.inputs is None and kept._version == packed.metadata[0]:
+            return kept
+    else:
         if type(packed) is tuple:
             value, version, region, op = packed
             if value._version != version:

@@ -171,7 +171,6 @@ class Recording(RematMode):
         tape, originals, bases = region.tape, region.inputs.originals, region.inputs.bases  # the graph keeps the hook
         entries, layouts, count = tape.saved, tape.layouts, self._counters.append
         saved, keep, room = entries.append, self._keep, ROOM_BYTES
-        strided = torch.strided
 
         def pack(tensor: torch.Tensor) -> Holder | Anchor:
             nonlocal room
@@ -209,8 +208,16 @@ class Recording(RematMode):
             elif tensor.is_floating_point():
                 tape.buffers.add(len(entries))
             metadata = metadata_of(tensor)
-            if metadata[0] or owner.layout is not strided:
+            if metadata[0]:
                 return self.pack(tensor)
+            if keep is None:
+                try:
+                    size = owner.nbytes
+                except RuntimeError:  # of a sparse tensor
+                    return self.pack(tensor)
+                if size > SMALL_BYTES:
+                    room -= size
+                count(owner if size <= SMALL_BYTES or room > 0 else _counter_of(owner))
             holder = Holder()
             holder.region = region
             holder.value = holder.origin = None
@@ -219,10 +226,6 @@ class Recording(RematMode):
             saved(entry := ref(holder))
             if keep is not None:
                 keep(holder, entry, self.alias_of(tensor), ops)
-            elif (size := owner.nbytes) <= SMALL_BYTES or (room := room - size) > 0:
-                count(owner)
-            else:
-                count(_counter_of(owner))
             return holder
 
         return pack if keep is None or region.keeper is None else region.keeper.pack_hook(self, pack)

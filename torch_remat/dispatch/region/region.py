@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import count
+from types import FunctionType
 from typing import Any, NoReturn
 from weakref import finalize, ref
 
@@ -126,7 +127,7 @@ class Region:
         """The name that messages and reports use."""
         if self.options.region_name is not None:
             return self.options.region_name
-        return self._past_name if self.function is None else default_name(self.function)
+        return default_name(self._past_name if self.function is None else self.function)
 
     def reach(self) -> None:
         """Replay if a holder needs it: backward comes to the region, and has run nothing of it."""
@@ -246,7 +247,8 @@ class Region:
 
     def release(self) -> None:
         """Drop what only a further replay would need."""
-        self._past_name = default_name(self.function)  # of the function no more than a name: it may own tensors
+        function = self.function  # of which no more than a name stays: it may own tensors
+        self._past_name = function.__qualname__ if type(function) is FunctionType else default_name(function)
         self.parameters = ()
         if self.tape.records or self.tape.regions or self.tape.calls or self.tape.inner:
             self.tape.forget_slots()
