@@ -1,8 +1,7 @@
 """A region's inputs: what replay starts from.
 
 In: the arguments of the call. Kept, until replay has run: every tensor found anywhere in the arguments, detached, so
-that the region never pins the graph before it; parameters and other values as they are. Out: fresh arguments; or those
-that came, where a gradient taken in forward left the region by one of them.
+that the region never pins the graph before it; parameters and other values as they are. Out: fresh arguments.
 
 Inputs go through the saved-tensor hooks around the region, as anything does that is kept for backward: an
 enclosing ``save_on_cpu`` moves them, an enclosing region recomputes them.
@@ -18,7 +17,7 @@ from weakref import ref
 import optree
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn import Module, Parameter
 
 from torch_remat._compat import (
@@ -49,8 +48,6 @@ class RegionInputs:
         bases: The ids of the latter.
         others: The leaves that are no tensors.
         given: The leaves as they came, while forward runs, which may take them out of containers: ids are used again.
-        connected: Whether a gradient that was taken inside forward left the region by an argument, to come to another
-            by what lies before the region: then replay gets the arguments with their histories.
     """
 
     _spec: optree.PyTreeSpec | None = None
@@ -68,7 +65,6 @@ class RegionInputs:
     given: Sequence[Any] = ()
     others: Sequence[Any] = ()
     bases: Collection[int] = frozenset()
-    connected = False
     _asked_in = -1  # the backward that was looked at last
 
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any], hooks: SavedTensorHooks | None = None) -> None:
@@ -178,11 +174,12 @@ class RegionInputs:
             self._storages = {*self._storages, key_of(tensor)}
         self.given = (*self.given, tensor)  # no other takes its place
 
-    def note_gradient(self) -> None:
-        """Note where a gradient goes that is taken while forward runs."""
-        if not self.connected and self._asked_in != (task := graph_task()):
-            self._asked_in = task
-            self.connected = _is_left_by_gradient(self.given)
+    def is_left_by_gradient(self) -> bool:
+        """Whether the gradient that is taken now leaves the region by one argument and comes to another."""
+        if self._asked_in == (task := graph_task()):
+            return False
+        self._asked_in = task
+        return _is_left_by_gradient(self.given)
 
     def note_histories(self) -> None:
         """Let replay find no other leaves: an inner region begins, which keeps none, or autocast, which keeps casts."""
@@ -197,8 +194,7 @@ class RegionInputs:
     def forget_given(self) -> None:
         """Let go of what only forward needs."""
         self.originals.clear()
-        if not self.connected:
-            self.given = ()
+        self.given = ()
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's memory stays with the inputs; asked only while forward runs."""
@@ -276,13 +272,8 @@ class RegionInputs:
             if same is not None and not same.requires_grad and _place(same) == _place(kept):
                 leaves[index] = same  # backward of a custom Function may look at what it is
                 continue
-            if self.connected and requires_grad and index not in self._written:
-                leaves[index] = kept = self.given[index]
-                if version >= 0 and kept._version != version:
-                    raise self._changed(region.name, index)
-            else:
-                has_history = index in self._written or (self._made is not None and index in self._made)
-                leaves[index] = fresh_alias(kept, requires_grad, has_history)
+            has_history = index in self._written or (self._made is not None and index in self._made)
+            leaves[index] = fresh_alias(kept, requires_grad, has_history)
             if not self.as_given:
                 restored.append(ref(leaves[index]))
         self._restored = restored
@@ -365,20 +356,31 @@ def _with_strides(tensor: Tensor, stride: Sequence[int]) -> Tensor:
 
 
 def _is_left_by_gradient(given: Sequence[Any]) -> bool:
-    """Whether the gradient that is taken now comes to one of these, and adds nothing to the ``grad`` of leaves."""
+    """Whether the gradient that is taken now passes one of these, and adds nothing to the ``grad`` of leaves."""
     with without_dispatch_modes():
-        nodes = {get_gradient_edge(leaf).node for leaf in given if isinstance(leaf, Tensor) and leaf.requires_grad}
+        todo = [get_gradient_edge(leaf).node for leaf in given if isinstance(leaf, Tensor) and leaf.requires_grad]
+    todo, passes = [node for node in todo if _runs(node)], False
+    seen = set(todo)
+    for node in todo:  # grows meanwhile
+        if not node.next_functions:
+            if _runs(node) is None:
+                continue
+            return False  # ``backward()`` comes to leaves; replay must not do that again
+        for child, _ in node.next_functions:
+            if child is not None and _runs(child) is not False:
+                passes = True
+                if child not in seen:
+                    seen.add(child)
+                    todo.append(child)
+    return passes
+
+
+def _runs(node: Node) -> bool | None:
+    """Whether a node runs in the present backward; None for that of a leaf for which the gradient is taken."""
     try:
-        todo = [node for node in nodes if would_run(node)]
-        for node in todo:  # which grows meanwhile
-            if not node.next_functions:
-                return False  # ``backward()`` comes to leaves; replay must not do that again
-            children = {child for child, _ in node.next_functions if child is not None} - nodes
-            nodes |= children
-            todo += filter(would_run, children)
-    except RuntimeError:  # a leaf, for which the gradient is taken
-        return True
-    return bool(todo)
+        return would_run(node)
+    except RuntimeError:
+        return None
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:

@@ -152,12 +152,21 @@ class Region:
             return
         if op and (self.recorder is None or self.recorder.running() != op):
             self.refuse("a gradient is taken through this call before the region's forward ends", op)
-        if self.inputs is not None:
-            self.inputs.note_gradient()
+        if self.inputs is not None and self.inputs.is_left_by_gradient():
+            self.refuse(
+                "a gradient is taken before the region's forward ends, leaves the region by one argument and comes back "
+                "by another",
+                None,
+                "Pass to the region what both arguments were made of, or take the gradient outside of the region.",
+            )
 
-    def refuse(self, what: str, op: str | None) -> NoReturn:
+    def refuse(
+        self,
+        what: str,
+        op: str | None,
+        remedy: str = "Take the gradient outside of the region, or give what it passes through the policy RECOMPUTE.",
+    ) -> NoReturn:
         """Raise an error about a gradient that is taken before forward ends, here and at the end of forward."""
-        remedy = "Take the gradient outside of the region, or give what it passes through the policy RECOMPUTE."
         self.misuse = partial(UsageError, what, region=self.name, op=op, remedy=remedy)
         raise self.misuse()
 
