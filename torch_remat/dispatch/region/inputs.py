@@ -9,7 +9,7 @@ enclosing ``save_on_cpu`` moves them, an enclosing region recomputes them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 from weakref import ref
@@ -174,12 +174,20 @@ class RegionInputs:
             self._storages = {*self._storages, key_of(tensor)}
         self.given = (*self.given, tensor)  # no other takes its place
 
-    def is_left_by_gradient(self) -> bool:
-        """Whether the gradient that is taken now leaves the region by one argument and comes to another."""
+    def is_left_by_gradient(self, variables: Callable[[], Iterable[Any]]) -> bool:
+        """Whether the gradient that is taken now leaves the region and comes back; asked while forward runs.
+
+        Replay has arguments without what lies before them: such a gradient would have fewer terms there.
+
+        Args:
+            variables: Returns the variables that the region's function reaches besides.
+        """
         if self._asked_in == (task := graph_task()):
             return False
         self._asked_in = task
-        return _is_left_by_gradient(self.given)
+        with without_dispatch_modes():
+            arguments, others = _nodes_of(self.given), _nodes_of(variables())
+        return _leads_on(arguments, None) or _leads_on(others - arguments, arguments)
 
     def note_histories(self) -> None:
         """Let replay find no other leaves: an inner region begins, which keeps none, or autocast, which keeps casts."""
@@ -355,24 +363,27 @@ def _with_strides(tensor: Tensor, stride: Sequence[int]) -> Tensor:
     return made
 
 
-def _is_left_by_gradient(given: Sequence[Any]) -> bool:
-    """Whether the gradient that is taken now passes one of these, and adds nothing to the ``grad`` of leaves."""
-    with without_dispatch_modes():
-        todo = [get_gradient_edge(leaf).node for leaf in given if isinstance(leaf, Tensor) and leaf.requires_grad]
-    todo, passes = [node for node in todo if _runs(node)], False
-    seen = set(todo)
+def _nodes_of(values: Iterable[Any]) -> set[Node]:
+    return {get_gradient_edge(leaf).node for leaf in values if isinstance(leaf, Tensor) and leaf.requires_grad}
+
+
+def _leads_on(nodes: Collection[Node], ends: Collection[Node] | None) -> bool:
+    """Whether the present backward goes on from nodes to certain others, by default to any.
+
+    Not so where it is ``backward()``, which comes to leaves: replay must not add to their gradients once more.
+    """
+    todo = [node for node in nodes if _runs(node)]
+    seen, leads = set(todo), False
     for node in todo:  # grows meanwhile
         if not node.next_functions:
-            if _runs(node) is None:
-                continue
-            return False  # ``backward()`` comes to leaves; replay must not do that again
+            return False
         for child, _ in node.next_functions:
-            if child is not None and _runs(child) is not False:
-                passes = True
-                if child not in seen:
+            if child is not None and (runs := _runs(child)) is not False:
+                leads = leads or ends is None or child in ends
+                if runs and child not in seen:
                     seen.add(child)
                     todo.append(child)
-    return passes
+    return leads
 
 
 def _runs(node: Node) -> bool | None:

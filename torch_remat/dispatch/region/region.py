@@ -7,7 +7,7 @@ to the holders. Out: filled holders, by a replay when one is needed.
 from __future__ import annotations
 
 from _thread import RLock  # without the Python function around it that threading has
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import count
@@ -152,13 +152,16 @@ class Region:
             return
         if op and (self.recorder is None or self.recorder.running() != op):
             self.refuse("a gradient is taken through this call before the region's forward ends", op)
-        if self.inputs is not None and self.inputs.is_left_by_gradient():
+        if self.inputs is not None and self.inputs.is_left_by_gradient(self._variables):
             self.refuse(
-                "a gradient is taken before the region's forward ends, leaves the region by one argument and comes back "
-                "by another",
+                "a gradient is taken before the region's forward ends, leaves the region by one argument or variable "
+                "and comes back by another",
                 None,
-                "Pass to the region what both arguments were made of, or take the gradient outside of the region.",
+                "Pass to the region what both were made of, or take the gradient outside of the region.",
             )
+
+    def _variables(self) -> Iterable[torch.Tensor | None]:
+        return () if self.outside is None else [state.tensor for state in self.outside.states()]
 
     def refuse(
         self,
