@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch.compiler import is_compiling
 
+from torch_remat._compat import is_compiling
 from torch_remat._compiled import compiled_region
 from torch_remat._offload import OFFLOADER, is_offloader
 from torch_remat.dispatch.mode import current_mode

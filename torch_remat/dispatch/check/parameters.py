@@ -51,7 +51,7 @@ def check_parameters(region: Any) -> dict[int, MakeError]:
         return {}
     # A forward that is not over has noted nothing yet.
     versions = versions_of(before) if region.finished else region.versions
-    now = reach(region.function, region.inputs.modules()).parameters
+    now = reach(region.function, region.inputs.modules(), parameters_alone=True).parameters
     if versions == region.versions and len(now) == len(before) and all(map(is_, before, now)):
         return {}
     others: dict[int, MakeError] = {}

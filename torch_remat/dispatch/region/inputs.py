@@ -280,9 +280,13 @@ class RegionInputs:
             if same is not None and not same.requires_grad and _place(same) == _place(kept):
                 leaves[index] = same  # backward of a custom Function may look at what it is
                 continue
-            has_history = index in self._written or (self._made is not None and index in self._made)
-            leaves[index] = fresh_alias(kept, requires_grad, has_history)
-            if not self.as_given:
+            if requires_grad and (index in self._written or (self._made is not None and index in self._made)):
+                leaves[index] = with_history(kept)
+            else:
+                leaves[index] = alias = kept.detach()
+                if requires_grad:
+                    alias.requires_grad_()
+            if self._unpack is not None or self._away:
                 restored.append(ref(leaves[index]))
         self._restored = restored
         if self._attributes is not None:
@@ -419,14 +423,16 @@ class _Alias(torch.autograd.Function):
         return grad
 
 
-def fresh_alias(tensor: torch.Tensor, requires_grad: bool, has_history: bool) -> torch.Tensor:
-    """Return an argument for one replay: a leaf, unless it must not be one, as where the function writes it."""
-    alias = tensor.detach().requires_grad_(requires_grad)
-    if not (requires_grad and has_history):
-        return alias
+def with_history(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an argument for one replay that is no leaf, as where the function writes it."""
     with torch.enable_grad():
-        made: torch.Tensor = _Alias.apply(alias)
+        made: torch.Tensor = _Alias.apply(tensor.detach().requires_grad_())
     return made
+
+
+def fresh_alias(tensor: torch.Tensor, requires_grad: bool, has_history: bool) -> torch.Tensor:
+    """Return an argument for one replay: a leaf, unless it must not be one."""
+    return with_history(tensor) if requires_grad and has_history else tensor.detach().requires_grad_(requires_grad)
 
 
 def leaves_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:

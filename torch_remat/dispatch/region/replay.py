@@ -87,7 +87,6 @@ class Filling(RematMode):
         tape, options = region.tape, region.options
         self._saved = tape.saved
         self._limit = len(tape.saved)  # 0 once the replay is over, so that the pack hook has one thing to look at
-        self.watcher = self.observed = None
         self._end_at(last)
         if tape.records or tape.calls:
             self.ops = Answerer(self)
