@@ -373,7 +373,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def is_compiling() -> bool:
-    """Whether code is traced by ``torch.compile`` or ``torch.export``: `torch.compiler.is_compiling` in half its time."""
+    """Whether ``torch.compile`` or ``torch.export`` traces; `torch.compiler.is_compiling` takes twice the time."""
     return torch.compiler.is_dynamo_compiling() or torch.compiler._is_compiling_flag
 
 

@@ -99,7 +99,7 @@ class RngState:
         if not by_ops and len(self._states) == 1:
             ((generator, start),) = self._states
             end = generator.get_state()
-            return _memcmp(start.data_ptr(), end.data_ptr(), end.nbytes) != 0
+            return bool(_memcmp(start.data_ptr(), end.data_ptr(), end.nbytes))
         drawn = {id(generator) for state in by_ops for generator, _ in state._states}
         self._states = [
             (generator, start)

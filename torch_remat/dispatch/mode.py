@@ -25,13 +25,11 @@ from torch_remat._compat import (
     SavedTensorHooks,
     active_modes,
     detached,
-    keep_from_compiler,
     pop_mode,
     pop_saved_tensors_hooks,
     push_mode,
     push_saved_tensors_hooks,
 )
-from torch_remat.dispatch.log.schema import effects_of
 from torch_remat.errors import Carried
 
 if TYPE_CHECKING:
@@ -201,21 +199,6 @@ class RematMode(DispatchMode):
         if self.watcher is None or type(tensor) is not torch.Tensor:
             return tensor.detach()
         return detached(tensor)
-
-    @keep_from_compiler
-    def after_next_op(self, then: Callable[[], None]) -> None:
-        """Do something once the watcher, which there must be, has seen the next op and has not refused it."""
-        watcher: Any = self.watcher
-
-        def seen(mode: Any, op: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-            if effects_of(op).ignored:
-                return watcher(mode, op, types, args, kwargs)
-            self.show_ops_to(watcher)
-            result = watcher(mode, op, types, args, kwargs)
-            then()
-            return result
-
-        self.show_ops_to(seen)
 
     @contextmanager
     def unwatched(self) -> Iterator[None]:

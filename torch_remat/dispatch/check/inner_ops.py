@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from torch_remat.dispatch.check.mismatch import SAME_ORDER, another_op, mismatched
+from torch_remat.dispatch.check.compare import SAME_ORDER, another_op, mismatched
 from torch_remat.dispatch.log.record import Record
 from torch_remat.errors import MismatchError
 from torch_remat.policies.decision import CheckpointPolicy

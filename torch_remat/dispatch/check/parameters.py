@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from torch_remat.dispatch.check.mismatch import REPLACED, described
+from torch_remat.dispatch.check.compare import REPLACED, described
 from torch_remat.dispatch.check.unread import MakeError
 from torch_remat.dispatch.reach import reach
 from torch_remat.errors import MismatchError, MutationError, RematError, at_user_line

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from torch_remat._compat import DispatchMode, sequence_number, storage_key
-from torch_remat.dispatch.check.mismatch import SAME_OPS, described, differs_at
+from torch_remat.dispatch.check.compare import SAME_OPS, described, differs_at
 from torch_remat.dispatch.holder import Holder
 from torch_remat.dispatch.log.meta import parts_of
 from torch_remat.dispatch.log.schema import WRITES_WITHOUT_SAYING, effects_of

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from torch_remat._compat import Handler, keep_from_compiler, top_saved_tensors_hooks
-from torch_remat.dispatch.check.mismatch import SAME_ORDER, another_op, mismatched, other_source
+from torch_remat.dispatch.check.compare import SAME_ORDER, another_op, mismatched, other_source
 from torch_remat.dispatch.handle.op import SKIPPED, RematHandle
 from torch_remat.dispatch.handle.saved_call import (
     LeftOut,

@@ -14,7 +14,7 @@ import torch
 from torch.nn import Parameter
 
 from torch_remat._compat import same_memory, without_dispatch_modes
-from torch_remat.dispatch.check.mismatch import mismatched
+from torch_remat.dispatch.check.compare import mismatched
 from torch_remat.dispatch.handle.variables import Path, at_path, identity_of
 from torch_remat.dispatch.handle.whole_call import kept_or_stand_in
 from torch_remat.dispatch.log.entry import WRITTEN, Entry, WholeCall, still_there

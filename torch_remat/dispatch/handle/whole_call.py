@@ -32,7 +32,7 @@ from torch_remat._compat import (
     sequence_number,
     storage_key,
 )
-from torch_remat.dispatch.check.mismatch import mismatched
+from torch_remat.dispatch.check.compare import mismatched
 from torch_remat.dispatch.holder import OpHolder
 from torch_remat.dispatch.log.entry import CALL, WRITTEN, Entry, WholeCall, written_arguments
 from torch_remat.dispatch.log.meta import (

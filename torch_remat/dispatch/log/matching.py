@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from torch_remat.dispatch.check.mismatch import mismatched
+from torch_remat.dispatch.check.compare import mismatched
 from torch_remat.dispatch.log.entry import VIEW, Entry
 from torch_remat.dispatch.log.meta import dense_layout
 from torch_remat.dispatch.log.schema import Effects, argument

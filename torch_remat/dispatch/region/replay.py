@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from types import NoneType
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import ref
@@ -26,9 +25,14 @@ from torch_remat._compat import (
     set_version,
 )
 from torch_remat.dispatch.ambient import capture_ambient
-from torch_remat.dispatch.check.comparison import is_same_leaf, lies_otherwise, what_differs
+from torch_remat.dispatch.check.compare import (
+    another_parameter,
+    is_same_leaf,
+    lies_otherwise,
+    saved_otherwise,
+    what_differs,
+)
 from torch_remat.dispatch.check.inner_ops import missing_inner
-from torch_remat.dispatch.check.mismatch import another_parameter, saved_otherwise
 from torch_remat.dispatch.check.parameters import check_parameters
 from torch_remat.dispatch.check.unread import Unread
 from torch_remat.dispatch.check.values import LeftOut, Values, difference, value_function
@@ -482,14 +486,6 @@ class Filling(RematMode):
             name = None if self.ops is None or type(holder) is OpHolder else self.ops.next_name()
             if name is not None and type(error) is MismatchError:
                 error.what += f" (op {name!r} of forward has not come yet)"
-            self._fail_if_no_op_says_more(error)
-
-    def _fail_if_no_op_says_more(self, error: RematError) -> None:
-        """Fail once the next op has come, if ops are compared: an error about another op says more."""
-        if self.ops is not None and self.ops.ops is not None and type(error) is MismatchError:
-            self._error, self.over, self._limit = error, True, 0
-            self.after_next_op(partial(self.fail, error))
-        else:
             self.fail(error)
 
     def _compare_layouts(self, position: int, tensor: torch.Tensor, owner: torch.Tensor, before: Layout | None) -> None:
@@ -500,7 +496,7 @@ class Filling(RematMode):
             return  # what was kept for replay has lost its base
         error = lies_otherwise(self.region, position, tensor, owner, before)
         if error is not None:
-            self._fail_if_no_op_says_more(error)
+            self.fail(error)
 
     def _compare_value(self, holder: Holder, value: Any) -> None:
         if self._error is None:
