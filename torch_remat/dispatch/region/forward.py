@@ -1,7 +1,7 @@
 """Forward: a region's function runs for the first time, and its saved tensors become holders.
 
-In: the user's function and arguments. Kept: a holder for each tensor that autograd saves. Out: the function's output. Of
-a region that keeps something each of the output's nodes has a hook that starts the replay.
+In: the user's function and arguments. Kept: a holder for each tensor that autograd saves. Out: the function's output; of
+a region that keeps something, with a hook on each of its nodes that starts the replay.
 """
 
 from __future__ import annotations
