@@ -1,7 +1,7 @@
 """Forward: a region's function runs for the first time, and its saved tensors become holders.
 
-In: the user's function and arguments. Kept: a holder for each tensor that autograd saves. Out: the function's output; of
-a region that keeps something, with a hook on each of its nodes that starts the replay.
+In: the user's function and arguments. Kept: a holder for each tensor that autograd saves. Out: the function's output;
+of a region that keeps something, with a hook on each of its nodes that starts the replay.
 """
 
 from __future__ import annotations
@@ -339,7 +339,7 @@ class Recording(RematMode):
         self._counters.clear()
         self._casts.clear()
         assert self.region.inputs is not None
-        self.region.inputs.forget_given()
+        self.region.inputs.end_forward()
         if self.ops is not None:
             self.ops.forget()
             self.ops = None

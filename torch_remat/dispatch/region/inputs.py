@@ -59,7 +59,7 @@ class RegionInputs:
     _given: Mapping[int, ref[torch.Tensor]] = MappingProxyType({})  # those that need no gradient, by leaf
     _attributes: dict[int, dict[str, Any]] | None = None  # by leaf: what Python code set on it
     _storages: Collection[int] = frozenset()  # of the tensors that hooks hold
-    _inside: Collection[int] = ()  # the leaves that the region itself has changed, and may not have
+    _inside: Collection[int] = ()  # the leaves that the region itself has changed, and replay would change again
     _written: Collection[int] = ()  # the leaves that it has changed where replay leaves that out
     _made: Collection[int] | None = None  # the leaves with a history, if something looks at that
     given: Sequence[Any] = ()
@@ -199,8 +199,11 @@ class RegionInputs:
         """Whether that was noted."""
         return self._made is not None
 
-    def forget_given(self) -> None:
-        """Let go of what only forward needs."""
+    def end_forward(self) -> None:
+        """Note what the region itself has changed, and let go of what only forward needs."""
+        for index, _, version in self._tensors:
+            if version > -1 and isinstance(kept := self._leaves[index], Tensor) and kept._version != version:
+                self._inside = {*self._inside, index}
         self.originals.clear()
         self.given = ()
 
@@ -229,12 +232,10 @@ class RegionInputs:
             return  # replay gets them from elsewhere
         for entry, (index, requires_grad, version) in enumerate(self._tensors):
             kept = self._leaves[index]
-            if version >= 0 and isinstance(kept, Tensor) and (times := kept._version - version):
-                if is_left_out(kept, times):
-                    self._tensors[entry] = (index, requires_grad, kept._version)
-                    self._written = {*self._written, index}
-                else:
-                    self._inside = {*self._inside, index}
+            times = kept._version - version if version >= 0 and isinstance(kept, Tensor) else 0
+            if times and is_left_out(kept, times):
+                self._tensors[entry] = (index, requires_grad, kept._version)
+                self._written = {*self._written, index}
 
     def parameters(self) -> Iterator[Any]:
         """Yield the parameters among the arguments."""
@@ -327,18 +328,17 @@ class RegionInputs:
     def _changed(self, region_name: str, index: int) -> MutationError:
         if index in self._inside:
             return MutationError(
-                "the region itself changed this input in place, not only where replay leaves out what was done, so "
-                "replay cannot start from it",
+                "the region itself changed this input in place, and replay would change it again, so replay cannot "
+                "start from it",
                 region=region_name,
                 tensor=self._place(index),
-                remedy="Do all such changes inside of native regions, or use the out-of-place form.",
+                remedy="Use the out-of-place form there, change a clone, or do all such changes inside native regions.",
             )
         return MutationError(
             "this input of the region was changed in place after the region was called, so replay cannot start from it",
             region=region_name,
             tensor=self._place(index),
-            remedy="Change a clone of it, or change it after backward. If the region's own function changes it in "
-            "place, use the out-of-place form there.",
+            remedy="Change a clone of it, or change it after backward.",
         )
 
     def _place(self, index: int) -> str:
