@@ -170,7 +170,7 @@ class Recording(RematMode):
         assert region.inputs is not None
         tape, originals, bases = region.tape, region.inputs.originals, region.inputs.bases  # the graph keeps the hook
         entries, layouts, count = tape.saved, tape.layouts, self._counters.append
-        saved, keep, room = entries.append, self._keep, ROOM_BYTES
+        saved, keep, room, strided = entries.append, self._keep, ROOM_BYTES, torch.strided
 
         def pack(tensor: torch.Tensor) -> Holder | Anchor:
             nonlocal room
@@ -208,14 +208,10 @@ class Recording(RematMode):
             elif tensor.is_floating_point():
                 tape.buffers.add(len(entries))
             metadata = metadata_of(tensor)
-            if metadata[0]:
+            if metadata[0] or owner.layout is not strided:
                 return self.pack(tensor)
             if keep is None:
-                try:
-                    size = owner.nbytes
-                except RuntimeError:  # of a sparse tensor
-                    return self.pack(tensor)
-                if size > SMALL_BYTES:
+                if (size := owner.nbytes) > SMALL_BYTES:
                     room -= size
                 count(owner if size <= SMALL_BYTES or room > 0 else _counter_of(owner))
             holder = Holder()

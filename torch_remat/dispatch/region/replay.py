@@ -32,7 +32,7 @@ from torch_remat.dispatch.check.compare import (
     saved_otherwise,
     what_differs,
 )
-from torch_remat.dispatch.check.inner_ops import missing_inner
+from torch_remat.dispatch.check.inner_ops import check_all_came
 from torch_remat.dispatch.check.parameters import check_parameters
 from torch_remat.dispatch.check.unread import Unread
 from torch_remat.dispatch.check.values import LeftOut, Values, difference, value_function
@@ -474,8 +474,8 @@ class Filling(RematMode):
 
     def fail(self, error: RematError) -> NoReturn:
         """Keep an error and end the replay with it."""
-        if not self.stopped:  # an op of an inner region that is missing explains all else
-            self._error = (missing_inner(self, self.position - 1) if type(error) is MismatchError else None) or error
+        if not self.stopped:
+            self._error = error
         self.stop()
 
     def explain(self, holder: Holder, tensor: torch.Tensor, owner: torch.Tensor, origin: torch.Tensor | None) -> None:
@@ -519,11 +519,10 @@ class Filling(RematMode):
         if (refusal := self._refused()) is not None:
             raise refusal.error()
         region = self.region
-        if self.over or region.finished:
-            if self.ops is not None:
-                self.ops.check_passed(self._last) if self.over else self.ops.finish()
-            if region.tape.inner and (missing := missing_inner(self, self._last if self.over else len(self._saved))):
-                raise missing
+        if self.ops is not None and (self.over or region.finished):
+            self.ops.check_passed(self._last) if self.over else self.ops.finish()
+        if region.tape.inner and not self.over and region.finished:
+            check_all_came(self)
         # Where nothing is left out, what replay came to is filled.
         if (self.ops is not None or self.position <= self._last_empty) and (empty := region.tape.empty()):
             raise saved_otherwise(region, self.position, empty[0])
