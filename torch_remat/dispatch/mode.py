@@ -30,6 +30,7 @@ from torch_remat._compat import (
     push_mode,
     push_saved_tensors_hooks,
 )
+from torch_remat.dispatch.holder import RegionLike
 from torch_remat.errors import Carried
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class RematMode(DispatchMode):
     """
 
     # No `__init__`: `DispatchMode` sets up its own state when it is entered, which a plain region never does.
-    region: Any
+    region: Any  # a `Region`, of which each phase names the type
     replaying: bool
     parent: RematMode | None = None
     ops: Any = None
@@ -74,7 +75,7 @@ class RematMode(DispatchMode):
         """Whether each aten op that comes now is answered from the log."""
         return self.replaying and self.watcher is not None and self.ops is not None and self.ops.ops is not None
 
-    def is_in(self, region: Any) -> bool:
+    def is_in(self, region: RegionLike) -> bool:
         """Whether this phase is one of a region, or lies in one of it."""
         return self.region is region or (self.parent is not None and self.parent.is_in(region))
 
@@ -218,7 +219,7 @@ class RematMode(DispatchMode):
 
 
 @contextmanager
-def unseen(region: Any = None) -> Iterator[None]:
+def unseen(region: RegionLike | None = None) -> Iterator[None]:
     """Show no op to the modes of a region and of those in it, by default of any: what runs inside is no part.
 
     Nor has what has a name there to do with the region, if there is one.

@@ -21,6 +21,7 @@ from torch_remat.dispatch.holder import (
     Holder,
     Layout,
     OpHolder,
+    RegionLike,
     is_parameter,
     layout_of,
     metadata_of,
@@ -47,7 +48,9 @@ REPLACED = (
 )
 
 
-def mismatched(region: Any, what: str, remedy: str, tensor: str | None = None, op: str | None = None) -> MismatchError:
+def mismatched(
+    region: RegionLike, what: str, remedy: str, tensor: str | None = None, op: str | None = None
+) -> MismatchError:
     """Return the error, with both phases' ops if the region recorded them."""
     if region.op_log is None:
         remedy += " checkpoint(debug=True) shows the ops of both phases side by side."
@@ -56,7 +59,7 @@ def mismatched(region: Any, what: str, remedy: str, tensor: str | None = None, o
     return MismatchError(what, region=region.name, op=op, tensor=tensor, remedy=remedy)
 
 
-def differs_at(region: Any, holder: Holder, what: str, remedy: str = SAME_OPS) -> MismatchError:
+def differs_at(region: RegionLike, holder: Holder, what: str, remedy: str = SAME_OPS) -> MismatchError:
     """Return the error about what replay saves, or does not, where forward saved what the holder stands for."""
     return mismatched(region, what, remedy, holder.name, holder.op)
 
@@ -68,7 +71,7 @@ def described(tensor: torch.Tensor | Holder) -> str:
 
 
 def another_op(
-    region: Any, name: str, policy: CheckpointPolicy, expected: Any, is_known: bool, replay: str = "replay"
+    region: RegionLike, name: str, policy: CheckpointPolicy, expected: Any, is_known: bool, replay: str = "replay"
 ) -> MismatchError:
     """Return the error about an op with a name that forward did not run here."""
     place = at_user_line()
@@ -81,7 +84,7 @@ def another_op(
     return mismatched(region, what, SAME_ORDER, op=name)
 
 
-def other_source(region: Any, holder: OpHolder, tensor: Any, is_input: bool) -> MismatchError:
+def other_source(region: RegionLike, holder: OpHolder, tensor: Any, is_input: bool) -> MismatchError:
     """Return the error about a SAVE op's input, or another op's output, of which the op saved a view in forward."""
     verb = "is given" if is_input else "that made it returns"
     found = described(tensor) if isinstance(tensor, torch.Tensor) else "no tensor"
@@ -90,7 +93,7 @@ def other_source(region: Any, holder: OpHolder, tensor: Any, is_input: bool) -> 
 
 
 def another_parameter(
-    region: Any, place: str, op: str | None, parameter: torch.Tensor | None, tensor: torch.Tensor
+    region: RegionLike, place: str, op: str | None, parameter: torch.Tensor | None, tensor: torch.Tensor
 ) -> MismatchError:
     """Return the error about a parameter, or another tensor from outside the region, that forward did not use."""
     used = "another tensor" if parameter is None else f"a parameter {described(parameter)}, or a view of it,"
@@ -98,7 +101,7 @@ def another_parameter(
     return mismatched(region, f"{what}{at_user_line()}", REPLACED, place, op)
 
 
-def saved_otherwise(region: Any, replayed: int, missing: Holder | None = None) -> MismatchError:
+def saved_otherwise(region: RegionLike, replayed: int, missing: Holder | None = None) -> MismatchError:
     """Return the error about a replay that saved fewer tensors than forward, or, run to its end, more."""
     what = f"replay saved {replayed} tensor{'s' * (replayed != 1)} where forward saved {len(region.tape.saved)}"
     if missing is None:
@@ -223,8 +226,9 @@ def _is_by_another_op(holder: Holder, owner: torch.Tensor) -> bool:
     if {kind.__name__ for kind in kinds} == _RESHAPES:
         return False
     inputs = holder.region.inputs
-    may_be_input = holder.producer is NoneType and inputs is not None and type(owner) is torch.Tensor
-    return not (may_be_input and (inputs.is_made_as(owner, owner.grad_fn) or inputs.has_values_of(owner)))
+    if holder.producer is not NoneType or inputs is None or type(owner) is not torch.Tensor:
+        return True
+    return not (inputs.is_made_as(owner, owner.grad_fn) or inputs.has_values_of(owner))
 
 
 # `Tensor.reshape` is the one or the other by whether a dispatch mode is active.
@@ -236,7 +240,7 @@ def _op_behind(node: type) -> str:
 
 
 def lies_otherwise(
-    region: Any, position: int, tensor: torch.Tensor, owner: torch.Tensor, before: Layout | None
+    region: RegionLike, position: int, tensor: torch.Tensor, owner: torch.Tensor, before: Layout | None
 ) -> RematError | None:
     """Return the error about a view that lies otherwise in what it is a view of than in forward, if it does.
 

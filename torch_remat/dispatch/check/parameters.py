@@ -15,14 +15,14 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import zip_longest
 from operator import attrgetter, is_
-from typing import Any
 
 import torch
 from torch.nn import Parameter
 
 from torch_remat.dispatch.check.compare import REPLACED, described
 from torch_remat.dispatch.check.unread import MakeError
-from torch_remat.dispatch.reach import reach
+from torch_remat.dispatch.holder import RegionLike
+from torch_remat.dispatch.reach import Reached, reach
 from torch_remat.errors import MismatchError, MutationError, RematError, at_user_line
 
 
@@ -37,7 +37,7 @@ def versions_of(tensors: Sequence[torch.Tensor | None]) -> Sequence[int]:
 _version = attrgetter("_version")
 
 
-def check_parameters(region: Any) -> dict[int, MakeError]:
+def check_parameters(region: RegionLike) -> dict[int, MakeError]:
     """Compare the parameters with those of forward, at the start of a replay.
 
     Returns:
@@ -51,7 +51,7 @@ def check_parameters(region: Any) -> dict[int, MakeError]:
         return {}
     # A forward that is not over has noted nothing yet.
     versions = versions_of(before) if region.finished else region.versions
-    now = reach(region.function, region.inputs.modules(), parameters_alone=True).parameters
+    now = _reached(region, parameters_alone=True).parameters
     if versions == region.versions and len(now) == len(before) and all(map(is_, before, now)):
         return {}
     others: dict[int, MakeError] = {}
@@ -68,16 +68,22 @@ def check_parameters(region: Any) -> dict[int, MakeError]:
     return others
 
 
-def _name_of(region: Any, place: int, parameter: torch.Tensor | None) -> str:
+def _reached(region: RegionLike, parameters_alone: bool = False) -> Reached:
+    assert region.function is not None
+    assert region.inputs is not None
+    return reach(region.function, region.inputs.modules(), parameters_alone)
+
+
+def _name_of(region: RegionLike, place: int, parameter: torch.Tensor | None) -> str:
     """Return what an error calls a parameter: its place, and its name in the module that has it, if one has."""
-    for module in reach(region.function, region.inputs.modules()).modules:
+    for module in _reached(region).modules:
         for name, other in module.named_parameters():
             if other is parameter:
                 return f"parameter {place} ({name})"
     return f"parameter {place}"
 
 
-def _replaced(region: Any, place: int, one: torch.Tensor | None, other: torch.Tensor | None) -> RematError:
+def _replaced(region: RegionLike, place: int, one: torch.Tensor | None, other: torch.Tensor | None) -> RematError:
     before, now = ("none" if it is None else described(it) for it in (one, other))
     how = f"{now}, with other values" if before == now else f"{before}, then {now}"
     reader = "" if other is None else f", and replay reads the other one{at_user_line()}"
@@ -85,7 +91,7 @@ def _replaced(region: Any, place: int, one: torch.Tensor | None, other: torch.Te
     return MismatchError(what, region=region.name, tensor=_name_of(region, place, other), remedy=REPLACED)
 
 
-def _changed(region: Any, place: int, parameter: torch.Tensor) -> RematError:
+def _changed(region: RegionLike, place: int, parameter: torch.Tensor) -> RematError:
     return MutationError(
         f"this parameter, {described(parameter)}, was changed in place since forward, and replay reads it"
         f"{at_user_line()}",

@@ -117,6 +117,7 @@ class Recording(RematMode):
     budget, and subclasses; of another large one a detached alias without data is.
     """
 
+    region: Region
     replaying = False
     ops: CallRecorder | None = None
     _values: Values | None = None

@@ -54,7 +54,7 @@ from torch_remat.dispatch.observe import Watch, is_watched
 from torch_remat.dispatch.options import DEFAULTS
 from torch_remat.dispatch.placeholder import Packed, Placeholder, Refusal, add_note, last_refusal, unpack
 from torch_remat.dispatch.region.inputs import fresh_alias, leaves_of, with_leaves
-from torch_remat.dispatch.region.outside import State, put_back
+from torch_remat.dispatch.region.outside import State, Unreadable, put_back
 from torch_remat.errors import MismatchError, RematError
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ class Filling(RematMode):
         stopped: Whether `StopReplay` was raised: what user code runs from there on counts for nothing.
     """
 
+    region: Region
     replaying = True
     stopped = False
     over = False  # whether it takes no more tensors
@@ -125,7 +126,7 @@ class Filling(RematMode):
         try:
             contexts = self._go_back()
             self._sees_modes_of_forward = not contexts and region.modes == count_of_modes()
-            args, kwargs = region.inputs.restore(region)
+            args, kwargs = region.inputs.restore(region.name)
             set_grad_enabled(True)
             try:
                 if (
@@ -192,7 +193,8 @@ class Filling(RematMode):
             The contexts that end a replay that reads what it must not read.
         """
         region, ops = self.region, self.ops
-        parameters, places = check_parameters(region), []
+        parameters = check_parameters(region)
+        places: list[Unreadable] = []
         if region.outside is not None:
             if not region.finished:
                 region.outside.classify(None if region.recorder is None else region.recorder.storages.has_changed)
