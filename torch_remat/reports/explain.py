@@ -197,7 +197,7 @@ class _Trials:
 
 def _arguments_of(region: Region, inputs: RegionInputs) -> tuple[Sequence[Any], Mapping[str, Any]]:
     """Return a region's arguments; those that were offloaded are such that a new region offloads them, too."""
-    args, kwargs = inputs.restore(region.name)
+    args, kwargs = inputs.restore(region)
     leaves = leaves_of(args, kwargs)
     copies = {id(leaves[place]): leaves[place].clone() for place in inputs.offloaded()}  # a leaf would not travel
     return with_leaves(args, kwargs, [copies.get(id(leaf), leaf) for leaf in leaves]) if copies else (args, kwargs)

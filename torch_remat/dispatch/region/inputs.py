@@ -29,7 +29,7 @@ from torch_remat._compat import (
     without_dispatch_modes,
     would_run,
 )
-from torch_remat.dispatch.holder import is_parameter, metadata_of
+from torch_remat.dispatch.holder import RegionLike, is_parameter, metadata_of
 from torch_remat.dispatch.log.meta import key_of
 from torch_remat.errors import MutationError
 
@@ -253,11 +253,11 @@ class RegionInputs:
         """Return the modules among the arguments."""
         return [other for other in self.others if isinstance(other, Module)]
 
-    def restore(self, region: str) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    def restore(self, region: RegionLike) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """Return ``(args, kwargs)`` for one replay, with tensors that no earlier replay has touched.
 
         Args:
-            region: The region's name.
+            region: The region, for errors.
 
         Raises:
             MutationError: A tensor was changed in place since the region was called.
@@ -271,7 +271,7 @@ class RegionInputs:
             kept = leaves[index]
             if requires_grad is None:
                 if kept._version != version:
-                    raise self._changed(region, index)
+                    raise self._changed(region.name, index)
                 continue
             if self._unpack is not None and version != _UNPACKED:
                 with torch.no_grad():
@@ -279,7 +279,7 @@ class RegionInputs:
                 if index in self._strides and type(kept) is Tensor and kept.layout is torch.strided:
                     kept = _with_strides(kept, self._strides[index])
             elif version >= 0 and kept._version != version:
-                raise self._changed(region, index)
+                raise self._changed(region.name, index)
             same = self._given[index]() if index in self._given else None
             if same is not None and not same.requires_grad and _place(same) == _place(kept):
                 leaves[index] = same  # backward of a custom Function may look at what it is

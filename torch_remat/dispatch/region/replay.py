@@ -126,7 +126,7 @@ class Filling(RematMode):
         try:
             contexts = self._go_back()
             self._sees_modes_of_forward = not contexts and region.modes == count_of_modes()
-            args, kwargs = region.inputs.restore(region.name)
+            args, kwargs = region.inputs.restore(region)
             set_grad_enabled(True)
             try:
                 if (
