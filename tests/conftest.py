@@ -11,6 +11,7 @@ import torch
 
 import torch_remat as remat
 from torch_remat._compat import accelerator_type
+from torch_remat.dispatch.call.recorder import forget_what_was_read
 
 sys.path.insert(0, str(Path(__file__).parent))  # importlib mode adds nothing by itself; tests import `helpers`
 
@@ -63,6 +64,7 @@ def _clean_state():
     from helpers import assert_clean_state
 
     torch.manual_seed(0)
+    forget_what_was_read()
     yield
     assert_clean_state()
     assert not remat.is_recomputing()

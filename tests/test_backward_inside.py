@@ -218,7 +218,7 @@ def test_gradient_taken_inside_a_region_through_a_call_of_torchs_own_is_refused(
         first = torch.autograd.grad(y.sum(), x, retain_graph=True)
         return y, first, torch.autograd.grad(y.sum(), x)
 
-    if name in ("watched", "of its result"):
+    if name == "of its result":
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", remat.RematWarning)
             assert_same_program(program, early_stop=early_stop)

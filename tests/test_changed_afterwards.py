@@ -189,14 +189,9 @@ def test_gradient_taken_through_a_call_that_autocast_casts_for_is_refused_or_rig
             return y * torch.autograd.grad(y.float().square().sum(), x, create_graph=True)[0]
 
     x = leaf(3, 8)
-    for name, call in CALLS.items():
-        if name == "native":  # its Python runs again
-            assert_same(
-                gradients(lambda x: block(x, plainly), x), gradients(lambda x, call=call: block(x, call), x, {})
-            )
-        else:
-            with pytest.raises(remat.UsageError, match="gradient is taken through this call"):
-                gradients(lambda x, call=call: block(x, call), x, {})
+    for call in CALLS.values():
+        with pytest.raises(remat.UsageError, match="gradient is taken through this call"):
+            gradients(lambda x, call=call: block(x, call), x, {})
 
 
 @pytest.mark.parametrize("options", [{}, {"early_stop": False}])

@@ -364,6 +364,8 @@ def far_away():
 
 
 FAR_AWAY = list(far_away())
+# The walk does not find these: docs/limits.md says so.
+TOO_FAR = {"global of another function", "object", "partial"}
 
 
 def change_in_place(parameter):
@@ -375,9 +377,13 @@ def change_in_place(parameter):
 @pytest.mark.parametrize("name", FAR_AWAY)
 def test_parameter_that_autograd_does_not_save_is_missed_nowhere_when_it_changes(name, outputs):
     function, parameter = far_away()[name]
-    y = checkpointed(lambda x: outputs(function(x)))(leaf(2, 4))
+    check = "bitwise" if name in TOO_FAR else "default"
+    y = remat.checkpoint(determinism_check=check)(lambda x: outputs(function(x)))(leaf(2, 4))
     change_in_place(parameter)
-    with pytest.raises(remat.MutationError, match="changed in place since forward"):
+    error, text = remat.MutationError, "changed in place since forward"
+    if name in TOO_FAR:
+        error, text = remat.MismatchError, "has other values in replay"
+    with pytest.raises(error, match=text):
         (y if isinstance(y, torch.Tensor) else y["y"][0]).sum().backward()
 
 

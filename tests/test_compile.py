@@ -904,7 +904,7 @@ def test_ops_around_compiled_code_run_again_and_what_the_policy_names_is_kept():
 def test_compiled_code_that_changes_the_argument_of_its_native_region_is_an_error():
     compiled, x = torch.compile(lambda x: x.mul_(2).sin(), backend="aot_eager"), leaf(4)
     with pytest.raises(
-        remat.UsageError, match=r"::op: .*left out of replay, and changed an argument in place"
+        remat.UsageError, match=r"::op: .*skipped in replay, and modified an argument in place"
     ) as caught:
         remat.checkpoint()(lambda x: remat.native_save_region("op", compiled, x.exp()))(x)
     assert caught.value.op == "op"
@@ -946,12 +946,17 @@ def test_what_is_for_eager_code_says_so_in_compiled_code(name):
 
 
 @pytest.mark.skipif(not CompiledCode.is_noticed, reason="before torch 2.13 it runs as it is written")
-def test_call_around_compiled_code_in_a_region_with_a_policy_says_why_it_runs_again():
-    compiled, x = torch.compile(torch.sin, backend="eager"), leaf(4)
+def test_call_around_compiled_code_in_a_region_with_a_policy_is_skipped():
+    compiled, x, runs = torch.compile(torch.sin, backend="eager"), leaf(4), []
+
+    def call(t):
+        runs.append(remat.is_recomputing())
+        return compiled(t) * 2
 
     def block(x):
-        return remat.op(lambda t: compiled(t) * 2, "k")(x.exp()).tanh() * x
+        return remat.op(call, "k")(x.exp()).tanh() * x
 
-    with pytest.warns(remat.RematWarning, match="k: replay makes this call again, since compiled code runs in"):
-        y = remat.checkpoint(policy=[torch.ops.aten.tanh.default])(block)(x)
-    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], torch.autograd.grad(block(x).sum(), x)[0])
+    y = remat.checkpoint(policy=[torch.ops.aten.tanh.default])(block)(x)
+    actual = torch.autograd.grad(y.sum(), x)[0]
+    assert runs == [False]
+    assert torch.equal(actual, torch.autograd.grad(block(x).sum(), x)[0])

@@ -91,7 +91,7 @@ def test_each_named_tensor_has_a_state_and_a_reason():
     assert told["pair.1"] == ("not kept", "nothing reads it in replay: a placeholder stands for it")
     assert told["mix.out"] == ("recomputed", "the replay of mix makes it again")
     elided = remat.explain(checkpointed(lambda x: op(Both, "b", SAVE, op(Inner, "a", RECOMPUTE, x))))(leaf(2, 2))
-    assert states(elided)["b.x"] == ("elided", "replay makes it again, as a.out")
+    assert states(elided)["b.x"] == ("elided", "replay has it as input 1 of b")
 
 
 def test_what_shares_the_memory_of_an_input_is_told_with_its_name_as_in_the_report():
@@ -130,14 +130,14 @@ def test_outputs_have_the_same_names_with_each_policy(policy):
         assert labels["one"][-1] == "out"
 
 
-def test_elided_tensor_is_told_with_the_output_that_it_comes_from():
+def test_elided_tensor_is_told_with_the_input_that_it_comes_from():
     def function(x):
         _, c = op(SinCos, "pair", RECOMPUTE, x.exp())
         return op(Both, "b", SAVE, c)
 
     assert states(remat.explain(checkpointed(function))(leaf(2, 2)))["b.x"] == (
         "elided",
-        "replay makes it again, as pair.1",
+        "replay has it as input 1 of b",
     )
 
 

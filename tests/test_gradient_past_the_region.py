@@ -1,5 +1,6 @@
 """Gradients taken inside a region that leave it: by one argument or variable, through what lies before, to another.
 
+Such a gradient is a `UsageError` in forward, unless torch's own checkpoint runs the region.
 A model of forces does so: positions, and the distances that were made of them outside, are both arguments.
 """
 
@@ -124,7 +125,7 @@ REFUSING = {"nothing", "all", "some"}  # their policies watch ops
 def assert_equal_in_all_ways(function, wrap, around=plain, may_refuse=False):
     for given, is_leaf in itertools.product(["both", "first", "second"], [False, True]):
         expected = program(function, around, given, is_leaf)
-        with refused_if(may_refuse):
+        with refused_if(may_refuse or function is not not_leaving):
             assert_same(expected, program(function, wrap, given, is_leaf), f"{given}, leaf: {is_leaf}")
 
 
@@ -178,14 +179,37 @@ def test_backward_that_comes_to_leaves_is_not_repeated_before_the_region():
     assert_same(run(plain), run(checkpointed))
 
 
-@pytest.mark.parametrize("function", [to_both, not_leaving], ids=lambda function: function.__name__)
-def test_arguments_are_let_go_of_after_backward(function):
+@pytest.mark.parametrize("is_leaf", [False, True])
+@pytest.mark.parametrize(
+    "function", [to_another, to_both, as_numbers, again, of_what_is_linear], ids=lambda function: function.__name__
+)
+def test_gradient_that_comes_back_by_another_argument_is_an_error_in_forward(function, is_leaf):
+    x = leaf(4, 4)
+    a = x if is_leaf else x * 1.5
+    w = leaf(4, 4)
+    with pytest.raises(remat.UsageError, match="leaves the region by one argument or variable and comes back by"):
+        remat.checkpoint()(lambda a, b: function(a, b, w, x))(a, a.cos() * a)
+
+
+def test_gradient_that_comes_back_is_an_error_also_where_user_code_swallows_it():
+    def function(a, b):
+        try:
+            return torch.autograd.grad(b.sin().sum(), a, create_graph=True)[0]
+        except remat.UsageError:
+            return a * b
+
+    a = leaf(4) * 1.5
+    with pytest.raises(remat.UsageError, match="comes back by another"):
+        checkpointed(function)(a, a.cos())
+
+
+def test_arguments_are_let_go_of_after_backward():
     with collector_off():
         w, x = leaf(4, 4), leaf(4, 4)
         a = x * 1.5
         b = a.cos()
         arguments = [weakref.ref(a), weakref.ref(b)]
-        y = remat.checkpoint()(lambda a, b: function(a, b, w, x))(a, b)
+        y = remat.checkpoint()(lambda a, b: not_leaving(a, b, w, x))(a, b)
         del a, b
         y.square().sum().backward()
         del y

@@ -84,8 +84,8 @@ def test_op_of_an_inner_region_that_differs_in_the_outer_replay_is_an_error_that
     if style == "native":
         run = lambda ops, x: native(style, ops, x)  # noqa: E731
     error = run_differing(run, forward, replay, early_stop=early_stop)
-    assert (error.region, error.op) == ("inner", op)
-    assert "'level 1'" in str(error)
+    assert_names(error, op, name)
+    assert "level 1" in str(error)
 
 
 @pytest.mark.parametrize("depth", [2, 3])
@@ -96,6 +96,15 @@ def test_op_that_differs_in_any_replay_around_it_is_an_error_that_names_it(name,
     own_replay = depth + 2
     for run in range(2, own_replay + (name != "last is missing" and name != "last is new")):
         error = run_differing(lambda ops, x: run_ops("auto", ops, x), forward, replay, depth, run)
+        assert_names(error, op, name)
+
+
+def assert_names(error, op, difference):
+    """Of an op that is missing, the region around it is named, and the op only where the replay went to its end."""
+    if "missing" in difference:
+        assert error.region == "inner" or error.region.startswith("level ")
+        assert error.op in (op, None)
+    else:
         assert (error.region, error.op) == ("inner", op)
 
 

@@ -357,3 +357,26 @@ def test_a_leaf_that_changes_after_its_cast_was_read_is_an_error(way):
     y = remat.checkpoint(**options)(named)(x)
     with pytest.raises(remat.MutationError):
         y.float().sum().backward()
+
+
+@pytest.mark.parametrize("wrap", [lambda x: (x,), lambda x: ([x],)], ids=["argument", "in a list"])
+def test_input_that_the_region_itself_changes_is_an_error_that_says_so(wrap):
+    def block(x):
+        x = x[0] if isinstance(x, list) else x
+        y = x.sin()
+        x.add_(1)
+        return y.exp() * x
+
+    x = torch.ones(4)
+    w = leaf(4)
+    y = checkpointed(lambda x, w: block(x) * w)(*wrap(x), w)
+    with pytest.raises(remat.MutationError, match="the region itself changed this input in place"):
+        y.sum().backward()
+
+
+def test_input_that_is_changed_after_the_region_is_an_error_that_says_so():
+    x, w = torch.ones(4), leaf(4)
+    y = checkpointed(lambda x, w: (x * w).sin())(x, w)
+    x.add_(1)
+    with pytest.raises(remat.MutationError, match="changed in place after the region was called"):
+        y.sum().backward()

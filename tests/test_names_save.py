@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -481,3 +483,42 @@ def test_name_by_hand_after_an_activation_in_place_in_a_module():
 
     assert_same_program(program, policy=remat.save_names("act"))
     assert_same_program(program, policy=remat.save_names("act") | remat.policies.save_matmuls)
+
+
+def test_transposed_view_with_a_name_is_kept_as_the_whole_result():
+    w = leaf(4, 4)
+
+    def block(x):
+        h = remat.checkpoint_name((x @ w).sin().t(), "h")
+        return (h * 2).cos() * h.exp()
+
+    x = leaf(4, 4)
+    expected = torch.autograd.grad(block(x).sum(), [x, w])
+    found = torch.autograd.grad(remat.checkpoint(policy=remat.save_names("h"))(block)(x).sum(), [x, w])
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+
+
+def _by_helper(ctx):
+    return ctx.name.startswith("sin_1")
+
+
+def test_policy_function_that_reads_names_indirectly_sees_those_of_list_names():
+    def block(x):
+        return (x.sin().cos().sin().exp() * 2).cos()
+
+    kinds = {
+        "global": lambda ctx, op, *args, **kwargs: _by_helper(ctx),
+        "partial": partial(lambda test, ctx, op, *args, **kwargs: test(ctx), _by_helper),
+        "getattr": lambda ctx, op, *args, **kwargs: getattr(ctx, "name").startswith("sin_1"),  # noqa: B009
+        "object": type("Policy", (), {"__call__": lambda self, ctx, op, *args, **kwargs: _by_helper(ctx)})(),
+    }
+    for policy in kinds.values():
+        remat.checkpoint(policy=policy)(block)(leaf(3)).sum().backward()
+        table = remat.list_names(block, policy=policy)(leaf(3))
+        assert [row.name for row in table if row.kept] == ["sin_1_0"]
+
+
+def test_names_that_code_out_of_sight_reads_are_an_error():
+    readers = {"it": operator.attrgetter("name")}
+    with pytest.raises(remat.PolicyError, match="was not found in time"):
+        remat.checkpoint(policy=lambda ctx, op, *_, **__: bool(readers["it"](ctx)))(torch.sin)(leaf(3))

@@ -521,8 +521,8 @@ def test_drawn_program_keeps_what_the_model_says(steps):
         assert after.live.bytes() == 0, steps
 
 
-def test_tensor_made_of_python_values_is_not_kept_wherever_its_memory_lies():
-    """No op makes it, so that nothing but its address could be known of it: that of a dead result, as often as not."""
+def test_tensor_made_of_python_values_is_kept_as_others_wherever_its_memory_lies():
+    """No op makes it, so that it may lie where a result lay that is dead."""
 
     def inside(x):
         for _ in range(3):
@@ -535,5 +535,5 @@ def test_tensor_made_of_python_values_is_not_kept_wherever_its_memory_lies():
     for _ in range(20):
         marks = Marks()
         y = region()(lambda x: keep("n", inside, x * 1.5).sin())(x)
-        assert marks.alive() == set()
+        assert marks.alive() == {"index"}
         y.sum().backward()

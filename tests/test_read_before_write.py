@@ -109,7 +109,7 @@ def stateful_program(function, run, how, wrap, retain=False):
 @pytest.mark.parametrize("options", [{}, {"early_stop": False}, {"debug": True}], ids=str)
 def test_argument_that_a_native_region_changes_is_changed_once(function, how, retain, options):
     if function in READING_EARLY:
-        with pytest.raises(remat.MutationError, match=r"(this call|the region) change(s|d)"):
+        with pytest.raises(remat.MutationError, match=r"this call modifies|the region changed"):
             stateful_program(function, keep, how, region(**options), retain)
     else:
         expected = stateful_program(function, _plainly, how, plain, retain)
@@ -209,7 +209,7 @@ def test_region_with_a_policy_reads_what_was_and_changes_it_once(function, polic
                 expected = stateful_program(function, _plainly, how, plain, retain)
                 wrap = region(POLICIES[policy], **options)
                 if runs_early_reader(function, policy):
-                    with pytest.raises(remat.MutationError, match=r"aten\.\w+\.\w+ runs again in replay and reads"):
+                    with pytest.raises(remat.MutationError, match=r"runs again in replay and reads|reads variable"):
                         stateful_program(function, run, how, wrap, retain)
                 else:
                     assert_same(expected, stateful_program(function, run, how, wrap, retain))
@@ -262,7 +262,7 @@ def test_inner_region_that_reads_what_changes_later_is_refused_where_the_outer_o
         return h.sin()
 
     y = region([saved])(function)(leaf(4, 4))
-    with pytest.raises(remat.MutationError, match="sub"):
+    with pytest.raises(remat.MutationError, match="replay reads variable 'state'"):
         y.sum().backward()
 
 
@@ -310,7 +310,7 @@ def test_write_to_a_wrapper_subclass_after_a_read_is_an_error_where_the_read_is_
     if keeps:
         assert_same(gradient(block), gradient(function))
     else:
-        with pytest.raises(remat.MutationError, match=r"r::mul_0_0: aten\.mul\.Tensor runs again"):
+        with pytest.raises(remat.MutationError, match=r"r::mul: aten\.mul\.Tensor runs again"):
             gradient(function)
 
 

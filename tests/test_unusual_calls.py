@@ -97,7 +97,7 @@ def op_with_the_name_of_another_in_a_call(x, opaque):
     return remat.op(lambda t: HandleExp.apply(t, "h").sin(), "k", opaque=opaque)(y).exp()
 
 
-def op_in_a_call_that_is_made_again(x, opaque):
+def result_with_an_object(x, opaque):
     return remat.op(lambda t: (HandleExp.apply(t, "h"), object()), "k", opaque=opaque)(x.sin())[0].sin()
 
 
@@ -136,11 +136,11 @@ def gradient_in_a_call(x, opaque):
 
 
 PROGRAMS = (
-    written_result, written_result_of_several, written_result_of_compiled_code, appended_argument,
+    written_result, written_result_of_several, written_result_of_compiled_code,
     written_result_of_another_call, detached_argument, resized_argument, op_with_the_name_of_another_in_a_call,
-    op_in_a_call_that_is_made_again, gradient_in_a_call,
-    sparse_result, generator_from_a_function, view_of_the_output_of_an_op,
+    gradient_in_a_call, sparse_result, view_of_the_output_of_an_op,
 )  # fmt: skip
+REFUSED = (appended_argument, result_with_an_object, generator_from_a_function)
 
 
 @pytest.mark.parametrize("options", [{}, {"policy": remat.policies.save_matmuls}], ids=["plain", "policy"])
@@ -150,6 +150,14 @@ def test_gradient_through_a_call_inside_forward_is_refused(opaque, options):
     with pytest.raises(remat.UsageError, match="through this call before the region's forward ends") as caught:
         remat.checkpoint(**options)(lambda x: gradient_after_an_argument_was_elided(x, opaque))(x)
     assert caught.value.op == "k"
+
+
+@pytest.mark.parametrize("options", [{}, {"policy": remat.policies.save_matmuls}], ids=["plain", "policy"])
+@pytest.mark.parametrize("opaque", [False, True], ids=["watched", "opaque"])
+@pytest.mark.parametrize("program", REFUSED, ids=lambda program: program.__name__)
+def test_call_that_replay_cannot_skip_is_refused_in_forward(program, opaque, options):
+    with pytest.raises(remat.UsageError, match="cannot skip this call"):
+        remat.checkpoint(**options)(lambda x: program(x, opaque))(torch.randn(4, 4, requires_grad=True))
 
 
 @pytest.mark.parametrize("options", [{}, {"policy": remat.policies.save_matmuls}], ids=["plain", "policy"])

@@ -12,7 +12,7 @@ from torch_remat._native import native_save_region
 from torch_remat._offload import offload_to
 from torch_remat._op import op, recompute_needs_tensor
 from torch_remat._save_names import checkpoint_name, offload_names, save_names
-from torch_remat.dispatch.handle.op import RematHandle
+from torch_remat.dispatch.call.handle import RematHandle
 from torch_remat.dispatch.placeholder import is_placeholder
 from torch_remat.errors import (
     LogError,

@@ -10,7 +10,7 @@ import torch
 from torch.compiler import is_compiling
 
 from torch_remat._handle import get_handle
-from torch_remat.dispatch.handle.op import RematHandle
+from torch_remat.dispatch.call.handle import RematHandle
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.errors import UsageError
 from torch_remat.policies.decision import CheckpointPolicy

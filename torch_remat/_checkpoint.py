@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch.compiler import is_compiling
 
+from torch_remat._compat import is_compiling
 from torch_remat._compiled import compiled_region
 from torch_remat._offload import OFFLOADER, is_offloader
 from torch_remat.dispatch.mode import current_mode
@@ -41,8 +41,8 @@ def checkpoint(
     """Run a function as a checkpointed region: its activations are recomputed in backward instead of kept.
 
     What is kept from forward to backward is the tensors among the arguments (anywhere in them), and nothing else.
-    Backward runs the function once more when it reaches the region's outputs, before it enters the region. The
-    gradients equal those of the same code without checkpointing, bit for bit where the ops are deterministic.
+    Backward runs the function once more when it needs the first of the region's tensors. The gradients equal those of
+    the same code without checkpointing, bit for bit where the ops are deterministic.
 
     The three calls keep the options, the function and its arguments apart, so that no name can collide.
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch.compiler import is_compiling
 
 from torch_remat._names import scoped
-from torch_remat.dispatch.handle.op import RematHandle
+from torch_remat.dispatch.call.handle import RematHandle
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.naming import scope
 from torch_remat.errors import UsageError
@@ -16,6 +16,9 @@ from torch_remat.policies.decision import CheckpointPolicy
 
 def get_handle(ctx: Any, op_name: str, remat_policy: CheckpointPolicy) -> RematHandle:
     """Begin a named op inside the forward of a custom autograd Function.
+
+    In replay the outputs of a SAVE op are placeholders, and a recomputed native op that reads one is a
+    `PlaceholderError`. Calling the Function by `remat.op` instead keeps what recomputed code reads.
 
     Args:
         ctx: The Function's context.
@@ -27,6 +30,7 @@ def get_handle(ctx: Any, op_name: str, remat_policy: CheckpointPolicy) -> RematH
 
     Raises:
         UsageError: The name is no string, empty or taken; the policy is no `CheckpointPolicy`; ``ctx`` is no context.
+            From `record_outputs`, if a SAVE op marked an input as dirty or modified one that the region had made.
         MismatchError: In replay, if forward had another op or policy here.
 
     Example:

@@ -20,12 +20,15 @@ _FORM = "The form is native_save_region('name', function, *args, **kwargs)."
 
 
 def native_save_region(op_name: str, function: Callable[..., R], /, *args: Any, **kwargs: Any) -> R:
-    """Run a function at once as one named op that replay skips.
+    """Run a function at once as one named call, whose Python runs again in replay and whose ops do not.
 
-    Replay calls the function again, but none of its arithmetic runs: each op is answered with a tensor without data,
-    ``.item()`` and the like with what they returned, and what the function changed in place is not changed again. Kept
-    from forward are the tensors born inside that backward needs, and of the returned ones those that replay reads.
-    Tensors from outside that replay will have, and parameters, are not kept.
+    Replay answers each op with a placeholder, a tensor without data, and ``.item()`` and the like with what they
+    returned; when the function returns, the kept results take their places. What the function modified outside the
+    region is not modified again. Kept from forward are the tensors made inside that backward needs, and of the
+    returned ones those that recomputed code reads. Tensors that replay will have, and parameters, are not kept.
+
+    Replay runs all of it, with a `RematWarning` and right gradients, if a result of it was modified in place after it,
+    if it modified a tensor that the region had made, or if replay reads a placeholder of it.
 
     Args:
         op_name: The op's name, unique within the region; `name_scope` prefixes it.
@@ -34,12 +37,14 @@ def native_save_region(op_name: str, function: Callable[..., R], /, *args: Any, 
         **kwargs: Its keyword arguments.
 
     Returns:
-        What the function returns: any pytree of tensors, None and plain values.
+        What the function returns. In replay a tensor in an object that is no pytree is a placeholder.
 
     Raises:
-        UsageError: The name is no string, empty or taken, or the function is not callable.
-        MismatchError: In backward, if the function ran other ops in replay than in forward.
-        MutationError: In backward, if a kept tensor was changed in place.
+        UsageError: The name is no string, empty or taken, or the function is not callable. At the end of forward, if
+            it must run again and modified something outside the region that replay cannot put back.
+        MismatchError: In backward, if the function ran other kinds of ops in replay than in forward.
+        MutationError: In backward, if a kept tensor was modified in place.
+        PlaceholderError: In backward, if replay reads a result that was not kept, and cannot start over.
 
     Example:
         >>> import torch

@@ -41,28 +41,25 @@ def op(
 def op(function: Any = None, name: str | None = None, *, policy: CheckpointPolicy = _SAVE, opaque: bool = False) -> Any:
     """Give one call inside a checkpointed region a name and a policy: a call of anything.
 
-    With SAVE, the default, replay does not make the call. The graph keeps what autograd saves inside, but for
-    arguments, variables that the function closes over, and parameters, which replay has anyway. Of the result, the
-    tensors that recomputed code reads are kept; the others are placeholders. What the call changed in tensors that
-    outlive the region is changed once, and its other effects (prints, attributes, appended lists) happen once.
-    `native_save_region` is the careful alternative: its Python runs again in replay, and only its ops do not.
+    With SAVE, the default, replay skips the call. The graph keeps what autograd saves inside, except arguments and
+    variables that replay recomputes, and parameters. Of the result, the tensors that recomputed code reads are kept;
+    the others are placeholders in replay. What the call modified outside the region is modified once, and its other
+    effects (prints, numbers, lists from outside) happen once. `native_save_region` is the careful alternative: its
+    Python runs again in replay, and only its ops do not.
 
-    A call that reaches its region otherwise than by its result runs again in replay, as `native_save_region` does, and
-    a warning says why: if the region goes on with a tensor that was not returned, if a variable or a container made in
-    the region was changed, if a result that replay needs was modified in place, or if the result holds other objects
-    than containers, tensors and plain values. A gradient that is taken through a call before the region's forward ends
-    is a `UsageError`.
+    Replay runs the whole call, with a `RematWarning` and right gradients, if a result of it was modified in place after
+    it, if it modified an argument or a variable that the region had made, or if replay reads a placeholder of it.
+    Every other way in which its tensors reach the region is a `UsageError` in forward.
 
     Args:
         function: What is called: a module, a function, a wrapper around kernels, the ``apply`` of a custom autograd
             Function (if its forward has `auto_forward`, reports use the names of its saved tensors). Left out,
             ``op(name=...)`` is a decorator for a function or method.
         name: The call's name, unique within the region; `name_scope` prefixes it.
-        policy: SAVE (the default); OFFLOAD: as SAVE, and what is kept leaves the device; RECOMPUTE: replay makes the
+        policy: SAVE (the default); OFFLOAD: as SAVE, and what is kept leaves the device; RECOMPUTE: replay runs the
             call, and those of its arguments that come from saved calls are kept for that.
-        opaque: Promises that the call changes nothing outside of it in place. Its ops are not watched then, in either
-            phase, which is faster for functions that run many small ops. In a region with a policy, which watches all
-            ops in forward, it makes no difference.
+        opaque: Promises that the call modifies nothing in place that it has not made. Its ops are not watched in
+            forward then, which is faster for functions that run many small ops.
 
     Returns:
         A function that takes what ``function`` takes and returns what it returns. Outside of regions, and inside of a
@@ -70,11 +67,16 @@ def op(function: Any = None, name: str | None = None, *, policy: CheckpointPolic
 
     Raises:
         UsageError: At once, if the function is not callable, the name is no string or empty, or the policy is no
-            `CheckpointPolicy`; from the call, if the region has another op of this name, or an opaque call changed an
-            argument in place, where no policy watches it.
+            `CheckpointPolicy`. From the call, if the region has another op of this name; if a variable, container,
+            object or iterator of the region holds other tensors after it; if the result is no tree of tensors and plain
+            values; if it modified a tensor of the region that is neither argument nor variable of the function; if an
+            opaque call modified an argument; or if a gradient is taken through it inside the region. At the end of
+            forward, if the region goes on with a tensor that it did not return, or if it must run again and modified
+            something outside that replay cannot put back.
         MismatchError: In backward, if replay called another function here, or on tensors of other shapes or strides.
-        MutationError: In backward, if a kept tensor was changed in place.
-        PlaceholderError: In backward, if replay reads a result that was not kept, and the call cannot run again.
+        MutationError: In backward, if a kept tensor was modified in place.
+        PlaceholderError: In backward, if replay reads a result that was not kept, and cannot start over, since a call
+            modified something outside the region or random numbers cannot be drawn again.
 
     Example:
         >>> import torch
@@ -120,7 +122,7 @@ def recompute_needs_tensor(*tensors: torch.Tensor) -> None:
 
     What reads a saved result by an op that autograd records, or as an argument of an op with a handle, an inner region
     or another call, is seen without this. Data that is taken past all ops (``numpy()``, ``tolist()``), and ops without
-    a history, are not: without this, replay starts over once and warns.
+    a ``grad_fn``, are not: without this, replay starts over once and warns.
 
     Args:
         *tensors: Results of saved calls, native regions or ops with handles, or views of them. For others, and outside
@@ -146,4 +148,4 @@ def recompute_needs_tensor(*tensors: torch.Tensor) -> None:
             )
     mode = None if is_compiling() else current_mode()
     if mode is not None and not mode.replaying and mode.ops is not None and not mode.ops.skips():
-        mode.ops.note_readers(tensors)
+        mode.ops.note_readers(tensors, show=True)

@@ -214,7 +214,7 @@ class Budget(Register):
         region, place = kept.region(), kept.place
         if region is not None and place is not None and place.given is not None and self._repeats.is_last(place):
             tape = region.tape
-            if not (tape.records or tape.regions or tape.calls or tape.holders):
+            if not (tape.records or tape.calls or tape.holders):
                 place.finish(sequence_number() - region.first_number, *kept.saved_bytes())
 
     def reached(self, keys: list[Keys] | None = None) -> None:

@@ -327,7 +327,7 @@ class KeptRegion:
         tape = region.tape
         if self._like is not None and region.replayed_in < 0:
             return  # it began empty, and is
-        if self.keep is None or tape.records or tape.regions or tape.calls or tape.holders:
+        if self.keep is None or tape.records or tape.calls or tape.holders:
             for row in kept_by(region):
                 own = row.what in _OWN or (row.what == "refilled" and (self.keep is None or row.op))
                 if own and isinstance(row.value, Tensor):
@@ -549,7 +549,7 @@ class KeptRegion:
         if region is None or region.inputs is None or not region.finished:
             return False
         tape = region.tape
-        if tape.records or tape.regions or tape.calls or tape.holders:
+        if tape.records or tape.calls or tape.holders:
             return False  # what is kept for its author is counted as its inputs are
         return any(ledger.is_held_by(key, self.fixed.count(key)) for key in self.fixed)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from torch_remat._compat import keep_from_compiler
-from torch_remat.dispatch.holder import CAST, UNKNOWN_LAYOUT, UNREAD, Anchor, Holder, layout_of
+from torch_remat.dispatch.holder import CAST, NOBODY, UNKNOWN_LAYOUT, UNREAD, Anchor, Holder, layout_of
 
 
 class Kept(Protocol):
@@ -59,7 +59,7 @@ def pack_hook(kept: Kept, mode: Any, general: Callable[[Tensor], Holder | Anchor
         kind = type(tensor)
         if kind is Parameter:
             saved.append(tensor)
-            return (tensor, tensor._version, region, "")
+            return (tensor, tensor._version, region, NOBODY)
         if kind is not Tensor or tensor._version:
             return general(tensor)
         owner, layout = tensor._base, None

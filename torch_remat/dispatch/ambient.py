@@ -99,7 +99,7 @@ class RngState:
         if not by_ops and len(self._states) == 1:
             ((generator, start),) = self._states
             end = generator.get_state()
-            return start.nbytes != end.nbytes or _memcmp(start.data_ptr(), end.data_ptr(), end.nbytes) != 0
+            return bool(_memcmp(start.data_ptr(), end.data_ptr(), end.nbytes))
         drawn = {id(generator) for state in by_ops for generator, _ in state._states}
         self._states = [
             (generator, start)
@@ -127,10 +127,6 @@ class RngState:
             if not _equal(start, end):
                 ends.append((generator, end))
         return RngState.of(ends) if ends else None
-
-    def differs_from(self, other: RngState) -> bool:
-        """Whether the same generators are in other states there."""
-        return not all(_equal(one, two) for (_, one), (_, two) in zip(self._states, other._states, strict=True))
 
     def kept(self) -> list[torch.Tensor]:
         """Return the states, as byte tensors."""

@@ -19,16 +19,82 @@ NOTE [ Life of a holder ]
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, Protocol
 from weakref import ref
 
 import torch
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
 from torch_remat._compat import detached, graph_exec_group, graph_is_kept
+from torch_remat.dispatch.options import OpLog, Options
 from torch_remat.errors import MutationError
+
+
+class InputsLike(Protocol):
+    """What lower rooms ask of a region's inputs; see `region.inputs.RegionInputs`."""
+
+    @property
+    def packed(self) -> bool:
+        """Whether saved-tensor hooks around the region hold the tensors."""
+
+    @property
+    def as_given(self) -> bool:
+        """Whether replay gets the tensors with the strides that forward got."""
+
+    def modules(self) -> Sequence[Module]:
+        """Return the modules among the arguments."""
+
+    def is_made_as(self, tensor: torch.Tensor, node: Any) -> bool:
+        """Whether an argument has this history."""
+
+    def has_values_of(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is an argument that came past the call."""
+
+
+class RegionLike(Protocol):
+    """What lower rooms ask of a region; see `region.region.Region`.
+
+    Attributes:
+        options: What the user chose.
+        parameters: The parameters that its function reaches.
+        versions: Their versions at the end of forward.
+        finished: Whether forward is over.
+        filling: Whether a replay runs.
+        op_log: What logs its ops, for ``debug=True``.
+        tape: What forward noted.
+    """
+
+    options: Options
+    parameters: Sequence[torch.Tensor | None]
+    versions: Sequence[int]
+    finished: bool
+    filling: bool
+    op_log: OpLog | None
+    tape: Any
+
+    @property
+    def name(self) -> str:
+        """The name that messages use."""
+
+    @property
+    def function(self) -> Callable[..., Any] | None:
+        """What runs in both phases; None once no replay can be needed."""
+
+    @property
+    def inputs(self) -> InputsLike | None:
+        """The arguments; None once no replay can be needed."""
+
+    def note_gradient(self, op: str | None) -> None:
+        """Note a gradient that is taken before forward ends."""
+
+    def refill(self, holder: Holder) -> torch.Tensor:
+        """Return the value of an empty holder, by a replay."""
+
+    def unpack(self, holder: OpHolder) -> torch.Tensor:
+        """Return a resident that hooks around have packed, in forward."""
+
 
 # The version of a tensor that was changed in place after it was saved: no read accepts it.
 CHANGED = -1
@@ -61,7 +127,7 @@ class Holder:
 
     __slots__ = ("__weakref__", "fingerprint", "layout", "metadata", "origin", "plain", "producer", "region", "value")
 
-    region: Any
+    region: RegionLike
     value: torch.Tensor | None
     origin: torch.Tensor | ref[torch.Tensor] | None
     metadata: tuple[int, torch.Size, torch.dtype, torch.device]
@@ -90,8 +156,10 @@ class Holder:
             self.metadata = (value._version, *self.metadata[1:])
 
 
-# What autograd keeps of a parameter or a view of one: (value, version, region, the call that saved it).
-Anchor = tuple[torch.Tensor, int, Any, str]
+Saver = tuple[str, str]  # the call that saves a tensor, and what it calls it
+NOBODY: Saver = ("", "")
+# What autograd keeps of a parameter or a view of one: (value, version, region, who saved it).
+Anchor = tuple[torch.Tensor, int, RegionLike, Saver]
 
 # (version, shape, dtype, device) of a tensor, in one call. The version counter counts its changes in place.
 metadata_of: Callable[[torch.Tensor], tuple[int, torch.Size, torch.dtype, torch.device]]
@@ -194,11 +262,15 @@ def read(packed: Any) -> Any:
         ReleasedError: The region's inputs were freed by an earlier backward.
         UsageError: The gradient is taken before forward ends, and cannot be right; see `Region.note_gradient`.
     """
-    if type(packed) is not Holder:
+    if type(packed) is Holder:
+        kept = packed.value
+        if kept is not None and packed.region.inputs is None and kept._version == packed.metadata[0]:
+            return kept
+    else:
         if type(packed) is tuple:
-            value, version, region, op = packed
+            value, version, region, (op, name) = packed
             if value._version != version:
-                raise changed_in_place(region, "parameter" if is_parameter(value) else "leaf", value.shape)
+                raise changed_in_place(region, "parameter" if is_parameter(value) else "leaf", value.shape, name, op)
             if not region.finished:
                 region.note_gradient(op)
             return value
@@ -230,13 +302,13 @@ def read(packed: Any) -> Any:
 
 
 def changed_in_place(
-    region: Any, kind: str, shape: torch.Size, name: str | None = None, op: str | None = None
+    region: RegionLike, kind: str, shape: torch.Size, name: str | None = None, op: str | None = None
 ) -> MutationError:
     """Return the error about a saved tensor that was changed in place."""
     return MutationError(
         f"a {kind} of shape {tuple(shape)} that backward needs was changed in place after it was saved",
         region=region.name,
-        op=op,
+        op=op or None,
         tensor=name or kind,
         remedy="Use the out-of-place form of the op that changes it, or change it after backward.",
     )

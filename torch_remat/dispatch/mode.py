@@ -25,13 +25,12 @@ from torch_remat._compat import (
     SavedTensorHooks,
     active_modes,
     detached,
-    keep_from_compiler,
     pop_mode,
     pop_saved_tensors_hooks,
     push_mode,
     push_saved_tensors_hooks,
 )
-from torch_remat.dispatch.log.schema import effects_of
+from torch_remat.dispatch.holder import RegionLike
 from torch_remat.errors import Carried
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ class RematMode(DispatchMode):
     """
 
     # No `__init__`: `DispatchMode` sets up its own state when it is entered, which a plain region never does.
-    region: Any
+    region: Any  # a `Region`, of which each phase names the type
     replaying: bool
     parent: RematMode | None = None
     ops: Any = None
@@ -76,7 +75,7 @@ class RematMode(DispatchMode):
         """Whether each aten op that comes now is answered from the log."""
         return self.replaying and self.watcher is not None and self.ops is not None and self.ops.ops is not None
 
-    def is_in(self, region: Any) -> bool:
+    def is_in(self, region: RegionLike) -> bool:
         """Whether this phase is one of a region, or lies in one of it."""
         return self.region is region or (self.parent is not None and self.parent.is_in(region))
 
@@ -202,21 +201,6 @@ class RematMode(DispatchMode):
             return tensor.detach()
         return detached(tensor)
 
-    @keep_from_compiler
-    def after_next_op(self, then: Callable[[], None]) -> None:
-        """Do something once the watcher, which there must be, has seen the next op and has not refused it."""
-        watcher: Any = self.watcher
-
-        def seen(mode: Any, op: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-            if effects_of(op).ignored:
-                return watcher(mode, op, types, args, kwargs)
-            self.show_ops_to(watcher)
-            result = watcher(mode, op, types, args, kwargs)
-            then()
-            return result
-
-        self.show_ops_to(seen)
-
     @contextmanager
     def unwatched(self) -> Iterator[None]:
         """Show no op that runs inside to the watcher; hooks of users run here while a region's ops are watched."""
@@ -235,7 +219,7 @@ class RematMode(DispatchMode):
 
 
 @contextmanager
-def unseen(region: Any = None) -> Iterator[None]:
+def unseen(region: RegionLike | None = None) -> Iterator[None]:
     """Show no op to the modes of a region and of those in it, by default of any: what runs inside is no part.
 
     Nor has what has a name there to do with the region, if there is one.

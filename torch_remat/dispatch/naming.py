@@ -11,13 +11,17 @@ from typing import Any
 from torch.nn import Module
 
 
-def default_name(function: Callable[..., Any] | None) -> str:
-    """Return a readable name for a region that the user did not name: that of its function or module class."""
+def default_name(function: Callable[..., Any] | str | None) -> str:
+    """Return a readable name for a region that the user did not name: that of its function or module class.
+
+    Args:
+        function: The function, or its qualified name.
+    """
     while isinstance(function, partial):
         function = function.func
     # A module looks in Python for what it does not have.
     own = None if isinstance(function, Module) else getattr(function, "__qualname__", None)
-    name: str = own or type(function).__name__
+    name: str = function if isinstance(function, str) else own or type(function).__name__
     # Without the functions around it, and of ``torch.sin`` without a class that nobody knows.
     return name.rpartition("<locals>.")[2].removeprefix("_VariableFunctionsClass.")
 

@@ -18,7 +18,7 @@ import torch
 from torch.autograd.graph import Node
 
 from torch_remat._compat import ProfilerRange, node_number, profiler_runs, sequence_number
-from torch_remat.dispatch.handle.op import RematHandle
+from torch_remat.dispatch.call.handle import RematHandle
 from torch_remat.dispatch.region.inputs import leaves_of
 from torch_remat.errors import qualified_name
 from torch_remat.policies.decision import CheckpointPolicy

@@ -299,6 +299,14 @@ _DATA_ACCESS = frozenset((
 TORCH_SAYS = ("Cannot access data pointer", "not supported for tensor subclasses", "its data is not allocated")
 
 
+def is_of_placeholders(error: BaseException) -> bool:
+    """Whether an error may be that of code that met a placeholder."""
+    if isinstance(error, PlaceholderError):
+        return True
+    says = (*TORCH_SAYS, Placeholder.__name__)
+    return isinstance(error, RuntimeError | TypeError) and any(text in str(error) for text in says)
+
+
 def add_note(error: Exception, region: str) -> None:
     """Say of an error where it was raised, and what C++ code missed that no hook of Python saw ask for data."""
     if not hasattr(error, "add_note"):  # Python 3.11

@@ -87,7 +87,7 @@ class Reached:
         self.generators: list[Generator] = []
         self.places: list[Place] = []
 
-    def add_modules(self) -> None:
+    def add_modules(self, parameters_alone: bool) -> None:
         """Look at the modules found, and at those that they have."""
         parameters, places, modules = self.parameters, self.places, self.modules
         seen = set(modules)
@@ -99,6 +99,8 @@ class Reached:
                     if inner is not None and inner not in seen:
                         seen.add(inner)
                         modules.append(inner)
+            if parameters_alone:
+                continue
             if module._buffers:
                 buffers = module._buffers
                 places += [Place(buffers, name, tensor, module) for name, tensor in buffers.items()]
@@ -115,12 +117,13 @@ class Reached:
             ]
 
 
-def reach(function: Callable[..., Any], arguments: Sequence[Module] = ()) -> Reached:
+def reach(function: Callable[..., Any], arguments: Sequence[Module] = (), parameters_alone: bool = False) -> Reached:
     """Return what a function reaches.
 
     Args:
         function: A module, a method, a function, a callable object; also a ``partial`` or a wrapper of these.
         arguments: The modules among its arguments.
+        parameters_alone: Whether of modules nothing else is asked for.
     """
     found = Reached()
     if not arguments and isinstance(function, Module):
@@ -128,7 +131,7 @@ def reach(function: Callable[..., Any], arguments: Sequence[Module] = ()) -> Rea
     else:
         _walk(found, [function, *arguments])
     if found.modules:
-        found.add_modules()
+        found.add_modules(parameters_alone)
     return found
 
 
@@ -230,9 +233,9 @@ def _held(found: Reached, holder: Any, items: Iterable[tuple[Any, Any]]) -> Iter
 
 
 def _note_tensor(found: Reached, holder: Any, key: Any, tensor: Tensor) -> None:
-    if isinstance(tensor, Parameter):
+    if isinstance(tensor, Parameter) or (tensor.requires_grad and tensor.is_leaf):
         found.parameters.append(tensor)
-    elif not (tensor.requires_grad and tensor.is_leaf):  # of such leaves the graph tells
+    else:
         found.places.append(Place(holder, key, tensor, None))
 
 

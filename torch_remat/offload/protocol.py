@@ -20,7 +20,7 @@ class OffloadInfo(NamedTuple):
     Attributes:
         region: Name of the region.
         op: Name of the op, or None for an input of the region and for what a policy keeps.
-        tensor: Name of the tensor: that of a saved tensor, ``"input 0"``, ``"args[0]"``.
+        tensor: Name of the tensor: that of a saved tensor, ``"out"``, ``"args[0]"``.
         kind: ``"residual"`` if a backward needs it, ``"input"`` if replay does.
         bytes: How many bytes travel.
 

@@ -92,8 +92,12 @@ class _Context(OpContext):
 
     def __init__(self, told: Any) -> None:
         self.is_recompute = told.is_recompute
-        self._names = _raise_no_names
         self._told = told
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Nothing: ops have no names there."""
+        raise _no_names()
 
     @property
     def op_output(self) -> Any:
@@ -105,10 +109,6 @@ class _Context(OpContext):
                 "a policy read ctx.op_output under torch.compile, which before torch 2.12 asks before an op runs",
                 remedy="Decide by the op and its arguments there, or use a later torch.",
             ) from None
-
-
-def _raise_no_names() -> Sequence[str]:
-    raise _no_names()
 
 
 def _no_names() -> PolicyError:

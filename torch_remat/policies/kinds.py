@@ -9,9 +9,12 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from enum import IntEnum
+from functools import partial
 from operator import attrgetter
-from typing import Any
+from types import CodeType, FunctionType, MethodType
+from typing import Any, Protocol
 
 import torch
 from torch.compiler import is_compiling
@@ -62,6 +65,21 @@ _DECISIONS: dict[Any, Decision] = {
 }
 
 
+# What a policy function may return, with the answer of its decider: the one decision for all results.
+RECOMPUTED = (Decision.PREFER_RECOMPUTE,)
+_SAVED = (Decision.MUST_SAVE,)
+_ANSWERS: dict[Any, Sequence[Decision]] = {
+    said: RECOMPUTED if decision is Decision.PREFER_RECOMPUTE else (decision,) for said, decision in _DECISIONS.items()
+}
+
+
+class Named(Protocol):
+    """An op of which automatic names are known."""
+
+    def labels(self) -> Sequence[str]:
+        """Return the automatic names of all results."""
+
+
 class OpContext:
     """What a policy function gets as its first argument.
 
@@ -73,19 +91,27 @@ class OpContext:
             same in every run of the region.
     """
 
-    __slots__ = ("_names", "is_recompute", "op_output", "state")
+    __slots__ = ("_op", "is_recompute", "op_output", "state")
 
     state: dict[str, Any]
 
-    def __init__(self, op_output: Any, names: Callable[[], Sequence[str]]) -> None:
+    def __init__(self, op_output: Any, op: Named | None) -> None:
         self.op_output = op_output
         self.is_recompute = False
-        self._names = names
+        self._op = op
 
     @property
     def names(self) -> Sequence[str]:
         """The automatic names of the op's results, such as ``["attention.mm_2_0"]``."""
-        return self._names()
+        if self._op is None:
+            raise Carried(
+                PolicyError(
+                    "code that a policy function calls reads the automatic name of an op, which was not found in time",
+                    remedy="Read ctx.name in the policy function itself, or in a function that it calls by a global "
+                    "name, closes over or wraps in functools.partial.",
+                )
+            )
+        return self._op.labels()
 
     @property
     def name(self) -> str:
@@ -117,7 +143,13 @@ class OpPolicy(ABC):
 
 
 class Decider(ABC):
-    """A policy while one forward runs."""
+    """A policy while one forward runs.
+
+    Attributes:
+        reads_names: Whether it decides by automatic names, so that all ops have to be counted.
+    """
+
+    reads_names = False
 
     @abstractmethod
     def decide(self, context: OpContext, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Decision]:
@@ -126,6 +158,10 @@ class Decider(ABC):
     def decide_op(self, op: Any) -> bool | None:
         """Return whether the one result of an op is kept, if the op alone decides and it does not leave the device."""
         return None
+
+    def may_save(self, op: Any) -> bool:
+        """Whether ops of the same kind, whatever their overload, are known to be among those that are saved."""
+        return False
 
     def decide_name(self, name: str) -> Decision:
         """Return the decision for a tensor that was named by hand."""
@@ -141,6 +177,7 @@ class FunctionPolicy(OpPolicy):
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
+        self._reads_names: bool | None = None  # until the first forward
         if not is_compiling():  # whose partials have no attributes
             self.__doc__ = function.__doc__
             self.__module__ = getattr(function, "__module__", __name__)  # where pickle looks for it
@@ -156,7 +193,9 @@ class FunctionPolicy(OpPolicy):
 
     def begin(self) -> Decider:
         """Begin one forward."""
-        return _FunctionDecider(self._function)
+        if self._reads_names is None and not is_compiling():
+            self._reads_names = reads_names(self._function)
+        return _FunctionDecider(self._function, bool(self._reads_names))
 
     def parts(self) -> tuple[Any, ...]:
         """Return the kind and the function."""
@@ -168,9 +207,10 @@ class FunctionPolicy(OpPolicy):
 
 
 class _FunctionDecider(Decider):
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], reads_names: bool) -> None:
         self._function = function
         self._state: dict[str, Any] = {}
+        self.reads_names = reads_names
 
     def decide(self, context: OpContext, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Decision]:
         context.state = self._state
@@ -179,7 +219,7 @@ class _FunctionDecider(Decider):
         except TypeError as error:
             raise Carried(error) from None
         try:
-            return (_DECISIONS[said],)
+            return _ANSWERS[said]
         except (KeyError, TypeError):
             pass
         raise Carried(  # not through a local name, which would make a cycle with the traceback
@@ -191,11 +231,66 @@ class _FunctionDecider(Decider):
         )
 
 
+_NAMES = frozenset(("name", "names", "path"))
+_MANY = 100  # functions that a policy function reaches: what is that large is not looked through
+
+
+def reads_names(function: Any) -> bool:
+    """Whether the code of a policy function names ``name``, ``names`` or ``path``, so that all ops have to be counted.
+
+    Code is looked for in the functions that it wraps, closes over or calls as globals. Whatever has no code may do so.
+    """
+    seen: dict[int, Any] = {}
+    todo = [function]
+    while todo:
+        one = todo.pop()
+        if id(one) in seen:
+            continue
+        seen[id(one)] = one  # which keeps the id
+        if isinstance(one, FunctionType):
+            words = [word for code in _codes(one) for word in (*code.co_names, *code.co_consts)]
+            if len(seen) > _MANY or not _NAMES.isdisjoint(words):
+                return True
+            todo += _functions_of(one)
+        elif isinstance(one, partial):
+            todo += [one.func, *filter(callable, (*one.args, *one.keywords.values()))]
+        elif isinstance(one, FunctionPolicy):
+            todo.append(one._function)
+        elif (inner := getattr(one, "__func__", None) or getattr(one, "__wrapped__", None)) is not None:
+            todo.append(inner)
+        elif isinstance(call := getattr(type(one), "__call__", None), FunctionType):  # noqa: B004
+            todo.append(call)
+        elif one is function:
+            return True
+    return False
+
+
+def _codes(function: FunctionType) -> list[CodeType]:
+    """Return the code of a function, and that of the functions which are defined in it."""
+    codes = [function.__code__]
+    for code in codes:  # which grows meanwhile
+        codes += [value for value in code.co_consts if isinstance(value, CodeType)]
+    return codes
+
+
+def _functions_of(function: FunctionType) -> list[Any]:
+    """Return what a function closes over, has as defaults, and names as globals, as far as it can be called."""
+    found: list[Any] = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # an empty cell
+            found.append(cell.cell_contents)
+    names = {name for code in _codes(function) for name in code.co_names}
+    found += [function.__globals__[name] for name in names if name in function.__globals__]
+    usual = (FunctionType, MethodType, partial, FunctionPolicy)
+    return [one for one in found if isinstance(one, usual)]
+
+
 class OpListPolicy(OpPolicy):
     """Saves the results of certain ops, each of which has to occur, unless ``all_occur`` is false."""
 
     def __init__(self, ops: Iterable[Any], all_occur: bool = True) -> None:
         self._ops = list(ops)
+        self._known: tuple[dict[int, Any], set[int]] | None = None  # ops and kinds by identity, from the first forward
         self._all_occur = all_occur
         for op in self._ops:
             if isinstance(op, OpOverloadPacket):
@@ -219,7 +314,9 @@ class OpListPolicy(OpPolicy):
 
     def begin(self) -> Decider:
         """Begin one forward."""
-        return _OpListDecider(self._ops, self._all_occur)
+        if self._known is None:
+            self._known = {id(op): op for op in self._ops}, {id(_kind_of(op)) for op in self._ops}
+        return _OpListDecider(*self._known, self._all_occur)
 
     def parts(self) -> tuple[Any, ...]:
         """Return the kind and the ops."""
@@ -234,16 +331,21 @@ def _list_of(paths: Iterable[str], all_occur: bool = True) -> OpListPolicy:
     return OpListPolicy([attrgetter(path)(torch.ops) for path in paths], all_occur)
 
 
+def _kind_of(op: Any) -> Any:
+    """Return what all overloads of an op have in common."""
+    return getattr(op, "overloadpacket", op)
+
+
 class _OpListDecider(Decider):
-    def __init__(self, ops: list[Any], all_occur: bool) -> None:
-        self._ops = {id(op): op for op in ops}
+    def __init__(self, ops: dict[int, Any], kinds: set[int], all_occur: bool) -> None:
+        self._ops, self._kinds = ops, kinds
         self._left = dict(self._ops) if all_occur else {}
 
     def decide(self, context: OpContext, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Decision]:
         if id(op) not in self._ops:
-            return _RECOMPUTE
+            return RECOMPUTED
         self._left.pop(id(op), None)
-        return _SAVE
+        return _SAVED
 
     def decide_op(self, op: Any) -> bool:
         if id(op) not in self._ops:
@@ -251,6 +353,9 @@ class _OpListDecider(Decider):
         if self._left:
             self._left.pop(id(op), None)
         return True
+
+    def may_save(self, op: Any) -> bool:
+        return id(_kind_of(op)) in self._kinds
 
     def unmatched(self, names: Iterable[str]) -> PolicyError | None:
         if not self._left:
@@ -283,6 +388,7 @@ class Combined(OpPolicy):
 class _CombinedDecider(Decider):
     def __init__(self, deciders: Sequence[Decider]) -> None:
         self._deciders = deciders
+        self.reads_names = any(decider.reads_names for decider in deciders)
 
     def decide(self, context: OpContext, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Decision]:
         found = [decider.decide(context, op, args, kwargs) for decider in self._deciders]
@@ -290,6 +396,9 @@ class _CombinedDecider(Decider):
         if count == 1:
             return (max(said[0] for said in found if said),) if any(found) else ()
         return [max(said[place if len(said) > 1 else 0] for said in found if said) for place in range(count)]
+
+    def may_save(self, op: Any) -> bool:
+        return any(decider.may_save(op) for decider in self._deciders)
 
     def decide_name(self, name: str) -> Decision:
         return max(decider.decide_name(name) for decider in self._deciders)
@@ -318,7 +427,3 @@ def as_policy(policy: Any) -> OpPolicy:
         remedy="A policy is a function (ctx, op, *args, **kwargs), a list of OpOverloads, remat.save_names(...), one "
         "of remat.policies, or several of these with | between them.",
     )
-
-
-_RECOMPUTE = (Decision.PREFER_RECOMPUTE,)
-_SAVE = (Decision.MUST_SAVE,)

@@ -36,6 +36,8 @@ class NamePolicy(OpPolicy):
 
 
 class _NameDecider(Decider):
+    reads_names = True
+
     def __init__(self, patterns: Sequence[str], decision: Decision) -> None:
         self._patterns = patterns
         self._left = dict.fromkeys(patterns)

@@ -46,7 +46,7 @@ class KeptTensor:
         shape: Its shape.
         dtype: Its dtype, without ``torch.``.
         device: Where it is; of an offloaded tensor the name of the offloader's class, or the device it was moved to.
-        needed_by: What needs it: ``"backward"``, ``"replay"``, or the name of the op that reads it in replay.
+        needed_by: What needs it: ``"replay"``, ``"backward"``, or ``"backward of attention"``, that of an op.
         aliases: Labels of further tensors of the same op or region that share its storage.
         shared_with: Where the storage is counted, if not here: a name, or ``"parameter"`` or ``"buffer"``.
         offloaded: Whether it lies elsewhere than on the device where it was made.

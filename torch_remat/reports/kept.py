@@ -4,8 +4,9 @@ In: a region, in whatever state it is. Kept: nothing; a row holds its tensor as 
 fixed order. Nothing is unpacked, brought back or replayed.
 
 NOTE [ Names of what is kept ]
-1. An op's saved tensors have the names that the op gave them. An output that replay needs as an input stands with
-   the op that made it, as ``out``, or ``0``, ``1``, ... if there are several.
+1. An op's saved tensors have the names that the op gave them. What a call of anything else saves is ``saved_0``,
+   ``saved_1``, ...; in a native region it has the name of the op that made it, such as ``mm_0_0``. A result that
+   replay needs stands with the call that made it, as ``out``, or ``0``, ``1``, ... if there are several.
 2. A region's inputs are named by their place in the call: ``args[0]``, ``kwargs['mask']``.
 3. A tensor without a name is ``saved tensor 3``, by its place in forward. Error messages use the same names, which do
    not depend on when the report is made.
@@ -22,10 +23,8 @@ from weakref import ref
 import torch
 
 from torch_remat.dispatch.ambient import RngState
-from torch_remat.dispatch.handle.saved_call import LeftOut
 from torch_remat.dispatch.holder import Holder, is_parameter
-from torch_remat.dispatch.log.entry import CALL, Entry
-from torch_remat.dispatch.log.record import Stretch
+from torch_remat.dispatch.log.entry import Call, Entry
 from torch_remat.dispatch.log.slot import Slot
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.region.region import Region
@@ -39,12 +38,9 @@ from torch_remat.reports.data import Kind
 What = Kind | Literal["empty", "slot", "result"]
 Why = Literal[
     "backward",  # the backward of the entry `by` reads it, or of some op if that is empty
-    "entry",  # the entry `by`, which replay runs, reads it
-    "inner region",  # a region inside, which replay runs, reads it
-    "op",  # the aten op that made the result `by`, which replay runs, reads it; it is part of the entry `at`, if any
+    "op",  # the aten op that made the result `by` reads it, or the call `at`, if that is not empty; replay runs it
     "replay",  # nothing tells which op of replay reads it
-    "output of",  # not kept: replay takes it from output `at` of the entry `by`, or from what that is a view of
-    "input of",  # not kept: replay takes it from input `at` (a number from 0) of the entry `by`, likewise
+    "input of",  # not kept: replay takes it from input `at` (a number from 0) of the call `by`, or its memory
     "again",  # not kept: replay makes it again
 ]
 
@@ -137,11 +133,9 @@ def _unnamed(region: Region) -> Iterator[Kept]:
 def _named(region: Region) -> Iterator[Kept]:
     """Yield saved tensors that have names."""
     sources: dict[int, tuple[Why, str, str]] = {}  # of elided ones, by the holder
-    for record in region.tape.records.values():
-        for elided in record.elided_outputs or ():
-            sources[id(elided.holder())] = "output of", record.name, _output_name(region, record.name, elided.place)
-        for elided in record.elided_inputs or ():
-            sources.setdefault(id(elided.holder()), ("input of", record.name, str(elided.place)))
+    for call in region.tape.records.values():
+        for elided in call.waiting:
+            sources.setdefault(id(elided.holder()), ("input of", call.name, str(elided.place)))
     for entry in list(region.tape.holders):
         if (holder := entry()) is not None:
             packed = holder.value if holder.unpack is None else holder.packed
@@ -153,29 +147,19 @@ def _named(region: Region) -> Iterator[Kept]:
 
 
 def _of_records(region: Region) -> Iterator[Kept]:
-    """Yield what entries with names, and inner regions, keep for replay."""
-    for record in [*region.tape.records.values(), *region.tape.regions]:
-        yield from _of_state(record.drawn, record.name)
-        why: Why = "entry" if record.name else "inner region"
-        for slot in list(record.slots.values()):
-            if slot.source is not None:
-                yield _of_slot(slot, slot.source[0], _output_name(region, *slot.source), why=why, by=record.name)
-        for at, form in enumerate(record.forms if isinstance(record, LeftOut) else ()):
+    """Yield the random states of calls, and results for which no placeholder can stand in."""
+    for call in list(region.tape.records.values()):
+        yield from _of_state(call.drawn, call.name)
+        for at, form in enumerate(call.results if type(call.results) is list else (call.results,)):
             if isinstance(form, Slot):
-                yield _of_slot(form, record.name, f"result {at}")
-        if isinstance(record, Stretch):
-            for place, slot in list(record.returned.items()):
-                yield _of_slot(slot, record.name, str(place))
-            for left in record.left:
-                if left.slot is not None:
-                    yield _of_slot(left.slot, record.name, "written")
+                yield _of_slot(form, call.name, f"result {at}")
 
 
 def _of_entries(region: Region, entries: Sequence[Entry]) -> Iterator[Kept]:
     """Yield what a policy for aten ops keeps, and the outputs of calls."""
     readers = _readers_among(entries)
     for entry in entries:
-        what: What = "slot" if entry.kind == CALL or region.options.policy is None else "result"
+        what: What = "slot" if isinstance(entry, Call) else "result"
         for place, slot in list(entry.kept.items()):
             row = _of_slot(slot, entry.group, entry.label(place), what)
             reader = readers.get((id(entry), place))
@@ -185,18 +169,13 @@ def _of_entries(region: Region, entries: Sequence[Entry]) -> Iterator[Kept]:
         yield from _of_state(entry.before, entry.group)
 
 
-def _of_slot(slot: Slot, op: str, label: str, what: What = "slot", why: Why = "replay", by: str = "") -> Kept:
-    return Kept(what, op, label, slot.kept, slot.device, why, by)
+def _of_slot(slot: Slot, op: str, label: str, what: What = "slot") -> Kept:
+    return Kept(what, op, label, slot.kept, slot.device)
 
 
 def _of_state(state: RngState | None, op: str) -> Iterator[Kept]:
     for tensor in () if state is None else state.kept():
         yield Kept("random state", op, "random state", tensor)
-
-
-def _output_name(region: Region, op: str, place: int) -> str:
-    record = region.tape.records.get(op)
-    return "out" if record is None else record.label(place)
 
 
 def _undecided_in(region: Region) -> Iterator[Kept]:

@@ -234,8 +234,6 @@ def report_of(
 
 def what_needs(one: Kept) -> str:
     """Return in words what needs what a row stands for."""
-    if one.why == "backward":
-        return f"backward of {one.by}" if one.by else "backward"
-    if one.why == "entry":
-        return f"replay of {one.by}"
-    return "replay of an inner region" if one.why == "inner region" else "replay"
+    if one.why != "backward":
+        return "replay"
+    return f"backward of {one.by}" if one.by else "backward"

@@ -142,8 +142,6 @@ class Notes(Observer):
         notes.ops = {name: notes.ops[name] for name in decisions_of(region) if name in notes.ops}
         for row in kept_by(region):
             notes.unnamed += row.what == "empty" and not row.op
-            if row.what == "result" and row.op in notes.ops:
-                notes.ops[row.op].outputs = []  # its results are explained by their own names, those of aten ops
         ops = list(notes.ops.values())
         found = Reasons(region, self._readers(region, notes, boundary), self._sent)
         for op, tensors in zip(ops, found.of(ops), strict=True):
@@ -195,6 +193,9 @@ def _note_end(found: OpNotes, op: WatchedOp, phase: str) -> None:
         found.numbers = op.numbers
         nodes = {label: one.grad_fn for label, one in made.items()}
         found.made = {label: (node_number(node), made[label].output_nr) for label, node in nodes.items() if node}
+        first, end = op.numbers
+        if not found.made and first < end:  # inside the body of a handle, whose one node they are to have
+            found.made = {label: (first, place) for place, label in enumerate(made)}
         found.saved = [Seen.of(label, tensor) for label, tensor in op.named.items() if tensor is not None]
         found.outputs = [Seen.of(label, tensor) for label, tensor in made.items()]
 

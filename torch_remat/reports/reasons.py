@@ -20,7 +20,7 @@ from torch_remat.reports.data import RegionReport
 from torch_remat.reports.explanation import State, TensorExplanation
 from torch_remat.reports.graph import SOME_OP
 from torch_remat.reports.kept import Around, Kept, decisions_of, kept_by, parameters_of
-from torch_remat.reports.ledger import pieces_in, storages_of, viewed_parameter, what_needs
+from torch_remat.reports.ledger import pieces_in, storages_of, viewed_parameter
 from torch_remat.reports.torch_checkpoint import is_of_checkpoint
 
 Readers = Mapping[tuple[str, str], str]
@@ -64,7 +64,7 @@ class SeenOp:
 
     name: str
     policy: CheckpointPolicy
-    saved: list[Seen] = field(default_factory=list)  # what it saved; empty for a native region, which names nothing
+    saved: list[Seen] = field(default_factory=list)  # what it saved by names of its own
     outputs: list[Seen] = field(default_factory=list)  # what it returned
 
 
@@ -145,11 +145,12 @@ class Reasons:
         return None if found == own else found
 
     def _of_saved(self, op: SeenOp) -> Iterator[_Told]:
-        """Yield the states of the tensors that an op saved, and of the results that aten ops inside it keep."""
+        """Yield the states of the tensors that an op saved."""
         rows = self._saved_by(op)
-        # A native region names nothing, so its holders tell.
-        saved = op.saved or [seen for row in rows.values() if (seen := Seen.of_kept(row, self._sent)) is not None]
-        for seen in saved:
+        known = {seen.label for seen in (*op.saved, *op.outputs)}
+        # What a call saves without a name of its own, its holders tell.
+        held = (Seen.of_kept(row, self._sent) for label, row in rows.items() if label not in known)
+        for seen in (*op.saved, *(seen for seen in held if seen is not None)):
             if self._is_recomputed(op) and not seen.parameter:
                 yield _Told(seen, "recomputed", f"the replay of {op.name} makes it for its backward")
             elif not self._is_recomputed(op) and seen.label in rows:
@@ -157,10 +158,6 @@ class Reasons:
             else:
                 why = "a parameter: it exists anyway" if seen.parameter else f"no backward of {op.name} is to come"
                 yield _Told(seen, "not kept", why)
-        for row in self._rows.get(op.name, ()):
-            if row.what == "result" and row.tensor not in rows and (found := Seen.of_kept(row, {})) is not None:
-                why = f"{_reader(row)} reads it{self._why_it_stayed(row)}"
-                yield _Told(found, self._state_of(row), why, row)
 
     def _saved_by(self, op: SeenOp) -> dict[str, Kept]:
         rows = self._rows.get(op.name, ())
@@ -168,8 +165,6 @@ class Reasons:
 
     def _held(self, op: SeenOp, seen: Seen, row: Kept) -> _Told:
         if row.what != "saved":
-            if row.why == "output of":
-                return _Told(seen, "elided", f"replay makes it again, as {qualified_name(None, row.by, row.at)}")
             if row.why == "input of":
                 return _Told(seen, "elided", f"replay has it as input {row.at} of {row.by}")
             return _Told(seen, "elided", "replay makes it again")
@@ -183,13 +178,11 @@ class Reasons:
         if self._is_recomputed(op):
             return _Told(seen, "recomputed", f"the replay of {op.name} makes it again")
         rows = self._rows.get(op.name, ())
-        slots = [row for row in rows if row.what == "slot" and row.tensor == seen.label]
-        if slots:
-            readers = self._readers_of(op, seen, slots)
-            states = [self._state_of(row) for row in slots]
-            state: State = "kept" if "kept" in states else states[0]
-            why = f"{', '.join(readers)} {'reads' if len(readers) == 1 else 'read'} it"
-            return _Told(seen, state, why + self._why_it_stayed(slots[0]), slots[0])
+        slot = next((row for row in rows if row.what == "slot" and row.tensor == seen.label), None)
+        if slot is not None:
+            shown = None if slot.why == "op" else self._readers.get((op.name, seen.label))
+            why = f"{shown or _reader(slot)} reads it{self._why_it_stayed(slot)}"
+            return _Told(seen, self._state_of(slot), why, slot)
         row = self._saved_by(op).get(seen.label)
         if row is not None and row.what == "saved":
             return _Told(seen, self._state_of(row), "a backward outside of it reads it", row)
@@ -197,18 +190,6 @@ class Reasons:
         if first is not None:
             return _Told(seen, first[1], "no replay reads it, but its memory is kept")
         return _Told(seen, "not kept", "nothing reads it in replay: a placeholder stands for it")
-
-    def _readers_of(self, op: SeenOp, seen: Seen, slots: Sequence[Kept]) -> list[str]:
-        readers = dict.fromkeys(_reader(row) for row in slots if row.why in ("entry", "inner region"))
-        others = [row for row in slots if row.why not in ("entry", "inner region")]
-        if not readers:  # else an aten op that reads it may be part of one of these
-            readers = dict.fromkeys(_reader(row) for row in others if row.why == "op")
-            others = [row for row in others if row.why != "op"]
-        if others:
-            shown = self._readers.get((op.name, seen.label))
-            if shown is not None or not readers:
-                readers[shown or SOME_OP] = None
-        return list(readers)
 
     def _is_recomputed(self, op: SeenOp) -> bool:
         return self._decisions[op.name] is CheckpointPolicy.RECOMPUTE  # in a native region not its own policy
@@ -235,8 +216,6 @@ def _memory_of(row: Kept | None) -> set[Hashable]:
 
 def _reader(row: Kept) -> str:
     """Return in words what reads the tensor of a row in replay."""
-    if row.why in ("entry", "inner region"):
-        return f"the {what_needs(row)}"
     if row.why == "op":
         return f"the replay of {row.at}" if row.at else f"{SOME_OP} ({row.by})"
     return SOME_OP

@@ -59,7 +59,7 @@ class Recorder(Observer):
     def __init__(self) -> None:
         # Of regions from before the trace, backward alone is in it.
         self.marks: list[Mark] = [
-            Mark(region.name, None, "forward", region.serial, region.first_number, region.last_number + 1)
+            Mark(region.name, None, "forward", region.serial, region.first_number, region.end_number)
             for region in live_regions()
         ]
         self.given: list[GivenUp] = []

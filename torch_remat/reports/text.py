@@ -105,8 +105,7 @@ def remarks(tensor: KeptTensor) -> str:
     """Return why a tensor is kept, and with which others it shares its storage."""
     parts: list[str] = [tensor.kind if tensor.kind != "saved" else ""]
     if tensor.kind == "kept for replay":
-        readers = [reader.removeprefix("replay of ") for reader in tensor.needed_by if reader.startswith("replay of ")]
-        parts = [f"for the replay of {', '.join(readers)}" if readers else "for replay"]
+        parts = ["for replay"]
     elif tensor.kind == "undecided":
         parts = ["the end of forward decides"]
     if tensor.aliases:

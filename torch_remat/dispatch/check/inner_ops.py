@@ -1,36 +1,33 @@
 """The ops of regions inside a region, compared between its forward and its replay.
 
-In: ops as regions inside others begin them in forward. Kept: on the tapes of the regions around, a name and a policy
-for each. Out: an error where the replay of a region around has another op.
+In: ops as regions inside others begin them in forward. Kept: on the tapes of the enclosing regions, each op's name,
+policy and place. Out: an error where the replay of an enclosing region has another op.
 
 NOTE [ Ops of inner regions ]
 1. The replay of a region runs the forward of the regions inside once more. What their ops keep then goes, by its place,
    into the holders of what they kept before: where other ops ran, one would get the tensors of another.
-2. So an op that begins in the forward of a region is noted on the tape of each region around it that is in forward too,
-   outwards up to one that is replayed. That one compares it with what it has noted.
-3. They are compared as they come, since early stop may end the replay in the midst of an inner region. What began in
-   forward before the last tensor that replay filled must have come.
-4. A region around whose replay will not come here, because the body of one of its SAVE ops runs, notes nothing; nor
+2. So an op that begins in the forward of a region is noted on the tape of each enclosing region that is in forward too,
+   outwards up to one that is replayed. That one compares it with the next that it has noted.
+3. Early stop may end the replay in the midst of an inner region. An op that is missing before it shows in the number of
+   saved tensors.
+4. An enclosing region whose replay will not come here, because the body of one of its SAVE ops runs, notes nothing; nor
    does it compare what runs once more for the sake of a placeholder.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from torch_remat.dispatch.check.mismatch import SAME_ORDER, another_op, mismatched
-from torch_remat.dispatch.log.record import Record
-from torch_remat.errors import MismatchError
-from torch_remat.policies.decision import CheckpointPolicy
+from torch_remat.dispatch.check.compare import SAME_ORDER, mismatched
+from torch_remat.dispatch.log.entry import Call
+from torch_remat.errors import at_user_line
 
+if TYPE_CHECKING:
+    from torch_remat.dispatch.mode import RematMode
+    from torch_remat.policies.decision import CheckpointPolicy
 
-class InnerOp(NamedTuple):
-    """An op of a region inside another."""
-
-    region: str
-    name: str
-    policy: CheckpointPolicy
-    saved_before: int  # how many tensors the region around had saved when it began
+# Name, policy, and how many tensors the enclosing region had saved when the op began.
+InnerOp = tuple[str, "CheckpointPolicy", int]
 
 
 class Around:
@@ -38,7 +35,7 @@ class Around:
 
     __slots__ = ("_name", "_replay", "_tapes")
 
-    def __init__(self, mode: Any) -> None:
+    def __init__(self, mode: RematMode) -> None:
         self._name: str = mode.region.name
         self._tapes: list[Any] = []
         self._replay: Any = None
@@ -52,46 +49,43 @@ class Around:
                 self._tapes.append(around.region.tape)
             around = around.parent
 
-    def note(self, record: Record) -> None:
+    def note(self, record: Call) -> None:
         """Tell the regions around of an op that begins; one that is replayed may end with an error."""
         for tape in self._tapes:
             tape.inner = tape.inner or []
-            tape.inner.append(InnerOp(self._name, record.name, record.policy, len(tape.saved)))
-        replay = self._replay
-        if replay is not None and not replay.over:
-            _compare(replay, InnerOp(self._name, record.name, record.policy, replay.position))
+            tape.inner.append((record.name, record.policy, len(tape.saved)))
+        if self._replay is not None and not self._replay.over:
+            self._compare(self._replay, (record.name, record.policy, self._replay.position))
+
+    def _compare(self, replay: Any, op: InnerOp) -> None:
+        noted, at = replay.region.tape.inner, replay.inner_next
+        expected: InnerOp | None = noted[at] if at < len(noted) else None
+        if expected == op:
+            replay.inner_next = at + 1
+        elif expected is not None or replay.region.finished:  # else a backward inside forward, which has come so far
+            name, policy, place = op
+            what = f"the replay of region {replay.region.name!r} around it runs this op{at_user_line()}"
+            if expected is None:
+                what += ", forward did not"
+            elif expected[:2] == op[:2]:
+                what += f" after {place} saved tensors, forward after {expected[2]}"
+            elif expected[0] == name:
+                what += f" with policy {policy.name}, forward with {expected[1].name}"
+            else:
+                what += f" where forward ran {expected[0]!r}"
+            error = mismatched(replay.region, what, SAME_ORDER, op=name)
+            error.region = self._name
+            replay.fail(error)
 
 
-def _compare(replay: Any, op: InnerOp) -> None:
-    noted, place = replay.region.tape.inner, replay.inner_next
-    expected: InnerOp | None = noted[place] if place < len(noted) else None
-    if expected is None and not replay.region.finished:
-        return  # a backward inside forward, which has not come so far itself
-    if expected is not None and expected[1:] == op[1:]:
-        replay.inner_next = place + 1
-        return
-    replay.inner_next = len(noted)
-    region, around = replay.region, _replay_of(replay)
-    if expected is not None and expected[1:3] == op[1:3]:
-        what = f"{around} saved {op.saved_before} tensors before this op, forward {expected.saved_before}"
-        error = mismatched(region, what, SAME_ORDER, op=op.name)
-    else:
-        is_known = any(one.name == op.name for one in noted)
-        error = another_op(region, op.name, op.policy, expected, is_known, around)
-    error.region = op.region
-    replay.fail(error)
+def check_all_came(replay: Any) -> None:
+    """Check, where a replay went to its function's end, that no op of an inner region is missing.
 
-
-def missing_inner(replay: Any, last: int) -> MismatchError | None:
-    """Return the error about an op that began in forward before the tensor at a place was saved; None if all came."""
-    noted = replay.region.tape.inner
-    op: InnerOp | None = noted[replay.inner_next] if replay.inner_next < len(noted) else None
-    if op is None or op.saved_before > last:
-        return None
-    error = mismatched(replay.region, f"this op of forward is missing in {_replay_of(replay)}", SAME_ORDER, op=op.name)
-    error.region = op.region
-    return error
-
-
-def _replay_of(replay: Any) -> str:
-    return f"the replay of region {replay.region.name!r} around it"
+    Raises:
+        MismatchError: One is.
+    """
+    region = replay.region
+    if replay.inner_next < len(region.tape.inner):
+        name = region.tape.inner[replay.inner_next][0]
+        what = f"this op of forward is missing in the replay of region {region.name!r} around it"
+        raise mismatched(region, what, SAME_ORDER, op=name)

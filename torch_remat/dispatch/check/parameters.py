@@ -1,85 +1,43 @@
 """The parameters that a region uses, compared between forward and replay.
 
-In: a region's function, the modules among its arguments, and the autograd graph that its forward has made. Kept: the
-parameters themselves, which are not the region's memory, and their versions at the end of forward. Out: an error where
-one was replaced by another with other values, or where replay reads one that was changed in place.
+In: the parameters that a region's function reaches. Kept: the parameters themselves, which are not the region's memory,
+and their versions at the end of forward. Out: an error where one was replaced by another with other values, or where
+replay reads one that was changed in place.
 
 Autograd does not save a weight whose input needs no gradient, nor any bias, so the saved tensors alone do not show that
 such a parameter is another one (`torch.func.functional_call` around the region, an attribute that was set anew, a step
 of an optimizer before backward).
-
-NOTE [ Which parameters a region uses ]
-1. The leaves of the region's own graph are all parameters that it used and that require a gradient, wherever the
-   function found them: in a module at any depth, in a global variable, in an object. Versions tell of their changes.
-2. A parameter that was replaced, or that needs no gradient, has to be looked up where the function finds it: `reach`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from operator import attrgetter, is_
-from typing import Any
 
 import torch
-from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
-from torch_remat._compat import node_number
-from torch_remat.dispatch.check.mismatch import REPLACED, described
+from torch_remat.dispatch.check.compare import REPLACED, described
 from torch_remat.dispatch.check.unread import MakeError
-from torch_remat.dispatch.reach import reach
+from torch_remat.dispatch.holder import RegionLike
+from torch_remat.dispatch.reach import Reached, reach
 from torch_remat.errors import MismatchError, MutationError, RematError, at_user_line
 
-with torch.enable_grad():
-    # The type of the nodes at the ends of a graph; that of a parameter is made anew for each graph.
-    ACCUMULATE: Any = type(get_gradient_edge(torch.zeros((), requires_grad=True, device="cpu")).node)
 
-
-_next_functions: Callable[[torch.autograd.graph.Node], Iterable[tuple[Any, int]]] = attrgetter("next_functions")
-
-
-def note_used(region: Any, nodes: Iterable[torch.autograd.graph.Node | None]) -> None:
-    """Note what parameters a region uses, and their versions; see NOTE [ Which parameters a region uses ].
-
-    Args:
-        region: The region, at the end of its forward.
-        nodes: The nodes of its outputs.
-    """
-    first_number: int = region.first_number  # what is older, the region has not made
-    leaves: dict[int, torch.Tensor] = {}
-    todo = [node for node in nodes if node is not None and node_number(node) >= first_number]
-    seen: set[Any] = {None, *todo}
-    child: Any
-    for child, _ in chain.from_iterable(map(_next_functions, todo)):  # which grows meanwhile
-        if child not in seen:
-            seen.add(child)
-            if type(child) is ACCUMULATE:
-                leaf = child.variable
-                leaves[id(leaf)] = leaf
-            elif child._sequence_nr() >= first_number:  # what `node_number` says, for an eighth of its time
-                todo.append(child)
-    for argument in region.inputs.originals:  # these are compared on their own
-        leaves.pop(argument, None)
-    used = dict(zip(map(id, region.parameters), region.parameters, strict=True)) | leaves
-    used.pop(id(None), None)
-    region.used = list(used.values())
-    region.versions = _versions_of(region.used)
-
-
-def _versions_of(tensors: Sequence[torch.Tensor]) -> Sequence[int]:
+def versions_of(tensors: Sequence[torch.Tensor | None]) -> Sequence[int]:
     """Return how often each tensor was changed in place; -1 where that is not counted."""
     try:
         return list(map(_version, tensors))
-    except RuntimeError:  # a tensor of inference mode
-        return [-1 if one.is_inference() else one._version for one in tensors]
+    except (AttributeError, RuntimeError):  # a parameter that is not set; a tensor of inference mode
+        return [-1 if one is None or one.is_inference() else one._version for one in tensors]
 
 
 _version = attrgetter("_version")
 
 
-def check_parameters(region: Any) -> dict[int, MakeError]:
+def check_parameters(region: RegionLike) -> dict[int, MakeError]:
     """Compare the parameters with those of forward, at the start of a replay.
 
     Returns:
@@ -88,10 +46,12 @@ def check_parameters(region: Any) -> dict[int, MakeError]:
     Raises:
         MismatchError: A parameter is gone.
     """
-    # A forward that is not over has noted nothing yet.
-    versions = _versions_of(region.used) if region.finished else region.versions
     before: Sequence[torch.Tensor | None] = region.parameters
-    now = reach(region.function, region.inputs.modules()).parameters if before else before
+    if not before:
+        return {}
+    # A forward that is not over has noted nothing yet.
+    versions = versions_of(before) if region.finished else region.versions
+    now = _reached(region, parameters_alone=True).parameters
     if versions == region.versions and len(now) == len(before) and all(map(is_, before, now)):
         return {}
     others: dict[int, MakeError] = {}
@@ -102,22 +62,28 @@ def check_parameters(region: Any) -> dict[int, MakeError]:
                 raise _replaced(region, place, one, other)
             if id(other) not in known:
                 others[id(other)] = partial(_replaced, region, place, one, other)
-    for place, (one, old, new) in enumerate(zip(region.used, region.versions, versions, strict=True)):
-        if old != new and id(one) not in others:
+    for place, (one, old, new) in enumerate(zip(before, region.versions, versions, strict=True)):
+        if one is not None and old != new and id(one) not in others:
             others[id(one)] = partial(_changed, region, place, one)
     return others
 
 
-def _name_of(region: Any, place: int, parameter: torch.Tensor | None) -> str:
+def _reached(region: RegionLike, parameters_alone: bool = False) -> Reached:
+    assert region.function is not None
+    assert region.inputs is not None
+    return reach(region.function, region.inputs.modules(), parameters_alone)
+
+
+def _name_of(region: RegionLike, place: int, parameter: torch.Tensor | None) -> str:
     """Return what an error calls a parameter: its place, and its name in the module that has it, if one has."""
-    for module in reach(region.function, region.inputs.modules()).modules:
+    for module in _reached(region).modules:
         for name, other in module.named_parameters():
             if other is parameter:
                 return f"parameter {place} ({name})"
     return f"parameter {place}"
 
 
-def _replaced(region: Any, place: int, one: torch.Tensor | None, other: torch.Tensor | None) -> RematError:
+def _replaced(region: RegionLike, place: int, one: torch.Tensor | None, other: torch.Tensor | None) -> RematError:
     before, now = ("none" if it is None else described(it) for it in (one, other))
     how = f"{now}, with other values" if before == now else f"{before}, then {now}"
     reader = "" if other is None else f", and replay reads the other one{at_user_line()}"
@@ -125,7 +91,7 @@ def _replaced(region: Any, place: int, one: torch.Tensor | None, other: torch.Te
     return MismatchError(what, region=region.name, tensor=_name_of(region, place, other), remedy=REPLACED)
 
 
-def _changed(region: Any, place: int, parameter: torch.Tensor) -> RematError:
+def _changed(region: RegionLike, place: int, parameter: torch.Tensor) -> RematError:
     return MutationError(
         f"this parameter, {described(parameter)}, was changed in place since forward, and replay reads it"
         f"{at_user_line()}",

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from torch_remat._compat import DispatchMode, sequence_number, storage_key
-from torch_remat.dispatch.check.mismatch import SAME_OPS, described, differs_at
-from torch_remat.dispatch.holder import Holder
+from torch_remat.dispatch.check.compare import SAME_OPS, described, differs_at
+from torch_remat.dispatch.holder import Holder, RegionLike
 from torch_remat.dispatch.log.meta import parts_of
 from torch_remat.dispatch.log.schema import WRITES_WITHOUT_SAYING, effects_of
 from torch_remat.dispatch.mode import unseen
@@ -159,7 +159,7 @@ class Values:
         self._pending.clear()
 
 
-def difference(region: Any, holder: Holder, value: Any) -> RematError | None:
+def difference(region: RegionLike, holder: Holder, value: Any) -> RematError | None:
     """Return the error about a value of replay that does not equal forward's, if it does not."""
     before = holder.fingerprint
     if before is _NOT_COMPARED:

@@ -1,30 +1,30 @@
-"""One entry of the log: something that forward ran and that replay may leave out.
+"""One entry of the log: something that forward ran and that replay may skip.
 
 In: what forward noted of it. Kept: metadata, the decision about it, and slots for what replay needs. Out: what replay
 answers in its place.
 
-An entry is an aten op that was watched, or a *call*: an op with a handle, or a function of torch's own that a native
-region calls. Replay does not see what happens inside of a call.
+An entry is an aten op under a policy, or a *call*: something with a name that replay skips whole or runs whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torch_remat._compat import in_autocast, kernel_of
 from torch_remat.dispatch.log.meta import Given, Meta, Raised, WrapperMeta, has_placeholder, tensors_in
-from torch_remat.dispatch.log.record import NO_SLOTS, Record
 from torch_remat.dispatch.log.schema import LIFT, UNKNOWN, Effects, argument, effects_of
 from torch_remat.dispatch.placeholder import Placeholder, reshape
 from torch_remat.policies.decision import CheckpointPolicy
 
 if TYPE_CHECKING:
     from torch_remat.dispatch.ambient import RngState
+    from torch_remat.dispatch.log.elide import Elided
     from torch_remat.dispatch.log.slot import Slot
 
 NOTHING: frozenset[int] = frozenset()
@@ -41,11 +41,11 @@ class Entry:
     Attributes:
         op: The op, or what ran.
         kernel: What runs the op.
-        count: How many ops of its name came before it in the same module.
+        count: How many ops of its name came before it in the same module; -1 if nobody sees its name.
         results: What it returned: a `Meta` or `WrapperMeta` for a tensor, a list for several results, `Raised`, or a
             plain value.
-        path: The module in which it ran; neither this nor the count is noted of a view whose name nobody sees.
-        group: The native region, or the op with a handle, in which it ran; empty outside of such.
+        path: The module in which it ran, if its name is seen.
+        group: Of a call its name; empty for an op.
         effects: What it does besides computing.
         kind: `ONE` if it made one new ordinary tensor, `SEVERAL` if it made several, `VIEW` if it returned views of its
             first argument, in each case from ordinary tensors and numbers, and did nothing else; `CALL` for a call;
@@ -53,12 +53,10 @@ class Entry:
         reads: The storages of its arguments.
         layout: Shape and strides of the tensors among its arguments, if its results are saved.
         listed: Whether there are lists of tensors among its arguments, though it is of a kind.
-        versions: Which of the tensors among its arguments come from outside, and their version counters.
-        early: Those of them that a later entry writes, with their storages.
+        version: The version counter of a tensor from outside before the op gave it another shape.
+        early: The storages from outside that it reads and that a later entry writes.
         writes: The storages of the arguments that it writes.
         whole: Whether it writes its arguments' whole storages.
-        ends: Whether it writes a part, and the call in which it ran, if that is left out, keeps all that is there then.
-        restored: Whether the call in which it ran leaves in them what it wrote, also without running it.
         outside: Those of them that come from outside the region.
         repeats: Whether replay writes these again.
         made: The storages of its new results, by their place, unless there is just `storage`.
@@ -68,19 +66,17 @@ class Entry:
         always: Whether replay runs it whatever it is needed for.
         run: Whether replay runs it.
         before: The random generators before it, if replay must set them.
-        moved: Whether something else than an op had set them since the last random op (`torch.random.fork_rng`).
         kept: The results that are kept for replay, by their place.
         written: What it left in the arguments that it writes, if that is kept.
-        packed: The places of the results that autograd saved.
+        packed: The places of the results that autograd saved, if somebody asks.
         names: The names that were given to results by hand.
-        gone: Storages that nothing reaches once it is over: whatever lies at their addresses later is another.
     """
 
     # What all have is set where one is made, in the recorder, or in `entry_of`. Most have little to note besides.
     op: Any
     kernel: Callable[..., Any]
     effects: Effects
-    count = 0
+    count = -1
     path = ""
     results: Any = None
     kind = ODD
@@ -88,24 +84,21 @@ class Entry:
     reads: Sequence[int] = ()
     layout: Sequence[tuple[torch.Size, tuple[int, ...]]] = ()
     listed = False
-    versions: Sequence[tuple[int, int]] = ()
-    early: Sequence[tuple[int, StorageWeakRef]] = ()
+    version: int | None = None
+    early: Sequence[StorageWeakRef] = ()
     writes: Sequence[int] = ()
-    restored = False
     outside: Sequence[StorageWeakRef] = ()
     made: Sequence[tuple[int, int]] = ()
     storage = 0
     saved: frozenset[int] = NOTHING
     away: frozenset[int] = NOTHING
     whole = True
-    ends = False
-    always = run = moved = repeats = False
+    always = run = repeats = False
     before: RngState | None = None
     kept: Mapping[int, Slot] = _NONE
     written: Sequence[Slot] = ()
     packed: frozenset[int] = NOTHING
     names: Mapping[int, str] = _NONE
-    gone: Collection[int] = ()
 
     @property
     def count_of_results(self) -> int:
@@ -134,6 +127,8 @@ class Entry:
         """Return the name of one of the results, such as ``attention.mm_2_0``."""
         if self.names and (name := self.names.get(place)) is not None:
             return name
+        if self.count < 0:  # it is told by what it is
+            return self.effects.name
         return f"{self.path}{self.effects.name}_{self.count}_{place if place > 0 else 0}"
 
     def labels(self) -> list[str]:
@@ -165,82 +160,100 @@ def entry_of(op: Any) -> type[Entry]:
 _entries: dict[int, type[Entry]] = {}
 
 
-# Where it leaves the random generators its record tells.
+# Where it leaves the random generators the call itself stores.
 _OF_A_CALL = UNKNOWN._replace(random=False)
 
 
-class Call(Record, Entry):
-    """What replay leaves out whole: a record, and its own entry in the log."""
+class Call(Entry):
+    """Something with a name: a call of `op`, a native region, or an op with a handle.
 
+    Attributes:
+        name: Its name, with its scopes.
+        policy: Its policy.
+        function: What identifies its function in both phases; None for a handle.
+        results: For each leaf of the result a `Meta` or `WrapperMeta` if the call made the tensor; else where it comes
+            from (`Passed`, `Again`), or the value itself. Alone if the result is one leaf. `Raised` if it raised.
+        gradients: For each leaf that the call made, whether it needs a gradient.
+        template: The form of the result, alone in a tuple; empty if it is one leaf.
+        layout: Shape and strides of its tensor arguments.
+        saved_before: How many tensors the region had saved when the call began.
+        waiting: Saved tensors that replay has: arguments and variables, or views of these.
+        places: Where variables among these, or among the results, are found, by their number after the arguments.
+        drawn: Where the call left the random generators, if it drew numbers.
+        answers: The ops of a native region, in order, each with its results; None for other calls.
+        plain: The outputs of a handle that are not differentiable.
+        outputs: Weak references to a handle's outputs, until forward ends.
+        alive: Weak references to their storages: the addresses may come again.
+        views: Which of them are views.
+        shown: Those of the kept ones that recomputed code gets in place of the placeholder.
+        number: The number of the first autograd node that it may have made.
+        opaque: Whether nobody watched its ops.
+        touched: Whether it modified something created outside the region.
+        wrote: The tensors created outside the region that it modified and that replay cannot put back, by name.
+        modified: Arguments and variables that it modified, by place, with weak references to their storages: replay
+            runs it whole if it has others there, which the region makes.
+        why: Why replay runs it whole; empty if it skips it.
+    """
+
+    kind = CALL
     effects = _OF_A_CALL
+    name = ""
+    policy = CheckpointPolicy.SAVE
+    function: Any = None
+    results: Any = None
+    gradients: Sequence[bool] = ()
+    template: tuple[Any, ...] = ()
+    layout: Sequence[Any] = ()
+    saved_before = 0
+    waiting: Sequence[Elided] = ()
+    places: Mapping[int, tuple[int, Any]] = _NONE
+    drawn: RngState | None = None
+    answers: Sequence[Entry] | None = None
+    plain: Sequence[int] = ()
+    outputs: Sequence[ref[torch.Tensor]] = ()
+    alive: Sequence[StorageWeakRef | None] = ()
+    views: Sequence[int] = ()
+    shown: frozenset[int] = NOTHING
+    number = 0
+    opaque = touched = False
+    wrote: Sequence[str] = ()
+    modified: Sequence[tuple[int, StorageWeakRef]] = ()
+    why = ""
 
-    def forget_slots(self) -> None:
-        """Drop what only a further replay would need."""
+    def __init__(self, name: str, policy: CheckpointPolicy, function: Any = None) -> None:
+        self.name = self.group = name
+        self.policy = policy
+        self.function = function
+
+    @property
+    def op(self) -> Call:
+        """The call itself, by which the log knows it."""
+        return self
+
+    @property
+    def is_handle(self) -> bool:
+        """Whether it is an op with a handle."""
+        return self.function is None
+
+    def label(self, place: int) -> str:
+        """Return the name of a result: ``out``, or its number if there are several."""
+        return str(max(place, 0)) if self.template else "out"
+
+    def forget(self) -> None:
+        """Drop what only a further replay would need; reports still ask for the saved tensors that replay has."""
         if self.drawn is not None:
             self.drawn = None
         if self.kept:
             self.kept = _NONE
-        if self.slots:
-            self.slots = NO_SLOTS
-
-
-class HandleCall(Call):
-    """An op with a handle that replay skips; an entry only where ops are watched.
-
-    Attributes:
-        results: What replay must know of its outputs; None if its body has raised.
-        plain: The places of the outputs that are not differentiable.
-    """
-
-    kind = CALL
-    plain: Sequence[int] = ()
-    group: str
-
-    @property
-    def op(self) -> HandleCall:
-        """The entry itself, by which the log knows it."""
-        return self
-
-
-class WholeCall(Call):
-    """One call of a function of torch's own.
-
-    Attributes:
-        leaves: The leaves of its result: for each tensor whether it needs a gradient, other values as they are.
-        template: Its result with numbers in place of the leaves, alone in a tuple; empty if it is one leaf.
-        is_entry: Whether it stands in the log. It does not if all its results are views of its arguments, which cost
-            nothing, so that replay makes the call again, nor if it raised.
-    """
-
-    kind = ONE
-    saved = FIRST
-    leaves: Sequence[Any] = ()
-    template: tuple[Any, ...] = ()
-    is_entry = False
-
-    def __init__(self, name: str, policy: CheckpointPolicy, op: Any, layout: Sequence[Any]) -> None:
-        self.name = self.group = name
-        self.policy = policy
-        self.op = op
-        self.layout = layout
-        if policy is CheckpointPolicy.OFFLOAD:
-            self.away = FIRST
-
-    def label(self, place: int) -> str:
-        """Return the name of a result."""
-        return str(max(place, 0)) if self.template else "out"
-
-    def forget_slots(self) -> None:
-        """Drop what only a further replay would need; its inputs are in no slots."""
-        super().forget_slots()
-        self.results = None
+        if self.answers is not None:
+            self.answers = ()
 
 
 def names_of(entries: Iterable[Entry]) -> Iterator[str]:
     """Yield the names of all results, those given by hand and the automatic ones."""
     for entry in entries:
         yield from entry.names.values()
-        if entry.kind != CALL and type(entry.results) in (Meta, WrapperMeta, list):
+        if entry.kind != CALL and entry.count >= 0 and type(entry.results) in (Meta, WrapperMeta, list):
             yield from entry.labels()
 
 
@@ -336,9 +349,3 @@ def _given_in(results: Any) -> list[int]:
     if type(results) is Given:
         return [results.place]
     return [place for item in results for place in _given_in(item)] if type(results) is list else []
-
-
-def run_for_good(entries: Sequence[Entry]) -> None:
-    """Make the ops of a forward that is not over run in each replay: a backward inside of it goes through them."""
-    for entry in entries:
-        entry.always = entry.run = not entry.is_view()

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from torch_remat.dispatch.check.mismatch import mismatched
-from torch_remat.dispatch.log.entry import VIEW, Entry
+from torch_remat.dispatch.check.compare import mismatched
+from torch_remat.dispatch.log.entry import VIEW, Call, Entry
 from torch_remat.dispatch.log.meta import dense_layout
 from torch_remat.dispatch.log.schema import Effects, argument
 from torch_remat.dispatch.placeholder import Placeholder, geometry_of
@@ -96,7 +96,11 @@ _SAME_OPS = (
 
 def another_op(region: Any, group: str | None, at: int, entries: Sequence[Entry], ran: Any) -> MismatchError:
     """Return the error about an op that is not the one that forward ran at its place."""
-    expected = str(entries[at].op) if at < len(entries) else "no further op"
+    entry = entries[at] if at < len(entries) else None
+    if isinstance(entry, Call) and not isinstance(ran, Call):
+        what = "this op of forward is missing in replay"
+        return mismatched(region, f"{what}, which ran {ran}{at_user_line()}", _SAME_OPS, op=entry.name)
+    expected = "no further op" if entry is None else str(entry.op)
     found = "ran no further op" if ran is None else f"ran {ran}{at_user_line()}"
     return mismatched(
         region, f"the ops differ from op {at} on: forward ran {expected}, replay {found}", _SAME_OPS, op=group

@@ -211,10 +211,17 @@ def layout_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[torc
 
 def dense_layout(args: Sequence[Any]) -> list[tuple[torch.Size, tuple[int, ...]]]:
     """Return the same for arguments that are ordinary tensors, or placeholders, and values that are none."""
-    if Placeholder in map(type, args):
-        with without_torch_function():  # else each look at a placeholder takes as long as all of this
-            return [(arg.shape, arg.stride()) for arg in args if type(arg) in _DENSE and arg.layout is strided]
+    layout = []
     try:
-        return [(arg.shape, arg.stride()) for arg in args if type(arg) in _DENSE]
+        for arg in args:
+            kind = type(arg)
+            if kind is Tensor or kind is Parameter:
+                layout.append((arg.shape, arg.stride()))
+            elif kind is Placeholder:
+                break
+        else:
+            return layout
     except RuntimeError:  # sparse tensors have no strides
+        pass
+    with without_torch_function():  # else each look at a placeholder takes as long as all of this
         return [(arg.shape, arg.stride()) for arg in args if type(arg) in _DENSE and arg.layout is strided]

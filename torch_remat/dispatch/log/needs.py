@@ -31,23 +31,48 @@ class Needs(NamedTuple):
     kept: list[tuple[Entry, Collection[int]]]
 
 
-def find_needs(entries: Sequence[Entry], roots: Sequence[Root], can_keep: Callable[[Entry, int], bool]) -> Needs:
-    """Return what replay runs and keeps; ``can_keep`` tells whether a saved result is there, as the entry left it."""
+def find_needs(
+    entries: Sequence[Entry],
+    roots: Sequence[Root],
+    can_keep: Callable[[Entry, int], bool],
+    runs: Collection[Entry] = (),
+) -> Needs:
+    """Return what replay runs and keeps.
+
+    Args:
+        entries: The log.
+        roots: What replay must have.
+        can_keep: Tells whether a saved result is there, as the entry left it.
+        runs: Entries that replay runs besides those that run whatever they are needed for.
+    """
+    forced = set(runs)
+    while True:
+        needs, has_writes = _walk(entries, roots, can_keep, forced)
+        unfinished = _unfinished(entries, needs) if has_writes else []
+        if not unfinished:
+            return needs
+        forced.update(unfinished)
+
+
+def _walk(
+    entries: Sequence[Entry],
+    roots: Sequence[Root],
+    can_keep: Callable[[Entry, int], bool],
+    forced: set[Entry],
+) -> tuple[Needs, bool]:
+    """Return what is needed, and whether anything is written."""
     needs = Needs([], [])
     pending = sorted(roots, key=_after)
     next_after = pending[-1][1] if pending else -1
     needed: set[int] = set()
-    restored: list[Entry] = []
     has_writes = False
     for at in range(len(entries) - 1, -1, -1):
         while next_after > at:
             needed.add(pending.pop()[0])
             next_after = pending[-1][1] if pending else -1
         entry = entries[at]
-        if entry.gone:
-            needed.difference_update(entry.gone)
         if entry.kind == ONE:  # what most entries are, without the sets
-            runs, storage = entry.always, entry.storage
+            runs, storage = entry.always or (bool(forced) and entry in forced), entry.storage
             if storage in needed:
                 needed.remove(storage)
                 if entry.saved and can_keep(entry, 0):
@@ -57,26 +82,14 @@ def find_needs(entries: Sequence[Entry], roots: Sequence[Root], can_keep: Callab
             if runs:
                 needs.run.append(entry)
                 needed.update(entry.reads)
-        elif entry.kind == VIEW and not entry.always:
+        elif entry.kind == VIEW and not (entry.always or entry in forced):
             if entry.made:
                 needed.difference_update([storage for _, storage in entry.made])  # replay has it in any case
         else:
             if entry.writes:
                 has_writes = True
-            if entry.restored or entry.ends:
-                restored.append(entry)
-            _step(entry, needed, can_keep, needs)
-    if restored:  # only calls that are left out put back what they wrote, or keep what they return
-        running = {entry.group for entry in needs.run}
-        if again := [entry for entry in restored if entry.group in running]:
-            for entry in again:
-                entry.restored = entry.ends = False
-            return find_needs(entries, roots, can_keep)
-    if has_writes and (stale := _unfinished(entries, needs)):
-        for entry in stale:
-            entry.always = True
-        return find_needs(entries, roots, can_keep)
-    return needs
+            _step(entry, needed, can_keep, needs, entry.always or entry in forced)
+    return needs, has_writes
 
 
 def _unfinished(entries: Sequence[Entry], needs: Needs) -> list[Entry]:
@@ -91,7 +104,7 @@ def _unfinished(entries: Sequence[Entry], needs: Needs) -> list[Entry]:
     found = []
     for entry in entries:
         if entry.writes and not there.isdisjoint(entry.writes):
-            if not (entry in runs or entry in left or entry.restored or entry.outside):
+            if not (entry in runs or entry in left or entry.outside):
                 found.append(entry)
         elif entry.kind != VIEW:
             if entry in runs:
@@ -101,15 +114,17 @@ def _unfinished(entries: Sequence[Entry], needs: Needs) -> list[Entry]:
     return found
 
 
-def _step(entry: Entry, needed: set[int], can_keep: Callable[[Entry, int], bool], needs: Needs) -> None:
+def _step(
+    entry: Entry, needed: set[int], can_keep: Callable[[Entry, int], bool], needs: Needs, is_forced: bool
+) -> None:
     """Take one entry of any kind."""
     made = {place for place, storage in entry.made if storage in needed}
-    writes = [] if entry.restored else [storage for storage in entry.writes if storage in needed]
-    if not (made or writes or entry.always):
+    writes = [storage for storage in entry.writes if storage in needed]
+    if not (made or writes or is_forced):
         return
     kept = {place for place in made if place in entry.saved and can_keep(entry, place)}
-    runs = entry.always or len(kept) < len(made)
-    if writes and WRITTEN in entry.saved and (entry.whole or entry.ends) and can_keep(entry, WRITTEN):
+    runs = is_forced or len(kept) < len(made)
+    if writes and WRITTEN in entry.saved and entry.whole and can_keep(entry, WRITTEN):
         kept.add(WRITTEN)
         needed.difference_update(writes)
     elif writes:

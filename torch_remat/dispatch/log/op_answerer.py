@@ -11,19 +11,20 @@ put back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from torch_remat._compat import Handler, keep_from_compiler
+from torch_remat.dispatch.log.elide import offset_in_bytes
 from torch_remat.dispatch.log.entry import (
     CALL,
     ONE,
     VIEW,
+    Call,
     Entry,
-    HandleCall,
     answered,
     is_bookkeeping,
     still_there,
@@ -46,14 +47,11 @@ from torch_remat.dispatch.log.meta import (
     layout_of,
     stand_in,
     tensors_in,
-    without_lists,
 )
-from torch_remat.dispatch.log.record import Left
 from torch_remat.dispatch.log.schema import effects_of, without_statistics
 from torch_remat.dispatch.log.slot import Slot, version_of
 from torch_remat.dispatch.log.suppressed import Suppressed
 from torch_remat.dispatch.placeholder import Placeholder, Source, geometry_of, mapped, new_tuple, refuse
-from torch_remat.dispatch.views import offset_in_bytes
 from torch_remat.errors import MismatchError, MutationError
 from torch_remat.offload.transfer import Placement
 
@@ -64,17 +62,13 @@ class OpAnswerer:
     ``load`` returns what a slot keeps, given the names of op and tensor.
 
     Attributes:
-        passing: What runs the aten ops of the body of an op with a handle, while it runs: they are no entries.
         written: What saved writes left in placeholders, by the identity of the source, which all views of one share.
     """
 
-    passing: Callable[[Any, Sequence[Any], Mapping[str, Any]], Any] | None = None
     _remakes = False  # whether a placeholder was changed in place, whose views autograd makes anew
     _entries: Sequence[Entry] = ()
     _group = ""
     _at = 0
-    _left: Mapping[tuple[int, int], Left] = {}
-    _outside: Collection[int] = ()
 
     def __init__(
         self,
@@ -88,16 +82,11 @@ class OpAnswerer:
         self._suppressed = suppressed
         self._load = load
         self.written: dict[int, tuple[Source, torch.Tensor, int]] = {}  # with where the written tensor lies, in bytes
-        self._written: list[tuple[torch.Tensor, Slot, bool]] = []  # each with whether all of its storage was written
 
-    def expect(self, entries: Sequence[Entry], group: str = "", left: Sequence[Left] = (), start: int = 0) -> None:
-        """Expect the ops of the whole region, or of the native region ``group``, which ``left`` some writes outside."""
+    def expect(self, entries: Sequence[Entry], group: str = "") -> None:
+        """Expect the ops of the whole region, or of the native region ``group``, of which none runs."""
         self._entries, self._group, self._at = entries, group, 0
-        self.passing, self._remakes = None, False
-        if left or self._left:
-            self._left = {(one.place[0] - start, one.place[1]): one for one in left}
-            self._outside = still_there(one.storage for one in left)
-            self._written = []
+        self._remakes = False
 
     @property
     @keep_from_compiler
@@ -111,7 +100,7 @@ class OpAnswerer:
                 entry = entries[at]
             except IndexError:
                 return self._answer_odd(op, args, kwargs)
-            if entry.op is op and entry.kind and self.passing is None:
+            if entry.op is op and entry.kind:
                 # What most ops are, without the questions of the others.
                 if suppressed.pending:
                     suppressed.restore()
@@ -120,7 +109,7 @@ class OpAnswerer:
                         self._at = at + 1
                         return entry.kernel(*args, **kwargs)
                 elif entry.run:
-                    if not (entry.kept or written) and (not entry.versions or self._reads_the_same(entry, args)):
+                    if not (entry.kept or written or entry.early):
                         self._at = at + 1
                         return entry.kernel(*args, **kwargs)
                 elif entry.kind == ONE and (not entry.layout or entry.layout == dense_layout(args)):
@@ -135,8 +124,6 @@ class OpAnswerer:
     def _answer_odd(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Do the same for any op."""
         effects = effects_of(op)
-        if self.passing is not None:
-            return self.passing(op, args, kwargs)
         if is_bookkeeping(effects, args, kwargs):
             return op(*args, **kwargs)
         if self._suppressed.pending:
@@ -156,8 +143,6 @@ class OpAnswerer:
             self._replay.fail(other_arguments(self._region, at, entry, entry.layout, found))
         if effects.written and any(map(has_placeholder, tensors_in(args, kwargs))):
             self._remakes = True
-        if self._left and entry.writes:
-            self._note_written(entry, at, args, kwargs)
         if effects.reshapes and self._was_reshaped(entry, args[0]):
             self._suppressed.add(args[:1], keys_of(args[0]))
             return args[0]
@@ -166,13 +151,14 @@ class OpAnswerer:
         if entry.written:
             self._restore_written(entry, args, kwargs)
         elif effects.written:
-            self._suppressed.add(entry.changed_arguments(args, kwargs), still_there(entry.outside))
+            self._suppress(entry, entry.changed_arguments(args, kwargs))
         return answered(entry, args, kwargs, partial(self._make, entry))
 
     def _was_reshaped(self, entry: Entry, tensor: torch.Tensor) -> bool:
         """Whether a tensor outlives the region, and has the shape that an entry gave it since forward."""
-        known = entry.versions and geometry_of(tensor) == getattr(entry.results, "geometry", None)
-        return bool(known) and version_of(tensor) != entry.versions[0][1]
+        if entry.version is None or geometry_of(tensor) != getattr(entry.results, "geometry", None):
+            return False
+        return version_of(tensor) != entry.version
 
     def missing(self) -> MismatchError | None:
         """Return, at the end, the error about an op of forward that has not come."""
@@ -181,49 +167,28 @@ class OpAnswerer:
             return None
         return another_op(self._region, self._group or None, self._at, self._entries, None)
 
-    def finish(self) -> None:
-        """Leave the recomputed tensors that a native region changed as forward left them."""
-        self._suppressed.restore()
-        for tensor, slot, is_whole in self._written:
-            if not isinstance(tensor, Placeholder) and key_of(tensor) in self._outside:
-                continue
-            value = slot.load(self._region_name, self._group, "written")
-            if isinstance(tensor, Placeholder):
-                if is_whole:
-                    self._note_left_over(tensor, value)
-            elif tensor.shape == value.shape:
-                tensor.data.copy_(value)  # through `data`, since the change has been counted
-            else:  # it was resized
-                tensor.data = value.detach().clone()
+    def _suppress(self, entry: Entry, changed: Sequence[torch.Tensor]) -> None:
+        """Leave out a change of what lies outside the region; what replay has recomputed must be changed again."""
+        outside = still_there(entry.outside)
+        if self._group:
+            for tensor in changed:
+                if not (isinstance(tensor, Placeholder) or key_of(tensor) in outside):
+                    refuse(Source(self._region_name, self._group, entry.label(0), id(self._region)), str(entry.op))
+        self._suppressed.add(changed, outside)
 
     def forget(self) -> None:
         """Let go of what is kept: a placeholder may outlive the replay."""
-        self._entries, self.written, self._left, self._written = (), {}, {}, []
+        self._entries, self.written = (), {}
         del self._replay, self._load, self._region
 
-    def outside(self) -> Collection[int]:
-        """Return what `key_of` gives for the tensors outside of the region that forward has changed."""
-        return still_there(storage for entry in self._entries for storage in entry.outside)
-
-    def load_call(self, entry: HandleCall) -> list[torch.Tensor | None]:
-        """Return the outputs of an op with a handle: the kept ones in order, None for the others."""
-        at = after_loose(self._entries, self._at, entry)
-        if at >= len(self._entries) or self._entries[at] is not entry:
-            self._replay.fail(another_op(self._region, entry.name, self._at, self._entries, entry.name))
-        self._at = at + 1
-        return [
-            self._value(entry, place, entry.kept[place]) if place in entry.kept else None
-            for place in range(entry.count_of_results)
-        ]
-
-    def pass_over(self, call: str, start: int, end: int) -> None:
-        """Leave out the entries of a call, which must come next."""
+    def pass_over(self, call: Call) -> None:
+        """Pass over a call, which must come next."""
         if self._suppressed.pending:
             self._suppressed.restore()
-        first, last = sorted((self._at, start))  # a view made anew may have been taken for the call's first
-        if after_loose(self._entries[:last], first) != last:
-            self._replay.fail(another_op(self._region, self._group or None, self._at, self._entries, call))
-        self._at = end
+        at = after_loose(self._entries, self._at, call)
+        if at >= len(self._entries) or self._entries[at] is not call:
+            self._replay.fail(another_op(self._region, call.name, at, self._entries, f"call {call.name!r}"))
+        self._at = at + 1
 
     def may_fill(self) -> bool:
         """Whether the op that comes next may write what was just saved for it."""
@@ -231,15 +196,6 @@ class OpAnswerer:
         if entry is None or not entry.run:
             return False
         return entry.kind == CALL or not (entry.effects.plain or entry.effects.view)
-
-    def _note_written(self, entry: Entry, at: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Note what a native region changes that was made outside of it."""
-        changed = entry.changed_arguments(args, kwargs)
-        self._suppressed.add(changed, self._outside)
-        for place, tensor in enumerate(changed):
-            left = self._left.get((at, place))
-            if left is not None and left.slot is not None:
-                self._written.append((tensor, left.slot, entry.whole))
 
     def _run(self, entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         effects = entry.effects
@@ -254,7 +210,8 @@ class OpAnswerer:
             if outside and all(key_of(tensor) in outside for tensor in written):
                 self._suppressed.add(written, outside)
                 return answered(entry, args, kwargs, partial(self._make, entry))
-        self._check_versions(entry, args, kwargs)
+        if entry.early:
+            self._refuse_early(entry, args, kwargs)
         result = entry.op(*without_statistics(effects, args), **kwargs)
         if not entry.kept:
             return result
@@ -265,26 +222,14 @@ class OpAnswerer:
             made[place] = self._value(entry, place, slot)
         return made if isinstance(result, list) else tuple(made)
 
-    def _reads_the_same(self, entry: Entry, args: Sequence[Any]) -> bool:
-        """Whether an entry of one of the kinds gets the tensors from outside as they were in forward."""
-        if entry.early:
-            return False
-        given = without_lists(args) if entry.listed else args
-        tensors = [arg for arg in given if isinstance(arg, torch.Tensor)]
-        return all(tensors[at]._version == version for at, version in entry.versions)
-
-    def _check_versions(self, entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Raise if an op that runs again would read something else than in forward."""
-        if not entry.versions or entry.effects.viewed is not None:
-            return
-        tensors, inputs = list(tensors_in(args, kwargs)), self._region.inputs
-        early = [at for at, storage in entry.early if key_of(tensors[at]) in still_there([storage])]
-        for at, version in entry.versions:
-            is_changed = version_of(tensors[at]) != version and not (inputs and inputs.counts_anew(tensors[at]))
-            if is_changed or at in early:
+    def _refuse_early(self, entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Raise if an op that runs again reads a tensor from outside that forward changed after it."""
+        changed = still_there(entry.early)
+        for at, tensor in enumerate(tensors_in(args, kwargs)):
+            if not changed.isdisjoint(keys_of(tensor)):
                 raise MutationError(
-                    f"{entry.op} runs again in replay and reads a tensor from outside the region (argument {at}, shape "
-                    f"{tuple(tensors[at].shape)}), which was changed in place since it ran in forward",
+                    f"{entry.op} runs again in replay and reads a tensor created outside the region (argument {at}, "
+                    f"shape {tuple(tensor.shape)}), which the region changes in place after it",
                     region=self._region_name,
                     op=entry.group,
                     tensor=entry.label(0),
@@ -308,7 +253,7 @@ class OpAnswerer:
         slot = entry.kept.get(place)
         if slot is not None:
             return self._value(entry, place, slot)
-        source = new_tuple(Source, (self._region_name, entry.group, entry.label(place), id(self._region)))
+        source = new_tuple(Source, (self._region_name, self._group, entry.label(place), id(self._region)))
         return stand_in(meta, source)
 
     def _note_left_over(self, tensor: Placeholder, value: torch.Tensor) -> None:

@@ -1,29 +1,29 @@
-"""Aten ops in forward: each runs, and is noted with what it reads, writes and makes, and with the decision about it.
+"""Ops under a policy in forward: each runs, and is noted with what it reads, writes and makes, and its decision.
 
-In: each aten op of a region with a policy, or of a stretch of a region without one (a native region), and the tensors
-that autograd saves meanwhile. Kept: saved results, until the end of forward tells which of them replay or backward need
-(`needs`). Out: residents, and the entries of the log.
+In: each aten op of a region with a policy, and the tensors that autograd saves meanwhile. Kept: saved results, until
+the end of forward tells which of them replay or backward need (`needs`). Out: residents, and the entries of the log.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from sys import _getframe
 from typing import Any
 
 import torch
 from torch import Tensor, strided
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from torch_remat._compat import CompiledCode, Handler, in_autocast, keep_from_compiler, storage_key
-from torch_remat.dispatch.ambient import RngState
 from torch_remat.dispatch.log.entry import (
     FIRST,
     ODD,
     ONE,
     VIEW,
     WRITTEN,
+    Call,
     Entry,
-    HandleCall,
     entry_of,
     is_bookkeeping,
     names_of,
@@ -34,40 +34,33 @@ from torch_remat.dispatch.log.meta import (
     Raised,
     dense_layout,
     described,
-    key_of,
     layout_of,
     tensors_in,
 )
-from torch_remat.dispatch.log.record import Record
-from torch_remat.dispatch.log.schema import Effects
+from torch_remat.dispatch.log.needs import Needs, find_needs
 from torch_remat.dispatch.placeholder import NOT_LAZY, new_tuple
 from torch_remat.errors import PolicyError
-from torch_remat.policies.decision import CheckpointPolicy
-from torch_remat.policies.kinds import Decider, OpContext, OpPolicy
+from torch_remat.policies.kinds import RECOMPUTED, Decider, OpContext, OpPolicy
 
 _new = object.__new__  # without a call of `__init__` for each op
 # Of an op: the kind of its entries (`ONE` and `VIEW` are noted in a short way); whether the policy keeps its results,
-# if it decides by the op alone; how many of its name there were in each module, less one (None if nobody sees names);
-# and the class of its entries.
+# if it decides by the op alone; how many of its name there were in each module, less one (None as long as nobody sees
+# names of its kind); and the class of its entries.
 _Plan = tuple[int, bool | None, dict[str, int] | None, type[Entry]]
 Observer = Callable[[Entry, Sequence[Any], Mapping[str, Any], Any], None]
 
 
 class OpRecorder:
-    """The aten ops of one region's forward, as far as they are watched.
-
-    Without a policy only stretches are watched. ``path_of`` tells the path of the module whose code runs in a frame.
+    """The ops of one forward under a policy; ``path_of`` returns the path of the module whose code runs in a frame.
 
     Attributes:
-        native: The native region that runs, all of whose results are saved.
         compiled_code: Notes whether compiled code runs, whose ops are not seen.
         random: The entries of ops that may have drawn random numbers.
     """
 
     def __init__(
-        self, owner: Any, policy: OpPolicy | None, path_of: Callable[[Any], str], observer: Observer | None = None
+        self, owner: Any, policy: OpPolicy, path_of: Callable[[Any], str], observer: Observer | None = None
     ) -> None:
-        self.native: Record | None = None
         self.random: list[Entry] = []
         self.compiled_code = CompiledCode()
         self._owner = owner
@@ -75,24 +68,19 @@ class OpRecorder:
         self._entries = owner.entries
         self._storages = owner.storages
         self._results = owner.results
-        self._decider: Decider | None = None if policy is None else policy.begin()
+        self._decider: Decider = policy.begin()
+        # Whether all ops are named; else those of a kind from the first on that is saved, of a list's kinds all.
+        self._names_all = observer is not None or self._decider.reads_names
         self._path_of = path_of
         self._observer = observer
         self._plans: dict[int, _Plan] = {}  # by the identity of each op
         self._counts: dict[str, dict[str, int]] = {}  # of ops by name, and by the path of their module
-        # What the stretch that runs has changed of what entries had made; what it has changed outside, by storage, with
-        # the first entry that did, and the versions from before; and the generators before its first random op.
-        self.rewritten: list[torch.Tensor] = []
-        self.written: dict[int, list[tuple[torch.Tensor, tuple[int, int]]]] = {}
-        self.versions: dict[int, int] = {}
-        self.rng: RngState | None = None
-        self._left_rng: RngState | None = None  # where the last random op left them, under a policy
 
     @property
     @keep_from_compiler
     def watch(self) -> Handler:
         """What runs an op, takes the decision about it, and notes what it did: a closure, since it runs for each."""
-        plans, path_of, observer, entries = self._plans, self._path_of, self._observer, self._entries
+        plans, path_of, observer, note = self._plans, self._path_of, self._observer, self._entries.append
         owner, storages, results = self._owner, self._storages, self._results
         unread, waiting, note_ordinary = results.unread, self._departures.waiting, storages.note_ordinary
 
@@ -123,17 +111,19 @@ class OpRecorder:
                     entry.reads, is_noted = (storage_key(base),), True
             if not is_noted:
                 self._note_odd(entry, args, kwargs, result)
-            if keeps is None or self.native is not None:
+            if keeps is None:
                 self._decide(entry, args, kwargs, result)
             elif keeps:
                 entry.saved = FIRST if entry.kind == ONE else entry.all_places()
             if entry.saved:
+                if entry.count < 0:
+                    self._begin_counting(entry, _getframe(1))
                 entry.layout = dense_layout(args) if is_noted and not entry.listed else layout_of(args, kwargs)
                 if entry.kind == ONE:
                     results.note_one(entry, result)
                 else:
                     results.note(entry, result)
-            entries.append(entry)
+            note(entry)
             if observer is not None:
                 observer(entry, args, kwargs, result)
             return result
@@ -141,13 +131,25 @@ class OpRecorder:
         return watch
 
     def _plan(self, op: Any) -> _Plan:
-        made, keeps = entry_of(op), None if self._decider is None else self._decider.decide_op(op)
-        counts: dict[str, int] | None = self._counts.setdefault(made.effects.name, {})
+        made, decider = entry_of(op), self._decider
+        keeps = decider.decide_op(op)
         if made.kind == VIEW and keeps is not None:  # whose results are never kept, whatever the policy says
             keeps = False
-            counts = counts if self._observer is not None else None  # else nobody sees their names
+        counts = self._counts.get(made.effects.name)
+        if counts is None and (self._names_all or (made.kind != VIEW and decider.may_save(op))):
+            counts = self._counts[made.effects.name] = {}
         plan = self._plans[id(op)] = made.kind, keeps, counts, made
         return plan
+
+    def _begin_counting(self, entry: Entry, frame: Any) -> None:
+        """Give the first saved op of a kind its name, and count the ops of this kind from now on."""
+        name = entry.effects.name
+        entry.path = path = self._path_of(frame)
+        counts = self._counts.setdefault(name, {})
+        entry.count = counts[path] = counts.get(path, -1) + 1
+        for key, (kind, keeps, _, make) in self._plans.items():
+            if make.effects.name == name:
+                self._plans[key] = kind, keeps, counts, make
 
     def _watch_odd(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Do the same for any op, wherever it runs."""
@@ -160,13 +162,11 @@ class OpRecorder:
             if effects.cast:
                 self._storages.note_foreign(result)
             return result
-        opened = self._owner.opened
-        in_body = opened is not None and opened.is_running()
-        if in_body and opened.record.policy is not CheckpointPolicy.RECOMPUTE:
+        if self._owner.is_in_skipped_body():
             return op(*args, **kwargs)
         if self._results.unread:
             self._results.read_versions()
-        before, moved = self._rng_before(effects)
+        before = self._owner.rng_now() if effects.random else None
         entry = _new(make)
         if effects.random:
             self.random.append(entry)
@@ -181,15 +181,16 @@ class OpRecorder:
         if self._departures.waiting:
             self._departures.send()
         if before is not None:
-            entry.before, entry.moved, self._left_rng = before, moved, before.present()
+            entry.before = before
         if kind != ONE or not self._storages.note_ordinary(entry, args, result):
             self._note_odd(entry, args, kwargs, result)
-        entry.always = in_body
+        opened = self._owner.opened
+        entry.always = opened is not None and opened.is_running()
         self._decide(entry, args, kwargs, result)
         changed = entry.changed_arguments(args, kwargs) if entry.writes else []
-        if changed and self._decider is None:
-            self._note_written(entry, changed)
         if entry.saved:
+            if entry.count < 0:
+                self._begin_counting(entry, _getframe(2))
             if not effects.written:  # ops resize what they write
                 entry.layout = layout_of(args, kwargs)
             if entry.kind == ONE:
@@ -200,29 +201,14 @@ class OpRecorder:
             writer = self._storages.writer_of(args[0])
             if writer is not None and not self._results.is_written(*writer):  # by what nobody watched
                 self._results.unread.append(writer[0])
-            own = (one.touches() for one in self._entries if one.group == entry.group and not one.writes)
-            if self.native is not None and not any(key_of(args[0]) in made for made in own):
-                self.native.again = "it changed in place the shape of a tensor that was there before"
         self._entries.append(entry)
         if self._observer is not None:
             self._observer(entry, args, kwargs, result)
         return result
 
-    def _rng_before(self, effects: Effects) -> tuple[RngState | None, bool]:
-        """Return the generators' state before an op that may draw (a stretch: its first), and whether no op left it."""
-        if not effects.random:
-            return None, False
-        if self._decider is not None:
-            before, left = self._owner.rng_now(), self._left_rng
-            return before, before is not None and left is not None and left.differs_from(before)
-        if self.rng is None:
-            self.rng = self._owner.rng_now()
-        return None, False
-
     def _note_raised(self, entry: Entry, error: Exception) -> None:
         entry.kind = ODD
         entry.results = Raised(type(error), error.args)
-        entry.group = self.native.name if self.native is not None else ""
         self._entries.append(entry)
 
     def _note_odd(self, entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
@@ -231,31 +217,16 @@ class OpRecorder:
         entry.results = described(result, args[0] if args else None, given)
         self._storages.note(entry, args, kwargs, result)
 
-    def _note_written(self, entry: Entry, changed: Sequence[torch.Tensor]) -> None:
-        """Note what a stretch changes outside. Of what is changed in parts, all parts are listed."""
-        for at, tensor in enumerate(changed):
-            key = key_of(tensor)
-            if not self._storages.has_changed(tensor):
-                self.rewritten.append(tensor if tensor._base is None else tensor._base)
-                continue
-            known = self.written.setdefault(key, [])
-            if not known and not tensor.is_inference():
-                self.versions[key] = tensor._version  # autograd counts the op once it is over
-            if not any(_covers(before, tensor) for before, _ in known):
-                known[:] = [one for one in known if not _covers(tensor, one[0])]
-                known.append((tensor, (len(self._entries), at)))
-
     def _decide(self, entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-        said: Sequence[Any] = ()
-        if self._decider is not None:
-            said = self._decider.decide(OpContext(result, entry.labels), entry.op, args, kwargs)
-        if self.native is not None:
-            entry.group = self.native.name
+        context = OpContext(result, entry if entry.count >= 0 else None)
+        said = self._decider.decide(context, entry.op, args, kwargs)
+        if said is RECOMPUTED and not entry.outside:
+            return
         if entry.effects.viewed is not None or entry.effects.reshapes:
             return
         # An op that changes what lies outside is not repeated, so that what else it makes cannot be made again.
-        if entry.group or (entry.outside and entry.made):
-            self._keep(entry)
+        if entry.outside and entry.made:
+            entry.saved = FIRST if entry.kind == ONE else entry.all_places()
         elif len(said) == 1:
             if said[0].keeps:
                 entry.saved = FIRST if type(entry.results) is not list and not entry.writes else entry.all_places()
@@ -267,36 +238,9 @@ class OpRecorder:
                 entry.saved = frozenset((WRITTEN, *places))
                 entry.away = frozenset(place for place in places if said[place].offloads)
 
-    def _keep(self, entry: Entry) -> None:
-        """Save all that an entry of a native region makes."""
-        entry.saved = FIRST if entry.kind == ONE else entry.all_places()
-        if self.native is not None and self.native.policy is CheckpointPolicy.OFFLOAD:
-            entry.away = entry.saved
-
-    def note_handle(self, entry: HandleCall, outputs: Sequence[torch.Tensor]) -> None:
-        """Note an op with a handle and policy SAVE, once its body is over."""
-        entry.saved = frozenset(range(len(outputs)))
-        if entry.policy is CheckpointPolicy.OFFLOAD:
-            entry.away = entry.saved
-        self._storages.note_call(entry, outputs)
-        self._entries.append(entry)
-        self._results.note(entry, outputs)
-
-    def forget_counts(self) -> None:
-        """Count the ops anew: names in a native region begin with it."""
-        for counts in self._counts.values():
-            counts.clear()
-
-    def runs_writer(self, tensor: torch.Tensor) -> bool:
-        """Whether what wrote a tensor's storage last, as far as that was seen, runs in replay in any case."""
-        writer = self._storages.writer_of(tensor)
-        return writer is None or writer[0].always
-
     def give_name(self, tensor: torch.Tensor, name: str) -> None:
         """Give a tensor a name by hand, and keep it if the policy says so."""
         writer = self._storages.writer_of(tensor)
-        if self._decider is None:
-            return
         decision = self._decider.decide_name(name)
         if writer is None:
             return
@@ -311,15 +255,68 @@ class OpRecorder:
 
     def check_matched(self, region: str) -> None:
         """Raise `PolicyError` if an entry of the policy has matched nothing."""
-        error = None if self._decider is None else self._decider.unmatched(names_of(self._entries))
+        error = self._decider.unmatched(names_of(self._entries))
         if error is not None:
             raise PolicyError(error.what, region=region, tensor=error.tensor, remedy=error.remedy)
 
+    # The end.
 
-def _covers(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether a tensor lies wherever another of the same storage does, as far as that is easily told."""
-    if tensor.layout is not torch.strided or (tensor.nbytes == tensor.untyped_storage().nbytes()):
-        return True
-    return (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype) == (
-        other.shape, other.stride(), other.storage_offset(), other.dtype
-    )  # fmt: skip
+    def find_needs(self, roots: Sequence[tuple[int, int]]) -> Needs:
+        """Return what replay runs and keeps, and let run what it must run besides."""
+        entries, can_keep = self._entries, self._results.can_keep
+        if self._storages.has_writes:
+            note_early_reads(entries)
+        needs, runs = find_needs(entries, roots, can_keep), set()
+        while writers := self._writers_to_repeat(needs.run):
+            runs.update(writers)
+            for entry in writers:
+                entry.repeats = True
+            needs = find_needs(entries, roots, can_keep, runs)
+        return needs
+
+    def _writers_to_repeat(self, run: Sequence[Entry]) -> list[Entry]:
+        """Return what replay must write again: small buffers that an op reads which it runs."""
+        outside = self._owner.region.outside
+        if not self._storages.has_writes or outside is None:
+            return []
+        keys = outside.repeatable() & {key for entry in run for key in entry.reads}
+        writers = [
+            entry for entry in self._entries if not entry.repeats and not keys.isdisjoint(map(_address, entry.outside))
+        ]
+        if not writers or any(isinstance(one, Call) or not keys.issuperset(one.writes) for one in writers):
+            return []
+        outside.repeat(keys)
+        for entry in self._entries:
+            entry.early = [storage for storage in entry.early if storage.cdata not in keys]
+        return writers
+
+    def finish(self) -> None:
+        """Keep the random state that replay needs."""
+        if self.random:
+            keep_random(self._owner.region, self.random)
+
+
+_address = attrgetter("cdata")
+
+
+def note_early_reads(entries: Sequence[Entry]) -> None:
+    """Note which entries read a tensor from outside before a later one changed it: replay does not undo the change."""
+    written: dict[int, StorageWeakRef] = {}
+    for entry in reversed(entries):
+        if written and not (entry.is_view() or entry.effects.factory):
+            entry.early = [written[key] for key in entry.reads if key in written]
+        for storage in entry.outside:
+            written[storage.cdata] = storage
+
+
+def keep_random(region: Any, random: Sequence[Entry]) -> None:
+    """Keep the generators' states from the first op on that replay skips, and none if replay draws nothing."""
+    any_skipped = False
+    for entry in random:
+        if not (entry.run and any_skipped):
+            entry.before = None
+        any_skipped = any_skipped or not entry.run
+    if region.tape.drawn_by_ops():
+        return
+    if not any(entry.run for entry in random) and all(e.effects.namespace == "aten" for e in random):
+        region.rng = None

@@ -21,18 +21,11 @@ from torch_remat._compat import node_number
 from torch_remat.dispatch.log.schema import effects_of
 
 T = TypeVar("T")
+Readers = Mapping[Node, Sequence[tuple[Node, int]]]
 
 
-def read_outputs(
-    boundary: Sequence[Node | None],
-    outputs: Mapping[tuple[Node, int], T],
-    first: int,
-    stop: int,
-    skipped: Sequence[tuple[int, int]],
-) -> list[tuple[T, int]]:
-    """Return those results that a node reads, each with the number of that node."""
-    read: list[tuple[T, int]] = []
-    starts, ends = _merged(skipped)
+def readers_in(boundary: Sequence[Node | None], first: int) -> Readers:
+    """Return the nodes that read each node of a graph, from the number ``first`` on, with which of its outputs."""
     readers: dict[Node, list[tuple[Node, int]]] = {}
     todo = [node for node in boundary if node is not None]
     seen = set(todo)
@@ -41,10 +34,31 @@ def read_outputs(
         for child, place in node.next_functions:
             if child is None or node_number(child) < first:
                 continue
-            readers.setdefault(child, []).append((node, place))
-            if child not in seen:
+            if child in seen:
+                readers.setdefault(child, []).append((node, place))
+            else:
                 seen.add(child)
                 todo.append(child)
+                readers[child] = [(node, place)]
+    return readers
+
+
+def read_outputs(
+    readers: Readers,
+    outputs: Mapping[tuple[Node, int], T],
+    stop: int,
+    skipped: Sequence[tuple[int, int]],
+) -> list[tuple[T, int]]:
+    """Return those results that a node reads, each with the number of that node.
+
+    Args:
+        readers: The nodes that read each node.
+        outputs: The results, by node and output.
+        stop: The number of the first node to which no replay comes.
+        skipped: The ranges of numbers of nodes that replay skips.
+    """
+    read: list[tuple[T, int]] = []
+    starts, ends = _merged(skipped)
     for output, result in outputs.items():
         pending = [reader for reader, place in readers.get(output[0], ()) if place == output[1]]
         while pending:

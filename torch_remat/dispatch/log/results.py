@@ -6,17 +6,17 @@ their op was over. Out: slots for those that replay reads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from torch_remat._compat import without_dispatch_modes
+from torch_remat.dispatch.log.elide import placement_in
 from torch_remat.dispatch.log.entry import CALL, ONE, SEVERAL, WRITTEN, Entry
 from torch_remat.dispatch.log.meta import Meta
 from torch_remat.dispatch.log.slot import UNCOUNTED, Slot, version_of
 from torch_remat.dispatch.log.storages import Storages, let_go
-from torch_remat.dispatch.views import placement_in
 from torch_remat.policies.decision import CheckpointPolicy
 
 Undecided = tuple[str, str, torch.Tensor, CheckpointPolicy]  # op, name, tensor and decision
@@ -74,12 +74,15 @@ class Results:
     def note_named(self, entry: Entry, place: int, tensor: torch.Tensor) -> None:
         """Note one result that is saved because of the name that it was given."""
         self._held.setdefault(entry, {}).setdefault(place, (tensor, version_of(tensor)))
+        self._reshaped = True  # the tensor may be a view of the result
 
-    def note_end(self, entry: Entry, tensor: torch.Tensor) -> None:
-        """Note all of what a call returns and one of its entries wrote last, in part, if it is all of its storage."""
-        if self._storages.is_all(tensor):
-            self._held[entry] = {**self._held.get(entry, {}), WRITTEN: (tensor, version_of(tensor))}
-            entry.ends = True
+    def hold(self, entry: Entry, place: int, tensor: torch.Tensor) -> None:
+        """Hold a result until forward ends, since something reads it that replay may run."""
+        self._held.setdefault(entry, {}).setdefault(place, (tensor, version_of(tensor)))
+
+    def is_any_written(self, entry: Entry) -> bool:
+        """Whether a result of a call was modified in place since."""
+        return any(version_of(tensor) != version for tensor, version in self._held.get(entry, {}).values())
 
     def read_versions(self) -> None:
         """Read the version counters, now that the ops are over."""
@@ -92,16 +95,15 @@ class Results:
 
     def let_go_of_graph(self) -> None:
         """At the end of forward: hold results without their history, since what only they reach needs no replay."""
+        aliases = self.aliases
         for entry, held in self._held.items():
             for place, (tensor, version) in held.items():
-                alias = self._alias_of(entry, tensor)
-                held[place], self.aliases[entry] = (alias, version), (id(alias), alias)  # it is its own
-        self._storages.let_go_of_graph()
-
-    def _alias_of(self, entry: Entry, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a result without its history."""
-        known, alias = self.aliases.get(entry, _NO_ALIAS)
-        return alias if known == id(tensor) else tensor.detach()
+                known, alias = aliases.get(entry, _NO_ALIAS)
+                if known != id(tensor):
+                    alias = tensor.detach()
+                held[place], aliases[entry] = (alias, version), (id(alias), alias)  # it is its own
+        if self._storages.aliases:
+            self._storages.let_go_of_graph()
 
     def can_keep(self, entry: Entry, place: int) -> bool:
         """Whether a result is there, as the entry left it."""
@@ -128,16 +130,6 @@ class Results:
         tensor, version = self._held.get(entry, {}).get(place, (None, 0))
         return tensor is not None and (version_of(tensor) != version or self._storages.is_changed_by_alias(tensor))
 
-    def drop(self, entries: Iterable[Entry], kept: Sequence[tuple[Entry, Collection[int]]]) -> None:
-        """Let go of all that some entries hold but what is named."""
-        places_of = dict(kept)
-        for entry in entries:
-            held, places = self._held.pop(entry, {}), places_of.get(entry, ())
-            if rest := {place: one for place, one in held.items() if max(place, WRITTEN) in places}:
-                self._held[entry] = rest
-            else:
-                self.aliases.pop(entry, None)
-
     def undecided(self) -> Iterator[Undecided]:
         """Yield op, name, tensor and decision of each result."""
         for entry, held in list(self._held.items()):
@@ -148,26 +140,20 @@ class Results:
     def keep(self, entry: Entry, places: Collection[int]) -> None:
         """Keep results of an entry, and what it wrote, in slots."""
         held = self._held[entry]
-        if entry.kind == ONE and self._usual and not (self._reshaped or entry.away or self._storages.aliases):
+        if entry.kind == ONE and self._usual and not (self._reshaped or entry.away):
             tensor = held[0][0]
-            known, alias = self.aliases.get(entry, _NO_ALIAS)
-            entry.kept = {0: Slot.of_alias(alias if known == id(tensor) else tensor.detach())}
-            return
+            if not self._storages.aliases_of(tensor):
+                known, alias = self.aliases.get(entry, _NO_ALIAS)
+                entry.kept = {0: Slot.of_alias(alias if known == id(tensor) else tensor.detach())}
+                return
         kept = {place: self._slot(entry, place, one[0]) for place, one in held.items() if max(place, WRITTEN) in places}
         entry.written = [slot for place, slot in kept.items() if place < 0]
-        entry.kept = {place: slot for place, slot in kept.items() if place >= 0}
-
-    def keep_views(self, entry: Entry) -> None:
-        """Keep the outputs of an op with a handle that are views: replay would pass placeholders in their place."""
-        made = {place for place, _ in entry.made}
-        for place, (tensor, _) in self._held.get(entry, {}).items():
-            if place not in made:
-                entry.kept = {**entry.kept, place: self._slot(entry, place, tensor)}
+        entry.kept = {**entry.kept, **{place: slot for place, slot in kept.items() if place >= 0}}
 
     def _slot(self, entry: Entry, place: int, tensor: torch.Tensor) -> Slot:
         tensor = tensor.detach()
         # What was given a name may be another view of what was written.
-        is_written = entry.effects.returned == (0,) and not entry.ends
+        is_written = entry.effects.returned == (0,)
         meta = entry.meta(place) if place >= 0 else entry.results if is_written else None
         if type(meta) is Meta and not meta.describes(tensor):
             # It was reshaped since, or it is a view that was given a name: the name is that of the whole.

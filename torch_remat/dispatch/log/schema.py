@@ -34,6 +34,7 @@ class Effects(NamedTuple):
             positional arguments.
         view: Whether it is one of torch's own that returns views of its one tensor, the first argument, and does
             nothing else.
+        aliases: Whether its results share the memory of an argument though its schema does not say so.
     """
 
     viewed: Argument | None
@@ -48,10 +49,11 @@ class Effects(NamedTuple):
     cast: bool
     plain: bool
     view: bool
+    aliases: bool
 
 
 # Those of what has no schema: a higher-order op, or a body that is skipped.
-UNKNOWN = Effects(None, False, False, (), (), True, False, "aten", "", False, False, False)
+UNKNOWN = Effects(None, False, False, (), (), True, False, "aten", "", False, False, False, False)
 
 
 def argument(where: Argument, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -110,7 +112,10 @@ def _read(op: Any) -> Effects:
     new = bool(returned) and all(str(value.type) == "Tensor" for value in schema.returns)
     plain = pure and positional and viewed is None and new
     view = pure and positional and viewed is not None and viewed[0] == 0 and len(tensors) == 1 and len(returned) == 1
-    return Effects(viewed, reshapes, factory, written, returned, random, ignored, namespace, name, cast, plain, view)
+    aliases = name in _ALIASING
+    return Effects(
+        viewed, reshapes, factory, written, returned, random, ignored, namespace, name, cast, plain, view, aliases
+    )
 
 
 def may_draw(name: str) -> bool:
@@ -151,6 +156,8 @@ def _viewed(schema: Any) -> Argument | None:
 # In training (argument 5) batch norms change their running statistics, arguments 3 and 4, which they do not read then,
 # and their schemas do not tell.
 WRITES_WITHOUT_SAYING = frozenset(("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"))
+# Views that count their versions for themselves, as the ends of ``x @ w`` where x has three dimensions.
+_ALIASING = frozenset(("_unsafe_view", "unsafe_split", "unsafe_split_with_sizes"))
 # What a mode sees of a tensor made from Python values (``torch.tensor``): its memory is new, though no op has made it.
 LIFT = torch.ops.aten.lift_fresh.default
 _TENSOR_OPTIONS = {"dtype", "layout", "device", "pin_memory"}

@@ -42,14 +42,12 @@ class Slot:
         hooks: The saved-tensor hooks that keep it; None to keep an alias.
         requires_grad: Whether replay's tensor needs a gradient; by default as the tensor does.
         unchecked: Whether changes in place are allowed.
-        source: Name and place of the skipped op's output that it is, or is a view of; None where its owner knows.
 
     Attributes:
         kept: The alias, or what the hooks made of the tensor.
     """
 
     # What most slots have none of is not set for each.
-    source: tuple[str, int] | None = None
     _requires_grad = False
     _aliases: Sequence[tuple[torch.Tensor, int]] = ()
     _unpack: Callable[[Any], torch.Tensor] | None = None
@@ -61,9 +59,7 @@ class Slot:
         hooks: SavedTensorHooks | None,
         requires_grad: bool | None = None,
         unchecked: bool = False,
-        source: tuple[str, int] | None = None,
     ) -> None:
-        self.source = source
         self._requires_grad = tensor.requires_grad if requires_grad is None else requires_grad
         self._version = version_of(tensor)
         if self._version == UNCOUNTED:

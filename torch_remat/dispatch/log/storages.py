@@ -14,7 +14,7 @@ last writer, and by the counters of its aliases of this kind; for later these ar
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,8 +35,8 @@ from torch_remat.dispatch.log.meta import (
     without_lists,
 )
 from torch_remat.dispatch.log.schema import LIFT
-from torch_remat.dispatch.log.slot import UNCOUNTED, version_of
-from torch_remat.dispatch.placeholder import NOT_LAZY, geometry_of, new_tuple
+from torch_remat.dispatch.log.slot import version_of
+from torch_remat.dispatch.placeholder import NOT_LAZY, new_tuple
 
 _VALUES = frozenset((int, float, bool, complex, type(None), torch.dtype, torch.device))
 
@@ -106,12 +106,6 @@ class Storages:
         for aliases in self.aliases.values():
             aliases[:] = [(alias.detach(), version) for alias, version in aliases]
 
-    def forget(self, keys: set[int]) -> None:
-        """Forget storages that entries made: ops that nobody watches may use their memory again."""
-        for key in keys:
-            if key not in self._foreign:
-                self.writers.pop(key, None)
-
     def note_foreign(self, tensor: torch.Tensor) -> None:
         """Note a new tensor that is no entry's result; it may lie where one lay that is gone."""
         for key in keys_of(tensor):
@@ -129,16 +123,10 @@ class Storages:
 
     def note(self, entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         """Note what an entry reads, writes and makes."""
-        reads: list[int] = []
-        versions = []
-        for at, tensor in enumerate(tensors_in(args, kwargs)):
-            keys = keys_of(tensor)
-            reads += map(self._read_as, keys)
-            if any(map(self.is_foreign, keys)) and (version := version_of(tensor)) != UNCOUNTED:
-                versions.append((at, version))
-        entry.reads = reads
-        entry.versions = versions
+        entry.reads = reads = [self._read_as(key) for tensor in tensors_in(args, kwargs) for key in keys_of(tensor)]
         effects = entry.effects
+        if effects.reshapes and self.is_foreign(key_of(args[0])):
+            entry.version = version_of(args[0])
         if effects.view and type(args[0]) in USUAL and args[0].layout is torch.strided:
             entry.kind = VIEW
             self.has_lazy = self.has_lazy or any(tensor.is_complex() for tensor in tensors_in((*args, result), {}))
@@ -166,30 +154,24 @@ class Storages:
 
     def note_ordinary(self, entry: Entry, args: Sequence[Any], result: Any) -> bool:
         """Do the same for an op that makes new tensors and no more; return False if it is not that simple."""
-        writers, foreign = self.writers, self._foreign
         reads: list[int] = []
-        versions: tuple[tuple[int, int], ...] = ()
         try:
             for arg in args:
                 kind = type(arg)
                 if kind is Tensor or kind is Parameter:
-                    key = storage_key(arg)
-                    if key not in writers or key in foreign:
-                        versions += ((len(reads), arg._version),)
-                        key = self._read_as(key) if self._reused else key
-                    reads.append(key)
+                    reads.append(storage_key(arg))
                 elif kind is list:
                     if not _VALUES.issuperset(map(type, arg)):
                         entry.listed = True
                         return self.note_ordinary(entry, without_lists(args), result)
                 elif kind not in _VALUES and isinstance(arg, Tensor):
                     return False
-            if versions:
-                entry.versions = versions
+            if self._reused:
+                reads = [self._read_as(key) for key in reads]
             if type(result) is not Tensor:
                 return self._note_several(entry, reads, result)
             key = storage_key(result)
-        except RuntimeError:  # sparse tensors have no storage, and inference tensors no version
+        except RuntimeError:  # sparse tensors have no storage
             return False
         dtype = result.dtype
         is_view = key in reads  # though the schema does not say so
@@ -202,27 +184,30 @@ class Storages:
             entry.kind = VIEW
             self._note_alias(result)
             return True
-        if foreign:
-            foreign.discard(key)
-        writers[key] = entry, 0
+        if self._foreign:
+            self._foreign.discard(key)
+        self.writers[key] = entry, 0
         entry.storage = key
         return True
 
     def _note_several(self, entry: Entry, reads: list[int], results: Any) -> bool:
-        if type(results) is not tuple or any(type(item) is not Tensor or item.dtype.is_complex for item in results):
+        if type(results) is not tuple:
             return False
-        keys = [storage_key(item) for item in results]
+        keys, metas = [], []
+        for item in results:
+            if type(item) is not Tensor or (dtype := item.dtype).is_complex:
+                return False
+            keys.append(storage_key(item))
+            geometry = item.shape, item.stride(), item.storage_offset()
+            metas.append(new_tuple(Meta, (geometry, dtype, item.device, False, NOT_LAZY)))
         if len({*keys, *reads}) < len(keys) + len({*reads}):
             return False
-        entry.kind = SEVERAL
-        entry.results = [
-            new_tuple(Meta, (geometry_of(item), item.dtype, item.device, False, NOT_LAZY)) for item in results
-        ]
-        entry.reads = reads
-        self._foreign.difference_update(keys)
-        for place, key in enumerate(keys):
+        entry.kind, entry.results, entry.reads = SEVERAL, metas, reads
+        if self._foreign:
+            self._foreign.difference_update(keys)
+        entry.made = made = [*enumerate(keys)]
+        for place, key in made:
             self.writers[key] = entry, place
-        entry.made = list(enumerate(keys))
         return True
 
     def note_one(self, entry: Entry, key: int) -> None:
@@ -231,15 +216,9 @@ class Storages:
             self._foreign.discard(key)
         self.writers[key] = entry, 0
 
-    def note_call(self, entry: Entry, results: Sequence[Any], given: Collection[int] | None = None) -> None:
-        """Note what a call made; views of its arguments (by their storages, if these are known) are no new storages."""
-        made = []
-        for place, tensor in enumerate(results):
-            if isinstance(tensor, torch.Tensor):
-                is_new = tensor._base is None if given is None else key_of(tensor) not in given
-                if is_new:
-                    made += [(place, key) for key in self._new(entry, place, tensor)]
-        entry.made = made
+    def note_results(self, call: Entry, made: Sequence[tuple[int, torch.Tensor]]) -> list[tuple[int, int]]:
+        """Note the tensors that a call made, by their place in its result; return the places with their storages."""
+        return [(place, key) for place, tensor in made for key in self._new(call, place, tensor)]
 
     def _note_alias(self, tensor: torch.Tensor) -> None:
         key = key_of(tensor)
@@ -280,10 +259,6 @@ class Storages:
         if saved and entry.whole and not outside:  # what is left of a saved result is saved in its place
             entry.saved = LEFT
             entry.away = LEFT if away else entry.away
-
-    def is_all(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is as large as what an entry has made in its storage, which another has written since."""
-        return self._sizes.get(key_of(tensor)) == tensor.numel() * tensor.dtype.itemsize
 
     def _is_whole(self, tensor: torch.Tensor, key: int, before: tuple[Entry, int] | None) -> bool:
         """Whether a written tensor is all that there is in its storage."""

@@ -1,7 +1,7 @@
 """Forward: a region's function runs for the first time, and its saved tensors become holders.
 
-In: the user's function and arguments. Kept: a holder for each tensor that autograd saves. Out: the function's output,
-with a hook on each of its nodes that starts the replay.
+In: the user's function and arguments. Kept: a holder for each tensor that autograd saves. Out: the function's output;
+of a region that keeps something, with a hook on each of its nodes that starts the replay.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from math import inf
 from operator import attrgetter
 from types import NoneType
 from typing import Any
@@ -17,6 +16,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 from torch.nn import Parameter
 
 from torch_remat._compat import (
@@ -27,11 +27,12 @@ from torch_remat._compat import (
     sequence_number,
     without_dispatch_modes,
 )
-from torch_remat.dispatch.check.parameters import note_used
+from torch_remat.dispatch.call.recorder import Recorder
+from torch_remat.dispatch.check.parameters import versions_of
 from torch_remat.dispatch.check.values import LeftOut, Values, value_function
-from torch_remat.dispatch.handle.recorder import CallRecorder
 from torch_remat.dispatch.holder import (
     CAST,
+    NOBODY,
     UNKNOWN_LAYOUT,
     Anchor,
     Holder,
@@ -48,7 +49,7 @@ from torch_remat.dispatch.mode import RematMode, current_mode
 from torch_remat.dispatch.observe import Watch, is_watched
 from torch_remat.dispatch.options import DEFAULTS, Options
 from torch_remat.dispatch.region.module_path import ModulePath
-from torch_remat.dispatch.region.outputs import boundary_nodes, node_of, tensors_of
+from torch_remat.dispatch.region.outputs import boundary_nodes, tensors_of
 from torch_remat.dispatch.region.outside import Outside
 from torch_remat.dispatch.region.region import Region
 from torch_remat.dispatch.region.replay import Filling
@@ -78,7 +79,7 @@ def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
             mode.observed = observed = Watch(mode)
             contexts = (observed, *contexts)
         output = mode.run(function, args, kwargs, (mode.pack_hook(), read), contexts)
-        nodes = [node_of(output)] if type(output) is Tensor else boundary_nodes(tensors_of(output))
+        nodes = mode.boundary(output)
         mode.finish(nodes)
     finally:
         mode.forget()
@@ -92,7 +93,7 @@ def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
     for node in nodes:
         # An output that is an input, or comes from outside, has an older node: a hook there would tie the region
         # to a graph that it may own through its function.
-        if node is not None and (number := node_number(node)) >= region.first_number:
+        if (number := node_number(node)) >= region.first_number:
             # The graph's holders own the region: an output that is held after backward keeps nothing of it.
             node.register_prehook(partial(_reach, ref(region)))
             if number > region.last_number:
@@ -117,16 +118,15 @@ class Recording(RematMode):
     budget, and subclasses; of another large one a detached alias without data is.
     """
 
+    region: Region
     replaying = False
-    ops: CallRecorder | None = None
+    ops: Recorder | None = None
     _values: Values | None = None
     _any_version = 0
-    _all_small = True  # of what is saved
     _keep: Callable[[Holder, ref[Holder], Tensor, Any], None] | None = None  # what a budget does with each saved tensor
 
     def __init__(self, region: Region) -> None:
         self.region = region
-        self.observed = self.watcher = None
         self._counters: list[torch.Tensor] = []
         self._casts: list[tuple[ref[Holder], torch.Tensor, int]] = []  # each with its leaf, and that one's version
         if region.keeper is not None:
@@ -155,7 +155,7 @@ class Recording(RematMode):
         region = self.region
         assert region.function is not None
         path = ModulePath(region.function)
-        self.ops = CallRecorder(self)
+        self.ops = Recorder(self)
         watch = self.ops.watch_all(policy, path.of, region.options.observer)
         self.opening = watch.watch
         self.lets_compiled_code_run = CompiledCode.is_noticed
@@ -172,8 +172,7 @@ class Recording(RematMode):
         assert region.inputs is not None
         tape, originals, bases = region.tape, region.inputs.originals, region.inputs.bases  # the graph keeps the hook
         entries, layouts, count = tape.saved, tape.layouts, self._counters.append
-        saved, keep, room = entries.append, self._keep, ROOM_BYTES if self._keep is None else inf
-        strided = torch.strided
+        saved, keep, room, strided = entries.append, self._keep, ROOM_BYTES, torch.strided
 
         def pack(tensor: torch.Tensor) -> Holder | Anchor:
             nonlocal room
@@ -186,7 +185,7 @@ class Recording(RematMode):
                 if kind is not Parameter:
                     return self.pack(tensor)
                 saved(tensor)
-                return (tensor, tensor._version, region, "")
+                return (tensor, tensor._version, region, NOBODY if ops is None else ops.saver())
             owner, layout = tensor._base, None
             if owner is None:
                 owner = tensor
@@ -207,22 +206,24 @@ class Recording(RematMode):
                 if layout is not None:
                     layouts[len(entries)] = layout
                 saved(owner)  # the graph owns it, and so may a view of it
-                return (tensor, tensor._version, region, "")
+                return (tensor, tensor._version, region, NOBODY if ops is None else ops.saver())
             elif tensor.is_floating_point():
                 tape.buffers.add(len(entries))
             metadata = metadata_of(tensor)
-            if metadata[0] or owner.layout is not strided or room < (size := owner.nbytes) > SMALL_BYTES:
+            if metadata[0] or owner.layout is not strided:
                 return self.pack(tensor)
-            if size > SMALL_BYTES:
-                room -= size
-                self._all_small = False
+            if keep is None:
+                if (size := owner.nbytes) > SMALL_BYTES:
+                    room -= size
+                count(owner if size <= SMALL_BYTES or room > 0 else _counter_of(owner))
             holder = Holder()
             holder.region = region
             holder.value = holder.origin = None
             holder.metadata, holder.layout = metadata, layout
             holder.producer = holder.plain = producer
             saved(entry := ref(holder))
-            count(owner) if keep is None else keep(holder, entry, self.alias_of(tensor), ops)
+            if keep is not None:
+                keep(holder, entry, self.alias_of(tensor), ops)
             return holder
 
         return pack if keep is None or region.keeper is None else region.keeper.pack_hook(self, pack)
@@ -244,7 +245,8 @@ class Recording(RematMode):
             if layout is not None:
                 region.tape.layouts[place] = layout
             region.tape.saved.append(None if is_input else owner)
-            return (tensor if tensor is owner else self.alias_of(tensor), tensor._version, region, "")
+            saver = NOBODY if self.ops is None else self.ops.saver()
+            return (tensor if tensor is owner else self.alias_of(tensor), tensor._version, region, saver)
         holder = Holder()
         region.tape.saved.append(ref(holder))
         holder.region = region
@@ -252,7 +254,6 @@ class Recording(RematMode):
         holder.metadata = metadata = metadata_of(tensor)
         if metadata[0]:
             self._any_version = 1
-        self._all_small = False
         holder.plain = None
         holder.layout = layout
         holder.producer = NoneType if is_input else type(node)
@@ -265,18 +266,18 @@ class Recording(RematMode):
                 holder.producer = NoneType
             elif node_number(node) < region.first_number and graph_task() < 0:  # backward makes it anew for each reader
                 holder.origin = ref(owner)
-        if self._keep is None:
-            self._counters.append(_counter_of(owner))
-        else:
+        if self._keep is not None:
             self._keep(holder, ref(holder), self.alias_of(tensor), self.ops)
+        else:
+            self._counters.append(_counter_of(owner))
         if self._values is not None:
             self._values.add(holder, tensor)
         return holder
 
-    def ops_now(self) -> CallRecorder:
+    def ops_now(self) -> Recorder:
         """Return the ops of this forward."""
         if self.ops is None:
-            self.ops = CallRecorder(self)
+            self.ops = Recorder(self)
         return self.ops
 
     def give_name(self, tensor: torch.Tensor, name: str) -> None:
@@ -284,7 +285,16 @@ class Recording(RematMode):
         if self.ops is not None and self.ops.watch is not None:
             self.ops.watch.give_name(tensor, name)
 
-    def finish(self, boundary: Sequence[torch.autograd.graph.Node | None]) -> None:
+    def boundary(self, output: Any) -> Sequence[Node]:
+        """Return the nodes of the outputs, if something asks for them.
+
+        A plain region needs none of them: the first empty holder that is unpacked starts its replay.
+        """
+        if self.ops is None and self.observed is None and self.region.keeper is None:
+            return ()
+        return boundary_nodes(tensors_of(output))
+
+    def finish(self, boundary: Sequence[Node]) -> None:
         """Close forward: see NOTE [ Changes after the save ], and forget random state that was not drawn from."""
         region = self.region
         if region.misuse is not None:
@@ -296,8 +306,8 @@ class Recording(RematMode):
             keeper.end()
         elif self._any_version or any(map(_version_of, self._counters)):
             self._find_changed()
-        if self._all_small and self._counters and self.ops is None:
-            region.tail_is_tiny = self._tail_is_tiny()
+        region.end_number = sequence_number()
+        region.versions = versions_of(region.parameters)
         for entry, leaf, version in self._casts:  # which replay makes of the leaf as it will be then
             if leaf._version != version and (holder := entry()) is not None and holder.value is None:
                 mark_changed(holder)
@@ -313,19 +323,7 @@ class Recording(RematMode):
                     self.ops.finish(boundary)
         if region.rng is not None and not region.rng.keep_drawn(region.tape.drawn_by_ops() if self.ops else ()):
             region.rng = None
-        assert region.inputs is not None
-        note_used(region, boundary)
         region.finished = True
-
-    def _tail_is_tiny(self) -> bool:
-        """Whether so little follows the last save that to stop replay there by an exception would take longer."""
-        node = self._counters[-1].grad_fn
-        if node is None or not 0 <= sequence_number() - node_number(node) <= TINY_NODES:
-            return False
-        for leaf in self.region.tape.saved[-TINY_NODES:]:
-            if isinstance(leaf, Tensor) and (leaf.layout is not torch.strided or leaf.nbytes > SMALL_BYTES):
-                return False
-        return True
 
     def _find_changed(self) -> None:
         counters = iter(self._counters)
@@ -340,7 +338,7 @@ class Recording(RematMode):
         self._counters.clear()
         self._casts.clear()
         assert self.region.inputs is not None
-        self.region.inputs.forget_given()
+        self.region.inputs.end_forward()
         if self.ops is not None:
             self.ops.forget()
             self.ops = None
@@ -355,8 +353,6 @@ _version_of = attrgetter("_version")
 # What is so small is kept until forward ends rather than described, and of what is larger so much in a region.
 SMALL_BYTES = 4096
 ROOM_BYTES = 1 << 20
-# Of a replay that would stop before so few ops on small tensors, the exception would be the dearest part.
-TINY_NODES = 4
 
 
 def _counter_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,7 @@
 """A region's inputs: what replay starts from.
 
 In: the arguments of the call. Kept, until replay has run: every tensor found anywhere in the arguments, detached, so
-that the region never pins the graph before it; parameters and other values as they are. Out: fresh arguments; or those
-that came, where a gradient taken in forward left the region by one of them.
+that the region never pins the graph before it; parameters and other values as they are. Out: fresh arguments.
 
 Inputs go through the saved-tensor hooks around the region, as anything does that is kept for backward: an
 enclosing ``save_on_cpu`` moves them, an enclosing region recomputes them.
@@ -10,7 +9,7 @@ enclosing ``save_on_cpu`` moves them, an enclosing region recomputes them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 from weakref import ref
@@ -18,7 +17,7 @@ from weakref import ref
 import optree
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn import Module, Parameter
 
 from torch_remat._compat import (
@@ -30,8 +29,8 @@ from torch_remat._compat import (
     without_dispatch_modes,
     would_run,
 )
-from torch_remat.dispatch.holder import is_parameter, metadata_of
-from torch_remat.dispatch.log.meta import key_of
+from torch_remat.dispatch.holder import RegionLike, is_parameter, metadata_of
+from torch_remat.dispatch.log.meta import key_of, keys_of
 from torch_remat.errors import MutationError
 
 
@@ -49,8 +48,6 @@ class RegionInputs:
         bases: The ids of the latter.
         others: The leaves that are no tensors.
         given: The leaves as they came, while forward runs, which may take them out of containers: ids are used again.
-        connected: Whether a gradient that was taken inside forward left the region by an argument, to come to another
-            by what lies before the region: then replay gets the arguments with their histories.
     """
 
     _spec: optree.PyTreeSpec | None = None
@@ -62,13 +59,12 @@ class RegionInputs:
     _given: Mapping[int, ref[torch.Tensor]] = MappingProxyType({})  # those that need no gradient, by leaf
     _attributes: dict[int, dict[str, Any]] | None = None  # by leaf: what Python code set on it
     _storages: Collection[int] = frozenset()  # of the tensors that hooks hold
-    _inside: Collection[int] = ()  # the leaves that the region itself has changed, and may not have
+    _inside: Collection[int] = ()  # the leaves that the region itself has changed, and replay would change again
     _written: Collection[int] = ()  # the leaves that it has changed where replay leaves that out
     _made: Collection[int] | None = None  # the leaves with a history, if something looks at that
     given: Sequence[Any] = ()
     others: Sequence[Any] = ()
     bases: Collection[int] = frozenset()
-    connected = False
     _asked_in = -1  # the backward that was looked at last
 
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any], hooks: SavedTensorHooks | None = None) -> None:
@@ -158,6 +154,10 @@ class RegionInputs:
         """Whether a tensor is an argument, or one that an argument is a view of; asked only while forward runs."""
         return id(tensor) in self.originals
 
+    def lies_with(self, key: int) -> bool:
+        """Whether a storage is that of an argument; asked only while forward runs."""
+        return any(isinstance(leaf, Tensor) and key in keys_of(leaf) for leaf in self.given)
+
     def is_made_as(self, tensor: torch.Tensor, node: Any) -> bool:
         """Whether an argument has this history: what autograd unpacks of one that was saved is another object."""
         return any(
@@ -178,11 +178,20 @@ class RegionInputs:
             self._storages = {*self._storages, key_of(tensor)}
         self.given = (*self.given, tensor)  # no other takes its place
 
-    def note_gradient(self) -> None:
-        """Note where a gradient goes that is taken while forward runs."""
-        if not self.connected and self._asked_in != (task := graph_task()):
-            self._asked_in = task
-            self.connected = _is_left_by_gradient(self.given)
+    def is_left_by_gradient(self, variables: Callable[[], Iterable[Any]]) -> bool:
+        """Whether the gradient that is taken now leaves the region and comes back; asked while forward runs.
+
+        Replay has arguments without what lies before them: such a gradient would have fewer terms there.
+
+        Args:
+            variables: Returns the variables that the region's function reaches besides.
+        """
+        if self._asked_in == (task := graph_task()):
+            return False
+        self._asked_in = task
+        with without_dispatch_modes():
+            arguments, others = _nodes_of(self.given), _nodes_of(variables())
+        return _leads_on(arguments, None) or _leads_on(others - arguments, arguments)
 
     def note_histories(self) -> None:
         """Let replay find no other leaves: an inner region begins, which keeps none, or autocast, which keeps casts."""
@@ -194,11 +203,17 @@ class RegionInputs:
         """Whether that was noted."""
         return self._made is not None
 
-    def forget_given(self) -> None:
-        """Let go of what only forward needs."""
+    def end_forward(self) -> None:
+        """Note what the region itself has changed, and let go of what only forward needs.
+
+        What recomputes an input under hooks may have run the region too, as torch's checkpoint does up to the last
+        tensor that it needs: whether the input is changed then, nobody says.
+        """
+        for index, _, version in self._tensors:
+            if version > -1 and self.given[index]._version != version:
+                self._inside = {*self._inside, index}
         self.originals.clear()
-        if not self.connected:
-            self.given = ()
+        self.given = ()
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's memory stays with the inputs; asked only while forward runs."""
@@ -225,12 +240,10 @@ class RegionInputs:
             return  # replay gets them from elsewhere
         for entry, (index, requires_grad, version) in enumerate(self._tensors):
             kept = self._leaves[index]
-            if version >= 0 and isinstance(kept, Tensor) and (times := kept._version - version):
-                if is_left_out(kept, times):
-                    self._tensors[entry] = (index, requires_grad, kept._version)
-                    self._written = {*self._written, index}
-                else:
-                    self._inside = {*self._inside, index}
+            times = kept._version - version if version >= 0 and isinstance(kept, Tensor) else 0
+            if times and is_left_out(kept, times):
+                self._tensors[entry] = (index, requires_grad, kept._version)
+                self._written = {*self._written, index}
 
     def parameters(self) -> Iterator[Any]:
         """Yield the parameters among the arguments."""
@@ -248,8 +261,11 @@ class RegionInputs:
         """Return the modules among the arguments."""
         return [other for other in self.others if isinstance(other, Module)]
 
-    def restore(self, region: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    def restore(self, region: RegionLike) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """Return ``(args, kwargs)`` for one replay, with tensors that no earlier replay has touched.
+
+        Args:
+            region: The region, for errors.
 
         Raises:
             MutationError: A tensor was changed in place since the region was called.
@@ -268,6 +284,8 @@ class RegionInputs:
             if self._unpack is not None and version != _UNPACKED:
                 with torch.no_grad():
                     kept = self._unpack(kept)
+                if index in self._inside and kept._version != version:
+                    raise self._changed(region.name, index)
                 if index in self._strides and type(kept) is Tensor and kept.layout is torch.strided:
                     kept = _with_strides(kept, self._strides[index])
             elif version >= 0 and kept._version != version:
@@ -276,14 +294,13 @@ class RegionInputs:
             if same is not None and not same.requires_grad and _place(same) == _place(kept):
                 leaves[index] = same  # backward of a custom Function may look at what it is
                 continue
-            if self.connected and requires_grad and index not in self._written:
-                leaves[index] = kept = self.given[index]
-                if version >= 0 and kept._version != version:
-                    raise self._changed(region.name, index)
+            if requires_grad and (index in self._written or (self._made is not None and index in self._made)):
+                leaves[index] = with_history(kept)
             else:
-                has_history = index in self._written or (self._made is not None and index in self._made)
-                leaves[index] = fresh_alias(kept, requires_grad, has_history)
-            if not self.as_given:
+                leaves[index] = alias = kept.detach()
+                if requires_grad:
+                    alias.requires_grad_()
+            if self._unpack is not None or self._away:
                 restored.append(ref(leaves[index]))
         self._restored = restored
         if self._attributes is not None:
@@ -316,26 +333,20 @@ class RegionInputs:
                 for kept in here
             )
 
-    def counts_anew(self, tensor: torch.Tensor) -> bool:
-        """Whether hooks around the region gave replay a tensor, or its memory, with another version than forward's."""
-        restored = () if self._unpack is None else [given() for given in self._restored]
-        return any(one is not None and key_of(one) == key_of(tensor) for one in restored)
-
     def _changed(self, region_name: str, index: int) -> MutationError:
         if index in self._inside:
             return MutationError(
-                "the region itself changed this input in place, not only where replay leaves out what was done, so "
-                "replay cannot start from it",
+                "the region itself changed this input in place, and replay would change it again, so replay cannot "
+                "start from it",
                 region=region_name,
                 tensor=self._place(index),
-                remedy="Do all such changes inside of native regions, or use the out-of-place form.",
+                remedy="Use the out-of-place form there, change a clone, or do all such changes inside native regions.",
             )
         return MutationError(
             "this input of the region was changed in place after the region was called, so replay cannot start from it",
             region=region_name,
             tensor=self._place(index),
-            remedy="Change a clone of it, or change it after backward. If the region's own function changes it in "
-            "place, use the out-of-place form there.",
+            remedy="Change a clone of it, or change it after backward.",
         )
 
     def _place(self, index: int) -> str:
@@ -364,21 +375,35 @@ def _with_strides(tensor: Tensor, stride: Sequence[int]) -> Tensor:
     return made
 
 
-def _is_left_by_gradient(given: Sequence[Any]) -> bool:
-    """Whether the gradient that is taken now comes to one of these, and adds nothing to the ``grad`` of leaves."""
-    with without_dispatch_modes():
-        nodes = {get_gradient_edge(leaf).node for leaf in given if isinstance(leaf, Tensor) and leaf.requires_grad}
+def _nodes_of(values: Iterable[Any]) -> set[Node]:
+    return {get_gradient_edge(leaf).node for leaf in values if isinstance(leaf, Tensor) and leaf.requires_grad}
+
+
+def _leads_on(nodes: Collection[Node], ends: Collection[Node] | None) -> bool:
+    """Whether the present backward goes on from nodes to certain others, by default to any.
+
+    Not so where it is ``backward()``, which comes to leaves: replay must not add to their gradients once more.
+    """
+    todo = [node for node in nodes if _runs(node)]
+    seen, leads = set(todo), False
+    for node in todo:  # grows meanwhile
+        if not node.next_functions:
+            return False
+        for child, _ in node.next_functions:
+            if child is not None and (runs := _runs(child)) is not False:
+                leads = leads or ends is None or child in ends
+                if runs and child not in seen:
+                    seen.add(child)
+                    todo.append(child)
+    return leads
+
+
+def _runs(node: Node) -> bool | None:
+    """Whether a node runs in the present backward; None for that of a leaf for which the gradient is taken."""
     try:
-        todo = [node for node in nodes if would_run(node)]
-        for node in todo:  # which grows meanwhile
-            if not node.next_functions:
-                return False  # ``backward()`` comes to leaves; replay must not do that again
-            children = {child for child, _ in node.next_functions if child is not None} - nodes
-            nodes |= children
-            todo += filter(would_run, children)
-    except RuntimeError:  # a leaf, for which the gradient is taken
-        return True
-    return bool(todo)
+        return would_run(node)
+    except RuntimeError:
+        return None
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
@@ -406,14 +431,16 @@ class _Alias(torch.autograd.Function):
         return grad
 
 
-def fresh_alias(tensor: torch.Tensor, requires_grad: bool, has_history: bool) -> torch.Tensor:
-    """Return an argument for one replay: a leaf, unless it must not be one, as where the function writes it."""
-    alias = tensor.detach().requires_grad_(requires_grad)
-    if not (requires_grad and has_history):
-        return alias
+def with_history(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an argument for one replay that is no leaf, as where the function writes it."""
     with torch.enable_grad():
-        made: torch.Tensor = _Alias.apply(alias)
+        made: torch.Tensor = _Alias.apply(tensor.detach().requires_grad_())
     return made
+
+
+def fresh_alias(tensor: torch.Tensor, requires_grad: bool, has_history: bool) -> torch.Tensor:
+    """Return an argument for one replay: a leaf, unless it must not be one."""
+    return with_history(tensor) if requires_grad and has_history else tensor.detach().requires_grad_(requires_grad)
 
 
 def leaves_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:

@@ -1,8 +1,8 @@
 """A region's outputs: the tensors in whatever its function returned.
 
 In: any value, since a region may return all that a plain function may. Kept: nothing. Out: the tensors in it, and their
-autograd nodes, on each of which a hook starts the replay. A tensor that is hidden deeper than the walk looks (in a
-generator, or behind slots) needs no hook: the replay starts when autograd unpacks the first empty holder.
+autograd nodes, for regions that keep something or are watched. A tensor that is hidden deeper than the walk looks (in a
+generator, or behind slots) is not found: the replay starts when autograd unpacks the first empty holder.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _parts_of(value: Any) -> Iterable[Any]:
     return attributes.values()
 
 
-def boundary_nodes(tensors: list[torch.Tensor]) -> list[torch.autograd.graph.Node | None]:
+def boundary_nodes(tensors: list[torch.Tensor]) -> list[torch.autograd.graph.Node]:
     """Return the autograd nodes of the outputs, each once."""
     return list(dict.fromkeys(node for tensor in tensors if (node := node_of(tensor)) is not None))
 

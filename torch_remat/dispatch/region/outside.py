@@ -14,8 +14,8 @@ buffer of a module in training also if its values differ, since batch norms and 
    back, and is unread throughout.
 4. All else that is not as the region's forward left it when the replay begins (another region changed it, another call
    of the same module, the user) is unread throughout.
-Reading an unread tensor ends the replay with an error. Under a policy the log knows what its ops wrote, and each op
-what it read; writes are not repeated, unless an op that runs again has read a small buffer before.
+Reading an unread tensor ends the replay with an error. Under a policy the log knows what its ops wrote, and which ops
+read it before; writes are not repeated, unless an op that runs again has read a small buffer before.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ class Noted:
     Attributes:
         start: The place when forward began; past the end of forward only where the replay starts from it.
         is_trained: Whether it is a small buffer of a module in training, whose values are compared too.
+        names: The skipped calls that changed it.
         skipped: By how much skipped calls moved the version counter; None if none of them changed it.
         last: How many names had begun when the last of these calls was over; infinite if replay never passes it.
         after: Its values after that call, if no version counter told that it changed them.
@@ -81,6 +82,7 @@ class Noted:
         "is_trained",
         "last",
         "left",
+        "names",
         "place",
         "skipped",
         "start",
@@ -90,6 +92,7 @@ class Noted:
         self.place = start.place
         self.start: State | None = start
         self.is_trained = is_trained
+        self.names: list[str] = []
         self.skipped: int | None = None
         self.last = 0.0
         self.after: Tensor | None = None
@@ -103,13 +106,14 @@ class Noted:
             return State(self.place, None, 0, None)
         return State(self.place, tensor, version_of(tensor), _copy(tensor) if with_values else None)
 
-    def note_skipped(self, before: State, last: int) -> None:
-        """Note what a call that replay skips has changed, given the state before it."""
+    def note_skipped(self, before: State, last: int, name: str) -> bool:
+        """Note what a call that replay skips has changed, given the state before it; return whether it has."""
         now = self.now(False)
         is_same = now.tensor is before.tensor
         by_value = is_same and before.copy is not None and now.tensor is not None and not _same(now.tensor, before.copy)
         if is_same and now.version == before.version and not by_value:
-            return
+            return False
+        self.names.append(name)
         self.is_bound = self.is_bound or not is_same
         self.skipped = (self.skipped or 0) + (now.version - before.version if is_same else 0)
         self.last = max(self.last, last)
@@ -118,6 +122,11 @@ class Noted:
             if earlier is None or not _same(before.copy, earlier):
                 self.last = inf  # recomputed code has changed it too
             self.after = _copy(now.tensor)
+        return True
+
+    def runs_again(self) -> None:
+        """Note that replay runs the call after all, which alone has changed it."""
+        self.skipped, self.after, self.last, self.is_bound = None, None, 0.0, False
 
     def classify(self, log_knows: bool, has_policy: bool) -> None:
         """Note how forward leaves the place, and by whom it was changed; see NOTE [ Outside ].
@@ -204,15 +213,40 @@ class Outside:
         """Return the state of each place, before a call that replay skips."""
         return [noted.now(noted.is_trained) for noted in self._noted]
 
-    def note_skipped(self, before: Sequence[State], last: int) -> None:
+    def note_skipped(self, before: Sequence[State], last: int, name: str) -> tuple[bool, list[str]]:
         """Note what such a call has changed, once it is over.
 
         Args:
             before: What `states` returned when the call began.
             last: How many names had begun in the region.
+            name: That of the call.
+
+        Returns:
+            Whether it changed any, and the names of the changed places that replay could not put back.
         """
-        for noted, state in zip(self._noted, before, strict=False):
-            noted.note_skipped(state, last)
+        changed = [
+            noted for noted, state in zip(self._noted, before, strict=False) if noted.note_skipped(state, last, name)
+        ]
+        return bool(changed), [
+            noted.place.name
+            for noted in changed
+            if noted.place.module is None or noted.start is None or noted.start.copy is None
+        ]
+
+    def runs_again(self, name: str, log_knows: Callable[[Tensor], bool]) -> None:
+        """Note that replay runs a call after all: it counts as recomputed code."""
+        for noted in self._noted:
+            if name in noted.names:
+                if noted.names == [name]:
+                    noted.runs_again()
+                else:
+                    noted.last = inf
+                tensor = noted.place.tensor
+                noted.classify(tensor is not None and log_knows(tensor), self._has_policy)
+
+    def holds(self, key: int) -> bool:
+        """Whether a storage is that of a tensor that the region reaches."""
+        return any(noted.place.tensor is not None and key in keys_of(noted.place.tensor) for noted in self._noted)
 
     def classify(self, log_knows: Callable[[Tensor], bool] | None) -> None:
         """Note what forward has changed so far.
@@ -235,17 +269,11 @@ class Outside:
                 self._noted.append(noted)
 
     def let_go(self) -> None:
-        """Let go of what no replay starts from; under a policy each op knows whether it reads what it read."""
-        if self._has_policy:
-            self._noted = [noted for noted in self._noted if noted.is_changed]
+        """Let go of what no replay starts from."""
         for noted in self._noted:
             noted.place = noted.place._replace(tensor=None)
             if not noted.is_put_back:
                 noted.start = None
-
-    def is_bound_by_calls(self) -> bool:
-        """Whether a call that replay skips has bound a place to another tensor, so that it cannot run once more."""
-        return any(noted.is_bound for noted in self._noted)
 
     def repeatable(self) -> set[int]:
         """Return the storages of the buffers that a replay may start from as forward found them, if ops write them."""

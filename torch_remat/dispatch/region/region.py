@@ -1,17 +1,19 @@
-"""A checkpointed region between its forward and its replay.
+"""A checkpointed region between its forward and its replay, with its tape: what forward noted, in order.
 
-In: a function and the arguments of one call. Kept: the arguments' tensors, the ambient state, and weak references
-to the holders. Out: filled holders, by a replay when one is needed.
+In: a function and the arguments of one call; holders, parameters and ops, as forward meets them. Kept: the arguments'
+tensors, the ambient state, the holders weakly, the ops' slots strongly. Out: filled holders, by a replay when one is
+needed.
 """
 
 from __future__ import annotations
 
 from _thread import RLock  # without the Python function around it that threading has
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import count
-from typing import Any, NoReturn
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import finalize, ref
 
 import torch
@@ -28,8 +30,9 @@ from torch_remat._compat import (
 )
 from torch_remat.dispatch.ambient import RngState, capture_ambient
 from torch_remat.dispatch.check.values import Values
-from torch_remat.dispatch.holder import Holder, OpHolder, read
+from torch_remat.dispatch.holder import Holder, Layout, OpHolder, ResidentRef, read
 from torch_remat.dispatch.keeping import Keeper
+from torch_remat.dispatch.log.entry import Call
 from torch_remat.dispatch.mode import unseen
 from torch_remat.dispatch.naming import default_name, scope
 from torch_remat.dispatch.offloading import sender_of
@@ -39,9 +42,12 @@ from torch_remat.dispatch.placeholder import unpack
 from torch_remat.dispatch.reach import reach
 from torch_remat.dispatch.region.inputs import RegionInputs
 from torch_remat.dispatch.region.outside import Outside
-from torch_remat.dispatch.tape import Tape
 from torch_remat.errors import ReleasedError, UsageError
 from torch_remat.offload.sender import Sender
+
+if TYPE_CHECKING:
+    from torch_remat.dispatch.check.inner_ops import InnerOp
+    from torch_remat.dispatch.log.entry import Entry
 
 # Weak references to all regions that are alive, for reports.
 _regions: set[ref[Region]] = set()
@@ -52,6 +58,148 @@ def live_regions() -> list[Region]:
     """Return the regions that are alive, oldest first."""
     alive = [region for entry in list(_regions) if (region := entry()) is not None]
     return sorted(alive, key=lambda region: region.serial)
+
+
+class Tape:
+    """What one region saved, in the order of forward.
+
+    Attributes:
+        saved: For each saved tensor a weak reference to its holder; for a parameter, or a view of one, the parameter;
+            a `ResidentRef` for one that is kept, though replay saves it again; None for a view of a parameter that an
+            argument brings.
+        numbers: For saved tensors, by place, where autograd stood, if something is kept: the sequence number; the
+            number of the first node to which a replay that ends here does not come; whether its op may yet fill it.
+        layouts: For views of parameters among these, by place, how they lie there.
+        buffers: The places of tensors without a history, which the op that saves them may fill later.
+        elided: Weak references to the holders of saved calls that are filled from the calls' arguments or variables,
+            each with the number of the first node after the op that saved it.
+        holders: Weak references to the holders of all that has a name, for reports.
+        records: The calls by name, in order.
+        inner: The ops of inner regions, in the order in which they began.
+        calls: The entries of the log.
+        roots: The storages that replay must have, each after how many entries.
+    """
+
+    __slots__ = (
+        "buffers",
+        "calls",
+        "elided",
+        "holders",
+        "inner",
+        "layouts",
+        "numbers",
+        "records",
+        "roots",
+        "saved",
+    )
+
+    def __init__(self) -> None:
+        self.saved: list[ref[Holder] | ResidentRef | torch.Tensor | None] = []
+        self.layouts: dict[int, Layout] = {}
+        self.buffers: set[int] = set()
+        self.elided: list[tuple[ref[OpHolder], int]] = []
+        self.holders: list[ref[OpHolder]] = []
+        self.records: dict[str, Call] = {}
+        self.inner: list[InnerOp] | tuple[()] = ()
+        self.calls: Sequence[Entry] = ()
+        self.roots: Sequence[tuple[int, int]] = ()
+        self.numbers: dict[int, tuple[int, int, bool]] = {}
+
+    def stop(self, hooks: object, early_stop: bool, begins: Iterable[int]) -> tuple[int, int]:
+        """Return the number of the first node to which no replay comes, and where autograd stands when it ends.
+
+        It ends while an op saves what it is given, and has run what has no node and comes before that. ``begins`` are
+        the numbers at which native regions begin.
+        """
+        places = range(len(self.saved) - 1, -1, -1)
+        last = self.with_parameters(next((place for place in places if self.may_need(place, hooks)), -1))
+        elided = [number for holder, number in self.elided if hooks is not None or holder() is not None]
+        if not early_stop and (last >= 0 or elided):
+            return sequence_number(), sequence_number()  # to the function's end
+        number, stop, _ = self.numbers.get(last, (0, 0, False))
+        end = number
+        if last >= 0 and any(  # the op itself is run, and then no native region is begun
+            buffer and saved == number and place <= last and self.may_need(place, hooks)
+            for place, (saved, _, buffer) in self.numbers.items()
+        ):
+            stop = end = min((begin for begin in begins if begin >= number), default=sequence_number())
+        return max([stop, *elided]), max([end, *elided])
+
+    def note_elided(self, holder: ref[OpHolder]) -> None:
+        """Note a holder that replay fills from an input or an output of an op, which is over by now."""
+        self.elided.append((holder, sequence_number()))
+
+    def position_of(self, holder: Holder) -> int:
+        """Return the place of a live holder."""
+        return next(place for place, entry in enumerate(self.saved) if type(entry) is ref and entry() is holder)
+
+    def empty(self) -> list[Holder]:
+        """Return the live holders that a replay has to fill."""
+        empty = [
+            holder
+            for entry in self.saved
+            if type(entry) is ref and (holder := entry()) is not None and holder.value is None
+        ]
+        if self.elided:
+            empty += [holder for entry, _ in self.elided if (holder := entry()) is not None and holder.value is None]
+        return empty
+
+    def empty_elided(self) -> int:
+        """Return how many of the live holders of SAVE ops are filled from other ops' outputs, and are not yet."""
+        return sum([(holder := entry()) is not None and holder.value is None for entry, _ in self.elided])
+
+    def has_values(self) -> bool:
+        """Whether a live holder that replay fills has its value."""
+        return any(holder.value is not None for holder in self._alive())
+
+    def forget_values(self) -> None:
+        """Empty all holders that a replay can fill again."""
+        for holder in self._alive():
+            holder.describe()
+            holder.value = None
+
+    def drawn_by_ops(self) -> list[RngState]:
+        """Return the states in which ops left the generators that they drew from."""
+        return [record.drawn for record in self.records.values() if record.drawn is not None] if self.records else []
+
+    def forget_slots(self) -> None:
+        """Drop what only a further replay would need."""
+        self.calls = self.inner = self.roots = ()
+        for call in self.records.values():
+            call.forget()
+
+    def may_need(self, place: int, hooks: object) -> bool:
+        """Whether, at the end of forward, a replay may have to fill the holder at a place.
+
+        A dead holder needs nothing. But under hooks around the region, which may be those of another region, what is
+        kept must be the same in that region's replay, where other tensors live longer.
+        """
+        entry = self.saved[place]
+        if type(entry) is not ref:
+            return hooks is not None and type(entry) is torch.Tensor  # a leaf, which another region may make there
+        return hooks is not None or ((holder := entry()) is not None and holder.value is None)
+
+    def last_needed(self) -> int:
+        """Return the place of the last live empty holder (-1 if none)."""
+        saved = self.saved
+        for place in range(len(saved) - 1, -1, -1):
+            entry = saved[place]
+            if type(entry) is ref and (holder := entry()) is not None and holder.value is None:
+                return place
+        return -1
+
+    def with_parameters(self, place: int) -> int:
+        """Return a place, or that of the last of the parameters that directly follow it."""
+        saved = self.saved
+        while 0 <= place < len(saved) - 1 and isinstance(saved[place + 1], torch.Tensor):
+            place += 1
+        return place
+
+    def _alive(self) -> Iterator[Holder]:
+        for entry in (*self.saved, *[holder for holder, _ in self.elided]):
+            holder = entry() if type(entry) is ref else None
+            if holder is not None:
+                yield holder
 
 
 class Region:
@@ -66,13 +214,12 @@ class Region:
         is_part: Whether it runs in a native region that replay skips; see `part`.
     """
 
-    used: Sequence[torch.Tensor] = ()  # its parameters, and the other leaves of the graph that forward has made
-    versions: Sequence[int] = ()  # of these at the end of forward
     values: Values | None = None  # of the determinism check, while forward takes them
+    versions: Sequence[int] = ()  # of its parameters at the end of forward
     finished = False  # whether forward is over
     filling = False  # whether a replay runs
-    tail_is_tiny = False  # whether replay runs to the function's end, since what follows the last save is little
-    last_number = -1  # of the autograd nodes that lead to its outputs
+    end_number = -1  # where autograd stood when forward ended
+    last_number = -1  # of the autograd nodes that lead to its outputs, if something asked for them
     replay_context: AbstractContextManager[Any] | None = None
     op_log: OpLog | None = None
     offloading: Sender | None = None
@@ -103,11 +250,12 @@ class Region:
             self.outside = Outside(reached.places, options.policy is not None)
         self.rng = None
         if options.preserve_rng_state:
-            generators = reached.generators
             if inputs.others:
-                generators += [other for other in inputs.others if isinstance(other, torch.Generator)]
-            self.rng = RngState(generators)
-        self.hooks = own_hooks(self.name) if is_part and hooks is not None and hooks[1] in (read, unpack) else hooks
+                reached.generators += [other for other in inputs.others if isinstance(other, torch.Generator)]
+            self.rng = RngState(reached.generators)
+        self.hooks = hooks
+        if is_part and hooks is not None and hooks[1] in (read, unpack):
+            self.hooks = own_hooks(self.name)
         self.ambient = capture_ambient()
         self.modes = count_of_modes()
         self.tape = Tape()
@@ -127,7 +275,7 @@ class Region:
         """The name that messages and reports use."""
         if self.options.region_name is not None:
             return self.options.region_name
-        return self._past_name if self.function is None else default_name(self.function)
+        return default_name(self._past_name if self.function is None else self.function)
 
     def reach(self) -> None:
         """Replay if a holder needs it: backward comes to the region, and has run nothing of it."""
@@ -152,12 +300,24 @@ class Region:
             return
         if op and (self.recorder is None or self.recorder.running() != op):
             self.refuse("a gradient is taken through this call before the region's forward ends", op)
-        if self.inputs is not None:
-            self.inputs.note_gradient()
+        if self.inputs is not None and self.inputs.is_left_by_gradient(self._variables):
+            self.refuse(
+                "a gradient is taken before the region's forward ends, leaves the region by one argument or variable "
+                "and comes back by another",
+                None,
+                "Pass to the region what both were made of, or take the gradient outside of the region.",
+            )
 
-    def refuse(self, what: str, op: str | None) -> NoReturn:
+    def _variables(self) -> Iterable[torch.Tensor | None]:
+        return () if self.outside is None else [state.tensor for state in self.outside.states()]
+
+    def refuse(
+        self,
+        what: str,
+        op: str | None,
+        remedy: str = "Take the gradient outside of the region, or give what it passes through the policy RECOMPUTE.",
+    ) -> NoReturn:
         """Raise an error about a gradient that is taken before forward ends, here and at the end of forward."""
-        remedy = "Take the gradient outside of the region, or give what it passes through the policy RECOMPUTE."
         self.misuse = partial(UsageError, what, region=self.name, op=op, remedy=remedy)
         raise self.misuse()
 
@@ -247,9 +407,10 @@ class Region:
 
     def release(self) -> None:
         """Drop what only a further replay would need."""
-        self._past_name = default_name(self.function)  # of the function no more than a name: it may own tensors
-        self.parameters = self.used = ()
-        if self.tape.records or self.tape.regions or self.tape.calls or self.tape.inner:
+        function = self.function  # of which no more than a name stays: it may own tensors
+        self._past_name = function.__qualname__ if type(function) is FunctionType else default_name(function)
+        self.parameters = ()
+        if self.tape.records or self.tape.calls or self.tape.inner:
             self.tape.forget_slots()
         self.inputs = self.function = self.hooks = self.rng = self.replay_context = self.op_log = None
         self.outside = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
+from types import NoneType
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import ref
 
@@ -25,13 +25,18 @@ from torch_remat._compat import (
     set_version,
 )
 from torch_remat.dispatch.ambient import capture_ambient
-from torch_remat.dispatch.check.comparison import is_same_leaf, lies_otherwise, what_differs
-from torch_remat.dispatch.check.inner_ops import missing_inner
-from torch_remat.dispatch.check.mismatch import another_parameter, saved_otherwise
+from torch_remat.dispatch.call.answerer import Answerer
+from torch_remat.dispatch.check.compare import (
+    another_parameter,
+    is_same_leaf,
+    lies_otherwise,
+    saved_otherwise,
+    what_differs,
+)
+from torch_remat.dispatch.check.inner_ops import check_all_came
 from torch_remat.dispatch.check.parameters import check_parameters
 from torch_remat.dispatch.check.unread import Unread
 from torch_remat.dispatch.check.values import LeftOut, Values, difference, value_function
-from torch_remat.dispatch.handle.answerer import Answerer
 from torch_remat.dispatch.holder import (
     AUTOCAST_DTYPES,
     Holder,
@@ -49,7 +54,7 @@ from torch_remat.dispatch.observe import Watch, is_watched
 from torch_remat.dispatch.options import DEFAULTS
 from torch_remat.dispatch.placeholder import Packed, Placeholder, Refusal, add_note, last_refusal, unpack
 from torch_remat.dispatch.region.inputs import fresh_alias, leaves_of, with_leaves
-from torch_remat.dispatch.region.outside import State, put_back
+from torch_remat.dispatch.region.outside import State, Unreadable, put_back
 from torch_remat.errors import MismatchError, RematError
 
 if TYPE_CHECKING:
@@ -64,6 +69,7 @@ class Filling(RematMode):
         stopped: Whether `StopReplay` was raised: what user code runs from there on counts for nothing.
     """
 
+    region: Region
     replaying = True
     stopped = False
     over = False  # whether it takes no more tensors
@@ -75,6 +81,7 @@ class Filling(RematMode):
     _error: RematError | None = None
     _values: Values | None = None
     _refusal: Refusal | None = None  # the latest when `StopReplay` was raised
+    _first_number = 0  # where autograd stood when the function began
     _unfilled_number = -1  # of the latest op that may yet fill what it saved
     _sees_modes_of_forward = True  # also how many modes: ops of C++ write in place where there are none
     _waiting = 0  # how many holders are filled otherwise than at their place
@@ -85,12 +92,9 @@ class Filling(RematMode):
         tape, options = region.tape, region.options
         self._saved = tape.saved
         self._limit = len(tape.saved)  # 0 once the replay is over, so that the pack hook has one thing to look at
-        self.watcher = self.observed = None
         self._end_at(last)
         if tape.records or tape.calls:
             self.ops = Answerer(self)
-        elif region.tail_is_tiny and self._last == self._limit - 1 and not count_of_modes():
-            self._last = self._limit  # an exception would take longer; what watches is to see the same in both phases
         if tape.elided:
             self._waiting = tape.empty_elided()
         if options is not DEFAULTS:
@@ -133,6 +137,7 @@ class Filling(RematMode):
                     or is_watched()
                 ):
                     contexts = self._contexts() + contexts
+                self._first_number = sequence_number()
                 self.run(region.function, args, kwargs, (self.pack_hook(), unpack), contexts)
             except StopReplay as stop:
                 if stop.replay is not self:
@@ -188,7 +193,8 @@ class Filling(RematMode):
             The contexts that end a replay that reads what it must not read.
         """
         region, ops = self.region, self.ops
-        parameters, places = check_parameters(region), []
+        parameters = check_parameters(region)
+        places: list[Unreadable] = []
         if region.outside is not None:
             if not region.finished:
                 region.outside.classify(None if region.recorder is None else region.recorder.storages.has_changed)
@@ -406,8 +412,28 @@ class Filling(RematMode):
         return with_leaves(args, kwargs, fresh)
 
     def _stop_at(self, position: int) -> None:
-        if position == self._last and not self._waiting and self._unfilled_number != sequence_number():
+        if position != self._last or self._waiting or self._unfilled_number == sequence_number():
+            return
+        if self.ops is not None or position != self._limit - 1 or count_of_modes() or not self._tail_is_tiny():
             self.stop()
+
+    def _tail_is_tiny(self) -> bool:
+        """Whether so little follows the last save that to stop here by an exception would take longer.
+
+        A dispatch mode is to see the same in both phases.
+        """
+        region = self.region
+        if not 0 <= region.end_number - region.first_number - sequence_number() + self._first_number <= TINY_NODES:
+            return False
+        kind: type = NoneType  # of the node that made the last saved tensor
+        for entry in self._saved[-LAST_SAVED:]:
+            holder = entry() if type(entry) is ref else None
+            saved = entry if holder is None else holder.value
+            if holder is not None:
+                kind = holder.producer
+            if isinstance(saved, Tensor) and (saved.layout is not torch.strided or saved.nbytes > SMALL_BYTES):
+                return False
+        return kind is not NoneType
 
     def ops_now(self) -> Answerer | None:
         """Return the ops of this replay; None once it is over, when user code goes on all the same."""
@@ -445,13 +471,14 @@ class Filling(RematMode):
         if not self.stopped:
             self.stopped, self._refusal = True, last_refusal.get()
             if self.watcher is not None and self.ops is not None:
-                self.show_ops_to(self.ops.aftermath())
+                self.ops.suppressed.restore()
+                self.show_ops_to(None)
         raise StopReplay(self)
 
     def fail(self, error: RematError) -> NoReturn:
         """Keep an error and end the replay with it."""
-        if not self.stopped:  # an op of an inner region that is missing explains all else
-            self._error = (missing_inner(self, self.position - 1) if type(error) is MismatchError else None) or error
+        if not self.stopped:
+            self._error = error
         self.stop()
 
     def explain(self, holder: Holder, tensor: torch.Tensor, owner: torch.Tensor, origin: torch.Tensor | None) -> None:
@@ -462,14 +489,6 @@ class Filling(RematMode):
             name = None if self.ops is None or type(holder) is OpHolder else self.ops.next_name()
             if name is not None and type(error) is MismatchError:
                 error.what += f" (op {name!r} of forward has not come yet)"
-            self._fail_if_no_op_says_more(error)
-
-    def _fail_if_no_op_says_more(self, error: RematError) -> None:
-        """Fail once the next op has come, if ops are compared: an error about another op says more."""
-        if self.ops is not None and self.ops.ops is not None and type(error) is MismatchError:
-            self._error, self.over, self._limit = error, True, 0
-            self.after_next_op(partial(self.fail, error))
-        else:
             self.fail(error)
 
     def _compare_layouts(self, position: int, tensor: torch.Tensor, owner: torch.Tensor, before: Layout | None) -> None:
@@ -480,7 +499,7 @@ class Filling(RematMode):
             return  # what was kept for replay has lost its base
         error = lies_otherwise(self.region, position, tensor, owner, before)
         if error is not None:
-            self._fail_if_no_op_says_more(error)
+            self.fail(error)
 
     def _compare_value(self, holder: Holder, value: Any) -> None:
         if self._error is None:
@@ -503,13 +522,18 @@ class Filling(RematMode):
         if (refusal := self._refused()) is not None:
             raise refusal.error()
         region = self.region
-        if self.over or region.finished:
-            if self.ops is not None:
-                self.ops.check_passed(self._last) if self.over else self.ops.finish()
-            if region.tape.inner and (missing := missing_inner(self, self._last if self.over else len(self._saved))):
-                raise missing
+        if self.ops is not None and (self.over or region.finished):
+            self.ops.check_passed(self._last) if self.over else self.ops.finish()
+        if region.tape.inner and not self.over and region.finished:
+            check_all_came(self)
         # Where nothing is left out, what replay came to is filled.
         if (self.ops is not None or self.position <= self._last_empty) and (empty := region.tape.empty()):
             raise saved_otherwise(region, self.position, empty[0])
         if region.finished and not region.options.early_stop and self.position != len(self._saved):
             raise saved_otherwise(region, self.position)
+
+
+# Of a replay that would stop before so few ops on small tensors, the exception would be the dearest part.
+TINY_NODES = 2
+LAST_SAVED = 4
+SMALL_BYTES = 4096

@@ -1,12 +1,7 @@
-"""Saved tensors that replay makes again: each a view of what replay has, lying where forward's lay.
+"""Saved tensors of a call that are not kept, since replay has what they are, or are views of, again.
 
-In: a saved tensor, and what it is a view of. Kept: where both lay in their storage. Out: the saved tensor, taken from
-what replay has instead of the latter.
-
-NOTE [ When an elided tensor is complete ]
-The value is taken at the producer, where it is an output, since a handle does not know the inputs of its op. It shares
-the storage with replay's own tensor, and a write that no version counter shows (``h.data``, ``h.detach().numpy()``)
-may stand between the producer and the op that saved it. So replay does not stop before it comes to that op.
+In: a saved tensor, and the argument or variable of the call that it is, or shares the storage of. Kept: where both lay
+in their storage. Out: the saved tensor, taken from what the call gets in replay.
 """
 
 from __future__ import annotations
@@ -35,12 +30,12 @@ def offset_in_bytes(tensor: torch.Tensor) -> int:
 
 
 class Elided(NamedTuple):
-    """A saved tensor that is not kept, since replay makes it, or what it is a view of, again.
+    """A saved tensor that is taken in replay from an argument or a variable of its call: its source.
 
     Attributes:
         holder: The holder that waits for it.
-        place: Which output of its producer, or which input of its op, it is or is a view of: its source.
-        view: Where it lay in the source's storage; None if it is the source itself.
+        place: Which argument the source is; variables are counted after the arguments.
+        view: Where the tensor lay in the source's storage; None if it is the source itself.
         source: Where the source lay; None likewise.
     """
 

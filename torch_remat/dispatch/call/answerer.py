@@ -1,0 +1,476 @@
+"""The log of one region in replay: its calls, in the order of forward, and under a policy its ops.
+
+In: the region's log. Kept: nothing past the replay. Out: the same calls in the same order, or an error; results of
+skipped calls, kept ones or placeholders; and the values of the holders that wait for a call's arguments.
+
+NOTE [ A placeholder that is read after all ]
+Forward keeps what replay is seen to need. What else reads a placeholder (data taken past all ops, an op without a
+`grad_fn` in code that nobody watches) gets a `PlaceholderError`. The replay, also where user code swallowed the error,
+starts over once: what was filled is emptied, buffers and generators are put back, and every call and op of the log
+runs. An error by which C++ code refuses a placeholder counts as one. One warning, at the end, says who reads what; the
+next forward of the same code keeps it. The error stands where a call modified something outside the region, where
+random numbers cannot be drawn again, and for the output of a handle, whose body cannot run in replay.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import cached_property, partial
+from operator import is_
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from torch_remat._compat import Handler, top_saved_tensors_hooks
+from torch_remat.dispatch.call.call import Writes, may_draw_in, variables_of
+from torch_remat.dispatch.call.handle import RematHandle, ReplayOp, SkippedOp
+from torch_remat.dispatch.call.left import identity_of
+from torch_remat.dispatch.call.native import replay_native
+from torch_remat.dispatch.call.recorder import keep_from_now_on, promise, warn_of_second_run
+from torch_remat.dispatch.call.result import another_call, is_flat, kept_or_stand_in, result_of
+from torch_remat.dispatch.check.compare import SAME_ORDER, another_op, mismatched, other_source
+from torch_remat.dispatch.holder import metadata_of, parameter_behind
+from torch_remat.dispatch.log.elide import Elided, offset_in_bytes, placement_in
+from torch_remat.dispatch.log.entry import Call, Entry, still_there
+from torch_remat.dispatch.log.meta import Raised, keys_of, layout_of
+from torch_remat.dispatch.log.op_answerer import OpAnswerer, loaded_slots
+from torch_remat.dispatch.log.slot import Slot
+from torch_remat.dispatch.log.suppressed import Suppressed
+from torch_remat.dispatch.placeholder import Packed, Placeholder, Refusal, Source, is_of_placeholders, refuse, unpack
+from torch_remat.dispatch.region.inputs import leaves_of, with_leaves
+from torch_remat.errors import (
+    MutationError,
+    RematError,
+    RematWarning,
+    UsageError,
+    at_user_line,
+    qualified_name,
+    raised_at,
+)
+from torch_remat.offload.transfer import Placement
+from torch_remat.policies.decision import CheckpointPolicy
+
+_RECOMPUTE = CheckpointPolicy.RECOMPUTE
+_new = object.__new__  # as in the recorder
+
+
+class Answerer:
+    """The log of one region in one replay, a `Filling`.
+
+    Attributes:
+        ops: What answers and compares aten ops, while the ops of the region, or of a native region, are watched.
+        begun: How many calls have begun.
+        native: The native region whose ops are answered now.
+        whole: The call that runs whole now.
+    """
+
+    def __init__(self, replay: Any) -> None:
+        self.region = replay.region
+        self.region_name: str = replay.region.name
+        self.replay = replay
+        self._calls: list[Call] = list(replay.region.tape.records.values())
+        self._entries: Sequence[Entry] = replay.region.tape.calls
+        self._slots = loaded_slots(replay.region) if self._entries and replay.region.hooks is not None else {}
+        self._started_over_for: Exception | None = None
+        self._refusal: Refusal | None = None
+        self._over = False
+        self.begin_again()
+
+    def begin_again(self) -> None:
+        """Stand at the start of the log."""
+        self.begun = 0
+        self._loaded: dict[int, torch.Tensor] = {}  # by id, kept so that no other tensor gets the id
+        self.suppressed = Suppressed()
+        self.ops: OpAnswerer | None = None
+        self.native: Call | None = None
+        self.whole: Call | None = None
+        self._watcher: Handler | None = None
+        if self.region.options.policy is not None and self._entries:
+            self.ops = OpAnswerer(self.replay, self.suppressed, self.load)
+            self.ops.expect(self._entries)
+
+    @cached_property
+    def changes_results(self) -> bool:
+        """Whether the log has changes in place, for which results need a history: autograd allows none of a leaf."""
+        return any(entry.writes or entry.effects.reshapes for entry in self._entries)
+
+    # Calls.
+
+    def begin(self, name: str, policy: CheckpointPolicy, ctx: Any) -> RematHandle | None:
+        """Begin an op, which must be that of forward; None if it is plain autograd. Only `get_handle` calls it."""
+        if self.whole is not None and self.whole.answers is None:
+            return None  # it is part of the call
+        if self.native is not None or self.whole is not None:
+            policy = CheckpointPolicy.SAVE  # it follows the native region around it
+        call = self._next(name, policy)
+        if call is None:
+            return None
+        op: ReplayOp = _new(ReplayOp if policy is _RECOMPUTE else SkippedOp)
+        op._ctx = ctx
+        op._name = name
+        op._step = -1
+        op.ops = self
+        op.call = call
+        return op
+
+    def _next(self, name: str, policy: CheckpointPolicy) -> Call | None:
+        """Return the call of forward that comes next, which must be this one; None where nothing counts any more."""
+        place, calls = self.begun, self._calls
+        if place < len(calls) and (call := calls[place]).name == name and call.policy is policy:
+            self.begun = place + 1
+            return call
+        if self.replay.stopped:
+            return None
+        expected = calls[place] if place < len(calls) else None
+        if expected is None and not self.region.finished:
+            self.replay.stop()  # a backward inside forward, which has not come so far itself
+        raise self.replay.fail(another_op(self.region, name, policy, expected, name in self.region.tape.records))
+
+    def run_native(
+        self, name: str, policy: CheckpointPolicy, function: Callable[..., Any], args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:  # fmt: skip
+        """Run a native region, or a call of `op`, as far as replay needs it; see `RematMode.run_native`."""
+        if self.native is not None or self.whole is not None:
+            return function(*args, **kwargs)
+        self.replay.stop_if_filled()  # forward does not expect it to come here
+        call = self._next(name, policy)
+        if call is None or policy is _RECOMPUTE:
+            if call is not None and self.region.options.policy is None:
+                args, kwargs = self.values_of(args, kwargs, name)
+            return function(*args, **kwargs)
+        if call.answers is not None:
+            self.come_to(call)
+            leaves = leaves_of(args, kwargs) if call.modified else ()
+            given = [*leaves, *self._variables(call, function, leaves)] if call.modified else ()
+            if self._runs(call, given):
+                return self._run_whole(call, function, args, kwargs, ())
+            return replay_native(self, call, function, args, kwargs)
+        return self._skip(call, function, args, kwargs)
+
+    def run_call(
+        self, _opaque: bool, name: str, policy: CheckpointPolicy, function: Callable[..., Any], args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:  # fmt: skip
+        """Run a call of `op`, or skip it; see `RematMode.run_native`."""
+        return self.run_native(name, policy, function, args, kwargs)
+
+    def _skip(self, call: Call, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return what a call returned, or run it whole."""
+        leaves = args if is_flat(args, kwargs) else leaves_of(args, kwargs)
+        same = identity_of(function) == call.function
+        if not same or layout_of(leaves, {}) != call.layout:
+            self.replay.fail(another_call(self.region, call, same))
+        if type(call.results) is Raised:
+            if call.drawn is not None:
+                call.drawn.restore()
+            raise call.results.kind(*call.results.args)
+        self.come_to(call)
+        given = leaves if not call.places else [*leaves, *self._variables(call, function, leaves)]
+        if self._runs(call, given):
+            return self._run_whole(call, function, args, kwargs, given)
+        if call.waiting:
+            self.fill_waiting(call, given)
+        if call.drawn is not None:
+            call.drawn.restore()
+        return result_of(self, call, given)
+
+    def _runs(self, call: Call, given: Sequence[Any]) -> bool:
+        """Whether replay runs a call whole."""
+        if not call.run and self.region.finished:
+            return False
+        if call.modified and self._started_over_for is None and self.region.finished:
+            same = [
+                isinstance(tensor := given[place], Tensor) and storage.cdata in keys_of(tensor)
+                for place, storage in call.modified
+            ]
+            if all(same):  # they lie outside the region, and are modified already
+                return False
+            warn_of_second_run(self.region, call)
+        return True
+
+    def _variables(self, call: Call, function: Callable[..., Any], leaves: Sequence[Any]) -> list[Any]:
+        """Return the variables of a call, as far as replay reads them; None for the others."""
+        found = variables_of(function, leaves)
+        values: list[Any] = []
+        for place, (at, key) in sorted(call.places.items()):
+            values += [None] * (place - len(leaves) - len(values))
+            values.append(found[at].tensor if at < len(found) and found[at].key == key else None)
+        return values
+
+    def come_to(self, call: Call) -> None:
+        """Come to a saved call, which under a policy has its place among the ops."""
+        if call.touched and not self.region.finished:
+            what = "a gradient is taken in the region after this call changed a tensor from outside"
+            remedy = "Take the gradient before it, or outside of the region."
+            self.replay.fail(UsageError(what, region=self.region_name, op=call.name, remedy=remedy))
+        if self.ops is not None and self.native is None and self.whole is None:
+            self.ops.pass_over(call)
+
+    def _run_whole(
+        self, call: Call, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], given: Any
+    ) -> Any:
+        """Run a call once more; forward's holders have what its backward needs."""
+        args, kwargs = self.values_of(args, kwargs, call.name)
+        if call.waiting:  # what the call saved of its arguments before it modified them
+            self.fill_waiting(call, given)
+        hooks = top_saved_tensors_hooks()
+        own = call.answers is None and hooks is not None and hooks[1] is unpack  # else inner hooks take what is saved
+        try:
+            with saved_tensors_hooks(_throw_away, unpack) if own else nullcontext(), self._unwatched(call):
+                if call.opaque and (error := self._started_over_for) is not None:  # nobody knows what it modifies
+                    return self.replay.watched(Writes(lambda _: self.replay.fail(error)).watch, function, args, kwargs)
+                return function(*args, **kwargs)
+        finally:
+            if not self.replay.over and call.drawn is not None:
+                call.drawn.restore()
+
+    @contextmanager
+    def _unwatched(self, call: Call) -> Iterator[None]:
+        """Let the ops of a call run that runs whole."""
+        self.begin_body(call)
+        try:
+            yield
+        finally:
+            self.end_body()
+
+    def begin_body(self, call: Call) -> None:
+        """Show no op to the watcher: the body of a call runs, in which the log has no names."""
+        self.whole = call
+        self._watcher = self.replay.watcher
+        if self._watcher is not None:
+            self.replay.show_ops_to(None)
+
+    def end_body(self) -> None:
+        """Show the ops again."""
+        if self._watcher is not None and not self.replay.over:
+            self.replay.show_ops_to(self._watcher)
+        self.whole = self._watcher = None
+
+    def kept_of(self, call: Call, place: int) -> Tensor:
+        """Return a result of a call that was kept."""
+        kept: Tensor = kept_or_stand_in(self, call, place)
+        return kept
+
+    def load(self, slot: Slot, op: str, name: str) -> Tensor:
+        """Return what a slot keeps, which hooks around the region may have given already."""
+        loaded = self._slots.get(id(slot))
+        return slot.load(self.region_name, op, name) if loaded is None else loaded.detach()
+
+    def fill_waiting(self, call: Call, given: Sequence[Any]) -> None:
+        """Give the holders their values that wait for the arguments and variables of a call."""
+        for elided in call.waiting:
+            self._fill(elided, given[elided.place] if elided.place < len(given) else None)
+
+    def _fill(self, elided: Elided, source: Any) -> None:
+        known, _, view, _ = elided
+        holder = known()
+        if holder is None or holder.value is not None:
+            return
+        loaded = type(source) is Placeholder
+        if loaded:
+            source = self.value_of(source, f"op {holder.op!r}")
+        if type(source) is Tensor and view is None:
+            value: Tensor | None = source.detach()
+        else:
+            value = elided.value(source) if isinstance(source, Tensor) else None
+        if value is None or metadata_of(value)[1:] != holder.metadata[1:]:
+            self.replay.fail(other_source(self.region, holder, source, True))
+        if not loaded:
+            owner = source if source._base is None else source._base
+            if type(owner.grad_fn) is not holder.producer or holder.origin is not None or type(owner) is not Tensor:
+                self.replay.explain(holder, value, owner, parameter_behind(owner))
+        self.replay.fill_elided(holder, value)
+
+    def value_of(self, leaf: Any, consumer: str) -> Any:
+        """Return an argument, or what saved writes have left where a placeholder of this region stands.
+
+        Raises:
+            PlaceholderError: They left nothing there.
+        """
+        if not isinstance(leaf, Placeholder) or not leaf.source.is_of(self.region):
+            return leaf
+        if self.ops is not None:
+            return self.ops.value_of(leaf, consumer)
+        call = self.region.tape.records.get(leaf.source.op)
+        for place, slot in {} if call is None else call.kept.items():
+            if call.label(place) == leaf.source.output:
+                kept, whole = self.load(slot, call.name, call.label(place)), placement_in(call.meta(place))
+                seen = Placement.of(leaf)
+                value = kept if seen == whole else seen.seen_in(kept, offset_in_bytes(kept) - whole.offset_bytes)
+                self.note_loaded(kept)
+                self.note_loaded(value)
+                return value.requires_grad_(leaf.requires_grad)
+        return refuse(leaf.source, consumer)
+
+    def values_of(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], consumer: str
+    ) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """Return arguments with what was kept of the outputs of handles in place of the placeholders."""
+        leaves = leaves_of(args, kwargs)
+        values = [self.value_of(leaf, consumer) for leaf in leaves]
+        return (args, kwargs) if all(map(is_, leaves, values)) else with_leaves(args, kwargs, values)
+
+    def fail_returned(self, call: Call) -> NoReturn:
+        """End the replay, since an op returned whose body has raised in forward."""
+        what = "this op raised an exception in forward and returned in replay"
+        raise self.replay.fail(mismatched(self.region, what, SAME_ORDER, op=call.name))
+
+    # What is asked while replay runs.
+
+    def note_loaded(self, tensor: torch.Tensor) -> None:
+        """Note a tensor that was kept, so that it has no history in replay."""
+        self._loaded[id(tensor)] = tensor
+
+    def has_loaded(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor was kept, so that it has no history in replay."""
+        return id(tensor) in self._loaded
+
+    def skips(self) -> bool:
+        """Whether a native region runs whose ops are answered, or a call that runs whole."""
+        return self.native is not None or self.whole is not None
+
+    def passes_over(self) -> bool:
+        """Whether a call runs whole, in which the log has no names."""
+        return self.whole is not None and self.whole.answers is None
+
+    def passed(self) -> int:
+        """Return how many calls have begun."""
+        return self.begun
+
+    def enter_region(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """Return the arguments of an inner region, which replay runs."""
+        if not self.begun or self.region.options.policy is not None:
+            return args, kwargs
+        return self.values_of(args, kwargs, "inner region")
+
+    def may_fill(self) -> bool:
+        """Whether the op that saves a tensor may be about to fill it; where ops are watched its place tells."""
+        return self.ops is None or self.ops.may_fill()
+
+    def next_name(self) -> str | None:
+        """Return the name of the next call of forward, if there is one."""
+        return self._calls[self.begun].name if self.begun < len(self._calls) else None
+
+    def is_of_handle(self, source: Source) -> bool:
+        """Whether a placeholder stands for the output of a handle whose body cannot run in replay."""
+        call = self.region.tape.records.get(source.op)
+        return call is not None and call.is_handle and self.region.options.policy is None
+
+    def changed_later(self) -> list[tuple[int, float, Callable[[Tensor], RematError]]]:
+        """Return the storages outside the region that calls modify: what reads one earlier would read what was left.
+
+        Returns:
+            The storages, each with how many names must have begun, and the error of the tensor that is read.
+        """
+        return [
+            (key, at + 1, partial(_read_too_early, self.region_name, call.name))
+            for at, call in enumerate(self._calls)
+            for key in still_there(call.outside)
+        ]
+
+    # Starting over.
+
+    def starts_over_for(self, error: Exception, refusal: Refusal | None) -> bool:
+        """Let all entries run if an error may be of what placeholders lack; return whether replay is to start over.
+
+        See NOTE [ A placeholder that is read after all ].
+        """
+        if self._over or self._started_over_for is not None:
+            return False
+        if refusal is not None:
+            if self.is_of_handle(refusal.source):
+                return False
+        elif not is_of_placeholders(error) and (isinstance(error, RematError | Warning) or not self.changes_results):
+            return False  # of a placeholder that was reshaped in place, autograd makes views anew that may not fit
+        entries = [entry for entry in self._entries if not (entry.run or entry.is_view() or self._stays_skipped(entry))]
+        if not entries or any(self._cannot_run(entry) for entry in entries):
+            return False
+        for entry in entries:
+            entry.run = True
+        for entry in self._entries:
+            entry.before = None
+        if refusal is not None:
+            keep_from_now_on(self.region, refusal.source.op, refusal.source.output)
+        self._started_over_for, self._refusal = error, refusal
+        return True
+
+    def _stays_skipped(self, entry: Entry) -> bool:
+        """Whether an entry is a handle whose body cannot run in replay."""
+        return isinstance(entry, Call) and entry.is_handle and self.region.options.policy is None
+
+    def _cannot_run(self, entry: Entry) -> bool:
+        """Whether an entry cannot run once more."""
+        if not isinstance(entry, Call):
+            return entry.effects.random and entry.effects.namespace == "aten" and self.region.rng is None
+        if entry.touched:
+            return True
+        # Forward would know of random numbers, if it looked.
+        return not self.region.options.preserve_rng_state and may_draw_in(entry.function)
+
+    def warn(self) -> None:
+        """Warn of what replay has started over for, once it has ended."""
+        if (error := self._started_over_for) is None:
+            return
+        if (refusal := self._refusal) is not None:
+            source, consumer, file, line = refusal
+            name = qualified_name(self.region_name, source.op, source.output)
+            what = f"{consumer} reads this result in replay, which forward was not seen to need and did not keep"
+        else:
+            place = raised_at(error)
+            name = qualified_name(self.region_name)
+            what = f"replay cannot pass over what is saved or needed by nothing with placeholders ({place}: {error})"
+            file, _, at = place.rpartition(":")
+            line = int(at or 0)
+        warnings.warn_explicit(
+            f"{name}: {what}: replay starts over and runs every saved call and op once more. {promise(self.region)}To "
+            "spare the second run, let a native region contain the reader too, let the policy save the tensor, read it "
+            "by an op, or name it to remat.recompute_needs_tensor.",
+            RematWarning,
+            file,
+            line,
+        )
+
+    # The end.
+
+    def finish(self) -> None:
+        """Raise if the function ended before it came to each call and op."""
+        if self.ops is not None and (error := self.ops.missing()) is not None:
+            raise error
+        self.check_passed(len(self.region.tape.saved))
+
+    def check_passed(self, last: int) -> None:
+        """Raise if a call has not come that had begun in forward before the tensor at a place was saved."""
+        if self.begun < len(self._calls) and (missing := self._calls[self.begun]).saved_before <= last:
+            raise mismatched(self.region, "this op of forward is missing in replay", SAME_ORDER, op=missing.name)
+
+    def forget(self) -> None:
+        """At the end of the replay: let go of what placeholders that outlive it may know."""
+        self.suppressed.restore()
+        if self.ops is not None:
+            self.ops.forget()
+        self._over = True
+        self.ops = self.native = self.whole = self._watcher = None
+        self._calls, self._entries, self._slots, self._loaded = [], (), {}, {}
+        del self.replay, self.region
+
+
+def _read_too_early(region: str, name: str, tensor: Tensor) -> MutationError:
+    return MutationError(
+        f"replay reads a tensor of shape {tuple(tensor.shape)} created outside the region{at_user_line()}, which this "
+        "call modifies in place later in the region; replay does not undo that, so that the reader would get another "
+        "value than in forward",
+        region=region,
+        op=name,
+        tensor="written",
+        remedy="Read it inside that call too, or read a clone of it that is made before the region is called.",
+    )
+
+
+def _throw_away(tensor: Tensor) -> Tensor | Packed:
+    """Pack hook of a call that runs whole: forward's holders have what backward needs."""
+    return Packed.of(tensor) if isinstance(tensor, Placeholder) else tensor.detach()

@@ -1,0 +1,601 @@
+"""One call that replay skips: a function given to `remat.op`, or one of torch's own in a native region.
+
+In: the call's arguments and variables, what autograd saves meanwhile, and the result. Kept: residents, and the call in
+the log. Out: in replay the result, kept tensors or placeholders in it, and the values of arguments that were saved.
+
+NOTE [ When a saved call runs whole ]
+Replay skips a call, or runs it whole. It runs it whole, and warns once, if
+1. a result of it was modified in place after it;
+2. it modified an argument or a variable that the region had made;
+3. replay reads a placeholder of it: then the replay starts over, and every call and op runs.
+What autograd saves in the second run is thrown away: forward's holders have it. Every other way in which tensors of a
+skipped call reach its region is a `UsageError` in forward: a tensor that was not returned, a variable or container of
+the region that holds other tensors afterwards, a result that is no tree of tensors and plain values.
+What it modified outside the region is modified once; an exception that left the call is raised by it in replay, too.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from operator import attrgetter
+from types import BuiltinFunctionType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.autograd.graph import Node
+from torch.nn import Module, Parameter
+from torch.nn import functional as F
+
+from torch_remat._compat import (
+    Handler,
+    any_autocast_enabled,
+    has_one_output,
+    in_autocast,
+    is_compiled,
+    keep_from_compiler,
+    node_behind,
+    node_number,
+    sequence_number,
+    storage_key,
+    without_dispatch_modes,
+)
+from torch_remat.dispatch.ambient import Draws
+from torch_remat.dispatch.call.left import State, is_changed, state_of
+from torch_remat.dispatch.call.result import USUAL, Again, Passed, flatten, is_flat, lying_in, refused
+from torch_remat.dispatch.holder import AUTOCAST_DTYPES, Anchor, Holder, OpHolder, changed_in_place, parameter_behind
+from torch_remat.dispatch.log.entry import FIRST, ONE, Call, Entry, written_arguments
+from torch_remat.dispatch.log.meta import Meta, Raised, WrapperMeta, described, key_of, keys_of, layout_of, tensors_in
+from torch_remat.dispatch.log.schema import Effects, effects_of, may_draw
+from torch_remat.dispatch.log.slot import Slot, version_of
+from torch_remat.dispatch.offloading import Departures
+from torch_remat.dispatch.placeholder import NOT_LAZY, Placeholder, new_tuple
+from torch_remat.dispatch.reach import Place, reach
+from torch_remat.dispatch.region.inputs import leaves_of
+from torch_remat.errors import UsageError
+from torch_remat.offload.transfer import Placement
+from torch_remat.policies.decision import CheckpointPolicy
+
+
+class Log(Protocol):
+    """What a call that runs asks of its region's log; the `Recorder`."""
+
+    region: Any
+    departures: Departures
+    draws: Draws | None
+    entries: list[Entry]
+    is_usual: bool
+
+    @property
+    def expected(self) -> object:
+        """The handle whose saving comes next, if one is expected."""
+
+    @property
+    def opened(self) -> object:
+        """The handle that was begun last and has not ended."""
+
+    def is_in_skipped_body(self) -> bool:
+        """Whether the body of a saved handle runs."""
+
+    def maker_of(self, tensor: torch.Tensor) -> tuple[Entry, int] | None:
+        """Return the entry that made a tensor, and as which of its results."""
+
+    def holder_for(self, op: str, name: str, tensor: torch.Tensor) -> OpHolder:
+        """Return a holder without a value."""
+
+    def hold(self, call: Call, name: str, tensor: torch.Tensor, policy: CheckpointPolicy) -> Holder | Anchor:
+        """Return what autograd keeps of a tensor that a call saves."""
+
+    def resident(self, op: str, name: str, tensor: torch.Tensor, policy: CheckpointPolicy) -> OpHolder:
+        """Return the holder for a tensor that replay saves again, as a placeholder."""
+
+    def pack(self, tensor: torch.Tensor) -> Holder | Anchor | None:
+        """Return what autograd keeps of a tensor that is saved outside of calls."""
+
+    def pack_expected(self, tensor: torch.Tensor) -> Holder | Anchor | None:
+        """Return what autograd keeps of a tensor that a handle saves."""
+
+    def note_result(self, call: Call, result: torch.Tensor, first: int, last: int) -> None:
+        """Note a call with its one result."""
+
+    def note_results(
+        self, call: Call, leaves: Sequence[Any], made: Sequence[tuple[int, torch.Tensor]], first: int, last: int
+    ) -> None:
+        """Note a call with its results."""
+
+    def note_returned(self, leaf: torch.Tensor, first: int, last: int) -> None:
+        """Note a tensor that a call returned and has not made."""
+
+    def note_writes(self, running: Running) -> None:
+        """Note what a call modified that was there before it."""
+
+
+_PARAMETERS = frozenset((torch.Tensor, Parameter))
+_VALUES = frozenset((int, float, bool, type(None)))
+_ORDINARY = frozenset((*_PARAMETERS, *_VALUES, Placeholder))
+_FLAT = _PARAMETERS | _VALUES  # what the arguments of most calls are
+_version_of = attrgetter("_version")
+_pure: dict[int, bool] = {}
+_draws: dict[int, bool] = {}
+
+
+def is_whole_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function is one of torch's own, called with ordinary tensors, which changes none of them, or compiled.
+
+    Under autocast one of torch's own makes casts besides, and parameters' casts are not to be kept.
+    """
+    if type(function) is BuiltinFunctionType:
+        if not (_pure.get(id(function)) or _is_pure(function)) or any_autocast_enabled() or "out" in kwargs:
+            return False
+    elif not is_compiled(function):
+        return False
+    if not kwargs and _ORDINARY.issuperset(map(type, args)):
+        return True
+    return all(map(_is_ordinary, args)) and all(map(_is_ordinary, kwargs.values()))
+
+
+def _is_ordinary(value: Any) -> bool:
+    if type(value) in _ORDINARY:
+        return True
+    if isinstance(value, torch.Tensor):
+        return False
+    return not isinstance(value, (list, tuple)) or all(map(_is_ordinary, value))
+
+
+def _is_pure(function: Any) -> bool:
+    pure = _pure.get(id(function))
+    if pure is None:
+        name = function.__name__
+        known = any(getattr(place, name, None) is function for place in (torch, F))
+        # Norms change running statistics; what is named so changes its argument.
+        pure = _pure[id(function)] = known and not name.endswith("_") and "_norm" not in name
+    return pure
+
+
+def may_draw_in(function: Callable[..., Any]) -> bool:
+    """Whether a function may draw random numbers."""
+    if type(function) is not BuiltinFunctionType or isinstance(function.__self__, type):
+        return True  # and has no name that tells
+    draws = _draws[id(function)] = may_draw(function.__name__)
+    return draws
+
+
+class Given:
+    """The arguments of a call, then the variables that its function reaches, which are looked for when asked for.
+
+    Args:
+        function: The function; None if it has no variables.
+        leaves: The leaves of the arguments.
+    """
+
+    __slots__ = ("_by_key", "_function", "_places", "leaves", "used")
+
+    def __init__(self, function: Any, leaves: Sequence[Any]) -> None:
+        self.leaves = leaves
+        self.used: dict[int, tuple[int, Any]] = {}  # places of variables that replay is to find, by their number
+        is_function = isinstance(getattr(function, "__self__", None), type)  # the ``apply`` of a custom Function
+        self._function = None if is_function or type(function) is BuiltinFunctionType else function
+        self._places: list[Place] = []
+        self._by_key: dict[int, int] | None = None
+
+    def _variables(self) -> dict[int, int]:
+        """Return by storage which variable lies there."""
+        if self._by_key is None:
+            self._by_key = {}
+            if self._function is not None:
+                self._places = variables_of(self._function, self.leaves)
+                for at, place in enumerate(self._places):
+                    if place.tensor is not None and place.tensor.layout is torch.strided:
+                        self._by_key.setdefault(key_of(place.tensor), at)
+        return self._by_key
+
+    def find(self, tensor: torch.Tensor, key: int) -> tuple[int, torch.Tensor] | None:
+        """Return which of them a tensor is, or else lies in the storage of, and that one; None if it is new."""
+        found = None
+        for place, arg in enumerate(self.leaves):
+            if arg is tensor:
+                return place, arg
+            if found is None and isinstance(arg, torch.Tensor) and key in keys_of(arg):
+                found = place, arg
+        if found is None and (at := self._variables().get(key)) is not None:
+            variable = self._places[at].tensor
+            assert variable is not None
+            found = len(self.leaves) + at, variable
+        return found
+
+    def at(self, place: int) -> Any:
+        """Return one of them."""
+        return self.leaves[place] if place < len(self.leaves) else self._places[place - len(self.leaves)].tensor
+
+    def use(self, place: int) -> None:
+        """Note that replay reads one of them."""
+        at = place - len(self.leaves)
+        if at >= 0:
+            self.used[place] = at, self._places[at].key
+
+    def lying_at(self, key: int) -> int | None:
+        """Return which of them has a storage; None if none has."""
+        for place, leaf in enumerate(self.leaves):
+            if isinstance(leaf, torch.Tensor) and key in keys_of(leaf):
+                return place
+        at = self._variables().get(key)
+        return None if at is None else len(self.leaves) + at
+
+    def is_of_module(self, place: int) -> bool:
+        """Whether it is a buffer or an attribute of a module, which no region makes."""
+        at = place - len(self.leaves)
+        if at < 0:
+            return False
+        holder = self._places[at].holder
+        return self._places[at].module is not None or (type(holder) is dict and "_parameters" in holder)
+
+
+_NOTHING = Given(None, ())
+
+
+def variables_of(function: Any, leaves: Sequence[Any]) -> list[Place]:
+    """Return where the tensors lie that a call reaches besides its arguments, in the same order in both phases."""
+    return reach(function, [leaf for leaf in leaves if isinstance(leaf, Module)]).places
+
+
+class Written(NamedTuple):
+    """A tensor that a call modified and had not made.
+
+    Attributes:
+        tensor: The tensor.
+        version: Its version before.
+        is_own: Whether an autograd node of the region had made it.
+    """
+
+    tensor: torch.Tensor
+    version: int
+    is_own: bool
+
+
+class Running(ABC):
+    """A saved call while forward runs, whatever runs.
+
+    Attributes:
+        call: What the log keeps of it.
+        given: Its arguments and variables.
+        first: The number of the first autograd node that it may make.
+        last: That of the first one after it.
+        outputs: The nodes of its result, with which of the node's outputs each is.
+        named: Tensors that autograd saves next, by the names that `auto_forward` gives them.
+        written: The tensors that were there before the call and that it modified, by storage.
+    """
+
+    named: Sequence[tuple[str, torch.Tensor | None]] = ()
+    last = -1
+    outputs: set[tuple[Node, int]] | None = None
+    born: Collection[int]  # the storages that it has made
+
+    def __init__(self, ops: Log, call: Call, given: Given) -> None:
+        self.ops = ops
+        self.call = call
+        self.given = given
+        self.saved = 0
+        self.written: dict[int, Written] = {}
+        self._names: set[str] = set()
+        self.first = call.number = sequence_number()
+
+    @abstractmethod
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Return what autograd keeps of a tensor that the call saves; None if it is saved as outside of calls."""
+
+    @abstractmethod
+    def returns(self, result: Any) -> None:
+        """Note what the call returns."""
+
+    def next_name(self, tensor: torch.Tensor, automatic: str) -> str:
+        """Return the name of a tensor that autograd saves now, given its automatic one; each other is given once."""
+        for name, expected in self.named:
+            if expected is tensor and name not in self._names:
+                self._names.add(name)
+                return name
+        return automatic
+
+    def note_written(self, tensor: torch.Tensor) -> None:
+        """Note a tensor that the call modifies, unless it has made it; autograd counts the change after this."""
+        node = tensor.grad_fn
+        is_own = node is not None and node_number(node) >= self.ops.region.first_number
+        for key in keys_of(tensor):
+            if key not in self.born:
+                self.written.setdefault(key, Written(tensor, version_of(tensor), is_own))
+
+    def watch_end(self, draws: bool) -> None:
+        """Note what stands at the end of the call: what leaves the device, and the random generators."""
+        ops = self.ops
+        if ops.departures.waiting:
+            ops.departures.send()
+        if draws and ops.draws is not None:
+            self.call.drawn = ops.draws.end()
+        self.last = sequence_number()
+
+    def returns_one(self, result: torch.Tensor, key: int) -> None:
+        """Note what most calls return: a tensor in memory of its own."""
+        ops, call = self.ops, self.call
+        geometry = result.shape, result.stride(), result.storage_offset()
+        call.kind, call.storage, call.saved = ONE, key, FIRST
+        call.results = new_tuple(Meta, (geometry, result.dtype, result.device, False, NOT_LAZY))
+        call.gradients = (result.requires_grad,)
+        if call.policy is CheckpointPolicy.OFFLOAD:
+            call.away = FIRST
+        ops.note_result(call, result, self.first, self.last)
+
+    def let_go(self) -> None:
+        """Let go of arguments and variables, once the call is over: the region may be done with them."""
+        self.given = _NOTHING
+        self.written, self.named = {}, ()
+
+    def left_by(self, error: BaseException) -> None:
+        """Note that an exception left the call: replay raises it anew."""
+        if isinstance(error, Exception):
+            self.call.results = Raised(type(error), error.args)
+        self.watch_end(True)
+
+
+class Writes:
+    """Looks at each op of a call for modifications of what the call has not made, and at nothing else.
+
+    Args:
+        note: Is called with each tensor that is about to be modified.
+
+    Attributes:
+        born: The storages that the call has made.
+    """
+
+    __slots__ = ("_note", "born")
+
+    def __init__(self, note: Callable[[torch.Tensor], object]) -> None:
+        self._note = note
+        self.born: set[int] = set()
+
+    @property
+    @keep_from_compiler
+    def watch(self) -> Handler:
+        """What runs an op: a closure, since it runs for each."""
+        born, is_usual, strided = self.born, USUAL.__contains__, torch.strided
+
+        def watch(_mode: Any, op: Any, _types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+            effects = effects_of(op)
+            if effects.view or effects.ignored:
+                return op(*args, **kwargs)
+            if effects.written or effects.reshapes:
+                self._note_all(effects, args, kwargs)
+            result = op(*args, **kwargs)
+            if effects.plain and is_usual(type(result)) and not effects.aliases and result.layout is strided:
+                born.add(storage_key(result))
+            else:
+                given = {key for tensor in tensors_in(args, kwargs) for key in keys_of(tensor)}
+                made = result if isinstance(result, (tuple, list)) else (result,)
+                born.update({key for tensor in tensors_in(made, {}) for key in keys_of(tensor)} - given)
+            return result
+
+        return watch
+
+    def _note_all(self, effects: Effects, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        written = list(args[:1]) if effects.reshapes else written_arguments(effects, args, kwargs)
+        for tensor in written:
+            if not self.born.issuperset(keys_of(tensor)):
+                self._note(tensor)
+
+
+class RunningCall(Running):
+    """A call of a function whose Python does not run in replay."""
+
+    _given: Sequence[torch.Tensor] = ()
+    _state: State
+
+    def __init__(
+        self, ops: Log, call: Call, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        builtin = type(function) is BuiltinFunctionType
+        leaves = args if builtin and not kwargs else _leaves_of(args, kwargs)
+        super().__init__(ops, call, Given(function, leaves))
+        self.born = frozenset()  # until somebody watches
+        self._is_builtin = builtin
+        self._state = [] if builtin else state_of((function, *args, *kwargs.values()))
+        given: Sequence[torch.Tensor] = leaves
+        kinds = set(map(type, leaves))
+        try:
+            if not _PARAMETERS.issuperset(kinds):
+                if not _FLAT.issuperset(kinds):
+                    raise RuntimeError
+                given = [arg for arg in leaves if type(arg) in _PARAMETERS]
+            call.layout = [(one.shape, one.stride()) for one in given]
+            call.reads = list(map(storage_key, given))
+            self._versions = list(map(_version_of, given))
+        except RuntimeError:  # sparse tensors have no strides, those of inference mode no versions
+            given = list(tensors_in(leaves, {}))
+            call.layout = layout_of(leaves, {})
+            call.reads = [key for tensor in given for key in keys_of(tensor)]
+            self._versions = list(map(version_of, given))
+        self._given = given
+        draws = _draws.get(id(function)) if builtin else True
+        self._draws = may_draw_in(function) if draws is None else draws
+        if self._draws and ops.draws is not None:
+            ops.draws.begin()
+
+    @property
+    def watch(self) -> Handler:
+        """What looks at each op of the call."""
+        writes = Writes(self.note_written)
+        self.born = writes.born
+        return writes.watch
+
+    def pack(self, tensor: torch.Tensor) -> Holder | Anchor:
+        """Return what autograd keeps of a tensor that the call saves."""
+        ops, call = self.ops, self.call
+        if type(tensor) is Parameter:
+            name = self.next_name(tensor, "") if self.named else ""
+            return (tensor, tensor._version, ops.region, (call.name, name))
+        name = f"saved_{self.saved}"
+        if self.named:
+            name = self.next_name(tensor, name)
+        self.saved += 1
+        if tensor.dtype in AUTOCAST_DTYPES and (cast := self._cast_of_leaf(tensor, name)) is not None:
+            return cast
+        held = ops.hold(call, name, tensor, CheckpointPolicy.SAVE)
+        leaves = call.policy is CheckpointPolicy.OFFLOAD and ops.region.hooks is None
+        if leaves and type(held) is OpHolder and held.resident:
+            ops.departures.waiting.append((held, tensor))
+        return held
+
+    def _cast_of_leaf(self, tensor: torch.Tensor, name: str) -> OpHolder | None:
+        """Keep a leaf's copy in a smaller dtype, or a view of it, as what it is: cast again when it is read."""
+        owner = tensor if tensor._base is None else tensor._base
+        if owner.dtype not in AUTOCAST_DTYPES or (leaf := parameter_behind(owner)) is None or leaf is owner:
+            return None
+        node = owner.grad_fn
+        if node is None or (node_number(node) < self.ops.region.first_number and not in_autocast()):
+            return None  # a copy of the user's own, which need not follow the leaf
+        holder: OpHolder = self.ops.holder_for(self.call.name, name, tensor)
+        view = None if owner is tensor else Placement.of(tensor)
+        holder.packed = (leaf, leaf._version, self.ops.region, (self.call.name, name))
+        holder.unpack = partial(_cast, owner.dtype, view)
+        return holder
+
+    def returns(self, result: Any) -> None:
+        """Note what the call returns."""
+        call, ops = self.call, self.ops
+        leaves: Sequence[Any] = (result,)
+        form = None
+        if (
+            type(result) is torch.Tensor and result._base is None and result.layout is torch.strided
+            and not result.dtype.is_complex and (key := storage_key(result)) not in call.reads
+            and self._is_new(result, key)
+        ):  # fmt: skip
+            self.watch_end(self._draws)
+            self.returns_one(result, key)
+        else:
+            if not isinstance(result, torch.Tensor):
+                leaves, form = flatten(result)
+            if why := refused(leaves):
+                raise self._cannot_be_skipped(why, "Return tensors and plain values")
+            self._returns_several(leaves, () if form is None or form.is_leaf() else (form,))
+        if self.given.used:
+            call.places = self.given.used
+        if not self.saved or self.last - self.first > 1:
+            refuse_gradient(ops.region, call.name, self.first, leaves)
+        if not self._is_builtin:
+            self._check_left(leaves)
+
+    def _is_new(self, result: torch.Tensor, key: int) -> bool:
+        """Whether the call has made the storage of its result, which is no view."""
+        if self._is_builtin or key in self.born:
+            return True
+        node = result.grad_fn
+        if node is not None and node_number(node) >= self.first and not self.written:
+            return True
+        return self.given.find(result, key) is None
+
+    def _returns_several(self, leaves: Sequence[Any], template: tuple[Any, ...]) -> None:
+        ops, call = self.ops, self.call
+        self.watch_end(self._draws)
+        seen: dict[int, int] = {}
+        forms, made = [], []
+        for at, leaf in enumerate(leaves):
+            form = leaf
+            if isinstance(leaf, torch.Tensor) and (first := seen.setdefault(id(leaf), at)) != at:
+                form = Again(first)
+            elif isinstance(leaf, torch.Tensor):
+                form = self._form_of(leaf)
+                if type(form) in (Meta, WrapperMeta):
+                    made.append((at, leaf))
+            forms.append(form)
+        call.template = template
+        call.results = forms if call.template else forms[0]
+        call.gradients = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves]
+        ops.note_results(call, leaves, made, self.first, self.last)
+
+    def _form_of(self, leaf: torch.Tensor) -> Any:
+        """Describe a tensor of the result."""
+        key = key_of(leaf)
+        found = self.given.find(leaf, key)
+        if found is not None:
+            place, source = found
+            self.given.use(place)
+            if source is leaf:
+                return Passed(place, None)
+            both = type(leaf) in USUAL and type(source) in USUAL
+            if (
+                both
+                and leaf.layout is source.layout is torch.strided
+                and leaf.dtype in (source.dtype, source.dtype.to_real())
+            ):
+                return Passed(place, lying_in(leaf, source), leaf.requires_grad, leaf._base is not None)
+        if leaf.is_leaf and leaf.requires_grad:
+            return leaf
+        meta = described(leaf, None)
+        return (
+            meta
+            if type(meta) in (Meta, WrapperMeta)
+            else Slot(leaf.detach(), self.ops.region.hooks, leaf.requires_grad)
+        )
+
+    def _check_left(self, leaves: Sequence[Any]) -> None:
+        """Look for what the call leaves otherwise than by its result."""
+        ops, call = self.ops, self.call
+        made = self.last - self.first
+        if made > 1 or (made and not (len(leaves) == 1 and has_one_output(node_behind(leaves[0])))):
+            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            # Where a view is modified later, autograd goes on from what it is a view of.
+            tensors += [leaf._base for leaf in tensors if leaf._base is not None]
+            self.outputs = {(node, leaf.output_nr) for leaf in tensors if (node := node_behind(leaf)) is not None}
+        if self._state and is_changed(self._state, ops.region.function):
+            raise self._cannot_be_skipped(
+                "it changed a variable, container or iterator of the region, which holds other tensors now",
+                "Return the tensors",
+            )
+        now = list(map(version_of, self._given))
+        if now != self._versions and not self.written:
+            raise UsageError(
+                "this call is skipped in replay, and modified an argument in place, which nobody watched",
+                region=ops.region.name,
+                op=call.name,
+                remedy="Return the new value from it, give it the policy RECOMPUTE, or leave out opaque=True.",
+            )
+        if self.written:
+            ops.note_writes(self)
+
+    def _cannot_be_skipped(self, why: str, remedy: str) -> UsageError:
+        return cannot_be_skipped(self.ops.region, self.call, why, remedy)
+
+    def let_go(self) -> None:
+        """Let go of arguments and variables, once the call is over: the region may be done with them."""
+        super().let_go()
+        self._given, self._state = (), []
+
+
+def cannot_be_skipped(region: Any, call: Call, why: str, remedy: str) -> UsageError:
+    """Return the error about a call that reaches its region otherwise than by its result."""
+    return UsageError(
+        f"replay cannot skip this call: {why}",
+        region=region.name,
+        op=call.name,
+        remedy=f"{remedy}, use remat.native_save_region, whose Python runs again in replay, or give the call the "
+        "policy RECOMPUTE.",
+    )
+
+
+def _leaves_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
+    return args if is_flat(args, kwargs) else leaves_of(args, kwargs)
+
+
+def _cast(dtype: torch.dtype, view: Placement | None, anchor: Anchor) -> torch.Tensor:
+    leaf, version, region, (op, name) = anchor
+    if leaf._version != version:
+        raise changed_in_place(region, "parameter", leaf.shape, name, op)
+    with without_dispatch_modes():
+        cast = leaf.detach().to(dtype)
+        return cast if view is None else view.seen_in(cast)
+
+
+def refuse_gradient(region: Any, name: str, first: int, leaves: Sequence[Any]) -> None:
+    """Refuse a gradient inside of the region's forward through a call's result, where no saved tensor tells."""
+    for leaf in leaves:
+        node = node_behind(leaf)
+        if node is not None and node_number(node) >= first:
+            node.register_prehook(partial(region.note_gradient, name))

@@ -1,0 +1,474 @@
+"""An op with a handle, which the forward of a custom autograd Function talks to.
+
+In: the op's name, policy and autograd context. Kept: on the tape, its call. Out: what the op's body works on. The first
+class is plain autograd: outside of regions, and inside the body of a saved call. One class a phase and policy derives
+from it; what a step is about it does in one call, since an op is often small.
+
+NOTE [ What is kept for a handle ]
+1. SAVE: the tensors that it saves for backward are *residents*: their holders have the values from the start. Of an
+   input of the op, or a view of one, that replay recomputes, the holder is filled from replay's input, where the inputs
+   are known (`auto_forward`). A parameter, a region input and a view of either share storage that exists anyway.
+2. RECOMPUTE: those of its inputs that are outputs of SAVE ops are kept where they were made, so that replay has them.
+   What it saves for backward is recomputed.
+3. An op inside the body of a SAVE op is part of it: replay never comes there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from sys import _getframe
+from types import CodeType, FrameType, MappingProxyType
+from typing import Any, NoReturn, Protocol
+
+from torch import Tensor, strided
+
+from torch_remat._compat import has_returned
+from torch_remat.dispatch.log.entry import Call
+from torch_remat.dispatch.log.meta import Meta, Raised, described, stand_in
+from torch_remat.dispatch.log.slot import version_of
+from torch_remat.dispatch.mode import current_mode
+from torch_remat.dispatch.placeholder import NOT_LAZY, Placeholder, Source, new_tuple, refuse
+from torch_remat.errors import UsageError
+from torch_remat.policies.decision import CheckpointPolicy
+
+_OFFLOAD = CheckpointPolicy.OFFLOAD
+
+_FORM = (
+    "The form is: handle = remat.get_handle(ctx, name, policy); `if (ret := handle.maybe_load_saved()) is not None: "
+    "return ret`; x = handle.save_or_load_inputs(x); ...; handle.save_for_backward({'x': x}); "
+    "return handle.record_outputs(out)."
+)
+_STEPS = ("maybe_load_saved", "save_or_load_inputs", "save_for_backward", "record_outputs")
+SKIPPED = len(_STEPS)
+"""The step of a handle whose op replay has skipped: nothing may follow."""
+
+
+class RematHandle:
+    """One call of a custom autograd Function, as the runtime sees it; made by `get_handle`.
+
+    Its methods are called once each, in this order: `maybe_load_saved`, `save_or_load_inputs`, `save_for_backward`,
+    `record_outputs`. The second and the third may be left out. Outside of regions they act as plain autograd.
+    """
+
+    _step = -1  # the last of `_STEPS` that was taken
+    _named: Mapping[str, Tensor | None] = MappingProxyType({})
+
+    def __init__(self, ctx: Any, name: str) -> None:
+        self._ctx = ctx
+        self._name = name
+
+    def maybe_load_saved(self) -> Tensor | tuple[Tensor, ...] | None:
+        """Return what the forward shall return at once if replay skips the op, else None.
+
+        Returns:
+            None in forward, and in the replay of a RECOMPUTE op. In the replay of a SAVE op its output, or a tuple of
+            its outputs: placeholders with true metadata and no data.
+
+        Raises:
+            UsageError: It was called before.
+        """
+        if self._step != -1:
+            raise self._out_of_order(0)
+        self._step = 0
+        return None
+
+    def load(self, args: tuple[Any, ...]) -> Tensor | tuple[Tensor, ...] | None:
+        """Do what `maybe_load_saved` does, for a caller that knows the op's inputs: those are not kept again."""
+        return self.maybe_load_saved()
+
+    def save_or_load_inputs(self, *args: Any) -> Any:
+        """Keep the inputs that replay would not have (forward), or return the kept ones (replay).
+
+        Only for a RECOMPUTE op, and only for inputs that come from SAVE ops, anything is kept: until replay has run.
+
+        Args:
+            *args: The op's inputs, in an order that does not change; values other than tensors pass.
+
+        Returns:
+            The input, or a tuple of the inputs, to be used from here on.
+
+        Raises:
+            UsageError: It was called out of order.
+            MutationError: A kept input was changed in place.
+            PlaceholderError: Forward had another input here.
+        """
+        if self._step != 0:
+            raise self._out_of_order(1)
+        self._step = 1
+        return args[0] if len(args) == 1 else args
+
+    def save_for_backward(self, saved_tensors: Mapping[str, Tensor | None]) -> None:
+        """Do what ``ctx.save_for_backward`` does, and give the tensors names.
+
+        Args:
+            saved_tensors: The tensors by name, in the order of ``ctx.saved_tensors``; None keeps a place empty.
+
+        Raises:
+            UsageError: It was called out of order; a name is no string, empty, or contains ``.``; a value is neither
+                a tensor nor None.
+        """
+        if not 0 <= self._step < 2:
+            raise self._out_of_order(2)
+        self._step = 2
+        if type(saved_tensors) is not dict and not isinstance(saved_tensors, Mapping):
+            raise self.misused(
+                f"save_for_backward takes a dict of names to tensors, not a {type(saved_tensors).__name__}"
+            )
+        for key, tensor in saved_tensors.items():
+            if not isinstance(key, str) or not key or "." in key:
+                raise self.misused(f"{key!r} is no name for a saved tensor: a non-empty string without '.'")
+            if not isinstance(tensor, Tensor) and tensor is not None:
+                raise self.misused(f"the saved value is a {type(tensor).__name__}, neither a tensor nor None", key)
+        self._ctx.save_for_backward(*saved_tensors.values())
+        self._named = saved_tensors
+
+    def record_outputs(self, *outs: Tensor, as_tuple: bool = False) -> Any:
+        """Name the outputs (``out``, or ``0``, ``1``, ... for several) and note what placeholders must show.
+
+        Args:
+            *outs: The op's outputs, all tensors.
+            as_tuple: Whether the forward returns a tuple even if there is one output.
+
+        Returns:
+            The output, or a tuple of the outputs, to be returned from the forward.
+
+        Raises:
+            UsageError: It was called out of order, without outputs, or with a value that is no tensor; or the op has
+                policy SAVE and marked an input as dirty.
+        """
+        self._end(outs)
+        return outs if as_tuple or len(outs) > 1 else outs[0]
+
+    def _end(self, outs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Check the last step and what it was given."""
+        if not 0 <= self._step < 3:
+            raise self._out_of_order(3)
+        self._step = 3
+        if not outs:
+            raise self.misused("record_outputs needs at least one output")
+        for out in outs:
+            if not isinstance(out, Tensor):
+                place = next(place for place, value in enumerate(outs) if value is out)
+                raise self.misused(f"output {place} is a {type(out).__name__}, not a tensor", str(place))
+        return outs
+
+    def _out_of_order(self, step: int) -> UsageError:
+        if self._step == SKIPPED:
+            what = f"{_STEPS[step]} was called after maybe_load_saved had returned the outputs of a skipped op"
+        elif self._step < 0:
+            what = f"{_STEPS[step]} was called before maybe_load_saved"
+        else:
+            again = "a second time" if step == self._step else f"after {_STEPS[self._step]}"
+            what = f"{_STEPS[step]} was called {again}"
+        return self.misused(what)
+
+    def misused(self, what: str, tensor: str | None = None) -> UsageError:
+        """Return the error about a wrong use of this handle."""
+        mode = current_mode()
+        region = None if mode is None else mode.region.name
+        return UsageError(what, region=region, op=self._name, tensor=tensor, remedy=_FORM)
+
+
+class Log(Protocol):
+    """What a handle in forward asks of its region's log; the `Recorder`."""
+
+    region: Any
+    opened: ForwardOp | None
+    skipped_any: bool
+
+    def note_readers(self, tensors: Iterable[Any]) -> None:
+        """Note what a handle reads that replay runs."""
+
+    def know_parameters(self, args: Sequence[Any]) -> None:
+        """Let the parameters among the inputs stay."""
+
+    def check_inputs(self, call: Call, inputs: Sequence[tuple[Tensor, int]]) -> None:
+        """Refuse a saved handle that has modified an input which the region made."""
+
+    def end_handle(self, op: SavedOp, outs: tuple[Tensor, ...]) -> None:
+        """Note a saved handle whose body has ended."""
+
+    def expect(self, call: Call, tensors: list[tuple[str, Tensor | None]], args: Sequence[Any]) -> None:
+        """Expect what a handle saves."""
+
+
+class Replay(Protocol):
+    """What a handle in replay asks of the log; the `Answerer`."""
+
+    region: Any
+    region_name: str
+    whole: Call | None
+
+    @property
+    def ops(self) -> object:
+        """What answers aten ops, if something does."""
+
+    def value_of(self, leaf: Any, consumer: str) -> Any:
+        """Return an input, what was kept in place of a placeholder."""
+
+    def fill_waiting(self, call: Call, given: Sequence[Any]) -> None:
+        """Fill the holders that wait for the inputs."""
+
+    def come_to(self, call: Call) -> None:
+        """Come to a saved call."""
+
+    def kept_of(self, call: Call, place: int) -> Tensor:
+        """Return a kept output."""
+
+    def begin_body(self, call: Call) -> None:
+        """Let the ops of a body run."""
+
+    def end_body(self) -> None:
+        """End that."""
+
+    def fail_returned(self, call: Call) -> NoReturn:
+        """End the replay, since a body returned that has raised in forward."""
+
+
+class ForwardOp(RematHandle):
+    """An op with policy RECOMPUTE in forward, and what all ops in forward have in common.
+
+    Attributes:
+        ops: The log of its region.
+        call: What the log keeps of it.
+        outer: The op in whose body it runs, if any.
+        place: The address of the frame in which its body runs; the frame itself would keep the body's tensors alive.
+        code: The body's code.
+        args: The op's inputs, as far as they are known and matter.
+    """
+
+    ops: Log
+    call: Call
+    outer: ForwardOp | None
+    place: int
+    code: CodeType
+    args: tuple[Any, ...] = ()
+
+    def save_or_load_inputs(self, *args: Any) -> Any:
+        """Keep the inputs that replay would not have."""
+        if self._step != 0:
+            raise self._out_of_order(1)
+        self._step = 1
+        if self.ops.skipped_any:
+            self.ops.note_readers(args)
+        return args[0] if len(args) == 1 else args
+
+    def record_outputs(self, *outs: Tensor, as_tuple: bool = False) -> Any:
+        """Note that the body has ended."""
+        if 0 <= self._step < 3 and len(outs) == 1 and type(out := outs[0]) is Tensor and not out.requires_grad:
+            self._step = 3
+        else:
+            outs = self._end(outs)
+        self.ops.opened = self.outer
+        return outs if as_tuple or len(outs) > 1 else outs[0]
+
+    def _end(self, outs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Check the last step; an input that is returned as it is becomes a view, as autograd does, too."""
+        super()._end(outs)
+        for out in outs:
+            if out.requires_grad:
+                dirty = {id(tensor) for tensor in self._ctx.dirty_tensors or ()}
+                return tuple([o.view_as(o) if o.requires_grad and id(o) not in dirty else o for o in outs])
+        return outs
+
+    def is_running(self) -> bool:
+        """Whether its body is on this thread's stack."""
+        return self._is_at_or_above(_getframe(1))
+
+    def is_around(self, frame: FrameType, ctx: Any) -> bool:
+        """Whether its body is on the stack above that of another op, or is that one.
+
+        If it has raised, the other body may have its address and its code: then only the context tells them apart.
+        """
+        return self._is_at_or_above(frame if self._ctx is ctx else frame.f_back)
+
+    def _is_at_or_above(self, frame: FrameType | None) -> bool:
+        while frame is not None:
+            if id(frame) == self.place and frame.f_code is self.code:
+                return True
+            frame = frame.f_back
+        return False
+
+    def check_ended(self) -> None:
+        """Raise if the body returned without its outputs being recorded; one that raised may be forgotten."""
+        if has_returned(self._ctx):
+            raise UsageError(
+                "the op's forward returned without handle.record_outputs",
+                region=self.ops.region.name,
+                op=self.call.name,
+                remedy="End the forward with `return handle.record_outputs(out)`.",
+            )
+
+
+class SavedOp(ForwardOp):
+    """An op with policy SAVE or OFFLOAD in forward.
+
+    Attributes:
+        before: What the region reaches, before the op.
+        inputs: The tensors that it is given, as far as they are known, with their versions.
+    """
+
+    before: Sequence[Any] = ()
+    inputs: Sequence[tuple[Tensor, int]] = ()
+
+    def load(self, args: tuple[Any, ...]) -> None:
+        """Note the inputs; forward skips nothing."""
+        self.maybe_load_saved()
+        self.args = args
+        self._know_inputs(args)
+
+    def save_or_load_inputs(self, *args: Any) -> Any:
+        """Keep nothing: replay does not run the body."""
+        if self._step != 0:
+            raise self._out_of_order(1)
+        self._step = 1
+        if not self.inputs:
+            self._know_inputs(args)
+        return args[0] if len(args) == 1 else args
+
+    def _know_inputs(self, args: tuple[Any, ...]) -> None:
+        self.inputs = [(arg, version_of(arg)) for arg in args if isinstance(arg, Tensor)]
+        if self.call.policy is _OFFLOAD:
+            self.ops.know_parameters(args)
+
+    def record_outputs(self, *outs: Tensor, as_tuple: bool = False) -> Any:
+        """Note the outputs, all that placeholders must show, and what autograd is to save next."""
+        ctx, ops, call = self._ctx, self.ops, self.call
+        out: Any = outs[0] if outs else None
+        usual = type(out) is Tensor and not (out.requires_grad or out.is_complex()) and out.layout is strided
+        if usual and len(outs) == 1 and 0 <= self._step < 3:
+            self._step = 3
+        else:
+            outs = self._end(outs)
+            out = outs[0]
+        ops.opened = self.outer
+        if ctx.dirty_tensors:
+            raise UsageError(
+                f"an op with policy {call.policy.name} cannot mark inputs as dirty: replay would not change them again",
+                region=ops.region.name,
+                op=call.name,
+                remedy="Return a new tensor instead, or give the op the policy RECOMPUTE.",
+            )
+        if any(version_of(tensor) != version for tensor, version in self.inputs):
+            ops.check_inputs(call, self.inputs)
+        self.inputs = ()
+        if as_tuple or len(outs) > 1:
+            call.template = _SEVERAL
+            call.results = described(outs, None)
+        elif usual:
+            geometry = out.shape, out.stride(), out.storage_offset()
+            call.results = new_tuple(Meta, (geometry, out.dtype, out.device, False, NOT_LAZY))
+        else:
+            call.results = described(out, None)
+        if plain := ctx.non_differentiable:
+            call.plain = [place for place, out in enumerate(outs) if any(out is tensor for tensor in plain)]
+        ops.end_handle(self, outs)
+        if self._named:
+            expected = [*self._named.items()]
+            expected.reverse()
+            ops.expect(call, expected, self.args)
+            self._named, self.args = {}, ()
+        return outs if as_tuple or len(outs) > 1 else out
+
+
+class ReplayOp(RematHandle):
+    """An op with policy RECOMPUTE in replay, and what all ops in replay have in common.
+
+    Attributes:
+        ops: The log of its region.
+        call: What the log keeps of it.
+    """
+
+    ops: Replay
+    call: Call
+
+    def save_or_load_inputs(self, *args: Any) -> Any:
+        """Pass the inputs, which forward has kept if replay would not have them."""
+        if self._step != 0:
+            raise self._out_of_order(1)
+        self._step = 1
+        if Placeholder in map(type, args):
+            args = tuple([self.ops.value_of(arg, self.call.name) for arg in args])
+        return args[0] if len(args) == 1 else args
+
+    def save_for_backward(self, saved_tensors: Mapping[str, Tensor | None]) -> None:
+        """Do what ``ctx.save_for_backward`` does; forward has checked the names."""
+        if not 0 <= self._step < 2:
+            raise self._out_of_order(2)
+        self._step = 2
+        self._ctx.save_for_backward(*saved_tensors.values())
+
+    def record_outputs(self, *outs: Tensor, as_tuple: bool = False) -> Any:
+        """End the body."""
+        if not 0 <= self._step < 3:
+            raise self._out_of_order(3)
+        self._step = 3
+        return outs if as_tuple or len(outs) > 1 else outs[0]
+
+
+class SkippedOp(ReplayOp):
+    """An op with policy SAVE or OFFLOAD in replay; its body runs only if its call runs whole, or has raised."""
+
+    _again = False  # whether the body runs after all
+
+    def maybe_load_saved(self) -> Tensor | tuple[Tensor, ...] | None:
+        """Return placeholders for the outputs, and leave the generators where the body left them."""
+        return self.load(())
+
+    def load(self, args: tuple[Any, ...]) -> Tensor | tuple[Tensor, ...] | None:
+        """Do the same, and fill what waits for the op's inputs."""
+        if self._step != -1:
+            raise self._out_of_order(0)
+        self._step = 0
+        call, ops, ctx = self.call, self.ops, self._ctx
+        metas = call.results
+        if metas is None or type(metas) is Raised:  # its body has raised
+            return None
+        if call.waiting:
+            ops.fill_waiting(call, args)
+        ops.come_to(call)
+        if call.run or ops.whole is not None:
+            self._again = True
+            if ops.whole is None:
+                ops.begin_body(call)
+            ctx.apply = partial(_refuse_backward, new_tuple(Source, (ops.region_name, call.name, "", id(ops.region))))
+            return None
+        if call.drawn is not None:
+            call.drawn.restore()
+        made = []
+        for place, meta in enumerate(metas if type(metas) is list else (metas,)):
+            source = new_tuple(Source, (ops.region_name, call.name, call.label(place), id(ops.region)))
+            is_real = place in call.kept and (ops.ops is not None or place in call.shown)
+            made.append(ops.kept_of(call, place) if is_real else stand_in(meta, source))
+        if call.plain:
+            ctx.mark_non_differentiable(*[made[place] for place in call.plain])
+        # The graph of the replay has nothing that this op's backward could work on.
+        ctx.apply = partial(_refuse_backward, source)
+        self._step = SKIPPED
+        return tuple(made) if call.template else made[0]
+
+    def save_for_backward(self, saved_tensors: Mapping[str, Tensor | None]) -> None:
+        """Save nothing if the body runs after all: forward's holders have what backward needs."""
+        if self._again:
+            self._step = 2
+        else:
+            super().save_for_backward(saved_tensors)
+
+    def record_outputs(self, *outs: Tensor, as_tuple: bool = False) -> Any:
+        """End a body that ran after all."""
+        result = super().record_outputs(*outs, as_tuple=as_tuple)
+        if not self._again:
+            self.ops.fail_returned(self.call)
+        if self.ops.whole is self.call:
+            self.ops.end_body()
+        if self.call.drawn is not None:
+            self.call.drawn.restore()
+        return result
+
+
+_SEVERAL = ((0,),)  # stands for a tuple of outputs
+
+
+def _refuse_backward(source: Source, *_grad_outputs: Tensor | None) -> NoReturn:
+    refuse(source, "a gradient taken inside the region")

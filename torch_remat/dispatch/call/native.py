@@ -1,0 +1,293 @@
+"""A native region: a call whose Python runs in both phases, and whose ops run in forward only.
+
+In: the ops of its function, and what autograd saves meanwhile. Kept: residents, and the list of the ops with what they
+returned. Out: in replay each op is answered from the list, by a placeholder or a plain value; then the kept results
+take their places in what the function returned.
+
+What the function leaves in Python is right in replay too, since its Python runs again; a tensor that it leaves there is
+a placeholder. What it saves of tensors that it has not made is saved as outside of native regions, in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import optree
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import Parameter
+
+from torch_remat._compat import Handler, in_autocast, keep_from_compiler, storage_key
+from torch_remat.dispatch.call.call import Given, Log, Running, refuse_gradient
+from torch_remat.dispatch.call.result import flatten
+from torch_remat.dispatch.holder import Anchor, Holder
+from torch_remat.dispatch.log.entry import ODD, ONE, VIEW, Call, Entry, entry_of, is_bookkeeping
+from torch_remat.dispatch.log.meta import Meta, Raised, described, key_of, keys_of, tensors_in
+from torch_remat.dispatch.log.op_answerer import OpAnswerer
+from torch_remat.dispatch.log.schema import LIFT
+from torch_remat.dispatch.log.slot import Slot
+from torch_remat.dispatch.log.suppressed import Suppressed
+from torch_remat.dispatch.placeholder import NOT_LAZY, Placeholder, Source, is_of_placeholders, new_tuple
+from torch_remat.dispatch.region.inputs import leaves_of
+from torch_remat.dispatch.region.outputs import tensors_of
+
+_new = object.__new__  # without a call of `__init__` for each op
+
+
+class RunningNative(Running):
+    """A native region while forward runs.
+
+    Attributes:
+        answers: Its ops so far.
+        makers: Which op made each storage that was made inside, and as which of its results.
+    """
+
+    makers: dict[int, tuple[Entry, int]]
+
+    def __init__(
+        self, ops: Log, call: Call, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        super().__init__(ops, call, Given(function, leaves_of(args, kwargs)))
+        self.answers: list[Entry] = []
+        self.born = self.makers = {}
+        self._counts: dict[str, int] = {}
+        self._reads: set[int] = set()
+        self._has_complex = False  # whether a view may be a lazy conjugate, or a lazy negative: a part of one
+        if ops.draws is not None:
+            ops.draws.begin()
+
+    @property
+    @keep_from_compiler
+    def watch(self) -> Handler:
+        """What runs an op and notes what it returned: a closure, since it runs for each."""
+        answers, makers, counts, reads = self.answers, self.makers, self._counts, self._reads
+        ops, waiting = self.ops, self.ops.departures.waiting
+
+        def watch(_mode: Any, op: Any, _types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+            make = entry_of(op)
+            kind = make.kind
+            if not kind or waiting or ops.opened is not None:
+                return self._watch_odd(make, op, args, kwargs)
+            entry = _new(make)
+            name = make.effects.name
+            entry.count = counts[name] = counts.get(name, -1) + 1
+            try:
+                result = make.kernel(*args, **kwargs)
+            except Exception as error:
+                self._note_raised(entry, error)
+                raise
+            answers.append(entry)
+            if type(result) is not Tensor or result.dtype.is_complex or make.effects.aliases or self._has_complex:
+                self._note(entry, args, kwargs, result)
+                return result
+            try:
+                for arg in args:
+                    if (type(arg) is Tensor or type(arg) is Parameter) and (key := storage_key(arg)) not in makers:
+                        reads.add(key)
+                geometry = result.shape, result.stride(), result.storage_offset()
+                if kind == ONE:
+                    makers[storage_key(result)] = entry, 0
+            except RuntimeError:  # sparse tensors have neither strides nor a storage
+                self._note(entry, args, kwargs, result)
+                return result
+            entry.results = new_tuple(Meta, (geometry, result.dtype, result.device, False, NOT_LAZY))
+            return result
+
+        return watch
+
+    def _watch_odd(self, make: type[Entry], op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Do the same for any op."""
+        ops, effects = self.ops, make.effects
+        if effects.cast and in_autocast():
+            ops.region.inputs.note_histories()
+        if is_bookkeeping(effects, args, kwargs) or ops.is_in_skipped_body():
+            return op(*args, **kwargs)
+        entry = _new(make)
+        entry.count = self._counts[effects.name] = self._counts.get(effects.name, -1) + 1
+        changed = list(args[:1]) if effects.reshapes else entry.changed_arguments(args, kwargs)
+        entry.outside = self._note_writes(changed)
+        try:
+            result = op(*args, **kwargs)
+        except Exception as error:
+            self._note_raised(entry, error)
+            raise
+        if ops.departures.waiting:
+            ops.departures.send()
+        self.answers.append(entry)
+        self._note(entry, args, kwargs, result)
+        if effects.namespace != "aten" and not changed:  # it may return what it has changed without a word
+            self._note_writes(entry.changed_arguments(args, kwargs))
+        return result
+
+    def _note_writes(self, changed: Sequence[Tensor]) -> list[StorageWeakRef]:
+        """Note what an op modifies that was there before the region; return its storages."""
+        outer = [tensor for tensor in changed if not all(key in self.makers for key in keys_of(tensor))]
+        for tensor in outer:
+            self.note_written(tensor)
+        return [
+            StorageWeakRef(tensor.untyped_storage())
+            for tensor in outer
+            if type(tensor) is not Placeholder and tensor.layout is torch.strided
+        ]
+
+    def _note_raised(self, entry: Entry, error: Exception) -> None:
+        entry.kind = ODD
+        entry.results = Raised(type(error), error.args)
+        self.answers.append(entry)
+
+    def _note(self, entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Note the result of any op."""
+        effects = entry.effects
+        given = list(tensors_in(args, kwargs))
+        self._has_complex = self._has_complex or any(tensor.is_complex() for tensor in tensors_in((*given, result), {}))
+        entry.results = described(result, args[0] if args else None, given if effects.namespace != "aten" else ())
+        keys = {key for tensor in given for key in keys_of(tensor)}
+        self._reads |= keys.difference(self.makers)
+        is_view = effects.view and type(args[0]) in (Tensor, Parameter) and entry.op is not LIFT
+        entry.kind = VIEW if is_view else ODD
+        if entry.op is LIFT:  # of Python values: no op has made its memory
+            keys = set()
+        made = result if isinstance(result, (tuple, list)) else (result,)
+        for place, item in enumerate(made):
+            if isinstance(item, Tensor):
+                for key in keys_of(item):
+                    if key not in keys:
+                        self.makers[key] = entry, place
+
+    def pack(self, tensor: Tensor) -> Holder | Anchor | None:
+        """Return the holder for a tensor that the region has made, or one that replay will not have."""
+        ops, call = self.ops, self.call
+        if ops.expected is not None:
+            return ops.pack_expected(tensor)
+        maker = self.makers.get(key_of(tensor)) if type(tensor) is not Parameter else None
+        if maker is None:
+            outer = ops.maker_of(tensor)
+            if outer is None or not (isinstance(outer[0], Call) and outer[0].is_handle):
+                return ops.pack(tensor)
+            label = f"{outer[0].name.rpartition('/')[2]}_{outer[1]}"
+        else:
+            entry, place = maker
+            label = f"{entry.name.rpartition('/')[2]}_{place}" if isinstance(entry, Call) else entry.label(place)
+        label = self.next_name(tensor, label)
+        self.saved += 1
+        return ops.resident(call.name, label, tensor, call.policy)
+
+    def note_handle(self, call: Call, outputs: Sequence[Tensor]) -> None:
+        """Note an op with a handle that has run inside: its ops are not listed, its outputs are made inside."""
+        for place, output in enumerate(outputs):
+            for key in keys_of(output):
+                self.makers.setdefault(key, (call, place))
+
+    def returns(self, result: Any) -> None:
+        """Note what the region returns."""
+        _ops, call = self.ops, self.call
+        self.watch_end(True)
+        call.answers = self.answers
+        call.reads = list(self._reads)
+        if (
+            type(result) is Tensor and result._base is None and result.layout is torch.strided
+            and not result.dtype.is_complex and (key := storage_key(result)) in self.makers
+        ):  # fmt: skip
+            self.returns_one(result, key)
+            self._end((result,))
+        else:
+            self._returns_several(result)
+
+    def _returns_several(self, result: Any) -> None:
+        ops, call = self.ops, self.call
+        is_one = isinstance(result, Tensor)
+        leaves, form = ([result], None) if is_one else flatten(result)
+        made = []
+        for at, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                if not set(keys_of(leaf)).isdisjoint(self.makers):
+                    made.append((at, leaf))
+                elif not leaf.is_inference():
+                    ops.note_returned(leaf, self.first, self.last)
+            elif not is_one:
+                for hidden in tensors_of(leaf):  # in an object that is no pytree
+                    ops.note_returned(hidden, self.first, self.last)
+        call.template = () if form is None or form.is_leaf() else (form,)
+        metas = [described(leaf, None) if isinstance(leaf, Tensor) else None for leaf in leaves]
+        call.results = metas if call.template else metas[0]
+        call.gradients = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
+        ops.note_results(call, leaves, made, self.first, self.last)
+        self._end(leaves)
+
+    def left_by(self, error: BaseException) -> None:
+        """Note that an exception left the region; its Python raises it again."""
+        super().left_by(error)
+        self.call.answers = self.answers
+        self.call.reads = list(self._reads)
+        self.ops.entries.append(self.call)
+        self._end(())
+
+    def _end(self, leaves: Sequence[Any]) -> None:
+        if self.last > self.first:
+            refuse_gradient(self.ops.region, self.call.name, self.first, leaves)
+        if self.written:
+            self.ops.note_writes(self)
+
+    def let_go(self) -> None:
+        """Let go of what only the run needs."""
+        super().let_go()
+        self.makers = {}
+
+
+class Replay(Protocol):
+    """What the replay of a native region asks of the log; the `Answerer`."""
+
+    replay: Any
+    suppressed: Suppressed
+    ops: OpAnswerer | None
+    native: Call | None
+
+    def load(self, slot: Slot, op: str, name: str) -> Tensor:
+        """Return what a slot keeps."""
+
+    def kept_of(self, call: Call, place: int) -> Tensor:
+        """Return a kept result of a call."""
+
+
+def replay_native(
+    answerer: Replay, call: Call, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Run a native region's function again and answer its ops; return its result with the kept tensors in it."""
+    replay = answerer.replay
+    assert call.answers is not None
+    ops = OpAnswerer(replay, answerer.suppressed, answerer.load)
+    ops.expect(call.answers, call.name)
+    outer, answerer.ops = answerer.ops, ops
+    answerer.native = call
+    try:
+        result = replay.watched(ops.answer, function, args, kwargs)
+    except BaseException as error:
+        if type(call.results) is Raised and not replay.over and not is_of_placeholders(error):
+            _end(answerer, call, ops)
+        raise
+    finally:
+        answerer.native, answerer.ops = None, outer
+    _end(answerer, call, ops)
+    if type(result) is Placeholder and not call.kept:
+        result.source = result.source._replace(output=call.label(0))
+        return result
+    leaves, form = flatten(result)
+    sources: dict[int, Source] = {}  # views of one tensor share one
+    for place, leaf in enumerate(leaves):
+        if place in call.kept and isinstance(leaf, Tensor):
+            leaves[place] = answerer.kept_of(call, place)
+        elif type(leaf) is Placeholder and leaf.source.op == call.name:
+            source = leaf.source
+            leaf.source = sources.setdefault(id(source), source._replace(output=call.label(place)))
+    return optree.tree_unflatten(form, leaves) if call.kept else result
+
+
+def _end(answerer: Replay, call: Call, ops: OpAnswerer) -> None:
+    if (error := ops.missing()) is not None:
+        answerer.replay.fail(error)
+    if call.drawn is not None:
+        call.drawn.restore()
+    answerer.suppressed.restore()
+    ops.forget()

@@ -1,0 +1,1046 @@
+"""The log of one region's forward: its calls, under a policy its ops, and what is kept of them.
+
+In: calls and ops as they run, and the tensors that autograd saves. Kept: calls and entries on the tape; until forward
+ends, what saved entries returned. Out: residents, and slots for what replay reads.
+
+NOTE [ What is kept ]
+1. A tensor that autograd saves is *resident* if a saved call or op made it: its holder has the value from the start. A
+   call's own argument or variable is *elided* instead where replay has it: the holder is filled when replay comes to
+   the call. A leaf that requires a gradient is never kept: the graph has it.
+2. Of what saved entries returned, that is kept which replay reads: an entry that runs (`needs`), a handle that is
+   recomputed, an inner region, or, where nobody watches, an op that autograd recorded (`readers`). A result without a
+   `grad_fn`, such as a router's choice, is kept wherever replay could read it.
+3. What else may read a result, autograd does not show. Then replay starts over and runs every entry.
+4. The output of a handle is kept only where a handle, a call or an inner region reads it: for a native reader it is a
+   placeholder, whose error says what to do.
+"""
+
+from __future__ import annotations
+
+import warnings
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from sys import _getframe
+from types import BuiltinFunctionType
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor, strided
+from torch.autograd.graph import Node
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import Parameter
+
+from torch_remat._compat import (
+    SavedTensorHooks,
+    detached,
+    node_behind,
+    node_number,
+    sequence_number,
+    storage_key,
+    without_dispatch_modes,
+)
+from torch_remat.dispatch.ambient import Draws, RngState
+from torch_remat.dispatch.call.call import Given, Running, RunningCall, cannot_be_skipped, is_whole_call
+from torch_remat.dispatch.call.handle import ForwardOp, SavedOp
+from torch_remat.dispatch.call.left import call_left_by_a_tensor, defined_at, identity_of
+from torch_remat.dispatch.call.native import RunningNative
+from torch_remat.dispatch.check.inner_ops import Around
+from torch_remat.dispatch.holder import (
+    AUTOCAST_DTYPES,
+    NOBODY,
+    Anchor,
+    Holder,
+    OpHolder,
+    ResidentRef,
+    Saver,
+    is_parameter,
+    metadata_of,
+    parameter_behind,
+)
+from torch_remat.dispatch.log.elide import Elided, placement_in
+from torch_remat.dispatch.log.entry import ONE, Call, Entry
+from torch_remat.dispatch.log.meta import Meta, key_of, keys_of, parts_of, tensors_in
+from torch_remat.dispatch.log.needs import find_needs
+from torch_remat.dispatch.log.op_recorder import Observer, OpRecorder
+from torch_remat.dispatch.log.readers import Readers, read_outputs, readers_in
+from torch_remat.dispatch.log.results import Results, Undecided
+from torch_remat.dispatch.log.slot import version_of
+from torch_remat.dispatch.log.storages import Storages
+from torch_remat.dispatch.mode import RematMode
+from torch_remat.dispatch.offloading import Departures, offload_resident, sender_of
+from torch_remat.dispatch.options import DEFAULTS
+from torch_remat.dispatch.placeholder import Placeholder, new_tuple
+from torch_remat.dispatch.region.inputs import leaves_of
+from torch_remat.dispatch.region.outside import State
+from torch_remat.errors import RematWarning, UsageError, qualified_name, user_line
+from torch_remat.policies.decision import CheckpointPolicy
+from torch_remat.policies.kinds import OpPolicy
+
+_RECOMPUTE, _OFFLOAD = CheckpointPolicy.RECOMPUTE, CheckpointPolicy.OFFLOAD
+_BODY = 2  # frames from `Recorder.begin` to a handle's body: by way of `get_handle`
+_new = object.__new__  # without a call of `__init__`, which would be a tenth of what a handle costs
+Root = tuple[int, int, int]  # the place of a holder that replay fills, its storage, and after how many entries
+_read_after_all: set[tuple[Any, str, str]] = set()
+
+
+def keep_from_now_on(region: Any, op: str, output: str) -> None:
+    """Note a result that replay had to start over for: the next forward of the same code keeps it."""
+    _read_after_all.add((identity_of(region.function), op, output))
+
+
+def forget_what_was_read() -> None:
+    """Forget the results that were noted so; for tests, whose functions have one code and many meanings."""
+    _read_after_all.clear()
+
+
+class Returned(NamedTuple):
+    """A tensor that a call returned and a saved entry made.
+
+    Attributes:
+        key: Its storage.
+        node: Its autograd node; None without a `grad_fn`.
+        output: Which of the node's outputs it is.
+        first: The number of the first autograd node that the call made.
+        last: That of the first one after it.
+        after: How many entries there were by then.
+    """
+
+    key: int
+    node: Node | None
+    output: int
+    first: int
+    last: int
+    after: int
+
+
+class Recorder:
+    """The log of one region's forward.
+
+    Attributes:
+        entries: The entries, in order: saved calls, and under a policy all ops.
+        roots: What replay must have for the holders that it fills.
+        watch: The ops, under a policy.
+        packs: Whether it has to be asked about each tensor that autograd saves.
+        calling: The saved call that runs, if one does.
+        opened: The handle that was begun last and has not ended.
+        expected: The call of a handle whose body has just ended, with names and tensors whose saving comes next, the
+            last ones first, and the number of the next autograd node.
+        known_args: The inputs of that handle, if they are known.
+        draws: Which calls draw random numbers; None where nobody cares.
+        recomputing: In how many calls of the policy RECOMPUTE code runs.
+        skipped_any: Whether there was a saved call, so that replay may lack what it made.
+    """
+
+    def __init__(self, forward: RematMode) -> None:
+        self.region = forward.region
+        self.region.recorder = self
+        self.mode = forward
+        self.entries: list[Entry] = []
+        self.region.tape.calls = self.entries
+        self.roots: list[Root] = []
+        options, nested = self.region.options, self.region.hooks is not None
+        self.storages = Storages(nested)
+        self.departures = Departures(forward)
+        self._allow_mutation: bool = options.allow_cache_entry_mutation
+        self.results = Results(self.storages, self.departures.slot_for, nested, self._allow_mutation)
+        self._plain = not (nested or self._allow_mutation)
+        self.is_usual = options is DEFAULTS and not nested
+        self.has_policy: bool = options.policy is not None
+        self._notes_packed = options.observer is not None  # who asks what autograd has saved
+        self.watch: OpRecorder | None = None
+        self.calling: Running | None = None
+        self.opened: ForwardOp | None = None
+        self.expected: tuple[Call, list[tuple[str, Tensor | None]], int] | None = None
+        self.known_args: Sequence[Any] = ()
+        self.draws = None if self.region.rng is None else Draws(self.region.rng)
+        self.recomputing = 0
+        self.skipped_any = self.packs = False
+        self._runs: list[Running] = []  # the saved calls, but those of handles
+        self._read: list[tuple[int, int]] = []  # storages that replay reads in any case, each after how many entries
+        self._returned: list[Returned] = []
+        # Of what an unwatched op saves: the number of the first node that replay does not come to if this is the last
+        # tensor that it fills, how many entries there were, and the storage if an entry made it.
+        self._reads: list[tuple[int, int, int]] = []
+        # The ranges of sequence numbers of autograd nodes that replay skips, so that they read nothing.
+        self.skipped: list[tuple[int, int]] = []
+        self._changes: dict[int, int] = {}  # how many times skipped calls have modified an input of the region
+        self._around: Around | None = None
+        # The residents that an entry has made and hooks around the region have packed, each with this entry; and the
+        # storages of what they have made anew of one, each with its own, and after how many entries.
+        self._packed: list[tuple[ref[OpHolder], tuple[Entry, int]]] = []
+        self._adopted: list[tuple[int, int, int]] = []
+        # What calls modified that is neither an argument nor a variable, with its version before and whether an
+        # autograd node of the region had made it.
+        self._unknown: list[tuple[Call, ref[Tensor], int, bool, StorageWeakRef]] = []
+        self._has_handles = False  # whether a handle was saved, in a region without a policy
+        # By storage, the outputs of handles that are views of what they were given, or that itself.
+        self._views: dict[int, list[tuple[Call, int]]] = {}
+
+    # What is asked while forward runs.
+
+    def rng_now(self) -> RngState | None:
+        """Return the present state of the region's generators; None where nobody cares."""
+        rng: RngState | None = self.region.rng
+        return None if rng is None else rng.present()
+
+    def skips(self) -> bool:
+        """Whether a call runs that replay skips."""
+        return self.calling is not None
+
+    def running(self) -> str | None:
+        """Return the name of the call that runs now; None outside of calls."""
+        return None if self.calling is None else self.calling.call.name
+
+    def saver(self) -> Saver:
+        """Return the call that saves a tensor now."""
+        return NOBODY if self.calling is None else (self.calling.call.name, "")
+
+    def is_in_skipped_body(self) -> bool:
+        """Whether the body of a saved handle runs."""
+        opened = self.opened
+        return opened is not None and opened.call.policy is not _RECOMPUTE and opened.is_running()
+
+    def passes_over(self) -> bool:
+        """Whether code runs to which replay does not come."""
+        calling = self.calling
+        return (calling is not None and type(calling) is not RunningNative) or self.is_in_skipped_body()
+
+    def maker_of(self, tensor: Tensor) -> tuple[Entry, int] | None:
+        """Return the entry that made a tensor's storage, or modified it last, and as which of its results."""
+        writers = self.storages.writers
+        if not (writers or self._views):
+            return None
+        maker = writers.get(key := key_of(tensor))
+        if maker is not None and (self.has_policy or not _is_gone(*maker)):
+            return maker
+        return next(iter(self._views_at(tensor, key)), None)
+
+    def _views_at(self, tensor: Tensor, key: int) -> Iterator[tuple[Call, int]]:
+        """Yield the outputs of handles that are views of what they were given, and that a tensor may come from.
+
+        In replay such an output is a placeholder of its own. A tensor that is older than the handle does not come from
+        it; taken for one that does, it costs no memory but that of its storage.
+        """
+        for call, place in self._views.get(key, ()) if self._views else ():
+            if not _is_gone(call, place):
+                node = tensor.grad_fn
+                is_older = self.region.inputs.contains(tensor) or (node is not None and node_number(node) < call.number)
+                if call.outputs[place]() is tensor or not is_older:
+                    yield call, place
+
+    def argument_of(self, holder: Holder) -> Tensor | None:
+        """Return what an empty holder of the call that runs waits for, if it is an argument: the call may read it."""
+        running = self.calling
+        if type(running) is RunningCall:
+            for elided in running.call.waiting:
+                if elided.holder() is holder:
+                    return elided.value(running.given.at(elided.place))
+        return None
+
+    # What autograd saves.
+
+    def holder_for(self, op: str, name: str, tensor: Tensor) -> OpHolder:
+        """Return a holder without a value."""
+        holder = OpHolder()
+        holder.region = region = self.region
+        holder.op = op
+        holder.tensor_name = name
+        holder.metadata = metadata_of(tensor)
+        holder.value = holder.packed = holder.unpack = None
+        holder.resident = True
+        holder.key = 0
+        region.tape.holders.append(ref(holder))
+        return holder
+
+    def keep(self, holder: OpHolder, tensor: Tensor) -> None:
+        """Give a holder its value, or what the hooks around the region make of it."""
+        hooks: SavedTensorHooks | None = self.region.hooks
+        if hooks is None:
+            holder.value = self.mode.alias_of(tensor)
+            return
+        pack, holder.unpack = hooks
+        holder.key = key_of(tensor)
+        if (maker := self.storages.writers.get(holder.key)) is not None:
+            self._packed.append((ref(holder), maker))
+        with self.mode.unwatched():
+            holder.packed = pack(tensor)
+
+    def adopt(self, holder: OpHolder, value: Tensor) -> None:
+        """Take what hooks around the region have made anew of a resident as what the resident's entry has made."""
+        for packed, maker in self._packed:
+            if packed() is holder:
+                self.storages.writers[key := key_of(value)] = maker
+                self._adopted.append((key, holder.key, len(self.entries)))
+
+    def resident(
+        self, op: str, name: str, tensor: Tensor, policy: CheckpointPolicy, may_change: bool = False
+    ) -> OpHolder:
+        """Return a resident holder for a tensor that replay saves again, as a placeholder, at the same place."""
+        holder = self.holder_for(op, name, tensor)
+        self.keep(holder, tensor)
+        if policy is _OFFLOAD and self.region.hooks is None:
+            self.departures.waiting.append((holder, tensor))
+        if may_change and holder.value is not None:
+            holder.value = holder.value.data  # with a version counter of its own
+            holder.metadata = metadata_of(holder.value)
+        self.region.tape.saved.append(ResidentRef(holder))
+        return holder
+
+    def hold(self, call: Call, name: str, tensor: Tensor, policy: CheckpointPolicy) -> Holder | Anchor:
+        """Return the holder for a tensor that a saved call saves, whose Python does not run in replay."""
+        node = tensor.grad_fn if self.is_usual and type(tensor) is Tensor else None
+        if node is not None and (elided := self._elide_made(call, name, tensor, node)) is not None:
+            return elided
+        region, owner = self.region, tensor._base
+        if owner is None:
+            owner = tensor
+        is_leaf = owner.requires_grad and owner.grad_fn is None  # the graph owns it anyway
+        if (is_leaf and not region.inputs.shares(owner)) or (type(owner) is not Tensor and is_parameter(owner)):
+            return (tensor if tensor is owner else tensor.detach(), tensor._version, region, (call.name, name))
+        holder = self.holder_for(call.name, name, tensor)
+        if self._elide(call, tensor, owner, holder):
+            holder.resident = False
+            region.tape.note_elided(ref(holder))
+            if region.values is not None:
+                region.values.add(holder, tensor)
+        elif policy is not _OFFLOAD or region.hooks is not None or not offload_resident(region, holder, tensor):
+            self.keep(holder, tensor)
+        return holder
+
+    def _elide_made(self, call: Call, name: str, tensor: Tensor, node: Node) -> OpHolder | None:
+        """Elide what most saved tensors are that a call has not made: an argument that a node made.
+
+        Returns:
+            The holder; None where `_elide` has to look.
+        """
+        region, running = self.region, self.calling
+        args = running.given.leaves if type(running) is RunningCall else self.known_args
+        place = next((place for place, arg in enumerate(args) if arg is tensor), -1)
+        if place < 0 or tensor._base is not None or tensor.layout is not strided or tensor.dtype in AUTOCAST_DTYPES:
+            return None
+        if id(tensor) in region.inputs.originals or (key := storage_key(tensor)) in self.storages.writers:
+            return None
+        if self._views or (running is not None and (key in running.written or key in running.born)):
+            return None
+        holder = self.holder_for(call.name, name, tensor)
+        holder.resident = False
+        holder.producer = type(node)
+        holder.origin = None if node._sequence_nr() >= region.first_number else ref(tensor)
+        region.tape.note_elided(entry := ref(holder))
+        call.waiting = [*call.waiting, new_tuple(Elided, (entry, place, None, None))]
+        return holder
+
+    def _elide(self, call: Call, tensor: Tensor, owner: Tensor, holder: OpHolder) -> bool:
+        """Let replay take a saved tensor from an argument or a variable; return whether it can."""
+        running = self.calling if type(self.calling) is RunningCall else None
+        if running is None and not self.known_args:
+            return False
+        maker = self.maker_of(tensor)
+        if maker is not None and (isinstance(maker[0], Call) or maker[1] in maker[0].saved or maker[1] < 0):
+            return False  # replay will not have it
+        if self.region.inputs is None or self.region.inputs.shares(owner):
+            return False  # it shares the storage of a region input
+        key = key_of(tensor)
+        if self.calling is not None and (key in self.calling.born or key in self.calling.written):
+            return False
+        found = (Given(None, self.known_args) if running is None else running.given).find(tensor, key)
+        if found is None or found[1].layout is not strided:
+            return False
+        place, source = found
+        origin = source if source._base is None else source._base
+        if self.region.inputs.shares(origin):
+            return False  # a view without a base, such as a detached one, does
+        call.waiting = [*call.waiting, Elided.of(tensor, holder, place, source)]
+        if running is not None:
+            running.given.use(place)
+        _note_origin(holder, origin, self.region.first_number)
+        if maker is not None:
+            self._read.append((key_of(tensor), len(self.entries)))
+        return True
+
+    def pack_expected(self, tensor: Tensor) -> Holder | Anchor | None:
+        """Do what `pack` does where a saved handle is expected to save."""
+        assert self.expected is not None
+        call, tensors, number = self.expected
+        name, expected = tensors.pop()
+        while expected is None and tensors:
+            name, expected = tensors.pop()
+        if tensor is expected and number == sequence_number():
+            held = self.hold(call, name, tensor, call.policy)
+            if not tensors:
+                self.forget_expected()
+            return held
+        self.forget_expected()  # autograd did not record the op
+        return self.pack(tensor) if self.calling is None else self.calling.pack(tensor)
+
+    def forget_expected(self) -> None:
+        """Expect nothing: something else has come."""
+        self.expected = None
+        self.known_args = ()
+
+    def pack(self, tensor: Tensor) -> Holder | Anchor | None:
+        """Return the holder for a tensor that a saved entry made; None for one that replay makes again, or has."""
+        if self.results.unread:
+            self.results.read_versions()
+        held: Holder | Anchor | None = None
+        kind, key = type(tensor), 0
+        if kind is not Parameter or self.storages.has_writes:
+            maker = self.maker_of(tensor)
+            key = key_of(tensor)
+            if maker is not None and not (isinstance(maker[0], Call) and maker[0].is_handle and not self.has_policy):
+                entry, at = maker
+                if self._notes_packed:
+                    entry.packed |= {at}
+                if at in entry.saved:
+                    held = self._pack_made(tensor, entry, at)
+                else:
+                    self.roots.append((len(self.region.tape.saved), key, len(self.entries)))
+            elif kind is not Tensor:
+                place = len(self.region.tape.saved)
+                self.roots += [(place, key_of(part), len(self.entries)) for part in parts_of(tensor)]
+        if not self.has_policy:
+            self._note_number(tensor, key, held)
+        return held
+
+    def _note_number(self, tensor: Tensor, key: int, held: Holder | Anchor | None) -> None:
+        """Note where autograd stood when an op that nobody watches saved a tensor."""
+        tape = self.region.tape
+        number = stop = sequence_number()
+        buffer = False
+        if type(self.calling) is not RunningNative:
+            node = tensor.grad_fn
+            # A result is saved once its op has run, all else before. Of a tensor without a gradient nobody knows.
+            if tensor.requires_grad if node is None else node_number(node) != number - 1:
+                stop = number - 1
+            if held is not None:
+                self._reads.append((stop, len(self.entries), key))
+            else:
+                buffer = not tensor.requires_grad and tensor.is_floating_point()
+        place = len(tape.saved) if held is None else len(tape.saved) - 1  # a resident has its place by now
+        tape.numbers[place] = number, stop, buffer
+
+    def _pack_made(self, tensor: Tensor, entry: Entry, place: int) -> OpHolder:
+        label = entry.label(place)
+        if entry.kind != ONE or entry.away or not self._plain or type(tensor) is not Tensor:
+            policy = _OFFLOAD if place in entry.away else CheckpointPolicy.SAVE
+            return self.resident(entry.group, label, tensor, policy, self._allow_mutation)
+        # What most are.
+        holder = self.holder_for(entry.group, label, tensor)
+        holder.value = alias = tensor.detach() if self.mode.watcher is None else detached(tensor)
+        self.results.aliases[entry] = id(tensor), alias
+        self.region.tape.saved.append(ResidentRef(holder))
+        return holder
+
+    # What runs.
+
+    def watch_all(self, policy: OpPolicy, path_of: Callable[[Any], str], observer: Observer | None) -> OpRecorder:
+        """Watch the ops of the whole region, under a policy."""
+        self.packs = True
+        self.watch = OpRecorder(self, policy, path_of, observer)
+        return self.watch
+
+    def note_call(self, call: Call) -> None:
+        """Note what has a name, which must be a new one; also in the regions around."""
+        calls = self.region.tape.records
+        if call.name in calls:
+            raise UsageError(
+                "the region already has an op of this name",
+                region=self.region.name,
+                op=call.name,
+                remedy="Give each call a name of its own; remat.name_scope('block.0') prefixes the names inside it.",
+            )
+        calls[call.name] = call
+        call.saved_before = len(self.region.tape.saved)
+        if self.mode.parent is not None:
+            if self._around is None:
+                self._around = Around(self.mode)
+            self._around.note(call)
+
+    def run_native(
+        self, name: str, policy: CheckpointPolicy, function: Callable[..., Any], args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:  # fmt: skip
+        """Run a native region; see `RematMode.run_native`."""
+        return self._run(None, name, policy, function, args, kwargs)
+
+    def run_call(
+        self, opaque: bool, name: str, policy: CheckpointPolicy, function: Callable[..., Any], args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:  # fmt: skip
+        """Run a call of `op`; see `RematMode.run_native`."""
+        return self._run(opaque, name, policy, function, args, kwargs)
+
+    def _run(
+        self, opaque: bool | None, name: str, policy: CheckpointPolicy, function: Callable[..., Any],
+        args: Sequence[Any], kwargs: Mapping[str, Any],
+    ) -> Any:  # fmt: skip
+        if self.expected is not None:
+            self.forget_expected()
+        opened = self.opened
+        if self.calling is not None or (opened is not None and self.is_part_of_skipped(opened.is_running())):
+            return function(*args, **kwargs)
+        call = Call(name, policy, identity_of(function))
+        self.note_call(call)
+        if policy is _RECOMPUTE:
+            return self._run_recomputed(function, args, kwargs)
+        is_whole = is_whole_call(function, args, kwargs)
+        call.opaque = bool(opaque)
+        self.skipped_any = self.packs = True
+        running: Running
+        if is_whole or opaque is not None:
+            running = RunningCall(self, call, function, args, kwargs)
+        else:
+            running = RunningNative(self, call, function, args, kwargs)
+        if self._has_handles:
+            self._hold_outputs(call)
+        self.calling = running
+        before = None if type(function) is BuiltinFunctionType else self.states_outside()
+        try:
+            if opaque or is_whole:
+                result = self._unwatched(function, args, kwargs)
+            else:
+                result = self.mode.watched(running.watch, function, args, kwargs)
+            if before is not None:
+                self._note_outside(call, before)
+            running.returns(result)
+        except BaseException as error:
+            running.left_by(error)
+            raise
+        finally:
+            self.calling = None
+            self.skipped.append((running.first, running.last))
+            running.let_go()
+            if type(function) is not BuiltinFunctionType:
+                self._runs.append(running)
+        return result
+
+    def _unwatched(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if self.mode.watcher is None:
+            return function(*args, **kwargs)
+        with self.mode.unwatched():
+            return function(*args, **kwargs)
+
+    def _run_recomputed(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if not self.has_policy and self.skipped_any:
+            self.note_readers(tensors_in(leaves_of(args, kwargs), {}))
+        self.recomputing += 1
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self.recomputing -= 1
+
+    def _hold_outputs(self, call: Call) -> None:
+        """Hold the outputs of handles that a call is given until forward ends, since it may run whole."""
+        for key in call.reads:
+            for maker in (self.storages.writers.get(key), *self._views.get(key, ())):
+                if maker is not None:
+                    self._hold_output(maker[0], maker[1], key)
+
+    def _hold_output(self, entry: Entry, place: int, key: int) -> None:
+        if type(entry) is Call and place < len(entry.outputs) and (output := entry.outputs[place]()) is not None:
+            self.results.hold(entry, place, output)
+            if (place, key) not in entry.made:
+                entry.made = [*entry.made, (place, key)]
+
+    def _keep_output(self, call: Call, place: int, tensor: Tensor) -> None:
+        """Keep the output of a handle, given a tensor that comes from it."""
+        if place in call.kept:
+            return
+        output = call.outputs[place]()
+        meta = call.meta(place)
+        if output is None and type(meta) is Meta:
+            with without_dispatch_modes(), torch.no_grad():
+                output = placement_in(meta).seen_in(tensor.detach())
+        if output is not None:
+            slot = self.departures.slot_for(call.name, call.label(place), output, call.policy, False)
+            call.kept = {**call.kept, place: slot}
+
+    def states_outside(self) -> Sequence[State] | None:
+        """Return what the region reaches, before a call that replay skips; None if it reaches nothing."""
+        return None if self.region.outside is None else self.region.outside.states()
+
+    def _note_outside(self, call: Call, before: Sequence[State]) -> None:
+        """Note what a call has changed of what the region reaches."""
+        call.touched, names = self.region.outside.note_skipped(before, len(self.region.tape.records), call.name)
+        call.wrote = [*call.wrote, *names]
+
+    def note_writes(self, running: Running) -> None:
+        """Note what a call modified that was there before it: what lies outside the region is modified once."""
+        call, given = running.call, running.given
+        for key, (tensor, version, is_own) in running.written.items():
+            owner = tensor if tensor._base is None else tensor._base
+            if running.outputs is not None and (node := owner.grad_fn) is not None:
+                running.outputs.add((node, owner.output_nr))
+            place = given.lying_at(key)
+            if self._outlives(tensor, key) or (place is not None and given.is_of_module(place)):
+                self._note_outer(call, key, tensor, version)
+                if (storage := _weak(tensor)) is not None:
+                    call.outside = [*call.outside, storage]
+            elif place is not None or self.maker_of(tensor) is not None:
+                call.why = "it modified a tensor of the region in place"
+                if place is not None and (storage := _weak(tensor)) is not None:
+                    given.use(place)
+                    call.modified = [*call.modified, (place, storage)]
+            elif (storage := _weak(tensor)) is not None:
+                self._unknown.append((call, ref(owner), version, is_own, storage))
+        if given.used:
+            call.places = given.used
+
+    def _outlives(self, tensor: Tensor, key: int) -> bool:
+        """Whether a modified tensor outlives the region, as far as that is known."""
+        region, owner = self.region, tensor if tensor._base is None else tensor._base
+        if owner.is_leaf and owner.requires_grad:
+            return True
+        is_input = region.hooks is None and region.inputs.lies_with(key)  # else replay gets it from elsewhere
+        return is_input or (region.outside is not None and region.outside.holds(key))
+
+    def check_inputs(self, call: Call, inputs: Sequence[tuple[Tensor, int]]) -> None:
+        """Refuse a saved handle that has modified an input which the region made."""
+        for tensor, version in inputs:
+            if version_of(tensor) == version:
+                continue
+            if not self._outlives(tensor, key_of(tensor)):
+                raise UsageError(
+                    "a saved op modified an input in place, which replay would not repeat",
+                    region=self.region.name,
+                    op=call.name,
+                    remedy="Return a new tensor instead, or give the op the policy RECOMPUTE.",
+                )
+            self._note_outer(call, key_of(tensor), tensor, version)
+
+    def _note_outer(self, call: Call, key: int, tensor: Tensor | None, version: int) -> None:
+        """Note that a call modified a tensor that outlives the region."""
+        if tensor is not None and version >= 0:
+            self._changes[key] = self._changes.get(key, 0) + version_of(tensor) - version
+        call.touched = self.storages.has_writes = True
+        outside = self.region.outside
+        if outside is None or not outside.has_buffer(key):
+            call.wrote = [*call.wrote, "a tensor created outside the region"]
+
+    def _check_unknown(self) -> None:
+        """Look at modified tensors that are neither arguments nor variables of their calls.
+
+        What still exists at the end of forward, though the log does not hold it, lies outside the region.
+        """
+        unknown, self._unknown = self._unknown, []
+        held = {key_of(tensor) for _, _, tensor, _ in self.results.undecided()}
+        for call, known, version, is_own, storage in unknown:
+            key, tensor = storage.cdata, known()
+            if is_own or storage.expired() or key in held:
+                if call.answers is not None:
+                    continue  # replay finds that the native region modifies what it has recomputed
+                raise cannot_be_skipped(
+                    self.region,
+                    call,
+                    "it modified in place a tensor of the region that is neither an argument, nor a variable of its "
+                    "function",
+                    "Pass the tensor as an argument",
+                )
+            self._note_outer(call, key, tensor, version)
+            if call.answers is None:
+                call.outside = [*call.outside, storage]
+
+    def note_result(self, call: Call, result: Tensor, first: int, last: int) -> None:
+        """Note a call with its one result, an ordinary tensor in a storage of its own."""
+        key = call.storage
+        self.storages.note_one(call, key)
+        self.results.note_one(call, result)
+        self.entries.append(call)
+        about = key, result.grad_fn, result.output_nr, first, last, len(self.entries)
+        self._returned.append(new_tuple(Returned, about))
+
+    def note_results(
+        self, call: Call, leaves: Sequence[Any], made: Sequence[tuple[int, Tensor]], first: int, last: int
+    ) -> None:
+        """Note a call with its result: the leaves, and those among them that it has made, by place."""
+        call.made = self.storages.note_results(call, made)
+        call.saved = frozenset(place for place, _ in made)
+        if call.policy is _OFFLOAD:
+            call.away = call.saved
+        self.results.note(call, leaves)
+        self.entries.append(call)
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and not leaf.is_inference():
+                self.note_returned(leaf, first, last)
+
+    def note_returned(self, leaf: Tensor, first: int, last: int) -> None:
+        """Note a tensor that a call returned: recomputed code may read it."""
+        maker = self.maker_of(leaf)
+        if maker is None:
+            return
+        for key in keys_of(leaf):
+            self._hold_output(maker[0], maker[1], key)
+            about = key, node_behind(leaf), leaf.output_nr, first, last, len(self.entries)
+            self._returned.append(new_tuple(Returned, about))
+
+    def note_reader(self, tensor: Tensor, show: bool = False) -> None:
+        """Note that replay reads a tensor here; of a handle's output, whether code that knows no handles does."""
+        maker = self.maker_of(tensor)
+        if maker is None:
+            return
+        key = key_of(tensor)
+        if not self.has_policy:
+            for call, place in {maker, *self._views_at(tensor, key)}:
+                if type(call) is Call and call.is_handle:
+                    self._keep_output(call, place, tensor)
+                    call.shown |= {place} if show else set()
+        self._read.append((key, len(self.entries)))
+
+    def note_readers(self, tensors: Iterable[Any], show: bool = False) -> None:
+        """Do so for those of some values that are tensors."""
+        if self.storages.writers or self._views:
+            for tensor in tensors:
+                if isinstance(tensor, Tensor):
+                    self.note_reader(tensor, show)
+
+    def enter_region(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """Keep what an inner region reads that replay would not have; a policy sees what it reads."""
+        if self.expected is not None:
+            self.forget_expected()
+        if not self.has_policy:
+            self.note_readers(leaves_of(args, kwargs))
+        return args, kwargs
+
+    # Ops with handles.
+
+    def begin(self, name: str, policy: CheckpointPolicy, ctx: Any) -> ForwardOp | None:
+        """Begin a handle; None if it is part of a call that replay skips. Only `get_handle` calls it."""
+        if self.expected is not None:
+            self.forget_expected()
+        calling = self.calling
+        if calling is not None and type(calling) is not RunningNative:
+            return None  # it is part of the call
+        frame = _getframe(_BODY)
+        if self.opened is not None and self.is_part_of_skipped(self.opened.is_around(frame, ctx)):
+            return None
+        if calling is not None:
+            policy = CheckpointPolicy.SAVE  # it follows the native region around it
+        op: ForwardOp
+        call: Call = _new(Call)
+        # What is read of it is set, also where the class has the same: Python finds the former far sooner.
+        call.name = call.group = name
+        call.policy = policy
+        call.waiting = ()
+        call.drawn = call.function = None
+        if policy is _RECOMPUTE:
+            op = _new(ForwardOp)
+        else:
+            op = _new(SavedOp)
+            call.plain = ()
+            if self.draws is not None and calling is None:
+                self.draws.begin()
+            if self.region.outside is not None and calling is None:
+                op.before = self.region.outside.states()
+        tape = self.region.tape
+        if name in tape.records or self.mode.parent is not None:
+            self.note_call(call)
+        else:  # what it does, for the usual op
+            tape.records[name] = call
+            call.saved_before = len(tape.saved)
+        op._ctx = ctx
+        op._name = name
+        op._step = -1
+        op.args = ()
+        op.ops = self
+        op.call = call
+        op.outer = self.opened
+        op.place = id(frame)
+        op.code = frame.f_code
+        self.opened = op
+        return op
+
+    def is_part_of_skipped(self, is_running: bool) -> bool:
+        """Whether a skipped op's body runs, if that of the last op does."""
+        opened = self.opened
+        assert opened is not None
+        if is_running:
+            return opened.call.policy is not _RECOMPUTE
+        opened.check_ended()
+        self.opened = opened.outer
+        return False
+
+    def end_handle(self, op: SavedOp, outs: tuple[Tensor, ...]) -> None:
+        """Note a saved handle whose body has ended."""
+        call, region = op.call, self.region
+        call.number = number = node_number(op._ctx)  # in replay its node reads nothing
+        self.skipped_any = True
+        calling = self.calling
+        if calling is None:
+            if self.draws is not None:
+                call.drawn = self.draws.end()
+            if region.outside is not None:
+                self._note_outside(call, op.before)
+                op.before = ()
+            call.saved = frozenset(range(len(outs)))
+            if call.policy is _OFFLOAD:
+                call.away = call.saved
+            if self.has_policy:
+                self._note_outputs(call, outs)
+            else:
+                self._know_outputs(call, outs)
+            self.entries.append(call)
+        elif isinstance(calling, RunningNative):
+            calling.note_handle(call, outs)
+        self.skipped.append((number, number + 1))
+
+    def _note_outputs(self, call: Call, outs: tuple[Tensor, ...]) -> None:
+        """Note the outputs of a handle under a policy, which sees who reads them, but not who reads views."""
+        call.views = [place for place, out in enumerate(outs) if out._base is not None]
+        made = [(place, out) for place, out in enumerate(outs) if place not in call.views]
+        call.made = self.storages.note_results(call, made)
+        self.results.note(call, outs)
+
+    def _know_outputs(self, call: Call, outs: tuple[Tensor, ...]) -> None:
+        """Know the outputs of a handle again, without holding them: few are read by what replay runs."""
+        self._has_handles = True
+        writers, inputs = self.storages.writers, self.region.inputs
+        out = outs[0]
+        if len(outs) == 1 and type(out) is Tensor and out._base is None and out.layout is strided:  # what most are
+            call.outputs, call.alive = (ref(out),), (StorageWeakRef(out.untyped_storage()),)
+            if (key := storage_key(out)) not in writers and not inputs.contains(out):
+                writers[key] = call, 0
+                return
+        call.outputs = [ref(out) for out in outs]
+        call.alive = [_weak(out) for out in outs]
+        for place, out in enumerate(outs):
+            for key in keys_of(out):
+                known = writers.get(key)
+                if out._base is not None or inputs.contains(out) or (known is not None and not _is_gone(*known)):
+                    self._views.setdefault(key, []).append((call, place))
+                else:
+                    writers[key] = call, place
+
+    def know_parameters(self, args: Sequence[Any]) -> None:
+        """Let the parameters among a handle's inputs stay, which is to be offloaded."""
+        sender_of(self.region).know_parameters(args)
+
+    def expect(self, call: Call, tensors: list[tuple[str, Tensor | None]], args: Sequence[Any]) -> None:
+        """Expect what a handle saves, the last first, before any other node; ``args`` are its inputs, if known."""
+        self.expected, self.known_args = (call, tensors, sequence_number()), args
+
+    # The end.
+
+    def undecided(self) -> Iterator[Undecided]:
+        """Yield op, name, tensor and decision of what forward holds until its end tells whether anything needs it."""
+        yield from self.results.undecided()
+
+    def finish(self, boundary: Sequence[Node | None]) -> None:
+        """Keep what replay or backward needs, once each entry of the policy is known to have matched."""
+        if self.opened is not None:
+            self.opened.check_ended()
+        region, tape = self.region, self.region.tape
+        if self.watch is not None:
+            self.watch.check_matched(region.name)
+        if self.results.unread:
+            self.results.read_versions()
+        if self.departures.waiting:
+            self.departures.send()
+        if not (self._runs or self._returned or self._read or self.watch is not None):
+            return  # there is nothing, or only handles, none of whose outputs anything reads
+        for key, own, after in self._adopted:
+            for entry in self.entries[after:]:
+                if key in entry.reads:
+                    entry.reads = [own if read == key else read for read in entry.reads]
+        readers = self._readers(boundary)
+        if self._unknown:
+            self._check_unknown()
+        if self.has_policy:  # elsewhere the graph is asked
+            self.results.let_go_of_graph()
+        elif self._returned:
+            self._find_changed()
+        tape.roots = roots = self._roots(readers)
+        if self.watch is not None:
+            needs = self.watch.find_needs(roots)
+        else:
+            needs = find_needs(self.entries, roots, self.results.can_keep)
+        for entry in needs.run:
+            entry.run = True
+        for entry, places in needs.kept:
+            self.results.keep(entry, places)
+            if type(entry) is Call and entry.is_handle:
+                entry.shown = entry.shown.union(places)
+        if self.has_policy:
+            for entry in self.entries:
+                if type(entry) is Call and entry.views:  # in replay they are placeholders, views of nothing
+                    self.results.keep(entry, entry.views)
+        self._check_whole(needs.run)
+        if self.watch is not None:
+            self.watch.finish()
+        if (self._changes or (self.has_policy and self.storages.has_writes)) and region.inputs is not None:
+            region.inputs.accept_changes(self._is_not_repeated)
+
+    def _readers(self, boundary: Sequence[Node | None]) -> Readers:
+        """Return who reads what in the graph, if anything asks; refuse a call that leaves a tensor in it."""
+        several = [run for run in self._runs if run.outputs is not None]
+        firsts = [run.first for run in several]
+        if not self.has_policy:
+            firsts += [returned.first for returned in self._returned]
+        if not firsts:
+            return {}
+        readers = readers_in(boundary, min(firsts))
+        if several and (run := call_left_by_a_tensor(several, readers)) is not None:
+            raise cannot_be_skipped(
+                self.region, run.call, "the region goes on with a tensor of it that it did not return", "Return it"
+            )
+        return readers
+
+    def _find_changed(self) -> None:
+        """Let calls run whole of which a result was modified in place since."""
+        for entry in self.entries:
+            if type(entry) is Call and not (entry.why or entry.is_handle) and self.results.is_any_written(entry):
+                entry.why = "a result of it was modified in place after it"
+
+    def _is_not_repeated(self, tensor: Tensor, times: int) -> bool:
+        """Whether replay repeats none of so many changes of an input of the region."""
+        if self.has_policy:
+            return self.storages.has_changed(tensor) or key_of(tensor) in self._changes
+        return self._changes.get(key_of(tensor)) == times
+
+    def _check_whole(self, run: Sequence[Entry]) -> None:
+        """Warn of the calls that run whole, and refuse those that would modify something outside once more."""
+        for call in run:
+            if type(call) is not Call or (call.is_handle and not self.has_policy):
+                continue
+            call.why = call.why or "replay needs a result of it that was modified in place after it"
+            if call.modified:
+                continue  # replay knows whether these are the region's own
+            if call.wrote:
+                raise cannot_be_skipped(
+                    self.region,
+                    call,
+                    f"{call.why}, so that replay has to run it again, and it modified {call.wrote[0]}, too",
+                    "Use the out-of-place form",
+                )
+            if self.region.outside is not None:
+                self.region.outside.runs_again(call.name, self.storages.has_changed)
+            warn_of_second_run(self.region, call)
+
+    def _roots(self, readers: Readers) -> list[tuple[int, int]]:
+        """Return the storages that replay must have, each after how many entries."""
+        region, entries = self.region, self.entries
+        may_need, hooks = region.tape.may_need, region.hooks
+        roots = [(key, after) for place, key, after in self.roots if may_need(place, hooks)]
+        if self.storages.has_writes:  # an op may fill what it has saved just before (``F.rrelu`` its noise)
+            roots = [
+                (key, after + 1 if after < len(entries) and key in entries[after].writes else after)
+                for key, after in roots
+            ]
+        for entry in entries:
+            if type(entry) is Call and entry.why:
+                entry.always = True
+        if self.watch is not None and self.watch.compiled_code.ran:
+            roots += self._read_by_compiled_code()
+        roots += self._read
+        if _read_after_all:
+            roots += self._read_before()
+        if not self.has_policy:
+            roots += self._read_by_unwatched(readers)
+        return roots
+
+    def _read_before(self) -> list[tuple[int, int]]:
+        """Return what earlier replays of the same code had to start over for."""
+        code = identity_of(self.region.function)
+        names = {(op, output) for known, op, output in _read_after_all if known == code}
+        return [
+            (key, at + 1)
+            for at, entry in enumerate(self.entries if names else ())
+            for place, key in ([(0, entry.storage)] if entry.kind == ONE else entry.made)
+            if (entry.group, entry.label(place)) in names
+        ]
+
+    def _read_by_unwatched(self, readers: Readers) -> list[tuple[int, int]]:
+        """Return the results of calls that ops read which replay recomputes, as autograd's graph shows."""
+        if not (self._reads or self._returned):
+            return []
+        stop, end = self._stop()
+        # Also where the graph of what saved it is gone: replay runs it all the same.
+        roots = [(key, after) for number, after, key in self._reads if number <= stop]
+        known = {key for key, _ in roots}
+        outputs: dict[tuple[Node, int], Returned] = {}
+        for returned in self._returned:
+            if returned.last >= end or returned.key in known:
+                continue
+            if returned.node is None:
+                roots.append((returned.key, returned.after))
+            elif returned.last < stop:
+                outputs[returned.node, returned.output] = returned
+        if outputs and stop:
+            lasts = [returned.last for returned in self._returned]
+            for returned, number in read_outputs(readers, outputs, stop, self.skipped):
+                before = self._returned[bisect_right(lasts, number) - 1]  # the call before the reader
+                roots.append((returned.key, before.after))
+        return roots
+
+    def _stop(self) -> tuple[int, int]:
+        """Return how far replay comes; see `Tape.stop`."""
+        region = self.region
+        begins = [returned.first for returned in self._returned]
+        stop: tuple[int, int] = region.tape.stop(region.hooks, region.options.early_stop, begins)
+        return stop
+
+    def _read_by_compiled_code(self) -> list[tuple[int, int]]:
+        """Let replay run all ops, since compiled code may read whatever there is; return what calls made."""
+        roots = []
+        for at, entry in enumerate(self.entries):
+            if isinstance(entry, Call):
+                roots += [(key, at + 1) for _, key in entry.made] or [(entry.storage, at + 1)]
+            else:
+                entry.always = True
+        return roots
+
+    def forget(self) -> None:
+        """Let go of what an exception has left open, and of the graph."""
+        self.region.recorder = self.watch = None
+        self.opened = self._around = self.calling = None
+        self._returned, self._runs = [], []
+        for call in self.entries:
+            if type(call) is Call and call.outputs:
+                call.outputs, call.alive = (), ()
+        self.forget_expected()
+        del self.mode, self.departures
+
+
+_warned: dict[Any, Any] = {}
+
+
+def promise(region: Any) -> str:
+    """Return what a warning of a second run promises: without random state, it may draw other numbers."""
+    return "The gradients are right. " if region.options.preserve_rng_state else ""
+
+
+def warn_of_second_run(region: Any, call: Call) -> None:
+    """Warn, once for each place where one is defined, of a call that replay runs whole."""
+    file, line = defined_at(call.function) or user_line()
+    warnings.warn_explicit(
+        f"{qualified_name(region.name, call.name)}: replay runs this call once more, since {call.why}. "
+        f"{promise(region)}To spare the second run, use the out-of-place form of the op that modifies the tensor.",
+        RematWarning,
+        file,
+        line,
+        registry=_warned,
+    )
+
+
+def _is_gone(entry: Entry, place: int) -> bool:
+    """Whether the output of a handle is gone, so that another tensor may lie at its address."""
+    alive = entry.alive[place] if type(entry) is Call and entry.alive else None
+    return alive is not None and alive.expired()
+
+
+def _weak(tensor: Tensor) -> StorageWeakRef | None:
+    part = next(parts_of(tensor))
+    is_there = part.layout is strided and not isinstance(part, Placeholder)
+    return StorageWeakRef(part.untyped_storage()) if is_there else None
+
+
+def _note_origin(holder: OpHolder, owner: Tensor, first_number: int) -> None:
+    """Note where an input comes from, which replay compares as it does for what is recomputed."""
+    node = owner.grad_fn
+    holder.producer = type(node)
+    holder.origin = None
+    if type(owner) is not Tensor or owner.dtype in AUTOCAST_DTYPES:
+        holder.origin = parameter_behind(owner)
+    outside = owner.requires_grad if node is None else node_number(node) < first_number
+    if outside and holder.origin is None:
+        holder.origin = ref(owner)
