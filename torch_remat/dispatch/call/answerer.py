@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from torch_remat._compat import Handler, top_saved_tensors_hooks
+from torch_remat._compat import Handler, top_saved_tensors_hooks, without_torch_function
 from torch_remat.dispatch.call.call import Writes, may_draw_in, variables_of
 from torch_remat.dispatch.call.handle import RematHandle, ReplayOp, SkippedOp
 from torch_remat.dispatch.call.left import identity_of
@@ -40,7 +40,16 @@ from torch_remat.dispatch.log.meta import Raised, keys_of, layout_of
 from torch_remat.dispatch.log.op_answerer import OpAnswerer, loaded_slots
 from torch_remat.dispatch.log.slot import Slot
 from torch_remat.dispatch.log.suppressed import Suppressed
-from torch_remat.dispatch.placeholder import Packed, Placeholder, Refusal, Source, is_of_placeholders, refuse, unpack
+from torch_remat.dispatch.placeholder import (
+    Packed,
+    Placeholder,
+    Refusal,
+    Source,
+    geometry_of,
+    is_of_placeholders,
+    refuse,
+    unpack,
+)
 from torch_remat.dispatch.region.inputs import leaves_of, with_leaves
 from torch_remat.errors import (
     MutationError,
@@ -106,6 +115,8 @@ class Answerer:
             return None  # it is part of the call
         if self.native is not None or self.whole is not None:
             policy = CheckpointPolicy.SAVE  # it follows the native region around it
+        else:
+            self.replay.stop_if_filled()
         call = self._next(name, policy)
         if call is None:
             return None
@@ -261,12 +272,12 @@ class Answerer:
         loaded = self._slots.get(id(slot))
         return slot.load(self.region_name, op, name) if loaded is None else loaded.detach()
 
-    def fill_waiting(self, call: Call, given: Sequence[Any]) -> None:
-        """Give the holders their values that wait for the arguments and variables of a call."""
+    def fill_waiting(self, call: Call, given: Sequence[Any], is_input: bool = True) -> None:
+        """Give the holders their values that wait for the arguments and variables of a call, or for its outputs."""
         for elided in call.waiting:
-            self._fill(elided, given[elided.place] if elided.place < len(given) else None)
+            self._fill(elided, given[elided.place] if elided.place < len(given) else None, is_input)
 
-    def _fill(self, elided: Elided, source: Any) -> None:
+    def _fill(self, elided: Elided, source: Any, is_input: bool) -> None:
         known, _, view, _ = elided
         holder = known()
         if holder is None or holder.value is not None:
@@ -279,12 +290,12 @@ class Answerer:
         else:
             value = elided.value(source) if isinstance(source, Tensor) else None
         if value is None or metadata_of(value)[1:] != holder.metadata[1:]:
-            self.replay.fail(other_source(self.region, holder, source, True))
+            self.replay.fail(other_source(self.region, holder, source, is_input))
         if not loaded:
             owner = source if source._base is None else source._base
             if type(owner.grad_fn) is not holder.producer or holder.origin is not None or type(owner) is not Tensor:
                 self.replay.explain(holder, value, owner, parameter_behind(owner))
-        self.replay.fill_elided(holder, value)
+        self.replay.fill_elided(holder, value, is_input)
 
     def value_of(self, leaf: Any, consumer: str) -> Any:
         """Return an argument, or what saved writes have left where a placeholder of this region stands.
@@ -296,15 +307,19 @@ class Answerer:
             return leaf
         if self.ops is not None:
             return self.ops.value_of(leaf, consumer)
-        call = self.region.tape.records.get(leaf.source.op)
-        for place, slot in {} if call is None else call.kept.items():
-            if call.label(place) == leaf.source.output:
-                kept, whole = self.load(slot, call.name, call.label(place)), placement_in(call.meta(place))
-                seen = Placement.of(leaf)
-                value = kept if seen == whole else seen.seen_in(kept, offset_in_bytes(kept) - whole.offset_bytes)
+        call, output = self.region.tape.records.get(leaf.source.op), leaf.source.output
+        for place, slot in () if call is None else call.kept.items():
+            if call.label(place) == output:
+                value = kept = self.load(slot, call.name, output)
+                meta = call.meta(place)
+                with without_torch_function():  # the placeholder's own would be asked for each attribute
+                    requires_grad = leaf.requires_grad
+                    if geometry_of(leaf) != meta.geometry or not meta.describes(leaf):
+                        moved = offset_in_bytes(kept) - placement_in(meta).offset_bytes
+                        value = Placement.of(leaf).seen_in(kept, moved)
+                        self.note_loaded(value)
                 self.note_loaded(kept)
-                self.note_loaded(value)
-                return value.requires_grad_(leaf.requires_grad)
+                return value.requires_grad_(requires_grad)
         return refuse(leaf.source, consumer)
 
     def values_of(

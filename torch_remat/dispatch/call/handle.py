@@ -7,7 +7,8 @@ from it; what a step is about it does in one call, since an op is often small.
 NOTE [ What is kept for a handle ]
 1. SAVE: the tensors that it saves for backward are *residents*: their holders have the values from the start. Of an
    input of the op, or a view of one, that replay recomputes, the holder is filled from replay's input, where the inputs
-   are known (`auto_forward`). A parameter, a region input and a view of either share storage that exists anyway.
+   are known (`auto_forward`); of the output of a RECOMPUTE op, when that is made again. A parameter, a region input and
+   a view of either share storage that exists anyway.
 2. RECOMPUTE: those of its inputs that are outputs of SAVE ops are kept where they were made, so that replay has them.
    What it saves for backward is recomputed.
 3. An op inside the body of a SAVE op is part of it: replay never comes there.
@@ -32,7 +33,7 @@ from torch_remat.dispatch.placeholder import NOT_LAZY, Placeholder, Source, new_
 from torch_remat.errors import UsageError
 from torch_remat.policies.decision import CheckpointPolicy
 
-_OFFLOAD = CheckpointPolicy.OFFLOAD
+_RECOMPUTE, _OFFLOAD = CheckpointPolicy.RECOMPUTE, CheckpointPolicy.OFFLOAD
 
 _FORM = (
     "The form is: handle = remat.get_handle(ctx, name, policy); `if (ret := handle.maybe_load_saved()) is not None: "
@@ -177,6 +178,9 @@ class Log(Protocol):
     opened: ForwardOp | None
     skipped_any: bool
 
+    def know_recomputed(self, call: Call, outs: Sequence[Tensor]) -> None:
+        """Know the outputs of a RECOMPUTE handle."""
+
     def note_readers(self, tensors: Iterable[Any]) -> None:
         """Note what a handle reads that replay runs."""
 
@@ -207,8 +211,8 @@ class Replay(Protocol):
     def value_of(self, leaf: Any, consumer: str) -> Any:
         """Return an input, what was kept in place of a placeholder."""
 
-    def fill_waiting(self, call: Call, given: Sequence[Any]) -> None:
-        """Fill the holders that wait for the inputs."""
+    def fill_waiting(self, call: Call, given: Sequence[Any], is_input: bool = True) -> None:
+        """Fill the holders that wait for the inputs, or the outputs, of a call."""
 
     def come_to(self, call: Call) -> None:
         """Come to a saved call."""
@@ -261,6 +265,7 @@ class ForwardOp(RematHandle):
         else:
             outs = self._end(outs)
         self.ops.opened = self.outer
+        self.ops.know_recomputed(self.call, outs)
         return outs if as_tuple or len(outs) > 1 else outs[0]
 
     def _end(self, outs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -350,8 +355,9 @@ class SavedOp(ForwardOp):
                 op=call.name,
                 remedy="Return a new tensor instead, or give the op the policy RECOMPUTE.",
             )
-        if any(version_of(tensor) != version for tensor, version in self.inputs):
-            ops.check_inputs(call, self.inputs)
+        for tensor, version in self.inputs:
+            if version_of(tensor) != version:
+                ops.check_inputs(call, self.inputs)
         self.inputs = ()
         if as_tuple or len(outs) > 1:
             call.template = _SEVERAL
@@ -404,6 +410,8 @@ class ReplayOp(RematHandle):
         if not 0 <= self._step < 3:
             raise self._out_of_order(3)
         self._step = 3
+        if self.call.waiting and self.call.policy is _RECOMPUTE:
+            self.ops.fill_waiting(self.call, outs, False)
         return outs if as_tuple or len(outs) > 1 else outs[0]
 
 

@@ -55,8 +55,7 @@ class RunningNative(Running):
         self._counts: dict[str, int] = {}
         self._reads: set[int] = set()
         self._has_complex = False  # whether a view may be a lazy conjugate, or a lazy negative: a part of one
-        if ops.draws is not None:
-            ops.draws.begin()
+        self._draws = False  # whether an op may have drawn random numbers
 
     @property
     @keep_from_compiler
@@ -100,6 +99,10 @@ class RunningNative(Running):
     def _watch_odd(self, make: type[Entry], op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Do the same for any op."""
         ops, effects = self.ops, make.effects
+        if effects.random and not self._draws:
+            self._draws = True
+            if ops.draws is not None:
+                ops.draws.begin()
         if effects.cast and in_autocast():
             ops.region.inputs.note_histories()
         if is_bookkeeping(effects, args, kwargs) or ops.is_in_skipped_body():
@@ -182,8 +185,8 @@ class RunningNative(Running):
 
     def returns(self, result: Any) -> None:
         """Note what the region returns."""
-        _ops, call = self.ops, self.call
-        self.watch_end(True)
+        call = self.call
+        self.watch_end(self._draws)
         call.answers = self.answers
         call.reads = list(self._reads)
         if (
@@ -270,7 +273,9 @@ def replay_native(
     finally:
         answerer.native, answerer.ops = None, outer
     _end(answerer, call, ops)
-    if type(result) is Placeholder and not call.kept:
+    if type(result) is Placeholder:
+        if call.kept:
+            return answerer.kept_of(call, 0)
         result.source = result.source._replace(output=call.label(0))
         return result
     leaves, form = flatten(result)

@@ -21,7 +21,7 @@ import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from sys import _getframe
-from types import BuiltinFunctionType
+from types import BuiltinFunctionType, NoneType
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -174,6 +174,8 @@ class Recorder:
         # autograd node of the region had made it.
         self._unknown: list[tuple[Call, ref[Tensor], int, bool, StorageWeakRef]] = []
         self._has_handles = False  # whether a handle was saved, in a region without a policy
+        # By storage, the outputs of RECOMPUTE handles, each with its place and its version at the end of the body.
+        self._recomputed: dict[int, tuple[Call, int, ref[Tensor], int]] = {}
         # By storage, the outputs of handles that are views of what they were given, or that itself.
         self._views: dict[int, list[tuple[Call, int]]] = {}
 
@@ -211,10 +213,13 @@ class Recorder:
         writers = self.storages.writers
         if not (writers or self._views):
             return None
-        maker = writers.get(key := key_of(tensor))
+        return self._maker_at(key_of(tensor), tensor)
+
+    def _maker_at(self, key: int, tensor: Tensor) -> tuple[Entry, int] | None:
+        maker = self.storages.writers.get(key)
         if maker is not None and (self.has_policy or not _is_gone(*maker)):
             return maker
-        return next(iter(self._views_at(tensor, key)), None)
+        return next(self._views_at(tensor, key), None) if self._views else None
 
     def _views_at(self, tensor: Tensor, key: int) -> Iterator[tuple[Call, int]]:
         """Yield the outputs of handles that are views of what they were given, and that a tensor may come from.
@@ -289,7 +294,8 @@ class Recorder:
 
     def hold(self, call: Call, name: str, tensor: Tensor, policy: CheckpointPolicy) -> Holder | Anchor:
         """Return the holder for a tensor that a saved call saves, whose Python does not run in replay."""
-        node = tensor.grad_fn if self.is_usual and type(tensor) is Tensor else None
+        knows_args = self.calling is not None or len(self.known_args) > 0
+        node = tensor.grad_fn if knows_args and self.is_usual and type(tensor) is Tensor else None
         if node is not None and (elided := self._elide_made(call, name, tensor, node)) is not None:
             return elided
         region, owner = self.region, tensor._base
@@ -299,7 +305,9 @@ class Recorder:
         if (is_leaf and not region.inputs.shares(owner)) or (type(owner) is not Tensor and is_parameter(owner)):
             return (tensor if tensor is owner else tensor.detach(), tensor._version, region, (call.name, name))
         holder = self.holder_for(call.name, name, tensor)
-        if self._elide(call, tensor, owner, holder):
+        if (knows_args and self._elide(call, tensor, owner, holder)) or (
+            self._recomputed and self._elide_recomputed(tensor, owner, holder)
+        ):
             holder.resident = False
             region.tape.note_elided(ref(holder))
             if region.values is not None:
@@ -357,6 +365,28 @@ class Recorder:
         _note_origin(holder, origin, self.region.first_number)
         if maker is not None:
             self._read.append((key_of(tensor), len(self.entries)))
+        return True
+
+    def know_recomputed(self, call: Call, outs: Sequence[Tensor]) -> None:
+        """Know the outputs of a RECOMPUTE handle, which replay makes again: handles may save them."""
+        for place, out in enumerate(outs):
+            if type(out) is Tensor and out.layout is strided:
+                self._recomputed[storage_key(out)] = call, place, ref(out), version_of(out)
+
+    def _elide_recomputed(self, tensor: Tensor, owner: Tensor, holder: OpHolder) -> bool:
+        """Let replay take a saved tensor from the output of a RECOMPUTE handle; return whether it can."""
+        known = self._recomputed.get(key := key_of(tensor))
+        if known is None or self.calling is not None or self.has_policy or self.region.hooks is not None:
+            return False
+        call, place, weak, version = known
+        source = weak()
+        if source is None or source._base is not None or version_of(tensor) != version or type(tensor) is not Tensor:
+            return False
+        if self.region.inputs.shares(owner) or key in self.storages.writers or key in self._views:
+            return False  # replay may not have it
+        call.waiting = [*call.waiting, Elided.of(tensor, holder, place, source)]
+        holder.producer = NoneType  # what a handle's body makes has no history
+        holder.origin = None
         return True
 
     def pack_expected(self, tensor: Tensor) -> Holder | Anchor | None:
@@ -676,15 +706,17 @@ class Recorder:
 
     def note_reader(self, tensor: Tensor, show: bool = False) -> None:
         """Note that replay reads a tensor here; of a handle's output, whether code that knows no handles does."""
-        maker = self.maker_of(tensor)
+        maker = self._maker_at(key := key_of(tensor), tensor)
         if maker is None:
             return
-        key = key_of(tensor)
         if not self.has_policy:
-            for call, place in {maker, *self._views_at(tensor, key)}:
+            for call, place in {maker, *self._views_at(tensor, key)} if self._views else (maker,):
                 if type(call) is Call and call.is_handle:
                     self._keep_output(call, place, tensor)
-                    call.shown |= {place} if show else set()
+                    if show:
+                        call.shown |= {place}
+            if type(maker[0]) is Call and maker[0].is_handle:
+                return
         self._read.append((key, len(self.entries)))
 
     def note_readers(self, tensors: Iterable[Any], show: bool = False) -> None:
@@ -994,6 +1026,7 @@ class Recorder:
         self.region.recorder = self.watch = None
         self.opened = self._around = self.calling = None
         self._returned, self._runs = [], []
+        self._recomputed.clear()
         for call in self.entries:
             if type(call) is Call and call.outputs:
                 call.outputs, call.alive = (), ()

@@ -449,15 +449,15 @@ class Filling(RematMode):
         if (ops := self.ops_now()) is not None:
             ops.note_loaded(tensor)
 
-    def fill_elided(self, holder: Holder, value: torch.Tensor) -> None:
-        """Give a holder that was passed over its value."""
+    def fill_elided(self, holder: Holder, value: torch.Tensor, is_input: bool) -> None:
+        """Give a holder that was passed over its value; unless it is an input, the region may still modify it."""
         if self.region.hooks is not None:  # what they restored may count its versions anew
             holder.metadata = (value._version, *holder.metadata[1:])
         holder.value = value
         if self._values is not None:
             self._values.add(holder, value)
         self._waiting -= 1
-        if not self._waiting and self.position > self._last:
+        if is_input and not self._waiting and self.position > self._last:
             self.stop()
 
     def stop_if_filled(self) -> None:
