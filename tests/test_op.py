@@ -1071,6 +1071,40 @@ def test_what_a_call_saves_after_it_wrote_an_argument():
     assert torch.equal(got, torch.autograd.grad(block(Noted("plain"), x).sum(), x)[0])
 
 
+def test_a_call_that_runs_whole_modifies_a_buffer_once():
+    buffers, results = [], []
+    for make in (lambda function: function, lambda function: remat.op(function, "k")):
+        module, x = nn.BatchNorm1d(4), torch.linspace(-1, 1, 16).view(4, 4).requires_grad_()
+
+        def block(x, make=make, module=module):
+            h = x * 1.0
+            return make(lambda h: (h.add_(1), module(h))[1])(h).cos().sin()
+
+        wrapped = block if not results else remat.checkpoint()(block)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", remat.RematWarning)
+            results.append(torch.autograd.grad(wrapped(x).square().sum(), x))
+        buffers.append(list(module.buffers()))
+    assert_same(*results)
+    assert_same(*buffers)
+
+
+@pytest.mark.parametrize("how", [remat.op, native], ids=["call", "native"])
+def test_a_variable_that_is_a_leaf_in_replay_is_the_same_variable(how):
+    """What replay has of a kept result has no history."""
+
+    def block(call, x, w):
+        kept = call(lambda x: x.sin() @ w, "kept")(x)
+        given = [kept, x.exp()]
+        return call(lambda: given[0], "first")().sin() * call(lambda: given[1].cos(), "second")().sin() * w.sum()
+
+    x, w = leaf(4, 4), leaf(4, 4)
+    expected = torch.autograd.grad(block(lambda function, _: function, x, w).sum(), [x, w])
+    inner = remat.checkpoint(policy=lambda *_, **__: SAVE)
+    for wrapped in (remat.checkpoint()(block), remat.checkpoint()(inner(block)), inner(block)):
+        assert_same(expected, torch.autograd.grad(wrapped(how, x, w).sum(), [x, w]))
+
+
 @pytest.mark.parametrize("how", [remat.op, native], ids=["call", "native"])
 @pytest.mark.parametrize("options", [{}, {"policy": lambda *_, **__: RECOMPUTE}], ids=["plain", "policy"])
 @pytest.mark.parametrize(

@@ -77,15 +77,26 @@ class Reached:
             for one that a module has not set.
         generators: The random generators.
         places: The other tensors.
+        leaves: Where those of the parameters lie that are plain tensors, and before how many places: what replay has of
+            a result that was kept is such a leaf, too.
     """
 
-    __slots__ = ("generators", "modules", "parameters", "places")
+    __slots__ = ("generators", "leaves", "modules", "parameters", "places")
 
     def __init__(self) -> None:
         self.modules: list[Module] = []
         self.parameters: list[Tensor | None] = []
         self.generators: list[Generator] = []
         self.places: list[Place] = []
+        self.leaves: list[tuple[int, Place]] = []
+
+    @property
+    def tensors(self) -> list[Place]:
+        """All places where plain tensors lie, in an order that replay finds again."""
+        found = list(self.places)
+        for before, place in reversed(self.leaves):
+            found.insert(before, place)
+        return found
 
     def add_modules(self, parameters_alone: bool) -> None:
         """Look at the modules found, and at those that they have."""
@@ -233,10 +244,15 @@ def _held(found: Reached, holder: Any, items: Iterable[tuple[Any, Any]]) -> Iter
 
 
 def _note_tensor(found: Reached, holder: Any, key: Any, tensor: Tensor) -> None:
-    if isinstance(tensor, Parameter) or (tensor.requires_grad and tensor.is_leaf):
+    if isinstance(tensor, Parameter):
         found.parameters.append(tensor)
+        return
+    place = Place(holder, key, tensor, None)
+    if tensor.requires_grad and tensor.is_leaf:
+        found.parameters.append(tensor)
+        found.leaves.append((len(found.places), place))
     else:
-        found.places.append(Place(holder, key, tensor, None))
+        found.places.append(place)
 
 
 def _role_of(kind: type) -> int:

@@ -200,6 +200,10 @@ class Answerer:
                 for place, storage in call.modified
             ]
             if all(same):  # they lie outside the region, and are modified already
+                if call.must_run:
+                    what = "this call modified a buffer, and a tensor from outside that the region does not reach"
+                    remedy = "Pass the tensor to the region as an argument."
+                    self.replay.fail(UsageError(what, region=self.region_name, op=call.name, remedy=remedy))
                 return False
             warn_of_second_run(self.region, call)
         return True

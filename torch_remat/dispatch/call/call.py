@@ -236,7 +236,7 @@ _NOTHING = Given(None, ())
 
 def variables_of(function: Any, leaves: Sequence[Any]) -> list[Place]:
     """Return where the tensors lie that a call reaches besides its arguments, in the same order in both phases."""
-    return reach(function, [leaf for leaf in leaves if isinstance(leaf, Module)]).places
+    return reach(function, [leaf for leaf in leaves if isinstance(leaf, Module)]).tensors
 
 
 class Written(NamedTuple):

@@ -935,8 +935,10 @@ class Recorder:
             if type(call) is not Call or (call.is_handle and not self.has_policy):
                 continue
             call.why = call.why or "replay needs a result of it that was modified in place after it"
-            if call.modified:
-                continue  # replay knows whether these are the region's own
+            outside = self.region.outside
+            if call.modified:  # replay knows whether these are the region's own
+                call.must_run = outside is not None and outside.runs_again(call.name, self.storages.has_changed)
+                continue
             if call.wrote:
                 raise cannot_be_skipped(
                     self.region,
@@ -944,8 +946,8 @@ class Recorder:
                     f"{call.why}, so that replay has to run it again, and it modified {call.wrote[0]}, too",
                     "Use the out-of-place form",
                 )
-            if self.region.outside is not None:
-                self.region.outside.runs_again(call.name, self.storages.has_changed)
+            if outside is not None:
+                outside.runs_again(call.name, self.storages.has_changed)
             warn_of_second_run(self.region, call)
 
     def _roots(self, readers: Readers) -> list[tuple[int, int]]:

@@ -192,6 +192,7 @@ class Call(Entry):
         wrote: The tensors created outside the region that it modified and that replay cannot put back, by name.
         modified: Arguments and variables that it modified, by place, with weak references to their storages: replay
             runs it whole if it has others there, which the region makes.
+        must_run: Whether it also modified what replay has put back to be modified anew.
         why: Why replay runs it whole; empty if it skips it.
     """
 
@@ -215,7 +216,7 @@ class Call(Entry):
     views: Sequence[int] = ()
     shown: frozenset[int] = NOTHING
     number = 0
-    opaque = touched = False
+    opaque = touched = must_run = False
     wrote: Sequence[str] = ()
     modified: Sequence[tuple[int, StorageWeakRef]] = ()
     why = ""

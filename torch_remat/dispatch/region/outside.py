@@ -233,16 +233,19 @@ class Outside:
             if noted.place.module is None or noted.start is None or noted.start.copy is None
         ]
 
-    def runs_again(self, name: str, log_knows: Callable[[Tensor], bool]) -> None:
-        """Note that replay runs a call after all: it counts as recomputed code."""
+    def runs_again(self, name: str, log_knows: Callable[[Tensor], bool]) -> bool:
+        """Note that replay runs a call after all: it counts as recomputed code. Return whether it changed anything."""
+        changed = False
         for noted in self._noted:
             if name in noted.names:
+                changed = True
                 if noted.names == [name]:
                     noted.runs_again()
                 else:
                     noted.last = inf
                 tensor = noted.place.tensor
                 noted.classify(tensor is not None and log_knows(tensor), self._has_policy)
+        return changed
 
     def holds(self, key: int) -> bool:
         """Whether a storage is that of a tensor that the region reaches."""
