@@ -1090,6 +1090,32 @@ def test_a_call_that_runs_whole_modifies_a_buffer_once():
 
 
 @pytest.mark.parametrize("how", [remat.op, native], ids=["call", "native"])
+@pytest.mark.parametrize("name", ["sin", "bernoulli"])
+def test_a_method_of_a_tensor_is_a_call_like_others_and_keeps_no_tensor(how, name):
+    kept = []
+
+    def block(call, x):
+        h = x.sin()
+        base = h.sigmoid().detach() if name == "bernoulli" else h * 1.0
+        kept.append(weakref.ref(base))
+        return (h * call(getattr(base, name), "c")() * torch.rand_like(h)).sin()
+
+    x = leaf(4, 4)
+    results = []
+    for wrapped in (
+        lambda x: block(lambda function, _: function, x),
+        remat.checkpoint()(functools.partial(block, how)),
+    ):
+        torch.manual_seed(0)
+        results.append(torch.autograd.grad(wrapped(x).sum(), x))
+    assert_same(*results)
+    with collector_off():
+        y = remat.checkpoint()(functools.partial(block, how))(x)
+        assert kept[-1]() is None
+        del y
+
+
+@pytest.mark.parametrize("how", [remat.op, native], ids=["call", "native"])
 def test_a_variable_that_is_a_leaf_in_replay_is_the_same_variable(how):
     """What replay has of a kept result has no history."""
 

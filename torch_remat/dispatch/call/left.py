@@ -39,7 +39,12 @@ def identity_of(function: Any) -> Any:
     if isinstance(function, FunctionType):
         return function.__code__
     if isinstance(function, BuiltinFunctionType):
-        return (owner, function.__name__) if isinstance(owner := function.__self__, type) else function
+        owner = function.__self__
+        if owner is None or isinstance(owner, ModuleType):
+            return function
+        if isinstance(owner, torch.Tensor):  # its method; in replay it may be a placeholder
+            return torch.Tensor, function.__name__
+        return owner if isinstance(owner, type) else type(owner), function.__name__
     return type(function)
 
 
