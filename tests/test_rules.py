@@ -19,7 +19,11 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 ALLOWED = {"torch", "optree", NAME} | set(sys.stdlib_module_names)
 LEAVES = {"placeholder", "ambient", "schema"}
 # What is loaded only where it is used, and does not know who loads it; the first is for type checkers.
-LAZY = {(NAME, f"{NAME}.dtr"), (f"{NAME}._checkpoint", f"{NAME}.reports.debug_log")}
+LAZY = {
+    (NAME, f"{NAME}.dtr"),
+    (f"{NAME}._checkpoint", f"{NAME}.reports.debug_log"),
+    (f"{NAME}._checkpoint", f"{NAME}.reports.watch"),
+}
 
 
 MAX_FUNCTION_LINES = 60  # without the docstring

@@ -164,7 +164,7 @@ class Budget(Register):
         return (
             options[2:] == DEFAULTS[2:]  # it may have a name, and draws no number twice
             and top_saved_tensors_hooks() is None
-            and not observers()
+            and not observers
         )
 
     def _is_new_step(self) -> bool:

@@ -447,10 +447,10 @@ class KeptRegion:
             row = self.row
             before = row.given_bytes, row.offloaded_bytes
             freed = sum([self._empty(region, place, holder) for place, holder in given])
-            if given and observers():
+            if given and observers:
                 places = [region.tape.position_of(holder) for _, holder in given]
                 gone = row.given_bytes - before[0], row.offloaded_bytes - before[1]
-                for observer in observers():
+                for observer in tuple(observers):
                     observer.gave_up(region, places, *gone, ledger.total)
             self._full[:] = [place for place in self._full if self.keys[place]]
             return freed

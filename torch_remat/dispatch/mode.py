@@ -31,6 +31,7 @@ from torch_remat._compat import (
     push_saved_tensors_hooks,
 )
 from torch_remat.dispatch.holder import RegionLike
+from torch_remat.dispatch.observe import Watch
 from torch_remat.errors import Carried
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class RematMode(DispatchMode):
     replaying: bool
     parent: RematMode | None = None
     ops: Any = None
-    observed: Any = None
+    observed: Watch | None = None
     opening: Handler | None = None
     watcher: Handler | None = None
 

@@ -1,162 +1,65 @@
-"""Who watches regions and ops run: ranges in a profile, and observers such as those of `trace` and `explain`.
+"""What the runtime tells of a phase of a region while somebody watches: a profiler, or observers such as `trace`.
 
-In: the begin and end of each phase of a region, and of each op in it. Kept: nothing once the phase is over. Out: ranges
-named ``remat::region::op [phase]`` while a profiler runs, and calls of observers; `reports.observer` lists these.
+In: the begin and end of a phase, and of each call in it. Kept: nothing. Out: calls of a `Watch`, which reports make.
 
 A region asks `is_watched` once in each phase; unless it is, nothing of this runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from functools import cache
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.graph import Node
 
-from torch_remat._compat import ProfilerRange, node_number, profiler_runs, sequence_number
-from torch_remat.dispatch.call.handle import RematHandle
-from torch_remat.dispatch.region.inputs import leaves_of
-from torch_remat.errors import qualified_name
+from torch_remat._compat import profiler_runs
 from torch_remat.policies.decision import CheckpointPolicy
 
 # Of the whole process, since backward runs in threads of its own, which have no context variables of their callers.
-_observers: tuple[Any, ...] = ()
+observers: list[Any] = []
 
 
-def observers() -> Sequence[Any]:
-    """Return the observers of this process."""
-    return _observers
+class Watch(Protocol):
+    """Watches one phase of one region, as a context manager around the region's function."""
 
+    def __enter__(self) -> None:
+        """Begin the phase."""
 
-@contextmanager
-def observed_by(observer: Any) -> Iterator[None]:
-    """Let an observer watch all regions of this process."""
-    global _observers
-    _observers = (*_observers, observer)
-    try:
-        yield
-    finally:
-        _observers = tuple(one for one in _observers if one is not observer)
+    def __exit__(self, *raised: object) -> None:
+        """End the phase."""
+
+    def policy_of(self, name: str, policy: CheckpointPolicy) -> CheckpointPolicy:
+        """Return the policy that a call is to have instead of its own."""
+
+    def watch(self, handle: Any, name: str, policy: CheckpointPolicy, ctx: Any) -> None:
+        """Take note of an op with a handle, which begins."""
+
+    def run_native(self, run: Callable[..., Any], name: str, policy: CheckpointPolicy, *call: Any) -> Any:
+        """Run a call by ``run(name, policy, *call)``."""
+
+    def name_saved(self, named: Sequence[tuple[str, torch.Tensor | None]]) -> None:
+        """Take note of what the call that runs saves, by name."""
+
+    def finish(self, boundary: Sequence[Node | None]) -> None:
+        """Take note that forward is over; ``boundary`` are the nodes of its outputs."""
 
 
 def is_watched() -> bool:
     """Whether a region that begins a phase now has to be watched."""
-    return profiler_runs() or _observers != ()
+    return True if observers else profiler_runs()
 
 
-class WatchedOp:
-    """An op with a handle, or a native region, as observers see it."""
-
-    numbers = 0, 0  # the sequence number of its first autograd node, and that after its last; equal if it has none
-    named: Mapping[str, torch.Tensor | None] = MappingProxyType({})  # what it saves
-    outputs: Sequence[Any] | None = None  # of a native region all leaves of its result; None if skipped or raised
-    as_tuple = False  # whether these have numbers as names: it did not return one tensor
-
-    def __init__(self, name: str, policy: CheckpointPolicy) -> None:
-        self.name = name
-        self.policy = policy
+def watch_by(make: Callable[[Any], Watch]) -> None:
+    """Let a function make what watches the phase of a mode."""
+    global _make
+    _make = make
 
 
-class Watch:
-    """Watches one phase of one region, as a context manager."""
-
-    def __init__(self, mode: Any) -> None:
-        self.region = mode.region
-        self.phase = "replay" if mode.replaying else "forward"
-        self.observers = _observers
-        self._open: list[tuple[WatchedOp | None, AbstractContextManager[Any] | None]] = []  # None for the region
-
-    def __enter__(self) -> None:
-        """Begin the phase: the region's function runs inside."""
-        self._begin(None)
-
-    def __exit__(self, *raised: object) -> None:
-        """End the phase."""
-        self.end(None)
-
-    def policy_of(self, name: str, policy: CheckpointPolicy) -> CheckpointPolicy:
-        """Return the policy that observers want an op to have."""
-        for observer in self.observers:
-            policy = observer.policy_of(self.region, name, policy)
-        return policy
-
-    def watch(self, handle: Any, name: str, policy: CheckpointPolicy, ctx: Any) -> None:
-        """Begin an op, and let its handle tell the rest."""
-        op = WatchedOp(name, policy)
-        if isinstance(ctx, Node) and (number := node_number(ctx)) >= 0:
-            op.numbers = number, number + 1
-        handle.__class__ = _watched(handle.__class__)
-        handle.watch, handle.watched = self, op
-        self._begin(op)
-
-    def run_native(self, run: Callable[..., Any], name: str, policy: CheckpointPolicy, *call: Any) -> Any:
-        """Run a native region by ``run(name, policy, *call)``."""
-        op, first = WatchedOp(name, self.policy_of(name, policy)), sequence_number()
-        self._begin(op)
-        try:
-            result = run(name, op.policy, *call)
-            op.numbers = first, sequence_number()
-            if self.phase == "forward" or op.policy is CheckpointPolicy.RECOMPUTE:
-                op.outputs, op.as_tuple = leaves_of((result,), {}), not isinstance(result, torch.Tensor)
-        finally:
-            self.end(op)
-        return result
-
-    def name_saved(self, named: Sequence[tuple[str, torch.Tensor | None]]) -> None:
-        """Note what the op that runs saves, by name."""
-        if self._open and (op := self._open[-1][0]) is not None:
-            op.named = {**dict(named), **op.named}
-
-    def _begin(self, op: WatchedOp | None) -> None:
-        entered = None
-        if profiler_runs():
-            name = qualified_name(self.region.name, None if op is None else op.name)
-            entered = ProfilerRange(f"remat::{name} [{self.phase}]")
-            entered.__enter__()
-        self._open.append((op, entered))
-        for observer in self.observers:
-            observer.begin(self.region, op, self.phase)
-
-    def end(self, op: WatchedOp | None) -> None:
-        """End the range of an op, or of the region, and those inside it that an exception has left open."""
-        while any(one is op for one, _ in self._open):
-            last, entered = self._open.pop()
-            for observer in self.observers[::-1]:
-                observer.end(self.region, last, self.phase)
-            if last is not None:
-                last.named, last.outputs = {}, None
-            if entered is not None:
-                entered.__exit__(None, None, None)
+def watch(mode: Any) -> Watch:
+    """Return what watches the phase of a mode."""
+    assert _make is not None
+    return _make(mode)
 
 
-class _Watched(RematHandle):
-    """What a handle does besides while its op is watched."""
-
-    watch: Watch
-    watched: WatchedOp
-
-    def load(self, args: tuple[Any, ...]) -> torch.Tensor | tuple[torch.Tensor, ...] | None:
-        outputs = super().load(args)
-        if outputs is not None:
-            self.watch.end(self.watched)
-        return outputs
-
-    def save_for_backward(self, saved_tensors: Mapping[str, torch.Tensor | None]) -> None:
-        super().save_for_backward(saved_tensors)
-        self.watched.named = saved_tensors
-
-    def record_outputs(self, *outs: torch.Tensor, as_tuple: bool = False) -> Any:
-        made = super().record_outputs(*outs, as_tuple=as_tuple)
-        self.watched.as_tuple = isinstance(made, tuple)
-        self.watched.outputs = made if isinstance(made, tuple) else (made,)
-        self.watch.end(self.watched)
-        return made
-
-
-@cache
-def _watched(kind: Any) -> Any:
-    return type(kind.__name__, (_Watched, kind), {})
+_make: Callable[[Any], Watch] | None = None

@@ -17,7 +17,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch_remat._compat import SavedTensorHooks, with_shared_versions, without_dispatch_modes
 from torch_remat.dispatch.log.meta import key_of
 from torch_remat.dispatch.log.slot import Slot
-from torch_remat.dispatch.observe import observers
 from torch_remat.offload.sender import Offloaded, Sender
 from torch_remat.policies.decision import CheckpointPolicy
 
@@ -29,14 +28,9 @@ def sender_of(region: Any) -> Sender:
     """Return a region's sender, made when the first tensor is to leave."""
     if region.offloading is None:
         given = () if region.inputs is None else region.inputs.parameters()
-        region.offloading = Sender(region.name, region.options.offloader, (*region.parameters, *given), _tell)
+        region.offloading = Sender(region.name, region.options.offloader, (*region.parameters, *given))
     sender: Sender = region.offloading
     return sender
-
-
-def _tell(tensor: torch.Tensor, key: int) -> None:
-    for observer in observers():
-        observer.offload_began(tensor, key)
 
 
 def offload_resident(region: Any, holder: Any, tensor: torch.Tensor, together: object = None) -> bool:

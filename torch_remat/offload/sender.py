@@ -58,6 +58,15 @@ class Offloaded:
             return self.placement.seen_in(flat, Placement.of(flat).offset_bytes - self.transfer.span.start)
 
 
+# Each is told, in whatever thread, of a tensor whose memory an offloader has taken, and of the id of the `StoredCopy`.
+told: list[Callable[[torch.Tensor, int], None]] = []
+
+
+def _tell(tensor: torch.Tensor, key: int) -> None:
+    for tell in tuple(told):
+        tell(tensor, key)
+
+
 class Sender:
     """Sends what one region keeps.
 
@@ -65,21 +74,13 @@ class Sender:
         region: The region's name.
         offloader: Its own offloader, if any.
         parameters: Among which are those whose memory stays.
-        tell: Is told of each tensor whose memory an offloader has taken, and of the id of the `StoredCopy`.
     """
 
-    __slots__ = ("_batch", "_offloader", "_region", "_sent", "_staying", "_tell")
+    __slots__ = ("_batch", "_offloader", "_region", "_sent", "_staying")
 
-    def __init__(
-        self,
-        region: str,
-        offloader: Offloader | None,
-        parameters: Iterable[Any],
-        tell: Callable[[torch.Tensor, int], None],
-    ) -> None:
+    def __init__(self, region: str, offloader: Offloader | None, parameters: Iterable[Any]) -> None:
         self._region = region
         self._offloader = offloader
-        self._tell = tell
         self._sent: dict[int, RegionTransfers] = {}  # by the id of the offloader, which the transfers keep alive
         self._batch: tuple[object, Batch] = (None, Batch())
         self._staying: set[int] = set()
@@ -106,7 +107,7 @@ class Sender:
         sent = self._sent.get(id(offloader))
         if sent is None:
             sent = self._sent[id(offloader)] = RegionTransfers(table.prefetcher)
-        self._tell(tensor, id(transfer.copy))
+        _tell(tensor, id(transfer.copy))
         return Offloaded(sent, transfer, tensor, info)
 
     def share(self, away: Offloaded, tensor: torch.Tensor, op: str | None, name: str) -> Offloaded | None:
@@ -116,5 +117,5 @@ class Sender:
             return away
         if not (may_travel(tensor) and away.transfer.is_unchanged(placement)):
             return None
-        self._tell(tensor, id(away.transfer.copy))
+        _tell(tensor, id(away.transfer.copy))
         return away.seen_as(tensor, op or None, name)

@@ -4,10 +4,11 @@
     fold, text, html, pictures                 the same for people; layers that are alike are told once
     kept, ledger, torch_checkpoint, graph      gathering: what is kept, each storage counted once
     memory, oom                                the memory report that users get, also when memory runs out
-    observer, recorder, profile, trace                   the trace that users get, how it is recorded, what may watch
+    watch, observer                            what the runtime tells while it is watched, and to whom
+    recorder, profile, trace                   the trace that users get, and how it is recorded
     explanation, reasons, notes, explain       the explanation: its data and text, why, watching a run, trials
     debug_log                                  the ops of both phases, for errors with `debug=True`
 
-Reports keep no tensor, and are never imported by the runtime. The face loads `debug_log`, which
-reads nothing of the runtime, and no other.
+Reports keep no tensor, and are never imported by the runtime. The face loads `debug_log` and `watch`, each
+when it is first needed, and no other.
 """

@@ -16,7 +16,6 @@ from torch_remat.dispatch.log.meta import key_of
 from torch_remat.dispatch.log.meta import tensors_in as arguments_in
 from torch_remat.dispatch.log.schema import argument, effects_of
 from torch_remat.dispatch.mode import current_mode
-from torch_remat.dispatch.observe import WatchedOp, observed_by
 from torch_remat.dispatch.placeholder import is_placeholder
 from torch_remat.dispatch.region.forward import run_region
 from torch_remat.dispatch.region.inputs import RegionInputs, leaves_of, with_leaves
@@ -29,8 +28,9 @@ from torch_remat.reports.explanation import Alternative, Explanation
 from torch_remat.reports.graph import is_released, nodes_below
 from torch_remat.reports.ledger import report_of, tensors_in
 from torch_remat.reports.notes import CountAten, Notes, OpNotes, RegionNotes
-from torch_remat.reports.observer import Observer
+from torch_remat.reports.observer import Observer, observed_by
 from torch_remat.reports.torch_checkpoint import is_of_checkpoint
+from torch_remat.reports.watch import WatchedOp
 
 # Written by batch norms, of which not all schemas say so.
 _STATISTICS = {"running_mean", "running_var"}

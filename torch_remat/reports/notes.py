@@ -18,7 +18,6 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from torch_remat._compat import TorchDispatchMode, node_number
 from torch_remat.dispatch.mode import current_mode
-from torch_remat.dispatch.observe import WatchedOp
 from torch_remat.dispatch.placeholder import is_placeholder
 from torch_remat.dispatch.region.region import Region
 from torch_remat.policies.decision import CheckpointPolicy
@@ -29,6 +28,7 @@ from torch_remat.reports.kept import decisions_of, kept_by
 from torch_remat.reports.ledger import report_of
 from torch_remat.reports.observer import Observer
 from torch_remat.reports.reasons import Reasons, Seen, SeenOp, kept_by_policy, never_needed
+from torch_remat.reports.watch import WatchedOp
 
 Counts = Counter[str]
 """How many aten ops computed something, and their FLOPs: ``forward_ops``, ``replay_flops``, ..."""

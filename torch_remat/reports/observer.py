@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch.autograd.graph import Node
 
-from torch_remat.dispatch.observe import WatchedOp
+from torch_remat.dispatch.observe import observers
 from torch_remat.dispatch.region.region import Region
+from torch_remat.offload.sender import told
 from torch_remat.policies.decision import CheckpointPolicy
+from torch_remat.reports.watch import WatchedOp
 
 
 class Observer:
@@ -40,3 +43,15 @@ class Observer:
         ``places`` are those of its saved tensors; ``freed`` the bytes that replay makes again, ``offloaded`` those that
         an offloader has taken, and ``kept`` those that the budget's regions keep from now on.
         """
+
+
+@contextmanager
+def observed_by(observer: Observer) -> Iterator[None]:
+    """Let an observer watch all regions of this process."""
+    observers.append(observer)
+    told.append(observer.offload_began)
+    try:
+        yield
+    finally:
+        observers[:] = [one for one in observers if one is not observer]
+        told[:] = [one for one in told if one != observer.offload_began]

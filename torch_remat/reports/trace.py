@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from torch.profiler import ProfilerActivity, profile
 
 from torch_remat._compat import ProfilerRange, any_profiler_runs, eager_only
-from torch_remat.dispatch.observe import observed_by
 from torch_remat.errors import UsageError
 from torch_remat.reports.html import trace_as_html
+from torch_remat.reports.observer import observed_by
 from torch_remat.reports.pictures import plot_trace
 from torch_remat.reports.profile import spans_and_samples
 from torch_remat.reports.recorder import MARK, Recorder

@@ -46,7 +46,7 @@ from torch_remat.dispatch.holder import (
 from torch_remat.dispatch.keeping import keeping
 from torch_remat.dispatch.log.slot import counter_of
 from torch_remat.dispatch.mode import RematMode, current_mode
-from torch_remat.dispatch.observe import Watch, is_watched
+from torch_remat.dispatch.observe import is_watched, watch
 from torch_remat.dispatch.options import DEFAULTS, Options
 from torch_remat.dispatch.region.module_path import ModulePath
 from torch_remat.dispatch.region.outputs import boundary_nodes, tensors_of
@@ -76,7 +76,7 @@ def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
     try:
         contexts: Sequence[AbstractContextManager[Any]] = () if options is DEFAULTS else mode.contexts()
         if is_watched():
-            mode.observed = observed = Watch(mode)
+            mode.observed = observed = watch(mode)
             contexts = (observed, *contexts)
         output = mode.run(function, args, kwargs, (mode.pack_hook(), read), contexts)
         nodes = mode.boundary(output)
@@ -98,8 +98,8 @@ def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
             node.register_prehook(partial(_reach, ref(region)))
             if number > region.last_number:
                 region.last_number = number
-    for observer in () if observed is None else observed.observers:
-        observer.finish(region, nodes)
+    if observed is not None:
+        observed.finish(nodes)
     return output
 
 

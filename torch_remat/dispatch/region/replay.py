@@ -50,7 +50,7 @@ from torch_remat.dispatch.holder import (
 )
 from torch_remat.dispatch.mode import RematMode, StopReplay
 from torch_remat.dispatch.naming import scope, scope_restored
-from torch_remat.dispatch.observe import Watch, is_watched
+from torch_remat.dispatch.observe import is_watched, watch
 from torch_remat.dispatch.options import DEFAULTS
 from torch_remat.dispatch.placeholder import Packed, Placeholder, Refusal, add_note, last_refusal, unpack
 from torch_remat.dispatch.region.inputs import fresh_alias, leaves_of, with_leaves
@@ -172,7 +172,7 @@ class Filling(RematMode):
         region = self.region
         contexts: list[AbstractContextManager[Any]] = region.ambient.contexts()
         if is_watched():
-            self.observed = Watch(self)
+            self.observed = watch(self)
             contexts.insert(0, self.observed)
         if scope.get() != region.scope:
             contexts.append(scope_restored(region.scope))
