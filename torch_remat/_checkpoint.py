@@ -22,7 +22,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _FORM = "The form is checkpoint(**options)(function)(*args, **kwargs), with empty parentheses if there are no options."
-_OPTIONS = tuple(name for name in Options._fields if name not in ("observer", "op_log"))
+_OPTIONS = tuple(name for name in Options._fields if name != "op_log")
 
 
 def checkpoint(

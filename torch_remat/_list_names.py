@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ParamSpec
 
@@ -10,14 +10,15 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from torch_remat._compat import eager_only
-from torch_remat.dispatch.log.entry import ONE, WRITTEN, Entry
-from torch_remat.dispatch.log.meta import Meta
+from torch_remat.dispatch.log.entry import CALL, ONE, WRITTEN, Entry
+from torch_remat.dispatch.log.meta import Meta, Raised
+from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.naming import default_name
 from torch_remat.dispatch.options import Options
 from torch_remat.dispatch.region.forward import run_region
 from torch_remat.dispatch.region.inputs import leaves_of, with_leaves
-from torch_remat.errors import UsageError
-from torch_remat.policies.kinds import FunctionPolicy, as_policy
+from torch_remat.errors import PolicyError, UsageError
+from torch_remat.policies.kinds import Decider, Decision, FunctionPolicy, OpContext, OpPolicy, as_policy
 
 P = ParamSpec("P")
 
@@ -127,14 +128,14 @@ def list_names(function: Callable[P, Any], policy: Any = None) -> Callable[P, Na
     chosen = _nothing if policy is None else as_policy(policy)
 
     def run(*args: P.args, **kwargs: P.kwargs) -> NameTable:
-        seen: list[tuple[Entry, int]] = []
-        options = Options(
-            region_name=default_name(function),
-            policy=chosen,
-            observer=lambda call, *what: seen.append((call, _flops(call, *what))),
-        )
+        flops: list[int] = []
+        entries: list[Sequence[Entry]] = []
+        options = Options(region_name=default_name(function), policy=_Listed(chosen, flops))
 
         def counted(*args: Any, **kwargs: Any) -> torch.Tensor | list[torch.Tensor]:
+            mode = current_mode()
+            assert mode is not None
+            entries.append(mode.region.tape.calls)
             output = function(*args, **kwargs)
             return [leaf for leaf in leaves_of((output,), {}) if isinstance(leaf, torch.Tensor)]
 
@@ -145,11 +146,45 @@ def list_names(function: Callable[P, Any], policy: Any = None) -> Callable[P, Na
                 normal = [leaf.clone() if _is_inference(leaf) else leaf for leaf in leaves]
                 args, kwargs = with_leaves(args, kwargs, normal)  # type: ignore[assignment]
             output = run_region(counted, args, kwargs, options)
-        rows = [row for call, flops in seen for row in _rows(call, flops)]
+        ops = [entry for entry in entries[0] if entry.kind != CALL and type(entry.results) is not Raised]
+        rows = [row for entry, count in zip(ops, flops, strict=True) for row in _rows(entry, count)]
         del output
         return NameTable(rows)
 
     return run
+
+
+class _Listed(OpPolicy):
+    """Decides as another policy does, and counts the FLOPs of each op that it is asked about, which are all."""
+
+    def __init__(self, policy: OpPolicy, flops: list[int]) -> None:
+        self._policy = policy
+        self._flops = flops
+
+    def begin(self) -> Decider:
+        return _ListedDecider(self._policy.begin(), self._flops)
+
+    def parts(self) -> tuple[Any, ...]:
+        return self._policy.parts()
+
+
+class _ListedDecider(Decider):
+    reads_names = notes_packed = True
+
+    def __init__(self, decider: Decider, flops: list[int]) -> None:
+        self._decider = decider
+        self._flops = flops
+
+    def decide(self, context: OpContext, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Decision]:
+        formula = flop_registry.get(getattr(op, "overloadpacket", op))
+        self._flops.append(0 if formula is None else int(formula(*args, **kwargs, out_val=context.op_output)))
+        return self._decider.decide(context, op, args, kwargs)
+
+    def decide_name(self, name: str) -> Decision:
+        return self._decider.decide_name(name)
+
+    def unmatched(self, names: Iterable[str]) -> PolicyError | None:
+        return self._decider.unmatched(names)
 
 
 def _is_inference(leaf: Any) -> bool:
@@ -173,11 +208,6 @@ def _rows(call: Entry, flops: int) -> Iterator[NamedResult]:
             size = meta.dtype.itemsize * shape.numel() if owns else 0
             yield NamedResult(call.label(place), str(call.op), tuple(shape), dtype, size, flops, needed, kept)
             flops = 0
-
-
-def _flops(call: Entry, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
-    formula = flop_registry.get(getattr(call.op, "overloadpacket", call.op))
-    return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
 
 
 def _cells(row: NamedResult) -> tuple[str, ...]:

@@ -41,7 +41,6 @@ class Options(NamedTuple):
     allow_cache_entry_mutation: bool = False
     offloader: Offloader | None = None
     offload_inputs: bool = False
-    observer: Callable[..., None] | None = None  # an `Observer` of the log
     op_log: Callable[[], OpLog] | None = None  # makes the log of one region, for ``debug=True``
 
 

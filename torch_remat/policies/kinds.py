@@ -147,9 +147,10 @@ class Decider(ABC):
 
     Attributes:
         reads_names: Whether it decides by automatic names, so that all ops have to be counted.
+        notes_packed: Whether it asks which results autograd saves, so that these have to be noted.
     """
 
-    reads_names = False
+    reads_names = notes_packed = False
 
     @abstractmethod
     def decide(self, context: OpContext, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Decision]:

@@ -62,7 +62,7 @@ from torch_remat.dispatch.log.elide import Elided, placement_in
 from torch_remat.dispatch.log.entry import ONE, Call, Entry
 from torch_remat.dispatch.log.meta import Meta, key_of, keys_of, parts_of, tensors_in
 from torch_remat.dispatch.log.needs import find_needs
-from torch_remat.dispatch.log.op_recorder import Observer, OpRecorder
+from torch_remat.dispatch.log.op_recorder import OpRecorder
 from torch_remat.dispatch.log.readers import Readers, read_outputs, readers_in
 from torch_remat.dispatch.log.results import Results, Undecided
 from torch_remat.dispatch.log.slot import version_of
@@ -147,7 +147,7 @@ class Recorder:
         self._plain = not (nested or self._allow_mutation)
         self.is_usual = options is DEFAULTS and not nested
         self.has_policy: bool = options.policy is not None
-        self._notes_packed = options.observer is not None  # who asks what autograd has saved
+        self._notes_packed = False  # whether the policy asks what autograd has saved
         self.watch: OpRecorder | None = None
         self.calling: Running | None = None
         self.opened: ForwardOp | None = None
@@ -464,10 +464,12 @@ class Recorder:
 
     # What runs.
 
-    def watch_all(self, policy: OpPolicy, path_of: Callable[[Any], str], observer: Observer | None) -> OpRecorder:
+    def watch_all(self, policy: OpPolicy, path_of: Callable[[Any], str]) -> OpRecorder:
         """Watch the ops of the whole region, under a policy."""
         self.packs = True
-        self.watch = OpRecorder(self, policy, path_of, observer)
+        decider = policy.begin()
+        self._notes_packed = decider.notes_packed
+        self.watch = OpRecorder(self, decider, path_of)
         return self.watch
 
     def note_call(self, call: Call) -> None:

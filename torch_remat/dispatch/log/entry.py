@@ -68,7 +68,7 @@ class Entry:
         before: The random generators before it, if replay must set them.
         kept: The results that are kept for replay, by their place.
         written: What it left in the arguments that it writes, if that is kept.
-        packed: The places of the results that autograd saved, if somebody asks.
+        packed: The places of the results that autograd saved, if the policy asks.
         names: The names that were given to results by hand.
     """
 

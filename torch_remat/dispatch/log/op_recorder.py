@@ -40,14 +40,13 @@ from torch_remat.dispatch.log.meta import (
 from torch_remat.dispatch.log.needs import Needs, find_needs
 from torch_remat.dispatch.placeholder import NOT_LAZY, new_tuple
 from torch_remat.errors import PolicyError
-from torch_remat.policies.kinds import RECOMPUTED, Decider, OpContext, OpPolicy
+from torch_remat.policies.kinds import RECOMPUTED, Decider, OpContext
 
 _new = object.__new__  # without a call of `__init__` for each op
 # Of an op: the kind of its entries (`ONE` and `VIEW` are noted in a short way); whether the policy keeps its results,
 # if it decides by the op alone; how many of its name there were in each module, less one (None as long as nobody sees
 # names of its kind); and the class of its entries.
 _Plan = tuple[int, bool | None, dict[str, int] | None, type[Entry]]
-Observer = Callable[[Entry, Sequence[Any], Mapping[str, Any], Any], None]
 
 
 class OpRecorder:
@@ -58,9 +57,7 @@ class OpRecorder:
         random: The entries of ops that may have drawn random numbers.
     """
 
-    def __init__(
-        self, owner: Any, policy: OpPolicy, path_of: Callable[[Any], str], observer: Observer | None = None
-    ) -> None:
+    def __init__(self, owner: Any, decider: Decider, path_of: Callable[[Any], str]) -> None:
         self.random: list[Entry] = []
         self.compiled_code = CompiledCode()
         self._owner = owner
@@ -68,11 +65,10 @@ class OpRecorder:
         self._entries = owner.entries
         self._storages = owner.storages
         self._results = owner.results
-        self._decider: Decider = policy.begin()
+        self._decider = decider
         # Whether all ops are named; else those of a kind from the first on that is saved, of a list's kinds all.
-        self._names_all = observer is not None or self._decider.reads_names
+        self._names_all = decider.reads_names
         self._path_of = path_of
-        self._observer = observer
         self._plans: dict[int, _Plan] = {}  # by the identity of each op
         self._counts: dict[str, dict[str, int]] = {}  # of ops by name, and by the path of their module
 
@@ -80,7 +76,7 @@ class OpRecorder:
     @keep_from_compiler
     def watch(self) -> Handler:
         """What runs an op, takes the decision about it, and notes what it did: a closure, since it runs for each."""
-        plans, path_of, observer, note = self._plans, self._path_of, self._observer, self._entries.append
+        plans, path_of, note = self._plans, self._path_of, self._entries.append
         owner, storages, results = self._owner, self._storages, self._results
         unread, waiting, note_ordinary = results.unread, self._departures.waiting, storages.note_ordinary
 
@@ -124,8 +120,6 @@ class OpRecorder:
                 else:
                     results.note(entry, result)
             note(entry)
-            if observer is not None:
-                observer(entry, args, kwargs, result)
             return result
 
         return watch
@@ -202,8 +196,6 @@ class OpRecorder:
             if writer is not None and not self._results.is_written(*writer):  # by what nobody watched
                 self._results.unread.append(writer[0])
         self._entries.append(entry)
-        if self._observer is not None:
-            self._observer(entry, args, kwargs, result)
         return result
 
     def _note_raised(self, entry: Entry, error: Exception) -> None:

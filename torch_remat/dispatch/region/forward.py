@@ -156,7 +156,7 @@ class Recording(RematMode):
         assert region.function is not None
         path = ModulePath(region.function)
         self.ops = Recorder(self)
-        watch = self.ops.watch_all(policy, path.of, region.options.observer)
+        watch = self.ops.watch_all(policy, path.of)
         self.opening = watch.watch
         self.lets_compiled_code_run = CompiledCode.is_noticed
         return [path, watch.compiled_code]
