@@ -120,9 +120,9 @@ def checkpoint(
     )  # fmt: skip
     _validate(options)
     if debug and policy is None:  # with a policy, errors name the ops that differ
-        from torch_remat.reports.debug_log import OpLog  # loaded only where it is used
+        from torch_remat.reports.debug_log import OPS  # loaded only where it is used
 
-        options = options._replace(op_log=OpLog)
+        options = options._replace(op_log=OPS)
     return _binder(options)
 
 

@@ -28,7 +28,7 @@ import torch
 from torch.nn import Module, Parameter
 
 from torch_remat._compat import detached, graph_exec_group, graph_is_kept
-from torch_remat.dispatch.options import OpLog, Options
+from torch_remat.dispatch.options import Options
 from torch_remat.errors import MutationError
 
 
@@ -62,7 +62,6 @@ class RegionLike(Protocol):
         versions: Their versions at the end of forward.
         finished: Whether forward is over.
         filling: Whether a replay runs.
-        op_log: What logs its ops, for ``debug=True``.
         tape: What forward noted.
     """
 
@@ -71,7 +70,6 @@ class RegionLike(Protocol):
     versions: Sequence[int]
     finished: bool
     filling: bool
-    op_log: OpLog | None
     tape: Any
 
     @property

@@ -19,12 +19,12 @@ DeterminismCheck = str | Callable[[torch.Tensor], Any]
 
 
 class OpLog(Protocol):
-    """Logs the ops of a region's two phases."""
+    """Logs the ops of both phases of regions, as long as these live."""
 
-    def begin(self, phase: str) -> Handler:
+    def begin(self, region: object, phase: str) -> Handler:
         """Begin the phase ``"forward"`` or ``"replay"`` anew; return the watcher of its ops."""
 
-    def side_by_side(self) -> str:
+    def side_by_side(self, region: object) -> str:
         """Return both phases' ops as text, for an error about differing phases."""
 
 
@@ -41,7 +41,7 @@ class Options(NamedTuple):
     allow_cache_entry_mutation: bool = False
     offloader: Offloader | None = None
     offload_inputs: bool = False
-    op_log: Callable[[], OpLog] | None = None  # makes the log of one region, for ``debug=True``
+    op_log: OpLog | None = None  # for ``debug=True``
 
 
 # Regions with these, and only this object, skip what options may ask for.

@@ -13,6 +13,7 @@ from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import optree
 import torch
@@ -34,19 +35,19 @@ class LoggedOp(NamedTuple):
 
 
 class OpLog:
-    """The ops of a region's forward and of its latest replay."""
+    """The ops of each region's forward and of its latest replay, as long as the region lives."""
 
     def __init__(self) -> None:
-        self._ops: dict[str, list[LoggedOp]] = {"forward": [], "replay": []}
+        self._ops: WeakKeyDictionary[object, dict[str, list[LoggedOp]]] = WeakKeyDictionary()
 
-    def begin(self, phase: str) -> Callable[..., Any]:
+    def begin(self, region: object, phase: str) -> Callable[..., Any]:
         """Forget what the phase ``"forward"`` or ``"replay"`` was before; return the watcher that logs it."""
-        self._ops[phase] = []
-        return partial(_run_and_log, self._ops[phase])
+        ops = self._ops.setdefault(region, {"forward": [], "replay": []})[phase] = []
+        return partial(_run_and_log, ops)
 
-    def side_by_side(self) -> str:
+    def side_by_side(self, region: object) -> str:
         """Return the ops around the first difference of the two phases, with the user's source lines."""
-        forward, replay = self._ops["forward"], self._ops["replay"]
+        forward, replay = self._ops[region].values()
         pairs = list(enumerate(zip_longest(forward, replay)))
         first = next((at for at, (one, two) in pairs if one is None or two is None or one.text != two.text), len(pairs))
         rows = [f"  {'forward':{_WIDTH}}  | replay"]
@@ -59,6 +60,9 @@ class OpLog:
             f"Ops of forward ({len(forward)}) and of replay up to here ({len(replay)}), around the first difference "
             f"(op {first}):\n" + "\n".join(rows)
         )
+
+
+OPS = OpLog()
 
 
 @keep_from_compiler

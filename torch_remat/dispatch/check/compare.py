@@ -52,10 +52,10 @@ def mismatched(
     region: RegionLike, what: str, remedy: str, tensor: str | None = None, op: str | None = None
 ) -> MismatchError:
     """Return the error, with both phases' ops if the region recorded them."""
-    if region.op_log is None:
+    if (op_log := region.options.op_log) is None:
         remedy += " checkpoint(debug=True) shows the ops of both phases side by side."
     else:
-        remedy += "\n" + region.op_log.side_by_side()
+        remedy += "\n" + op_log.side_by_side(region)
     return MismatchError(what, region=region.name, op=op, tensor=tensor, remedy=remedy)
 
 

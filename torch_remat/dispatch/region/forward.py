@@ -142,9 +142,8 @@ class Recording(RematMode):
         if region.options.context_fn is not None:
             forward_context, region.replay_context = region.options.context_fn()
             contexts.append(forward_context)
-        if region.op_log is not None:
-            self.lets_compiled_code_run = True
-            self.opening = region.op_log.begin("forward")
+        if (op_log := region.options.op_log) is not None:
+            self.opening, self.lets_compiled_code_run = op_log.begin(region, "forward"), True
         if self._values is not None:
             contexts.append(LeftOut(self._values))
         if region.options.policy is not None:

@@ -36,7 +36,7 @@ from torch_remat.dispatch.log.entry import Call
 from torch_remat.dispatch.mode import unseen
 from torch_remat.dispatch.naming import default_name, scope
 from torch_remat.dispatch.offloading import sender_of
-from torch_remat.dispatch.options import DEFAULTS, OpLog, Options
+from torch_remat.dispatch.options import Options
 from torch_remat.dispatch.part import own_hooks
 from torch_remat.dispatch.placeholder import unpack
 from torch_remat.dispatch.reach import reach
@@ -221,7 +221,6 @@ class Region:
     end_number = -1  # where autograd stood when forward ended
     last_number = -1  # of the autograd nodes that lead to its outputs, if something asked for them
     replay_context: AbstractContextManager[Any] | None = None
-    op_log: OpLog | None = None
     offloading: Sender | None = None
     outside: Outside | None = None  # what outlives it and may change
     keeper: Keeper | None = None  # inside of a budget
@@ -261,11 +260,8 @@ class Region:
         self.tape = Tape()
         self.first_number = sequence_number()  # of the autograd nodes that it makes
         self.scope = scope.get()
-        if options is not DEFAULTS:
-            if options.op_log is not None:
-                self.op_log = options.op_log()
-            if options.offload_inputs and hooks is None:
-                inputs.give_away(sender_of(self).send)
+        if options.offload_inputs and hooks is None:
+            inputs.give_away(sender_of(self).send)
         self.lock = RLock()
         self.serial = _next_serial()
         _regions.add(ref(self, _regions.discard))
@@ -412,5 +408,5 @@ class Region:
         self.parameters = ()
         if self.tape.records or self.tape.calls or self.tape.inner:
             self.tape.forget_slots()
-        self.inputs = self.function = self.hooks = self.rng = self.replay_context = self.op_log = None
+        self.inputs = self.function = self.hooks = self.rng = self.replay_context = None
         self.outside = None

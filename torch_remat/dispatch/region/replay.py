@@ -182,8 +182,8 @@ class Filling(RematMode):
             contexts.append(region.replay_context)
         if self._values is not None:
             contexts.append(LeftOut(self._values))  # as in forward: some ops count versions otherwise under a mode
-        if region.op_log is not None:
-            self.opening, self.lets_compiled_code_run = region.op_log.begin("replay"), True
+        if (op_log := region.options.op_log) is not None:
+            self.opening, self.lets_compiled_code_run = op_log.begin(region, "replay"), True
         return contexts
 
     def _go_back(self) -> list[AbstractContextManager[Any]]:
