@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from torch_remat._compat import without_dispatch_modes
-from torch_remat.dispatch.offloading import sender_of
 from torch_remat.dispatch.region.region import Region
 from torch_remat.offload.sender import Offloaded
 
@@ -42,7 +41,7 @@ class Filler:
         if tensor.is_sparse or self._bytes_leaving() + tensor.nbytes > self._most:
             return None
         with torch.no_grad(), without_dispatch_modes():
-            away = sender_of(region).send(tensor, None, f"saved tensor {place}", "residual")
+            away = region.sender().send(tensor, None, f"saved tensor {place}", "residual")
         if away is not None and away.transfer.copy.told("still_here") is not None:
             self._leaving.append(_Sent(away))
         return away

@@ -2,17 +2,22 @@
 
 In: a tensor that the region would keep. Kept: an `Offloaded`, a view of a transfer, in its place. Out: the tensor,
 brought back when backward or replay needs it.
+
+It takes the way of saved-tensor hooks around a region: what is kept is packed, and unpacked with each read. Where there
+are such hooks, they decide, and nothing is offloaded: an enclosing region recomputes what this one would send.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from torch_remat._compat import storage_key, without_dispatch_modes
+from torch_remat._compat import SavedTensorHooks, storage_key, with_shared_versions, without_dispatch_modes
 from torch_remat.offload.prefetch import RegionTransfers
 from torch_remat.offload.protocol import Kind, Offloader, OffloadInfo, chosen
 from torch_remat.offload.table import Batch, table_of
@@ -119,3 +124,89 @@ class Sender:
             return None
         _tell(tensor, id(away.transfer.copy))
         return away.seen_as(tensor, op or None, name)
+
+
+class Sending(Protocol):
+    """What is asked of a region that sends."""
+
+    def sender(self) -> Sender:
+        """Return its sender."""
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor's memory stays with its inputs."""
+
+
+class Resident(Protocol):
+    """What a holder keeps of a tensor: its value, or what a pair of hooks makes of it.
+
+    Attributes:
+        op: The name of the op that saves it.
+        tensor_name: Its name there.
+        value: The tensor, if it is here.
+        packed: What the pack hook returned.
+        unpack: The unpack hook.
+    """
+
+    op: str
+    tensor_name: str
+    value: torch.Tensor | None
+    packed: Any
+    unpack: Callable[[Any], torch.Tensor] | None
+
+
+class Departures:
+    """What leaves the device in one forward of a region, each by a pair of hooks.
+
+    Args:
+        region: The region.
+        unwatched: Shows the ops of a transfer to nobody.
+
+    Attributes:
+        waiting: Residents that are to leave, with their tensors: an op may fill a buffer after it has saved it.
+    """
+
+    __slots__ = ("_region", "_sent", "_unwatched", "waiting")
+
+    def __init__(self, region: Sending, unwatched: Callable[[], AbstractContextManager[None]]) -> None:
+        self.waiting: list[tuple[Resident, torch.Tensor]] = []
+        self._region = region
+        self._unwatched = unwatched
+        # What has left, by storage, with the version that it had: kept results of the same memory share its way.
+        self._sent: dict[int, tuple[StorageWeakRef, int, Offloaded]] = {}
+
+    def send(self) -> None:
+        """Send what waits, now that its op is over."""
+        waiting, together = [*self.waiting], object()
+        self.waiting.clear()
+        for holder, tensor in waiting:
+            with torch.no_grad(), self._unwatched(), without_dispatch_modes(), with_shared_versions():
+                if self.take(holder, tensor, together):
+                    holder.value = None
+                    storage = StorageWeakRef(tensor.untyped_storage())
+                    self._sent[storage_key(tensor)] = storage, tensor._version, holder.packed
+
+    def take(self, holder: Resident, tensor: torch.Tensor, together: object = None) -> bool:
+        """Send what a holder would keep, by default together with all that its op saves; False if it stays."""
+        if self._region.holds(tensor):
+            return False
+        sender = self._region.sender()
+        away = sender.send(tensor, holder.op, holder.tensor_name, "residual", together or holder.op)
+        if away is None:
+            return False
+        holder.packed, holder.unpack = away, Offloaded.load
+        return True
+
+    def hooks_of(self, op: str | None, name: str, tensor: torch.Tensor) -> SavedTensorHooks | None:
+        """Send a result that replay needs, unless its storage is away already; return its hooks, None if it stays."""
+        sender, away = self._region.sender(), None
+        if (known := self._known(tensor)) is not None:
+            away = sender.share(known, tensor, op, name)
+        if away is None:
+            away = sender.send(tensor, op, name, "input")
+        return None if away is None else ((lambda _: away), Offloaded.load)
+
+    def _known(self, tensor: torch.Tensor) -> Offloaded | None:
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+            return None
+        storage, version, away = self._sent.get(storage_key(tensor), (None, 0, None))
+        return away if storage is not None and not storage.expired() and version == tensor._version else None

@@ -49,11 +49,11 @@ from torch_remat.dispatch.log.entry import FIRST, ONE, Call, Entry, written_argu
 from torch_remat.dispatch.log.meta import Meta, Raised, WrapperMeta, described, key_of, keys_of, layout_of, tensors_in
 from torch_remat.dispatch.log.schema import Effects, effects_of, may_draw
 from torch_remat.dispatch.log.slot import Slot, version_of
-from torch_remat.dispatch.offloading import Departures
 from torch_remat.dispatch.placeholder import NOT_LAZY, Placeholder, new_tuple
 from torch_remat.dispatch.reach import Place, reach
 from torch_remat.dispatch.region.inputs import leaves_of
 from torch_remat.errors import UsageError
+from torch_remat.offload.sender import Departures
 from torch_remat.offload.transfer import Placement
 from torch_remat.policies.decision import CheckpointPolicy
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from sys import _getframe
 from types import BuiltinFunctionType, NoneType
 from typing import Any, NamedTuple
@@ -65,15 +66,15 @@ from torch_remat.dispatch.log.needs import find_needs
 from torch_remat.dispatch.log.op_recorder import OpRecorder
 from torch_remat.dispatch.log.readers import Readers, read_outputs, readers_in
 from torch_remat.dispatch.log.results import Results, Undecided
-from torch_remat.dispatch.log.slot import version_of
+from torch_remat.dispatch.log.slot import slot_for, version_of
 from torch_remat.dispatch.log.storages import Storages
 from torch_remat.dispatch.mode import RematMode
-from torch_remat.dispatch.offloading import Departures, offload_resident, sender_of
 from torch_remat.dispatch.options import DEFAULTS
 from torch_remat.dispatch.placeholder import Placeholder, new_tuple
 from torch_remat.dispatch.region.inputs import leaves_of
 from torch_remat.dispatch.region.outside import State
 from torch_remat.errors import RematWarning, UsageError, qualified_name, user_line
+from torch_remat.offload.sender import Departures
 from torch_remat.policies.decision import CheckpointPolicy
 from torch_remat.policies.kinds import OpPolicy
 
@@ -139,11 +140,14 @@ class Recorder:
         self.entries: list[Entry] = []
         self.region.tape.calls = self.entries
         self.roots: list[Root] = []
-        options, nested = self.region.options, self.region.hooks is not None
+        region = self.region
+        options, hooks = region.options, region.hooks
+        nested = hooks is not None
         self.storages = Storages(nested)
-        self.departures = Departures(forward)
+        self.departures = Departures(region, forward.unwatched)
         self._allow_mutation: bool = options.allow_cache_entry_mutation
-        self.results = Results(self.storages, self.departures.slot_for, nested, self._allow_mutation)
+        make_slot = partial(slot_for, hooks, self.departures)
+        self.results = Results(self.storages, make_slot, nested, self._allow_mutation)
         self._plain = not (nested or self._allow_mutation)
         self.is_usual = options is DEFAULTS and not nested
         self.has_policy: bool = options.policy is not None
@@ -153,7 +157,7 @@ class Recorder:
         self.opened: ForwardOp | None = None
         self.expected: tuple[Call, list[tuple[str, Tensor | None]], int] | None = None
         self.known_args: Sequence[Any] = ()
-        self.draws = None if self.region.rng is None else Draws(self.region.rng)
+        self.draws = None if region.rng is None else Draws(region.rng)
         self.recomputing = 0
         self.skipped_any = self.packs = False
         self._runs: list[Running] = []  # the saved calls, but those of handles
@@ -312,7 +316,7 @@ class Recorder:
             region.tape.note_elided(ref(holder))
             if region.values is not None:
                 region.values.add(holder, tensor)
-        elif policy is not _OFFLOAD or region.hooks is not None or not offload_resident(region, holder, tensor):
+        elif policy is not _OFFLOAD or region.hooks is not None or not self.departures.take(holder, tensor):
             self.keep(holder, tensor)
         return holder
 
@@ -585,7 +589,8 @@ class Recorder:
             with without_dispatch_modes(), torch.no_grad():
                 output = placement_in(meta).seen_in(tensor.detach())
         if output is not None:
-            slot = self.departures.slot_for(call.name, call.label(place), output, call.policy, False)
+            label = call.label(place)
+            slot = slot_for(self.region.hooks, self.departures, call.name, label, output, call.policy, False)
             call.kept = {**call.kept, place: slot}
 
     def states_outside(self) -> Sequence[State] | None:
@@ -847,7 +852,7 @@ class Recorder:
 
     def know_parameters(self, args: Sequence[Any]) -> None:
         """Let the parameters among a handle's inputs stay, which is to be offloaded."""
-        sender_of(self.region).know_parameters(args)
+        self.region.sender().know_parameters(args)
 
     def expect(self, call: Call, tensors: list[tuple[str, Tensor | None]], args: Sequence[Any]) -> None:
         """Expect what a handle saves, the last first, before any other node; ``args`` are its inputs, if known."""

@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 
-from torch_remat._compat import SavedTensorHooks
+from torch_remat._compat import SavedTensorHooks, without_dispatch_modes
 from torch_remat.errors import MutationError
+from torch_remat.offload.sender import Departures
+from torch_remat.policies.decision import CheckpointPolicy
 
 UNCOUNTED = -1
 """The version of a tensor made in inference mode, which counts no changes."""
@@ -116,3 +118,20 @@ class Slot:
             with torch.no_grad():
                 kept = self._unpack(kept)
         return kept.detach().requires_grad_(self._requires_grad)
+
+
+def slot_for(
+    around: SavedTensorHooks | None,
+    departures: Departures,
+    op: str,
+    name: str,
+    tensor: torch.Tensor,
+    policy: CheckpointPolicy,
+    requires_grad: bool | None = None,
+    unchecked: bool = False,
+) -> Slot:
+    """Return the slot for a result; ``around`` are the hooks around the region, which decide where there are any."""
+    if around is None and policy is CheckpointPolicy.OFFLOAD:
+        with torch.no_grad(), without_dispatch_modes():
+            around = departures.hooks_of(op, name, tensor)
+    return Slot(tensor, around, requires_grad, unchecked)

@@ -35,7 +35,6 @@ from torch_remat.dispatch.keeping import Keeper
 from torch_remat.dispatch.log.entry import Call
 from torch_remat.dispatch.mode import unseen
 from torch_remat.dispatch.naming import default_name, scope
-from torch_remat.dispatch.offloading import sender_of
 from torch_remat.dispatch.options import Options
 from torch_remat.dispatch.part import own_hooks
 from torch_remat.dispatch.placeholder import unpack
@@ -221,7 +220,7 @@ class Region:
     end_number = -1  # where autograd stood when forward ended
     last_number = -1  # of the autograd nodes that lead to its outputs, if something asked for them
     replay_context: AbstractContextManager[Any] | None = None
-    offloading: Sender | None = None
+    _sender: Sender | None = None
     outside: Outside | None = None  # what outlives it and may change
     keeper: Keeper | None = None  # inside of a budget
     recorder: Any = None  # of names and ops, while forward runs
@@ -261,7 +260,7 @@ class Region:
         self.first_number = sequence_number()  # of the autograd nodes that it makes
         self.scope = scope.get()
         if options.offload_inputs and hooks is None:
-            inputs.give_away(sender_of(self).send)
+            inputs.give_away(self.sender().send)
         self.lock = RLock()
         self.serial = _next_serial()
         _regions.add(ref(self, _regions.discard))
@@ -272,6 +271,17 @@ class Region:
         if self.options.region_name is not None:
             return self.options.region_name
         return default_name(self._past_name if self.function is None else self.function)
+
+    def sender(self) -> Sender:
+        """Return what sends its tensors away, made when the first of them is to leave."""
+        if self._sender is None:
+            given = () if self.inputs is None else self.inputs.parameters()
+            self._sender = Sender(self.name, self.options.offloader, (*self.parameters, *given))
+        return self._sender
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor's memory stays with the inputs; asked only while forward runs."""
+        return self.inputs is not None and self.inputs.holds(tensor if tensor._base is None else tensor._base)
 
     def reach(self) -> None:
         """Replay if a holder needs it: backward comes to the region, and has run nothing of it."""
