@@ -1,4 +1,11 @@
-"""Names: the scopes around ops, and default names of regions."""
+"""Names: the scopes around ops, default names of regions, and where in the module tree an op runs.
+
+In: the modules that run in a region. Kept: nothing past the forward. Out: a path from the region's root, such as
+``attention.query``; empty in the root itself.
+
+The stack tells which module runs. Hooks on modules, by which `torch.utils.module_tracker` knows it, take the whole
+step another 7 % of time, most of it in torch: a module without hooks is called in a shorter way.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +13,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
+from inspect import unwrap
+from sys import _getframe
 from typing import Any
 
 from torch.nn import Module
+
+from torch_remat.dispatch.mode import RematMode
 
 
 def default_name(function: Callable[..., Any] | str | None) -> str:
@@ -38,3 +49,86 @@ def scope_restored(prefix: str) -> Iterator[None]:
         yield
     finally:
         scope.reset(token)
+
+
+_functions: Any = Module.__call__, RematMode.watched
+_CALL, _WATCHED = [function.__code__ for function in _functions]
+
+
+class ModulePath:
+    """Tells the paths of modules; a context manager around the region's function.
+
+    Args:
+        function: The region's function. A module, or the module whose method it is, is the root. Of a module that
+            belongs to none that is known the path is its class.
+    """
+
+    _end: Any = None  # the frame to which the stack is the region's; until the function is over
+    _is_near = False
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._names: dict[int, str] = {}  # by the identity of each module; empty until one runs
+        self._known: list[Module] = []  # so that no other gets the identity
+
+    def __enter__(self) -> None:
+        """Note where the region begins."""
+        self._end = _getframe(1)
+
+    def __exit__(self, *exception: object) -> None:
+        """Let go of the frame."""
+        self._end = None
+
+    def of(self, frame: Any) -> str:
+        """Return the path of the module whose code runs in a frame, with a final dot unless it is empty."""
+        end, code = self._end, _CALL
+        if frame is end:
+            return ""
+        first = frame = frame.f_back  # the caller itself is no call of a module
+        try:
+            while frame is not end:
+                if frame.f_code is code:
+                    path = self._names.get(id(frame.f_locals["self"]))
+                    return self._learn_around(frame) if path is None else path
+                frame = frame.f_back
+        except AttributeError:  # the stack of another thread, which a backward has, ends before
+            return ""
+        if not self._is_near:  # in no module: the next walk shall end where the region's function begins
+            self._is_near, frame = True, first
+            while frame is not end:
+                if frame.f_code is _WATCHED:
+                    self._end = frame
+                frame = frame.f_back
+        return ""
+
+    def _learn_around(self, frame: Any) -> str:
+        """Learn the modules that run around a frame, the outermost first; return the path of the innermost."""
+        if not self._names:
+            # A decorated method is known by its module: what it wraps is a function, which tells of none.
+            root = unwrap(self._function, stop=lambda function: isinstance(_owner_of(function), Module))
+            if isinstance(root := _owner_of(root), Module):
+                self._learn(root, "")
+        running: list[Module] = []
+        while frame is not self._end and frame is not None:
+            if frame.f_code is _CALL:
+                running.append(frame.f_locals["self"])
+            frame = frame.f_back
+        for module in reversed(running):
+            if id(module) not in self._names:
+                self._learn(module, type(module).__name__)
+        return self._names[id(running[0])]
+
+    def _learn(self, module: Module, name: str) -> None:
+        """Learn the names that `named_modules` gives, in its order, past its generators in each other."""
+        names, todo = self._names, [(name + "." if name else "", module)]
+        while todo:
+            path, inner = todo.pop()
+            if id(inner) not in names:
+                names[id(inner)] = path
+                self._known.append(inner)
+                if children := inner._modules:
+                    todo += [(f"{path}{key}.", child) for key, child in [*children.items()][::-1] if child is not None]
+
+
+def _owner_of(function: Any) -> Any:
+    return function if isinstance(function, Module) else getattr(function, "__self__", None)

@@ -46,9 +46,9 @@ from torch_remat.dispatch.holder import (
 from torch_remat.dispatch.keeping import keeping
 from torch_remat.dispatch.log.slot import counter_of
 from torch_remat.dispatch.mode import RematMode, current_mode
+from torch_remat.dispatch.naming import ModulePath
 from torch_remat.dispatch.observe import is_watched, watch
 from torch_remat.dispatch.options import DEFAULTS, Options
-from torch_remat.dispatch.region.module_path import ModulePath
 from torch_remat.dispatch.region.outputs import boundary_nodes, tensors_of
 from torch_remat.dispatch.region.outside import Outside
 from torch_remat.dispatch.region.region import Region
