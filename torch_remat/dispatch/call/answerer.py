@@ -34,11 +34,10 @@ from torch_remat.dispatch.call.recorder import keep_from_now_on, promise, warn_o
 from torch_remat.dispatch.call.result import another_call, is_flat, kept_or_stand_in, result_of
 from torch_remat.dispatch.check.compare import SAME_ORDER, another_op, mismatched, other_source
 from torch_remat.dispatch.holder import metadata_of, parameter_behind
-from torch_remat.dispatch.log.elide import Elided, offset_in_bytes, placement_in
 from torch_remat.dispatch.log.entry import Call, Entry, still_there
 from torch_remat.dispatch.log.meta import Raised, keys_of, layout_of
 from torch_remat.dispatch.log.op_answerer import OpAnswerer, loaded_slots
-from torch_remat.dispatch.log.slot import Slot
+from torch_remat.dispatch.log.slot import Elided, Slot, offset_in_bytes, placement_in
 from torch_remat.dispatch.log.suppressed import Suppressed
 from torch_remat.dispatch.placeholder import (
     Packed,

@@ -59,14 +59,13 @@ from torch_remat.dispatch.holder import (
     metadata_of,
     parameter_behind,
 )
-from torch_remat.dispatch.log.elide import Elided, placement_in
 from torch_remat.dispatch.log.entry import ONE, Call, Entry
 from torch_remat.dispatch.log.meta import Meta, key_of, keys_of, parts_of, tensors_in
 from torch_remat.dispatch.log.needs import find_needs
 from torch_remat.dispatch.log.op_recorder import OpRecorder
 from torch_remat.dispatch.log.readers import Readers, read_outputs, readers_in
 from torch_remat.dispatch.log.results import Results, Undecided
-from torch_remat.dispatch.log.slot import slot_for, version_of
+from torch_remat.dispatch.log.slot import Elided, placement_in, slot_for, version_of
 from torch_remat.dispatch.log.storages import Storages
 from torch_remat.dispatch.mode import RematMode
 from torch_remat.dispatch.options import DEFAULTS

@@ -18,10 +18,9 @@ from torch.nn import Parameter
 
 from torch_remat._compat import adopt_pytree_node, is_refused, same_memory
 from torch_remat.dispatch.check.compare import mismatched
-from torch_remat.dispatch.log.elide import Elided
 from torch_remat.dispatch.log.entry import Call
 from torch_remat.dispatch.log.meta import Meta, WrapperMeta, stand_in
-from torch_remat.dispatch.log.slot import Slot
+from torch_remat.dispatch.log.slot import Elided, Slot
 from torch_remat.dispatch.placeholder import Placeholder, Source
 from torch_remat.dispatch.region.inputs import fresh_alias
 from torch_remat.errors import MismatchError

@@ -24,8 +24,7 @@ from torch_remat.policies.decision import CheckpointPolicy
 
 if TYPE_CHECKING:
     from torch_remat.dispatch.ambient import RngState
-    from torch_remat.dispatch.log.elide import Elided
-    from torch_remat.dispatch.log.slot import Slot
+    from torch_remat.dispatch.log.slot import Elided, Slot
 
 NOTHING: frozenset[int] = frozenset()
 FIRST = frozenset((0,))

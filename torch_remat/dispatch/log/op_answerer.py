@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from torch_remat._compat import Handler, keep_from_compiler
-from torch_remat.dispatch.log.elide import offset_in_bytes
 from torch_remat.dispatch.log.entry import (
     CALL,
     ONE,
@@ -49,7 +48,7 @@ from torch_remat.dispatch.log.meta import (
     tensors_in,
 )
 from torch_remat.dispatch.log.schema import effects_of, without_statistics
-from torch_remat.dispatch.log.slot import Slot, version_of
+from torch_remat.dispatch.log.slot import Slot, offset_in_bytes, version_of
 from torch_remat.dispatch.log.suppressed import Suppressed
 from torch_remat.dispatch.placeholder import Placeholder, Source, geometry_of, mapped, new_tuple, refuse
 from torch_remat.errors import MismatchError, MutationError

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 
 from torch_remat._compat import without_dispatch_modes
-from torch_remat.dispatch.log.elide import placement_in
 from torch_remat.dispatch.log.entry import CALL, ONE, SEVERAL, WRITTEN, Entry
 from torch_remat.dispatch.log.meta import Meta
-from torch_remat.dispatch.log.slot import UNCOUNTED, Slot, version_of
+from torch_remat.dispatch.log.slot import UNCOUNTED, Slot, placement_in, version_of
 from torch_remat.dispatch.log.storages import Storages, let_go
 from torch_remat.policies.decision import CheckpointPolicy
 

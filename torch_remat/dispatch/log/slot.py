@@ -1,20 +1,28 @@
-"""A tensor that the log keeps because replay needs it, and the one rule about versions.
+"""What the log has of a tensor that replay needs: it keeps it in a slot, or elides it, since replay has it anyway.
 
-In: a tensor, in forward. Kept: an alias of it, or what the hooks around the region made of it. Out: the tensor, for one
-replay, or an error if it was changed in place meanwhile.
+In: a tensor, in forward. Kept: an alias of it, or what the hooks around the region made of it; of a saved tensor of a
+call that is, or shares the storage of, an argument or variable of the call: where both lay in their storage. Out: the
+tensor, for one replay, or an error if it was changed in place meanwhile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import ref
 
 import torch
 
 from torch_remat._compat import SavedTensorHooks, without_dispatch_modes
+from torch_remat.dispatch.placeholder import Packed, Placeholder, new_tuple
 from torch_remat.errors import MutationError
 from torch_remat.offload.sender import Departures
+from torch_remat.offload.transfer import Placement
 from torch_remat.policies.decision import CheckpointPolicy
+
+if TYPE_CHECKING:
+    from torch_remat.dispatch.holder import OpHolder
 
 UNCOUNTED = -1
 """The version of a tensor made in inference mode, which counts no changes."""
@@ -135,3 +143,101 @@ def slot_for(
         with torch.no_grad(), without_dispatch_modes():
             around = departures.hooks_of(op, name, tensor)
     return Slot(tensor, around, requires_grad, unchecked)
+
+
+def placement_in(meta: Any) -> Placement:
+    """Return the placement of a tensor that a `Meta` describes."""
+    shape, stride, offset = meta.geometry
+    return Placement(shape, stride, offset * meta.dtype.itemsize, meta.dtype, *meta.lazy)
+
+
+def offset_in_bytes(tensor: torch.Tensor) -> int:
+    """Return where a tensor's first element lies in its storage."""
+    return int(tensor.storage_offset()) * tensor.dtype.itemsize
+
+
+class Elided(NamedTuple):
+    """A saved tensor that is taken in replay from an argument or a variable of its call: its source.
+
+    Attributes:
+        holder: The holder that waits for it.
+        place: Which argument the source is; variables are counted after the arguments.
+        view: Where the tensor lay in the source's storage; None if it is the source itself.
+        source: Where the source lay; None likewise.
+    """
+
+    holder: ref[OpHolder]
+    place: int
+    view: Placement | None
+    source: Placement | None
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, holder: OpHolder, place: int, source: torch.Tensor) -> Elided:
+        """Describe a saved tensor that shares the storage of its source."""
+        places = (None, None) if source is tensor else (Placement.of(tensor), Placement.of(source))
+        made: Elided = new_tuple(cls, (ref(holder), place, *places))
+        return made
+
+    def value(self, source: torch.Tensor, with_history: bool = False) -> torch.Tensor | None:
+        """Return the saved tensor, from replay's counterpart of its source; None if that lies otherwise in memory."""
+        view, known = self.view, self.source
+        if view is None or known is None:
+            return source.detach()
+        if known._replace(offset_bytes=offset_in_bytes(source)) != Placement.of(source):
+            # Hooks around the region may give its inputs back in another order.
+            ordered = _laid_out(source, known)
+            if ordered is None:
+                return None
+            source = ordered
+        moved = offset_in_bytes(source) - known.offset_bytes
+        if not isinstance(source, Placeholder) and not view.lies_within(source.untyped_storage().nbytes(), moved):
+            return None
+        return view.seen_in(source if with_history else source.detach(), moved)
+
+
+def _laid_out(tensor: torch.Tensor, like: Placement) -> torch.Tensor | None:
+    """Return a copy of a tensor with other strides; None if it would not fill its memory, each element once."""
+    now = Placement.of(tensor)
+    if like != now._replace(stride=like.stride, offset_bytes=like.offset_bytes) or now.conjugated or now.negated:
+        return None
+    if like.span.stop - like.span.start != tensor.nbytes:
+        return None
+    with torch.no_grad():
+        made = torch.empty_strided(like.shape, like.stride, dtype=tensor.dtype, device=tensor.device)
+        return made.copy_(tensor)
+
+
+class Own(NamedTuple):
+    """A kept tensor, and its version counter when it was kept."""
+
+    tensor: torch.Tensor
+    version: int
+
+
+def own_hooks(region: str) -> SavedTensorHooks:
+    """Return hooks by which a region that runs in a native region keeps tensors as they are.
+
+    In the replay around it the ops of such a region have no values, so that it could not keep the same tensors again.
+    Only its inputs go through the hooks around the native region.
+
+    Args:
+        region: Its name.
+    """
+    return _pack, partial(_unpack, region)
+
+
+def _pack(tensor: torch.Tensor) -> Own | Packed:
+    return Packed.of(tensor) if isinstance(tensor, Placeholder) else Own(tensor.detach(), tensor._version)
+
+
+def _unpack(region: str, kept: Own | Packed) -> torch.Tensor:
+    if type(kept) is Packed:
+        return kept()
+    tensor, version = kept  # type: ignore[misc]
+    if tensor._version != version:
+        raise MutationError(
+            f"a tensor of shape {tuple(tensor.shape)} that backward needs was changed in place after it was kept",
+            region=region,
+            remedy="Use the out-of-place form of the op that changes it, or change it after backward.",
+        )
+    return tensor

@@ -33,10 +33,10 @@ from torch_remat.dispatch.check.values import Values
 from torch_remat.dispatch.holder import Holder, Layout, OpHolder, ResidentRef, read
 from torch_remat.dispatch.keeping import Keeper
 from torch_remat.dispatch.log.entry import Call
+from torch_remat.dispatch.log.slot import own_hooks
 from torch_remat.dispatch.mode import unseen
 from torch_remat.dispatch.naming import default_name, scope
 from torch_remat.dispatch.options import Options
-from torch_remat.dispatch.part import own_hooks
 from torch_remat.dispatch.placeholder import unpack
 from torch_remat.dispatch.reach import reach
 from torch_remat.dispatch.region.inputs import RegionInputs
@@ -210,7 +210,7 @@ class Region:
         kwargs: Its keyword arguments.
         options: What the user chose.
         replay: Makes what fills a region's empty holders, up to a place on its tape, by its method `replay`.
-        is_part: Whether it runs in a native region that replay skips; see `part`.
+        is_part: Whether it runs in a native region that replay skips; see `own_hooks`.
     """
 
     values: Values | None = None  # of the determinism check, while forward takes them
