@@ -41,7 +41,7 @@ from torch_remat.dispatch.keeping import Keeping, keeping
 from torch_remat.dispatch.naming import default_name
 from torch_remat.dispatch.observe import observers
 from torch_remat.dispatch.options import DEFAULTS, Options
-from torch_remat.dispatch.region.outputs import tensors_of
+from torch_remat.dispatch.reach import tensors_of
 from torch_remat.errors import RematWarning, UsageError, user_line
 from torch_remat.reports.text import format_bytes
 

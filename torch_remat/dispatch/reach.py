@@ -1,25 +1,30 @@
-"""What a region's function reaches without an argument: the one walker.
+"""What a region's function reaches without an argument, and what it returns: the one walker.
 
 In: a region's function, and the modules among its arguments. Kept: nothing. Out: parameters, random generators, and the
 *places* of other tensors (buffers, attributes, closure cells, globals, entries of lists and dicts), where replay looks
-for them again.
+for them again; of whatever the function returned the tensors, and their autograd nodes.
 
 The walk costs a region little: it looks at a function's cells, defaults and named globals, through partials, methods
 and wrappers, at the attributes of the object that runs, one level into lists, tuples and dicts, and at all of a module.
-What lies deeper is not found; docs/limits.md says so.
+What lies deeper is not found; docs/limits.md says so. An output that is hidden deeper (in a generator, or behind slots)
+is not found either: the replay starts when autograd unpacks the first empty holder.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
-from types import CellType, CodeType, FunctionType, MethodType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
+import optree
 import torch
 from torch import Generator, Tensor
 from torch.nn import Module, Parameter
+
+from torch_remat._compat import PYTREE_NAMESPACE, adopt_pytree_node
 
 # Torch's own modules, to which nobody adds an attribute, have buffers at most.
 _BARE = frozenset(kind for kind in vars(torch.nn).values() if isinstance(kind, type) and issubclass(kind, Module))
@@ -272,3 +277,56 @@ def _role_of(kind: type) -> int:
 _TENSOR, _OTHER, _CALLABLE, _OWNER = 1, 2, 3, 4
 _ROLES: dict[type, int] = {}  # by type, since to ask a class of torch's whether it has an instance is slow
 _CONTAINERS = frozenset((list, tuple, dict))
+
+
+_NOT_LOOKED_INTO = (Module, type, FunctionType, ModuleType)
+
+
+def tensors_of(output: Any) -> list[torch.Tensor]:
+    """Return the tensors of a region's output, each as often as it occurs outside of containers that occur twice."""
+    if isinstance(output, torch.Tensor):
+        return [output]
+    tensors = []
+    todo, seen = [output], set()
+    for value in todo:  # grows meanwhile
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+        elif id(value) not in seen:
+            seen.add(id(value))
+            todo += _parts_of(value)
+    return tensors
+
+
+def _parts_of(value: Any) -> Iterable[Any]:
+    """Return what a value consists of; nothing if it is no container and no object with attributes."""
+    kind = type(value)
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, (tuple, list, set, frozenset)):
+        return value
+    if dataclasses.is_dataclass(kind):
+        return [getattr(value, field.name) for field in dataclasses.fields(kind) if hasattr(value, field.name)]
+    if optree.register_pytree_node.get(kind, namespace=PYTREE_NAMESPACE) is not None or adopt_pytree_node(kind):
+        children: Iterable[Any] = optree.tree_flatten_one_level(value, namespace=PYTREE_NAMESPACE)[0]
+        return children
+    if isinstance(value, _NOT_LOOKED_INTO):
+        return ()
+    attributes: Mapping[str, Any] = getattr(value, "__dict__", {})
+    return attributes.values()
+
+
+def boundary_nodes(tensors: list[torch.Tensor]) -> list[torch.autograd.graph.Node]:
+    """Return the autograd nodes of the outputs, each once."""
+    return list(dict.fromkeys(node for tensor in tensors if (node := node_of(tensor)) is not None))
+
+
+def node_of(tensor: torch.Tensor) -> torch.autograd.graph.Node | None:
+    """Return the autograd node of an output, or of what it is a view of.
+
+    A view whose base was changed in place gets a new node when it is next asked for. Asked here, the node would be
+    older than in plain autograd, and backward would add up gradients in another order.
+    """
+    base = tensor._base
+    if base is None or tensor.is_inference() or not tensor._version:
+        return tensor.grad_fn
+    return base.grad_fn

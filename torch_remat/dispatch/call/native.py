@@ -30,8 +30,8 @@ from torch_remat.dispatch.log.schema import LIFT
 from torch_remat.dispatch.log.slot import Slot
 from torch_remat.dispatch.log.suppressed import Suppressed
 from torch_remat.dispatch.placeholder import NOT_LAZY, Placeholder, Source, is_of_placeholders, new_tuple
+from torch_remat.dispatch.reach import tensors_of
 from torch_remat.dispatch.region.inputs import leaves_of
-from torch_remat.dispatch.region.outputs import tensors_of
 
 _new = object.__new__  # without a call of `__init__` for each op
 

@@ -49,7 +49,7 @@ from torch_remat.dispatch.mode import RematMode, current_mode
 from torch_remat.dispatch.naming import ModulePath
 from torch_remat.dispatch.observe import is_watched, watch
 from torch_remat.dispatch.options import DEFAULTS, Options
-from torch_remat.dispatch.region.outputs import boundary_nodes, tensors_of
+from torch_remat.dispatch.reach import boundary_nodes, tensors_of
 from torch_remat.dispatch.region.outside import Outside
 from torch_remat.dispatch.region.region import Region
 from torch_remat.dispatch.region.replay import Filling
