@@ -223,7 +223,7 @@ def test_rules_find_what_breaks_them():
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == ["a", "b", "c"]
     assert lines_of_functions(ast.parse("def f():\n    'what'\n    x = 1\n    return x")) == [("f", 2)]
     face = next(path.stem for path in FILES if layer(module_of(path)) == 3)
-    inside = f"{NAME}.dispatch.observe"
+    inside = f"{NAME}.dispatch.options"
     assert wrong_directions(f"from .. import {face}", inside)
     assert wrong_directions(f"def f():\n    from torch_remat.{face} import x", inside)
     assert wrong_directions("from .dispatch import region", f"{NAME}.errors")

@@ -15,7 +15,7 @@ from helpers import alive, checkpointed, collector_off, leaf, watch
 from torch.profiler import ProfilerActivity, profile
 
 import torch_remat as remat
-from torch_remat.dispatch import observe
+from torch_remat.dispatch import options
 from torch_remat.reports.profile import Memory
 from torch_remat.reports.recorder import GONE, SENT
 from torch_remat.reports.spans import Sample, Span
@@ -175,8 +175,8 @@ def test_exception_leaves_nothing_behind_and_the_trace_readable():
 
     with pytest.raises(ZeroDivisionError):
         fail()
-    assert observe.observers == []
-    assert not observe.is_watched()
+    assert options.observers == []
+    assert not options.is_watched()
     assert [span.phase for span in traces[0].spans] == ["forward"]  # what happened until then
     assert "sin" in str(traces[0])
 

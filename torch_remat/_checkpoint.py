@@ -10,9 +10,8 @@ import torch
 from torch_remat._compat import is_compiling
 from torch_remat._compiled import compiled_region
 from torch_remat._offload import OFFLOADER, is_offloader
-from torch_remat.dispatch import observe
 from torch_remat.dispatch.mode import RematMode, current_mode
-from torch_remat.dispatch.options import DEFAULTS, ContextFn, DeterminismCheck, Options
+from torch_remat.dispatch.options import DEFAULTS, ContextFn, DeterminismCheck, Options, Watch, watch_by
 from torch_remat.dispatch.region.forward import run_region
 from torch_remat.errors import UsageError
 from torch_remat.offload.protocol import Offloader
@@ -206,13 +205,13 @@ def is_recomputing() -> bool:
     return mode is not None and mode.recomputing
 
 
-def _watch(mode: RematMode) -> observe.Watch:
-    from torch_remat.reports.watch import Watch  # loaded only where it is used
+def _watch(mode: RematMode) -> Watch:
+    from torch_remat.reports import watch  # loaded only where it is used
 
-    return Watch(mode)
+    return watch.Watch(mode)
 
 
-observe.watch_by(_watch)
+watch_by(_watch)
 
 
 def _validate(options: Options) -> None:

@@ -37,10 +37,8 @@ from torch_remat.budgets.reserve import Reserve
 from torch_remat.budgets.steps import Step
 from torch_remat.budgets.text import format_budget
 from torch_remat.budgets.without_holders import WithoutHolders
-from torch_remat.dispatch.keeping import Keeping, keeping
 from torch_remat.dispatch.naming import default_name
-from torch_remat.dispatch.observe import observers
-from torch_remat.dispatch.options import DEFAULTS, Options
+from torch_remat.dispatch.options import DEFAULTS, Keeping, Options, keeping, observers
 from torch_remat.dispatch.reach import tensors_of
 from torch_remat.errors import RematWarning, UsageError, user_line
 from torch_remat.reports.text import format_bytes

@@ -46,7 +46,7 @@ from torch_remat.budgets.repeats import Place
 from torch_remat.budgets.steps import Row
 from torch_remat.dispatch.holder import Holder, mark_changed
 from torch_remat.dispatch.mode import current_mode
-from torch_remat.dispatch.observe import observers
+from torch_remat.dispatch.options import observers
 from torch_remat.dispatch.reach import reach
 from torch_remat.dispatch.region.region import Region
 from torch_remat.policies.decision import CheckpointPolicy

@@ -16,8 +16,7 @@ from weakref import ref
 from torch_remat._compat import accelerator_type
 from torch_remat.budgets.kept import KeptRegion, Offer
 from torch_remat.budgets.ledger import Keys, Ledger
-from torch_remat.dispatch.keeping import Keeper, Keeping, keeping
-from torch_remat.dispatch.options import Options
+from torch_remat.dispatch.options import Keeper, Keeping, Options, keeping
 from torch_remat.dispatch.region.region import Region
 
 # One for all budgets: regions of one may count towards others. Forward takes it for each saved tensor; nothing else is

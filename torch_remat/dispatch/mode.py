@@ -31,7 +31,7 @@ from torch_remat._compat import (
     push_saved_tensors_hooks,
 )
 from torch_remat.dispatch.holder import RegionLike
-from torch_remat.dispatch.observe import Watch
+from torch_remat.dispatch.options import Watch
 from torch_remat.errors import Carried
 
 if TYPE_CHECKING:

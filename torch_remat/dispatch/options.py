@@ -1,15 +1,24 @@
-"""What a user chooses for a region, as the runtime reads it."""
+"""What is asked of a region: by its options, by the budget that it runs in, and by those who watch it.
+
+In: a region, or one phase of it, that begins. Kept: nothing here. Out: what the user chose for it; its *keeper*, inside
+of a budget, which fills holders as they are made and may empty them again at any time, since a replay fills what is
+empty; and its `Watch`, while a profiler or an observer such as `trace` watches, which is told what runs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from weakref import ref
 
 import torch
+from torch.autograd.graph import Node
 
-from torch_remat._compat import Handler
+from torch_remat._compat import Handler, profiler_runs
 from torch_remat.offload.protocol import Offloader
+from torch_remat.policies.decision import CheckpointPolicy
 
 if TYPE_CHECKING:
     from torch_remat.policies.kinds import OpPolicy
@@ -46,3 +55,109 @@ class Options(NamedTuple):
 
 # Regions with these, and only this object, skip what options may ask for.
 DEFAULTS = Options()
+
+
+class Keeper(Protocol):
+    """What one region asks.
+
+    Attributes:
+        owners: The budgets that the region is in.
+        keep: Gives a holder its value, unless it is to be empty, and looks for later changes in place; None where no
+            holder is kept. The arguments: the holder, the tape's weak reference to it, the value, the region's ops.
+    """
+
+    owners: Sequence[Any]
+    keep: Callable[[Any, ref[Any], torch.Tensor, Any], None] | None
+
+    def pack_hook(self, mode: Any, general: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+        """Return, for a forward and its pack hook, one that does itself what is usual."""
+
+    def end(self) -> None:
+        """The function has ended: mark those holders whose tensors were changed in place and are given up."""
+
+    def let_go(self) -> None:
+        """Empty what was kept since the last time: a backward inside of forward reads it, and finds it as outside."""
+
+    def set_aside(self) -> AbstractContextManager[None]:
+        """Have all holders empty for a moment, as they are outside of a budget."""
+
+    def finish(self) -> None:
+        """Forward is over: count what the region keeps besides."""
+
+    def reach(self) -> None:
+        """Backward has come to the region, and asks next what is empty."""
+
+    def replay(self, replay: Callable[[], None]) -> None:
+        """Run one replay, and take its time."""
+
+
+class Keeping(Protocol):
+    """What gives regions their keepers.
+
+    Attributes:
+        registers: The budgets, innermost first.
+    """
+
+    registers: Sequence[Any]
+
+    def runner(
+        self, options: Any, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Callable[..., Any] | None:
+        """Return what runs a function as it is, with its arguments; None for one that runs as a region."""
+
+    def begin(self, region: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Keeper | None:
+        """Return the keeper of a region whose forward begins, with the arguments as they were given."""
+
+
+# What the regions of this thread ask; None outside of budgets.
+keeping: ContextVar[Keeping | None] = ContextVar("torch_remat_keeping", default=None)
+
+
+# Who watches all regions of this process; see `reports.observer`. Not of a thread: backward runs in threads of its own,
+# which have no context variables of their callers.
+observers: list[Any] = []
+
+
+class Watch(Protocol):
+    """Watches one phase of one region, as a context manager around the region's function."""
+
+    def __enter__(self) -> None:
+        """Begin the phase."""
+
+    def __exit__(self, *raised: object) -> None:
+        """End the phase."""
+
+    def policy_of(self, name: str, policy: CheckpointPolicy) -> CheckpointPolicy:
+        """Return the policy that a call is to have instead of its own."""
+
+    def watch(self, handle: Any, name: str, policy: CheckpointPolicy, ctx: Any) -> None:
+        """Take note of an op with a handle, which begins."""
+
+    def run_native(self, run: Callable[..., Any], name: str, policy: CheckpointPolicy, *call: Any) -> Any:
+        """Run a call by ``run(name, policy, *call)``."""
+
+    def name_saved(self, named: Sequence[tuple[str, torch.Tensor | None]]) -> None:
+        """Take note of what the call that runs saves, by name."""
+
+    def finish(self, boundary: Sequence[Node | None]) -> None:
+        """Take note that forward is over; ``boundary`` are the nodes of its outputs."""
+
+
+def is_watched() -> bool:
+    """Whether a region that begins a phase now has to be watched; if not, nothing is told in this phase."""
+    return True if observers else profiler_runs()
+
+
+def watch_by(make: Callable[[Any], Watch]) -> None:
+    """Let a function make what watches the phase of a mode."""
+    global _make
+    _make = make
+
+
+def watch(mode: Any) -> Watch:
+    """Return what watches the phase of a mode."""
+    assert _make is not None
+    return _make(mode)
+
+
+_make: Callable[[Any], Watch] | None = None

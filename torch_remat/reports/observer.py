@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch.autograd.graph import Node
 
-from torch_remat.dispatch.observe import observers
+from torch_remat.dispatch.options import observers
 from torch_remat.dispatch.region.region import Region
 from torch_remat.offload.sender import told
 from torch_remat.policies.decision import CheckpointPolicy

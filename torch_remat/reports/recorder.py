@@ -18,8 +18,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torch_remat._compat import ProfilerRange, profiler_runs, sequence_number
-from torch_remat.dispatch.keeping import keeping
 from torch_remat.dispatch.mode import current_mode
+from torch_remat.dispatch.options import keeping
 from torch_remat.dispatch.region.region import Region, live_regions
 from torch_remat.reports.data import Sums
 from torch_remat.reports.ledger import report_of

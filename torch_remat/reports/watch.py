@@ -1,6 +1,6 @@
 """Watches a phase of a region for a profiler and for observers, and tells them what runs.
 
-In: the calls of the runtime, see `observe.Watch`. Kept: nothing once the phase is over. Out: ranges named
+In: the calls of the runtime, see `options.Watch`. Kept: nothing once the phase is over. Out: ranges named
 ``remat::region::op [phase]`` while a profiler runs, and calls of observers; `reports.observer` lists these.
 """
 
@@ -18,7 +18,7 @@ from torch.autograd.graph import Node
 from torch_remat._compat import ProfilerRange, node_number, profiler_runs, sequence_number
 from torch_remat.dispatch.call.handle import RematHandle
 from torch_remat.dispatch.mode import RematMode
-from torch_remat.dispatch.observe import observers
+from torch_remat.dispatch.options import observers
 from torch_remat.dispatch.region.inputs import leaves_of
 from torch_remat.errors import qualified_name
 from torch_remat.policies.decision import CheckpointPolicy

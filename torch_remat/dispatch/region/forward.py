@@ -43,12 +43,10 @@ from torch_remat.dispatch.holder import (
     parameter_behind,
     read,
 )
-from torch_remat.dispatch.keeping import keeping
 from torch_remat.dispatch.log.slot import counter_of
 from torch_remat.dispatch.mode import RematMode, current_mode
 from torch_remat.dispatch.naming import ModulePath
-from torch_remat.dispatch.observe import is_watched, watch
-from torch_remat.dispatch.options import DEFAULTS, Options
+from torch_remat.dispatch.options import DEFAULTS, Options, is_watched, keeping, watch
 from torch_remat.dispatch.reach import boundary_nodes, tensors_of
 from torch_remat.dispatch.region.outside import Outside
 from torch_remat.dispatch.region.region import Region

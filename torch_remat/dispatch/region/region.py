@@ -31,12 +31,11 @@ from torch_remat._compat import (
 from torch_remat.dispatch.ambient import RngState, capture_ambient
 from torch_remat.dispatch.check.values import Values
 from torch_remat.dispatch.holder import Holder, Layout, OpHolder, ResidentRef, read
-from torch_remat.dispatch.keeping import Keeper
 from torch_remat.dispatch.log.entry import Call
 from torch_remat.dispatch.log.slot import own_hooks
 from torch_remat.dispatch.mode import unseen
 from torch_remat.dispatch.naming import default_name, scope
-from torch_remat.dispatch.options import Options
+from torch_remat.dispatch.options import Keeper, Options
 from torch_remat.dispatch.placeholder import unpack
 from torch_remat.dispatch.reach import reach
 from torch_remat.dispatch.region.inputs import RegionInputs

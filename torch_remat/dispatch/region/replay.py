@@ -50,8 +50,7 @@ from torch_remat.dispatch.holder import (
 )
 from torch_remat.dispatch.mode import RematMode, StopReplay
 from torch_remat.dispatch.naming import scope, scope_restored
-from torch_remat.dispatch.observe import is_watched, watch
-from torch_remat.dispatch.options import DEFAULTS
+from torch_remat.dispatch.options import DEFAULTS, is_watched, watch
 from torch_remat.dispatch.placeholder import Packed, Placeholder, Refusal, add_note, last_refusal, unpack
 from torch_remat.dispatch.region.inputs import fresh_alias, leaves_of, with_leaves
 from torch_remat.dispatch.region.outside import State, Unreadable, put_back
