@@ -46,7 +46,7 @@ from torch_remat.dispatch.call.call import Given, Running, RunningCall, cannot_b
 from torch_remat.dispatch.call.handle import ForwardOp, SavedOp
 from torch_remat.dispatch.call.left import call_left_by_a_tensor, defined_at, identity_of
 from torch_remat.dispatch.call.native import RunningNative
-from torch_remat.dispatch.check.inner_ops import Around
+from torch_remat.dispatch.check.compare import Around
 from torch_remat.dispatch.holder import (
     AUTOCAST_DTYPES,
     NOBODY,

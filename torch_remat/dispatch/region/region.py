@@ -44,7 +44,7 @@ from torch_remat.errors import ReleasedError, UsageError
 from torch_remat.offload.sender import Sender
 
 if TYPE_CHECKING:
-    from torch_remat.dispatch.check.inner_ops import InnerOp
+    from torch_remat.dispatch.check.compare import InnerOp
     from torch_remat.dispatch.log.entry import Entry
 
 # Weak references to all regions that are alive, for reports.

@@ -28,12 +28,12 @@ from torch_remat.dispatch.ambient import capture_ambient
 from torch_remat.dispatch.call.answerer import Answerer
 from torch_remat.dispatch.check.compare import (
     another_parameter,
+    check_all_came,
     is_same_leaf,
     lies_otherwise,
     saved_otherwise,
     what_differs,
 )
-from torch_remat.dispatch.check.inner_ops import check_all_came
 from torch_remat.dispatch.check.parameters import check_parameters
 from torch_remat.dispatch.check.unread import Unread
 from torch_remat.dispatch.check.values import LeftOut, Values, difference, value_function
