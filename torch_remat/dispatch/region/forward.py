@@ -28,7 +28,7 @@ from torch_remat._compat import (
     without_dispatch_modes,
 )
 from torch_remat.dispatch.call.recorder import Recorder
-from torch_remat.dispatch.check.parameters import versions_of
+from torch_remat.dispatch.check.unread import versions_of
 from torch_remat.dispatch.check.values import LeftOut, Values, value_function
 from torch_remat.dispatch.holder import (
     CAST,

@@ -34,8 +34,7 @@ from torch_remat.dispatch.check.compare import (
     saved_otherwise,
     what_differs,
 )
-from torch_remat.dispatch.check.parameters import check_parameters
-from torch_remat.dispatch.check.unread import Unread
+from torch_remat.dispatch.check.unread import Unread, check_parameters
 from torch_remat.dispatch.check.values import LeftOut, Values, difference, value_function
 from torch_remat.dispatch.holder import (
     AUTOCAST_DTYPES,
