@@ -5,6 +5,20 @@ error messages ask *which region, which phase, which op*.
 
 Being current costs a context variable. The mode goes on torch's dispatch stack, where every op pays for it, only
 while it has something to watch (``mode.watched``).
+
+NOTE [ How a replay ends ]
+1. Once the last empty holder is filled, `StopReplay` ends the function, unless ``early_stop=False``. It derives from
+   BaseException, so that ``except Exception`` in user code does not swallow it. It is raised once: code that catches
+   it all the same (``except:``, ``finally:``) runs on, its ops run, and its result is thrown away.
+2. The pack hook runs before its op does, and an op may save a buffer that it is about to fill (``F.rrelu`` its noise).
+   Such a buffer is a tensor of floats that needs no gradient. Where the last op to save anything saves one, the
+   function runs on to the next native region or to its end, unless a policy's calls tell that this op fills nothing.
+   Elsewhere the op itself is spared, which for a last matrix product is much.
+3. An error found in the pack hook is kept and raised after the function was left, so that user code cannot swallow
+   it either.
+4. A replay that has something to fill goes on until each live anchored holder has met its parameter again: where
+   parameters were replaced, what was filled is wrong.
+5. A replay that fails empties again what it filled.
 """
 
 from __future__ import annotations

@@ -35,10 +35,10 @@ from torch_remat.dispatch.call.result import another_call, is_flat, kept_or_stan
 from torch_remat.dispatch.check.compare import SAME_ORDER, another_op, mismatched, other_source
 from torch_remat.dispatch.holder import metadata_of, parameter_behind
 from torch_remat.dispatch.log.entry import Call, Entry, still_there
+from torch_remat.dispatch.log.matching import Suppressed
 from torch_remat.dispatch.log.meta import Raised, keys_of, layout_of
 from torch_remat.dispatch.log.op_answerer import OpAnswerer, loaded_slots
 from torch_remat.dispatch.log.slot import Elided, Slot, offset_in_bytes, placement_in
-from torch_remat.dispatch.log.suppressed import Suppressed
 from torch_remat.dispatch.placeholder import (
     Packed,
     Placeholder,

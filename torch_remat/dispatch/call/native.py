@@ -24,11 +24,11 @@ from torch_remat.dispatch.call.call import Given, Log, Running, refuse_gradient
 from torch_remat.dispatch.call.result import flatten
 from torch_remat.dispatch.holder import Anchor, Holder
 from torch_remat.dispatch.log.entry import ODD, ONE, VIEW, Call, Entry, entry_of, is_bookkeeping
+from torch_remat.dispatch.log.matching import Suppressed
 from torch_remat.dispatch.log.meta import Meta, Raised, described, key_of, keys_of, tensors_in
 from torch_remat.dispatch.log.op_answerer import OpAnswerer
 from torch_remat.dispatch.log.schema import LIFT
 from torch_remat.dispatch.log.slot import Slot
-from torch_remat.dispatch.log.suppressed import Suppressed
 from torch_remat.dispatch.placeholder import NOT_LAZY, Placeholder, Source, is_of_placeholders, new_tuple
 from torch_remat.dispatch.reach import tensors_of
 from torch_remat.dispatch.region.inputs import leaves_of

@@ -1,19 +1,21 @@
-"""Where replay stands in the log, and the loose ops that are no entries.
+"""Where replay stands in the log, the loose ops that are no entries, and the in-place changes that are not done again.
 
-In: an op that replay asks for. Kept: nothing. Out: its place, a view or cast that is run on the spot, or the error
-about an op that forward did not run there.
+In: an op that replay asks for, and tensors that it would change. Kept: version counters, until the op is over, since
+autograd counts a change that did not happen too. Out: its place, a view or cast that is run on the spot, or the error
+about an op that forward did not run there; the counters as they were.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from torch_remat._compat import set_version
 from torch_remat.dispatch.check.compare import mismatched
 from torch_remat.dispatch.log.entry import VIEW, Call, Entry
-from torch_remat.dispatch.log.meta import dense_layout
+from torch_remat.dispatch.log.meta import dense_layout, key_of
 from torch_remat.dispatch.log.schema import Effects, argument
 from torch_remat.dispatch.placeholder import Placeholder, geometry_of
 from torch_remat.errors import MismatchError, at_user_line
@@ -119,3 +121,34 @@ def other_arguments(region: Any, at: int, entry: Entry, forward: Sequence[Any], 
         tensor=entry.label(0),
         op=entry.group,
     )
+
+
+class Suppressed:
+    """The in-place changes of one replay that are not done again.
+
+    Attributes:
+        pending: The tensors, with their version counters, whose op may still be counting.
+    """
+
+    __slots__ = ("pending",)
+
+    def __init__(self) -> None:
+        self.pending: list[tuple[torch.Tensor, int]] = []
+
+    def add(self, tensors: Iterable[torch.Tensor], outside: Container[int]) -> None:
+        """Note those tensors of the present op whose storages are from outside the region."""
+        for tensor in tensors:
+            if any(tensor is noted for noted, _ in self.pending):
+                continue
+            if not isinstance(tensor, Placeholder) and not tensor.is_inference() and key_of(tensor) in outside:
+                version = tensor._version
+                self.pending.append((tensor, version))
+                if version:  # autograd counts the change once the op is over
+                    set_version(tensor, version - 1)
+
+    def restore(self) -> None:
+        """Put the counters back, once the op is over."""
+        for tensor, version in self.pending:
+            if tensor._version != version:  # a pack hook, in which this may run, must not touch what it is given
+                set_version(tensor, version)
+        self.pending = []

@@ -29,6 +29,7 @@ from torch_remat.dispatch.log.entry import (
     still_there,
 )
 from torch_remat.dispatch.log.matching import (
+    Suppressed,
     after_loose,
     another_op,
     is_mirrored,
@@ -49,7 +50,6 @@ from torch_remat.dispatch.log.meta import (
 )
 from torch_remat.dispatch.log.schema import effects_of, without_statistics
 from torch_remat.dispatch.log.slot import Slot, offset_in_bytes, version_of
-from torch_remat.dispatch.log.suppressed import Suppressed
 from torch_remat.dispatch.placeholder import Placeholder, Source, geometry_of, mapped, new_tuple, refuse
 from torch_remat.errors import MismatchError, MutationError
 from torch_remat.offload.transfer import Placement
