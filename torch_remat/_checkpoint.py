@@ -206,9 +206,9 @@ def is_recomputing() -> bool:
 
 
 def _watch(mode: RematMode) -> Watch:
-    from torch_remat.reports import watch  # loaded only where it is used
+    from torch_remat.reports.watch import PhaseWatch  # loaded only where it is used
 
-    return watch.Watch(mode)
+    return PhaseWatch(mode)
 
 
 watch_by(_watch)

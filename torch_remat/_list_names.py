@@ -15,7 +15,7 @@ from torch_remat.dispatch.log.meta import Meta, Raised
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.naming import default_name
 from torch_remat.dispatch.options import Options
-from torch_remat.dispatch.region.forward import run_region
+from torch_remat.dispatch.region.forward import Recording, run_region
 from torch_remat.dispatch.region.inputs import leaves_of, with_leaves
 from torch_remat.errors import PolicyError, UsageError
 from torch_remat.policies.kinds import Decider, Decision, FunctionPolicy, OpContext, OpPolicy, as_policy
@@ -134,7 +134,7 @@ def list_names(function: Callable[P, Any], policy: Any = None) -> Callable[P, Na
 
         def counted(*args: Any, **kwargs: Any) -> torch.Tensor | list[torch.Tensor]:
             mode = current_mode()
-            assert mode is not None
+            assert isinstance(mode, Recording)
             entries.append(mode.region.tape.calls)
             output = function(*args, **kwargs)
             return [leaf for leaf in leaves_of((output,), {}) if isinstance(leaf, torch.Tensor)]

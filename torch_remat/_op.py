@@ -13,6 +13,7 @@ from torch_remat._compiled import compiled_part
 from torch_remat._names import scoped
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.naming import scope
+from torch_remat.dispatch.region.forward import Recording
 from torch_remat.errors import UsageError
 from torch_remat.policies.decision import CheckpointPolicy
 
@@ -147,5 +148,5 @@ def recompute_needs_tensor(*tensors: torch.Tensor) -> None:
                 remedy="Pass each tensor as an argument of its own.",
             )
     mode = None if is_compiling() else current_mode()
-    if mode is not None and not mode.replaying and mode.ops is not None and not mode.ops.skips():
+    if isinstance(mode, Recording) and mode.ops is not None and not mode.ops.skips():
         mode.ops.note_readers(tensors, show=True)

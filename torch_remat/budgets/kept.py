@@ -48,6 +48,7 @@ from torch_remat.dispatch.holder import Holder, mark_changed
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.options import observers
 from torch_remat.dispatch.reach import reach
+from torch_remat.dispatch.region.forward import Recording
 from torch_remat.dispatch.region.region import Region
 from torch_remat.policies.decision import CheckpointPolicy
 from torch_remat.reports.kept import kept_by
@@ -661,7 +662,7 @@ def _is_watched() -> bool:
     """Whether a region around this one compares ops: its replay would find those of another backward inside."""
     mode = current_mode()
     while mode is not None:
-        if mode.ops is not None and mode.ops.watch is not None:
+        if isinstance(mode, Recording) and mode.ops is not None and mode.ops.watch is not None:
             return True
         mode = mode.parent
     return False

@@ -28,8 +28,13 @@ import torch
 from torch.nn import Module, Parameter
 
 from torch_remat._compat import detached, graph_exec_group, graph_is_kept
+from torch_remat.dispatch.ambient import RngState
 from torch_remat.dispatch.options import Options
 from torch_remat.errors import MutationError
+from torch_remat.policies.decision import CheckpointPolicy
+
+# Of an op of an inner region name, policy, and how many tensors the enclosing region had saved when it began.
+InnerOp = tuple[str, CheckpointPolicy, int]
 
 
 class InputsLike(Protocol):
@@ -52,6 +57,39 @@ class InputsLike(Protocol):
     def has_values_of(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is an argument that came past the call."""
 
+    def note_histories(self) -> None:
+        """Note which arguments have a `grad_fn`, since replay needs them with one, too."""
+
+
+class TapeLike(Protocol):
+    """What lower rooms ask of a region's tape; see `region.region.Tape`.
+
+    Attributes:
+        inner: The ops of inner regions, in the order in which they began.
+    """
+
+    inner: list[InnerOp] | tuple[()]
+
+    @property
+    def saved(self) -> Sequence[object]:
+        """For each saved tensor what stands for it."""
+
+    def position_of(self, holder: Holder) -> int:
+        """Return the place of a live holder."""
+
+    def drawn_by_ops(self) -> Sequence[object]:
+        """Return the states in which ops left the generators that they drew from."""
+
+
+class OutsideLike(Protocol):
+    """What lower rooms ask about what outlives a region; see `region.outside.Outside`."""
+
+    def repeatable(self) -> set[int]:
+        """Return the storages of the buffers that a replay may start from as forward found them."""
+
+    def repeat(self, keys: set[int]) -> None:
+        """Let replay start from some of them so."""
+
 
 class RegionLike(Protocol):
     """What lower rooms ask of a region; see `region.region.Region`.
@@ -62,7 +100,7 @@ class RegionLike(Protocol):
         versions: Their versions at the end of forward.
         finished: Whether forward is over.
         filling: Whether a replay runs.
-        tape: What forward noted.
+        rng: The random state, if replay needs it.
     """
 
     options: Options
@@ -70,11 +108,15 @@ class RegionLike(Protocol):
     versions: Sequence[int]
     finished: bool
     filling: bool
-    tape: Any
+    rng: RngState | None
 
     @property
     def name(self) -> str:
         """The name that messages use."""
+
+    @property
+    def serial(self) -> int:
+        """Its number among all regions."""
 
     @property
     def function(self) -> Callable[..., Any] | None:
@@ -83,6 +125,14 @@ class RegionLike(Protocol):
     @property
     def inputs(self) -> InputsLike | None:
         """The arguments; None once no replay can be needed."""
+
+    @property
+    def outside(self) -> OutsideLike | None:
+        """What outlives it and may change."""
+
+    @property
+    def tape(self) -> TapeLike:
+        """What forward noted."""
 
     def note_gradient(self, op: str | None) -> None:
         """Note a gradient that is taken before forward ends."""

@@ -29,7 +29,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import partial
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 
@@ -44,7 +44,7 @@ from torch_remat._compat import (
     push_mode,
     push_saved_tensors_hooks,
 )
-from torch_remat.dispatch.holder import RegionLike
+from torch_remat.dispatch.holder import Holder, RegionLike
 from torch_remat.dispatch.options import Watch
 from torch_remat.errors import Carried
 
@@ -63,6 +63,34 @@ class StopReplay(BaseException):
         self.replay = replay
 
 
+class Ops(Protocol):
+    """The log of a region in one phase: a `Recorder` in forward, an `Answerer` in replay."""
+
+    def begin(self, name: str, policy: CheckpointPolicy, ctx: Any) -> Any:
+        """Begin an op with a handle, and return the handle; None if it is plain autograd."""
+
+    def run_native(
+        self, name: str, policy: CheckpointPolicy, function: Callable[..., Any], args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:  # fmt: skip
+        """Run a native region; see `RematMode.run_native`."""
+
+    def run_call(
+        self, opaque: bool, name: str, policy: CheckpointPolicy, function: Callable[..., Any], args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:  # fmt: skip
+        """Run a call of `op`; see `RematMode.run_native`."""
+
+    def skips(self) -> bool:
+        """Whether a call runs that replay skips."""
+
+    def passes_over(self) -> bool:
+        """Whether code runs to which the replay of the region does not come."""
+
+    def enter_region(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """Return the arguments that an inner region is to have."""
+
+
 class RematMode(DispatchMode):
     """The runtime of one phase of one region: `Recording` in forward, `Filling` in replay.
 
@@ -72,10 +100,10 @@ class RematMode(DispatchMode):
     """
 
     # No `__init__`: `DispatchMode` sets up its own state when it is entered, which a plain region never does.
-    region: Any  # a `Region`, of which each phase names the type
+    region: RegionLike  # a `Region`, as each phase says
     replaying: bool
     parent: RematMode | None = None
-    ops: Any = None
+    ops: Ops | None = None
     observed: Watch | None = None
     opening: Handler | None = None
     watcher: Handler | None = None
@@ -84,11 +112,6 @@ class RematMode(DispatchMode):
     def recomputing(self) -> bool:
         """Whether this phase, or one around it, is a replay."""
         return self.replaying or (self.parent is not None and self.parent.recomputing)
-
-    @property
-    def answers(self) -> bool:
-        """Whether each aten op that comes now is answered from the log."""
-        return self.replaying and self.watcher is not None and self.ops is not None and self.ops.ops is not None
 
     def is_in(self, region: RegionLike) -> bool:
         """Whether this phase is one of a region, or lies in one of it."""
@@ -137,7 +160,7 @@ class RematMode(DispatchMode):
         return self.watched(self.opening, function, args, kwargs)
 
     @abstractmethod
-    def ops_now(self) -> Any:
+    def ops_now(self) -> Ops | None:
         """Return the ops of this phase; None where ops are plain autograd."""
 
     def run_native(
@@ -166,7 +189,7 @@ class RematMode(DispatchMode):
         ops = self.ops_now()
         if ops is None:
             return function(*args, **kwargs)
-        run = ops.run_native if opaque is None else partial(ops.run_call, opaque)
+        run: Callable[..., Any] = ops.run_native if opaque is None else partial(ops.run_call, opaque)
         if self.observed is None:
             return run(name, policy, function, args, kwargs)
         return self.observed.run_native(run, name, policy, function, args, kwargs)
@@ -175,8 +198,6 @@ class RematMode(DispatchMode):
         """Give names to the tensors that autograd saves next, if a saved call makes them."""
         if self.observed is not None:
             self.observed.name_saved(named)
-        if not self.replaying and self.ops is not None and (call := self.ops.calling) is not None:
-            call.named = named
 
     @abstractmethod
     def give_name(self, tensor: torch.Tensor, name: str) -> None:
@@ -231,6 +252,45 @@ class RematMode(DispatchMode):
     ) -> Any:
         """Run the op: nothing watches."""
         return op(*args, **(kwargs or {}))
+
+
+class Replaying(RematMode):
+    """What lower rooms ask of a replay; see `region.replay.Filling`.
+
+    Attributes:
+        stopped: Whether `StopReplay` was raised: what user code runs from there on counts for nothing.
+        over: Whether it takes no more tensors.
+        position: The place of the next tensor to be saved.
+        inner_next: That of the next op of an inner region.
+    """
+
+    replaying = True
+    stopped = over = False
+    position = inner_next = 0
+
+    @abstractmethod
+    def note_loaded(self, tensor: torch.Tensor) -> None:
+        """Note a tensor that was kept, so that it has no history in replay."""
+
+    @abstractmethod
+    def fill_elided(self, holder: Holder, value: torch.Tensor, is_input: bool) -> None:
+        """Give a holder that was passed over its value; unless it is an input, the region may still modify it."""
+
+    @abstractmethod
+    def explain(self, holder: Holder, tensor: torch.Tensor, owner: torch.Tensor, origin: torch.Tensor | None) -> None:
+        """Tell apart what differs from forward, and fail unless it is harmless."""
+
+    @abstractmethod
+    def stop_if_filled(self) -> None:
+        """End the replay if no holder is left to fill: by now an op has filled what it had saved before."""
+
+    @abstractmethod
+    def stop(self) -> NoReturn:
+        """End the replay; see NOTE [ How a replay ends ]."""
+
+    @abstractmethod
+    def fail(self, error: Exception) -> NoReturn:
+        """Keep an error and end the replay with it."""
 
 
 @contextmanager

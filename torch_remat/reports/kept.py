@@ -27,6 +27,7 @@ from torch_remat.dispatch.holder import Holder, is_parameter
 from torch_remat.dispatch.log.entry import Call, Entry
 from torch_remat.dispatch.log.slot import Slot
 from torch_remat.dispatch.mode import current_mode
+from torch_remat.dispatch.region.forward import Recording
 from torch_remat.dispatch.region.region import Region
 from torch_remat.offload.sender import Offloaded
 from torch_remat.offload.transfer import may_travel
@@ -183,7 +184,7 @@ def _undecided_in(region: Region) -> Iterator[Kept]:
     mode = current_mode()
     while mode is not None and mode.region is not region:
         mode = mode.parent
-    if mode is not None and mode.ops is not None and not mode.replaying:
+    if isinstance(mode, Recording) and mode.ops is not None:
         for op, label, tensor, policy in mode.ops.undecided():  # not those of a replay
             yield Kept("undecided", op, label, tensor, decision=policy)
 

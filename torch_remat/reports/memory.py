@@ -13,7 +13,7 @@ import torch
 
 from torch_remat._compat import eager_only
 from torch_remat.dispatch.mode import current_mode
-from torch_remat.dispatch.region.region import live_regions
+from torch_remat.dispatch.region.region import Region, live_regions
 from torch_remat.errors import UsageError
 from torch_remat.reports.data import KeptForBackward, NodeReport, RegionReport
 from torch_remat.reports.graph import checkpoints_below, collect_nodes, nodes_below, parameters_below
@@ -196,4 +196,5 @@ def _current_report(function: str) -> RegionReport:
             remedy="Call it in the function that remat.checkpoint runs, or use remat.memory_report(loss) elsewhere. "
             "Under torch.no_grad() and torch.compile there are no regions.",
         )
+    assert isinstance(mode.region, Region)
     return report_of(mode.region, momentary=True, keep_empty=True)

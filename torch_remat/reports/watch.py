@@ -20,6 +20,7 @@ from torch_remat.dispatch.call.handle import RematHandle
 from torch_remat.dispatch.mode import RematMode
 from torch_remat.dispatch.options import observers
 from torch_remat.dispatch.region.inputs import leaves_of
+from torch_remat.dispatch.region.region import Region
 from torch_remat.errors import qualified_name
 from torch_remat.policies.decision import CheckpointPolicy
 
@@ -37,11 +38,13 @@ class WatchedOp:
         self.policy = policy
 
 
-class Watch:
+class PhaseWatch:
     """Watches one phase of one region, as a context manager."""
 
     def __init__(self, mode: RematMode) -> None:
-        self.region = mode.region
+        region = mode.region
+        assert isinstance(region, Region)
+        self.region = region
         self.phase = "replay" if mode.replaying else "forward"
         self.observers = tuple(observers)
         self._open: list[tuple[WatchedOp | None, AbstractContextManager[Any] | None]] = []  # None for the region
@@ -117,7 +120,7 @@ class Watch:
 class _Watched(RematHandle):
     """What a handle does besides while its op is watched."""
 
-    watch: Watch
+    watch: PhaseWatch
     watched: WatchedOp
 
     def load(self, args: tuple[Any, ...]) -> torch.Tensor | tuple[torch.Tensor, ...] | None:

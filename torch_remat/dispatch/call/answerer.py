@@ -39,6 +39,7 @@ from torch_remat.dispatch.log.matching import Suppressed
 from torch_remat.dispatch.log.meta import Raised, keys_of, layout_of
 from torch_remat.dispatch.log.op_answerer import OpAnswerer, loaded_slots
 from torch_remat.dispatch.log.slot import Elided, Slot, offset_in_bytes, placement_in
+from torch_remat.dispatch.mode import Replaying
 from torch_remat.dispatch.placeholder import (
     Packed,
     Placeholder,
@@ -50,6 +51,7 @@ from torch_remat.dispatch.placeholder import (
     unpack,
 )
 from torch_remat.dispatch.region.inputs import leaves_of, with_leaves
+from torch_remat.dispatch.region.region import OpenRegion
 from torch_remat.errors import (
     MutationError,
     RematError,
@@ -76,13 +78,13 @@ class Answerer:
         whole: The call that runs whole now.
     """
 
-    def __init__(self, replay: Any) -> None:
-        self.region = replay.region
-        self.region_name: str = replay.region.name
+    def __init__(self, replay: Replaying, region: OpenRegion) -> None:
+        self.region = region
+        self.region_name = region.name
         self.replay = replay
-        self._calls: list[Call] = list(replay.region.tape.records.values())
-        self._entries: Sequence[Entry] = replay.region.tape.calls
-        self._slots = loaded_slots(replay.region) if self._entries and replay.region.hooks is not None else {}
+        self._calls = list(region.tape.records.values())
+        self._entries = region.tape.calls
+        self._slots = loaded_slots(region.name, region.tape.calls) if self._entries and region.hooks is not None else {}
         self._started_over_for: Exception | None = None
         self._refusal: Refusal | None = None
         self._over = False
@@ -311,7 +313,9 @@ class Answerer:
         if self.ops is not None:
             return self.ops.value_of(leaf, consumer)
         call, output = self.region.tape.records.get(leaf.source.op), leaf.source.output
-        for place, slot in () if call is None else call.kept.items():
+        if call is None:
+            return refuse(leaf.source, consumer)
+        for place, slot in call.kept.items():
             if call.label(place) == output:
                 value = kept = self.load(slot, call.name, output)
                 meta = call.meta(place)

@@ -72,6 +72,7 @@ from torch_remat.dispatch.options import DEFAULTS
 from torch_remat.dispatch.placeholder import Placeholder, new_tuple
 from torch_remat.dispatch.region.inputs import leaves_of
 from torch_remat.dispatch.region.outside import State
+from torch_remat.dispatch.region.region import OpenRegion
 from torch_remat.errors import RematWarning, UsageError, qualified_name, user_line
 from torch_remat.offload.sender import Departures
 from torch_remat.policies.decision import CheckpointPolicy
@@ -132,14 +133,13 @@ class Recorder:
         skipped_any: Whether there was a saved call, so that replay may lack what it made.
     """
 
-    def __init__(self, forward: RematMode) -> None:
-        self.region = forward.region
-        self.region.recorder = self
+    def __init__(self, forward: RematMode, region: OpenRegion) -> None:
+        self.region = region
+        region.recorder = self
         self.mode = forward
         self.entries: list[Entry] = []
-        self.region.tape.calls = self.entries
+        region.tape.calls = self.entries
         self.roots: list[Root] = []
-        region = self.region
         options, hooks = region.options, region.hooks
         nested = hooks is not None
         self.storages = Storages(nested)
@@ -598,7 +598,9 @@ class Recorder:
 
     def _note_outside(self, call: Call, before: Sequence[State]) -> None:
         """Note what a call has changed of what the region reaches."""
-        call.touched, names = self.region.outside.note_skipped(before, len(self.region.tape.records), call.name)
+        outside = self.region.outside
+        assert outside is not None
+        call.touched, names = outside.note_skipped(before, len(self.region.tape.records), call.name)
         call.wrote = [*call.wrote, *names]
 
     def note_writes(self, running: Running) -> None:

@@ -18,7 +18,7 @@ NOTE [ Ops of inner regions ]
 from __future__ import annotations
 
 from types import NoneType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import ref
 
 import torch
@@ -29,21 +29,21 @@ from torch_remat.dispatch.holder import (
     CHANGED,
     UNKNOWN_LAYOUT,
     Holder,
+    InnerOp,
     Layout,
     OpHolder,
     RegionLike,
+    TapeLike,
     is_parameter,
     layout_of,
     metadata_of,
 )
 from torch_remat.dispatch.log.entry import Call
 from torch_remat.dispatch.log.meta import parts_of
+from torch_remat.dispatch.mode import RematMode, Replaying
 from torch_remat.dispatch.placeholder import Placeholder, refuse
 from torch_remat.errors import MismatchError, MutationError, RematError, at_user_line
 from torch_remat.policies.decision import CheckpointPolicy
-
-if TYPE_CHECKING:
-    from torch_remat.dispatch.mode import RematMode
 
 _COMPARING = ("default", "bitwise")
 SAME_OPS = (
@@ -283,10 +283,6 @@ def lies_otherwise(
     return mismatched(region, what, SAME_OPS, f"saved tensor {position}")
 
 
-# Name, policy, and how many tensors the enclosing region had saved when the op began.
-InnerOp = tuple[str, CheckpointPolicy, int]
-
-
 class Around:
     """The regions around one whose forward runs, as far as they care about its ops."""
 
@@ -294,12 +290,12 @@ class Around:
 
     def __init__(self, mode: RematMode) -> None:
         self._name: str = mode.region.name
-        self._tapes: list[Any] = []
-        self._replay: Any = None
+        self._tapes: list[TapeLike] = []
+        self._replay: Replaying | None = None
         around = mode.parent
         while around is not None:
             comes_here = around.ops is None or not around.ops.passes_over()
-            if around.replaying:
+            if isinstance(around, Replaying):
                 self._replay = around if comes_here else None
                 break
             if comes_here:
@@ -309,12 +305,13 @@ class Around:
     def note(self, record: Call) -> None:
         """Tell the regions around of an op that begins; one that is replayed may end with an error."""
         for tape in self._tapes:
-            tape.inner = tape.inner or []
+            if not tape.inner:
+                tape.inner = []
             tape.inner.append((record.name, record.policy, len(tape.saved)))
         if self._replay is not None and not self._replay.over:
             self._compare(self._replay, (record.name, record.policy, self._replay.position))
 
-    def _compare(self, replay: Any, op: InnerOp) -> None:
+    def _compare(self, replay: Replaying, op: InnerOp) -> None:
         noted, at = replay.region.tape.inner, replay.inner_next
         expected: InnerOp | None = noted[at] if at < len(noted) else None
         if expected == op:
@@ -335,7 +332,7 @@ class Around:
             replay.fail(error)
 
 
-def check_all_came(replay: Any) -> None:
+def check_all_came(replay: Replaying) -> None:
     """Check, where a replay went to its function's end, that no op of an inner region is missing.
 
     Raises:

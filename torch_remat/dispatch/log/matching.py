@@ -14,6 +14,7 @@ import torch
 
 from torch_remat._compat import set_version
 from torch_remat.dispatch.check.compare import mismatched
+from torch_remat.dispatch.holder import RegionLike
 from torch_remat.dispatch.log.entry import VIEW, Call, Entry
 from torch_remat.dispatch.log.meta import dense_layout, key_of
 from torch_remat.dispatch.log.schema import Effects, argument
@@ -96,7 +97,7 @@ _SAME_OPS = (
 )
 
 
-def another_op(region: Any, group: str | None, at: int, entries: Sequence[Entry], ran: Any) -> MismatchError:
+def another_op(region: RegionLike, group: str | None, at: int, entries: Sequence[Entry], ran: Any) -> MismatchError:
     """Return the error about an op that is not the one that forward ran at its place."""
     entry = entries[at] if at < len(entries) else None
     if isinstance(entry, Call) and not isinstance(ran, Call):
@@ -109,7 +110,9 @@ def another_op(region: Any, group: str | None, at: int, entries: Sequence[Entry]
     )
 
 
-def other_arguments(region: Any, at: int, entry: Entry, forward: Sequence[Any], replay: Sequence[Any]) -> MismatchError:
+def other_arguments(
+    region: RegionLike, at: int, entry: Entry, forward: Sequence[Any], replay: Sequence[Any]
+) -> MismatchError:
     """Return the error about an op that gets other tensors than in forward."""
     shown = [
         ", ".join(f"{tuple(shape)} with strides {strides}" for shape, strides in side) for side in (forward, replay)

@@ -50,6 +50,7 @@ from torch_remat.dispatch.log.meta import (
 )
 from torch_remat.dispatch.log.schema import effects_of, without_statistics
 from torch_remat.dispatch.log.slot import Slot, offset_in_bytes, version_of
+from torch_remat.dispatch.mode import Replaying
 from torch_remat.dispatch.placeholder import Placeholder, Source, geometry_of, mapped, new_tuple, refuse
 from torch_remat.errors import MismatchError, MutationError
 from torch_remat.offload.transfer import Placement
@@ -71,13 +72,13 @@ class OpAnswerer:
 
     def __init__(
         self,
-        replay: Any,
+        replay: Replaying,
         suppressed: Suppressed,
         load: Callable[[Slot, str, str], torch.Tensor],
     ) -> None:
         self._replay = replay
         self._region = region = replay.region
-        self._region_name: str = region.name
+        self._region_name = region.name
         self._suppressed = suppressed
         self._load = load
         self.written: dict[int, tuple[Source, torch.Tensor, int]] = {}  # with where the written tensor lies, in bytes
@@ -280,13 +281,13 @@ class OpAnswerer:
         return self._load(slot, entry.group, entry.label(place))
 
 
-def loaded_slots(region: Any) -> dict[int, torch.Tensor]:
-    """Return what all slots of a region's entries keep, by the id of the slot.
+def loaded_slots(region: str, entries: Sequence[Entry]) -> dict[int, torch.Tensor]:
+    """Return what all slots of a region's entries keep, by the id of the slot; ``region`` is the region's name.
 
     Hooks around the region may run a replay of their own, which cannot be done below autograd.
     """
     loaded: dict[int, torch.Tensor] = {}
-    for entry in region.tape.calls:
+    for entry in entries:
         for place, slot in (*entry.kept.items(), *((-1 - at, slot) for at, slot in enumerate(entry.written))):
-            loaded[id(slot)] = slot.load(region.name, entry.group, entry.label(max(place, 0)))
+            loaded[id(slot)] = slot.load(region, entry.group, entry.label(max(place, 0)))
     return loaded

@@ -49,7 +49,7 @@ from torch_remat.dispatch.naming import ModulePath
 from torch_remat.dispatch.options import DEFAULTS, Options, is_watched, keeping, watch
 from torch_remat.dispatch.reach import boundary_nodes, tensors_of
 from torch_remat.dispatch.region.outside import Outside
-from torch_remat.dispatch.region.region import Region
+from torch_remat.dispatch.region.region import OpenRegion, Region
 from torch_remat.dispatch.region.replay import Filling
 from torch_remat.policies.kinds import OpPolicy
 
@@ -116,7 +116,7 @@ class Recording(RematMode):
     budget, and subclasses; of another large one a detached alias without data is.
     """
 
-    region: Region
+    region: OpenRegion
     replaying = False
     ops: Recorder | None = None
     _values: Values | None = None
@@ -124,7 +124,7 @@ class Recording(RematMode):
     _keep: Callable[[Holder, ref[Holder], Tensor, Any], None] | None = None  # what a budget does with each saved tensor
 
     def __init__(self, region: Region) -> None:
-        self.region = region
+        self.region = region  # type: ignore[assignment]  # forward runs
         self._counters: list[torch.Tensor] = []
         self._casts: list[tuple[ref[Holder], torch.Tensor, int]] = []  # each with its leaf, and that one's version
         if region.keeper is not None:
@@ -150,9 +150,8 @@ class Recording(RematMode):
 
     def _policy_contexts(self, policy: OpPolicy) -> list[AbstractContextManager[Any]]:
         region = self.region
-        assert region.function is not None
         path = ModulePath(region.function)
-        self.ops = Recorder(self)
+        self.ops = Recorder(self, region)
         watch = self.ops.watch_all(policy, path.of)
         self.opening = watch.watch
         self.lets_compiled_code_run = CompiledCode.is_noticed
@@ -166,7 +165,6 @@ class Recording(RematMode):
         the same for any tensor.
         """
         region, first_number, compares_values = self.region, self.region.first_number, self._values is not None
-        assert region.inputs is not None
         tape, originals, bases = region.tape, region.inputs.originals, region.inputs.bases  # the graph keeps the hook
         entries, layouts, count = tape.saved, tape.layouts, self._counters.append
         saved, keep, room, strided = entries.append, self._keep, ROOM_BYTES, torch.strided
@@ -230,7 +228,6 @@ class Recording(RematMode):
         region = self.region
         place = len(region.tape.saved)
         inputs = region.inputs
-        assert inputs is not None
         owner, layout = tensor._base, None
         if owner is None:
             owner = tensor
@@ -274,8 +271,15 @@ class Recording(RematMode):
     def ops_now(self) -> Recorder:
         """Return the ops of this forward."""
         if self.ops is None:
-            self.ops = Recorder(self)
+            self.ops = Recorder(self, self.region)
         return self.ops
+
+    def name_saved(self, named: Sequence[tuple[str, torch.Tensor | None]]) -> None:
+        """Give names to the tensors that autograd saves next, if a saved call makes them."""
+        if self.observed is not None:
+            self.observed.name_saved(named)
+        if self.ops is not None and (call := self.ops.calling) is not None:
+            call.named = named
 
     def give_name(self, tensor: torch.Tensor, name: str) -> None:
         """Give a tensor a name by hand."""
@@ -334,7 +338,6 @@ class Recording(RematMode):
         """Let go of what only forward needs; the graph may hold on to this mode, through its pack hook."""
         self._counters.clear()
         self._casts.clear()
-        assert self.region.inputs is not None
         self.region.inputs.end_forward()
         if self.ops is not None:
             self.ops.forget()

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from itertools import count
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 from weakref import finalize, ref
 
 import torch
@@ -30,9 +30,10 @@ from torch_remat._compat import (
 )
 from torch_remat.dispatch.ambient import RngState, capture_ambient
 from torch_remat.dispatch.check.values import Values
-from torch_remat.dispatch.holder import Holder, Layout, OpHolder, ResidentRef, read
+from torch_remat.dispatch.holder import Holder, InnerOp, Layout, OpHolder, ResidentRef, read
 from torch_remat.dispatch.log.entry import Call
 from torch_remat.dispatch.log.slot import own_hooks
+from torch_remat.dispatch.log.storages import Storages
 from torch_remat.dispatch.mode import unseen
 from torch_remat.dispatch.naming import default_name, scope
 from torch_remat.dispatch.options import Keeper, Options
@@ -44,7 +45,6 @@ from torch_remat.errors import ReleasedError, UsageError
 from torch_remat.offload.sender import Sender
 
 if TYPE_CHECKING:
-    from torch_remat.dispatch.check.compare import InnerOp
     from torch_remat.dispatch.log.entry import Entry
 
 # Weak references to all regions that are alive, for reports.
@@ -200,6 +200,23 @@ class Tape:
                 yield holder
 
 
+class RecorderLike(Protocol):
+    """What a region asks of its log while forward runs; see `call.recorder.Recorder`."""
+
+    @property
+    def storages(self) -> Storages:
+        """Who made and who modified a storage."""
+
+    def running(self) -> str | None:
+        """Return the name of the call that runs now; None outside of calls."""
+
+    def argument_of(self, holder: Holder) -> torch.Tensor | None:
+        """Return what an empty holder of the call that runs waits for, if it is an argument."""
+
+    def adopt(self, holder: OpHolder, value: torch.Tensor) -> None:
+        """Take what hooks around the region have made anew of a resident as what the resident's entry has made."""
+
+
 class Region:
     """One call of a checkpointed function.
 
@@ -222,7 +239,7 @@ class Region:
     _sender: Sender | None = None
     outside: Outside | None = None  # what outlives it and may change
     keeper: Keeper | None = None  # inside of a budget
-    recorder: Any = None  # of names and ops, while forward runs
+    recorder: RecorderLike | None = None  # of names and ops, while forward runs
     replayed_in = -1  # the latest backward that came here
     misuse: Callable[[], UsageError] | None = None  # a gradient inside forward that was refused
 
@@ -419,3 +436,10 @@ class Region:
             self.tape.forget_slots()
         self.inputs = self.function = self.hooks = self.rng = self.replay_context = None
         self.outside = None
+
+
+class OpenRegion(Region):
+    """A region of which a phase runs, for type checkers: what the phase starts from is there."""
+
+    function: Callable[..., Any]
+    inputs: RegionInputs

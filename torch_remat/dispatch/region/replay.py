@@ -47,36 +47,30 @@ from torch_remat.dispatch.holder import (
     metadata_of,
     parameter_behind,
 )
-from torch_remat.dispatch.mode import RematMode, StopReplay
+from torch_remat.dispatch.mode import Replaying, StopReplay
 from torch_remat.dispatch.naming import scope, scope_restored
 from torch_remat.dispatch.options import DEFAULTS, is_watched, watch
 from torch_remat.dispatch.placeholder import Packed, Placeholder, Refusal, add_note, last_refusal, unpack
 from torch_remat.dispatch.region.inputs import fresh_alias, leaves_of, with_leaves
 from torch_remat.dispatch.region.outside import State, Unreadable, put_back
-from torch_remat.errors import MismatchError, RematError
+from torch_remat.errors import MismatchError
 
 if TYPE_CHECKING:
-    from torch_remat.dispatch.region.region import Region
+    from torch_remat.dispatch.region.region import OpenRegion, Region
 
 
-class Filling(RematMode):
+class Filling(Replaying):
     """The replay of a region. Its pack hook gives each empty holder its value, in the order of forward.
 
     Attributes:
         unread: What the replay must not read, where there is anything.
-        stopped: Whether `StopReplay` was raised: what user code runs from there on counts for nothing.
     """
 
-    region: Region
-    replaying = True
-    stopped = False
-    over = False  # whether it takes no more tensors
+    region: OpenRegion
     unread: Unread | None = None
-    position = 0  # of the next tensor to be saved
-    inner_next = 0  # the place of the next op of an inner region
     ops: Answerer | None = None
     _last = _last_empty = -1
-    _error: RematError | None = None
+    _error: Exception | None = None
     _values: Values | None = None
     _refusal: Refusal | None = None  # the latest when `StopReplay` was raised
     _first_number = 0  # where autograd stood when the function began
@@ -86,13 +80,13 @@ class Filling(RematMode):
     _before: Sequence[State] = ()  # what outlives the region, as the replay found it
 
     def __init__(self, region: Region, last: int) -> None:
-        self.region = region
+        self.region = region  # type: ignore[assignment]  # its caller has seen that it can run
         tape, options = region.tape, region.options
         self._saved = tape.saved
         self._limit = len(tape.saved)  # 0 once the replay is over, so that the pack hook has one thing to look at
         self._end_at(last)
         if tape.records or tape.calls:
-            self.ops = Answerer(self)
+            self.ops = Answerer(self, self.region)
         if tape.elided:
             self._waiting = tape.empty_elided()
         if options is not DEFAULTS:
@@ -116,8 +110,6 @@ class Filling(RematMode):
             MismatchError: Replay did something else than forward.
         """
         region = self.region
-        assert region.function is not None
-        assert region.inputs is not None
         if (earlier := last_refusal.get()) is not None:  # of a region in the forward of which this one is replayed
             last_refusal.set(None)
         grad_enabled = torch.is_grad_enabled()
@@ -436,7 +428,7 @@ class Filling(RematMode):
     def ops_now(self) -> Answerer | None:
         """Return the ops of this replay; None once it is over, when user code goes on all the same."""
         if self.ops is None and not self.over:
-            self.ops = Answerer(self)
+            self.ops = Answerer(self, self.region)
         return None if self.over else self.ops
 
     def give_name(self, tensor: torch.Tensor, name: str) -> None:
@@ -473,7 +465,7 @@ class Filling(RematMode):
                 self.show_ops_to(None)
         raise StopReplay(self)
 
-    def fail(self, error: RematError) -> NoReturn:
+    def fail(self, error: Exception) -> NoReturn:
         """Keep an error and end the replay with it."""
         if not self.stopped:
             self._error = error
@@ -503,7 +495,7 @@ class Filling(RematMode):
         if self._error is None:
             self._error = difference(self.region, holder, value)
 
-    def _take_error(self) -> RematError:
+    def _take_error(self) -> Exception:
         # Neither the mode nor a frame may know an error whose traceback knows them.
         error, self._error = self._error, None
         assert error is not None
