@@ -144,6 +144,14 @@ class RegionLike(Protocol):
         """Return a resident that hooks around have packed, in forward."""
 
 
+class OpenRegionLike(RegionLike, Protocol):
+    """A region of which a phase runs."""
+
+    @property
+    def inputs(self) -> InputsLike:
+        """The arguments."""
+
+
 # The version of a tensor that was changed in place after it was saved: no read accepts it.
 CHANGED = -1
 # The metadata of a full holder whose value tells all else; see `Holder.describe`.

@@ -44,7 +44,15 @@ from torch_remat._compat import (
 from torch_remat.dispatch.ambient import Draws
 from torch_remat.dispatch.call.left import State, is_changed, state_of
 from torch_remat.dispatch.call.result import USUAL, Again, Passed, flatten, is_flat, lying_in, refused
-from torch_remat.dispatch.holder import AUTOCAST_DTYPES, Anchor, Holder, OpHolder, changed_in_place, parameter_behind
+from torch_remat.dispatch.holder import (
+    AUTOCAST_DTYPES,
+    Anchor,
+    Holder,
+    OpHolder,
+    RegionLike,
+    changed_in_place,
+    parameter_behind,
+)
 from torch_remat.dispatch.log.entry import FIRST, ONE, Call, Entry, written_arguments
 from torch_remat.dispatch.log.meta import Meta, Raised, WrapperMeta, described, key_of, keys_of, layout_of, tensors_in
 from torch_remat.dispatch.log.schema import Effects, effects_of, may_draw
@@ -52,6 +60,7 @@ from torch_remat.dispatch.log.slot import Slot, version_of
 from torch_remat.dispatch.placeholder import NOT_LAZY, Placeholder, new_tuple
 from torch_remat.dispatch.reach import Place, reach
 from torch_remat.dispatch.region.inputs import leaves_of
+from torch_remat.dispatch.region.region import OpenRegion
 from torch_remat.errors import UsageError
 from torch_remat.offload.sender import Departures
 from torch_remat.offload.transfer import Placement
@@ -61,7 +70,7 @@ from torch_remat.policies.decision import CheckpointPolicy
 class Log(Protocol):
     """What a call that runs asks of its region's log; the `Recorder`."""
 
-    region: Any
+    region: OpenRegion
     departures: Departures
     draws: Draws | None
     entries: list[Entry]
@@ -571,7 +580,7 @@ class RunningCall(Running):
         self._given, self._state = (), []
 
 
-def cannot_be_skipped(region: Any, call: Call, why: str, remedy: str) -> UsageError:
+def cannot_be_skipped(region: RegionLike, call: Call, why: str, remedy: str) -> UsageError:
     """Return the error about a call that reaches its region otherwise than by its result."""
     return UsageError(
         f"replay cannot skip this call: {why}",
@@ -595,7 +604,7 @@ def _cast(dtype: torch.dtype, view: Placement | None, anchor: Anchor) -> torch.T
         return cast if view is None else view.seen_in(cast)
 
 
-def refuse_gradient(region: Any, name: str, first: int, leaves: Sequence[Any]) -> None:
+def refuse_gradient(region: RegionLike, name: str, first: int, leaves: Sequence[Any]) -> None:
     """Refuse a gradient inside of the region's forward through a call's result, where no saved tensor tells."""
     for leaf in leaves:
         node = node_behind(leaf)

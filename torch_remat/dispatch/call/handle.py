@@ -25,6 +25,7 @@ from typing import Any, NoReturn, Protocol
 from torch import Tensor, strided
 
 from torch_remat._compat import has_returned
+from torch_remat.dispatch.holder import RegionLike
 from torch_remat.dispatch.log.entry import Call
 from torch_remat.dispatch.log.meta import Meta, Raised, described, stand_in
 from torch_remat.dispatch.log.slot import version_of
@@ -174,9 +175,12 @@ class RematHandle:
 class Log(Protocol):
     """What a handle in forward asks of its region's log; the `Recorder`."""
 
-    region: Any
     opened: ForwardOp | None
     skipped_any: bool
+
+    @property
+    def region(self) -> RegionLike:
+        """The region."""
 
     def know_recomputed(self, call: Call, outs: Sequence[Tensor]) -> None:
         """Know the outputs of a RECOMPUTE handle."""
@@ -200,9 +204,12 @@ class Log(Protocol):
 class Replay(Protocol):
     """What a handle in replay asks of the log; the `Answerer`."""
 
-    region: Any
     region_name: str
     whole: Call | None
+
+    @property
+    def region(self) -> RegionLike:
+        """The region."""
 
     @property
     def ops(self) -> object:

@@ -29,6 +29,7 @@ from torch_remat.dispatch.log.meta import Meta, Raised, described, key_of, keys_
 from torch_remat.dispatch.log.op_answerer import OpAnswerer
 from torch_remat.dispatch.log.schema import LIFT
 from torch_remat.dispatch.log.slot import Slot
+from torch_remat.dispatch.mode import Replaying
 from torch_remat.dispatch.placeholder import NOT_LAZY, Placeholder, Source, is_of_placeholders, new_tuple
 from torch_remat.dispatch.reach import tensors_of
 from torch_remat.dispatch.region.inputs import leaves_of
@@ -242,7 +243,7 @@ class RunningNative(Running):
 class Replay(Protocol):
     """What the replay of a native region asks of the log; the `Answerer`."""
 
-    replay: Any
+    replay: Replaying
     suppressed: Suppressed
     ops: OpAnswerer | None
     native: Call | None

@@ -53,6 +53,7 @@ from torch_remat.dispatch.holder import (
     Anchor,
     Holder,
     OpHolder,
+    RegionLike,
     ResidentRef,
     Saver,
     is_parameter,
@@ -85,7 +86,7 @@ Root = tuple[int, int, int]  # the place of a holder that replay fills, its stor
 _read_after_all: set[tuple[Any, str, str]] = set()
 
 
-def keep_from_now_on(region: Any, op: str, output: str) -> None:
+def keep_from_now_on(region: RegionLike, op: str, output: str) -> None:
     """Note a result that replay had to start over for: the next forward of the same code keeps it."""
     _read_after_all.add((identity_of(region.function), op, output))
 
@@ -1047,12 +1048,12 @@ class Recorder:
 _warned: dict[Any, Any] = {}
 
 
-def promise(region: Any) -> str:
+def promise(region: RegionLike) -> str:
     """Return what a warning of a second run promises: without random state, it may draw other numbers."""
     return "The gradients are right. " if region.options.preserve_rng_state else ""
 
 
-def warn_of_second_run(region: Any, call: Call) -> None:
+def warn_of_second_run(region: RegionLike, call: Call) -> None:
     """Warn, once for each place where one is defined, of a call that replay runs whole."""
     file, line = defined_at(call.function) or user_line()
     warnings.warn_explicit(

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import optree
 import torch
@@ -18,11 +18,13 @@ from torch.nn import Parameter
 
 from torch_remat._compat import adopt_pytree_node, is_refused, same_memory
 from torch_remat.dispatch.check.compare import mismatched
+from torch_remat.dispatch.holder import RegionLike
 from torch_remat.dispatch.log.entry import Call
 from torch_remat.dispatch.log.meta import Meta, WrapperMeta, stand_in
 from torch_remat.dispatch.log.slot import Elided, Slot
 from torch_remat.dispatch.placeholder import Placeholder, Source
 from torch_remat.dispatch.region.inputs import fresh_alias
+from torch_remat.dispatch.region.region import OpenRegion
 from torch_remat.errors import MismatchError
 from torch_remat.offload.transfer import Placement
 
@@ -60,6 +62,22 @@ class Again(NamedTuple):
     """
 
     at: int
+
+
+class Replay(Protocol):
+    """What the result of a call asks of the log in replay; the `Answerer`."""
+
+    region: OpenRegion
+
+    @property
+    def changes_results(self) -> bool:
+        """Whether the log has changes in place, for which results need a history."""
+
+    def load(self, slot: Slot, op: str, name: str) -> torch.Tensor:
+        """Return what a slot keeps."""
+
+    def note_loaded(self, tensor: torch.Tensor) -> None:
+        """Note a tensor that was kept, so that it has no history in replay."""
 
 
 def is_flat(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -113,7 +131,7 @@ def lying_in(view: torch.Tensor, source: torch.Tensor) -> Elided:
     return Elided(None, 0, Placement.of(view), Placement.of(source))  # type: ignore[arg-type]
 
 
-def kept_or_stand_in(replay: Any, call: Call, place: int) -> Any:
+def kept_or_stand_in(replay: Replay, call: Call, place: int) -> Any:
     """Return what replay has of a tensor that a call made: what was kept of it, else a placeholder."""
     requires_grad = bool(call.gradients) and call.gradients[place]  # of a handle autograd decides
     slot = call.kept.get(place)
@@ -131,7 +149,7 @@ def kept_or_stand_in(replay: Any, call: Call, place: int) -> Any:
     return made.requires_grad_() if requires_grad else made
 
 
-def result_of(replay: Any, call: Call, given: Sequence[Any]) -> Any:
+def result_of(replay: Replay, call: Call, given: Sequence[Any]) -> Any:
     """Return what a skipped call returned in forward; ``given`` are its arguments and variables in replay."""
     if not call.template:
         return _leaf_of(replay, call, 0, call.results, given, [])
@@ -141,7 +159,7 @@ def result_of(replay: Any, call: Call, given: Sequence[Any]) -> Any:
     return optree.tree_unflatten(call.template[0], leaves)
 
 
-def _leaf_of(replay: Any, call: Call, place: int, form: Any, given: Sequence[Any], before: Sequence[Any]) -> Any:
+def _leaf_of(replay: Replay, call: Call, place: int, form: Any, given: Sequence[Any], before: Sequence[Any]) -> Any:
     kind = type(form)
     if kind is Meta or kind is WrapperMeta:
         return kept_or_stand_in(replay, call, place)
@@ -154,7 +172,7 @@ def _leaf_of(replay: Any, call: Call, place: int, form: Any, given: Sequence[Any
     return _passed(replay, call, form, given[form.place]) if kind is Passed else form
 
 
-def _passed(replay: Any, call: Call, form: Passed, source: Any) -> Any:
+def _passed(replay: Replay, call: Call, form: Passed, source: Any) -> Any:
     """Return an argument or a variable, or a view of one."""
     if form.view is None:
         return source
@@ -167,7 +185,7 @@ def _passed(replay: Any, call: Call, form: Passed, source: Any) -> Any:
     return value
 
 
-def another_call(region: Any, call: Call, same_function: bool) -> MismatchError:
+def another_call(region: RegionLike, call: Call, same_function: bool) -> MismatchError:
     """Return the error about a call that is not that of forward."""
     how = "with tensors of other shapes or strides" if same_function else "of another function"
     return mismatched(region, f"replay made this call {how}", SAME, op=call.name)

@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from sys import _getframe
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, strided
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torch_remat._compat import CompiledCode, Handler, in_autocast, keep_from_compiler, storage_key
+from torch_remat.dispatch.ambient import RngState
+from torch_remat.dispatch.holder import OpenRegionLike, RegionLike
 from torch_remat.dispatch.log.entry import (
     FIRST,
     ODD,
@@ -38,8 +40,11 @@ from torch_remat.dispatch.log.meta import (
     tensors_in,
 )
 from torch_remat.dispatch.log.needs import Needs, find_needs
+from torch_remat.dispatch.log.results import Results
+from torch_remat.dispatch.log.storages import Storages
 from torch_remat.dispatch.placeholder import NOT_LAZY, new_tuple
 from torch_remat.errors import PolicyError
+from torch_remat.offload.sender import Departures
 from torch_remat.policies.kinds import RECOMPUTED, Decider, OpContext
 
 _new = object.__new__  # without a call of `__init__` for each op
@@ -47,6 +52,36 @@ _new = object.__new__  # without a call of `__init__` for each op
 # if it decides by the op alone; how many of its name there were in each module, less one (None as long as nobody sees
 # names of its kind); and the class of its entries.
 _Plan = tuple[int, bool | None, dict[str, int] | None, type[Entry]]
+
+
+class Log(Protocol):
+    """What the ops ask of their region's log; the `Recorder`."""
+
+    departures: Departures
+    entries: list[Entry]
+    storages: Storages
+    results: Results
+
+    @property
+    def region(self) -> OpenRegionLike:
+        """The region."""
+
+    @property
+    def opened(self) -> Opened | None:
+        """The handle that was begun last and has not ended."""
+
+    def is_in_skipped_body(self) -> bool:
+        """Whether the body of a saved handle runs."""
+
+    def rng_now(self) -> RngState | None:
+        """Return the present state of the region's generators; None where nobody cares."""
+
+
+class Opened(Protocol):
+    """What the ops ask of a handle that has not ended; see `call.handle.ForwardOp`."""
+
+    def is_running(self) -> bool:
+        """Whether its body is on this thread's stack."""
 
 
 class OpRecorder:
@@ -57,7 +92,7 @@ class OpRecorder:
         random: The entries of ops that may have drawn random numbers.
     """
 
-    def __init__(self, owner: Any, decider: Decider, path_of: Callable[[Any], str]) -> None:
+    def __init__(self, owner: Log, decider: Decider, path_of: Callable[[Any], str]) -> None:
         self.random: list[Entry] = []
         self.compiled_code = CompiledCode()
         self._owner = owner
@@ -301,7 +336,7 @@ def note_early_reads(entries: Sequence[Entry]) -> None:
             written[storage.cdata] = storage
 
 
-def keep_random(region: Any, random: Sequence[Entry]) -> None:
+def keep_random(region: RegionLike, random: Sequence[Entry]) -> None:
     """Keep the generators' states from the first op on that replay skips, and none if replay draws nothing."""
     any_skipped = False
     for entry in random:
