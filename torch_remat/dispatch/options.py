@@ -101,7 +101,7 @@ class Keeping(Protocol):
     registers: Sequence[Any]
 
     def runner(
-        self, options: Any, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, options: Options, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Callable[..., Any] | None:
         """Return what runs a function as it is, with its arguments; None for one that runs as a region."""
 
