@@ -269,6 +269,10 @@ class Replaying(RematMode):
     position = inner_next = 0
 
     @abstractmethod
+    def replay(self) -> None:
+        """Run the function as far as it is needed; the caller holds the region's lock."""
+
+    @abstractmethod
     def note_loaded(self, tensor: torch.Tensor) -> None:
         """Note a tensor that was kept, so that it has no history in replay."""
 

@@ -85,7 +85,12 @@ def described(tensor: torch.Tensor | Holder) -> str:
 
 
 def another_op(
-    region: RegionLike, name: str, policy: CheckpointPolicy, expected: Any, is_known: bool, replay: str = "replay"
+    region: RegionLike,
+    name: str,
+    policy: CheckpointPolicy,
+    expected: Call | None,
+    is_known: bool,
+    replay: str = "replay",
 ) -> MismatchError:
     """Return the error about an op with a name that forward did not run here."""
     place = at_user_line()

@@ -34,7 +34,7 @@ from torch_remat.dispatch.holder import Holder, InnerOp, Layout, OpHolder, Resid
 from torch_remat.dispatch.log.entry import Call
 from torch_remat.dispatch.log.slot import own_hooks
 from torch_remat.dispatch.log.storages import Storages
-from torch_remat.dispatch.mode import unseen
+from torch_remat.dispatch.mode import Replaying, unseen
 from torch_remat.dispatch.naming import default_name, scope
 from torch_remat.dispatch.options import Keeper, Options
 from torch_remat.dispatch.placeholder import unpack
@@ -249,7 +249,7 @@ class Region:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         options: Options,
-        replay: Callable[[Region, int], Any],
+        replay: Callable[[Region, int], Replaying],
         is_part: bool = False,
     ) -> None:
         self.function: Callable[..., Any] | None = function
