@@ -253,19 +253,20 @@ class OpRecorder:
             entry.away |= {place}
         self._results.note_named(entry, place, tensor)
 
-    def check_matched(self, region: str) -> None:
+    def check_matched(self) -> None:
         """Raise `PolicyError` if an entry of the policy has matched nothing."""
         error = self._decider.unmatched(names_of(self._entries))
         if error is not None:
-            raise PolicyError(error.what, region=region, tensor=error.tensor, remedy=error.remedy)
+            raise PolicyError(error.what, region=self._owner.region.name, tensor=error.tensor, remedy=error.remedy)
 
     # The end.
 
     def find_needs(self, roots: Sequence[tuple[int, int]]) -> Needs:
         """Return what replay runs and keeps, and let run what it must run besides."""
         entries, can_keep = self._entries, self._results.can_keep
-        if self._storages.has_writes:
-            note_early_reads(entries)
+        if not self._storages.has_writes:
+            return find_needs(entries, roots, can_keep)
+        note_early_reads(entries)
         needs, runs = find_needs(entries, roots, can_keep), set()
         while writers := self._writers_to_repeat(needs.run):
             runs.update(writers)
@@ -277,7 +278,7 @@ class OpRecorder:
     def _writers_to_repeat(self, run: Sequence[Entry]) -> list[Entry]:
         """Return what replay must write again: small buffers that an op reads which it runs."""
         outside = self._owner.region.outside
-        if not self._storages.has_writes or outside is None:
+        if outside is None:
             return []
         keys = outside.repeatable() & {key for entry in run for key in entry.reads}
         writers = [

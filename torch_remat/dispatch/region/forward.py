@@ -185,7 +185,7 @@ class Recording(RematMode):
                 if kind is not Parameter:
                     return self.pack(tensor)
                 saved(tensor)
-                return (tensor, tensor._version, region, NOBODY if ops is None else ops.saver())
+                return (tensor, tensor._version, region, NOBODY if ops is None or not ops.calling else ops.saver())
             owner, layout = tensor._base, None
             if owner is None:
                 owner = tensor
@@ -206,7 +206,7 @@ class Recording(RematMode):
                 if layout is not None:
                     layouts[len(entries)] = layout
                 saved(owner)  # the graph owns it, and so may a view of it
-                return (tensor, tensor._version, region, NOBODY if ops is None else ops.saver())
+                return (tensor, tensor._version, region, NOBODY if ops is None or not ops.calling else ops.saver())
             elif tensor.is_floating_point():
                 tape.buffers.add(len(entries))
             metadata = metadata_of(tensor)
@@ -288,9 +288,13 @@ class Recording(RematMode):
     def boundary(self, output: Any) -> Sequence[Node]:
         """Return the nodes of the outputs, if something asks for them.
 
-        A plain region needs none of them: the first empty holder that is unpacked starts its replay.
+        A region without calls needs none of them: the first empty holder that is unpacked starts its replay.
         """
-        if self.ops is None and self.observed is None and self.region.keeper is None:
+        if (
+            (self.ops is None or not self.region.tape.records)
+            and self.observed is None
+            and self.region.keeper is None
+        ):
             return ()
         return boundary_nodes(tensors_of(output))
 
