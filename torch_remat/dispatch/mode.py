@@ -92,9 +92,11 @@ class RematMode(DispatchMode):
         self.parent = parent = _current.get()
         _current.set(self)
         try:
-            if not contexts and self.ops is None and self.opening is None:
+            if contexts:
+                return self._within(contexts, function, args, kwargs)
+            if self.ops is None and self.opening is None:
                 return function(*args, **kwargs)
-            return self._within(contexts, function, args, kwargs)
+            return self._call(function, args, kwargs)
         except Carried as carried:
             raise carried.take(self.region.name) from None
         finally:

@@ -72,6 +72,7 @@ from torch_remat.dispatch.offloading import Departures, offload_resident, sender
 from torch_remat.dispatch.options import DEFAULTS
 from torch_remat.dispatch.placeholder import Placeholder, new_tuple
 from torch_remat.dispatch.region.inputs import leaves_of
+from torch_remat.dispatch.region.module_path import ModulePath
 from torch_remat.dispatch.region.outside import State
 from torch_remat.errors import RematWarning, UsageError, qualified_name, user_line
 from torch_remat.policies.decision import CheckpointPolicy
@@ -419,8 +420,9 @@ class Recorder:
         else:
             key = 0 if kind is Parameter and not self.storages.has_writes else key_of(tensor)
         maker = self.storages.writers.get(key)
-        if not self.has_policy and (maker := self._maker_at(key, tensor)) is not None:
-            if isinstance(maker[0], Call) and maker[0].is_handle:
+        if not self.has_policy:
+            maker = self._maker_at(key, tensor)
+            if maker is not None and type(maker[0]) is Call and maker[0].is_handle:
                 maker = None
         if maker is not None:
             entry, at = maker
@@ -468,11 +470,10 @@ class Recorder:
 
     # What runs.
 
-    def watch_all(self, policy: OpPolicy, path_of: Callable[[Any], str], observer: Observer | None) -> OpRecorder:
+    def watch_all(self, policy: OpPolicy, observer: Observer | None) -> None:
         """Watch the ops of the whole region, under a policy."""
         self.packs = True
-        self.watch = OpRecorder(self, policy, path_of, observer)
-        return self.watch
+        self.watch = OpRecorder(self, policy, ModulePath(self.region.function), observer)
 
     def note_call(self, call: Call) -> None:
         """Note what has a name, which must be a new one; also in the regions around."""

@@ -190,6 +190,17 @@ class Storages:
         entry.storage = key
         return True
 
+    def note_view(self, entry: Entry, base: Any, result: Any) -> bool:
+        """Do the same for an op that returns views of its first argument and does no more."""
+        if type(result) is not Tensor or type(base) not in USUAL or base.layout is not torch.strided:
+            return False
+        if (dtype := result.dtype).is_complex or self.has_lazy:
+            return False
+        geometry = result.shape, result.stride(), result.storage_offset()
+        entry.results = new_tuple(Meta, (geometry, dtype, result.device, False, NOT_LAZY))
+        entry.reads = (storage_key(base),)
+        return True
+
     def _note_several(self, entry: Entry, reads: list[int], results: Any) -> bool:
         if type(results) is not tuple:
             return False

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from operator import attrgetter
+from sys import _getframe
 from types import NoneType
 from typing import Any
 from weakref import ref
@@ -48,12 +49,10 @@ from torch_remat.dispatch.log.slot import counter_of
 from torch_remat.dispatch.mode import RematMode, current_mode
 from torch_remat.dispatch.observe import Watch, is_watched
 from torch_remat.dispatch.options import DEFAULTS, Options
-from torch_remat.dispatch.region.module_path import ModulePath
 from torch_remat.dispatch.region.outputs import boundary_nodes, tensors_of
 from torch_remat.dispatch.region.outside import Outside
 from torch_remat.dispatch.region.region import Region
 from torch_remat.dispatch.region.replay import Filling
-from torch_remat.policies.kinds import OpPolicy
 
 
 def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options) -> Any:
@@ -132,7 +131,8 @@ class Recording(RematMode):
         if region.keeper is not None:
             self._keep = region.keeper.keep
         if region.options is not DEFAULTS:
-            value_of = value_function(region.options.determinism_check)
+            check = region.options.determinism_check
+            value_of = None if check == DEFAULTS.determinism_check else value_function(check)
             self._values = region.values = None if value_of is None else Values(value_of)
 
     def contexts(self) -> list[AbstractContextManager[Any]]:
@@ -148,18 +148,22 @@ class Recording(RematMode):
         if self._values is not None:
             contexts.append(LeftOut(self._values))
         if region.options.policy is not None:
-            contexts += self._policy_contexts(region.options.policy)
+            self.ops = Recorder(self)
+            self.ops.watch_all(region.options.policy, region.options.observer)
+            self.lets_compiled_code_run = CompiledCode.is_noticed
         return contexts
 
-    def _policy_contexts(self, policy: OpPolicy) -> list[AbstractContextManager[Any]]:
-        region = self.region
-        assert region.function is not None
-        path = ModulePath(region.function)
-        self.ops = Recorder(self)
-        watch = self.ops.watch_all(policy, path.of, region.options.observer)
-        self.opening = watch.watch
-        self.lets_compiled_code_run = CompiledCode.is_noticed
-        return [path, watch.compiled_code]
+    def _call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run the function, and show its ops to the policy, if there is one."""
+        if self.ops is None or (watch := self.ops.watch) is None:
+            return super()._call(function, args, kwargs)
+        path = watch.path
+        path.end = _getframe()
+        try:
+            with watch.compiled_code:
+                return self.watched(watch.watch, function, args, kwargs)
+        finally:
+            path.end = None
 
     @keep_from_compiler
     def pack_hook(self) -> Callable[[torch.Tensor], Holder | Anchor]:
@@ -290,11 +294,7 @@ class Recording(RematMode):
 
         A region without calls needs none of them: the first empty holder that is unpacked starts its replay.
         """
-        if (
-            (self.ops is None or not self.region.tape.records)
-            and self.observed is None
-            and self.region.keeper is None
-        ):
+        if (self.ops is None or not self.region.tape.records) and self.observed is None and self.region.keeper is None:
             return ()
         return boundary_nodes(tensors_of(output))
 

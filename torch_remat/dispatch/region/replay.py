@@ -98,7 +98,8 @@ class Filling(RematMode):
         if tape.elided:
             self._waiting = tape.empty_elided()
         if options is not DEFAULTS:
-            value_of = value_function(options.determinism_check)
+            check = options.determinism_check
+            value_of = None if check == DEFAULTS.determinism_check else value_function(check)
             self._values = None if value_of is None else Values(value_of, self._compare_value)
 
     def _end_at(self, last: int) -> None:
@@ -133,7 +134,9 @@ class Filling(RematMode):
                     region.ambient is not capture_ambient()
                     or region.scope != scope.get()
                     or region.rng is not None
-                    or region.options is not DEFAULTS
+                    or region.replay_context is not None
+                    or region.op_log is not None
+                    or self._values is not None
                     or is_watched()
                 ):
                     contexts = self._contexts() + contexts
