@@ -417,7 +417,13 @@ class Filling(RematMode):
     def _stop_at(self, position: int) -> None:
         if position != self._last or self._waiting or self._unfilled_number == sequence_number():
             return
-        if self.ops is not None or position != self._limit - 1 or count_of_modes() or not self._tail_is_tiny():
+        is_last = position == self._limit - 1
+        if self.ops is None:
+            if not is_last or count_of_modes() or not self._tail_is_tiny():
+                self.stop()
+        elif is_last and count_of_modes() == 1 and self._tail_is_tiny() and self.ops.ends_soon():
+            self._end()
+        else:
             self.stop()
 
     def _tail_is_tiny(self) -> bool:
@@ -470,13 +476,17 @@ class Filling(RematMode):
 
     def stop(self) -> NoReturn:
         """End the replay; see NOTE [ How a replay ends ]."""
+        self._end()
+        raise StopReplay(self)
+
+    def _end(self) -> None:
+        """Let nothing count that the function does from here on."""
         self.over, self._limit = True, 0
         if not self.stopped:
             self.stopped, self._refusal = True, last_refusal.get()
             if self.watcher is not None and self.ops is not None:
                 self.ops.suppressed.restore()
                 self.show_ops_to(None)
-        raise StopReplay(self)
 
     def fail(self, error: RematError) -> NoReturn:
         """Keep an error and end the replay with it."""
