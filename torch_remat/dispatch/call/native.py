@@ -23,7 +23,7 @@ from torch_remat._compat import Handler, in_autocast, keep_from_compiler, storag
 from torch_remat.dispatch.call.call import Given, Log, Running, refuse_gradient
 from torch_remat.dispatch.call.result import flatten
 from torch_remat.dispatch.holder import Anchor, Holder
-from torch_remat.dispatch.log.entry import ODD, ONE, VIEW, Call, Entry, EntryKind, entry_of, is_bookkeeping
+from torch_remat.dispatch.log.entry import ODD, ONE, VIEW, Call, Entry, entry_of, is_bookkeeping
 from torch_remat.dispatch.log.meta import Meta, Raised, described, key_of, keys_of, tensors_in
 from torch_remat.dispatch.log.op_answerer import OpAnswerer
 from torch_remat.dispatch.log.schema import LIFT
@@ -69,7 +69,7 @@ class RunningNative(Running):
             kind = make.kind
             if not kind or waiting or ops.opened is not None:
                 return self._watch_odd(make, op, args, kwargs)
-            entry = make.entry()
+            entry = _new(make)
             name = make.effects.name
             entry.count = counts[name] = counts.get(name, -1) + 1
             try:
@@ -96,7 +96,7 @@ class RunningNative(Running):
 
         return watch
 
-    def _watch_odd(self, make: EntryKind, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _watch_odd(self, make: type[Entry], op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Do the same for any op."""
         ops, effects = self.ops, make.effects
         if effects.random and not self._draws:
@@ -107,7 +107,7 @@ class RunningNative(Running):
             ops.region.inputs.note_histories()
         if is_bookkeeping(effects, args, kwargs) or ops.is_in_skipped_body():
             return op(*args, **kwargs)
-        entry = make.entry()
+        entry = _new(make)
         entry.count = self._counts[effects.name] = self._counts.get(effects.name, -1) + 1
         changed = list(args[:1]) if effects.reshapes else entry.changed_arguments(args, kwargs)
         entry.outside = self._note_writes(changed)

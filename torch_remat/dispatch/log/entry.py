@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
@@ -72,7 +72,7 @@ class Entry:
         names: The names that were given to results by hand.
     """
 
-    # What all have is set where one is made: the first four by its `EntryKind`. Most have little to note besides.
+    # What all have is set where one is made, in the recorder, or in `entry_of`. Most have little to note besides.
     op: Any
     kernel: Callable[..., Any]
     effects: Effects
@@ -145,32 +145,19 @@ class Entry:
         return found
 
 
-class EntryKind(NamedTuple):
-    """What all entries of one op have in common; see `Entry`."""
-
-    op: Any
-    kind: int
-    kernel: Callable[..., Any]
-    effects: Effects
-
-    def entry(self) -> Entry:
-        """Return a new entry."""
-        entry = Entry()
-        entry.op, entry.kind, entry.kernel, entry.effects = self
-        return entry
-
-
-def entry_of(op: Any) -> EntryKind:
-    """Return what all entries of an op have in common."""
-    about = _kinds.get(id(op))  # by identity, as `effects_of` does, which keeps the op
-    if about is None:
+def entry_of(op: Any) -> type[Entry]:
+    """Return the kind of entry of an op: a class, so that what all its calls have in common is not set for each."""
+    kind = _entries.get(id(op))  # by identity, as `effects_of` does, which keeps the op
+    if kind is None:
         effects = effects_of(op)
-        kind = VIEW if effects.view and op is not LIFT else ONE if effects.plain else ODD
-        about = _kinds[id(op)] = EntryKind(op, kind, kernel_of(op) if kind else op, effects)
-    return about
+        is_view = effects.view and op is not LIFT
+        shape = VIEW if is_view else ONE if effects.plain else ODD
+        about = {"op": op, "effects": effects, "kind": shape, "kernel": kernel_of(op) if shape else op}
+        kind = _entries[id(op)] = type("Entry", (Entry,), about)
+    return kind
 
 
-_kinds: dict[int, EntryKind] = {}
+_entries: dict[int, type[Entry]] = {}
 
 
 # Where it leaves the random generators the call itself stores.

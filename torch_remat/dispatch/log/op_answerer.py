@@ -55,7 +55,6 @@ from torch_remat.dispatch.placeholder import Placeholder, Source, geometry_of, m
 from torch_remat.errors import MismatchError, MutationError
 from torch_remat.offload.transfer import Placement
 
-
 _FEW = 4
 
 

@@ -23,7 +23,6 @@ from torch_remat.dispatch.log.entry import (
     WRITTEN,
     Call,
     Entry,
-    EntryKind,
     entry_of,
     is_bookkeeping,
     names_of,
@@ -39,9 +38,11 @@ from torch_remat.dispatch.log.needs import Needs, find_needs
 from torch_remat.errors import PolicyError
 from torch_remat.policies.kinds import RECOMPUTED, Decider, Decision, OpContext, OpPolicy
 
+_new = object.__new__  # without a call of `__init__` for each op
 # Of an op: whether the policy keeps its results, if it decides by the op alone; how many of its name there were in each
-# module, less one (None as long as nobody sees names of its kind); and what its entries have in common.
-_Plan = tuple[bool | None, dict[str, int] | None, EntryKind]
+# module, less one (None as long as nobody sees names of its kind); the kind of its entries; what runs it; and the class
+# of its entries.
+_Plan = tuple[bool | None, dict[str, int] | None, int, Callable[..., Any], type[Entry]]
 Observer = Callable[[Entry, Sequence[Any], Mapping[str, Any], Any], None]
 
 
@@ -80,13 +81,11 @@ class OpRecorder:
         note_ordinary, note_view = self._storages.note_ordinary, self._storages.note_view
 
         def watch(_mode: Any, op: Any, _types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-            keeps, counts, about = plans.get(id(op)) or self._plan(op)
-            _, kind, kernel, effects = about
+            keeps, counts, kind, kernel, make = plans.get(id(op)) or self._plan(op)
             if not kind or unread or waiting or owner.opened is not None:
                 return self._watch_odd(op, args, kwargs)
             # It computes new tensors or returns views, and does nothing else.
-            entry = Entry()
-            entry.op, entry.kind, entry.kernel, entry.effects = op, kind, kernel, effects
+            entry = _new(make)
             if counts is not None:
                 entry.path = path = path_of(_getframe(1))
                 entry.count = counts[path] = counts.get(path, -1) + 1
@@ -122,17 +121,17 @@ class OpRecorder:
     def _plan(self, op: Any) -> _Plan:
         decider = self._decider
         if (known := decider.plans.get(id(op))) is None:
-            about, keeps = entry_of(op), decider.decide_op(op)
-            if about.kind == VIEW and keeps is not None:  # whose results are never kept, whatever the policy says
+            make, keeps = entry_of(op), decider.decide_op(op)
+            if make.kind == VIEW and keeps is not None:  # whose results are never kept, whatever the policy says
                 keeps = False
-            known = decider.plans[id(op)] = keeps, about.kind != VIEW and decider.may_save(op), about
+            known = decider.plans[id(op)] = keeps, make.kind != VIEW and decider.may_save(op), make
         if decider.left:
             decider.left.pop(id(op), None)
-        keeps, is_named, about = known
-        counts, name = None, about.effects.name
+        keeps, is_named, make = known
+        counts, name = None, make.effects.name
         if is_named or self._names_all or name in self._counts:
             counts = self._counts.setdefault(name, {})
-        plan = self._plans[id(op)] = keeps, counts, about
+        plan = self._plans[id(op)] = keeps, counts, make.kind, make.kernel, make
         return plan
 
     def _begin_counting(self, entry: Entry, frame: Any) -> None:
@@ -141,14 +140,14 @@ class OpRecorder:
         entry.path = path = self.path.of(frame)
         counts = self._counts.setdefault(name, {})
         entry.count = counts[path] = counts.get(path, -1) + 1
-        for key, (keeps, _, about) in self._plans.items():
-            if about.effects.name == name:
-                self._plans[key] = keeps, counts, about
+        for key, (keeps, _, kind, kernel, make) in self._plans.items():
+            if make.effects.name == name:
+                self._plans[key] = keeps, counts, kind, kernel, make
 
     def _watch_odd(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Do the same for any op, wherever it runs."""
-        _, counts, about = self._plans[id(op)]
-        effects = about.effects
+        _, counts, kind, _, make = self._plans[id(op)]
+        effects = make.effects
         if effects.cast and in_autocast():
             self._owner.region.inputs.note_histories()
         if is_bookkeeping(effects, args, kwargs):
@@ -161,7 +160,7 @@ class OpRecorder:
         if self._results.unread:
             self._results.read_versions()
         before = self._owner.rng_now() if effects.random else None
-        entry = about.entry()
+        entry = _new(make)
         if effects.random:
             self.random.append(entry)
         if counts is not None:
@@ -176,7 +175,7 @@ class OpRecorder:
             self._departures.send()
         if before is not None:
             entry.before = before
-        if about.kind != ONE or not self._storages.note_ordinary(entry, args, result):
+        if kind != ONE or not self._storages.note_ordinary(entry, args, result):
             self._note_odd(entry, args, kwargs, result)
         opened = self._owner.opened
         entry.always = opened is not None and opened.is_running()
