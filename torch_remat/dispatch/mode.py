@@ -13,7 +13,8 @@ NOTE [ How a replay ends ]
 2. The pack hook runs before its op does, and an op may save a buffer that it is about to fill (``F.rrelu`` its noise).
    Such a buffer is a tensor of floats that needs no gradient. Where the last op to save anything saves one, the
    function runs on to the next native region or to its end, unless a policy's calls tell that this op fills nothing.
-   Elsewhere the op itself is spared, which for a last matrix product is much.
+   Elsewhere the op itself is spared, which for a last matrix product is much. Where no more than a few small ops would
+   follow, which write nothing, they run unwatched: an exception would take longer.
 3. An error found in the pack hook is kept and raised after the function was left, so that user code cannot swallow
    it either.
 4. A replay that has something to fill goes on until each live anchored holder has met its parameter again: where
@@ -130,9 +131,11 @@ class RematMode(DispatchMode):
         self.parent = parent = _current.get()
         _current.set(self)
         try:
-            if not contexts and self.ops is None and self.opening is None:
+            if contexts:
+                return self._within(contexts, function, args, kwargs)
+            if self.ops is None and self.opening is None:
                 return function(*args, **kwargs)
-            return self._within(contexts, function, args, kwargs)
+            return self._call(function, args, kwargs)
         except Carried as carried:
             raise carried.take(self.region.name) from None
         finally:

@@ -14,12 +14,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from inspect import unwrap
-from sys import _getframe
 from typing import Any
 
 from torch.nn import Module
-
-from torch_remat.dispatch.mode import RematMode
 
 
 def default_name(function: Callable[..., Any] | str | None) -> str:
@@ -51,40 +48,34 @@ def scope_restored(prefix: str) -> Iterator[None]:
         scope.reset(token)
 
 
-_functions: Any = Module.__call__, RematMode.watched
-_CALL, _WATCHED = [function.__code__ for function in _functions]
+_call: Any = Module.__call__
+_CALL = _call.__code__
 
 
 class ModulePath:
-    """Tells the paths of modules; a context manager around the region's function.
+    """Tells the paths of modules.
 
     Args:
         function: The region's function. A module, or the module whose method it is, is the root. Of a module that
             belongs to none that is known the path is its class.
+
+    Attributes:
+        end: The frame to which the stack is the region's; None once the function is over.
     """
 
-    _end: Any = None  # the frame to which the stack is the region's; until the function is over
-    _is_near = False
+    end: Any = None
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
         self._names: dict[int, str] = {}  # by the identity of each module; empty until one runs
         self._known: list[Module] = []  # so that no other gets the identity
 
-    def __enter__(self) -> None:
-        """Note where the region begins."""
-        self._end = _getframe(1)
-
-    def __exit__(self, *exception: object) -> None:
-        """Let go of the frame."""
-        self._end = None
-
     def of(self, frame: Any) -> str:
         """Return the path of the module whose code runs in a frame, with a final dot unless it is empty."""
-        end, code = self._end, _CALL
+        end, code = self.end, _CALL
         if frame is end:
             return ""
-        first = frame = frame.f_back  # the caller itself is no call of a module
+        frame = frame.f_back  # the caller itself is no call of a module
         try:
             while frame is not end:
                 if frame.f_code is code:
@@ -93,12 +84,6 @@ class ModulePath:
                 frame = frame.f_back
         except AttributeError:  # the stack of another thread, which a backward has, ends before
             return ""
-        if not self._is_near:  # in no module: the next walk shall end where the region's function begins
-            self._is_near, frame = True, first
-            while frame is not end:
-                if frame.f_code is _WATCHED:
-                    self._end = frame
-                frame = frame.f_back
         return ""
 
     def _learn_around(self, frame: Any) -> str:
@@ -109,7 +94,7 @@ class ModulePath:
             if isinstance(root := _owner_of(root), Module):
                 self._learn(root, "")
         running: list[Module] = []
-        while frame is not self._end and frame is not None:
+        while frame is not self.end and frame is not None:
             if frame.f_code is _CALL:
                 running.append(frame.f_locals["self"])
             frame = frame.f_back

@@ -148,9 +148,16 @@ class Decider(ABC):
     Attributes:
         reads_names: Whether it decides by automatic names, so that all ops have to be counted.
         notes_packed: Whether it asks which results autograd saves, so that these have to be noted.
+        left: The ops that have to occur and have not, by identity.
+        plans: What the runtime knows of ops, by identity; where the op alone decides, it outlives the forward.
     """
 
     reads_names = notes_packed = False
+    left: dict[int, Any]
+    plans: dict[int, Any]
+
+    def __init__(self) -> None:
+        self.left, self.plans = {}, {}
 
     @abstractmethod
     def decide(self, context: OpContext, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Decision]:
@@ -209,6 +216,7 @@ class FunctionPolicy(OpPolicy):
 
 class _FunctionDecider(Decider):
     def __init__(self, function: Callable[..., Any], reads_names: bool) -> None:
+        super().__init__()
         self._function = function
         self._state: dict[str, Any] = {}
         self.reads_names = reads_names
@@ -291,7 +299,8 @@ class OpListPolicy(OpPolicy):
 
     def __init__(self, ops: Iterable[Any], all_occur: bool = True) -> None:
         self._ops = list(ops)
-        self._known: tuple[dict[int, Any], set[int]] | None = None  # ops and kinds by identity, from the first forward
+        # Ops and kinds by identity, and plans, from the first forward.
+        self._known: tuple[dict[int, Any], set[int], dict[int, Any]] | None = None
         self._all_occur = all_occur
         for op in self._ops:
             if isinstance(op, OpOverloadPacket):
@@ -316,7 +325,7 @@ class OpListPolicy(OpPolicy):
     def begin(self) -> Decider:
         """Begin one forward."""
         if self._known is None:
-            self._known = {id(op): op for op in self._ops}, {id(_kind_of(op)) for op in self._ops}
+            self._known = {id(op): op for op in self._ops}, {id(_kind_of(op)) for op in self._ops}, {}
         return _OpListDecider(*self._known, self._all_occur)
 
     def parts(self) -> tuple[Any, ...]:
@@ -338,31 +347,27 @@ def _kind_of(op: Any) -> Any:
 
 
 class _OpListDecider(Decider):
-    def __init__(self, ops: dict[int, Any], kinds: set[int], all_occur: bool) -> None:
-        self._ops, self._kinds = ops, kinds
-        self._left = dict(self._ops) if all_occur else {}
+    def __init__(self, ops: dict[int, Any], kinds: set[int], plans: dict[int, Any], all_occur: bool) -> None:
+        self._ops, self._kinds, self.plans = ops, kinds, plans
+        self.left = dict(ops) if all_occur else {}
 
     def decide(self, context: OpContext, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Decision]:
         if id(op) not in self._ops:
             return RECOMPUTED
-        self._left.pop(id(op), None)
+        self.left.pop(id(op), None)
         return _SAVED
 
     def decide_op(self, op: Any) -> bool:
-        if id(op) not in self._ops:
-            return False
-        if self._left:
-            self._left.pop(id(op), None)
-        return True
+        return id(op) in self._ops
 
     def may_save(self, op: Any) -> bool:
         return id(_kind_of(op)) in self._kinds
 
     def unmatched(self, names: Iterable[str]) -> PolicyError | None:
-        if not self._left:
+        if not self.left:
             return None
         return PolicyError(
-            f"the policy lists {', '.join(str(op) for op in self._left.values())}, which the region did not run",
+            f"the policy lists {', '.join(str(op) for op in self.left.values())}, which the region did not run",
             remedy="remat.list_names(function)(*args) shows the ops that it runs. A policy function, unlike a list, "
             "may name ops that do not occur.",
         )
@@ -388,6 +393,7 @@ class Combined(OpPolicy):
 
 class _CombinedDecider(Decider):
     def __init__(self, deciders: Sequence[Decider]) -> None:
+        super().__init__()
         self._deciders = deciders
         self.reads_names = any(decider.reads_names for decider in deciders)
 

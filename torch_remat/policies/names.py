@@ -39,6 +39,7 @@ class _NameDecider(Decider):
     reads_names = True
 
     def __init__(self, patterns: Sequence[str], decision: Decision) -> None:
+        super().__init__()
         self._patterns = patterns
         self._left = dict.fromkeys(patterns)
         self._decision = decision

@@ -80,7 +80,6 @@ class Answerer:
 
     def __init__(self, replay: Replaying, region: OpenRegion) -> None:
         self.region = region
-        self.region_name = region.name
         self.replay = replay
         self._calls = list(region.tape.records.values())
         self._entries = region.tape.calls
@@ -102,6 +101,12 @@ class Answerer:
         if self.region.options.policy is not None and self._entries:
             self.ops = OpAnswerer(self.replay, self.suppressed, self.load)
             self.ops.expect(self._entries)
+
+    @cached_property
+    def region_name(self) -> str:
+        """The region's name, made where something asks for it."""
+        name: str = self.region.name
+        return name
 
     @cached_property
     def changes_results(self) -> bool:
@@ -373,6 +378,10 @@ class Answerer:
     def may_fill(self) -> bool:
         """Whether the op that saves a tensor may be about to fill it; where ops are watched its place tells."""
         return self.ops is None or self.ops.may_fill()
+
+    def ends_soon(self) -> bool:
+        """Whether, under a policy and without calls, few ops are to come, which compute results and do no more."""
+        return not self._calls and self.ops is not None and self.ops.ends_soon()
 
     def next_name(self) -> str | None:
         """Return the name of the next call of forward, if there is one."""

@@ -69,6 +69,7 @@ from torch_remat.dispatch.log.results import Results, Undecided
 from torch_remat.dispatch.log.slot import Elided, placement_in, slot_for, version_of
 from torch_remat.dispatch.log.storages import Storages
 from torch_remat.dispatch.mode import RematMode
+from torch_remat.dispatch.naming import ModulePath
 from torch_remat.dispatch.options import DEFAULTS
 from torch_remat.dispatch.placeholder import Placeholder, new_tuple
 from torch_remat.dispatch.region.inputs import leaves_of
@@ -418,21 +419,26 @@ class Recorder:
         if self.results.unread:
             self.results.read_versions()
         held: Holder | Anchor | None = None
-        kind, key = type(tensor), 0
-        if kind is not Parameter or self.storages.has_writes:
-            maker = self.maker_of(tensor)
-            key = key_of(tensor)
-            if maker is not None and not (isinstance(maker[0], Call) and maker[0].is_handle and not self.has_policy):
-                entry, at = maker
-                if self._notes_packed:
-                    entry.packed |= {at}
-                if at in entry.saved:
-                    held = self._pack_made(tensor, entry, at)
-                else:
-                    self.roots.append((len(self.region.tape.saved), key, len(self.entries)))
-            elif kind is not Tensor:
-                place = len(self.region.tape.saved)
-                self.roots += [(place, key_of(part), len(self.entries)) for part in parts_of(tensor)]
+        if (kind := type(tensor)) is Tensor and tensor.layout is strided:
+            key = storage_key(tensor)
+        else:
+            key = 0 if kind is Parameter and not self.storages.has_writes else key_of(tensor)
+        maker = self.storages.writers.get(key)
+        if not self.has_policy:
+            maker = self._maker_at(key, tensor)
+            if maker is not None and type(maker[0]) is Call and maker[0].is_handle:
+                maker = None
+        if maker is not None:
+            entry, at = maker
+            if self._notes_packed:
+                entry.packed |= {at}
+            if at in entry.saved:
+                held = self._pack_made(tensor, entry, at)
+            else:
+                self.roots.append((len(self.region.tape.saved), key, len(self.entries)))
+        elif kind is not Tensor and key:
+            place = len(self.region.tape.saved)
+            self.roots += [(place, key_of(part), len(self.entries)) for part in parts_of(tensor)]
         if not self.has_policy:
             self._note_number(tensor, key, held)
         return held
@@ -468,13 +474,12 @@ class Recorder:
 
     # What runs.
 
-    def watch_all(self, policy: OpPolicy, path_of: Callable[[Any], str]) -> OpRecorder:
+    def watch_all(self, policy: OpPolicy) -> None:
         """Watch the ops of the whole region, under a policy."""
         self.packs = True
         decider = policy.begin()
         self._notes_packed = decider.notes_packed
-        self.watch = OpRecorder(self, decider, path_of)
-        return self.watch
+        self.watch = OpRecorder(self, decider, ModulePath(self.region.function))
 
     def note_call(self, call: Call) -> None:
         """Note what has a name, which must be a new one; also in the regions around."""
@@ -872,7 +877,7 @@ class Recorder:
             self.opened.check_ended()
         region, tape = self.region, self.region.tape
         if self.watch is not None:
-            self.watch.check_matched(region.name)
+            self.watch.check_matched()
         if self.results.unread:
             self.results.read_versions()
         if self.departures.waiting:
@@ -883,7 +888,7 @@ class Recorder:
             for entry in self.entries[after:]:
                 if key in entry.reads:
                     entry.reads = [own if read == key else read for read in entry.reads]
-        readers = self._readers(boundary)
+        readers = self._readers(boundary) if self._runs or self._returned else {}
         if self._unknown:
             self._check_unknown()
         if self.has_policy:  # elsewhere the graph is asked
@@ -901,11 +906,11 @@ class Recorder:
             self.results.keep(entry, places)
             if type(entry) is Call and entry.is_handle:
                 entry.shown = entry.shown.union(places)
-        if self.has_policy:
-            for entry in self.entries:
-                if type(entry) is Call and entry.views:  # in replay they are placeholders, views of nothing
+        if tape.records:
+            for entry in tape.records.values() if self.has_policy else ():
+                if entry.views:  # in replay they are placeholders, views of nothing
                     self.results.keep(entry, entry.views)
-        self._check_whole(needs.run)
+            self._check_whole(needs.run)
         if self.watch is not None:
             self.watch.finish()
         if (self._changes or (self.has_policy and self.storages.has_writes)) and region.inputs is not None:
@@ -969,9 +974,9 @@ class Recorder:
                 (key, after + 1 if after < len(entries) and key in entries[after].writes else after)
                 for key, after in roots
             ]
-        for entry in entries:
-            if type(entry) is Call and entry.why:
-                entry.always = True
+        for call in region.tape.records.values():
+            if call.why:
+                call.always = True
         if self.watch is not None and self.watch.compiled_code.ran:
             roots += self._read_by_compiled_code()
         roots += self._read

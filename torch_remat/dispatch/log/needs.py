@@ -72,14 +72,13 @@ def _walk(
             next_after = pending[-1][1] if pending else -1
         entry = entries[at]
         if entry.kind == ONE:  # what most entries are, without the sets
-            runs, storage = entry.always or (bool(forced) and entry in forced), entry.storage
-            if storage in needed:
+            storage = entry.storage
+            if runs := storage in needed:
                 needed.remove(storage)
                 if entry.saved and can_keep(entry, 0):
                     needs.kept.append((entry, FIRST))
-                else:
-                    runs = True
-            if runs:
+                    runs = False
+            if runs or entry.always or (forced and entry in forced):
                 needs.run.append(entry)
                 needed.update(entry.reads)
         elif entry.kind == VIEW and not (entry.always or entry in forced):

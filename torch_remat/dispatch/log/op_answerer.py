@@ -12,7 +12,7 @@ put back.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -55,6 +55,8 @@ from torch_remat.dispatch.placeholder import Placeholder, Source, geometry_of, m
 from torch_remat.errors import MismatchError, MutationError
 from torch_remat.offload.transfer import Placement
 
+_FEW = 4
+
 
 class OpAnswerer:
     """The aten ops of one replay: of a whole region, or of the native regions in it, one after the other.
@@ -77,11 +79,15 @@ class OpAnswerer:
         load: Callable[[Slot, str, str], torch.Tensor],
     ) -> None:
         self._replay = replay
-        self._region = region = replay.region
-        self._region_name = region.name
+        self._region = replay.region
         self._suppressed = suppressed
         self._load = load
         self.written: dict[int, tuple[Source, torch.Tensor, int]] = {}  # with where the written tensor lies, in bytes
+
+    @cached_property
+    def _region_name(self) -> str:
+        name: str = self._region.name
+        return name
 
     def expect(self, entries: Sequence[Entry], group: str = "") -> None:
         """Expect the ops of the whole region, or of the native region ``group``, of which none runs."""
@@ -196,6 +202,11 @@ class OpAnswerer:
         if entry is None or not entry.run:
             return False
         return entry.kind == CALL or not (entry.effects.plain or entry.effects.view)
+
+    def ends_soon(self) -> bool:
+        """Whether few ops are to come, which compute results and do no more."""
+        left = self._entries[self._at :]
+        return len(left) <= _FEW and all(entry.kind in (ONE, VIEW) for entry in left)
 
     def _run(self, entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         effects = entry.effects

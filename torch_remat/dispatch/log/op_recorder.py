@@ -12,10 +12,9 @@ from sys import _getframe
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, strided
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torch_remat._compat import CompiledCode, Handler, in_autocast, keep_from_compiler, storage_key
+from torch_remat._compat import CompiledCode, Handler, in_autocast, keep_from_compiler
 from torch_remat.dispatch.ambient import RngState
 from torch_remat.dispatch.holder import OpenRegionLike, RegionLike
 from torch_remat.dispatch.log.entry import (
@@ -31,8 +30,6 @@ from torch_remat.dispatch.log.entry import (
     names_of,
 )
 from torch_remat.dispatch.log.meta import (
-    USUAL,
-    Meta,
     Raised,
     dense_layout,
     described,
@@ -42,16 +39,16 @@ from torch_remat.dispatch.log.meta import (
 from torch_remat.dispatch.log.needs import Needs, find_needs
 from torch_remat.dispatch.log.results import Results
 from torch_remat.dispatch.log.storages import Storages
-from torch_remat.dispatch.placeholder import NOT_LAZY, new_tuple
+from torch_remat.dispatch.naming import ModulePath
 from torch_remat.errors import PolicyError
 from torch_remat.offload.sender import Departures
-from torch_remat.policies.kinds import RECOMPUTED, Decider, OpContext
+from torch_remat.policies.kinds import RECOMPUTED, Decider, Decision, OpContext
 
 _new = object.__new__  # without a call of `__init__` for each op
-# Of an op: the kind of its entries (`ONE` and `VIEW` are noted in a short way); whether the policy keeps its results,
-# if it decides by the op alone; how many of its name there were in each module, less one (None as long as nobody sees
-# names of its kind); and the class of its entries.
-_Plan = tuple[int, bool | None, dict[str, int] | None, type[Entry]]
+# Of an op: whether the policy keeps its results, if it decides by the op alone; how many of its name there were in each
+# module, less one (None as long as nobody sees names of its kind); the kind of its entries; what runs it; and the class
+# of its entries.
+_Plan = tuple[bool | None, dict[str, int] | None, int, Callable[..., Any], type[Entry]]
 
 
 class Log(Protocol):
@@ -85,14 +82,15 @@ class Opened(Protocol):
 
 
 class OpRecorder:
-    """The ops of one forward under a policy; ``path_of`` returns the path of the module whose code runs in a frame.
+    """The ops of one forward under a policy.
 
     Attributes:
+        path: Tells the path of the module whose code runs in a frame.
         compiled_code: Notes whether compiled code runs, whose ops are not seen.
         random: The entries of ops that may have drawn random numbers.
     """
 
-    def __init__(self, owner: Log, decider: Decider, path_of: Callable[[Any], str]) -> None:
+    def __init__(self, owner: Log, decider: Decider, path: ModulePath) -> None:
         self.random: list[Entry] = []
         self.compiled_code = CompiledCode()
         self._owner = owner
@@ -103,7 +101,7 @@ class OpRecorder:
         self._decider = decider
         # Whether all ops are named; else those of a kind from the first on that is saved, of a list's kinds all.
         self._names_all = decider.reads_names
-        self._path_of = path_of
+        self.path = path
         self._plans: dict[int, _Plan] = {}  # by the identity of each op
         self._counts: dict[str, dict[str, int]] = {}  # of ops by name, and by the path of their module
 
@@ -111,12 +109,13 @@ class OpRecorder:
     @keep_from_compiler
     def watch(self) -> Handler:
         """What runs an op, takes the decision about it, and notes what it did: a closure, since it runs for each."""
-        plans, path_of, note = self._plans, self._path_of, self._entries.append
-        owner, storages, results = self._owner, self._storages, self._results
-        unread, waiting, note_ordinary = results.unread, self._departures.waiting, storages.note_ordinary
+        plans, path_of, note = self._plans, self.path.of, self._entries.append
+        owner, results, decide = self._owner, self._results, self._decider.decide
+        unread, waiting = results.unread, self._departures.waiting
+        note_ordinary, note_view = self._storages.note_ordinary, self._storages.note_view
 
         def watch(_mode: Any, op: Any, _types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-            kind, keeps, counts, make = plans.get(id(op)) or self._plan(op)
+            keeps, counts, kind, kernel, make = plans.get(id(op)) or self._plan(op)
             if not kind or unread or waiting or owner.opened is not None:
                 return self._watch_odd(op, args, kwargs)
             # It computes new tensors or returns views, and does nothing else.
@@ -125,29 +124,21 @@ class OpRecorder:
                 entry.path = path = path_of(_getframe(1))
                 entry.count = counts[path] = counts.get(path, -1) + 1
             try:
-                result = make.kernel(*args, **kwargs)
+                result = kernel(*args, **kwargs)
             except Exception as error:
                 self._note_raised(entry, error)
                 raise
-            if kind == ONE:
-                is_noted = note_ordinary(entry, args, result)
-            else:
-                is_noted = False
-                base = args[0]
-                if type(result) is Tensor and type(base) in USUAL and base.layout is strided and not (
-                    (dtype := result.dtype).is_complex or storages.has_lazy
-                ):  # fmt: skip
-                    geometry = result.shape, result.stride(), result.storage_offset()
-                    entry.results = new_tuple(Meta, (geometry, dtype, result.device, False, NOT_LAZY))
-                    entry.reads, is_noted = (storage_key(base),), True
+            is_noted = note_ordinary(entry, args, result) if kind == ONE else note_view(entry, args[0], result)
             if not is_noted:
                 self._note_odd(entry, args, kwargs, result)
             if keeps is None:
-                self._decide(entry, args, kwargs, result)
+                said = decide(OpContext(result, None if counts is None else entry), op, args, kwargs)
+                if said is not RECOMPUTED or entry.outside:
+                    self._decide(entry, said)
             elif keeps:
                 entry.saved = FIRST if entry.kind == ONE else entry.all_places()
             if entry.saved:
-                if entry.count < 0:
+                if counts is None:
                     self._begin_counting(entry, _getframe(1))
                 entry.layout = dense_layout(args) if is_noted and not entry.listed else layout_of(args, kwargs)
                 if entry.kind == ONE:
@@ -160,29 +151,34 @@ class OpRecorder:
         return watch
 
     def _plan(self, op: Any) -> _Plan:
-        made, decider = entry_of(op), self._decider
-        keeps = decider.decide_op(op)
-        if made.kind == VIEW and keeps is not None:  # whose results are never kept, whatever the policy says
-            keeps = False
-        counts = self._counts.get(made.effects.name)
-        if counts is None and (self._names_all or (made.kind != VIEW and decider.may_save(op))):
-            counts = self._counts[made.effects.name] = {}
-        plan = self._plans[id(op)] = made.kind, keeps, counts, made
+        decider = self._decider
+        if (known := decider.plans.get(id(op))) is None:
+            make, keeps = entry_of(op), decider.decide_op(op)
+            if make.kind == VIEW and keeps is not None:  # whose results are never kept, whatever the policy says
+                keeps = False
+            known = decider.plans[id(op)] = keeps, make.kind != VIEW and decider.may_save(op), make
+        if decider.left:
+            decider.left.pop(id(op), None)
+        keeps, is_named, make = known
+        counts, name = None, make.effects.name
+        if is_named or self._names_all or name in self._counts:
+            counts = self._counts.setdefault(name, {})
+        plan = self._plans[id(op)] = keeps, counts, make.kind, make.kernel, make
         return plan
 
     def _begin_counting(self, entry: Entry, frame: Any) -> None:
         """Give the first saved op of a kind its name, and count the ops of this kind from now on."""
         name = entry.effects.name
-        entry.path = path = self._path_of(frame)
+        entry.path = path = self.path.of(frame)
         counts = self._counts.setdefault(name, {})
         entry.count = counts[path] = counts.get(path, -1) + 1
-        for key, (kind, keeps, _, make) in self._plans.items():
+        for key, (keeps, _, kind, kernel, make) in self._plans.items():
             if make.effects.name == name:
-                self._plans[key] = kind, keeps, counts, make
+                self._plans[key] = keeps, counts, kind, kernel, make
 
     def _watch_odd(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Do the same for any op, wherever it runs."""
-        kind, _, counts, make = self._plans[id(op)]
+        _, counts, kind, _, make = self._plans[id(op)]
         effects = make.effects
         if effects.cast and in_autocast():
             self._owner.region.inputs.note_histories()
@@ -200,7 +196,7 @@ class OpRecorder:
         if effects.random:
             self.random.append(entry)
         if counts is not None:
-            entry.path = path = self._path_of(_getframe(2))
+            entry.path = path = self.path.of(_getframe(2))
             entry.count = counts[path] = counts.get(path, -1) + 1
         try:
             result = op(*args, **kwargs)
@@ -215,7 +211,8 @@ class OpRecorder:
             self._note_odd(entry, args, kwargs, result)
         opened = self._owner.opened
         entry.always = opened is not None and opened.is_running()
-        self._decide(entry, args, kwargs, result)
+        context = OpContext(result, None if counts is None else entry)
+        self._decide(entry, self._decider.decide(context, op, args, kwargs))
         changed = entry.changed_arguments(args, kwargs) if entry.writes else []
         if entry.saved:
             if entry.count < 0:
@@ -244,9 +241,8 @@ class OpRecorder:
         entry.results = described(result, args[0] if args else None, given)
         self._storages.note(entry, args, kwargs, result)
 
-    def _decide(self, entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-        context = OpContext(result, entry if entry.count >= 0 else None)
-        said = self._decider.decide(context, entry.op, args, kwargs)
+    def _decide(self, entry: Entry, said: Sequence[Decision]) -> None:
+        """Note what the policy has said about an entry."""
         if said is RECOMPUTED and not entry.outside:
             return
         if entry.effects.viewed is not None or entry.effects.reshapes:
@@ -280,19 +276,20 @@ class OpRecorder:
             entry.away |= {place}
         self._results.note_named(entry, place, tensor)
 
-    def check_matched(self, region: str) -> None:
+    def check_matched(self) -> None:
         """Raise `PolicyError` if an entry of the policy has matched nothing."""
         error = self._decider.unmatched(names_of(self._entries))
         if error is not None:
-            raise PolicyError(error.what, region=region, tensor=error.tensor, remedy=error.remedy)
+            raise PolicyError(error.what, region=self._owner.region.name, tensor=error.tensor, remedy=error.remedy)
 
     # The end.
 
     def find_needs(self, roots: Sequence[tuple[int, int]]) -> Needs:
         """Return what replay runs and keeps, and let run what it must run besides."""
         entries, can_keep = self._entries, self._results.can_keep
-        if self._storages.has_writes:
-            note_early_reads(entries)
+        if not self._storages.has_writes:
+            return find_needs(entries, roots, can_keep)
+        note_early_reads(entries)
         needs, runs = find_needs(entries, roots, can_keep), set()
         while writers := self._writers_to_repeat(needs.run):
             runs.update(writers)
@@ -304,7 +301,7 @@ class OpRecorder:
     def _writers_to_repeat(self, run: Sequence[Entry]) -> list[Entry]:
         """Return what replay must write again: small buffers that an op reads which it runs."""
         outside = self._owner.region.outside
-        if not self._storages.has_writes or outside is None:
+        if outside is None:
             return []
         keys = outside.repeatable() & {key for entry in run for key in entry.reads}
         writers = [

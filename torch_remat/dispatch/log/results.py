@@ -141,10 +141,10 @@ class Results:
         held = self._held[entry]
         if entry.kind == ONE and self._usual and not (self._reshaped or entry.away):
             tensor = held[0][0]
-            if not self._storages.aliases_of(tensor):
-                known, alias = self.aliases.get(entry, _NO_ALIAS)
-                entry.kept = {0: Slot.of_alias(alias if known == id(tensor) else tensor.detach())}
-                return
+            known, alias = self.aliases.get(entry, _NO_ALIAS)
+            alias = alias if known == id(tensor) else tensor.detach()
+            entry.kept = {0: Slot.of_alias(alias, self._storages.aliases_of(tensor))}
+            return
         kept = {place: self._slot(entry, place, one[0]) for place, one in held.items() if max(place, WRITTEN) in places}
         entry.written = [slot for place, slot in kept.items() if place < 0]
         entry.kept = {**entry.kept, **{place: slot for place, slot in kept.items() if place >= 0}}

@@ -86,10 +86,17 @@ class Slot:
                 self.kept = pack(tensor)
 
     @classmethod
-    def of_alias(cls, alias: torch.Tensor) -> Slot:
-        """Return the slot for an alias without a history, which nobody else has."""
+    def of_alias(cls, alias: torch.Tensor, others: Sequence[tuple[torch.Tensor, int]] = ()) -> Slot:
+        """Return the slot for an alias without a history, which nobody else has.
+
+        Args:
+            alias: It.
+            others: Tensors in the same storage that count changes for themselves, with their versions.
+        """
         slot = cls.__new__(cls)
         slot.kept, slot._version = alias, alias._version
+        if others:
+            slot._aliases = others
         return slot
 
     @property
@@ -98,22 +105,25 @@ class Slot:
         device: torch.device = self._device or self.kept.device
         return device
 
-    def watch(self, aliases: Sequence[torch.Tensor]) -> None:
+    def watch(self, aliases: Sequence[tuple[torch.Tensor, int]]) -> None:
         """Look also at tensors that share the storage and count changes for themselves; see `Storages`."""
-        self._aliases = [(counter_of(alias), alias._version) for alias in aliases]
+        self._aliases = [(counter_of(alias), alias._version) for alias, _ in aliases]
 
     def unchanged(self) -> torch.Tensor | None:
         """Return the tensor without a history if it is simply there; else None: `load` has more to do."""
         kept: torch.Tensor = self.kept
-        if self._unpack is not None or self._aliases or self._version == UNCOUNTED or kept._version != self._version:
+        if self._unpack is not None or self._version == UNCOUNTED or kept._version != self._version:
             return None
+        for alias, version in self._aliases:
+            if version_of(alias) != version:
+                return None
         return kept.detach()
 
     def load(self, region: str, op: str, name: str) -> torch.Tensor:
         """Return the tensor for one replay; an error calls it ``region::op.name``."""
         kept: torch.Tensor = self.kept
         counted = self._unpack is None and self._version != UNCOUNTED  # what hooks have kept, they check themselves
-        if (counted and kept._version != self._version) or any(alias._version != at for alias, at in self._aliases):
+        if (counted and kept._version != self._version) or any(version_of(alias) != at for alias, at in self._aliases):
             raise MutationError(
                 "this tensor was changed in place after it was kept for replay",
                 region=region,

@@ -81,15 +81,13 @@ class Storages:
         writer = self.writers.get(key_of(tensor))
         return writer is not None and writer[0] is not entry and writer[1] == WRITTEN
 
-    def aliases_of(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Return the aliases of a saved result that count their versions for themselves."""
-        return [alias for alias, _ in self.aliases.get(key_of(tensor), ())] if self.aliases else ()
+    def aliases_of(self, tensor: torch.Tensor) -> Sequence[tuple[torch.Tensor, int]]:
+        """Return the aliases of a saved result that count their versions for themselves, and these."""
+        return self.aliases.get(key_of(tensor), ()) if self.aliases else ()
 
     def is_changed_by_alias(self, tensor: torch.Tensor) -> bool:
         """Whether an op that is no entry changed one of these."""
-        return bool(self.aliases) and any(
-            version_of(alias) != version for alias, version in self.aliases.get(key_of(tensor), ())
-        )
+        return any(version_of(alias) != version for alias, version in self.aliases_of(tensor))
 
     def count_anew(self, entry: Entry) -> None:
         """Read the counters of the aliases of what an entry wrote, once it is over."""
@@ -188,6 +186,17 @@ class Storages:
             self._foreign.discard(key)
         self.writers[key] = entry, 0
         entry.storage = key
+        return True
+
+    def note_view(self, entry: Entry, base: Any, result: Any) -> bool:
+        """Do the same for an op that returns views of its first argument and does no more."""
+        if type(result) is not Tensor or type(base) not in USUAL or base.layout is not torch.strided:
+            return False
+        if (dtype := result.dtype).is_complex or self.has_lazy:
+            return False
+        geometry = result.shape, result.stride(), result.storage_offset()
+        entry.results = new_tuple(Meta, (geometry, dtype, result.device, False, NOT_LAZY))
+        entry.reads = (storage_key(base),)
         return True
 
     def _note_several(self, entry: Entry, reads: list[int], results: Any) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from operator import attrgetter
+from sys import _getframe
 from types import NoneType
 from typing import Any
 from weakref import ref
@@ -45,13 +46,11 @@ from torch_remat.dispatch.holder import (
 )
 from torch_remat.dispatch.log.slot import counter_of
 from torch_remat.dispatch.mode import RematMode, current_mode
-from torch_remat.dispatch.naming import ModulePath
 from torch_remat.dispatch.options import DEFAULTS, Options, is_watched, keeping, watch
 from torch_remat.dispatch.reach import boundary_nodes, tensors_of
 from torch_remat.dispatch.region.outside import Outside
 from torch_remat.dispatch.region.region import OpenRegion, Region
 from torch_remat.dispatch.region.replay import Filling
-from torch_remat.policies.kinds import OpPolicy
 
 
 def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options) -> Any:
@@ -130,7 +129,8 @@ class Recording(RematMode):
         if region.keeper is not None:
             self._keep = region.keeper.keep
         if region.options is not DEFAULTS:
-            value_of = value_function(region.options.determinism_check)
+            check = region.options.determinism_check
+            value_of = None if check == DEFAULTS.determinism_check else value_function(check)
             self._values = region.values = None if value_of is None else Values(value_of)
 
     def contexts(self) -> list[AbstractContextManager[Any]]:
@@ -145,17 +145,22 @@ class Recording(RematMode):
         if self._values is not None:
             contexts.append(LeftOut(self._values))
         if region.options.policy is not None:
-            contexts += self._policy_contexts(region.options.policy)
+            self.ops = Recorder(self, region)
+            self.ops.watch_all(region.options.policy)
+            self.lets_compiled_code_run = CompiledCode.is_noticed
         return contexts
 
-    def _policy_contexts(self, policy: OpPolicy) -> list[AbstractContextManager[Any]]:
-        region = self.region
-        path = ModulePath(region.function)
-        self.ops = Recorder(self, region)
-        watch = self.ops.watch_all(policy, path.of)
-        self.opening = watch.watch
-        self.lets_compiled_code_run = CompiledCode.is_noticed
-        return [path, watch.compiled_code]
+    def _call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run the function, and show its ops to the policy, if there is one."""
+        if self.ops is None or (watch := self.ops.watch) is None:
+            return super()._call(function, args, kwargs)
+        path = watch.path
+        path.end = _getframe()
+        try:
+            with watch.compiled_code:
+                return self.watched(watch.watch, function, args, kwargs)
+        finally:
+            path.end = None
 
     @keep_from_compiler
     def pack_hook(self) -> Callable[[torch.Tensor], Holder | Anchor]:
@@ -180,7 +185,7 @@ class Recording(RematMode):
                 if kind is not Parameter:
                     return self.pack(tensor)
                 saved(tensor)
-                return (tensor, tensor._version, region, NOBODY if ops is None else ops.saver())
+                return (tensor, tensor._version, region, NOBODY if ops is None or not ops.calling else ops.saver())
             owner, layout = tensor._base, None
             if owner is None:
                 owner = tensor
@@ -201,7 +206,7 @@ class Recording(RematMode):
                 if layout is not None:
                     layouts[len(entries)] = layout
                 saved(owner)  # the graph owns it, and so may a view of it
-                return (tensor, tensor._version, region, NOBODY if ops is None else ops.saver())
+                return (tensor, tensor._version, region, NOBODY if ops is None or not ops.calling else ops.saver())
             elif tensor.is_floating_point():
                 tape.buffers.add(len(entries))
             metadata = metadata_of(tensor)
@@ -289,9 +294,9 @@ class Recording(RematMode):
     def boundary(self, output: Any) -> Sequence[Node]:
         """Return the nodes of the outputs, if something asks for them.
 
-        A plain region needs none of them: the first empty holder that is unpacked starts its replay.
+        A region without calls needs none of them: the first empty holder that is unpacked starts its replay.
         """
-        if self.ops is None and self.observed is None and self.region.keeper is None:
+        if (self.ops is None or not self.region.tape.records) and self.observed is None and self.region.keeper is None:
             return ()
         return boundary_nodes(tensors_of(output))
 

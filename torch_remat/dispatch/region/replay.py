@@ -90,7 +90,8 @@ class Filling(Replaying):
         if tape.elided:
             self._waiting = tape.empty_elided()
         if options is not DEFAULTS:
-            value_of = value_function(options.determinism_check)
+            check = options.determinism_check
+            value_of = None if check == DEFAULTS.determinism_check else value_function(check)
             self._values = None if value_of is None else Values(value_of, self._compare_value)
 
     def _end_at(self, last: int) -> None:
@@ -123,7 +124,9 @@ class Filling(Replaying):
                     region.ambient is not capture_ambient()
                     or region.scope != scope.get()
                     or region.rng is not None
-                    or region.options is not DEFAULTS
+                    or region.replay_context is not None
+                    or region.op_log is not None
+                    or self._values is not None
                     or is_watched()
                 ):
                     contexts = self._contexts() + contexts
@@ -404,7 +407,13 @@ class Filling(Replaying):
     def _stop_at(self, position: int) -> None:
         if position != self._last or self._waiting or self._unfilled_number == sequence_number():
             return
-        if self.ops is not None or position != self._limit - 1 or count_of_modes() or not self._tail_is_tiny():
+        is_last = position == self._limit - 1
+        if self.ops is None:
+            if not is_last or count_of_modes() or not self._tail_is_tiny():
+                self.stop()
+        elif is_last and count_of_modes() == 1 and self._tail_is_tiny() and self.ops.ends_soon():
+            self._end()
+        else:
             self.stop()
 
     def _tail_is_tiny(self) -> bool:
@@ -457,13 +466,17 @@ class Filling(Replaying):
 
     def stop(self) -> NoReturn:
         """End the replay; see NOTE [ How a replay ends ]."""
+        self._end()
+        raise StopReplay(self)
+
+    def _end(self) -> None:
+        """Let nothing count that the function does from here on."""
         self.over, self._limit = True, 0
         if not self.stopped:
             self.stopped, self._refusal = True, last_refusal.get()
             if self.watcher is not None and self.ops is not None:
                 self.ops.suppressed.restore()
                 self.show_ops_to(None)
-        raise StopReplay(self)
 
     def fail(self, error: Exception) -> NoReturn:
         """Keep an error and end the replay with it."""
