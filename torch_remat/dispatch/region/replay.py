@@ -125,7 +125,7 @@ class Filling(Replaying):
                     or region.scope != scope.get()
                     or region.rng is not None
                     or region.replay_context is not None
-                    or region.op_log is not None
+                    or region.options.op_log is not None
                     or self._values is not None
                     or is_watched()
                 ):
