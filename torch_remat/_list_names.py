@@ -172,6 +172,7 @@ class _ListedDecider(Decider):
     reads_names = notes_packed = True
 
     def __init__(self, decider: Decider, flops: list[int]) -> None:
+        super().__init__()
         self._decider = decider
         self._flops = flops
 
