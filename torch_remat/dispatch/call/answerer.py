@@ -79,6 +79,7 @@ class Answerer:
 
     def __init__(self, replay: Any) -> None:
         self.region = replay.region
+        self.region_name: str = replay.region.name
         self.replay = replay
         self._calls: list[Call] = list(replay.region.tape.records.values())
         self._entries: Sequence[Entry] = replay.region.tape.calls
@@ -100,12 +101,6 @@ class Answerer:
         if self.region.options.policy is not None and self._entries:
             self.ops = OpAnswerer(self.replay, self.suppressed, self.load)
             self.ops.expect(self._entries)
-
-    @cached_property
-    def region_name(self) -> str:
-        """The region's name, made where something asks for it."""
-        name: str = self.region.name
-        return name
 
     @cached_property
     def changes_results(self) -> bool:

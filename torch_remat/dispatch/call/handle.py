@@ -201,11 +201,8 @@ class Replay(Protocol):
     """What a handle in replay asks of the log; the `Answerer`."""
 
     region: Any
+    region_name: str
     whole: Call | None
-
-    @property
-    def region_name(self) -> str:
-        """The region's name."""
 
     @property
     def ops(self) -> object:
