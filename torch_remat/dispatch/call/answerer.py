@@ -80,6 +80,7 @@ class Answerer:
 
     def __init__(self, replay: Replaying, region: OpenRegion) -> None:
         self.region = region
+        self.region_name = region.name
         self.replay = replay
         self._calls = list(region.tape.records.values())
         self._entries = region.tape.calls
@@ -101,12 +102,6 @@ class Answerer:
         if self.region.options.policy is not None and self._entries:
             self.ops = OpAnswerer(self.replay, self.suppressed, self.load)
             self.ops.expect(self._entries)
-
-    @cached_property
-    def region_name(self) -> str:
-        """The region's name, made where something asks for it."""
-        name: str = self.region.name
-        return name
 
     @cached_property
     def changes_results(self) -> bool:

@@ -204,15 +204,12 @@ class Log(Protocol):
 class Replay(Protocol):
     """What a handle in replay asks of the log; the `Answerer`."""
 
+    region_name: str
     whole: Call | None
 
     @property
     def region(self) -> RegionLike:
         """The region."""
-
-    @property
-    def region_name(self) -> str:
-        """The region's name."""
 
     @property
     def ops(self) -> object:

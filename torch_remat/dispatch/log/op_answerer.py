@@ -12,7 +12,7 @@ put back.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,15 +79,11 @@ class OpAnswerer:
         load: Callable[[Slot, str, str], torch.Tensor],
     ) -> None:
         self._replay = replay
-        self._region = replay.region
+        self._region = region = replay.region
+        self._region_name: str = region.name
         self._suppressed = suppressed
         self._load = load
         self.written: dict[int, tuple[Source, torch.Tensor, int]] = {}  # with where the written tensor lies, in bytes
-
-    @cached_property
-    def _region_name(self) -> str:
-        name: str = self._region.name
-        return name
 
     def expect(self, entries: Sequence[Entry], group: str = "") -> None:
         """Expect the ops of the whole region, or of the native region ``group``, of which none runs."""
