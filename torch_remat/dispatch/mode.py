@@ -148,13 +148,12 @@ class RematMode(DispatchMode):
             UsageError: The region already has an op of that name, or the op before it was not ended.
             MismatchError: In replay, this is not the op that forward had here, or other ops ran inside.
         """
-        ops = self.ops_now()
+        ops = self.ops or self.ops_now()
         if ops is None:
             return function(*args, **kwargs)
-        run = ops.run_native if opaque is None else partial(ops.run_call, opaque)
         if self.observed is None:
-            return run(name, policy, function, args, kwargs)
-        return self.observed.run_native(run, name, policy, function, args, kwargs)
+            return ops.run(opaque, name, policy, function, args, kwargs)
+        return self.observed.run_native(partial(ops.run, opaque), name, policy, function, args, kwargs)
 
     def name_saved(self, named: Sequence[tuple[str, torch.Tensor | None]]) -> None:
         """Give names to the tensors that autograd saves next, if a saved call makes them."""
