@@ -72,6 +72,7 @@ class Answerer:
 
     Attributes:
         ops: What answers and compares aten ops, while the ops of the region, or of a native region, are watched.
+        native_ops: What does so for native regions, one after the other.
         begun: How many calls have begun.
         native: The native region whose ops are answered now.
         whole: The call that runs whole now.
@@ -95,6 +96,7 @@ class Answerer:
         self._loaded: dict[int, torch.Tensor] = {}  # by id, kept so that no other tensor gets the id
         self.suppressed = Suppressed()
         self.ops: OpAnswerer | None = None
+        self.native_ops: OpAnswerer | None = None
         self.native: Call | None = None
         self.whole: Call | None = None
         self._watcher: Handler | None = None
@@ -309,11 +311,13 @@ class Answerer:
         call, output = self.region.tape.records.get(leaf.source.op), leaf.source.output
         for place, slot in () if call is None else call.kept.items():
             if call.label(place) == output:
-                value = kept = self.load(slot, call.name, output)
+                kept = slot.unchanged()
+                value = kept = self.load(slot, call.name, output) if kept is None else kept
                 meta = call.meta(place)
                 with without_torch_function():  # the placeholder's own would be asked for each attribute
                     requires_grad = leaf.requires_grad
-                    if geometry_of(leaf) != meta.geometry or not meta.describes(leaf):
+                    same = geometry_of(leaf) == meta.geometry and leaf.dtype is meta.dtype
+                    if not same or (leaf.is_conj(), leaf.is_neg()) != meta.lazy:
                         moved = offset_in_bytes(kept) - placement_in(meta).offset_bytes
                         value = Placement.of(leaf).seen_in(kept, moved)
                         self.note_loaded(value)
@@ -466,10 +470,10 @@ class Answerer:
     def forget(self) -> None:
         """At the end of the replay: let go of what placeholders that outlive it may know."""
         self.suppressed.restore()
-        if self.ops is not None:
-            self.ops.forget()
+        for ops in {self.ops, self.native_ops} - {None}:
+            ops.forget()
         self._over = True
-        self.ops = self.native = self.whole = self._watcher = None
+        self.ops = self.native_ops = self.native = self.whole = self._watcher = None
         self._calls, self._entries, self._slots, self._loaded = [], (), {}, {}
         del self.replay, self.region
 

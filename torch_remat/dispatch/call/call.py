@@ -65,7 +65,8 @@ class Log(Protocol):
     departures: Departures
     draws: Draws | None
     entries: list[Entry]
-    is_usual: bool
+    has_handles: bool
+    has_policy: bool
 
     @property
     def expected(self) -> object:
@@ -592,6 +593,6 @@ def _cast(dtype: torch.dtype, view: Placement | None, anchor: Anchor) -> torch.T
 def refuse_gradient(region: Any, name: str, first: int, leaves: Sequence[Any]) -> None:
     """Refuse a gradient inside of the region's forward through a call's result, where no saved tensor tells."""
     for leaf in leaves:
-        node = node_behind(leaf)
+        node = leaf.grad_fn if type(leaf) is torch.Tensor and leaf._base is None else node_behind(leaf)
         if node is not None and node_number(node) >= first:
             node.register_prehook(partial(region.note_gradient, name))

@@ -27,7 +27,6 @@ from torch import Tensor, strided
 from torch_remat._compat import has_returned
 from torch_remat.dispatch.log.entry import Call
 from torch_remat.dispatch.log.meta import Meta, Raised, described, stand_in
-from torch_remat.dispatch.log.slot import version_of
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.placeholder import NOT_LAZY, Placeholder, Source, new_tuple, refuse
 from torch_remat.errors import UsageError
@@ -333,7 +332,11 @@ class SavedOp(ForwardOp):
         return args[0] if len(args) == 1 else args
 
     def _know_inputs(self, args: tuple[Any, ...]) -> None:
-        self.inputs = [(arg, version_of(arg)) for arg in args if isinstance(arg, Tensor)]
+        try:
+            self.inputs = [(arg, arg._version) for arg in args if isinstance(arg, Tensor)]
+        except RuntimeError:  # those of inference mode count no changes
+            counted = [arg for arg in args if isinstance(arg, Tensor) and not arg.is_inference()]
+            self.inputs = [(arg, arg._version) for arg in counted]
         if self.call.policy is _OFFLOAD:
             self.ops.know_parameters(args)
 
@@ -356,7 +359,7 @@ class SavedOp(ForwardOp):
                 remedy="Return a new tensor instead, or give the op the policy RECOMPUTE.",
             )
         for tensor, version in self.inputs:
-            if version_of(tensor) != version:
+            if tensor._version != version:
                 ops.check_inputs(call, self.inputs)
         self.inputs = ()
         if as_tuple or len(outs) > 1:
@@ -435,7 +438,8 @@ class SkippedOp(ReplayOp):
             return None
         if call.waiting:
             ops.fill_waiting(call, args)
-        ops.come_to(call)
+        if call.touched or ops.ops is not None:
+            ops.come_to(call)
         if call.run or ops.whole is not None:
             self._again = True
             if ops.whole is None:

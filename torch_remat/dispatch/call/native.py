@@ -21,7 +21,7 @@ from torch.nn import Parameter
 
 from torch_remat._compat import Handler, in_autocast, keep_from_compiler, storage_key
 from torch_remat.dispatch.call.call import Given, Log, Running, refuse_gradient
-from torch_remat.dispatch.call.result import flatten
+from torch_remat.dispatch.call.result import flatten, is_flat
 from torch_remat.dispatch.holder import Anchor, Holder
 from torch_remat.dispatch.log.entry import ODD, ONE, VIEW, Call, Entry, entry_of, is_bookkeeping
 from torch_remat.dispatch.log.meta import Meta, Raised, described, key_of, keys_of, tensors_in
@@ -49,7 +49,7 @@ class RunningNative(Running):
     def __init__(
         self, ops: Log, call: Call, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
-        super().__init__(ops, call, Given(function, leaves_of(args, kwargs)))
+        super().__init__(ops, call, Given(function, args if is_flat(args, kwargs) else leaves_of(args, kwargs)))
         self.answers: list[Entry] = []
         self.born = self.makers = {}
         self._counts: dict[str, int] = {}
@@ -164,9 +164,9 @@ class RunningNative(Running):
         ops, call = self.ops, self.call
         if ops.expected is not None:
             return ops.pack_expected(tensor)
-        maker = self.makers.get(key_of(tensor)) if type(tensor) is not Parameter else None
+        maker = self.makers.get(key_of(tensor)) if self.makers and type(tensor) is not Parameter else None
         if maker is None:
-            outer = ops.maker_of(tensor)
+            outer = ops.maker_of(tensor) if ops.has_handles or ops.has_policy else None
             if outer is None or not (isinstance(outer[0], Call) and outer[0].is_handle):
                 return ops.pack(tensor)
             label = f"{outer[0].name.rpartition('/')[2]}_{outer[1]}"
@@ -245,6 +245,7 @@ class Replay(Protocol):
     replay: Any
     suppressed: Suppressed
     ops: OpAnswerer | None
+    native_ops: OpAnswerer | None
     native: Call | None
 
     def load(self, slot: Slot, op: str, name: str) -> Tensor:
@@ -260,7 +261,9 @@ def replay_native(
     """Run a native region's function again and answer its ops; return its result with the kept tensors in it."""
     replay = answerer.replay
     assert call.answers is not None
-    ops = OpAnswerer(replay, answerer.suppressed, answerer.load)
+    ops = answerer.native_ops
+    if ops is None:
+        ops = answerer.native_ops = OpAnswerer(replay, answerer.suppressed, answerer.load)
     ops.expect(call.answers, call.name)
     outer, answerer.ops = answerer.ops, ops
     answerer.native = call
@@ -294,5 +297,5 @@ def _end(answerer: Replay, call: Call, ops: OpAnswerer) -> None:
         answerer.replay.fail(error)
     if call.drawn is not None:
         call.drawn.restore()
-    answerer.suppressed.restore()
-    ops.forget()
+    if answerer.suppressed.pending:
+        answerer.suppressed.restore()

@@ -61,7 +61,7 @@ from torch_remat.dispatch.log.entry import ONE, Call, Entry
 from torch_remat.dispatch.log.meta import Meta, key_of, keys_of, parts_of, tensors_in
 from torch_remat.dispatch.log.op_recorder import Observer, OpRecorder
 from torch_remat.dispatch.log.results import Results, Undecided
-from torch_remat.dispatch.log.slot import version_of
+from torch_remat.dispatch.log.slot import UNCOUNTED, Slot, version_of
 from torch_remat.dispatch.log.storages import Storages
 from torch_remat.dispatch.mode import RematMode
 from torch_remat.dispatch.offloading import Departures, offload_resident, sender_of
@@ -125,6 +125,7 @@ class Recorder:
         known_args: The inputs of that handle, if they are known.
         draws: Which calls draw random numbers; None where nobody cares.
         recomputing: In how many calls of the policy RECOMPUTE code runs.
+        has_handles: Whether a handle was saved, in a region without a policy.
         skipped_any: Whether there was a saved call, so that replay may lack what it made.
     """
 
@@ -163,7 +164,7 @@ class Recorder:
         self._around: Around | None = None
         # The residents that an entry has made and hooks around the region have packed, each with this entry.
         self._packed: list[tuple[ref[OpHolder], tuple[Entry, int]]] = []
-        self._has_handles = False  # whether a handle was saved, in a region without a policy
+        self.has_handles = False
         # By storage, the outputs of RECOMPUTE handles, each with its place and its version at the end of the body.
         self._recomputed: dict[int, tuple[Call, int, ref[Tensor], int]] = {}
         # By storage, the outputs of handles that are views of what they were given, or that itself.
@@ -204,7 +205,7 @@ class Recorder:
 
     def _maker_at(self, key: int, tensor: Tensor) -> tuple[Entry, int] | None:
         maker = self.storages.writers.get(key)
-        if maker is not None and not (self._has_handles and _is_gone(*maker)):
+        if maker is not None and not (self.has_handles and _is_gone(*maker, tensor)):
             return maker
         return next(self._views_at(tensor, key), None) if self._views else None
 
@@ -294,7 +295,8 @@ class Recorder:
                 if arg is tensor and (elided := self._elide_made(call, name, tensor, node, place)) is not None:
                     return elided
         holder = self.holder_for(call.name, name, tensor)
-        if self._elide(call, tensor, owner, holder) or (
+        knows_args = self.calling is not None or len(self.known_args) > 0
+        if (knows_args and self._elide(call, tensor, owner, holder)) or (
             self._recomputed and self._elide_recomputed(tensor, owner, holder)
         ):
             holder.resident = False
@@ -358,7 +360,8 @@ class Recorder:
         """Know the outputs of a RECOMPUTE handle, which replay makes again: handles may save them."""
         for place, out in enumerate(outs):
             if type(out) is Tensor and out.layout is strided:
-                self._recomputed[storage_key(out)] = call, place, ref(out), version_of(out)
+                version = UNCOUNTED if out.is_inference() else out._version
+                self._recomputed[storage_key(out)] = call, place, ref(out), version
 
     def _elide_recomputed(self, tensor: Tensor, owner: Tensor, holder: OpHolder) -> bool:
         """Let replay take a saved tensor from the output of a RECOMPUTE handle; return whether it can."""
@@ -405,7 +408,7 @@ class Recorder:
         if kind is not Parameter or self.storages.has_writes:
             key = key_of(tensor)
             maker = self._maker_at(key, tensor)
-            if maker is not None and not (self._has_handles and type(maker[0]) is Call and maker[0].is_handle):
+            if maker is not None and not (self.has_handles and type(maker[0]) is Call and maker[0].function is None):
                 entry, at = maker
                 if self._notes_packed:
                     entry.packed |= {at}
@@ -498,7 +501,7 @@ class Recorder:
             running = RunningCall(self, call, function, args, kwargs)
         else:
             running = RunningNative(self, call, function, args, kwargs)
-        if self._has_handles:
+        if self.has_handles:
             self._hold_outputs(call)
         self.calling = running
         before = None if is_builtin or self.region.outside is None else self.region.outside.states()
@@ -551,12 +554,14 @@ class Recorder:
         if place in call.kept:
             return
         output = call.outputs[place]()
-        meta = call.meta(place)
-        if output is None and type(meta) is Meta:
+        if output is None and type(meta := call.meta(place)) is Meta:
             with without_dispatch_modes(), torch.no_grad():
                 output = placement_in(meta).seen_in(tensor.detach())
         if output is not None:
-            slot = self.departures.slot_for(call.name, call.label(place), output, call.policy, False)
+            if call.policy is _OFFLOAD or not self.is_usual:
+                slot = self.departures.slot_for(call.name, call.label(place), output, call.policy, False)
+            else:
+                slot = Slot(output, None, False)
             call.kept = {**call.kept, place: slot}
 
     def _note_outside(self, call: Call, before: Sequence[State]) -> None:
@@ -657,11 +662,11 @@ class Recorder:
             return
         if not self.has_policy:
             for call, place in {maker, *self._views_at(tensor, key)} if self._views else (maker,):
-                if type(call) is Call and call.is_handle:
+                if type(call) is Call and call.function is None:
                     self._keep_output(call, place, tensor)
                     if show:
                         call.shown |= {place}
-            if type(maker[0]) is Call and maker[0].is_handle:
+            if type(maker[0]) is Call and maker[0].function is None:
                 return
         self.needed.append((key, len(self.entries)))
 
@@ -771,7 +776,7 @@ class Recorder:
 
     def _know_outputs(self, call: Call, outs: tuple[Tensor, ...]) -> None:
         """Know the outputs of a handle again, without holding them: few are read by what replay runs."""
-        self._has_handles = True
+        self.has_handles = True
         writers, inputs = self.storages.writers, self.region.inputs
         out = outs[0]
         if len(outs) == 1 and type(out) is Tensor and out._base is None and out.layout is strided:  # what most are
@@ -814,9 +819,11 @@ class Recorder:
         del self.mode, self.departures
 
 
-def _is_gone(entry: Entry, place: int) -> bool:
-    """Whether the output of a handle is gone, so that another tensor may lie at its address."""
-    alive = entry.alive[place] if type(entry) is Call and entry.alive else None
+def _is_gone(entry: Entry, place: int, tensor: Tensor | None = None) -> bool:
+    """Whether the output of a handle is gone, and is not this tensor: another may lie at its address."""
+    if type(entry) is not Call or not entry.alive or (tensor is not None and entry.outputs[place]() is tensor):
+        return False
+    alive = entry.alive[place]
     return alive is not None and alive.expired()
 
 
