@@ -470,8 +470,9 @@ class Answerer:
     def forget(self) -> None:
         """At the end of the replay: let go of what placeholders that outlive it may know."""
         self.suppressed.restore()
-        for ops in {self.ops, self.native_ops} - {None}:
-            ops.forget()
+        for ops in (self.ops, self.native_ops):
+            if ops is not None:
+                ops.forget()
         self._over = True
         self.ops = self.native_ops = self.native = self.whole = self._watcher = None
         self._calls, self._entries, self._slots, self._loaded = [], (), {}, {}

@@ -45,12 +45,12 @@ from torch_remat.dispatch.ambient import Draws
 from torch_remat.dispatch.call.left import State, is_changed, state_of
 from torch_remat.dispatch.call.result import USUAL, Again, Passed, flatten, is_flat, lying_in, refused
 from torch_remat.dispatch.holder import AUTOCAST_DTYPES, Anchor, Holder, OpHolder, changed_in_place, parameter_behind
-from torch_remat.dispatch.log.entry import FIRST, ONE, Call, Entry, written_arguments
+from torch_remat.dispatch.log.entry import Call, Entry, entry_of, written_arguments
 from torch_remat.dispatch.log.meta import Meta, Raised, WrapperMeta, described, key_of, keys_of, layout_of, tensors_in
-from torch_remat.dispatch.log.schema import Effects, effects_of, may_draw
+from torch_remat.dispatch.log.schema import Effects, may_draw
 from torch_remat.dispatch.log.slot import Slot, version_of
 from torch_remat.dispatch.offloading import Departures
-from torch_remat.dispatch.placeholder import NOT_LAZY, Placeholder, new_tuple
+from torch_remat.dispatch.placeholder import Placeholder
 from torch_remat.dispatch.reach import Place, reach
 from torch_remat.dispatch.region.inputs import leaves_of
 from torch_remat.errors import UsageError
@@ -97,8 +97,8 @@ class Log(Protocol):
     def pack_expected(self, tensor: torch.Tensor) -> Holder | Anchor | None:
         """Return what autograd keeps of a tensor that a handle saves."""
 
-    def note_result(self, call: Call, result: torch.Tensor, first: int, last: int) -> None:
-        """Note a call with its one result."""
+    def note_result(self, call: Call, result: torch.Tensor, key: int, first: int, last: int) -> None:
+        """Note a call with its one result, an ordinary tensor in a storage of its own."""
 
     def note_results(
         self, call: Call, leaves: Sequence[Any], made: Sequence[tuple[int, torch.Tensor]], first: int, last: int
@@ -308,17 +308,6 @@ class Running(ABC):
             self.call.drawn = ops.draws.end()
         self.last = sequence_number()
 
-    def returns_one(self, result: torch.Tensor, key: int) -> None:
-        """Note what most calls return: a tensor in memory of its own."""
-        ops, call = self.ops, self.call
-        geometry = result.shape, result.stride(), result.storage_offset()
-        call.kind, call.storage, call.saved = ONE, key, FIRST
-        call.results = new_tuple(Meta, (geometry, result.dtype, result.device, False, NOT_LAZY))
-        call.gradients = (result.requires_grad,)
-        if call.policy is CheckpointPolicy.OFFLOAD:
-            call.away = FIRST
-        ops.note_result(call, result, self.first, self.last)
-
     def let_go(self) -> None:
         """Let go of arguments and variables, once the call is over: the region may be done with them."""
         self.given = _NOTHING
@@ -354,12 +343,13 @@ class Writes:
         born, is_usual, strided = self.born, USUAL.__contains__, torch.strided
 
         def watch(_mode: Any, op: Any, _types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-            effects = effects_of(op)
+            about = entry_of(op)
+            effects = about.effects
             if effects.view or effects.ignored:
-                return op(*args, **kwargs)
+                return about.kernel(*args, **kwargs)
             if effects.written or effects.reshapes:
                 self._note_all(effects, args, kwargs)
-            result = op(*args, **kwargs)
+            result = about.kernel(*args, **kwargs)
             if effects.plain and is_usual(type(result)) and not effects.aliases and result.layout is strided:
                 born.add(storage_key(result))
             else:
@@ -464,8 +454,11 @@ class RunningCall(Running):
             and not result.dtype.is_complex and (key := storage_key(result)) not in call.reads
             and (self._is_builtin or self._is_new(result, key))
         ):  # fmt: skip
-            self.watch_end(self._draws)
-            self.returns_one(result, key)
+            if self._draws or ops.departures.waiting:
+                self.watch_end(self._draws)
+            else:
+                self.last = sequence_number()
+            ops.note_result(call, result, key, self.first, self.last)
         else:
             if not isinstance(result, torch.Tensor):
                 leaves, form = flatten(result)

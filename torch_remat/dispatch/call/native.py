@@ -193,7 +193,7 @@ class RunningNative(Running):
             type(result) is Tensor and result._base is None and result.layout is torch.strided
             and not result.dtype.is_complex and (key := storage_key(result)) in self.makers
         ):  # fmt: skip
-            self.returns_one(result, key)
+            self.ops.note_result(call, result, key, self.first, self.last)
             self._end((result,))
         else:
             self._returns_several(result)

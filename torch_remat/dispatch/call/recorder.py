@@ -57,7 +57,7 @@ from torch_remat.dispatch.holder import (
     parameter_behind,
 )
 from torch_remat.dispatch.log.elide import Elided, placement_in
-from torch_remat.dispatch.log.entry import ONE, Call, Entry
+from torch_remat.dispatch.log.entry import FIRST, ONE, Call, Entry
 from torch_remat.dispatch.log.meta import Meta, key_of, keys_of, parts_of, tensors_in
 from torch_remat.dispatch.log.op_recorder import Observer, OpRecorder
 from torch_remat.dispatch.log.results import Results, Undecided
@@ -66,7 +66,7 @@ from torch_remat.dispatch.log.storages import Storages
 from torch_remat.dispatch.mode import RematMode
 from torch_remat.dispatch.offloading import Departures, offload_resident, sender_of
 from torch_remat.dispatch.options import DEFAULTS
-from torch_remat.dispatch.placeholder import Placeholder, new_tuple
+from torch_remat.dispatch.placeholder import NOT_LAZY, Placeholder, new_tuple
 from torch_remat.dispatch.region.inputs import leaves_of
 from torch_remat.dispatch.region.outside import State
 from torch_remat.errors import UsageError
@@ -406,7 +406,7 @@ class Recorder:
         held: Holder | Anchor | None = None
         kind, key = type(tensor), 0
         if kind is not Parameter or self.storages.has_writes:
-            key = key_of(tensor)
+            key = storage_key(tensor) if kind is Tensor and tensor.layout is strided else key_of(tensor)
             maker = self._maker_at(key, tensor)
             if maker is not None and not (self.has_handles and type(maker[0]) is Call and maker[0].function is None):
                 entry, at = maker
@@ -622,9 +622,14 @@ class Recorder:
         if outside is None or not outside.has_buffer(key):
             call.wrote = [*call.wrote, "a tensor created outside the region"]
 
-    def note_result(self, call: Call, result: Tensor, first: int, last: int) -> None:
-        """Note a call with its one result, an ordinary tensor in a storage of its own."""
-        key = call.storage
+    def note_result(self, call: Call, result: Tensor, key: int, first: int, last: int) -> None:
+        """Note a call with its one result, an ordinary tensor in a storage of its own: what most calls return."""
+        geometry = result.shape, result.stride(), result.storage_offset()
+        call.kind, call.storage, call.saved = ONE, key, FIRST
+        call.results = new_tuple(Meta, (geometry, result.dtype, result.device, False, NOT_LAZY))
+        call.gradients = (result.requires_grad,)
+        if call.policy is _OFFLOAD:
+            call.away = FIRST
         self.storages.note_one(call, key)
         self.results.note_one(call, result)
         self.entries.append(call)
