@@ -157,7 +157,8 @@ class Answerer:
                 args, kwargs = self.values_of(args, kwargs, name)
             return function(*args, **kwargs)
         if call.answers is not None:
-            self.come_to(call)
+            if call.touched or self.ops is not None:
+                self.come_to(call)
             leaves = leaves_of(args, kwargs) if call.modified else ()
             given = [*leaves, *self._variables(call, function, leaves)] if call.modified else ()
             if (call.run or not self.region.finished) and self._runs(call, given):
@@ -262,11 +263,6 @@ class Answerer:
         if self._watcher is not None and not self.replay.over:
             self.replay.show_ops_to(self._watcher)
         self.whole = self._watcher = None
-
-    def kept_of(self, call: Call, place: int) -> Tensor:
-        """Return a result of a call that was kept."""
-        kept: Tensor = kept_or_stand_in(self, call, place)
-        return kept
 
     def load(self, slot: Slot, op: str, name: str) -> Tensor:
         """Return what a slot keeps, which hooks around the region may have given already."""

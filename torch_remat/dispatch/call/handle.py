@@ -25,6 +25,7 @@ from typing import Any, NoReturn, Protocol
 from torch import Tensor, strided
 
 from torch_remat._compat import has_returned
+from torch_remat.dispatch.call.result import kept_or_stand_in
 from torch_remat.dispatch.log.entry import Call
 from torch_remat.dispatch.log.meta import Meta, Raised, described, stand_in
 from torch_remat.dispatch.mode import current_mode
@@ -215,9 +216,6 @@ class Replay(Protocol):
 
     def come_to(self, call: Call) -> None:
         """Come to a saved call."""
-
-    def kept_of(self, call: Call, place: int) -> Tensor:
-        """Return a kept output."""
 
     def begin_body(self, call: Call) -> None:
         """Let the ops of a body run."""
@@ -452,7 +450,7 @@ class SkippedOp(ReplayOp):
         for place, meta in enumerate(metas if type(metas) is list else (metas,)):
             source = new_tuple(Source, (ops.region_name, call.name, call.label(place), id(ops.region)))
             is_real = place in call.kept and (ops.ops is not None or place in call.shown)
-            made.append(ops.kept_of(call, place) if is_real else stand_in(meta, source))
+            made.append(kept_or_stand_in(ops, call, place) if is_real else stand_in(meta, source))
         if call.plain:
             ctx.mark_non_differentiable(*[made[place] for place in call.plain])
         # The graph of the replay has nothing that this op's backward could work on.

@@ -21,7 +21,7 @@ from torch.nn import Parameter
 
 from torch_remat._compat import Handler, in_autocast, keep_from_compiler, storage_key
 from torch_remat.dispatch.call.call import Given, Log, Running, refuse_gradient
-from torch_remat.dispatch.call.result import flatten, is_flat
+from torch_remat.dispatch.call.result import flatten, is_flat, kept_or_stand_in
 from torch_remat.dispatch.holder import Anchor, Holder
 from torch_remat.dispatch.log.entry import ODD, ONE, VIEW, Call, Entry, entry_of, is_bookkeeping
 from torch_remat.dispatch.log.meta import Meta, Raised, described, key_of, keys_of, tensors_in
@@ -251,9 +251,6 @@ class Replay(Protocol):
     def load(self, slot: Slot, op: str, name: str) -> Tensor:
         """Return what a slot keeps."""
 
-    def kept_of(self, call: Call, place: int) -> Tensor:
-        """Return a kept result of a call."""
-
 
 def replay_native(
     answerer: Replay, call: Call, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -278,14 +275,14 @@ def replay_native(
     _end(answerer, call, ops)
     if type(result) is Placeholder:
         if call.kept:
-            return answerer.kept_of(call, 0)
+            return kept_or_stand_in(answerer, call, 0)
         result.source = result.source._replace(output=call.label(0))
         return result
     leaves, form = flatten(result)
     sources: dict[int, Source] = {}  # views of one tensor share one
     for place, leaf in enumerate(leaves):
         if place in call.kept and isinstance(leaf, Tensor):
-            leaves[place] = answerer.kept_of(call, place)
+            leaves[place] = kept_or_stand_in(answerer, call, place)
         elif type(leaf) is Placeholder and leaf.source.op == call.name:
             source = leaf.source
             leaf.source = sources.setdefault(id(source), source._replace(output=call.label(place)))
