@@ -36,16 +36,15 @@ def identity_of(function: Any) -> Any:
         if isinstance(owner := function.__self__, type):  # the ``apply`` of a custom Function
             return owner, function.__name__
         function = function.__func__
-    if isinstance(function, FunctionType):
-        return function.__code__
-    if isinstance(function, BuiltinFunctionType):
+    if type(function) is BuiltinFunctionType:
         owner = function.__self__
+        if isinstance(owner, type):  # what most of torch's own are methods of
+            return owner, function.__name__
         if owner is None or isinstance(owner, ModuleType):
             return function
-        if isinstance(owner, torch.Tensor):  # its method; in replay it may be a placeholder
-            return torch.Tensor, function.__name__
-        return owner if isinstance(owner, type) else type(owner), function.__name__
-    return type(function)
+        # A tensor's method: in replay it may be a placeholder's.
+        return torch.Tensor if isinstance(owner, torch.Tensor) else type(owner), function.__name__
+    return function.__code__ if isinstance(function, FunctionType) else type(function)
 
 
 def state_of(roots: Sequence[Any]) -> State:
