@@ -11,7 +11,7 @@ import torch
 
 import torch_remat as remat
 from torch_remat._compat import accelerator_type
-from torch_remat.dispatch.call.recorder import forget_what_was_read
+from torch_remat.dispatch.call.ending import forget_what_was_read
 
 sys.path.insert(0, str(Path(__file__).parent))  # importlib mode adds nothing by itself; tests import `helpers`
 

@@ -70,17 +70,11 @@ class Ops(Protocol):
     def begin(self, name: str, policy: CheckpointPolicy, ctx: Any) -> Any:
         """Begin an op with a handle, and return the handle; None if it is plain autograd."""
 
-    def run_native(
-        self, name: str, policy: CheckpointPolicy, function: Callable[..., Any], args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+    def run(
+        self, opaque: bool | None, name: str, policy: CheckpointPolicy, function: Callable[..., Any],
+        args: Sequence[Any], kwargs: Mapping[str, Any], /,
     ) -> Any:  # fmt: skip
-        """Run a native region; see `RematMode.run_native`."""
-
-    def run_call(
-        self, opaque: bool, name: str, policy: CheckpointPolicy, function: Callable[..., Any], args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> Any:  # fmt: skip
-        """Run a call of `op`; see `RematMode.run_native`."""
+        """Run a native region, or a call of `op`; see `RematMode.run_native`."""
 
     def skips(self) -> bool:
         """Whether a call runs that replay skips."""
@@ -189,13 +183,12 @@ class RematMode(DispatchMode):
             UsageError: The region already has an op of that name, or the op before it was not ended.
             MismatchError: In replay, this is not the op that forward had here, or other ops ran inside.
         """
-        ops = self.ops_now()
+        ops = self.ops or self.ops_now()
         if ops is None:
             return function(*args, **kwargs)
-        run: Callable[..., Any] = ops.run_native if opaque is None else partial(ops.run_call, opaque)
         if self.observed is None:
-            return run(name, policy, function, args, kwargs)
-        return self.observed.run_native(run, name, policy, function, args, kwargs)
+            return ops.run(opaque, name, policy, function, args, kwargs)
+        return self.observed.run_native(partial(ops.run, opaque), name, policy, function, args, kwargs)
 
     def name_saved(self, named: Sequence[tuple[str, torch.Tensor | None]]) -> None:
         """Give names to the tensors that autograd saves next, if a saved call makes them."""

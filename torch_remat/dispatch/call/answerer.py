@@ -27,16 +27,16 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from torch_remat._compat import Handler, top_saved_tensors_hooks, without_torch_function
 from torch_remat.dispatch.call.call import Writes, may_draw_in, variables_of
+from torch_remat.dispatch.call.ending import keep_from_now_on, promise, warn_of_second_run
 from torch_remat.dispatch.call.handle import RematHandle, ReplayOp, SkippedOp
 from torch_remat.dispatch.call.left import identity_of
 from torch_remat.dispatch.call.native import replay_native
-from torch_remat.dispatch.call.recorder import keep_from_now_on, promise, warn_of_second_run
 from torch_remat.dispatch.call.result import another_call, is_flat, kept_or_stand_in, result_of
 from torch_remat.dispatch.check.compare import SAME_ORDER, another_op, mismatched, other_source
 from torch_remat.dispatch.holder import metadata_of, parameter_behind
-from torch_remat.dispatch.log.entry import Call, Entry, still_there
+from torch_remat.dispatch.log.entry import ONE, Call, Entry, still_there
 from torch_remat.dispatch.log.matching import Suppressed
-from torch_remat.dispatch.log.meta import Raised, keys_of, layout_of
+from torch_remat.dispatch.log.meta import Raised, dense_layout, keys_of, layout_of
 from torch_remat.dispatch.log.op_answerer import OpAnswerer, loaded_slots
 from torch_remat.dispatch.log.slot import Elided, Slot, offset_in_bytes, placement_in
 from torch_remat.dispatch.mode import Replaying
@@ -73,6 +73,7 @@ class Answerer:
 
     Attributes:
         ops: What answers and compares aten ops, while the ops of the region, or of a native region, are watched.
+        native_ops: What does so for native regions, one after the other.
         begun: How many calls have begun.
         native: The native region whose ops are answered now.
         whole: The call that runs whole now.
@@ -96,6 +97,7 @@ class Answerer:
         self._loaded: dict[int, torch.Tensor] = {}  # by id, kept so that no other tensor gets the id
         self.suppressed = Suppressed()
         self.ops: OpAnswerer | None = None
+        self.native_ops: OpAnswerer | None = None
         self.native: Call | None = None
         self.whole: Call | None = None
         self._watcher: Handler | None = None
@@ -142,12 +144,12 @@ class Answerer:
             self.replay.stop()  # a backward inside forward, which has not come so far itself
         raise self.replay.fail(another_op(self.region, name, policy, expected, name in self.region.tape.records))
 
-    def run_native(
-        self, name: str, policy: CheckpointPolicy, function: Callable[..., Any], args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+    def run(
+        self, _opaque: bool | None, name: str, policy: CheckpointPolicy, function: Callable[..., Any],
+        args: Sequence[Any], kwargs: Mapping[str, Any],
     ) -> Any:  # fmt: skip
         """Run a native region, or a call of `op`, as far as replay needs it; see `RematMode.run_native`."""
-        if self.native is not None or self.whole is not None:
+        if self.native is not None or self.whole is not None or self.replay.over:
             return function(*args, **kwargs)
         self.replay.stop_if_filled()  # forward does not expect it to come here
         call = self._next(name, policy)
@@ -156,45 +158,41 @@ class Answerer:
                 args, kwargs = self.values_of(args, kwargs, name)
             return function(*args, **kwargs)
         if call.answers is not None:
-            self.come_to(call)
+            if call.touched or self.ops is not None:
+                self.come_to(call)
             leaves = leaves_of(args, kwargs) if call.modified else ()
             given = [*leaves, *self._variables(call, function, leaves)] if call.modified else ()
-            if self._runs(call, given):
+            if (call.run or not self.region.finished) and self._runs(call, given):
                 return self._run_whole(call, function, args, kwargs, ())
             return replay_native(self, call, function, args, kwargs)
         return self._skip(call, function, args, kwargs)
 
-    def run_call(
-        self, _opaque: bool, name: str, policy: CheckpointPolicy, function: Callable[..., Any], args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> Any:  # fmt: skip
-        """Run a call of `op`, or skip it; see `RematMode.run_native`."""
-        return self.run_native(name, policy, function, args, kwargs)
-
     def _skip(self, call: Call, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return what a call returned, or run it whole."""
-        leaves = args if is_flat(args, kwargs) else leaves_of(args, kwargs)
+        flat = is_flat(args, kwargs)
+        leaves = args if flat else leaves_of(args, kwargs)
         same = identity_of(function) == call.function
-        if not same or layout_of(leaves, {}) != call.layout:
+        if not same or (dense_layout(leaves) if flat else layout_of(leaves, {})) != call.layout:
             self.replay.fail(another_call(self.region, call, same))
         if type(call.results) is Raised:
             if call.drawn is not None:
                 call.drawn.restore()
             raise call.results.kind(*call.results.args)
-        self.come_to(call)
+        if call.touched or self.ops is not None:
+            self.come_to(call)
         given = leaves if not call.places else [*leaves, *self._variables(call, function, leaves)]
-        if self._runs(call, given):
+        if (call.run or not self.region.finished) and self._runs(call, given):
             return self._run_whole(call, function, args, kwargs, given)
         if call.waiting:
             self.fill_waiting(call, given)
         if call.drawn is not None:
             call.drawn.restore()
+        if call.kind == ONE:
+            return kept_or_stand_in(self, call, 0)
         return result_of(self, call, given)
 
     def _runs(self, call: Call, given: Sequence[Any]) -> bool:
-        """Whether replay runs a call whole."""
-        if not call.run and self.region.finished:
-            return False
+        """Whether replay runs a call whole that it has to, or whose results are not decided on, in forward."""
         if call.modified and self._started_over_for is None and self.region.finished:
             same = [
                 isinstance(tensor := given[place], Tensor) and storage.cdata in keys_of(tensor)
@@ -267,11 +265,6 @@ class Answerer:
             self.replay.show_ops_to(self._watcher)
         self.whole = self._watcher = None
 
-    def kept_of(self, call: Call, place: int) -> Tensor:
-        """Return a result of a call that was kept."""
-        kept: Tensor = kept_or_stand_in(self, call, place)
-        return kept
-
     def load(self, slot: Slot, op: str, name: str) -> Tensor:
         """Return what a slot keeps, which hooks around the region may have given already."""
         loaded = self._slots.get(id(slot))
@@ -317,11 +310,13 @@ class Answerer:
             return refuse(leaf.source, consumer)
         for place, slot in call.kept.items():
             if call.label(place) == output:
-                value = kept = self.load(slot, call.name, output)
+                kept = slot.unchanged()
+                value = kept = self.load(slot, call.name, output) if kept is None else kept
                 meta = call.meta(place)
                 with without_torch_function():  # the placeholder's own would be asked for each attribute
                     requires_grad = leaf.requires_grad
-                    if geometry_of(leaf) != meta.geometry or not meta.describes(leaf):
+                    same = geometry_of(leaf) == meta.geometry and leaf.dtype is meta.dtype
+                    if not same or (leaf.is_conj(), leaf.is_neg()) != meta.lazy:
                         moved = offset_in_bytes(kept) - placement_in(meta).offset_bytes
                         value = Placement.of(leaf).seen_in(kept, moved)
                         self.note_loaded(value)
@@ -396,6 +391,7 @@ class Answerer:
         return [
             (key, at + 1, partial(_read_too_early, self.region_name, call.name))
             for at, call in enumerate(self._calls)
+            if call.outside
             for key in still_there(call.outside)
         ]
 
@@ -477,10 +473,11 @@ class Answerer:
     def forget(self) -> None:
         """At the end of the replay: let go of what placeholders that outlive it may know."""
         self.suppressed.restore()
-        if self.ops is not None:
-            self.ops.forget()
+        for ops in (self.ops, self.native_ops):
+            if ops is not None:
+                ops.forget()
         self._over = True
-        self.ops = self.native = self.whole = self._watcher = None
+        self.ops = self.native_ops = self.native = self.whole = self._watcher = None
         self._calls, self._entries, self._slots, self._loaded = [], (), {}, {}
         del self.replay, self.region
 

@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
-from types import BuiltinFunctionType
+from types import BuiltinFunctionType, MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -53,11 +53,11 @@ from torch_remat.dispatch.holder import (
     changed_in_place,
     parameter_behind,
 )
-from torch_remat.dispatch.log.entry import FIRST, ONE, Call, Entry, written_arguments
+from torch_remat.dispatch.log.entry import Call, Entry, entry_of, written_arguments
 from torch_remat.dispatch.log.meta import Meta, Raised, WrapperMeta, described, key_of, keys_of, layout_of, tensors_in
-from torch_remat.dispatch.log.schema import Effects, effects_of, may_draw
+from torch_remat.dispatch.log.schema import Effects, may_draw
 from torch_remat.dispatch.log.slot import Slot, version_of
-from torch_remat.dispatch.placeholder import NOT_LAZY, Placeholder, new_tuple
+from torch_remat.dispatch.placeholder import Placeholder
 from torch_remat.dispatch.reach import Place, reach
 from torch_remat.dispatch.region.inputs import leaves_of
 from torch_remat.dispatch.region.region import OpenRegion
@@ -74,7 +74,8 @@ class Log(Protocol):
     departures: Departures
     draws: Draws | None
     entries: list[Entry]
-    is_usual: bool
+    has_handles: bool
+    has_policy: bool
 
     @property
     def expected(self) -> object:
@@ -105,8 +106,8 @@ class Log(Protocol):
     def pack_expected(self, tensor: torch.Tensor) -> Holder | Anchor | None:
         """Return what autograd keeps of a tensor that a handle saves."""
 
-    def note_result(self, call: Call, result: torch.Tensor, first: int, last: int) -> None:
-        """Note a call with its one result."""
+    def note_result(self, call: Call, result: torch.Tensor, key: int, first: int, last: int) -> None:
+        """Note a call with its one result, an ordinary tensor in a storage of its own."""
 
     def note_results(
         self, call: Call, leaves: Sequence[Any], made: Sequence[tuple[int, torch.Tensor]], first: int, last: int
@@ -124,6 +125,7 @@ _PARAMETERS = frozenset((torch.Tensor, Parameter))
 _VALUES = frozenset((int, float, bool, type(None)))
 _ORDINARY = frozenset((*_PARAMETERS, *_VALUES, Placeholder))
 _FLAT = _PARAMETERS | _VALUES  # what the arguments of most calls are
+_NONE: Mapping[int, Any] = MappingProxyType({})
 _version_of = attrgetter("_version")
 _pure: dict[int, bool] = {}
 _draws: dict[int, bool] = {}
@@ -180,63 +182,53 @@ class Given:
         leaves: The leaves of the arguments.
     """
 
-    __slots__ = ("_by_key", "_function", "_places", "leaves", "used")
+    used: Mapping[int, tuple[int, Any]] = _NONE  # places of variables that replay is to find, by their number
+    _places: Sequence[Place] | None = None
+    _by_key: dict[int, int] | None = None
 
     def __init__(self, function: Any, leaves: Sequence[Any]) -> None:
         self.leaves = leaves
-        self.used: dict[int, tuple[int, Any]] = {}  # places of variables that replay is to find, by their number
-        is_function = isinstance(getattr(function, "__self__", None), type)  # the ``apply`` of a custom Function
-        self._function = None if is_function or type(function) is BuiltinFunctionType else function
-        self._places: list[Place] = []
-        self._by_key: dict[int, int] | None = None
+        self._function = function
 
-    def _variables(self) -> dict[int, int]:
-        """Return by storage which variable lies there."""
+    def place_at(self, key: int) -> int | None:
+        """Return which of them has a storage; None if none has. The variables are looked for if no argument has it."""
         if self._by_key is None:
             self._by_key = {}
-            if self._function is not None:
-                self._places = variables_of(self._function, self.leaves)
-                for at, place in enumerate(self._places):
-                    if place.tensor is not None and place.tensor.layout is torch.strided:
-                        self._by_key.setdefault(key_of(place.tensor), at)
-        return self._by_key
+            for place, leaf in enumerate(self.leaves):
+                for part in keys_of(leaf) if isinstance(leaf, torch.Tensor) else ():
+                    self._by_key.setdefault(part, place)
+        if key not in self._by_key and self._places is None:
+            is_apply = isinstance(getattr(self._function, "__self__", None), type)  # of a custom Function, or torch's
+            is_bare = is_apply or self._function is None or type(self._function) is BuiltinFunctionType
+            self._places = [] if is_bare else variables_of(self._function, self.leaves)
+            for place, variable in enumerate(self._places, len(self.leaves)):
+                if variable.tensor is not None and variable.tensor.layout is torch.strided:
+                    self._by_key.setdefault(key_of(variable.tensor), place)
+        return self._by_key.get(key)
 
     def find(self, tensor: torch.Tensor, key: int) -> tuple[int, torch.Tensor] | None:
         """Return which of them a tensor is, or else lies in the storage of, and that one; None if it is new."""
-        found = None
-        for place, arg in enumerate(self.leaves):
-            if arg is tensor:
-                return place, arg
-            if found is None and isinstance(arg, torch.Tensor) and key in keys_of(arg):
-                found = place, arg
-        if found is None and (at := self._variables().get(key)) is not None:
-            variable = self._places[at].tensor
-            assert variable is not None
-            found = len(self.leaves) + at, variable
-        return found
+        for place, leaf in enumerate(self.leaves):
+            if leaf is tensor:
+                return place, leaf
+        found = self.place_at(key)
+        return None if found is None else (found, self.at(found))
 
     def at(self, place: int) -> Any:
         """Return one of them."""
-        return self.leaves[place] if place < len(self.leaves) else self._places[place - len(self.leaves)].tensor
+        at = place - len(self.leaves)
+        return self.leaves[place] if at < 0 or self._places is None else self._places[at].tensor
 
     def use(self, place: int) -> None:
         """Note that replay reads one of them."""
         at = place - len(self.leaves)
-        if at >= 0:
-            self.used[place] = at, self._places[at].key
-
-    def lying_at(self, key: int) -> int | None:
-        """Return which of them has a storage; None if none has."""
-        for place, leaf in enumerate(self.leaves):
-            if isinstance(leaf, torch.Tensor) and key in keys_of(leaf):
-                return place
-        at = self._variables().get(key)
-        return None if at is None else len(self.leaves) + at
+        if at >= 0 and self._places is not None:
+            self.used = {**self.used, place: (at, self._places[at].key)}
 
     def is_of_module(self, place: int) -> bool:
         """Whether it is a buffer or an attribute of a module, which no region makes."""
         at = place - len(self.leaves)
-        if at < 0:
+        if at < 0 or self._places is None:
             return False
         holder = self._places[at].holder
         return self._places[at].module is not None or (type(holder) is dict and "_parameters" in holder)
@@ -277,18 +269,19 @@ class Running(ABC):
         written: The tensors that were there before the call and that it modified, by storage.
     """
 
+    # What most calls have none of is not set for each.
     named: Sequence[tuple[str, torch.Tensor | None]] = ()
     last = -1
     outputs: set[tuple[Node, int]] | None = None
-    born: Collection[int]  # the storages that it has made
+    born: Collection[int] = frozenset()  # the storages that it has made, as far as somebody watches
+    saved = 0
+    written: Mapping[int, Written] = _NONE
+    _names: frozenset[str] = frozenset()
 
     def __init__(self, ops: Log, call: Call, given: Given) -> None:
         self.ops = ops
         self.call = call
         self.given = given
-        self.saved = 0
-        self.written: dict[int, Written] = {}
-        self._names: set[str] = set()
         self.first = call.number = sequence_number()
 
     @abstractmethod
@@ -303,7 +296,7 @@ class Running(ABC):
         """Return the name of a tensor that autograd saves now, given its automatic one; each other is given once."""
         for name, expected in self.named:
             if expected is tensor and name not in self._names:
-                self._names.add(name)
+                self._names |= {name}
                 return name
         return automatic
 
@@ -312,8 +305,8 @@ class Running(ABC):
         node = tensor.grad_fn
         is_own = node is not None and node_number(node) >= self.ops.region.first_number
         for key in keys_of(tensor):
-            if key not in self.born:
-                self.written.setdefault(key, Written(tensor, version_of(tensor), is_own))
+            if key not in self.born and key not in self.written:
+                self.written = {**self.written, key: Written(tensor, version_of(tensor), is_own)}
 
     def watch_end(self, draws: bool) -> None:
         """Note what stands at the end of the call: what leaves the device, and the random generators."""
@@ -324,21 +317,10 @@ class Running(ABC):
             self.call.drawn = ops.draws.end()
         self.last = sequence_number()
 
-    def returns_one(self, result: torch.Tensor, key: int) -> None:
-        """Note what most calls return: a tensor in memory of its own."""
-        ops, call = self.ops, self.call
-        geometry = result.shape, result.stride(), result.storage_offset()
-        call.kind, call.storage, call.saved = ONE, key, FIRST
-        call.results = new_tuple(Meta, (geometry, result.dtype, result.device, False, NOT_LAZY))
-        call.gradients = (result.requires_grad,)
-        if call.policy is CheckpointPolicy.OFFLOAD:
-            call.away = FIRST
-        ops.note_result(call, result, self.first, self.last)
-
     def let_go(self) -> None:
         """Let go of arguments and variables, once the call is over: the region may be done with them."""
         self.given = _NOTHING
-        self.written, self.named = {}, ()
+        self.written, self.named = _NONE, ()
 
     def left_by(self, error: BaseException) -> None:
         """Note that an exception left the call: replay raises it anew."""
@@ -370,12 +352,13 @@ class Writes:
         born, is_usual, strided = self.born, USUAL.__contains__, torch.strided
 
         def watch(_mode: Any, op: Any, _types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-            effects = effects_of(op)
+            about = entry_of(op)
+            effects = about.effects
             if effects.view or effects.ignored:
-                return op(*args, **kwargs)
+                return about.kernel(*args, **kwargs)
             if effects.written or effects.reshapes:
                 self._note_all(effects, args, kwargs)
-            result = op(*args, **kwargs)
+            result = about.kernel(*args, **kwargs)
             if effects.plain and is_usual(type(result)) and not effects.aliases and result.layout is strided:
                 born.add(storage_key(result))
             else:
@@ -397,18 +380,16 @@ class RunningCall(Running):
     """A call of a function whose Python does not run in replay."""
 
     _given: Sequence[torch.Tensor] = ()
-    _state: State
+    _state: State = ()
+    _versions: Sequence[int] = ()
 
     def __init__(
         self, ops: Log, call: Call, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
-        builtin = type(function) is BuiltinFunctionType
-        leaves = args if builtin and not kwargs else _leaves_of(args, kwargs)
+        self._is_builtin = builtin = type(function) is BuiltinFunctionType
+        given: Sequence[Any]
+        leaves = given = args if builtin and not kwargs else _leaves_of(args, kwargs)
         super().__init__(ops, call, Given(function, leaves))
-        self.born = frozenset()  # until somebody watches
-        self._is_builtin = builtin
-        self._state = [] if builtin else state_of((function, *args, *kwargs.values()))
-        given: Sequence[torch.Tensor] = leaves
         kinds = set(map(type, leaves))
         try:
             if not _PARAMETERS.issuperset(kinds):
@@ -417,13 +398,17 @@ class RunningCall(Running):
                 given = [arg for arg in leaves if type(arg) in _PARAMETERS]
             call.layout = [(one.shape, one.stride()) for one in given]
             call.reads = list(map(storage_key, given))
-            self._versions = list(map(_version_of, given))
+            if not builtin:
+                self._versions = list(map(_version_of, given))
         except RuntimeError:  # sparse tensors have no strides, those of inference mode no versions
             given = list(tensors_in(leaves, {}))
             call.layout = layout_of(leaves, {})
             call.reads = [key for tensor in given for key in keys_of(tensor)]
-            self._versions = list(map(version_of, given))
-        self._given = given
+            if not builtin:
+                self._versions = list(map(version_of, given))
+        if not builtin:
+            self._state = state_of((function, *args, *kwargs.values()))
+            self._given = given
         draws = _draws.get(id(function)) if builtin else True
         self._draws = may_draw_in(function) if draws is None else draws
         if self._draws and ops.draws is not None:
@@ -476,10 +461,13 @@ class RunningCall(Running):
         if (
             type(result) is torch.Tensor and result._base is None and result.layout is torch.strided
             and not result.dtype.is_complex and (key := storage_key(result)) not in call.reads
-            and self._is_new(result, key)
+            and (self._is_builtin or self._is_new(result, key))
         ):  # fmt: skip
-            self.watch_end(self._draws)
-            self.returns_one(result, key)
+            if self._draws or ops.departures.waiting:
+                self.watch_end(self._draws)
+            else:
+                self.last = sequence_number()
+            ops.note_result(call, result, key, self.first, self.last)
         else:
             if not isinstance(result, torch.Tensor):
                 leaves, form = flatten(result)
@@ -495,7 +483,7 @@ class RunningCall(Running):
 
     def _is_new(self, result: torch.Tensor, key: int) -> bool:
         """Whether the call has made the storage of its result, which is no view."""
-        if self._is_builtin or key in self.born:
+        if key in self.born:
             return True
         node = result.grad_fn
         if node is not None and node_number(node) >= self.first and not self.written:
@@ -577,7 +565,7 @@ class RunningCall(Running):
     def let_go(self) -> None:
         """Let go of arguments and variables, once the call is over: the region may be done with them."""
         super().let_go()
-        self._given, self._state = (), []
+        self._given = self._state = ()
 
 
 def cannot_be_skipped(region: RegionLike, call: Call, why: str, remedy: str) -> UsageError:
@@ -607,6 +595,6 @@ def _cast(dtype: torch.dtype, view: Placement | None, anchor: Anchor) -> torch.T
 def refuse_gradient(region: RegionLike, name: str, first: int, leaves: Sequence[Any]) -> None:
     """Refuse a gradient inside of the region's forward through a call's result, where no saved tensor tells."""
     for leaf in leaves:
-        node = node_behind(leaf)
+        node = leaf.grad_fn if type(leaf) is torch.Tensor and leaf._base is None else node_behind(leaf)
         if node is not None and node_number(node) >= first:
             node.register_prehook(partial(region.note_gradient, name))

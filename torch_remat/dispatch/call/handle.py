@@ -25,10 +25,10 @@ from typing import Any, NoReturn, Protocol
 from torch import Tensor, strided
 
 from torch_remat._compat import has_returned
+from torch_remat.dispatch.call.result import Loading, kept_or_stand_in
 from torch_remat.dispatch.holder import RegionLike
 from torch_remat.dispatch.log.entry import Call
 from torch_remat.dispatch.log.meta import Meta, Raised, described, stand_in
-from torch_remat.dispatch.log.slot import version_of
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.placeholder import NOT_LAZY, Placeholder, Source, new_tuple, refuse
 from torch_remat.errors import UsageError
@@ -201,15 +201,11 @@ class Log(Protocol):
         """Expect what a handle saves."""
 
 
-class Replay(Protocol):
+class Replay(Loading, Protocol):
     """What a handle in replay asks of the log; the `Answerer`."""
 
     region_name: str
     whole: Call | None
-
-    @property
-    def region(self) -> RegionLike:
-        """The region."""
 
     @property
     def ops(self) -> object:
@@ -223,9 +219,6 @@ class Replay(Protocol):
 
     def come_to(self, call: Call) -> None:
         """Come to a saved call."""
-
-    def kept_of(self, call: Call, place: int) -> Tensor:
-        """Return a kept output."""
 
     def begin_body(self, call: Call) -> None:
         """Let the ops of a body run."""
@@ -340,7 +333,11 @@ class SavedOp(ForwardOp):
         return args[0] if len(args) == 1 else args
 
     def _know_inputs(self, args: tuple[Any, ...]) -> None:
-        self.inputs = [(arg, version_of(arg)) for arg in args if isinstance(arg, Tensor)]
+        try:
+            self.inputs = [(arg, arg._version) for arg in args if isinstance(arg, Tensor)]
+        except RuntimeError:  # those of inference mode count no changes
+            counted = [arg for arg in args if isinstance(arg, Tensor) and not arg.is_inference()]
+            self.inputs = [(arg, arg._version) for arg in counted]
         if self.call.policy is _OFFLOAD:
             self.ops.know_parameters(args)
 
@@ -363,7 +360,7 @@ class SavedOp(ForwardOp):
                 remedy="Return a new tensor instead, or give the op the policy RECOMPUTE.",
             )
         for tensor, version in self.inputs:
-            if version_of(tensor) != version:
+            if tensor._version != version:
                 ops.check_inputs(call, self.inputs)
         self.inputs = ()
         if as_tuple or len(outs) > 1:
@@ -442,7 +439,8 @@ class SkippedOp(ReplayOp):
             return None
         if call.waiting:
             ops.fill_waiting(call, args)
-        ops.come_to(call)
+        if call.touched or ops.ops is not None:
+            ops.come_to(call)
         if call.run or ops.whole is not None:
             self._again = True
             if ops.whole is None:
@@ -455,7 +453,7 @@ class SkippedOp(ReplayOp):
         for place, meta in enumerate(metas if type(metas) is list else (metas,)):
             source = new_tuple(Source, (ops.region_name, call.name, call.label(place), id(ops.region)))
             is_real = place in call.kept and (ops.ops is not None or place in call.shown)
-            made.append(ops.kept_of(call, place) if is_real else stand_in(meta, source))
+            made.append(kept_or_stand_in(ops, call, place) if is_real else stand_in(meta, source))
         if call.plain:
             ctx.mark_non_differentiable(*[made[place] for place in call.plain])
         # The graph of the replay has nothing that this op's backward could work on.

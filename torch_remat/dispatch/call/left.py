@@ -22,7 +22,7 @@ from torch_remat._compat import node_number
 from torch_remat.dispatch.holder import CAST
 from torch_remat.dispatch.log.readers import Readers
 
-State = list[tuple[Any, tuple[Any, ...]]]  # holders of objects, each with the tensors that it holds
+State = Sequence[tuple[Any, tuple[Any, ...]]]  # holders of objects, each with the tensors that it holds
 _DEPTH = 3  # of functions and containers in each other
 _BARE = frozenset((torch.Tensor, Parameter, int, float, bool, str, bytes, complex, type(None), type, torch.dtype))
 _NOT_WALKED = (torch.Tensor, Module, type, ModuleType)
@@ -36,16 +36,15 @@ def identity_of(function: Any) -> Any:
         if isinstance(owner := function.__self__, type):  # the ``apply`` of a custom Function
             return owner, function.__name__
         function = function.__func__
-    if isinstance(function, FunctionType):
-        return function.__code__
-    if isinstance(function, BuiltinFunctionType):
+    if type(function) is BuiltinFunctionType:
         owner = function.__self__
+        if isinstance(owner, type):  # what most of torch's own are methods of
+            return owner, function.__name__
         if owner is None or isinstance(owner, ModuleType):
             return function
-        if isinstance(owner, torch.Tensor):  # its method; in replay it may be a placeholder
-            return torch.Tensor, function.__name__
-        return owner if isinstance(owner, type) else type(owner), function.__name__
-    return type(function)
+        # A tensor's method: in replay it may be a placeholder's.
+        return torch.Tensor if isinstance(owner, torch.Tensor) else type(owner), function.__name__
+    return function.__code__ if isinstance(function, FunctionType) else type(function)
 
 
 def state_of(roots: Sequence[Any]) -> State:
@@ -54,7 +53,7 @@ def state_of(roots: Sequence[Any]) -> State:
     Args:
         roots: The function and the arguments of the call.
     """
-    state: State = []
+    state: list[Any] = []
     for root in roots:
         if type(root) in _BARE or (type(root) is FunctionType and not (root.__closure__ or root.__defaults__)):
             continue
@@ -67,7 +66,7 @@ def is_changed(state: State, region_function: Any) -> bool:
     changed = [holder for holder, held in state if not _same(_tensors_held(holder), held)]
     if not changed:
         return False
-    outside: State = []
+    outside: list[Any] = []
     _note_state(outside, region_function, 2 * _DEPTH, (torch.Tensor, type, ModuleType))
     function: Any = getattr(region_function, "__func__", region_function)
     for name in function.__code__.co_names if isinstance(function, FunctionType) else ():
@@ -76,7 +75,7 @@ def is_changed(state: State, region_function: Any) -> bool:
     return any(id(holder) not in known for holder in changed)
 
 
-def _note_state(state: State, root: Any, depth: int, not_walked: tuple[type, ...]) -> None:
+def _note_state(state: list[Any], root: Any, depth: int, not_walked: tuple[type, ...]) -> None:
     """Note what holds objects, breadth first."""
     level, seen = [root], set()
     for _ in range(depth):

@@ -21,14 +21,13 @@ from torch.nn import Parameter
 
 from torch_remat._compat import Handler, in_autocast, keep_from_compiler, storage_key
 from torch_remat.dispatch.call.call import Given, Log, Running, refuse_gradient
-from torch_remat.dispatch.call.result import flatten
+from torch_remat.dispatch.call.result import Loading, flatten, is_flat, kept_or_stand_in
 from torch_remat.dispatch.holder import Anchor, Holder
 from torch_remat.dispatch.log.entry import ODD, ONE, VIEW, Call, Entry, entry_of, is_bookkeeping
 from torch_remat.dispatch.log.matching import Suppressed
 from torch_remat.dispatch.log.meta import Meta, Raised, described, key_of, keys_of, tensors_in
 from torch_remat.dispatch.log.op_answerer import OpAnswerer
 from torch_remat.dispatch.log.schema import LIFT
-from torch_remat.dispatch.log.slot import Slot
 from torch_remat.dispatch.mode import Replaying
 from torch_remat.dispatch.placeholder import NOT_LAZY, Placeholder, Source, is_of_placeholders, new_tuple
 from torch_remat.dispatch.reach import tensors_of
@@ -50,7 +49,7 @@ class RunningNative(Running):
     def __init__(
         self, ops: Log, call: Call, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
-        super().__init__(ops, call, Given(function, leaves_of(args, kwargs)))
+        super().__init__(ops, call, Given(function, args if is_flat(args, kwargs) else leaves_of(args, kwargs)))
         self.answers: list[Entry] = []
         self.born = self.makers = {}
         self._counts: dict[str, int] = {}
@@ -165,9 +164,9 @@ class RunningNative(Running):
         ops, call = self.ops, self.call
         if ops.expected is not None:
             return ops.pack_expected(tensor)
-        maker = self.makers.get(key_of(tensor)) if type(tensor) is not Parameter else None
+        maker = self.makers.get(key_of(tensor)) if self.makers and type(tensor) is not Parameter else None
         if maker is None:
-            outer = ops.maker_of(tensor)
+            outer = ops.maker_of(tensor) if ops.has_handles or ops.has_policy else None
             if outer is None or not (isinstance(outer[0], Call) and outer[0].is_handle):
                 return ops.pack(tensor)
             label = f"{outer[0].name.rpartition('/')[2]}_{outer[1]}"
@@ -194,7 +193,7 @@ class RunningNative(Running):
             type(result) is Tensor and result._base is None and result.layout is torch.strided
             and not result.dtype.is_complex and (key := storage_key(result)) in self.makers
         ):  # fmt: skip
-            self.returns_one(result, key)
+            self.ops.note_result(call, result, key, self.first, self.last)
             self._end((result,))
         else:
             self._returns_several(result)
@@ -240,19 +239,14 @@ class RunningNative(Running):
         self.makers = {}
 
 
-class Replay(Protocol):
+class Replay(Loading, Protocol):
     """What the replay of a native region asks of the log; the `Answerer`."""
 
     replay: Replaying
     suppressed: Suppressed
     ops: OpAnswerer | None
+    native_ops: OpAnswerer | None
     native: Call | None
-
-    def load(self, slot: Slot, op: str, name: str) -> Tensor:
-        """Return what a slot keeps."""
-
-    def kept_of(self, call: Call, place: int) -> Tensor:
-        """Return a kept result of a call."""
 
 
 def replay_native(
@@ -261,7 +255,9 @@ def replay_native(
     """Run a native region's function again and answer its ops; return its result with the kept tensors in it."""
     replay = answerer.replay
     assert call.answers is not None
-    ops = OpAnswerer(replay, answerer.suppressed, answerer.load)
+    ops = answerer.native_ops
+    if ops is None:
+        ops = answerer.native_ops = OpAnswerer(replay, answerer.suppressed, answerer.load)
     ops.expect(call.answers, call.name)
     outer, answerer.ops = answerer.ops, ops
     answerer.native = call
@@ -276,14 +272,14 @@ def replay_native(
     _end(answerer, call, ops)
     if type(result) is Placeholder:
         if call.kept:
-            return answerer.kept_of(call, 0)
+            return kept_or_stand_in(answerer, call, 0)
         result.source = result.source._replace(output=call.label(0))
         return result
     leaves, form = flatten(result)
     sources: dict[int, Source] = {}  # views of one tensor share one
     for place, leaf in enumerate(leaves):
         if place in call.kept and isinstance(leaf, Tensor):
-            leaves[place] = answerer.kept_of(call, place)
+            leaves[place] = kept_or_stand_in(answerer, call, place)
         elif type(leaf) is Placeholder and leaf.source.op == call.name:
             source = leaf.source
             leaf.source = sources.setdefault(id(source), source._replace(output=call.label(place)))
@@ -295,5 +291,5 @@ def _end(answerer: Replay, call: Call, ops: OpAnswerer) -> None:
         answerer.replay.fail(error)
     if call.drawn is not None:
         call.drawn.restore()
-    answerer.suppressed.restore()
-    ops.forget()
+    if answerer.suppressed.pending:
+        answerer.suppressed.restore()

@@ -1,7 +1,7 @@
-"""The log of one region's forward: its calls, under a policy its ops, and what is kept of them.
+"""The log of one region's forward: its calls, under a policy its ops, and what autograd saves of them.
 
 In: calls and ops as they run, and the tensors that autograd saves. Kept: calls and entries on the tape; until forward
-ends, what saved entries returned. Out: residents, and slots for what replay reads.
+ends, what saved entries returned, and what `ending` asks then. Out: residents.
 
 NOTE [ What is kept ]
 1. A tensor that autograd saves is *resident* if a saved call or op made it: its holder has the value from the start. A
@@ -17,8 +17,6 @@ NOTE [ What is kept ]
 
 from __future__ import annotations
 
-import warnings
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from sys import _getframe
@@ -42,9 +40,9 @@ from torch_remat._compat import (
     without_dispatch_modes,
 )
 from torch_remat.dispatch.ambient import Draws, RngState
-from torch_remat.dispatch.call.call import Given, Running, RunningCall, cannot_be_skipped, is_whole_call
+from torch_remat.dispatch.call.call import Given, Running, RunningCall, is_whole_call
 from torch_remat.dispatch.call.handle import ForwardOp, SavedOp
-from torch_remat.dispatch.call.left import call_left_by_a_tensor, defined_at, identity_of
+from torch_remat.dispatch.call.left import identity_of
 from torch_remat.dispatch.call.native import RunningNative
 from torch_remat.dispatch.check.compare import Around
 from torch_remat.dispatch.holder import (
@@ -53,29 +51,26 @@ from torch_remat.dispatch.holder import (
     Anchor,
     Holder,
     OpHolder,
-    RegionLike,
     ResidentRef,
     Saver,
     is_parameter,
     metadata_of,
     parameter_behind,
 )
-from torch_remat.dispatch.log.entry import ONE, Call, Entry
+from torch_remat.dispatch.log.entry import FIRST, ONE, Call, Entry
 from torch_remat.dispatch.log.meta import Meta, key_of, keys_of, parts_of, tensors_in
-from torch_remat.dispatch.log.needs import find_needs
 from torch_remat.dispatch.log.op_recorder import OpRecorder
-from torch_remat.dispatch.log.readers import Readers, read_outputs, readers_in
 from torch_remat.dispatch.log.results import Results, Undecided
-from torch_remat.dispatch.log.slot import Elided, placement_in, slot_for, version_of
+from torch_remat.dispatch.log.slot import UNCOUNTED, Elided, Slot, placement_in, slot_for, version_of
 from torch_remat.dispatch.log.storages import Storages
 from torch_remat.dispatch.mode import RematMode
 from torch_remat.dispatch.naming import ModulePath
 from torch_remat.dispatch.options import DEFAULTS
-from torch_remat.dispatch.placeholder import Placeholder, new_tuple
+from torch_remat.dispatch.placeholder import NOT_LAZY, Placeholder, new_tuple
 from torch_remat.dispatch.region.inputs import leaves_of
 from torch_remat.dispatch.region.outside import State
 from torch_remat.dispatch.region.region import OpenRegion
-from torch_remat.errors import RematWarning, UsageError, qualified_name, user_line
+from torch_remat.errors import UsageError
 from torch_remat.offload.sender import Departures
 from torch_remat.policies.decision import CheckpointPolicy
 from torch_remat.policies.kinds import OpPolicy
@@ -84,17 +79,6 @@ _RECOMPUTE, _OFFLOAD = CheckpointPolicy.RECOMPUTE, CheckpointPolicy.OFFLOAD
 _BODY = 2  # frames from `Recorder.begin` to a handle's body: by way of `get_handle`
 _new = object.__new__  # without a call of `__init__`, which would be a tenth of what a handle costs
 Root = tuple[int, int, int]  # the place of a holder that replay fills, its storage, and after how many entries
-_read_after_all: set[tuple[Any, str, str]] = set()
-
-
-def keep_from_now_on(region: RegionLike, op: str, output: str) -> None:
-    """Note a result that replay had to start over for: the next forward of the same code keeps it."""
-    _read_after_all.add((identity_of(region.function), op, output))
-
-
-def forget_what_was_read() -> None:
-    """Forget the results that were noted so; for tests, whose functions have one code and many meanings."""
-    _read_after_all.clear()
 
 
 class Returned(NamedTuple):
@@ -123,6 +107,17 @@ class Recorder:
     Attributes:
         entries: The entries, in order: saved calls, and under a policy all ops.
         roots: What replay must have for the holders that it fills.
+        needed: The storages that replay reads in any case, each after how many entries.
+        saved_results: Of each result of an entry that an unwatched op saves: the number of the first node that replay
+            does not come to if this is the last tensor that it fills, how many entries there were, and the storage.
+        returned: What calls returned that a saved entry made.
+        runs: The saved calls, but those of handles and of torch's own functions.
+        skipped: The ranges of sequence numbers of autograd nodes that replay skips, so that they read nothing.
+        changes: How many times skipped calls have modified an input of the region, by storage.
+        adopted: The storages of what hooks around the region have made anew of a resident, each with its own, and after
+            how many entries.
+        unknown: What calls modified that is neither an argument nor a variable, with its version before and whether an
+            autograd node of the region had made it.
         watch: The ops, under a policy.
         packs: Whether it has to be asked about each tensor that autograd saves.
         calling: The saved call that runs, if one does.
@@ -132,6 +127,7 @@ class Recorder:
         known_args: The inputs of that handle, if they are known.
         draws: Which calls draw random numbers; None where nobody cares.
         recomputing: In how many calls of the policy RECOMPUTE code runs.
+        has_handles: Whether a handle was saved, in a region without a policy.
         skipped_any: Whether there was a saved call, so that replay may lack what it made.
     """
 
@@ -161,24 +157,18 @@ class Recorder:
         self.draws = None if region.rng is None else Draws(region.rng)
         self.recomputing = 0
         self.skipped_any = self.packs = False
-        self._runs: list[Running] = []  # the saved calls, but those of handles
-        self._read: list[tuple[int, int]] = []  # storages that replay reads in any case, each after how many entries
-        self._returned: list[Returned] = []
-        # Of what an unwatched op saves: the number of the first node that replay does not come to if this is the last
-        # tensor that it fills, how many entries there were, and the storage if an entry made it.
-        self._reads: list[tuple[int, int, int]] = []
-        # The ranges of sequence numbers of autograd nodes that replay skips, so that they read nothing.
+        self.needed: list[tuple[int, int]] = []
+        self.saved_results: list[tuple[int, int, int]] = []
+        self.returned: list[Returned] = []
+        self.runs: list[Running] = []
         self.skipped: list[tuple[int, int]] = []
-        self._changes: dict[int, int] = {}  # how many times skipped calls have modified an input of the region
+        self.changes: dict[int, int] = {}
+        self.adopted: list[tuple[int, int, int]] = []
+        self.unknown: list[tuple[Call, ref[Tensor], int, bool, StorageWeakRef]] = []
         self._around: Around | None = None
-        # The residents that an entry has made and hooks around the region have packed, each with this entry; and the
-        # storages of what they have made anew of one, each with its own, and after how many entries.
+        # The residents that an entry has made and hooks around the region have packed, each with this entry.
         self._packed: list[tuple[ref[OpHolder], tuple[Entry, int]]] = []
-        self._adopted: list[tuple[int, int, int]] = []
-        # What calls modified that is neither an argument nor a variable, with its version before and whether an
-        # autograd node of the region had made it.
-        self._unknown: list[tuple[Call, ref[Tensor], int, bool, StorageWeakRef]] = []
-        self._has_handles = False  # whether a handle was saved, in a region without a policy
+        self.has_handles = False
         # By storage, the outputs of RECOMPUTE handles, each with its place and its version at the end of the body.
         self._recomputed: dict[int, tuple[Call, int, ref[Tensor], int]] = {}
         # By storage, the outputs of handles that are views of what they were given, or that itself.
@@ -215,14 +205,11 @@ class Recorder:
 
     def maker_of(self, tensor: Tensor) -> tuple[Entry, int] | None:
         """Return the entry that made a tensor's storage, or modified it last, and as which of its results."""
-        writers = self.storages.writers
-        if not (writers or self._views):
-            return None
-        return self._maker_at(key_of(tensor), tensor)
+        return self._maker_at(key_of(tensor), tensor) if self.storages.writers or self._views else None
 
     def _maker_at(self, key: int, tensor: Tensor) -> tuple[Entry, int] | None:
         maker = self.storages.writers.get(key)
-        if maker is not None and (self.has_policy or not _is_gone(*maker)):
+        if maker is not None and not (self.has_handles and _is_gone(*maker, tensor)):
             return maker
         return next(self._views_at(tensor, key), None) if self._views else None
 
@@ -281,7 +268,7 @@ class Recorder:
         for packed, maker in self._packed:
             if packed() is holder:
                 self.storages.writers[key := key_of(value)] = maker
-                self._adopted.append((key, holder.key, len(self.entries)))
+                self.adopted.append((key, holder.key, len(self.entries)))
 
     def resident(
         self, op: str, name: str, tensor: Tensor, policy: CheckpointPolicy, may_change: bool = False
@@ -299,17 +286,20 @@ class Recorder:
 
     def hold(self, call: Call, name: str, tensor: Tensor, policy: CheckpointPolicy) -> Holder | Anchor:
         """Return the holder for a tensor that a saved call saves, whose Python does not run in replay."""
-        knows_args = self.calling is not None or len(self.known_args) > 0
-        node = tensor.grad_fn if knows_args and self.is_usual and type(tensor) is Tensor else None
-        if node is not None and (elided := self._elide_made(call, name, tensor, node)) is not None:
-            return elided
         region, owner = self.region, tensor._base
         if owner is None:
             owner = tensor
-        is_leaf = owner.requires_grad and owner.grad_fn is None  # the graph owns it anyway
+        node = owner.grad_fn
+        is_leaf = node is None and owner.requires_grad  # the graph owns it anyway
         if (is_leaf and not region.inputs.shares(owner)) or (type(owner) is not Tensor and is_parameter(owner)):
             return (tensor if tensor is owner else tensor.detach(), tensor._version, region, (call.name, name))
+        if node is not None and owner is tensor and self.is_usual and type(tensor) is Tensor:
+            args = self.calling.given.leaves if type(self.calling) is RunningCall else self.known_args
+            for place, arg in enumerate(args):
+                if arg is tensor and (elided := self._elide_made(call, name, tensor, node, place)) is not None:
+                    return elided
         holder = self.holder_for(call.name, name, tensor)
+        knows_args = self.calling is not None or len(self.known_args) > 0
         if (knows_args and self._elide(call, tensor, owner, holder)) or (
             self._recomputed and self._elide_recomputed(tensor, owner, holder)
         ):
@@ -321,16 +311,14 @@ class Recorder:
             self.keep(holder, tensor)
         return holder
 
-    def _elide_made(self, call: Call, name: str, tensor: Tensor, node: Node) -> OpHolder | None:
-        """Elide what most saved tensors are that a call has not made: an argument that a node made.
+    def _elide_made(self, call: Call, name: str, tensor: Tensor, node: Node, place: int) -> OpHolder | None:
+        """Elide what most saved tensors are that a call has not made: an argument, no view, that a node made.
 
         Returns:
             The holder; None where `_elide` has to look.
         """
         region, running = self.region, self.calling
-        args = running.given.leaves if type(running) is RunningCall else self.known_args
-        place = next((place for place, arg in enumerate(args) if arg is tensor), -1)
-        if place < 0 or tensor._base is not None or tensor.layout is not strided or tensor.dtype in AUTOCAST_DTYPES:
+        if tensor.layout is not strided or tensor.dtype in AUTOCAST_DTYPES:
             return None
         if id(tensor) in region.inputs.originals or (key := storage_key(tensor)) in self.storages.writers:
             return None
@@ -369,14 +357,15 @@ class Recorder:
             running.given.use(place)
         _note_origin(holder, origin, self.region.first_number)
         if maker is not None:
-            self._read.append((key_of(tensor), len(self.entries)))
+            self.needed.append((key_of(tensor), len(self.entries)))
         return True
 
     def know_recomputed(self, call: Call, outs: Sequence[Tensor]) -> None:
         """Know the outputs of a RECOMPUTE handle, which replay makes again: handles may save them."""
         for place, out in enumerate(outs):
             if type(out) is Tensor and out.layout is strided:
-                self._recomputed[storage_key(out)] = call, place, ref(out), version_of(out)
+                version = UNCOUNTED if out.is_inference() else out._version
+                self._recomputed[storage_key(out)] = call, place, ref(out), version
 
     def _elide_recomputed(self, tensor: Tensor, owner: Tensor, holder: OpHolder) -> bool:
         """Let replay take a saved tensor from the output of a RECOMPUTE handle; return whether it can."""
@@ -426,7 +415,7 @@ class Recorder:
         maker = self.storages.writers.get(key)
         if not self.has_policy:
             maker = self._maker_at(key, tensor)
-            if maker is not None and type(maker[0]) is Call and maker[0].is_handle:
+            if maker is not None and self.has_handles and type(maker[0]) is Call and maker[0].is_handle:
                 maker = None
         if maker is not None:
             entry, at = maker
@@ -454,7 +443,7 @@ class Recorder:
             if tensor.requires_grad if node is None else node_number(node) != number - 1:
                 stop = number - 1
             if held is not None:
-                self._reads.append((stop, len(self.entries), key))
+                self.saved_results.append((stop, len(self.entries), key))
             else:
                 buffer = not tensor.requires_grad and tensor.is_floating_point()
         place = len(tape.saved) if held is None else len(tape.saved) - 1  # a resident has its place by now
@@ -498,24 +487,11 @@ class Recorder:
                 self._around = Around(self.mode)
             self._around.note(call)
 
-    def run_native(
-        self, name: str, policy: CheckpointPolicy, function: Callable[..., Any], args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> Any:  # fmt: skip
-        """Run a native region; see `RematMode.run_native`."""
-        return self._run(None, name, policy, function, args, kwargs)
-
-    def run_call(
-        self, opaque: bool, name: str, policy: CheckpointPolicy, function: Callable[..., Any], args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> Any:  # fmt: skip
-        """Run a call of `op`; see `RematMode.run_native`."""
-        return self._run(opaque, name, policy, function, args, kwargs)
-
-    def _run(
+    def run(
         self, opaque: bool | None, name: str, policy: CheckpointPolicy, function: Callable[..., Any],
         args: Sequence[Any], kwargs: Mapping[str, Any],
     ) -> Any:  # fmt: skip
+        """Run a native region, or a call of `op`; see `RematMode.run_native`."""
         if self.expected is not None:
             self.forget_expected()
         opened = self.opened
@@ -525,23 +501,28 @@ class Recorder:
         self.note_call(call)
         if policy is _RECOMPUTE:
             return self._run_recomputed(function, args, kwargs)
+        is_builtin = type(function) is BuiltinFunctionType
         is_whole = is_whole_call(function, args, kwargs)
-        call.opaque = bool(opaque)
+        if opaque:
+            call.opaque = True
         self.skipped_any = self.packs = True
         running: Running
         if is_whole or opaque is not None:
             running = RunningCall(self, call, function, args, kwargs)
         else:
             running = RunningNative(self, call, function, args, kwargs)
-        if self._has_handles:
+        if self.has_handles:
             self._hold_outputs(call)
         self.calling = running
-        before = None if type(function) is BuiltinFunctionType else self.states_outside()
+        before = None if is_builtin or self.region.outside is None else self.region.outside.states()
         try:
-            if opaque or is_whole:
-                result = self._unwatched(function, args, kwargs)
-            else:
+            if not (opaque or is_whole):
                 result = self.mode.watched(running.watch, function, args, kwargs)
+            elif self.mode.watcher is None:
+                result = function(*args, **kwargs)
+            else:
+                with self.mode.unwatched():
+                    result = function(*args, **kwargs)
             if before is not None:
                 self._note_outside(call, before)
             running.returns(result)
@@ -551,16 +532,10 @@ class Recorder:
         finally:
             self.calling = None
             self.skipped.append((running.first, running.last))
-            running.let_go()
-            if type(function) is not BuiltinFunctionType:
-                self._runs.append(running)
+            if not is_builtin:
+                running.let_go()
+                self.runs.append(running)
         return result
-
-    def _unwatched(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if self.mode.watcher is None:
-            return function(*args, **kwargs)
-        with self.mode.unwatched():
-            return function(*args, **kwargs)
 
     def _run_recomputed(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if not self.has_policy and self.skipped_any:
@@ -589,18 +564,16 @@ class Recorder:
         if place in call.kept:
             return
         output = call.outputs[place]()
-        meta = call.meta(place)
-        if output is None and type(meta) is Meta:
+        if output is None and type(meta := call.meta(place)) is Meta:
             with without_dispatch_modes(), torch.no_grad():
                 output = placement_in(meta).seen_in(tensor.detach())
         if output is not None:
-            label = call.label(place)
-            slot = slot_for(self.region.hooks, self.departures, call.name, label, output, call.policy, False)
+            if call.policy is _OFFLOAD or not self.is_usual:
+                label = call.label(place)
+                slot = slot_for(self.region.hooks, self.departures, call.name, label, output, call.policy, False)
+            else:
+                slot = Slot(output, None, False)
             call.kept = {**call.kept, place: slot}
-
-    def states_outside(self) -> Sequence[State] | None:
-        """Return what the region reaches, before a call that replay skips; None if it reaches nothing."""
-        return None if self.region.outside is None else self.region.outside.states()
 
     def _note_outside(self, call: Call, before: Sequence[State]) -> None:
         """Note what a call has changed of what the region reaches."""
@@ -616,9 +589,9 @@ class Recorder:
             owner = tensor if tensor._base is None else tensor._base
             if running.outputs is not None and (node := owner.grad_fn) is not None:
                 running.outputs.add((node, owner.output_nr))
-            place = given.lying_at(key)
+            place = given.place_at(key)
             if self._outlives(tensor, key) or (place is not None and given.is_of_module(place)):
-                self._note_outer(call, key, tensor, version)
+                self.note_outer(call, key, tensor, version)
                 if (storage := _weak(tensor)) is not None:
                     call.outside = [*call.outside, storage]
             elif place is not None or self.maker_of(tensor) is not None:
@@ -627,7 +600,7 @@ class Recorder:
                     given.use(place)
                     call.modified = [*call.modified, (place, storage)]
             elif (storage := _weak(tensor)) is not None:
-                self._unknown.append((call, ref(owner), version, is_own, storage))
+                self.unknown.append((call, ref(owner), version, is_own, storage))
         if given.used:
             call.places = given.used
 
@@ -651,48 +624,30 @@ class Recorder:
                     op=call.name,
                     remedy="Return a new tensor instead, or give the op the policy RECOMPUTE.",
                 )
-            self._note_outer(call, key_of(tensor), tensor, version)
+            self.note_outer(call, key_of(tensor), tensor, version)
 
-    def _note_outer(self, call: Call, key: int, tensor: Tensor | None, version: int) -> None:
+    def note_outer(self, call: Call, key: int, tensor: Tensor | None, version: int) -> None:
         """Note that a call modified a tensor that outlives the region."""
         if tensor is not None and version >= 0:
-            self._changes[key] = self._changes.get(key, 0) + version_of(tensor) - version
+            self.changes[key] = self.changes.get(key, 0) + version_of(tensor) - version
         call.touched = self.storages.has_writes = True
         outside = self.region.outside
         if outside is None or not outside.has_buffer(key):
             call.wrote = [*call.wrote, "a tensor created outside the region"]
 
-    def _check_unknown(self) -> None:
-        """Look at modified tensors that are neither arguments nor variables of their calls.
-
-        What still exists at the end of forward, though the log does not hold it, lies outside the region.
-        """
-        unknown, self._unknown = self._unknown, []
-        held = {key_of(tensor) for _, _, tensor, _ in self.results.undecided()}
-        for call, known, version, is_own, storage in unknown:
-            key, tensor = storage.cdata, known()
-            if is_own or storage.expired() or key in held:
-                if call.answers is not None:
-                    continue  # replay finds that the native region modifies what it has recomputed
-                raise cannot_be_skipped(
-                    self.region,
-                    call,
-                    "it modified in place a tensor of the region that is neither an argument, nor a variable of its "
-                    "function",
-                    "Pass the tensor as an argument",
-                )
-            self._note_outer(call, key, tensor, version)
-            if call.answers is None:
-                call.outside = [*call.outside, storage]
-
-    def note_result(self, call: Call, result: Tensor, first: int, last: int) -> None:
-        """Note a call with its one result, an ordinary tensor in a storage of its own."""
-        key = call.storage
+    def note_result(self, call: Call, result: Tensor, key: int, first: int, last: int) -> None:
+        """Note a call with its one result, an ordinary tensor in a storage of its own: what most calls return."""
+        geometry = result.shape, result.stride(), result.storage_offset()
+        call.kind, call.storage, call.saved = ONE, key, FIRST
+        call.results = new_tuple(Meta, (geometry, result.dtype, result.device, False, NOT_LAZY))
+        call.gradients = (result.requires_grad,)
+        if call.policy is _OFFLOAD:
+            call.away = FIRST
         self.storages.note_one(call, key)
         self.results.note_one(call, result)
         self.entries.append(call)
         about = key, result.grad_fn, result.output_nr, first, last, len(self.entries)
-        self._returned.append(new_tuple(Returned, about))
+        self.returned.append(new_tuple(Returned, about))
 
     def note_results(
         self, call: Call, leaves: Sequence[Any], made: Sequence[tuple[int, Tensor]], first: int, last: int
@@ -716,7 +671,7 @@ class Recorder:
         for key in keys_of(leaf):
             self._hold_output(maker[0], maker[1], key)
             about = key, node_behind(leaf), leaf.output_nr, first, last, len(self.entries)
-            self._returned.append(new_tuple(Returned, about))
+            self.returned.append(new_tuple(Returned, about))
 
     def note_reader(self, tensor: Tensor, show: bool = False) -> None:
         """Note that replay reads a tensor here; of a handle's output, whether code that knows no handles does."""
@@ -725,13 +680,13 @@ class Recorder:
             return
         if not self.has_policy:
             for call, place in {maker, *self._views_at(tensor, key)} if self._views else (maker,):
-                if type(call) is Call and call.is_handle:
+                if type(call) is Call and call.function is None:
                     self._keep_output(call, place, tensor)
                     if show:
                         call.shown |= {place}
-            if type(maker[0]) is Call and maker[0].is_handle:
+            if type(maker[0]) is Call and maker[0].function is None:
                 return
-        self._read.append((key, len(self.entries)))
+        self.needed.append((key, len(self.entries)))
 
     def note_readers(self, tensors: Iterable[Any], show: bool = False) -> None:
         """Do so for those of some values that are tensors."""
@@ -839,7 +794,7 @@ class Recorder:
 
     def _know_outputs(self, call: Call, outs: tuple[Tensor, ...]) -> None:
         """Know the outputs of a handle again, without holding them: few are read by what replay runs."""
-        self._has_handles = True
+        self.has_handles = True
         writers, inputs = self.storages.writers, self.region.inputs
         out = outs[0]
         if len(outs) == 1 and type(out) is Tensor and out._base is None and out.layout is strided:  # what most are
@@ -865,183 +820,15 @@ class Recorder:
         """Expect what a handle saves, the last first, before any other node; ``args`` are its inputs, if known."""
         self.expected, self.known_args = (call, tensors, sequence_number()), args
 
-    # The end.
-
     def undecided(self) -> Iterator[Undecided]:
         """Yield op, name, tensor and decision of what forward holds until its end tells whether anything needs it."""
         yield from self.results.undecided()
-
-    def finish(self, boundary: Sequence[Node | None]) -> None:
-        """Keep what replay or backward needs, once each entry of the policy is known to have matched."""
-        if self.opened is not None:
-            self.opened.check_ended()
-        region, tape = self.region, self.region.tape
-        if self.watch is not None:
-            self.watch.check_matched()
-        if self.results.unread:
-            self.results.read_versions()
-        if self.departures.waiting:
-            self.departures.send()
-        if not (self._runs or self._returned or self._read or self.watch is not None):
-            return  # there is nothing, or only handles, none of whose outputs anything reads
-        for key, own, after in self._adopted:
-            for entry in self.entries[after:]:
-                if key in entry.reads:
-                    entry.reads = [own if read == key else read for read in entry.reads]
-        readers = self._readers(boundary) if self._runs or self._returned else {}
-        if self._unknown:
-            self._check_unknown()
-        if self.has_policy:  # elsewhere the graph is asked
-            self.results.let_go_of_graph()
-        elif self._returned:
-            self._find_changed()
-        tape.roots = roots = self._roots(readers)
-        if self.watch is not None:
-            needs = self.watch.find_needs(roots)
-        else:
-            needs = find_needs(self.entries, roots, self.results.can_keep)
-        for entry in needs.run:
-            entry.run = True
-        for entry, places in needs.kept:
-            self.results.keep(entry, places)
-            if type(entry) is Call and entry.is_handle:
-                entry.shown = entry.shown.union(places)
-        if tape.records:
-            for entry in tape.records.values() if self.has_policy else ():
-                if entry.views:  # in replay they are placeholders, views of nothing
-                    self.results.keep(entry, entry.views)
-            self._check_whole(needs.run)
-        if self.watch is not None:
-            self.watch.finish()
-        if (self._changes or (self.has_policy and self.storages.has_writes)) and region.inputs is not None:
-            region.inputs.accept_changes(self._is_not_repeated)
-
-    def _readers(self, boundary: Sequence[Node | None]) -> Readers:
-        """Return who reads what in the graph, if anything asks; refuse a call that leaves a tensor in it."""
-        several = [run for run in self._runs if run.outputs is not None]
-        firsts = [run.first for run in several]
-        if not self.has_policy:
-            firsts += [returned.first for returned in self._returned]
-        if not firsts:
-            return {}
-        readers = readers_in(boundary, min(firsts))
-        if several and (run := call_left_by_a_tensor(several, readers)) is not None:
-            raise cannot_be_skipped(
-                self.region, run.call, "the region goes on with a tensor of it that it did not return", "Return it"
-            )
-        return readers
-
-    def _find_changed(self) -> None:
-        """Let calls run whole of which a result was modified in place since."""
-        for entry in self.entries:
-            if type(entry) is Call and not (entry.why or entry.is_handle) and self.results.is_any_written(entry):
-                entry.why = "a result of it was modified in place after it"
-
-    def _is_not_repeated(self, tensor: Tensor, times: int) -> bool:
-        """Whether replay repeats none of so many changes of an input of the region."""
-        if self.has_policy:
-            return self.storages.has_changed(tensor) or key_of(tensor) in self._changes
-        return self._changes.get(key_of(tensor)) == times
-
-    def _check_whole(self, run: Sequence[Entry]) -> None:
-        """Warn of the calls that run whole, and refuse those that would modify something outside once more."""
-        for call in run:
-            if type(call) is not Call or (call.is_handle and not self.has_policy):
-                continue
-            call.why = call.why or "replay needs a result of it that was modified in place after it"
-            outside = self.region.outside
-            if call.modified:  # replay knows whether these are the region's own
-                call.must_run = outside is not None and outside.runs_again(call.name, self.storages.has_changed)
-                continue
-            if call.wrote:
-                raise cannot_be_skipped(
-                    self.region,
-                    call,
-                    f"{call.why}, so that replay has to run it again, and it modified {call.wrote[0]}, too",
-                    "Use the out-of-place form",
-                )
-            if outside is not None:
-                outside.runs_again(call.name, self.storages.has_changed)
-            warn_of_second_run(self.region, call)
-
-    def _roots(self, readers: Readers) -> list[tuple[int, int]]:
-        """Return the storages that replay must have, each after how many entries."""
-        region, entries = self.region, self.entries
-        may_need, hooks = region.tape.may_need, region.hooks
-        roots = [(key, after) for place, key, after in self.roots if may_need(place, hooks)]
-        if self.storages.has_writes:  # an op may fill what it has saved just before (``F.rrelu`` its noise)
-            roots = [
-                (key, after + 1 if after < len(entries) and key in entries[after].writes else after)
-                for key, after in roots
-            ]
-        for call in region.tape.records.values():
-            if call.why:
-                call.always = True
-        if self.watch is not None and self.watch.compiled_code.ran:
-            roots += self._read_by_compiled_code()
-        roots += self._read
-        if _read_after_all:
-            roots += self._read_before()
-        if not self.has_policy:
-            roots += self._read_by_unwatched(readers)
-        return roots
-
-    def _read_before(self) -> list[tuple[int, int]]:
-        """Return what earlier replays of the same code had to start over for."""
-        code = identity_of(self.region.function)
-        names = {(op, output) for known, op, output in _read_after_all if known == code}
-        return [
-            (key, at + 1)
-            for at, entry in enumerate(self.entries if names else ())
-            for place, key in ([(0, entry.storage)] if entry.kind == ONE else entry.made)
-            if (entry.group, entry.label(place)) in names
-        ]
-
-    def _read_by_unwatched(self, readers: Readers) -> list[tuple[int, int]]:
-        """Return the results of calls that ops read which replay recomputes, as autograd's graph shows."""
-        if not (self._reads or self._returned):
-            return []
-        stop, end = self._stop()
-        # Also where the graph of what saved it is gone: replay runs it all the same.
-        roots = [(key, after) for number, after, key in self._reads if number <= stop]
-        known = {key for key, _ in roots}
-        outputs: dict[tuple[Node, int], Returned] = {}
-        for returned in self._returned:
-            if returned.last >= end or returned.key in known:
-                continue
-            if returned.node is None:
-                roots.append((returned.key, returned.after))
-            elif returned.last < stop:
-                outputs[returned.node, returned.output] = returned
-        if outputs and stop:
-            lasts = [returned.last for returned in self._returned]
-            for returned, number in read_outputs(readers, outputs, stop, self.skipped):
-                before = self._returned[bisect_right(lasts, number) - 1]  # the call before the reader
-                roots.append((returned.key, before.after))
-        return roots
-
-    def _stop(self) -> tuple[int, int]:
-        """Return how far replay comes; see `Tape.stop`."""
-        region = self.region
-        begins = [returned.first for returned in self._returned]
-        stop: tuple[int, int] = region.tape.stop(region.hooks, region.options.early_stop, begins)
-        return stop
-
-    def _read_by_compiled_code(self) -> list[tuple[int, int]]:
-        """Let replay run all ops, since compiled code may read whatever there is; return what calls made."""
-        roots = []
-        for at, entry in enumerate(self.entries):
-            if isinstance(entry, Call):
-                roots += [(key, at + 1) for _, key in entry.made] or [(entry.storage, at + 1)]
-            else:
-                entry.always = True
-        return roots
 
     def forget(self) -> None:
         """Let go of what an exception has left open, and of the graph."""
         self.region.recorder = self.watch = None
         self.opened = self._around = self.calling = None
-        self._returned, self._runs = [], []
+        self.returned, self.runs = [], []
         self._recomputed.clear()
         for call in self.entries:
             if type(call) is Call and call.outputs:
@@ -1050,30 +837,11 @@ class Recorder:
         del self.mode, self.departures
 
 
-_warned: dict[Any, Any] = {}
-
-
-def promise(region: RegionLike) -> str:
-    """Return what a warning of a second run promises: without random state, it may draw other numbers."""
-    return "The gradients are right. " if region.options.preserve_rng_state else ""
-
-
-def warn_of_second_run(region: RegionLike, call: Call) -> None:
-    """Warn, once for each place where one is defined, of a call that replay runs whole."""
-    file, line = defined_at(call.function) or user_line()
-    warnings.warn_explicit(
-        f"{qualified_name(region.name, call.name)}: replay runs this call once more, since {call.why}. "
-        f"{promise(region)}To spare the second run, use the out-of-place form of the op that modifies the tensor.",
-        RematWarning,
-        file,
-        line,
-        registry=_warned,
-    )
-
-
-def _is_gone(entry: Entry, place: int) -> bool:
-    """Whether the output of a handle is gone, so that another tensor may lie at its address."""
-    alive = entry.alive[place] if type(entry) is Call and entry.alive else None
+def _is_gone(entry: Entry, place: int, tensor: Tensor | None = None) -> bool:
+    """Whether the output of a handle is gone, and is not this tensor: another may lie at its address."""
+    if type(entry) is not Call or not entry.alive or (tensor is not None and entry.outputs[place]() is tensor):
+        return False
+    alive = entry.alive[place]
     return alive is not None and alive.expired()
 
 

@@ -64,7 +64,7 @@ class Again(NamedTuple):
     at: int
 
 
-class Replay(Protocol):
+class Loading(Protocol):
     """What the result of a call asks of the log in replay; the `Answerer`."""
 
     region: OpenRegion
@@ -131,7 +131,7 @@ def lying_in(view: torch.Tensor, source: torch.Tensor) -> Elided:
     return Elided(None, 0, Placement.of(view), Placement.of(source))  # type: ignore[arg-type]
 
 
-def kept_or_stand_in(replay: Replay, call: Call, place: int) -> Any:
+def kept_or_stand_in(replay: Loading, call: Call, place: int) -> Any:
     """Return what replay has of a tensor that a call made: what was kept of it, else a placeholder."""
     requires_grad = bool(call.gradients) and call.gradients[place]  # of a handle autograd decides
     slot = call.kept.get(place)
@@ -149,7 +149,7 @@ def kept_or_stand_in(replay: Replay, call: Call, place: int) -> Any:
     return made.requires_grad_() if requires_grad else made
 
 
-def result_of(replay: Replay, call: Call, given: Sequence[Any]) -> Any:
+def result_of(replay: Loading, call: Call, given: Sequence[Any]) -> Any:
     """Return what a skipped call returned in forward; ``given`` are its arguments and variables in replay."""
     if not call.template:
         return _leaf_of(replay, call, 0, call.results, given, [])
@@ -159,7 +159,7 @@ def result_of(replay: Replay, call: Call, given: Sequence[Any]) -> Any:
     return optree.tree_unflatten(call.template[0], leaves)
 
 
-def _leaf_of(replay: Replay, call: Call, place: int, form: Any, given: Sequence[Any], before: Sequence[Any]) -> Any:
+def _leaf_of(replay: Loading, call: Call, place: int, form: Any, given: Sequence[Any], before: Sequence[Any]) -> Any:
     kind = type(form)
     if kind is Meta or kind is WrapperMeta:
         return kept_or_stand_in(replay, call, place)
@@ -172,7 +172,7 @@ def _leaf_of(replay: Replay, call: Call, place: int, form: Any, given: Sequence[
     return _passed(replay, call, form, given[form.place]) if kind is Passed else form
 
 
-def _passed(replay: Replay, call: Call, form: Passed, source: Any) -> Any:
+def _passed(replay: Loading, call: Call, form: Passed, source: Any) -> Any:
     """Return an argument or a variable, or a view of one."""
     if form.view is None:
         return source

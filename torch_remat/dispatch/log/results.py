@@ -24,6 +24,7 @@ MakeSlot = Callable[[str, str, torch.Tensor, CheckpointPolicy, bool, bool], Slot
 
 
 _NO_ALIAS = (0, torch.empty(0))
+_NONE: dict[int, tuple[torch.Tensor, int]] = {}
 
 
 class Results:
@@ -81,7 +82,10 @@ class Results:
 
     def is_any_written(self, entry: Entry) -> bool:
         """Whether a result of a call was modified in place since."""
-        return any(version_of(tensor) != version for tensor, version in self._held.get(entry, {}).values())
+        for tensor, version in self._held.get(entry, _NONE).values():
+            if version != UNCOUNTED and tensor._version != version:
+                return True
+        return False
 
     def read_versions(self) -> None:
         """Read the version counters, now that the ops are over."""

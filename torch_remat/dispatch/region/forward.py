@@ -28,6 +28,7 @@ from torch_remat._compat import (
     sequence_number,
     without_dispatch_modes,
 )
+from torch_remat.dispatch.call.ending import finish
 from torch_remat.dispatch.call.recorder import Recorder
 from torch_remat.dispatch.check.unread import versions_of
 from torch_remat.dispatch.check.values import LeftOut, Values, value_function
@@ -323,10 +324,10 @@ class Recording(RematMode):
             region.outside.finish(None if self.ops is None else self.ops.storages.has_changed)
         if self.ops is not None:
             if keeper is None:
-                self.ops.finish(boundary)
+                finish(self.ops, boundary)
             else:
                 with keeper.set_aside():
-                    self.ops.finish(boundary)
+                    finish(self.ops, boundary)
         if region.rng is not None and not region.rng.keep_drawn(region.tape.drawn_by_ops() if self.ops else ()):
             region.rng = None
         region.finished = True

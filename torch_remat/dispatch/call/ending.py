@@ -1,0 +1,271 @@
+"""What the end of a region's forward decides: which results are kept for replay, and which entries run in it.
+
+In: what the `Recorder` has noted, and the graph of the region. Kept: slots for what replay reads. Out: the calls that
+run whole, with a warning each, or the error about a call that replay can neither skip nor run; see
+NOTE [ What is kept ] in `recorder`, and NOTE [ When a saved call runs whole ] in `call`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from torch_remat.dispatch.call.call import cannot_be_skipped
+from torch_remat.dispatch.call.left import call_left_by_a_tensor, defined_at, identity_of
+from torch_remat.dispatch.call.recorder import Recorder, Returned
+from torch_remat.dispatch.holder import RegionLike
+from torch_remat.dispatch.log.entry import ONE, Call, Entry
+from torch_remat.dispatch.log.meta import key_of
+from torch_remat.dispatch.log.needs import find_needs
+from torch_remat.dispatch.log.readers import Readers, read_outputs, readers_in
+from torch_remat.errors import RematWarning, qualified_name, user_line
+
+_read_after_all: set[tuple[Any, str, str]] = set()
+_warned: dict[Any, Any] = {}
+
+
+def keep_from_now_on(region: RegionLike, op: str, output: str) -> None:
+    """Note a result that replay had to start over for: the next forward of the same code keeps it."""
+    _read_after_all.add((identity_of(region.function), op, output))
+
+
+def forget_what_was_read() -> None:
+    """Forget the results that were noted so; for tests, whose functions have one code and many meanings."""
+    _read_after_all.clear()
+
+
+def finish(log: Recorder, boundary: Sequence[Node | None]) -> None:
+    """Keep what replay or backward needs, once each entry of the policy is known to have matched.
+
+    Args:
+        log: What forward has noted.
+        boundary: The nodes of the region's outputs.
+    """
+    if log.opened is not None:
+        log.opened.check_ended()
+    if log.watch is not None:
+        log.watch.check_matched()
+    if log.results.unread:
+        log.results.read_versions()
+    if log.departures.waiting:
+        log.departures.send()
+    if log.runs or log.returned or log.needed or log.watch is not None:
+        _Ending(log, boundary).decide()
+    # Else there is nothing, or only handles, none of whose outputs anything reads.
+
+
+class _Ending:
+    """The end of one forward, with something to decide."""
+
+    def __init__(self, log: Recorder, boundary: Sequence[Node | None]) -> None:
+        self._log = log
+        self._region = log.region
+        self._boundary = boundary
+        self._readers: Readers | None = None
+
+    def decide(self) -> None:
+        """Keep results, and note what runs."""
+        log, region = self._log, self._region
+        for key, own, after in log.adopted:
+            for entry in log.entries[after:]:
+                if key in entry.reads:
+                    entry.reads = [own if read == key else read for read in entry.reads]
+        self._check_left()
+        if log.unknown:
+            self._check_unknown()
+        if log.has_policy:  # elsewhere the graph is asked
+            log.results.let_go_of_graph()
+        elif log.returned:
+            self._find_changed()
+        region.tape.roots = roots = self._roots()
+        if log.watch is not None:
+            needs = log.watch.find_needs(roots)
+        else:
+            needs = find_needs(log.entries, roots, log.results.can_keep)
+        for entry in needs.run:
+            entry.run = True
+        for entry, places in needs.kept:
+            log.results.keep(entry, places)
+            if type(entry) is Call and entry.function is None:
+                entry.shown = entry.shown.union(places)
+        if region.tape.records:
+            for entry in region.tape.records.values() if log.has_policy else ():
+                if entry.views:  # in replay they are placeholders, views of nothing
+                    log.results.keep(entry, entry.views)
+            self._check_whole(needs.run)
+        if log.watch is not None:
+            log.watch.finish()
+        if (log.changes or (log.has_policy and log.storages.has_writes)) and region.inputs is not None:
+            region.inputs.accept_changes(self._is_not_repeated)
+
+    def _graph(self) -> Readers:
+        """Return who reads what in the graph, from the first call that asks on; walked once, if anything asks."""
+        if self._readers is None:
+            firsts = [run.first for run in self._log.runs if run.outputs is not None]
+            if not self._log.has_policy:
+                firsts += [returned.first for returned in self._log.returned]
+            self._readers = readers_in(self._boundary, min(firsts)) if firsts else {}
+        return self._readers
+
+    def _check_left(self) -> None:
+        """Refuse a call that leaves a tensor in the graph."""
+        several = [run for run in self._log.runs if run.outputs is not None]
+        if several and (run := call_left_by_a_tensor(several, self._graph())) is not None:
+            raise cannot_be_skipped(
+                self._region, run.call, "the region goes on with a tensor of it that it did not return", "Return it"
+            )
+
+    def _check_unknown(self) -> None:
+        """Look at modified tensors that are neither arguments nor variables of their calls.
+
+        What still exists at the end of forward, though the log does not hold it, lies outside the region.
+        """
+        log = self._log
+        unknown, log.unknown = log.unknown, []
+        held = {key_of(tensor) for _, _, tensor, _ in log.results.undecided()}
+        for call, known, version, is_own, storage in unknown:
+            key, tensor = storage.cdata, known()
+            if is_own or storage.expired() or key in held:
+                if call.answers is not None:
+                    continue  # replay finds that the native region modifies what it has recomputed
+                raise cannot_be_skipped(
+                    self._region,
+                    call,
+                    "it modified in place a tensor of the region that is neither an argument, nor a variable of its "
+                    "function",
+                    "Pass the tensor as an argument",
+                )
+            log.note_outer(call, key, tensor, version)
+            if call.answers is None:
+                call.outside = [*call.outside, storage]
+
+    def _find_changed(self) -> None:
+        """Let calls run whole of which a result was modified in place since."""
+        is_written = self._log.results.is_any_written
+        for entry in self._log.entries:
+            if type(entry) is Call and not entry.why and entry.function is not None and is_written(entry):
+                entry.why = "a result of it was modified in place after it"
+
+    def _is_not_repeated(self, tensor: Tensor, times: int) -> bool:
+        """Whether replay repeats none of so many changes of an input of the region."""
+        log = self._log
+        if log.has_policy:
+            return log.storages.has_changed(tensor) or key_of(tensor) in log.changes
+        return log.changes.get(key_of(tensor)) == times
+
+    def _check_whole(self, run: Sequence[Entry]) -> None:
+        """Warn of the calls that run whole, and refuse those that would modify something outside once more."""
+        region, outside = self._region, self._region.outside
+        has_changed = self._log.storages.has_changed
+        for call in run:
+            if type(call) is not Call or (call.is_handle and not self._log.has_policy):
+                continue
+            call.why = call.why or "replay needs a result of it that was modified in place after it"
+            if call.modified:  # replay knows whether these are the region's own
+                call.must_run = outside is not None and outside.runs_again(call.name, has_changed)
+                continue
+            if call.wrote:
+                raise cannot_be_skipped(
+                    region,
+                    call,
+                    f"{call.why}, so that replay has to run it again, and it modified {call.wrote[0]}, too",
+                    "Use the out-of-place form",
+                )
+            if outside is not None:
+                outside.runs_again(call.name, has_changed)
+            warn_of_second_run(region, call)
+
+    def _roots(self) -> list[tuple[int, int]]:
+        """Return the storages that replay must have, each after how many entries."""
+        log, region, entries = self._log, self._region, self._log.entries
+        may_need, hooks = region.tape.may_need, region.hooks
+        roots = [(key, after) for place, key, after in log.roots if may_need(place, hooks)]
+        if log.storages.has_writes:  # an op may fill what it has saved just before (``F.rrelu`` its noise)
+            roots = [
+                (key, after + 1 if after < len(entries) and key in entries[after].writes else after)
+                for key, after in roots
+            ]
+        for call in region.tape.records.values():
+            if call.why:
+                call.always = True
+        if log.watch is not None and log.watch.compiled_code.ran:
+            roots += self._read_by_compiled_code()
+        roots += log.needed
+        if _read_after_all:
+            roots += self._read_before()
+        if not log.has_policy and (log.saved_results or log.returned):
+            roots += self._read_by_unwatched()
+        return roots
+
+    def _read_before(self) -> list[tuple[int, int]]:
+        """Return what earlier replays of the same code had to start over for."""
+        code = identity_of(self._region.function)
+        names = {(op, output) for known, op, output in _read_after_all if known == code}
+        return [
+            (key, at + 1)
+            for at, entry in enumerate(self._log.entries if names else ())
+            for place, key in ([(0, entry.storage)] if entry.kind == ONE else entry.made)
+            if (entry.group, entry.label(place)) in names
+        ]
+
+    def _read_by_unwatched(self) -> list[tuple[int, int]]:
+        """Return the results of calls that ops read which replay recomputes, as autograd's graph shows."""
+        log = self._log
+        stop, end = self._stop()
+        # Also where the graph of what saved it is gone: replay runs it all the same.
+        roots = [(key, after) for number, after, key in log.saved_results if number <= stop]
+        known = {key for key, _ in roots}
+        outputs: dict[tuple[Node, int], Returned] = {}
+        for returned in log.returned:
+            if returned.last >= end or returned.key in known:
+                continue
+            if returned.node is None:
+                roots.append((returned.key, returned.after))
+            elif returned.last < stop:
+                outputs[returned.node, returned.output] = returned
+        if outputs and stop:
+            lasts = [returned.last for returned in log.returned]
+            for returned, number in read_outputs(self._graph(), outputs, stop, log.skipped):
+                before = log.returned[bisect_right(lasts, number) - 1]  # the call before the reader
+                roots.append((returned.key, before.after))
+        return roots
+
+    def _stop(self) -> tuple[int, int]:
+        """Return how far replay comes; see `Tape.stop`."""
+        region = self._region
+        begins = [returned.first for returned in self._log.returned]
+        stop: tuple[int, int] = region.tape.stop(region.hooks, region.options.early_stop, begins)
+        return stop
+
+    def _read_by_compiled_code(self) -> list[tuple[int, int]]:
+        """Let replay run all ops, since compiled code may read whatever there is; return what calls made."""
+        roots = []
+        for at, entry in enumerate(self._log.entries):
+            if isinstance(entry, Call):
+                roots += [(key, at + 1) for _, key in entry.made] or [(entry.storage, at + 1)]
+            else:
+                entry.always = True
+        return roots
+
+
+def promise(region: RegionLike) -> str:
+    """Return what a warning of a second run promises: without random state, it may draw other numbers."""
+    return "The gradients are right. " if region.options.preserve_rng_state else ""
+
+
+def warn_of_second_run(region: RegionLike, call: Call) -> None:
+    """Warn, once for each place where one is defined, of a call that replay runs whole."""
+    file, line = defined_at(call.function) or user_line()
+    warnings.warn_explicit(
+        f"{qualified_name(region.name, call.name)}: replay runs this call once more, since {call.why}. "
+        f"{promise(region)}To spare the second run, use the out-of-place form of the op that modifies the tensor.",
+        RematWarning,
+        file,
+        line,
+        registry=_warned,
+    )
