@@ -201,7 +201,7 @@ def test_selective_checkpoint_contexts_keep_matmuls():
 
 
 def test_errors_form_one_tree_with_fields():
-    kinds = [remat.UsageError, remat.OutputError, remat.MismatchError, remat.MutationError, remat.ReleasedError]
+    kinds = [remat.UsageError, remat.MismatchError, remat.MutationError, remat.ReleasedError]
     assert all(issubclass(kind, remat.RematError) for kind in kinds)
     assert issubclass(remat.RematError, RuntimeError)
     assert issubclass(remat.UsageError, TypeError)

@@ -5,19 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
 from torch.nn import Module
 
 from torch_remat._drop_in import DropIn
 from torch_remat._of_module import OfModule
+from torch_remat._options import LayerOptions, require_options
 from torch_remat.errors import UsageError
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+_FORM = "The form is enable_gradient_checkpointing(model, **options); regions have the qualified names of the layers."
 _FUNCTION = "_gradient_checkpointing_func"  # where models of Hugging Face have the function that they call
 
 
-def enable_gradient_checkpointing(model: Any, **options: Any) -> None:
+def enable_gradient_checkpointing(model: Any, **options: Unpack[LayerOptions]) -> None:
     """Make the layers of a Hugging Face model checkpointed regions, as its own gradient checkpointing would.
 
     Which layers those are is up to the model, and they are regions in training mode only. Each region has the
@@ -49,11 +54,7 @@ def enable_gradient_checkpointing(model: Any, **options: Any) -> None:
         >>> y = model(torch.arange(8)[None], use_cache=False).last_hidden_state
         >>> y.sum().backward()
     """
-    if "region_name" in options:
-        raise UsageError(
-            "enable_gradient_checkpointing() has no option 'region_name'",
-            remedy="Regions have the qualified names of the layers.",
-        )
+    require_options("enable_gradient_checkpointing", options, LayerOptions, _FORM)
     function = DropIn(options)  # wrong options are an error before the model is touched
     if not getattr(model, "supports_gradient_checkpointing", True):
         raise _unsupported(model)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch_remat.policies.kinds import OpPolicy
 
 ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
-DeterminismCheck = str | Callable[[torch.Tensor], Any]
+DeterminismCheck = Literal["default", "bitwise", "none"] | Callable[[torch.Tensor], Any]
 
 
 class OpLog(Protocol):
