@@ -44,7 +44,7 @@ def checkpoint(
     offload_inputs: bool = False,
     policy: OpPolicy | Iterable[Any] | Callable[..., Any] | None = None,
     allow_cache_entry_mutation: bool = False,
-) -> Callable[[Callable[P, R]], Checkpointed[P, R]]:
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Run a function as a checkpointed region: its activations are recomputed in backward instead of kept.
 
     What is kept from forward to backward is the tensors among the arguments (anywhere in them), and nothing else.
@@ -111,7 +111,7 @@ def checkpoint(
         and offloader is None
         and offload_inputs is False
     ):
-        usual: Callable[[Callable[P, R]], Checkpointed[P, R]] = _bind_defaults
+        usual: Callable[[Callable[P, R]], Callable[P, R]] = _bind_defaults
         return usual
     options = Options(
         region_name, preserve_rng_state, determinism_check, early_stop, debug, context_fn,
@@ -176,10 +176,17 @@ def _unpickled(function: Callable[P, R], options: Options | None) -> Checkpointe
     return Checkpointed(function, DEFAULTS if options is None else options)
 
 
-def _binder(options: Options) -> Callable[[Callable[P, R]], Checkpointed[P, R]]:
-    def bind(function: Callable[P, R]) -> Checkpointed[P, R]:
+def _binder(options: Options) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    def bind(function: Callable[P, R]) -> Callable[P, R]:
         if not callable(function):
             raise UsageError(f"checkpoint() cannot run a {type(function).__name__}", remedy=_FORM)
+        if is_compiling():  # for whose trace a function is easier than an object
+
+            def traced(*args: P.args, **kwargs: P.kwargs) -> R:
+                output: R = compiled_region(options, function, args, kwargs)
+                return output
+
+            return traced
         return Checkpointed(function, options)
 
     return bind

@@ -6,19 +6,20 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 from torch.nn import Module
 
 from torch_remat._drop_in import DropIn
 from torch_remat._of_module import OfModule
 from torch_remat._options import LayerOptions, require_options
-from torch_remat.errors import UsageError
+from torch_remat.errors import UsageError, warn
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _FORM = "The form is enable_gradient_checkpointing(model, **options); regions have the qualified names of the layers."
+_told: WeakSet[Any] = WeakSet()  # models in eval mode that were warned of
 _FUNCTION = "_gradient_checkpointing_func"  # where models of Hugging Face have the function that they call
 
 
@@ -32,7 +33,8 @@ def enable_gradient_checkpointing(model: Any, **options: Unpack[LayerOptions]) -
 
     It replaces the model's own ``gradient_checkpointing_enable()`` (``activation_checkpointing_enable()`` in newer
     releases), also where ``Trainer`` or an accelerator would call it; the model's own
-    ``gradient_checkpointing_disable()`` undoes it.
+    ``gradient_checkpointing_disable()`` undoes it. For a model in eval mode a `RematWarning` says, once, that
+    nothing is recomputed there.
 
     Args:
         model: A model of ``transformers``, ``diffusers`` or ``peft``, or any object with ``named_modules()`` and either
@@ -73,6 +75,12 @@ def enable_gradient_checkpointing(model: Any, **options: Unpack[LayerOptions]) -
         raise _unsupported(model)
     for name, module in owners:
         setattr(module, _FUNCTION, LayerCheckpoint(module, name, options))
+    if getattr(model, "training", True) is False and model not in _told:
+        _told.add(model)
+        warn(
+            f"this {type(model).__name__} is in eval mode, where its layers are no regions and nothing is recomputed; "
+            "call model.train() before training",
+        )
 
 
 def _disable(model: Any) -> None:
