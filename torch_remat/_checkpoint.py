@@ -71,7 +71,7 @@ def checkpoint(
         offload_inputs: Whether the region's inputs leave the device too. With long sequences they are most of
             what is kept.
         policy: What of the region's native ops is kept, instead of recomputing all: a function with the signature of
-            selective activation checkpointing, ``(ctx, op, *args, **kwargs)``; a list of OpOverloads; `save_names`; one
+            selective activation checkpointing, ``(ctx, op, *args, **kwargs)``; a list of ops, of which none has to occur; `save_names`; one
             of `torch_remat.policies`; or several of these with ``|`` between them. Of what it saves that is kept which
             replay or backward needs, and of what it does not save that is run again which they need. Every op of
             the region then passes a dispatch mode.
