@@ -70,11 +70,11 @@ def checkpoint(
             `offload_to`, or else a `CpuOffloader` that all share.
         offload_inputs: Whether the region's inputs leave the device too. With long sequences they are most of
             what is kept.
-        policy: What of the region's native ops is kept, instead of recomputing all: a function with the signature of
-            selective activation checkpointing, ``(ctx, op, *args, **kwargs)``; a list of ops, of which none has to occur; `save_names`; one
-            of `torch_remat.policies`; or several of these with ``|`` between them. Of what it saves that is kept which
-            replay or backward needs, and of what it does not save that is run again which they need. Every op of
-            the region then passes a dispatch mode.
+        policy: Which results of the region's native ops are saved, instead of recomputing all: a function with the
+            signature of selective activation checkpointing, ``(ctx, op, *args, **kwargs)``; a list of ops, of which
+            none has to occur; `save_names`; one of `torch_remat.policies`; or several of these with ``|`` between them.
+            A saved result is kept only if replay or backward needs it. Every op of the region then passes a dispatch
+            mode.
         allow_cache_entry_mutation: Whether what the policy keeps may be changed in place: no error says so then.
 
     Returns:
@@ -84,7 +84,7 @@ def checkpoint(
     Raises:
         UsageError: At once, if an option is unknown or has a value that it cannot have, or if the function was given
             in the first call.
-        PolicyError: At once, if ``policy`` is no policy; from the call of the decorated function, if an entry of it
+        PolicyError: At once, if ``policy`` is no policy; from the call of the decorated function, if a pattern of names
             matched nothing, or a policy function returned something else than a policy.
         MutationError: From backward, if a tensor that is needed was changed in place.
         MismatchError: From backward, if replay did something else than forward.
