@@ -28,7 +28,7 @@ class Counting:
     def __init__(self, prefetch_bytes: int = 0, least_bytes: int = 0) -> None:
         self.prefetch_bytes = prefetch_bytes
         self.least_bytes = least_bytes
-        self.sent: list[remat.OffloadInfo] = []
+        self.sent: list[remat.offload.OffloadInfo] = []
         self.log: list[tuple[str, int]] = []
         self.refuse: Exception | None = None
         self.lose: BaseException | None = None
@@ -36,7 +36,7 @@ class Counting:
         self._content: dict[int, tuple[bytes, torch.dtype]] = {}
         self._lock = threading.Lock()
 
-    def offload(self, tensor: torch.Tensor, info: remat.OffloadInfo) -> int | None:
+    def offload(self, tensor: torch.Tensor, info: remat.offload.OffloadInfo) -> int | None:
         assert tensor.dim() == 1
         assert tensor.is_contiguous()
         assert not tensor.requires_grad
@@ -92,9 +92,9 @@ class Declining:
     """Takes nothing."""
 
     def __init__(self) -> None:
-        self.asked: list[remat.OffloadInfo] = []
+        self.asked: list[remat.offload.OffloadInfo] = []
 
-    def offload(self, tensor: torch.Tensor, info: remat.OffloadInfo) -> None:
+    def offload(self, tensor: torch.Tensor, info: remat.offload.OffloadInfo) -> None:
         self.asked.append(info)
 
     def prefetch(self, ticket: Any) -> None:

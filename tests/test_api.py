@@ -39,6 +39,63 @@ def test_unknown_option_is_a_type_error_that_names_it_and_shows_the_right_form(o
     assert re.search(FORM, str(caught.value))
 
 
+def test_what_users_of_torch_type_first_is_answered():
+    for wrong in (lambda: remat.checkpoint(chain, leaf(3)), lambda: remat.checkpoint(use_reentrant=False)):
+        with pytest.raises(remat.UsageError, match=r"remat\.drop_in\(\*\*options\) returns"):
+            wrong()
+    with pytest.raises(remat.UsageError, match="Leave it out"):
+        remat.checkpoint(use_reentrant=False)
+
+
+MISSPELT = {
+    "checkpoint": lambda: remat.checkpoint(polcy=[]),
+    "checkpoint_sequential": lambda: remat.checkpoint_sequential([chain], 1, leaf(3), polcy=[]),
+    "checkpoint_modules": lambda: remat.checkpoint_modules(nn.Sequential(nn.Tanh()), "0", polcy=[]),
+    "drop_in": lambda: remat.drop_in(polcy=[]),
+    "enable_gradient_checkpointing": lambda: remat.enable_gradient_checkpointing(nn.Tanh(), polcy=[]),
+}
+
+
+@pytest.mark.parametrize("name", MISSPELT)
+def test_misspelt_option_is_an_error_that_names_the_function_the_near_one_and_all(name):
+    with pytest.raises(remat.UsageError) as caught:
+        MISSPELT[name]()
+    text = str(caught.value)
+    assert text.startswith(f"{name}() has no option 'polcy'.\nDid you mean 'policy'? The options are ")
+    assert "determinism_check, early_stop, debug" in text
+    assert f"The form is {name}(" in text
+
+
+def test_type_error_of_ones_own_stays_what_it_is():
+    def broken():
+        raise TypeError("of the user")
+
+    with pytest.raises(TypeError, match=r"^of the user$"):
+        remat.checkpoint(context_fn=broken)(chain)(leaf(3))
+
+
+VALUES = {
+    "policy": lambda t: remat.checkpoint(policy=t),
+    "determinism_check": lambda t: remat.checkpoint(determinism_check=t),
+    "policy of a call": lambda t: remat.op(chain, "x", policy=t),
+    "name": lambda t: remat.op(chain, t),
+    "scope": lambda t: remat.name_scope(t).__enter__(),
+    "patterns": lambda t: remat.checkpoint_modules(nn.Sequential(nn.Tanh()), [t]),
+    "names": lambda t: remat.save_names("a", t),
+    "list": lambda t: remat.checkpoint(policy=[t]),
+    "offloader": lambda t: remat.checkpoint(offloader=t),
+    "segments": lambda t: remat.checkpoint_sequential([chain], t, leaf(3)),
+}
+
+
+@pytest.mark.parametrize("place", VALUES)
+def test_error_shows_no_values_of_a_tensor(place):
+    for given in (torch.full((3, 2), 7.25), [torch.full((3, 2), 7.25)]):
+        with pytest.raises(remat.UsageError) as caught:
+            VALUES[place](given)
+        assert "7.25" not in str(caught.value), str(caught.value)
+
+
 @pytest.mark.parametrize("value", ["defualt", 3, None, True])
 def test_determinism_check_that_is_none_of_the_kinds_raises(value):
     with pytest.raises((TypeError, ValueError)):
@@ -77,6 +134,45 @@ def test_decorated_function_keeps_its_name_and_docstring():
     assert block.__qualname__.endswith("block")
     assert block.__doc__ == "Do it."
     assert block.__module__ == __name__
+
+
+@remat.checkpoint(region_name="module level")
+def decorated(x):
+    return x.sin().exp()
+
+
+@pytest.mark.parametrize("options", [{}, {"policy": [torch.ops.aten.sin.default], "region_name": "block"}])
+@pytest.mark.parametrize("again", [lambda f: pickle.loads(pickle.dumps(f)), copy.deepcopy], ids=["pickle", "deepcopy"])
+def test_checkpointed_function_is_pickled_and_copied_with_what_it_runs(again, options):
+    model = nn.Module()
+    model.layer = nn.Linear(3, 3)
+    model.region = remat.checkpoint(**options)(model.layer)
+    made = again(model)
+    assert made.region.__wrapped__ is made.layer
+    assert made.layer is not model.layer
+    made.region(leaf(2, 3)).sin().sum().backward()
+    assert made.layer.weight.grad is not None
+    assert model.layer.weight.grad is None
+
+
+def test_decorated_function_is_pickled_by_its_name():
+    assert pickle.loads(pickle.dumps(decorated)) is decorated
+    assert "decorated" in repr(decorated)
+
+
+def test_region_inside_a_closure_reaches_what_its_function_reaches():
+    """What an inner region's function draws from a generator of its own is drawn again by the outer replay."""
+    generator = torch.Generator().manual_seed(0)
+    inner = remat.checkpoint()(lambda x: (x * torch.rand(3, generator=generator)).sin())
+
+    def outer(x):
+        return inner(x).exp()
+
+    x = leaf(3)
+    y = remat.checkpoint()(outer)(x)
+    torch.rand(1, generator=generator)
+    expected = torch.autograd.grad((x * torch.rand(3, generator=torch.Generator().manual_seed(0))).sin().exp().sum(), x)
+    assert_same(expected, torch.autograd.grad(y.sum(), x))
 
 
 def test_decorated_method_gets_its_object():
@@ -201,7 +297,7 @@ def test_selective_checkpoint_contexts_keep_matmuls():
 
 
 def test_errors_form_one_tree_with_fields():
-    kinds = [remat.UsageError, remat.OutputError, remat.MismatchError, remat.MutationError, remat.ReleasedError]
+    kinds = [remat.UsageError, remat.MismatchError, remat.MutationError, remat.ReleasedError]
     assert all(issubclass(kind, remat.RematError) for kind in kinds)
     assert issubclass(remat.RematError, RuntimeError)
     assert issubclass(remat.UsageError, TypeError)

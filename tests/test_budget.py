@@ -983,7 +983,7 @@ def test_without_a_driver_a_build_for_cuda_counts_what_is_on_the_cpu():
     with remat.budget(2**20) as budget:
         remat.checkpoint()(block)(x).sum().backward()
     assert budget.steps[0].most_bytes > x.nbytes
-    remat.frontier(lambda: remat.checkpoint()(block)(x).sum().backward(), budgets=2, steps=1)
+    remat.budgets.frontier(lambda: remat.checkpoint()(block)(x).sum().backward(), budgets=2, steps=1)
 
 
 @pytest.mark.usefixtures("built_for_cuda")
@@ -1056,32 +1056,32 @@ def test_plan_keeps_what_the_budget_kept():
         for _ in range(2):
             model(x).backward()
     handle.remove()
-    plan = remat.Plan.from_json(budget.plan().to_json())
+    plan = remat.budgets.Plan.from_json(budget.plan().to_json())
     assert plan == budget.plan()
     assert "layers.3: keeps" in str(plan)
     assert any(entry.given_tensors for entry in plan.values())
     runs = []
     for layer in model.layers:
         layer.up.register_forward_hook(lambda *_: runs.append(remat.is_recomputing()))
-    assert_same(expected, trained(model, x, remat.checkpoint_modules(model, "layers.*", policies=plan)))
+    assert_same(expected, trained(model, x, remat.checkpoint_modules(model, "layers.*", plan=plan)))
     assert sum(runs) == sum(entry.given_tensors > 0 for entry in plan.values())
     for name in plan:
         plan.keep(name)
     runs.clear()
-    assert_same(expected, trained(model, x, remat.checkpoint_modules(model, "layers.*", policies=plan)))
+    assert_same(expected, trained(model, x, remat.checkpoint_modules(model, "layers.*", plan=plan)))
     assert sum(runs) == 0
     plan.give_up("layers.0")
-    assert_same(expected, trained(model, x, remat.checkpoint_modules(model, "layers.*", policies=plan)))
+    assert_same(expected, trained(model, x, remat.checkpoint_modules(model, "layers.*", plan=plan)))
     assert sum(runs) == 1
 
 
 def test_plan_that_fits_no_region_is_an_error():
     with pytest.raises(remat.UsageError, match="names none of these regions"):
-        remat.checkpoint_modules(Blocks(), "layers.*", policies=remat.Plan({}))
+        remat.checkpoint_modules(Blocks(), "layers.*", plan=remat.budgets.Plan({}))
     with pytest.raises(remat.UsageError, match="no use for"):
-        remat.checkpoint_modules(Blocks(), "layers.*", policies="all")
+        remat.checkpoint_modules(Blocks(), "layers.*", plan="all")
     with pytest.raises(remat.UsageError, match="no plan"):
-        remat.Plan.from_json("{}")
+        remat.budgets.Plan.from_json("{}")
     with pytest.raises(remat.UsageError, match="needs a step"):
         remat.budget(100).plan()
 
@@ -1089,7 +1089,7 @@ def test_plan_that_fits_no_region_is_an_error():
 def test_frontier_goes_from_full_recomputation_to_none(tmp_path):
     model, x = Blocks(), torch.randn(32, 64)
     remat.checkpoint_modules(model, "layers.*")
-    measured = remat.frontier(lambda x: model(x).backward(), x, budgets=3, steps=1)
+    measured = remat.budgets.frontier(lambda x: model(x).backward(), x, budgets=3, steps=1)
     kept = [point.kept_bytes for point in measured.points]
     assert kept == sorted(kept)
     assert measured.points[0].replay_seconds > 0
@@ -1100,7 +1100,7 @@ def test_frontier_goes_from_full_recomputation_to_none(tmp_path):
     pytest.importorskip("matplotlib")
     measured.plot(tmp_path / "frontier.png")
     with pytest.raises(remat.UsageError, match="no region"):
-        remat.frontier(lambda: None)
+        remat.budgets.frontier(lambda: None)
 
 
 # Offloading

@@ -24,7 +24,15 @@ def test_all_is_sorted_and_holds_every_public_name():
     }
     modules = {name for name in torch_remat.__all__ if isinstance(getattr(torch_remat, name), types.ModuleType)}
     assert modules == {"dtr", "policies", "testing"}
-    assert public - {"TYPE_CHECKING", "Any", "import_module"} == set(torch_remat.__all__) - modules
+    assert public - {"TYPE_CHECKING", "loaded_on_use"} == set(torch_remat.__all__) - modules
+    assert len(torch_remat.__all__) <= 42
+
+
+def test_classes_of_results_are_found_in_their_rooms():
+    for room in (torch_remat.budgets, torch_remat.offload, torch_remat.reports):
+        for name in room.__all__:
+            assert getattr(room, name).__module__.startswith(room.__name__), name
+            assert name in ("Offloader",) or name not in torch_remat.__all__, name
 
 
 LATER = (
@@ -59,7 +67,8 @@ def test_what_loads_later_is_known_to_type_checkers_and_is_what_it_should_be():
     source = Path(torch_remat.__file__).read_text(encoding="utf-8")
     (block,) = (node for node in ast.parse(source).body if isinstance(node, ast.If))
     told = {alias.name: node.module for node in block.body for alias in node.names}
-    for name, module in torch_remat._MODULE_OF.items():
+    loaded = {name: module for module, names in torch_remat._LOADED_ON_USE.items() for name in names}
+    for name, module in loaded.items():
         assert told.pop(name) == ("torch_remat" if module == name else f"torch_remat.{module}")
         assert getattr(torch_remat, name).__name__ in (name, f"torch_remat.{name}")
     assert not told
@@ -73,7 +82,7 @@ def test_unknown_name_is_an_attribute_error():
 def test_names_of_the_issue_are_exported():
     names = {
         *("checkpoint", "checkpoint_sequential", "is_recomputing"),
-        *("RematError", "UsageError", "OutputError", "MismatchError", "MutationError", "ReleasedError"),
+        *("RematError", "UsageError", "MismatchError", "MutationError", "ReleasedError"),
     }
     assert names <= set(torch_remat.__all__)
 

@@ -7,6 +7,7 @@ import doctest
 import fnmatch
 import functools
 import pickle
+import warnings
 import weakref
 
 import pytest
@@ -202,6 +203,16 @@ def test_layers_are_regions_in_training_only(llama):
     remat.enable_gradient_checkpointing(model)
     assert not regions_of(model.eval(), inputs)
     assert len(regions_of(model.train(), inputs)) == 2
+
+
+def test_a_model_in_eval_mode_is_told_once_that_nothing_is_recomputed_there(llama):
+    model, _ = llama
+    with pytest.warns(remat.RematWarning, match=r"is in eval mode.*call model\.train\(\)") as caught:
+        remat.enable_gradient_checkpointing(model.eval())
+    assert [warning.filename for warning in caught] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        remat.enable_gradient_checkpointing(model)
 
 
 def test_the_model_itself_undoes_it(llama):

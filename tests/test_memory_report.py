@@ -386,7 +386,7 @@ def test_picture_has_room_for_long_names_and_sums():
         RegionReport(f"a.rather.long.name.of.a.region.{kind}", (row("x", 2**20), row("y", 2**29, True)), ())
         for kind in ("first", "second")
     ]
-    figure = remat.MemoryReport(tuple(regions), (), ParameterReport(0, 0)).plot()
+    figure = remat.reports.MemoryReport(tuple(regions), (), ParameterReport(0, 0)).plot()
     figure.canvas.draw()
     width, _ = figure.canvas.get_width_height()
     texts = [text for text in figure.axes[0].texts if text.get_text()]

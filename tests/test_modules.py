@@ -18,6 +18,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import torch_remat as remat
 from torch_remat import _modules
+from torch_remat._modules import CheckpointedModules
 from torch_remat.errors import PolicyError, UsageError
 
 
@@ -261,7 +262,7 @@ def test_remove_makes_the_model_what_it_was(model):
 def test_a_handle_is_a_context_manager(model):
     before = snapshot(model)
     with remat.checkpoint_modules(model, "layers.*") as handle:
-        assert isinstance(handle, remat.CheckpointedModules)
+        assert isinstance(handle, CheckpointedModules)
         assert repr(handle) == "<3 regions in Model>"
         assert names_of_regions(model) == ["layers.0", "layers.1", "layers.2"]
     assert snapshot(model) == before

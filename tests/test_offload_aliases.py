@@ -14,7 +14,7 @@ import torch_remat as remat
 from torch_remat.offload import files
 from torch_remat.offload.table import Batch, Table
 
-INFO = remat.OffloadInfo("r", None, "t", "input", 0)
+INFO = remat.offload.OffloadInfo("r", None, "t", "input", 0)
 
 ALIASES = {
     "detach": lambda x: x.detach(),

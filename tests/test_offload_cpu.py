@@ -75,7 +75,7 @@ class LateCopier:
 
 
 def info(tensor):
-    return remat.OffloadInfo("r", "o", "t", "residual", tensor.nbytes)
+    return remat.offload.OffloadInfo("r", "o", "t", "residual", tensor.nbytes)
 
 
 def block(x):
@@ -166,7 +166,7 @@ def test_bytes_that_wait_for_their_copy_are_bounded():
 
 def test_without_host_memory_a_tensor_stays_and_one_warning_says_so():
     offloader, x = CpuOffloader(min_bytes=0, max_bytes=1000), leaf(8, 8)
-    with pytest.warns(RuntimeWarning, match=r"no host memory left for block::b\.y \(256 bytes\).*stays") as caught:
+    with pytest.warns(remat.RematWarning, match=r"no host memory left for block::b\.y \(256 bytes\).*stays") as caught:
         y = model(remat.checkpoint(offloader=offloader, offload_inputs=True), x)
     assert len(caught) == 2  # and one that the CPU's memory is host memory
     assert offloader.host_bytes <= 1000
@@ -183,7 +183,7 @@ def test_without_memory_that_can_be_pinned_a_tensor_stays(monkeypatch):
 
     offloader, x = CpuOffloader(min_bytes=0), leaf(8, 8)
     monkeypatch.setattr(torch, "empty", fail)
-    with pytest.warns(RuntimeWarning, match="no host memory left"):
+    with pytest.warns(remat.RematWarning, match="no host memory left"):
         y = model(remat.checkpoint(offloader=offloader), x)
     assert_same(reference(x), torch.autograd.grad(y.sum(), x))
 
@@ -201,7 +201,7 @@ def test_copy_that_cannot_begin_leaves_the_tensor_and_one_warning_says_so():
             raise RuntimeError("CUDA error")
 
     offloader, x = CpuOffloader(min_bytes=0, copier=lambda _: Failing()), leaf(8, 8)
-    with pytest.warns(RuntimeWarning, match="could not take"):
+    with pytest.warns(remat.RematWarning, match="could not take"):
         y = model(remat.checkpoint(offloader=offloader), x)
     assert offloader.host_bytes == offloader.offloaded_bytes == 0
     assert_same(reference(x), torch.autograd.grad(y.sum(), x))
@@ -247,7 +247,7 @@ def test_tensor_whose_copy_failed_is_told_to_stay():
     offloader, tensor = CpuOffloader(min_bytes=0, copier=lambda _: copier), torch.randn(9)
     ticket = offloader.offload(tensor, info(tensor))
     assert offloader.stays(ticket)
-    with pytest.warns(RuntimeWarning, match=r"r::o\.t \(36 bytes\) could not be copied"):
+    with pytest.warns(remat.RematWarning, match=r"r::o\.t \(36 bytes\) could not be copied"):
         assert offloader.onload(ticket).data_ptr() == tensor.data_ptr()
     assert offloader.still_here(ticket).data_ptr() == tensor.data_ptr()
 
@@ -274,7 +274,7 @@ def test_copy_back_that_fails_ahead_of_its_use_is_tried_again():
 
 def test_tensors_of_the_cpu_are_told_to_save_nothing_once():
     offloader = CpuOffloader(min_bytes=0)
-    with pytest.warns(RuntimeWarning, match="is there already.*saves nothing") as caught:
+    with pytest.warns(remat.RematWarning, match="is there already.*saves nothing") as caught:
         model(remat.checkpoint(offloader=offloader), leaf(4, 4))
     assert len(caught) == 1
 

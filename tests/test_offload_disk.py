@@ -145,7 +145,7 @@ def test_numbers_that_make_no_sense_are_refused(tmp_path):
 def test_source_is_dead_after_flush_and_value_is_dead_after_release(offloader):
     tensor = torch.randn(100)
     (source,) = watch(tensor)
-    ticket = offloader.offload(tensor, remat.OffloadInfo("r", "o", "t", "residual", tensor.nbytes))
+    ticket = offloader.offload(tensor, remat.offload.OffloadInfo("r", "o", "t", "residual", tensor.nbytes))
     del tensor
     offloader.flush()
     assert alive([source]) == 0

@@ -149,7 +149,7 @@ def test_offloader_that_cannot_take_a_tensor_leaves_it_and_one_warning_says_so(e
         return wrapped(wrapped(x * 1))
 
     message = re.escape(f"Counting could not take block::args[0] (36 bytes): {error!r}. It stays where it is")
-    with pytest.warns(RuntimeWarning, match=message) as caught:
+    with pytest.warns(remat.RematWarning, match=message) as caught:
         y = twice(x)
     assert len(caught) == 1
     expected = torch.autograd.grad(checkpointed(block, offloader=Counting())(checkpointed(block)(x)).sum(), x)

@@ -29,7 +29,9 @@ def offloader(tmp_path):
 
 def test_limit_of_bytes_keeps_tensors_resident_and_one_warning_says_so(tmp_path):
     offloader, x = remat.DiskOffloader(tmp_path, min_bytes=0, max_bytes=1000), leaf(8, 8)
-    with pytest.warns(RuntimeWarning, match=r"block::b\.y \(256 bytes\) would exceed max_bytes=1000.*stays") as caught:
+    with pytest.warns(
+        remat.RematWarning, match=r"block::b\.y \(256 bytes\) would exceed max_bytes=1000.*stays"
+    ) as caught:
         y = run_and_flush(offloader, x, 6)
     assert len(caught) == 1
     assert offloader.offloaded_bytes <= 1000
@@ -44,7 +46,7 @@ def test_tensors_that_could_not_be_written_use_up_no_bytes(tmp_path):
     wrap = remat.checkpoint(offloader=offloader, offload_inputs=True)(torch.sin)
     directory.rmdir()
     stuck = wrap(x * 1)
-    with pytest.warns(RuntimeWarning, match="no file could be written"):
+    with pytest.warns(remat.RematWarning, match="no file could be written"):
         offloader.flush()
     assert offloader.offloaded_bytes == 0
     directory.mkdir()
@@ -72,7 +74,7 @@ def test_full_disk_keeps_tensors_resident_and_one_warning_says_so(tmp_path, monk
 
     monkeypatch.setattr(files.os, "write", limited)
     offloader, x = remat.DiskOffloader(tmp_path, min_bytes=0, threads=1), leaf(16, 16)
-    with pytest.warns(RuntimeWarning, match="No space left on device.*stays in memory") as caught:
+    with pytest.warns(remat.RematWarning, match="No space left on device.*stays in memory") as caught:
         y = run_and_flush(offloader, x, 6)
     assert len(caught) == 1
     assert sum(path.stat().st_size for path in stored(offloader)) == 2 * 1024  # the third was not whole
@@ -89,7 +91,7 @@ def test_full_tmpfs_keeps_tensors_resident(tmp_path):
         pytest.skip("a tmpfs cannot be mounted here")
     try:
         offloader, x = remat.DiskOffloader(tmp_path, min_bytes=0), leaf(64, 64)
-        with pytest.warns(RuntimeWarning, match="No space left on device"):
+        with pytest.warns(remat.RematWarning, match="No space left on device"):
             y = run_and_flush(offloader, x)
         y.sum().backward()
         assert_same(x.grad, expected_gradient(x))
@@ -148,7 +150,7 @@ def test_error_about_a_damaged_file_that_was_to_be_read_ahead_keeps_nothing_aliv
 
     def failing():
         marker = Marker()
-        ticket = offloader.offload(torch.ones(100), remat.OffloadInfo("r", "op", "x", "residual", 400))
+        ticket = offloader.offload(torch.ones(100), remat.offload.OffloadInfo("r", "op", "x", "residual", 400))
         offloader.flush()
         os.truncate(ticket.path, 0)
         offloader.prefetch(ticket)
@@ -164,7 +166,7 @@ def test_error_about_a_damaged_file_that_was_to_be_read_ahead_keeps_nothing_aliv
 def test_directory_that_is_removed_keeps_later_tensors_resident(offloader):
     Path(offloader.directory).rmdir()
     x = leaf(8, 8)
-    with pytest.warns(RuntimeWarning, match="FileNotFoundError"):
+    with pytest.warns(remat.RematWarning, match="FileNotFoundError"):
         y = run_and_flush(offloader, x)
     y.sum().backward()
     assert_same(x.grad, expected_gradient(x))
@@ -184,7 +186,7 @@ def test_writer_that_is_killed_loses_nothing_and_another_takes_its_place(tmp_pat
 
     monkeypatch.setattr(files, "write", deadly)
     offloader, x = remat.DiskOffloader(tmp_path, min_bytes=0, threads=1), leaf(8, 8)
-    with pytest.warns(RuntimeWarning, match="thread that wrote the file died"):
+    with pytest.warns(remat.RematWarning, match="thread that wrote the file died"):
         y = run_and_flush(offloader, x)
     assert len(stored(offloader)) == 12 - 3
     y.sum().backward()
@@ -316,7 +318,7 @@ def test_without_threads_tensors_stay_resident_and_one_warning_says_so(tmp_path,
     offloader, x = remat.DiskOffloader(tmp_path, min_bytes=0), leaf(8, 8)
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", fail)
-        with pytest.warns(RuntimeWarning, match="can't start new thread") as caught:
+        with pytest.warns(remat.RematWarning, match="can't start new thread") as caught:
             y = run(offloader, x)
     assert len(caught) == 1
     y = run_and_flush(offloader, y)
@@ -341,7 +343,9 @@ def test_offloader_in_a_cycle_is_closed_by_a_collection_in_its_own_thread(tmp_pa
         with store._lock:
             store._start_threads()
             del offloader
-        store.put(DiskTicket(str(tmp_path), torch.ones(10), remat.OffloadInfo("r", "o", "t", "residual", 40)), None)
+        store.put(
+            DiskTicket(str(tmp_path), torch.ones(10), remat.offload.OffloadInfo("r", "o", "t", "residual", 40)), None
+        )
         assert soon(lambda: store._closed)
         assert soon(lambda: list(tmp_path.iterdir()) == [])
         assert soon(lambda: collected and collected[0] > 0)
@@ -352,7 +356,7 @@ def test_offloader_in_a_cycle_is_closed_by_a_collection_in_its_own_thread(tmp_pa
 def test_bytes_of_released_tensors_are_not_counted_while_another_thread_has_the_lock(tmp_path):
     """A release never waits: whoever has the lock does it. Who asks afterwards gets the sum without it."""
     offloader = remat.DiskOffloader(tmp_path, min_bytes=0)
-    info = remat.OffloadInfo(region="r", op=None, tensor="t", kind="input", bytes=400)
+    info = remat.offload.OffloadInfo(region="r", op=None, tensor="t", kind="input", bytes=400)
     ticket = offloader.offload(torch.randn(100), info)
     offloader.flush()
     assert len([path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size == 400]) == 1

@@ -72,7 +72,7 @@ def test_device_memory_after_forward_is_that_of_what_stays():
         h = remat.checkpoint(offloader=offloader, offload_inputs=True)(block)(h)
     torch.cuda.synchronize()
     poke = torch.ones(1024, 1024, device="cuda")
-    info = remat.OffloadInfo("r", "o", "t", "residual", poke.nbytes)
+    info = remat.offload.OffloadInfo("r", "o", "t", "residual", poke.nbytes)
     offloader.release(offloader.offload(poke, info))  # it lets go of tensors when it is called
     torch.cuda.synchronize()
     offloader.release(offloader.offload(poke, info))

@@ -15,7 +15,7 @@ from helpers import assert_same, leaf
 import torch_remat as remat
 from torch_remat.offload import files
 
-INFO = remat.OffloadInfo("r", "o", "t", "residual", 400)
+INFO = remat.offload.OffloadInfo("r", "o", "t", "residual", 400)
 TOLD = "no file could be written for .*No space left on device.*stays in memory"
 
 
@@ -149,7 +149,7 @@ def test_warning_that_is_made_an_error_passes_backward_and_loses_nothing(tmp_pat
     assert soon(lambda: disk.ended == 4)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with pytest.raises(RuntimeWarning, match=TOLD):
+        with pytest.raises(remat.RematWarning, match=TOLD):
             y.sum().backward(retain_graph=True)
         assert_same(torch.autograd.grad(y.sum(), x)[0], expected_gradient(x, 1))
 

@@ -288,8 +288,6 @@ def test_stronger_decision_wins():
 
 
 def test_unmatched_entry_of_a_combined_policy_is_named():
-    with pytest.raises(remat.RematError, match="cumsum"):
-        region(policies.save_matmuls | [aten.cumsum.default])(sine_chain)(leaf(4, 4), leaf(4, 4))
     with pytest.raises(remat.RematError, match="attention"):
         region(policies.save_matmuls | remat.save_names("attention.*"))(sine_chain)(leaf(4, 4), leaf(4, 4))
 

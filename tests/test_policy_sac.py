@@ -357,14 +357,12 @@ def test_list_of_ops_is_a_policy():
     assert replayed_ops(sine_chain, region([aten.sin.default]), inputs) == {"mm": 3}
 
 
-@pytest.mark.parametrize("wrong", [aten.mm, torch.mm, "mm", "aten.mm.default", None])
-def test_list_entry_that_is_no_overload_gets_the_helpful_error_of_torch(wrong):
+@pytest.mark.parametrize("wrong", [torch.mm, "mm", "aten.mm.default", None])
+def test_list_entry_that_is_no_op_gets_a_helpful_error(wrong):
     with pytest.raises((ValueError, TypeError)) as caught:
         region([aten.sin.default, wrong])(sine_chain)(leaf(4, 4), leaf(4, 4))
     assert str(wrong) in str(caught.value)
-    if wrong is aten.mm:
-        assert "OpOverloadPacket" in str(caught.value)
-        assert "torch.ops.aten.mm.default" in str(caught.value)
+    assert "torch.ops.aten.mm.default" in str(caught.value)
 
 
 @pytest.mark.parametrize("wrong", [3, "attention.*", object()])

@@ -162,7 +162,7 @@ def test_offloader_in_memory_saves_nothing_and_says_so():
     report = remat.memory_report(root)
     assert report.offloaded_bytes == offloader.offloaded_bytes > 0
     assert report.bytes + offloader.host_bytes >= measured
-    with pytest.warns(RuntimeWarning, match="saves nothing"):
+    with pytest.warns(remat.RematWarning, match="saves nothing"):
         region(remat.CpuOffloader(min_bytes=0))(leaf(8, 8) * 2)
 
 
@@ -264,7 +264,7 @@ def test_what_is_not_written_yet_is_in_place_as_well(tmp_path, monkeypatch):
 def test_what_cannot_be_written_is_in_place(tmp_path):
     offloader = remat.DiskOffloader(tmp_path / "gone", min_bytes=0)
     (tmp_path / "gone").rmdir()
-    with pytest.warns(RuntimeWarning, match="stays in memory"):
+    with pytest.warns(remat.RematWarning, match="stays in memory"):
         y = run_and_flush(offloader, torch.randn(20, 20, requires_grad=True))
     report = remat.memory_report()
     assert in_place(report) == report.bytes == 12 * 1600
@@ -288,7 +288,7 @@ def test_what_cannot_be_written_is_explained_as_kept(tmp_path, monkeypatch):
         return ticket
 
     monkeypatch.setattr(offloader, "offload", offload)
-    with pytest.warns(RuntimeWarning, match="stays in memory"):
+    with pytest.warns(remat.RematWarning, match="stays in memory"):
         told = remat.explain(region(offloader))(leaf(8, 8) * 1)
     why = [tensor.why for op in told.regions[0].ops for tensor in op.tensors if tensor.state == "kept"]
     assert any("took it, but it could not leave" in one for one in why)

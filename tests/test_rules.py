@@ -163,7 +163,11 @@ def asks_for_accelerator(source: str) -> list[str]:
 
 
 def foreign_modules(source: str, module: str) -> list[str]:
-    """Return the imports from elsewhere than torch, optree and the standard library."""
+    """Return the imports from elsewhere than torch, optree and the standard library.
+
+    `typing_extensions` is for type checkers alone.
+    """
+    source = source.replace("if TYPE_CHECKING:\n    from typing_extensions import Unpack\n", "")
     names = {name.split(".")[0] for name in imports(ast.parse(source), module, is_package=False) if name}
     return sorted(names - ALLOWED - ({"matplotlib"} if layer(module) in (4, 6) else set()))
 

@@ -1,12 +1,12 @@
 """Explicit activation rematerialization for PyTorch."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch_remat import policies
 from torch_remat._auto_forward import auto_forward
 from torch_remat._checkpoint import checkpoint, checkpoint_sequential, is_recomputing
 from torch_remat._handle import get_handle
+from torch_remat._lazy import loaded_on_use
 from torch_remat._names import name_scope
 from torch_remat._native import native_save_region
 from torch_remat._offload import offload_to
@@ -15,11 +15,9 @@ from torch_remat._save_names import checkpoint_name, offload_names, save_names
 from torch_remat.dispatch.call.handle import RematHandle
 from torch_remat.dispatch.placeholder import is_placeholder
 from torch_remat.errors import (
-    LogError,
     MismatchError,
     MutationError,
     OffloadError,
-    OutputError,
     PlaceholderError,
     PolicyError,
     ReleasedError,
@@ -27,58 +25,39 @@ from torch_remat.errors import (
     RematWarning,
     UsageError,
 )
-from torch_remat.offload.protocol import Offloader, OffloadInfo
+from torch_remat.offload.protocol import Offloader
 from torch_remat.policies.decision import CheckpointPolicy
 
 if TYPE_CHECKING:
+    from torch_remat import budgets as budgets
     from torch_remat import dtr, testing
+    from torch_remat import reports as reports
     from torch_remat._drop_in import drop_in
     from torch_remat._hugging_face import enable_gradient_checkpointing
-    from torch_remat._list_names import NamedResult, NameTable, list_names
-    from torch_remat._modules import CheckpointedModules, checkpoint_modules
-    from torch_remat.budgets.budget import Budget, budget
-    from torch_remat.budgets.frontier import Frontier, frontier
-    from torch_remat.budgets.plan import Plan, Planned
+    from torch_remat._list_names import list_names
+    from torch_remat._modules import checkpoint_modules
+    from torch_remat.budgets.budget import budget
     from torch_remat.offload.cpu import CpuOffloader
     from torch_remat.offload.disk import DiskOffloader
     from torch_remat.reports.explain import explain
-    from torch_remat.reports.explanation import Explanation
-    from torch_remat.reports.memory import (
-        MemoryReport,
-        format_current_memory_report,
-        memory_report,
-        print_current_memory_report,
-    )
+    from torch_remat.reports.memory import format_current_memory_report, memory_report, print_current_memory_report
     from torch_remat.reports.oom import report_on_oom
-    from torch_remat.reports.trace import Trace, trace
+    from torch_remat.reports.trace import trace
 
 __all__ = [
-    "Budget",
     "CheckpointPolicy",
-    "CheckpointedModules",
     "CpuOffloader",
     "DiskOffloader",
-    "Explanation",
-    "Frontier",
-    "LogError",
-    "MemoryReport",
     "MismatchError",
     "MutationError",
-    "NameTable",
-    "NamedResult",
     "OffloadError",
-    "OffloadInfo",
     "Offloader",
-    "OutputError",
     "PlaceholderError",
-    "Plan",
-    "Planned",
     "PolicyError",
     "ReleasedError",
     "RematError",
     "RematHandle",
     "RematWarning",
-    "Trace",
     "UsageError",
     "auto_forward",
     "budget",
@@ -91,7 +70,6 @@ __all__ = [
     "enable_gradient_checkpointing",
     "explain",
     "format_current_memory_report",
-    "frontier",
     "get_handle",
     "is_placeholder",
     "is_recomputing",
@@ -115,30 +93,21 @@ __all__ = [
 _LOADED_ON_USE = {
     "_drop_in": ("drop_in",),
     "_hugging_face": ("enable_gradient_checkpointing",),
-    "_list_names": ("NamedResult", "NameTable", "list_names"),
-    "_modules": ("CheckpointedModules", "checkpoint_modules"),
-    "budgets.budget": ("Budget", "budget"),
-    "budgets.frontier": ("Frontier", "frontier"),
-    "budgets.plan": ("Plan", "Planned"),
+    "_list_names": ("list_names",),
+    "_modules": ("checkpoint_modules",),
+    "budgets.budget": ("budget",),
     "offload.cpu": ("CpuOffloader",),
     "offload.disk": ("DiskOffloader",),
     "reports.explain": ("explain",),
-    "reports.explanation": ("Explanation",),
-    "reports.memory": ("MemoryReport", "format_current_memory_report", "memory_report", "print_current_memory_report"),
+    "reports.memory": ("format_current_memory_report", "memory_report", "print_current_memory_report"),
     "reports.oom": ("report_on_oom",),
-    "reports.trace": ("Trace", "trace"),
+    "reports.trace": ("trace",),
+    "budgets": ("budgets",),
     "dtr": ("dtr",),
+    "reports": ("reports",),
     "testing": ("testing",),
 }
-_MODULE_OF = {name: module for module, names in _LOADED_ON_USE.items() for name in names}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = import_module(f"{__name__}.{_MODULE_OF[name]}")
-    value = globals()[name] = module if name == _MODULE_OF[name] else getattr(module, name)
-    return value
+__getattr__ = loaded_on_use(__name__, _LOADED_ON_USE)
 
 
 def __dir__() -> list[str]:

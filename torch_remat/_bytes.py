@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from torch_remat._compat import accelerator_type
-from torch_remat.errors import UsageError
+from torch_remat.errors import UsageError, shown
 
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _TEXT = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)\s*")
@@ -40,7 +40,7 @@ def parse_bytes(limit: str | int | float, device: torch.device | str | None = No
         size = limit
     if not math.isfinite(size) or size < 1:
         raise UsageError(
-            f"{limit!r} is no budget",
+            f"{shown(limit)} is no budget",
             remedy='A budget is a number of bytes of at least 1, a text such as "600 MiB" (B, KiB, MiB, GiB), or a '
             "float between 0 and 1: a share of the device's memory.",
         )

@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
-from typing import Any, ParamSpec, TypeVar
+from copy import deepcopy
+from types import MethodType
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 import torch
 
 from torch_remat._compat import is_compiling
 from torch_remat._compiled import compiled_region
 from torch_remat._offload import OFFLOADER, is_offloader
+from torch_remat._options import CheckpointOptions, require_options, says_form
 from torch_remat.dispatch.mode import RematMode, current_mode
 from torch_remat.dispatch.options import DEFAULTS, ContextFn, DeterminismCheck, Options, Watch, watch_by
 from torch_remat.dispatch.region.forward import run_region
-from torch_remat.errors import UsageError
+from torch_remat.errors import UsageError, shown
 from torch_remat.offload.protocol import Offloader
-from torch_remat.policies.kinds import as_policy
+from torch_remat.policies.kinds import OpPolicy, as_policy
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _FORM = "The form is checkpoint(**options)(function)(*args, **kwargs), with empty parentheses if there are no options."
-_OPTIONS = tuple(name for name in Options._fields if name != "op_log")
+_SEQUENTIAL_FORM = "The form is checkpoint_sequential(functions, segments, input, **options)."
 
 
+@says_form(_FORM)
 def checkpoint(
-    *misplaced: object,
+    *,
     region_name: str | None = None,
     preserve_rng_state: bool = True,
     determinism_check: DeterminismCheck = "default",
@@ -34,9 +42,8 @@ def checkpoint(
     context_fn: ContextFn | None = None,
     offloader: Offloader | None = None,
     offload_inputs: bool = False,
-    policy: Any = None,
+    policy: OpPolicy | Iterable[Any] | Callable[..., Any] | None = None,
     allow_cache_entry_mutation: bool = False,
-    **unknown: object,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Run a function as a checkpointed region: its activations are recomputed in backward instead of kept.
 
@@ -47,7 +54,6 @@ def checkpoint(
     The three calls keep the options, the function and its arguments apart, so that no name can collide.
 
     Args:
-        *misplaced: Not allowed; catches ``checkpoint(function)``.
         region_name: The region's name in errors and reports; by default the function's or module's.
         preserve_rng_state: Whether replay draws the same random numbers as forward, from the default generators of all
             devices in use and from each ``torch.Generator`` among the arguments, in what the function closes over
@@ -64,21 +70,21 @@ def checkpoint(
             `offload_to`, or else a `CpuOffloader` that all share.
         offload_inputs: Whether the region's inputs leave the device too. With long sequences they are most of
             what is kept.
-        policy: What of the region's native ops is kept, instead of recomputing all: a function with the signature of
-            selective activation checkpointing, ``(ctx, op, *args, **kwargs)``; a list of OpOverloads; `save_names`; one
-            of `torch_remat.policies`; or several of these with ``|`` between them. Of what it saves that is kept which
-            replay or backward needs, and of what it does not save that is run again which they need. Every op of
-            the region then passes a dispatch mode.
+        policy: Which results of the region's native ops are saved, instead of recomputing all: a function with the
+            signature of selective activation checkpointing, ``(ctx, op, *args, **kwargs)``; a list of ops, of which
+            none has to occur; `save_names`; one of `torch_remat.policies`; or several of these with ``|`` between them.
+            A saved result is kept only if replay or backward needs it. Every op of the region then passes a dispatch
+            mode.
         allow_cache_entry_mutation: Whether what the policy keeps may be changed in place: no error says so then.
-        **unknown: Not allowed; catches misspelt options.
 
     Returns:
-        A decorator. The decorated function takes and returns what the function does.
+        A decorator. The decorated function takes and returns what the function does, and can be pickled and copied if
+        the function can.
 
     Raises:
         UsageError: At once, if an option is unknown or has a value that it cannot have, or if the function was given
             in the first call.
-        PolicyError: At once, if ``policy`` is no policy; from the call of the decorated function, if an entry of it
+        PolicyError: At once, if ``policy`` is no policy; from the call of the decorated function, if a pattern of names
             matched nothing, or a policy function returned something else than a policy.
         MutationError: From backward, if a tensor that is needed was changed in place.
         MismatchError: From backward, if replay did something else than forward.
@@ -93,13 +99,6 @@ def checkpoint(
         >>> y = remat.checkpoint(region_name="block")(block)(x)
         >>> y.sum().backward()
     """
-    if misplaced:
-        raise UsageError("checkpoint() takes no function and no positional arguments", remedy=_FORM)
-    if unknown:
-        raise UsageError(
-            f"checkpoint() has no option {next(iter(unknown))!r}",
-            remedy=f"The options are {', '.join(_OPTIONS)}. {_FORM}",
-        )
     if (
         region_name is None
         and preserve_rng_state is True
@@ -112,7 +111,8 @@ def checkpoint(
         and offloader is None
         and offload_inputs is False
     ):
-        return _bind_defaults
+        usual: Callable[[Callable[P, R]], Callable[P, R]] = _bind_defaults
+        return usual
     options = Options(
         region_name, preserve_rng_state, determinism_check, early_stop, debug, context_fn,
         None if policy is None else as_policy(policy), allow_cache_entry_mutation, offloader, offload_inputs,
@@ -125,30 +125,81 @@ def checkpoint(
     return _binder(options)
 
 
+class Checkpointed(Generic[P, R]):
+    """A function that runs as a region: what `checkpoint` makes of one, also as a decorator of methods.
+
+    A copy, a deep one or an unpickled one, runs the copy of the function.
+    """
+
+    __slots__ = ("__dict__", "__weakref__", "__wrapped__", "_options")
+    __name__: str
+    __wrapped__: Callable[P, R]
+
+    def __init__(self, function: Callable[P, R], options: Options) -> None:
+        self.__wrapped__, self._options = function, options
+        name = getattr(function, "__name__", None)
+        if name is not None:  # what functools.wraps does; but a module's attributes are not the wrapper's
+            self.__name__ = name
+            self.__qualname__ = getattr(function, "__qualname__", name)
+            self.__module__ = getattr(function, "__module__", type(self).__module__)
+        self.__doc__ = function.__doc__
+
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run the function as a region, or as it is where no gradient is asked for."""
+        if is_compiling():
+            traced: R = compiled_region(self._options, self.__wrapped__, args, kwargs)
+            return traced
+        if not torch.is_grad_enabled():
+            return self.__wrapped__(*args, **kwargs)
+        output: R = run_region(self.__wrapped__, args, kwargs, self._options)
+        return output
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        return self if instance is None else MethodType(self, instance)
+
+    def __repr__(self) -> str:
+        return f"checkpoint()({self.__wrapped__!r})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Checkpointed[P, R]:
+        return Checkpointed(deepcopy(self.__wrapped__, memo), self._options)
+
+    def __reduce__(self) -> Any:
+        known: Any = sys.modules.get(self.__module__)
+        for part in getattr(self, "__qualname__", "").split("."):
+            known = getattr(known, part, None)
+        if known is self:
+            return self.__qualname__  # a decorated function is found by its name, as functions are
+        return _unpickled, (self.__wrapped__, None if self._options is DEFAULTS else self._options)
+
+
+def _unpickled(function: Callable[P, R], options: Options | None) -> Checkpointed[P, R]:
+    return Checkpointed(function, DEFAULTS if options is None else options)
+
+
 def _binder(options: Options) -> Callable[[Callable[P, R]], Callable[P, R]]:
     def bind(function: Callable[P, R]) -> Callable[P, R]:
         if not callable(function):
             raise UsageError(f"checkpoint() cannot run a {type(function).__name__}", remedy=_FORM)
+        if is_compiling():  # for whose trace a function is easier than an object
 
-        def checkpointed(*args: P.args, **kwargs: P.kwargs) -> R:
-            if is_compiling():
-                traced: R = compiled_region(options, function, args, kwargs)
-                return traced
-            if not torch.is_grad_enabled():
-                return function(*args, **kwargs)
-            output: R = run_region(function, args, kwargs, options)
-            return output
+            def traced(*args: P.args, **kwargs: P.kwargs) -> R:
+                output: R = compiled_region(options, function, args, kwargs)
+                return output
 
-        return checkpointed if is_compiling() else _named_after(function, checkpointed)
+            return traced
+        return Checkpointed(function, options)
 
     return bind
 
 
-_bind_defaults: Callable[[Callable[..., Any]], Callable[..., Any]] = _binder(DEFAULTS)
+_bind_defaults: Any = _binder(DEFAULTS)
 
 
 def checkpoint_sequential(
-    functions: torch.nn.Sequential | Iterable[Callable[..., Any]], segments: int, input: Any, **options: Any
+    functions: torch.nn.Sequential | Iterable[Callable[..., Any]],
+    segments: int,
+    input: Any,
+    **options: Unpack[CheckpointOptions],
 ) -> Any:
     """Run functions one after another, in segments of which all but the last are checkpointed regions.
 
@@ -176,16 +227,18 @@ def checkpoint_sequential(
     chain = list(functions)
     if not isinstance(segments, int) or not 1 <= segments <= max(len(chain), 1):
         raise UsageError(
-            f"checkpoint_sequential() cannot make {segments!r} segments of {len(chain)} functions",
+            f"checkpoint_sequential() cannot make {shown(segments)} segments of {len(chain)} functions",
             remedy="Choose a whole number from 1 to the number of functions.",
         )
-    checkpoint(**options)  # unknown options are an error even where no segment is a region
-    name = options.pop("region_name", None) or "sequential"
+    require_options("checkpoint_sequential", options, CheckpointOptions, _SEQUENTIAL_FORM)
+    checkpoint(**options)  # a wrong value is an error even where no segment is a region
+    name = options.get("region_name") or "sequential"
     size = len(chain) // segments
     start = 0
     for _ in range(segments - 1):
         part = chain[start : start + size]
-        input = checkpoint(region_name=f"{name}[{start}:{start + size}]", **options)(_chained(part))(input)
+        options["region_name"] = f"{name}[{start}:{start + size}]"
+        input = checkpoint(**options)(_chained(part))(input)
         start += size
     return _chained(chain[start:])(input)
 
@@ -233,21 +286,9 @@ def _validate(options: Options) -> None:
     for holds, option, wanted in rules:
         if not holds:
             raise UsageError(
-                f"checkpoint({option}={getattr(options, option)!r}) is not possible",
+                f"checkpoint({option}={shown(getattr(options, option))}) is not possible",
                 remedy=f"{option} is {wanted}. {_FORM}",
             )
-
-
-def _named_after(function: Callable[P, R], wrapper: Callable[P, R]) -> Callable[P, R]:
-    # What functools.wraps does, for the third of its time; and a module's attributes are not the wrapper's.
-    name = getattr(function, "__name__", None)
-    if name is not None:
-        wrapper.__name__ = name
-        wrapper.__qualname__ = getattr(function, "__qualname__", name)
-        wrapper.__module__ = getattr(function, "__module__", wrapper.__module__)
-    wrapper.__doc__ = function.__doc__
-    wrapper.__wrapped__ = function  # type: ignore[attr-defined]
-    return wrapper
 
 
 def _chained(functions: list[Callable[..., Any]]) -> Callable[[Any], Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial, update_wrapper
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.compiler import is_compiling
 from torch.nn import Module
@@ -14,12 +14,19 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts, noop_co
 
 from torch_remat._checkpoint import checkpoint
 from torch_remat._compat import SELECTIVE_CONTEXTS, top_saved_tensors_hooks, torch_checkpoint_switches
+from torch_remat._options import CheckpointOptions, require_options
 from torch_remat.dispatch.options import ContextFn, DeterminismCheck, Options
 from torch_remat.errors import UsageError
-from torch_remat.policies.kinds import FunctionPolicy, OpListPolicy, OpPolicy, as_policy
+from torch_remat.policies.kinds import FunctionPolicy, OpPolicy, as_policy
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
-def drop_in(**options: Any) -> DropIn:
+_FORM = "The form is drop_in(**options)(function, *args, **kwargs)."
+
+
+def drop_in(**options: Unpack[CheckpointOptions]) -> DropIn:
     """Return a function that is called as ``torch.utils.checkpoint.checkpoint`` is, and makes regions of ours.
 
     It is for libraries that take such a function. The options that are given here come before those that the library
@@ -49,6 +56,7 @@ def drop_in(**options: Any) -> DropIn:
         >>> y = checkpoint(block, torch.randn(4, 8), use_reentrant=False)
         >>> y.sum().backward()
     """
+    require_options("drop_in", options, CheckpointOptions, _FORM)
     return DropIn(options)
 
 
@@ -247,6 +255,4 @@ def _policy_of(context_fn: ContextFn) -> tuple[OpPolicy, bool] | ContextFn:
 
 
 def _as_told(policy_fn_or_list: Any, allow_cache_entry_mutation: bool = False) -> tuple[OpPolicy, bool]:
-    if isinstance(policy_fn_or_list, list):
-        return OpListPolicy(policy_fn_or_list, all_occur=False), allow_cache_entry_mutation
     return as_policy(policy_fn_or_list), allow_cache_entry_mutation

@@ -11,7 +11,7 @@ from torch_remat.dispatch.call.handle import RematHandle
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.naming import scope
 from torch_remat.errors import UsageError
-from torch_remat.policies.decision import CheckpointPolicy
+from torch_remat.policies.decision import CheckpointPolicy, require_policy
 
 
 def get_handle(ctx: Any, op_name: str, remat_policy: CheckpointPolicy) -> RematHandle:
@@ -57,12 +57,7 @@ def get_handle(ctx: Any, op_name: str, remat_policy: CheckpointPolicy) -> RematH
     mode = None if is_compiling() else current_mode()
     name = scope.get() + op_name if mode is not None and type(op_name) is str and op_name else scoped(op_name)
     if type(remat_policy) is not CheckpointPolicy:
-        raise UsageError(
-            f"{remat_policy!r} is no policy",
-            region=None if mode is None else mode.region.name,
-            op=name,
-            remedy="Policies are remat.CheckpointPolicy.SAVE, OFFLOAD and RECOMPUTE.",
-        )
+        require_policy(remat_policy, name, None if mode is None else mode.region.name)
     if not hasattr(ctx, "save_for_backward"):
         raise UsageError(
             f"get_handle needs the context of an autograd Function, not a {type(ctx).__name__}",

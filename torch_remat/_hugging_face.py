@@ -5,19 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from inspect import signature
-from typing import Any
-from weakref import WeakKeyDictionary, ref
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 from torch.nn import Module
 
 from torch_remat._drop_in import DropIn
 from torch_remat._of_module import OfModule
-from torch_remat.errors import UsageError
+from torch_remat._options import LayerOptions, require_options
+from torch_remat.errors import UsageError, warn
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+_FORM = "The form is enable_gradient_checkpointing(model, **options); regions have the qualified names of the layers."
+_told: WeakSet[Any] = WeakSet()  # models in eval mode that were warned of
 _FUNCTION = "_gradient_checkpointing_func"  # where models of Hugging Face have the function that they call
 
 
-def enable_gradient_checkpointing(model: Any, **options: Any) -> None:
+def enable_gradient_checkpointing(model: Any, **options: Unpack[LayerOptions]) -> None:
     """Make the layers of a Hugging Face model checkpointed regions, as its own gradient checkpointing would.
 
     Which layers those are is up to the model, and they are regions in training mode only. Each region has the
@@ -27,7 +33,8 @@ def enable_gradient_checkpointing(model: Any, **options: Any) -> None:
 
     It replaces the model's own ``gradient_checkpointing_enable()`` (``activation_checkpointing_enable()`` in newer
     releases), also where ``Trainer`` or an accelerator would call it; the model's own
-    ``gradient_checkpointing_disable()`` undoes it.
+    ``gradient_checkpointing_disable()`` undoes it. For a model in eval mode a `RematWarning` says, once, that
+    nothing is recomputed there.
 
     Args:
         model: A model of ``transformers``, ``diffusers`` or ``peft``, or any object with ``named_modules()`` and either
@@ -49,11 +56,7 @@ def enable_gradient_checkpointing(model: Any, **options: Any) -> None:
         >>> y = model(torch.arange(8)[None], use_cache=False).last_hidden_state
         >>> y.sum().backward()
     """
-    if "region_name" in options:
-        raise UsageError(
-            "enable_gradient_checkpointing() has no option 'region_name'",
-            remedy="Regions have the qualified names of the layers.",
-        )
+    require_options("enable_gradient_checkpointing", options, LayerOptions, _FORM)
     function = DropIn(options)  # wrong options are an error before the model is touched
     if not getattr(model, "supports_gradient_checkpointing", True):
         raise _unsupported(model)
@@ -72,6 +75,12 @@ def enable_gradient_checkpointing(model: Any, **options: Any) -> None:
         raise _unsupported(model)
     for name, module in owners:
         setattr(module, _FUNCTION, LayerCheckpoint(module, name, options))
+    if getattr(model, "training", True) is False and model not in _told:
+        _told.add(model)
+        warn(
+            f"this {type(model).__name__} is in eval mode, where its layers are no regions and nothing is recomputed; "
+            "call model.train() before training",
+        )
 
 
 def _disable(model: Any) -> None:

@@ -6,25 +6,29 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch.compiler import is_compiling
 from torch.nn import Module
 
 from torch_remat._checkpoint import checkpoint
 from torch_remat._of_module import OfModule
-from torch_remat.errors import UsageError
+from torch_remat._options import ModulesOptions, require_options
+from torch_remat.errors import UsageError, shown
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 Patterns = str | Iterable[str] | Mapping[str, Mapping[str, Any]]
 
 _FORM = (
     'The form is checkpoint_modules(model, "layers.*", keep_last=1, **options), with a pattern, a list of them, or a '
-    "dict {pattern: {option: value}}."
+    "dict {pattern: {option: value}}. Regions have the qualified names of the modules."
 )
 
 
 class Plan(Protocol):
-    """What says, by region name, which saved tensors are kept: `torch_remat.Plan`."""
+    """What says, by region name, which saved tensors are kept: `torch_remat.budgets.Plan`."""
 
     def __contains__(self, name: object) -> bool: ...
 
@@ -35,7 +39,7 @@ class Plan(Protocol):
 
 
 def checkpoint_modules(
-    model: Module, patterns: Patterns, *, policies: Plan | None = None, **options: Any
+    model: Module, patterns: Patterns, *, plan: Plan | None = None, **options: Unpack[ModulesOptions]
 ) -> CheckpointedModules:
     """Make submodules of a model checkpointed regions, chosen by shell patterns on their qualified names.
 
@@ -50,7 +54,7 @@ def checkpoint_modules(
             also stands for dots. One, several, or a dict with options for each. Of nested modules that one pattern
             matches the outermost is taken: ``"layers.*"`` means ``layers.0``, not ``layers.0.up``. Modules without a
             ``forward``, such as ``ModuleList``, are passed over.
-        policies: A plan, by region name, of which saved tensors are kept: see `Budget.plan`. A module that it does not
+        plan: A plan, by region name, of which saved tensors are kept: see `Budget.plan`. A module that it does not
             name recomputes everything.
         **options: Those of `checkpoint` without ``region_name``, and ``keep_last=n``: the last n matches of a pattern,
             in the order of the model's definition, stay as they are, since backward needs their activations first. The
@@ -84,13 +88,13 @@ def checkpoint_modules(
     named = list(_callable_modules(model))
     matches = [_match(model, named, pattern, {**options, **own}) for pattern, own in _checked(patterns)]
     regions = [
-        (match, RegionForward(module, name, match.options, vars(module).get("forward"), plan=policies))
+        (match, RegionForward(module, name, match.options, vars(module).get("forward"), plan=plan))
         for match in matches
         for name, module in match.regions
     ]
     _raise_if_they_meet(model, matches)
-    if policies is not None:
-        _raise_unless_it_fits(policies, [region.name for _, region in regions])
+    if plan is not None:
+        _raise_unless_it_fits(plan, [region.name for _, region in regions])
     handle = CheckpointedModules(type(model).__name__, matches, [region for _, region in regions])
     try:
         for _, region in regions:
@@ -176,7 +180,7 @@ class CheckpointedModules:
     def __init__(self, model: str, matches: Sequence[_Match], regions: Sequence[RegionForward]) -> None:
         lines = [f"{len(regions)} region{'s' * (len(regions) != 1)} in {model}"]
         for match in matches:
-            told = ", ".join(f"{name}={value!r}" for name, value in match.options.items())
+            told = ", ".join(f"{name}={shown(value)}" for name, value in match.options.items())
             lines.append(f"{match.pattern!r}: {told or 'no options'}")
             lines += [f"    {name}" for name, _ in match.regions]
             lines += [f"    left as it is: {name}" for name in match.left]
@@ -216,13 +220,15 @@ def _checked(patterns: Any) -> list[tuple[str, Mapping[str, Any]]]:
     if isinstance(patterns, str):
         patterns = [patterns]
     if not isinstance(patterns, Iterable):
-        raise UsageError(f"checkpoint_modules() has no use for {patterns!r} as patterns", remedy=_FORM)
+        raise UsageError(f"checkpoint_modules() has no use for {shown(patterns)} as patterns", remedy=_FORM)
     found = list(patterns.items() if isinstance(patterns, Mapping) else ((pattern, {}) for pattern in patterns))
     for pattern, own in found:
         if not isinstance(pattern, str) or not pattern:
-            raise UsageError(f"checkpoint_modules() has no use for the pattern {pattern!r}", remedy=_FORM)
+            raise UsageError(f"checkpoint_modules() has no use for the pattern {shown(pattern)}", remedy=_FORM)
         if not isinstance(own, Mapping):
-            raise UsageError(f"checkpoint_modules() has no use for {own!r} as the options of {pattern!r}", remedy=_FORM)
+            raise UsageError(
+                f"checkpoint_modules() has no use for {shown(own)} as the options of {pattern!r}", remedy=_FORM
+            )
     if not found:
         raise UsageError("checkpoint_modules() got no pattern", remedy=_FORM)
     return found
@@ -241,15 +247,12 @@ def _has_forward(module: Module) -> bool:
 
 
 def _match(model: Module, named: Sequence[tuple[str, Module]], pattern: str, options: dict[str, Any]) -> _Match:
+    require_options("checkpoint_modules", options, ModulesOptions, _FORM)
     keep_last = options.pop("keep_last", 0)
     if type(keep_last) is not int or keep_last < 0:
         raise UsageError(
-            f"checkpoint_modules(keep_last={keep_last!r}) is not possible", remedy=f"It is a number from 0 on. {_FORM}"
-        )
-    if "region_name" in options:
-        raise UsageError(
-            "checkpoint_modules() has no option 'region_name'",
-            remedy="Regions have the qualified names of the modules.",
+            f"checkpoint_modules(keep_last={shown(keep_last)}) is not possible",
+            remedy=f"It is a number from 0 on. {_FORM}",
         )
     found = {id(module): (name, module) for name, module in reversed(named) if fnmatchcase(name, pattern)}
     if not found:
@@ -300,7 +303,7 @@ def _region_of(module: Module) -> RegionForward | None:
 def _raise_unless_it_fits(plan: Plan, names: Sequence[str]) -> None:
     if not (isinstance(plan, Mapping) and hasattr(plan, "bind")):
         raise UsageError(
-            f"checkpoint_modules() has no use for {plan!r} as policies",
+            f"checkpoint_modules() has no use for {shown(plan)} as a plan",
             remedy="It is a plan of budget.plan(), or Plan.from_json(text). A policy for ops is the option policy.",
         )
     if not any(name in plan for name in names):

@@ -9,7 +9,7 @@ from torch.compiler import is_compiling
 
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.naming import scope, scope_restored
-from torch_remat.errors import UsageError
+from torch_remat.errors import UsageError, shown
 
 
 @contextmanager
@@ -32,7 +32,7 @@ def name_scope(name: str) -> Iterator[None]:
     """
     if not isinstance(name, str) or not name or "/" in name:
         raise UsageError(
-            f"name_scope({name!r}) is not possible",
+            f"name_scope({shown(name)}) is not possible",
             remedy="The name of a scope is a non-empty string without '/'; nest scopes instead.",
         )
     if is_compiling():  # where ops have no names
@@ -51,9 +51,9 @@ def scoped(name: object) -> str:
     if not isinstance(name, str) or not name:
         mode = None if is_compiling() else current_mode()
         raise UsageError(
-            f"{name!r} is no name for an op",
+            f"{shown(name)} is no name for an op",
             region=None if mode is None else mode.region.name,
-            op=repr(name),
+            op=shown(name),
             remedy="An op's name is a non-empty string, unique within its region.",
         )
     return name if is_compiling() else scope.get() + name

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch.compiler import is_compiling
 
-from torch_remat.errors import UsageError
+from torch_remat.errors import UsageError, shown
 from torch_remat.offload.protocol import Offloader, chosen
 
 OFFLOADER = "an object with the methods offload, prefetch, onload and release, such as remat.CpuOffloader()"
@@ -40,7 +40,7 @@ def offload_to(offloader: Offloader) -> Iterator[None]:
         ...     y.sum().backward()
     """
     if not is_offloader(offloader):
-        raise UsageError(f"offload_to({offloader!r}) is not possible", remedy=f"It takes {OFFLOADER}.")
+        raise UsageError(f"offload_to({shown(offloader)}) is not possible", remedy=f"It takes {OFFLOADER}.")
     if is_compiling():  # where nothing is offloaded
         yield
         return

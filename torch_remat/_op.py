@@ -15,7 +15,7 @@ from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.naming import scope
 from torch_remat.dispatch.region.forward import Recording
 from torch_remat.errors import UsageError
-from torch_remat.policies.decision import CheckpointPolicy
+from torch_remat.policies.decision import CheckpointPolicy, require_policy
 
 _SAVE = CheckpointPolicy.SAVE
 P = ParamSpec("P")
@@ -99,11 +99,7 @@ def op(function: Any = None, name: str | None = None, *, policy: CheckpointPolic
         scoped(name)
     assert name is not None
     if not isinstance(policy, CheckpointPolicy):
-        raise UsageError(
-            f"{policy!r} is no policy",
-            op=name,
-            remedy="Policies of calls are remat.CheckpointPolicy.SAVE, OFFLOAD and RECOMPUTE.",
-        )
+        require_policy(policy, name)
     if function is None:
         return lambda decorated: wraps(decorated)(op(decorated, name, policy=policy, opaque=opaque))
 

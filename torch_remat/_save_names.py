@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from torch_remat.dispatch.mode import current_mode
-from torch_remat.errors import PolicyError, UsageError
+from torch_remat.errors import PolicyError, UsageError, shown
 from torch_remat.policies.kinds import Decision, OpPolicy
 from torch_remat.policies.names import NamePolicy
 
@@ -65,7 +65,7 @@ def offload_names(*patterns: str) -> OpPolicy:
 def _checked(function: str, patterns: tuple[str, ...]) -> tuple[str, ...]:
     if not patterns or not all(isinstance(pattern, str) and pattern for pattern in patterns):
         raise PolicyError(
-            f"{function}{patterns!r} is not possible",
+            f"{function}({', '.join(map(shown, patterns))}) is not possible",
             remedy=f'The form is {function}("attention.*", "*.mm_2_0"), with at least one non-empty string.',
         )
     return patterns
@@ -97,7 +97,7 @@ def checkpoint_name(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """
     if not isinstance(name, str) or not name or not isinstance(tensor, torch.Tensor):
         raise UsageError(
-            f"checkpoint_name({type(tensor).__name__}, {name!r}) is not possible",
+            f"checkpoint_name({type(tensor).__name__}, {shown(name)}) is not possible",
             remedy="The form is tensor = checkpoint_name(tensor, 'name'), with a non-empty string.",
         )
     mode = None if torch.compiler.is_compiling() else current_mode()

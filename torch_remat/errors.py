@@ -3,7 +3,6 @@
     RematError(RuntimeError)            everything that this library raises
     ├── UsageError(TypeError)           the API was called in a form that it does not have
     │   └── PolicyError(ValueError)     a policy for a region's ops is none, or an entry of it matched nothing
-    ├── OutputError(TypeError)          not raised any more; kept for code that catches it
     ├── MismatchError                   replay did not do what forward did
     ├── MutationError                   a tensor that backward or replay needs was changed in place
     ├── ReleasedError                   backward asked for values that an earlier backward freed
@@ -21,6 +20,7 @@ them without parsing text. The message is built here and nowhere else.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -73,10 +73,6 @@ class UsageError(RematError, TypeError):
 
 class PolicyError(UsageError, ValueError):
     """A policy for a region's ops is none, or an entry of it matched nothing."""
-
-
-class OutputError(RematError, TypeError):
-    """A region's function returned what it may not; it may return anything now, so that nothing raises this."""
 
 
 class MismatchError(RematError):
@@ -235,6 +231,29 @@ def qualified_name(region: str | None, op: str | None = None, tensor: str | None
     """Return ``region::op.tensor``, the form in which every message and report names a tensor."""
     inner = ".".join(part for part in (op, tensor) if part)
     return "::".join(part for part in (region, inner) if part)
+
+
+def shown(value: object) -> str:
+    """Return what a message shows of a value that a user gave: no values of tensors, and no more than a line."""
+    if isinstance(value, torch.Tensor):
+        return f"a {type(value).__name__} of shape {tuple(value.shape)}"
+    text = repr(value)
+    return text if len(text) <= _SHOWN and "tensor(" not in text else f"a {type(value).__name__}"
+
+
+_SHOWN = 200  # characters
+
+
+def warn(message: str, place: tuple[str, int] | None = None, registry: dict[Any, Any] | None = None) -> None:
+    """Warn at a line of the user's: the innermost one of their code, unless a place is given.
+
+    Args:
+        message: What costs more than it should, and what to do about it.
+        place: File and line.
+        registry: What was warned of, where one warning is to come once for a place.
+    """
+    file, line = user_line() if place is None else place
+    warnings.warn_explicit(message, RematWarning, file, line, registry=registry)
 
 
 _OURS = str(Path(__file__).parent)

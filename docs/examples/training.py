@@ -90,7 +90,7 @@ class Trainer:
         self._after_step(loss)
         return live_bytes.memory
 
-    def train_traced(self, batch: tuple[Tensor, Tensor]) -> tuple[remat.MemoryReport, remat.Trace]:
+    def train_traced(self, batch: tuple[Tensor, Tensor]) -> tuple[remat.reports.MemoryReport, remat.reports.Trace]:
         """Take one step; return what was kept after forward, and what happened when."""
         with self._own_random_states(), remat.trace() as trace:
             loss = self.model(*batch)

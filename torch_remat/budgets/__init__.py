@@ -2,5 +2,19 @@
 
 `budget` has the object and its context manager; `ledger` counts bytes by storage; `kept` is one region in a budget: its
 full holders, and which prefix of them to give up; `steps` notes what happened, for `text` and `pictures`; `reserve`
-learns what backward needs on top; `plan` makes decisions that last; `frontier` measures what memory buys.
+learns what backward needs on top; `plan` makes decisions that last; `curve` measures what memory buys.
 """
+
+from typing import TYPE_CHECKING
+
+from torch_remat._lazy import loaded_on_use
+
+if TYPE_CHECKING:
+    from torch_remat.budgets.budget import Budget
+    from torch_remat.budgets.curve import Frontier, frontier
+    from torch_remat.budgets.plan import Plan, Planned
+
+__all__ = ["Budget", "Frontier", "Plan", "Planned", "frontier"]
+__getattr__ = loaded_on_use(
+    __name__, {"budget": ("Budget",), "curve": ("Frontier", "frontier"), "plan": ("Plan", "Planned")}
+)

@@ -43,17 +43,17 @@ class Plan(Mapping[str, Planned]):
     """Which saved tensors regions keep, by region name; see `Budget.plan`.
 
     Its text is a list of prices. It is changed by `keep` and `give_up`, and used by
-    ``checkpoint_modules(model, patterns, policies=plan)``.
+    ``checkpoint_modules(model, patterns, plan=plan)``.
 
     Args:
         entries: What each region keeps.
 
     Example:
         >>> import torch_remat as remat
-        >>> plan = remat.Plan({"layers.3": remat.Planned(0, 12, 96 * 2**20, 0.0031)})
+        >>> plan = remat.budgets.Plan({"layers.3": remat.budgets.Planned(0, 12, 96 * 2**20, 0.0031)})
         >>> print(plan)
         layers.3: keeps 96.0 MiB, spares 3.1 ms
-        >>> remat.Plan.from_json(plan.to_json()) == plan
+        >>> remat.budgets.Plan.from_json(plan.to_json()) == plan
         True
     """
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 from weakref import ref
 
 import torch
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch_remat.policies.kinds import OpPolicy
 
 ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
-DeterminismCheck = str | Callable[[torch.Tensor], Any]
+DeterminismCheck = Literal["default", "bitwise", "none"] | Callable[[torch.Tensor], Any]
 
 
 class OpLog(Protocol):

@@ -174,6 +174,9 @@ def _walk(found: Reached, values: list[Any]) -> None:
             values.append(value.func)
             values += _held(found, value.args, enumerate(value.args))
             values += _held(found, value.keywords, value.keywords.items())
+        elif hasattr(kind, "__wrapped__"):  # a region in this one
+            seen.add(id(value))
+            values.append(value.__wrapped__)
         elif id(value) in owners:  # an object that is called, or has the method
             seen.add(id(value))
             values.append(_Attributes(getattr(value, "__dict__", {})))
@@ -269,7 +272,8 @@ def _role_of(kind: type) -> int:
         elif issubclass(kind, (Module, Generator)):
             role = _OWNER
         else:
-            role = _CALLABLE if kind in (*_CONTAINERS, FunctionType, MethodType, partial) else _OTHER
+            is_callable = kind in (*_CONTAINERS, FunctionType, MethodType, partial) or hasattr(kind, "__wrapped__")
+            role = _CALLABLE if is_callable else _OTHER
         _ROLES[kind] = role
     return role
 

@@ -26,7 +26,7 @@ class OffloadInfo(NamedTuple):
 
     Example:
         >>> import torch_remat as remat
-        >>> print(remat.OffloadInfo("block", "attention", "q", "residual", 4096).name)
+        >>> print(remat.offload.OffloadInfo("block", "attention", "q", "residual", 4096).name)
         block::attention.q
     """
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
-import warnings
 from collections import deque
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar, cast
 from weakref import WeakSet
 
-from torch_remat.errors import UsageError
+from torch_remat.errors import UsageError, shown, warn
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -44,7 +42,7 @@ class Shared:
         """Warn, unless the message is empty or there was a warning of this kind."""
         if message and kind not in self._warned:
             self._warned.add(kind)
-            warn_user(message)
+            warn(message)
 
     def _forget(self, ticket: Any) -> None:
         raise NotImplementedError
@@ -82,15 +80,9 @@ def require_numbers(owner: str, least: int = 0, **numbers: object) -> None:
     """Raise a `UsageError` unless all numbers are integers, and not less than ``least``."""
     for name, value in numbers.items():
         if not isinstance(value, int) or value < least:
-            raise UsageError(f"{owner}({name}={value!r}) is not possible", remedy=f"{name} is an int from {least} on.")
-
-
-def warn_user(message: str) -> None:
-    """Warn at the nearest line outside of this library and torch."""
-    frame, level = sys._getframe(1), 2
-    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "torch_remat"):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(message, RuntimeWarning, stacklevel=level)
+            raise UsageError(
+                f"{owner}({name}={shown(value)}) is not possible", remedy=f"{name} is an int from {least} on."
+            )
 
 
 def _after_fork() -> None:

@@ -10,9 +10,9 @@ from weakref import WeakSet, WeakValueDictionary, ref
 import torch
 
 from torch_remat._compat import storage_key, without_dispatch_modes
+from torch_remat.errors import warn
 from torch_remat.offload.prefetch import Prefetcher
 from torch_remat.offload.protocol import Offloader, OffloadInfo
-from torch_remat.offload.shared import warn_user
 from torch_remat.offload.transfer import Placement, StoredCopy, Transfer, flattened, travelling_span
 
 Batch = WeakValueDictionary[int, Transfer]
@@ -64,7 +64,7 @@ class Table:
         except Exception as error:
             if not self._warned:
                 self._warned = True
-                warn_user(
+                warn(
                     f"{type(offloader).__name__} could not take {info.name} ({info.bytes:,} bytes): {error!r}. "
                     "It stays where it is, as other tensors may; training goes on."
                 )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from enum import Enum
 
+from torch_remat.errors import UsageError, shown
+
 
 class CheckpointPolicy(Enum):
     """Whether replay runs an op again.
@@ -22,3 +24,14 @@ class CheckpointPolicy(Enum):
 
     OFFLOAD = "offload"
     """As SAVE, but what is kept leaves the device and comes back when it is needed; see `Offloader`."""
+
+
+def require_policy(policy: object, op: str, region: str | None = None) -> None:
+    """Raise `UsageError` if what was given as the policy of one call is none."""
+    if not isinstance(policy, CheckpointPolicy):
+        raise UsageError(
+            f"{shown(policy)} is no policy",
+            region=region,
+            op=op,
+            remedy="The policy of a call is remat.CheckpointPolicy.SAVE, OFFLOAD or RECOMPUTE.",
+        )

@@ -6,7 +6,6 @@ traced. Out: the contexts that ``torch.utils.checkpoint.checkpoint`` takes from 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy as TorchPolicy
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from torch_remat._compat import past_the_compiler
-from torch_remat.errors import Carried, PolicyError, RematError, RematWarning
+from torch_remat.errors import Carried, PolicyError, RematError, warn
 from torch_remat.policies.kinds import OF_TORCH, Combined, OpContext, OpPolicy
 from torch_remat.policies.names import NamePolicy
 
@@ -47,11 +46,7 @@ def all_saved() -> tuple[Any, Any]:
 def all_offloaded() -> tuple[Any, Any]:
     """Return those for a part whose results are kept away from the device; a torch without such a tag keeps them."""
     if not hasattr(TorchPolicy, "MUST_CPU_OFFLOAD"):
-        warnings.warn(
-            "this torch has no tag for what a compiled region offloads: OFFLOAD is SAVE there",
-            RematWarning,
-            stacklevel=2,
-        )
+        warn("this torch has no tag for what a compiled region offloads: OFFLOAD is SAVE there")
         return all_saved()
     contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(_offload)
     return contexts

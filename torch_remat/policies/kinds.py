@@ -21,7 +21,7 @@ from torch.compiler import is_compiling
 from torch.utils.checkpoint import CheckpointPolicy as TorchPolicy
 
 from torch_remat._compat import OperatorBase, OpOverloadPacket
-from torch_remat.errors import Carried, PolicyError
+from torch_remat.errors import Carried, PolicyError, shown
 from torch_remat.policies.decision import CheckpointPolicy
 
 
@@ -148,16 +148,14 @@ class Decider(ABC):
     Attributes:
         reads_names: Whether it decides by automatic names, so that all ops have to be counted.
         notes_packed: Whether it asks which results autograd saves, so that these have to be noted.
-        left: The ops that have to occur and have not, by identity.
         plans: What the runtime knows of ops, by identity; where the op alone decides, it outlives the forward.
     """
 
     reads_names = notes_packed = False
-    left: dict[int, Any]
     plans: dict[int, Any]
 
     def __init__(self) -> None:
-        self.left, self.plans = {}, {}
+        self.plans = {}
 
     @abstractmethod
     def decide(self, context: OpContext, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Decision]:
@@ -233,7 +231,7 @@ class _FunctionDecider(Decider):
             pass
         raise Carried(  # not through a local name, which would make a cycle with the traceback
             PolicyError(
-                f"the policy returned {said!r} for {op}",
+                f"the policy returned {shown(said)} for {op}",
                 remedy="A policy function returns remat.CheckpointPolicy, torch.utils.checkpoint.CheckpointPolicy, "
                 "a bool, or None for recomputing.",
             )
@@ -295,38 +293,36 @@ def _functions_of(function: FunctionType) -> list[Any]:
 
 
 class OpListPolicy(OpPolicy):
-    """Saves the results of certain ops, each of which has to occur, unless ``all_occur`` is false."""
+    """Saves the results of certain ops, of which none has to occur; an `OpOverloadPacket` means all its overloads."""
 
-    def __init__(self, ops: Iterable[Any], all_occur: bool = True) -> None:
-        self._ops = list(ops)
+    def __init__(self, ops: Iterable[Any]) -> None:
+        self._given = list(ops)
+        self._ops: list[Any] = []
         # Ops and kinds by identity, and plans, from the first forward.
-        self._known: tuple[dict[int, Any], set[int], dict[int, Any]] | None = None
-        self._all_occur = all_occur
-        for op in self._ops:
+        self._known: tuple[set[int], set[int], dict[int, Any]] | None = None
+        for op in self._given:
             if isinstance(op, OpOverloadPacket):
-                overload = op.overloads()[0]
+                self._ops += [getattr(op, overload) for overload in op.overloads()]
+            elif isinstance(op, OperatorBase):
+                self._ops.append(op)
+            else:
                 raise PolicyError(
-                    f"a policy lists {op}, which is an OpOverloadPacket",
-                    remedy=f"List the OpOverload that is meant, such as torch.ops.{op}.{overload}; its overloads are "
-                    f"{', '.join(op.overloads())}.",
-                )
-            if not isinstance(op, OperatorBase):
-                raise PolicyError(
-                    f"a policy lists {op!r}, which is no op",
-                    remedy="A list that is a policy has OpOverloads such as torch.ops.aten.mm.default.",
+                    f"a policy lists {shown(op)}, which is no op",
+                    remedy="A list that is a policy has ops such as torch.ops.aten.mm.default, or torch.ops.aten.mm "
+                    "for all its overloads.",
                 )
 
     def __repr__(self) -> str:
-        return f"[{', '.join(map(str, self._ops))}]"
+        return f"[{', '.join(map(str, self._given))}]"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _list_of, ([_path_of(op) for op in self._ops], self._all_occur)  # torch does not pickle ops
+        return _list_of, ([_path_of(op) for op in self._ops],)  # torch does not pickle ops
 
     def begin(self) -> Decider:
         """Begin one forward."""
         if self._known is None:
-            self._known = {id(op): op for op in self._ops}, {id(_kind_of(op)) for op in self._ops}, {}
-        return _OpListDecider(*self._known, self._all_occur)
+            self._known = {id(op) for op in self._ops}, {id(_kind_of(op)) for op in self._ops}, {}
+        return _OpListDecider(*self._known)
 
     def parts(self) -> tuple[Any, ...]:
         """Return the kind and the ops."""
@@ -337,8 +333,8 @@ def _path_of(op: Any) -> str:
     return str(op) if hasattr(op, "overloadpacket") else f"higher_order.{op}"
 
 
-def _list_of(paths: Iterable[str], all_occur: bool = True) -> OpListPolicy:
-    return OpListPolicy([attrgetter(path)(torch.ops) for path in paths], all_occur)
+def _list_of(paths: Iterable[str]) -> OpListPolicy:
+    return OpListPolicy([attrgetter(path)(torch.ops) for path in paths])
 
 
 def _kind_of(op: Any) -> Any:
@@ -347,30 +343,17 @@ def _kind_of(op: Any) -> Any:
 
 
 class _OpListDecider(Decider):
-    def __init__(self, ops: dict[int, Any], kinds: set[int], plans: dict[int, Any], all_occur: bool) -> None:
+    def __init__(self, ops: set[int], kinds: set[int], plans: dict[int, Any]) -> None:
         self._ops, self._kinds, self.plans = ops, kinds, plans
-        self.left = dict(ops) if all_occur else {}
 
     def decide(self, context: OpContext, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Decision]:
-        if id(op) not in self._ops:
-            return RECOMPUTED
-        self.left.pop(id(op), None)
-        return _SAVED
+        return _SAVED if id(op) in self._ops else RECOMPUTED
 
     def decide_op(self, op: Any) -> bool:
         return id(op) in self._ops
 
     def may_save(self, op: Any) -> bool:
         return id(_kind_of(op)) in self._kinds
-
-    def unmatched(self, names: Iterable[str]) -> PolicyError | None:
-        if not self.left:
-            return None
-        return PolicyError(
-            f"the policy lists {', '.join(str(op) for op in self.left.values())}, which the region did not run",
-            remedy="remat.list_names(function)(*args) shows the ops that it runs. A policy function, unlike a list, "
-            "may name ops that do not occur.",
-        )
 
 
 class Combined(OpPolicy):
@@ -430,7 +413,7 @@ def as_policy(policy: Any) -> OpPolicy:
     if callable(policy):
         return FunctionPolicy(policy)
     raise PolicyError(
-        f"{policy!r} is no policy for the ops of a region",
-        remedy="A policy is a function (ctx, op, *args, **kwargs), a list of OpOverloads, remat.save_names(...), one "
+        f"{shown(policy)} is no policy for the ops of a region",
+        remedy="A policy is a function (ctx, op, *args, **kwargs), a list of ops, remat.save_names(...), one "
         "of remat.policies, or several of these with | between them.",
     )

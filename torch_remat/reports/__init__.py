@@ -12,3 +12,17 @@
 Reports keep no tensor, and are never imported by the runtime. The face loads `debug_log` and `watch`, each
 when it is first needed, and no other.
 """
+
+from typing import TYPE_CHECKING
+
+from torch_remat._lazy import loaded_on_use
+
+if TYPE_CHECKING:
+    from torch_remat.reports.explanation import Explanation
+    from torch_remat.reports.memory import MemoryReport
+    from torch_remat.reports.trace import Trace
+
+__all__ = ["Explanation", "MemoryReport", "Trace"]
+__getattr__ = loaded_on_use(
+    __name__, {"explanation": ("Explanation",), "memory": ("MemoryReport",), "trace": ("Trace",)}
+)

@@ -20,7 +20,7 @@ from torch_remat.dispatch.placeholder import is_placeholder
 from torch_remat.dispatch.region.forward import run_region
 from torch_remat.dispatch.region.inputs import RegionInputs, leaves_of, with_leaves
 from torch_remat.dispatch.region.region import Region
-from torch_remat.errors import PlaceholderError, RematError, UsageError, qualified_name
+from torch_remat.errors import PlaceholderError, RematError, RematWarning, UsageError, qualified_name
 from torch_remat.offload.cpu import CpuOffloader
 from torch_remat.offload.protocol import chosen
 from torch_remat.policies.decision import CheckpointPolicy
@@ -175,7 +175,7 @@ class _Trials:
             args, kwargs = _arguments_of(region, region.inputs)
             with ExitStack() as stack:
                 stack.enter_context(warnings.catch_warnings())
-                warnings.filterwarnings("ignore", category=RuntimeWarning, message=".*(CpuOffloader|DiskOffloader)")
+                warnings.filterwarnings("ignore", category=RematWarning, message=".*(CpuOffloader|DiskOffloader)")
                 if region.rng is not None:
                     stack.enter_context(region.rng.replayed())
                 stack.enter_context(_Undo())

@@ -30,8 +30,8 @@ _NOT_WALKED = (torch.Tensor, Module, type, ModuleType)
 
 def identity_of(function: Any) -> Any:
     """Return what identifies a function and is the same in replay, which defines inner functions anew."""
-    while isinstance(function, partial):
-        function = function.func
+    while isinstance(function, partial) or hasattr(type(function), "__wrapped__"):
+        function = function.func if isinstance(function, partial) else function.__wrapped__
     if isinstance(function, MethodType):
         if isinstance(owner := function.__self__, type):  # the ``apply`` of a custom Function
             return owner, function.__name__

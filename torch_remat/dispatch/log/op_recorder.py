@@ -157,8 +157,6 @@ class OpRecorder:
             if make.kind == VIEW and keeps is not None:  # whose results are never kept, whatever the policy says
                 keeps = False
             known = decider.plans[id(op)] = keeps, make.kind != VIEW and decider.may_save(op), make
-        if decider.left:
-            decider.left.pop(id(op), None)
         keeps, is_named, make = known
         counts, name = None, make.effects.name
         if is_named or self._names_all or name in self._counts:

@@ -100,7 +100,7 @@ def frontier(function: Callable[..., Any], *args: Any, budgets: int = 6, steps: 
         >>> import torch, torch_remat as remat
         >>> block = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8))
         >>> x = torch.randn(4, 8)
-        >>> measured = remat.frontier(lambda: remat.checkpoint()(block)(x).sum().backward(), budgets=2)
+        >>> measured = remat.budgets.frontier(lambda: remat.checkpoint()(block)(x).sum().backward(), budgets=2)
         >>> [point.replay_seconds > 0 for point in measured.points]
         [True, False]
     """

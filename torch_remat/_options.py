@@ -1,0 +1,96 @@
+"""The options of regions as users write them: their types, and the errors about calls of another form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+from functools import wraps
+from inspect import signature
+from typing import TYPE_CHECKING, Any, ParamSpec, TypedDict, TypeVar
+
+from torch_remat.dispatch.options import ContextFn, DeterminismCheck
+from torch_remat.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch_remat.offload.protocol import Offloader
+    from torch_remat.policies.kinds import OpPolicy
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class LayerOptions(TypedDict, total=False):
+    """The options of `torch_remat.checkpoint` for regions that have names already; see there."""
+
+    preserve_rng_state: bool
+    determinism_check: DeterminismCheck
+    early_stop: bool
+    debug: bool
+    context_fn: ContextFn | None
+    offloader: Offloader | None
+    offload_inputs: bool
+    policy: OpPolicy | Iterable[Any] | Callable[..., Any] | None
+    allow_cache_entry_mutation: bool
+
+
+class CheckpointOptions(LayerOptions, total=False):
+    """All options of `torch_remat.checkpoint`."""
+
+    region_name: str | None
+
+
+class ModulesOptions(LayerOptions, total=False):
+    """The options of `torch_remat.checkpoint_modules`: ``keep_last`` matches stay as they are, besides the others."""
+
+    keep_last: int
+
+
+def says_form(form: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Return a decorator: a call that does not fit the signature is a `UsageError` that shows the right form."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return function(*args, **kwargs)
+            except TypeError as error:
+                if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+                    raise  # it comes from inside
+            raise _of_another_form(function, args, kwargs, form)
+
+        return checked
+
+    return decorate
+
+
+def _of_another_form(function: Any, args: tuple[Any, ...], options: dict[str, Any], form: str) -> UsageError:
+    known = [name for name, one in signature(function).parameters.items() if one.kind is one.KEYWORD_ONLY]
+    for option in options:
+        if option not in known:
+            return unknown_option(function.__name__, option, known, form)
+    return UsageError(
+        f"{function.__name__}() takes no function and no positional arguments",
+        remedy=f"{form} {_DROP_IN}",
+    )
+
+
+_DROP_IN = "remat.drop_in(**options) returns a function that is called as torch.utils.checkpoint.checkpoint is."
+
+
+def unknown_option(function: str, option: str, known: Iterable[str], form: str) -> UsageError:
+    """Return the error about an option that a function does not have: it names the near one, and all that there are."""
+    known = list(known)
+    if option == "use_reentrant":
+        advice = f"Leave it out: a region is never reentrant. {_DROP_IN}"
+    elif near := get_close_matches(option, known, n=1):
+        advice = f"Did you mean {near[0]!r}? The options are {', '.join(known)}."
+    else:
+        advice = f"The options are {', '.join(known)}."
+    return UsageError(f"{function}() has no option {option!r}", remedy=f"{advice} {form}")
+
+
+def require_options(function: str, options: Iterable[str], known: type, form: str) -> None:
+    """Raise `UsageError` if one of the options is none of those of a `TypedDict`."""
+    for option in options:
+        if option not in known.__annotations__:
+            raise unknown_option(function, option, known.__annotations__, form)
