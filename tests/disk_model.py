@@ -41,8 +41,8 @@ def expected_gradient(x, depth=3):
 
 def stored(offloader):
     """Return the files that are there, oldest first."""
-    number = lambda path: int(path.stem.rpartition("-")[2])  # noqa: E731
-    return sorted(Path(offloader.directory).glob("*.raw"), key=number)
+    number = lambda path: int(path.stem)  # noqa: E731
+    return sorted(Path(offloader.directory).rglob("*.raw"), key=number)
 
 
 def soon(holds):

@@ -83,7 +83,7 @@ def test_files_and_threads_are_gone_with_the_offloader(tmp_path):
     before = threading.active_count()
     offloader = remat.DiskOffloader(tmp_path, min_bytes=0, threads=3)
     y = run(offloader, leaf(8, 8))
-    assert threading.active_count() == before + 3
+    assert before < threading.active_count() <= before + 3
     del y, offloader
     assert threading.active_count() == before
     assert list(tmp_path.iterdir()) == []
@@ -101,7 +101,7 @@ def test_tensors_are_there_while_their_files_are_being_written(tmp_path, monkeyp
     x = leaf(8, 8)
     y = run(offloader, x)
     (first,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
-    assert list(tmp_path.iterdir()) == []
+    assert stored(offloader) == []
     assert_same(expected_gradient(x), first)
     del y  # released while it is waiting or being written
     go.set()

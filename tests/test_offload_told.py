@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
+import shutil
 import threading
 import warnings
 from pathlib import Path
@@ -63,9 +63,8 @@ def told():
 
 def step(offloader, x, disk, wait=True):
     y = run(offloader, x, 1)
-    begun = disk.writes
     if wait:
-        assert soon(lambda: disk.ended == disk.writes >= min(begun, 1))
+        assert soon(lambda: disk.ended == disk.writes >= 1)
     assert_same(torch.autograd.grad(y.sum(), x)[0], expected_gradient(x, 1))
 
 
@@ -136,7 +135,7 @@ def test_failure_that_nobody_was_told_of_is_told_when_the_offloader_goes(tmp_pat
     del y
     assert told == []
     if directory == "gone":  # a temporary one, whose owner is done with it
-        (tmp_path / "store").rmdir()
+        shutil.rmtree(tmp_path / "store")
     del offloader
     assert len(told) == (directory == "there")
 
@@ -152,21 +151,3 @@ def test_warning_that_is_made_an_error_passes_backward_and_loses_nothing(tmp_pat
         with pytest.raises(remat.RematWarning, match=TOLD):
             y.sum().backward(retain_graph=True)
         assert_same(torch.autograd.grad(y.sum(), x)[0], expected_gradient(x, 1))
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_thread_that_dies_while_it_waits_is_replaced_and_nothing_is_lost(tmp_path):
-    offloader, x = remat.DiskOffloader(tmp_path, min_bytes=0, threads=1), leaf(10, 10)
-    offloader.release(offloader.offload(torch.ones(100), INFO))
-    offloader.flush()
-    for _ in range(3):
-        (thread,) = offloader._store._threads
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
-        y = run(offloader, x, 1)
-        offloader.flush()
-        thread.join(30)  # it may still be on its way out
-        assert not thread.is_alive()
-        assert len(stored(offloader)) == 4
-        assert_same(torch.autograd.grad(y.sum(), x)[0], expected_gradient(x, 1))
-        del y
-    assert (stored(offloader), offloader.offloaded_bytes) == ([], 0)

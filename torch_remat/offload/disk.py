@@ -1,10 +1,19 @@
-"""`DiskOffloader`: tensors of the CPU or of a device wait in files; and the threads that write and read these."""
+"""`DiskOffloader`: tensors of the CPU or of a device wait in files, which threads write and read.
+
+NOTE [ Life of a disk ticket ]
+1. A thread writes the file. Until it is there, the ticket has the tensor, which may be read; then the tensor is let go
+   of, and the file is read. If it cannot be written, the tensor stays until it is released; the first failure is told.
+2. What is released before its thread has come is not written; what is being written then, its thread removes.
+3. All of that changes under the store's lock.
+4. A forked child has no threads, and no files either: what was written belongs to the parent, and may be read; what was
+   not stays, which nobody needs to be told.
+"""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from weakref import finalize
 
@@ -12,24 +21,60 @@ import torch
 
 from torch_remat.errors import OffloadError
 from torch_remat.offload import files
-from torch_remat.offload.files import DiskTicket, Stage
 from torch_remat.offload.protocol import OffloadInfo
 from torch_remat.offload.shared import Shared, locked, require_numbers
+from torch_remat.offload.streams import event_after, host_copy
 
 _LOST = (
     "The gradient cannot be computed without it: run the step again. Look for what else writes to or clears the "
     "directory, and at the health of the disk."
 )
+_THREADS = "torch_remat files"
+
+
+class DiskTicket:
+    """One tensor in a file, or on its way there; see NOTE [ Life of a disk ticket ].
+
+    Attributes:
+        tensor: What was offloaded, as long as it is here.
+        stays: Whether the file could not be written.
+        writing: The job that writes it.
+    """
+
+    __slots__ = (
+        *("checksum", "device", "dtype", "folder", "info", "path", "ready", "released", "stays", "tensor", "writing"),
+    )
+
+    writing: Future[None]
+
+    def __init__(self, folder: files.Folder, tensor: torch.Tensor, info: OffloadInfo) -> None:
+        self.folder, self.path, self.info = folder, folder.new_path(), info
+        self.dtype, self.device, self.ready = tensor.dtype, tensor.device, event_after(tensor)
+        self.tensor: torch.Tensor | None = tensor
+        self.checksum = 0
+        self.stays = self.released = False
+
+    def read(self) -> torch.Tensor:
+        """Return what the file has, as bytes of the CPU; may raise ``OSError`` or ``ValueError``."""
+        return files.read(self.path, self.info.bytes, self.checksum)
+
+    def read_ahead(self) -> torch.Tensor | None:
+        """Return the same; None if that fails: who asks for it reads it again, and tells."""
+        try:
+            return self.read()
+        except BaseException:
+            return None
 
 
 class DiskOffloader:
     """Keeps offloaded tensors in raw files, of which backward reads back what it needs.
 
     Threads in the background write the files. Until a file is written, its tensor is kept and used; if it cannot be
-    written (the disk is full, the directory is gone, the thread died), the tensor simply stays. One warning says so, at
-    the next tensor that is sent or read, in `flush`, or when the offloader goes. Files are private (mode 0600), and
-    have checksums, compared when they are read. They are removed when the tensor is released, when the graph dies, with
-    the offloader, and at exit; those of a process that was killed, by the next offloader on the same directory.
+    written (the disk is full, the directory is gone), the tensor simply stays. One warning says so, at the next tensor
+    that is sent or read, in `flush`, or when the offloader goes. Files are private (mode 0600), in a temporary
+    directory of their own, and have checksums, compared when they are read. They are removed when the tensor is
+    released, when the graph dies, with the offloader, and at exit; those of a process that was killed, by the next
+    offloader on the same directory.
 
     The space is really used: choose a directory on a local disk, not one in memory (``/tmp`` often is).
 
@@ -39,7 +84,7 @@ class DiskOffloader:
             says so. Tensors that could not be written do not count.
         min_bytes: The smallest tensor worth a file; smaller ones stay.
         prefetch_bytes: How many bytes are read ahead of their use; 0 for none.
-        threads: How many threads write and read.
+        threads: How many threads write, and as many read.
         queue_bytes: How many bytes may wait to be written. Forward waits beyond that, so that memory cannot fill up
             with tensors that are about to go.
 
@@ -76,7 +121,7 @@ class DiskOffloader:
         self.min_bytes = min_bytes
         self.prefetch_bytes = prefetch_bytes
         Path(self.directory).mkdir(mode=0o700, parents=True, exist_ok=True)
-        files.remove_orphans(self.directory)
+        files.remove_folders_left_in(self.directory)
         self._store = _Store(self.directory, threads, queue_bytes)
         finalize(self, self._store.close)  # also at exit
 
@@ -90,14 +135,13 @@ class DiskOffloader:
         self._store.tell_failure()
         if info.bytes < max(1, self.min_bytes):
             return None
-        ticket = DiskTicket(self.directory, tensor, info)
-        if not self._store.put(ticket, self.max_bytes):
+        ticket = self._store.put(tensor, info, self.max_bytes)
+        if ticket is None:
             self._store.warn_once(
                 "full",
                 f"DiskOffloader({self.directory!r}): {info.name} ({info.bytes:,} bytes) would exceed "
                 f"max_bytes={self.max_bytes}. It stays in memory, as other tensors may; training goes on.",
             )
-            return None
         return ticket
 
     def prefetch(self, ticket: DiskTicket) -> None:
@@ -126,7 +170,7 @@ class DiskOffloader:
 
     def stays(self, ticket: DiskTicket) -> bool:
         """Whether the file could not be written, so that the tensor stays; see `Offloader`."""
-        return ticket.stage is Stage.FAILED
+        return ticket.stays
 
     def flush(self) -> None:
         """Wait until everything that was offloaded is in its file, or cannot be; warn if something could not."""
@@ -135,7 +179,7 @@ class DiskOffloader:
 
 
 class _Store(Shared):
-    """A directory of raw files, and so many threads that write and read them."""
+    """The files of one offloader, and the threads that write and read them."""
 
     def __init__(self, directory: str, threads: int, queue_bytes: int) -> None:
         super().__init__()
@@ -143,18 +187,15 @@ class _Store(Shared):
         self._count = threads
         self._queue_bytes = queue_bytes
         self._used_bytes = 0
-        self._closed = False
         self._start_empty()
 
     def _start_empty(self) -> None:
-        self._has_work = threading.Condition(self._lock)
-        self._progress = threading.Condition(self._lock)  # a job has ended, or a ticket was released
-        self._reads: deque[DiskTicket] = deque()
-        self._writes: deque[DiskTicket] = deque()
-        self._running: set[DiskTicket] = set()
-        self._queued_bytes = 0  # of what is to be written and of what is being written
-        self._paths: set[str] = set()
-        self._threads: set[threading.Thread] = set()
+        self._progress = threading.Condition(self._lock)  # a file was written, or its ticket released
+        self._writers, self._readers = [ThreadPoolExecutor(self._count, _THREADS) for _ in range(2)]
+        self._unwritten: set[DiskTicket] = set()
+        self._queued_bytes = 0  # of these
+        self._ahead: dict[DiskTicket, Future[torch.Tensor | None]] = {}
+        self._folder: files.Folder | None = None
 
     @locked
     def used_bytes(self) -> int:
@@ -162,33 +203,41 @@ class _Store(Shared):
         return self._used_bytes
 
     @locked
-    def put(self, ticket: DiskTicket, max_bytes: int | None) -> bool:
-        """Queue a tensor to be written; blocks while the queue is full. False if there would be too many bytes."""
-        count = ticket.info.bytes
-        self._start_threads()
-        while (self._writes or self._running) and self._queued_bytes + count > self._queue_bytes:
-            self._wait()
-        if max_bytes is not None and self._used_bytes + count > max_bytes:
-            return False
-        self._used_bytes += count
-        self._queued_bytes += count
-        self._paths.add(ticket.path)
-        self._writes.append(ticket)
-        self._has_work.notify()
-        return True
+    def put(self, tensor: torch.Tensor, info: OffloadInfo, max_bytes: int | None) -> DiskTicket | None:
+        """Have a tensor written; blocks while too much waits. None if there would be too many bytes.
+
+        Raises:
+            OSError: There can be no directory.
+            RuntimeError: There can be no thread.
+        """
+        while self._unwritten and self._queued_bytes + info.bytes > self._queue_bytes:
+            self._progress.wait()
+        if max_bytes is not None and self._used_bytes + info.bytes > max_bytes:
+            return None
+        if self._folder is None:
+            self._folder = files.Folder(self.directory)
+        ticket = DiskTicket(self._folder, tensor, info)
+        try:
+            ticket.writing = self._writers.submit(self._write, ticket)
+        except RuntimeError:
+            ticket.tensor = None  # a later thread may still come to it
+            raise
+        self._unwritten.add(ticket)
+        self._used_bytes += info.bytes
+        self._queued_bytes += info.bytes
+        return ticket
 
     @locked
     def read_ahead(self, ticket: DiskTicket) -> None:
         """Have a thread read a file that is about to be needed."""
-        if ticket.stage is Stage.DONE and ticket.ahead is None:
-            self._start_threads()
-            ticket.stage = Stage.QUEUED
-            self._reads.append(ticket)
-            self._has_work.notify()
+        if ticket.tensor is None and ticket not in self._ahead:
+            self._ahead[ticket] = self._readers.submit(ticket.read_ahead)
 
     def get(self, ticket: DiskTicket) -> torch.Tensor:
         """Return the tensor that was put, or what its file has, as bytes of the CPU; may raise `OffloadError`."""
-        value, info = self._at_hand(ticket), ticket.info
+        value, ahead, info = *self._at_hand(ticket), ticket.info
+        if ahead is not None and not ahead.cancel():  # else this thread is faster
+            value = ahead.result()
         try:
             return ticket.read() if value is None else value
         except (OSError, ValueError) as error:
@@ -202,121 +251,89 @@ class _Store(Shared):
             ) from None
 
     @locked
-    def _at_hand(self, ticket: DiskTicket) -> torch.Tensor | None:
-        """Return the tensor if it is there, or has been read ahead."""
-        if ticket.tensor is not None:
-            return ticket.tensor
-        while ticket.stage is Stage.RUNNING:
-            self._progress.wait()
-        ticket.stage = Stage.DONE  # if it was QUEUED, this thread is faster
-        value, ticket.ahead = ticket.ahead, None
-        return value
+    def _at_hand(self, ticket: DiskTicket) -> tuple[torch.Tensor | None, Future[torch.Tensor | None] | None]:
+        """Return the tensor if it is here, and the job that reads it ahead, if there is one."""
+        return ticket.tensor, self._ahead.pop(ticket, None)
 
     @locked
     def flush(self) -> None:
         """Wait until each tensor is written, or cannot be."""
-        while self._writes or self._running:
-            self._wait()
+        while self._unwritten:
+            self._progress.wait()
 
     def close(self) -> None:
         """Stop the threads, remove the files, and tell what nobody was told yet."""
-        if threading.current_thread() in self._threads:  # a garbage collection came there; it cannot wait for itself
-            threading.Thread(target=self.close, daemon=True).start()
+        if threading.current_thread().name.startswith(_THREADS):  # a garbage collection came there
+            threading.Thread(target=self.close, daemon=True).start()  # since it cannot wait for itself
             return
-        with self._lock:
-            self._closed = True
-            self._has_work.notify_all()
-        for thread in list(self._threads):
-            thread.join()
-        while self._paths:
-            files.remove(self._paths.pop())
+        for pool in (self._writers, self._readers):
+            pool.shutdown(cancel_futures=True)
+        if self._folder is not None:
+            self._folder.remove()
         if os.path.isdir(self.directory):  # else its owner was done with it, as with a temporary one
             self.tell_failure()
 
     def _after_fork(self) -> None:
         super()._after_fork()
-        for ticket in (*self._reads, *self._writes, *self._running):
-            ticket.stage = Stage.FAILED if ticket.failure else Stage.DONE
-            if ticket.failure and not ticket.released:
+        for ticket in self._unwritten:
+            ticket.stays = True
+            if not ticket.released:
                 self._used_bytes -= ticket.info.bytes
         self._start_empty()
 
     def _forget(self, ticket: DiskTicket) -> None:
         ticket.released = True
-        if ticket.stage is not Stage.FAILED:
+        if not ticket.stays:
             self._used_bytes -= ticket.info.bytes
-        if ticket.stage is Stage.QUEUED and ticket.failure:
-            self._queued_bytes -= ticket.info.bytes
-            self._progress.notify_all()
-        if ticket.stage is not Stage.RUNNING:
-            self._drop(ticket)
+        if ticket in self._unwritten:
+            if not ticket.writing.cancel():
+                return  # its thread drops it
+            self._is_over(ticket)
+        self._drop(ticket)
 
     def _drop(self, ticket: DiskTicket) -> None:
-        ticket.stage = Stage.FAILED
-        ticket.tensor = ticket.ahead = ticket.ready = None
-        if ticket.path in self._paths:  # else it belongs to the parent of this process
-            self._paths.discard(ticket.path)
-            files.remove(ticket.path)
+        ticket.tensor = ticket.ready = None
+        if (ahead := self._ahead.pop(ticket, None)) is not None:
+            ahead.cancel()
+        ticket.folder.remove_file(ticket.path)
 
-    def _wait(self) -> None:
-        self._start_threads()  # in the place of those that died
-        self._has_work.notify_all()  # an exception may have come before `put` could
-        self._progress.wait()
-
-    def _start_threads(self) -> None:
-        """Start the threads that are missing; may raise RuntimeError."""
-        while len(self._threads) < self._count:
-            thread = threading.Thread(target=self._work, name="torch_remat files", daemon=True)
-            thread.start()
-            self._threads.add(thread)
-
-    def _work(self) -> None:
-        ticket: DiskTicket | None = None
-        try:
-            while (ticket := self._take(ticket)) is not None:
-                ticket.work()
-        finally:
-            self._end_thread(ticket)
-
-    @locked
-    def _take(self, done: DiskTicket | None) -> DiskTicket | None:
-        """Take the next ticket off a queue; None if the thread shall end."""
-        self._end_job(done)
-        while not self._closed:
-            for queue in (self._reads, self._writes):
-                while queue:
-                    if (ticket := queue.popleft()).stage is Stage.QUEUED:
-                        ticket.stage = Stage.RUNNING
-                        self._running.add(ticket)
-                        return ticket
-            self._progress.notify_all()
-            self._has_work.wait(1)  # a release that comes just before it lets go of the lock finds no other holder
-            self._forget_released()
-        return None
-
-    @locked
-    def _end_thread(self, ticket: DiskTicket | None) -> None:
-        self._end_job(ticket)
-        self._threads.discard(threading.current_thread())
-        self._progress.notify_all()  # who waits starts another one
-
-    def _end_job(self, ticket: DiskTicket | None) -> None:
-        if ticket is None or ticket not in self._running:
-            return
-        self._running.discard(ticket)
-        self._progress.notify_all()
-        if ticket.tensor is not None:  # it was to be written
+    def _is_over(self, ticket: DiskTicket) -> None:
+        if ticket in self._unwritten:
+            self._unwritten.discard(ticket)
             self._queued_bytes -= ticket.info.bytes
-        ticket.stage = Stage.FAILED if ticket.failure else Stage.DONE
-        if not ticket.failure:
+            self._progress.notify_all()
+
+    def _write(self, ticket: DiskTicket) -> None:
+        """Write a file, in a thread."""
+        failure = ""
+        try:
+            if ticket.tensor is not None:
+                ticket.checksum = files.write(ticket.path, host_copy(ticket.tensor, ticket.ready))
+        except BaseException as error:
+            failure = f"{type(error).__name__}: {error}"
+        self._has_written(ticket, failure)
+
+    @locked
+    def _has_written(self, ticket: DiskTicket, failure: str) -> None:
+        if ticket not in self._unwritten:
+            return
+        self._is_over(ticket)
+        if not failure:
             ticket.tensor = ticket.ready = None
-        elif not ticket.released:
-            self._used_bytes -= ticket.info.bytes
-        if ticket.failure:
-            self._failure = self._failure or (
-                f"DiskOffloader({self.directory!r}): no file could be written for {ticket.info.name} "
-                f"({ticket.info.bytes:,} bytes): {ticket.failure}. It stays in memory, as other tensors may; training "
-                "goes on."
-            )
+        else:
+            self._note_failure(ticket, failure)
         if ticket.released:
             self._drop(ticket)
+
+    def _note_failure(self, ticket: DiskTicket, failure: str) -> None:
+        ticket.stays = True
+        ticket.folder.remove_file(ticket.path)
+        if not ticket.released:
+            self._used_bytes -= ticket.info.bytes
+        if ticket.folder is self._folder and self._folder.is_gone():
+            self._folder.remove()  # the next tensor gets a new one
+            self._folder = None
+        self._failure = self._failure or (
+            f"DiskOffloader({self.directory!r}): no file could be written for {ticket.info.name} "
+            f"({ticket.info.bytes:,} bytes): {failure}. It stays in memory, as other tensors may; training goes on."
+        )
