@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 from torch_remat.dtr import _chart
+from torch_remat.dtr._memory import Deallocation
 from torch_remat.dtr._pool import Search
-from torch_remat.dtr._simulated import Deallocation
 from torch_remat.dtr.heuristics import HEURISTICS, resolve
 from torch_remat.dtr.log import Log
 from torch_remat.dtr.simulate import Simulation, simulate

@@ -13,7 +13,7 @@ import torch
 
 from torch_remat.dtr._kinds import Kind, leaves
 from torch_remat.dtr._ops import Const, Op, plain
-from torch_remat.dtr._storage import Storage
+from torch_remat.dtr._storage import Version
 from torch_remat.dtr._tensor import EvictableTensor
 
 _MOST_TERMS = 4  # of a sum of gradients that is made again rather than pinned
@@ -26,13 +26,13 @@ class Found:
 
     def __init__(self, kind: Kind) -> None:
         self.key: list[Any] = [kind.number]  # what its results' sizes and its cost depend on
-        self.inputs: list[Storage] = []  # each once
+        self.inputs: list[Version] = []  # each once
         self.consts: list[Const] = []
         self.tensors: list[EvictableTensor] = []
         self.ready = True  # whether all inputs are resident
 
 
-def plain_arguments(op: Op, roots: Mapping[Storage, torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
+def plain_arguments(op: Op, roots: Mapping[Version, torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
     """Return the arguments of an op as it gets them."""
     kind = op.kind
     return [plain(value, kind, roots) for value in op.args], {

@@ -24,7 +24,7 @@ from torch_remat._compat import (
     without_dispatch_modes,
 )
 from torch_remat.dtr._kinds import Kind, capture_ambient, leaves
-from torch_remat.dtr._storage import Alias, Storage, derive
+from torch_remat.dtr._storage import Alias, Version, derive
 from torch_remat.errors import MutationError
 
 _SAMPLES = 15  # runs of an op at the same shapes of which the median is taken
@@ -176,11 +176,12 @@ class Op:
     consts: Sequence[Const] = ()
     dispatch: tuple[Any, Any] | None = None
     gone = False
+    has_run = True
     random: tuple[torch.Generator, torch.Tensor] | None = None
     slots: Sequence[int] = (0,)
     terms = 1
-    through: Storage | None = None
-    written: tuple[Storage, ...] = ()
+    through: Version | None = None
+    written: tuple[Version, ...] = ()
 
     def __init__(
         self,
@@ -188,7 +189,7 @@ class Op:
         func: Callable[..., Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        inputs: tuple[Storage, ...],
+        inputs: tuple[Version, ...],
         known: Known,
     ) -> None:
         self.kind = kind
@@ -197,12 +198,23 @@ class Op:
         self.kwargs = kwargs
         self.inputs = inputs
         self.known = known
-        self.outputs: list[Storage | None] = []
+        self.outputs: list[Version | None] = []
         self.grad = torch.is_grad_enabled()
         if any_autocast_enabled():
             self.dispatch = (capture_ambient(), dispatch_state())
 
-    def absorb(self, old: Storage) -> bool:
+    @property
+    def name(self) -> str:
+        """The op, for people."""
+        return self.kind.name
+
+    @property
+    def size_bytes(self) -> int:
+        """What the results of another run take, but for those that are written into given memory."""
+        sizes = [one.size_bytes for one in self.outputs[len(self.written) :] if one is not None]
+        return max(sum(sizes), self.sequence()[0].known.bytes)
+
+    def absorb(self, old: Version) -> bool:
         """Become one with the op that made the storage that this one has written; return whether that can be."""
         before = old.op
         if before is None or old.users or len(before.outputs) != 1 or self.written != (old,):
@@ -226,12 +238,12 @@ class Op:
         ops.reverse()
         return ops
 
-    def made(self, result: Sequence[Any], roots: Mapping[Storage, torch.Tensor]) -> list[torch.Tensor | None]:
+    def made(self, result: Sequence[Any], roots: Mapping[Version, torch.Tensor]) -> list[torch.Tensor | None]:
         """Return the data of the outputs, from the parts of a result."""
         fresh = [leaf for leaf, slot in zip(result, self.slots, strict=True) if slot >= 0]
         return [*(roots[one] for one in self.written), *fresh]
 
-    def run(self, roots: Mapping[Storage, torch.Tensor]) -> list[Any]:
+    def run(self, roots: Mapping[Version, torch.Tensor]) -> list[Any]:
         """Run the op again; return the parts of its result.
 
         Args:
@@ -276,10 +288,10 @@ def _autocasting() -> list[str]:
     return [device for device, *_ in capture_ambient().autocast]
 
 
-def plain(argument: Any, kind: Kind, roots: Mapping[Storage, torch.Tensor]) -> Any:
+def plain(argument: Any, kind: Kind, roots: Mapping[Version, torch.Tensor]) -> Any:
     """Return an argument of a recorded op as the op gets it; its storages are resident."""
     form = type(argument)
-    if form is Storage:
+    if form is Version:
         return roots.get(argument, argument.tensor)
     if form is Alias:
         storage, place = argument

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from torch_remat._compat import storage_key
-from torch_remat.dtr._memory import Memory
+from torch_remat.dtr._block_memory import BlockMemory
 from torch_remat.dtr._ops import Const, Op
-from torch_remat.dtr._storage import Storage, copy_memory, derive, place_of
+from torch_remat.dtr._storage import Version, copy_memory, derive, place_of
 
 _PRUNE = 64  # readers of a tensor after which those that are gone are forgotten
 
@@ -22,7 +22,7 @@ _PRUNE = 64  # readers of a tensor after which those that are gone are forgotten
 class Outside:
     """Who has read the tensors from outside."""
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: BlockMemory) -> None:
         self.memory = memory
         self.readers: dict[int, list[Op]] = {}  # by address
         self.most_readers = 1000
@@ -69,7 +69,7 @@ class Outside:
                 _redirect(op, address, copied)
 
 
-def _reachable(ops: Sequence[Op]) -> list[Storage]:
+def _reachable(ops: Sequence[Op]) -> list[Version]:
     """Return the storages that depend on some ops and that the program, or an op that runs, can reach."""
     todo = [one for op in ops for one in op.outputs if one is not None]
     seen = dict.fromkeys(todo)
@@ -78,7 +78,7 @@ def _reachable(ops: Sequence[Op]) -> list[Storage]:
             if child not in seen:
                 seen[child] = None
                 todo.append(child)
-    return [one for one in seen if one.external or one.locks]
+    return [one for one in seen if one.names or one.locks]
 
 
 def _redirect(op: Op, address: int, copied: torch.Tensor) -> None:

@@ -37,13 +37,13 @@ from torch_remat._compat import (
     without_dispatch_modes,
 )
 from torch_remat.dtr._arguments import Found, adds_many, of_metadata, plain_arguments, random_state
+from torch_remat.dtr._block_memory import BlockMemory
 from torch_remat.dtr._kinds import Kind, argument, kind_of, leaves, refilled
 from torch_remat.dtr._leaving import make_plain, value_of
-from torch_remat.dtr._memory import Memory
 from torch_remat.dtr._ops import Const, Known, Op, Spare, bytes_on_meta, known_of, look_of, plain
 from torch_remat.dtr._outside import Outside
 from torch_remat.dtr._pool import ScanPool
-from torch_remat.dtr._storage import Alias, Buffer, Handle, Storage, copy_memory, derive, place_of
+from torch_remat.dtr._storage import Alias, Buffer, Handle, Version, copy_memory, derive, place_of
 from torch_remat.dtr._tensor import (
     EvictableTensor,
     LeftTensor,
@@ -53,7 +53,7 @@ from torch_remat.dtr._tensor import (
 )
 from torch_remat.errors import RematError
 
-_NOTHING: Mapping[Storage, torch.Tensor] = {}
+_NOTHING: Mapping[Version, torch.Tensor] = {}
 _OURS = frozenset((EvictableTensor, LeftTensor, torch.Tensor, torch.nn.Parameter))
 _DETACH = torch.ops.aten.detach.default
 _MOST_INPUTS = 8  # of writes in a row; what needs more to be made again is pinned, as gradients of shared weights are
@@ -108,7 +108,7 @@ def _at_plain_leaf() -> bool:
 class BlockRuntime:
     """Runs the ops of one block; see `budget`."""
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: BlockMemory) -> None:
         self.memory = memory
         self.dropped: deque[Handle] = deque()
         self.tensors: dict[int, ref[EvictableTensor]] = {}  # by id of the handle
@@ -129,7 +129,8 @@ class BlockRuntime:
             buffer = handle.buffer
             buffer.handles -= 1
             if not buffer.handles:
-                self.memory.unreachable(buffer.storage)
+                buffer.storage.names = 0
+                self.memory.release(buffer.storage)
 
     def view(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Make views of a tensor of the block, without its data."""
@@ -177,7 +178,7 @@ class BlockRuntime:
         try:
             if not calm:
                 memory.resident(inputs)
-            values = [one.tensor if type(one) is Storage else plain(one, kind, _NOTHING) for one in recorded]
+            values = [one.tensor if type(one) is Version else plain(one, kind, _NOTHING) for one in recorded]
             named_values = {name: plain(value, kind, _NOTHING) for name, value in named.items()} if named else {}
             if not calm:
                 if known.bytes < 0:
@@ -281,7 +282,7 @@ class BlockRuntime:
     def _next_versions(
         self,
         op: Op,
-        roots: Mapping[Storage, torch.Tensor],
+        roots: Mapping[Version, torch.Tensor],
         targets: Sequence[torch.Tensor],
         cost: float,
         why: str,
@@ -292,24 +293,24 @@ class BlockRuntime:
         for old, root in roots.items():
             if old.op is None and root is old.tensor:
                 continue  # pinned, and written where it is
-            new = Storage(root, None, root.untyped_storage().nbytes(), cost, self.memory.clock)
-            new.pin = why
+            new = Version(root, root.untyped_storage().nbytes(), cost, self.memory.clock, why)
             if alone and root is old.tensor and op.absorb(old):
                 new.cost += old.cost
                 if len(op.inputs) > _MOST_INPUTS:
                     new.pin = "a sum of many terms"
                 else:
-                    self._link(op, new)
+                    self.memory.link(op, new)
                 self.memory.supersede(old)
             else:
                 if not why:
-                    self._link(op, new)
+                    self.memory.link(op, new)
                 if root is old.tensor:
                     self.memory.evict(old)
             buffers[old].storage = new
             self.memory.born(new)
-            if old.external:
-                self.memory.unreachable(old)
+            if old.names:
+                old.names = 0
+                self.memory.release(old)
 
     def _follow(self, tensor: EvictableTensor, value: torch.Tensor, kind: Kind) -> None:
         """Give a tensor the shape that an op has given its value, as ``out=`` and ``resize_`` do."""
@@ -360,11 +361,10 @@ class BlockRuntime:
         if storage.users:
             assert storage.tensor is not None
             self.memory.reserve(storage.size_bytes, why)
-            new = Storage(copy_memory(storage.tensor), None, storage.size_bytes, 0.0, self.memory.clock)
-            new.pin = why
+            new = Version(copy_memory(storage.tensor), storage.size_bytes, 0.0, self.memory.clock, why)
             buffer.storage = new
             self.memory.born(new)
-            storage.external = False
+            storage.names = 0
         else:
             self.memory.pin(storage, why)
 
@@ -512,7 +512,9 @@ class BlockRuntime:
         if type(result) is torch.Tensor and not passed and not known.aliases and known.outputs and not pin:
             shape, stride, dtype, size, look = known.outputs[0]
             if size > _TINY and shape == result.shape and stride == result.stride() and dtype is result.dtype:
-                storage = Storage(result, op, size, cost, clock)
+                storage = Version(result, size, cost, clock)
+                storage.op = op
+                storage.parents = op.inputs
                 op.outputs.append(storage)
                 op.alive = 1
                 for parent in op.inputs:
@@ -555,12 +557,11 @@ class BlockRuntime:
                 made.append(leaf if buffer is None else self._alias(buffer, leaf))
                 continue
             size = leaf.untyped_storage().nbytes()
-            storage = Storage(leaf, None, size, cost, memory.clock)
-            storage.pin = pin or ("too small to evict" if size <= _TINY else "")
+            storage = Version(leaf, size, cost, memory.clock, pin or ("too small to evict" if size <= _TINY else ""))
             slots[-1] = fresh
             fresh += 1
             if not storage.pin:
-                self._link(op, storage)
+                self.memory.link(op, storage)
             else:
                 op.outputs.append(None)
             memory.born(storage)
@@ -578,17 +579,6 @@ class BlockRuntime:
         if isinstance(result, (tuple, list)):
             return refilled(result, iter(made))
         return made[0]
-
-    def _link(self, op: Op, storage: Storage) -> None:
-        """Record that an op made a storage."""
-        storage.op = op
-        op.outputs.append(storage)
-        if not op.alive:
-            for parent in op.inputs:
-                parent.users += 1
-        op.alive += 1
-        for parent in op.inputs:
-            parent.children[storage] = None
 
     def _tensor(self, like: torch.Tensor, handle: Handle) -> EvictableTensor:
         made = make_tensor(like, handle)

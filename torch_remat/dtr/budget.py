@@ -13,8 +13,9 @@ import torch
 
 from torch_remat._bytes import parse_bytes
 from torch_remat._compat import as_written
+from torch_remat.dtr._block_memory import BlockMemory
 from torch_remat.dtr._costs import Cost, Costs
-from torch_remat.dtr._memory import Deallocation, Memory
+from torch_remat.dtr._memory import Deallocation
 from torch_remat.dtr._pool import Search
 from torch_remat.dtr._runtime import BlockRuntime, Mode
 from torch_remat.dtr.heuristics import Heuristic, resolve
@@ -26,7 +27,7 @@ _active = threading.local()
 class Runtime:
     """A block's runtime: what it has done so far, also after the block."""
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: BlockMemory) -> None:
         self._memory = memory
         self._block = BlockRuntime(memory)
         self._mode = Mode(self._block)
@@ -134,7 +135,9 @@ class budget:
         seed: int = 0,
         device: torch.device | str | None = None,
     ) -> None:
-        self._memory = Memory(parse_bytes(limit, device), resolve(heuristic), Costs(cost), deallocation, search, seed)
+        self._memory = BlockMemory(
+            parse_bytes(limit, device), resolve(heuristic), Costs(cost), deallocation, search, seed
+        )
         self._runtime: Runtime | None = None
 
     def __enter__(self) -> Runtime:
@@ -155,7 +158,7 @@ def active_runtime() -> Runtime | None:
     return getattr(_active, "runtime", None)
 
 
-def enter(memory: Memory) -> Runtime:
+def enter(memory: BlockMemory) -> Runtime:
     """Begin a block in this thread.
 
     Raises:
@@ -187,7 +190,7 @@ def leave(runtime: Runtime, error: BaseException | None) -> None:
         raise failure
 
 
-def format_report(runtime: Runtime, memory: Memory) -> str:
+def format_report(runtime: Runtime, memory: BlockMemory) -> str:
     """Return the text of `Runtime.report`."""
     limit = runtime.budget_bytes
     lines = [

@@ -16,9 +16,9 @@ import torch
 
 from torch_remat._compat import graph_task, storage_key
 from torch_remat.dtr._arguments import Found
+from torch_remat.dtr._block_memory import BlockMemory
 from torch_remat.dtr._costs import Costs
 from torch_remat.dtr._kinds import Kind, leaves
-from torch_remat.dtr._memory import Memory
 from torch_remat.dtr._storage import Buffer, Handle
 from torch_remat.dtr._tensor import EvictableTensor
 from torch_remat.dtr.budget import Runtime, active_runtime, enter, leave
@@ -57,7 +57,7 @@ class record:
         self._writer = LogWriter(self._path)
         if runtime is None:
             self._own = True
-            runtime = enter(Memory(math.inf, resolve("lru"), Costs("measured"), "eager", None, 0))
+            runtime = enter(BlockMemory(math.inf, resolve("lru"), Costs("measured")))
         self._runtime = runtime
         runtime._block.recorder = Recorder(self._writer, seconds=runtime._memory.costs.measured)
         return runtime

@@ -1,0 +1,213 @@
+"""The memory of a block: it computes what it rematerializes, and counts the gradients that it hands to the program."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from torch_remat._compat import storage_key
+from torch_remat.dtr._costs import Costs
+from torch_remat.dtr._memory import Deallocation, Memory
+from torch_remat.dtr._ops import Op
+from torch_remat.dtr._pool import Search
+from torch_remat.dtr._storage import Version, copy_memory
+from torch_remat.dtr.heuristics import Heuristic
+from torch_remat.errors import BudgetError
+
+
+class BlockMemory(Memory):
+    """Storages with data.
+
+    Args:
+        costs: What ops cost.
+
+    Attributes:
+        soft: Whether to go past the limit rather than fail: while tensors leave the block.
+        again: By op: how often it ran again, and what that cost.
+        handed: By address: plain gradients, which are counted while they live.
+    """
+
+    def __init__(
+        self,
+        limit: float,
+        heuristic: Heuristic,
+        costs: Costs,
+        deallocation: Deallocation = "eager",
+        search: Search | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(limit, heuristic, deallocation, search, seed)
+        self.costs = costs
+        self.soft = False
+        self.again: dict[str, tuple[int, float]] = {}
+        self.handed: dict[int, tuple[StorageWeakRef, Version]] = {}
+
+    # Room
+
+    def reserve(self, size_bytes: int, asker: str) -> None:
+        """Evict until so many bytes fit in.
+
+        Raises:
+            BudgetError: Nothing is left to evict.
+        """
+        if self.live + size_bytes > self.limit and self.handed:
+            self.poll()
+        super().reserve(size_bytes, asker)
+
+    def poll(self) -> None:
+        """Stop counting gradients that are gone."""
+        for address, (weak, storage) in list(self.handed.items()):
+            if weak.expired():
+                del self.handed[address]
+                self.live -= storage.size_bytes
+
+    def no_room(self, size_bytes: int, asker: str) -> None:
+        """Say what is pinned, and why."""
+        if self.soft:
+            return
+        pinned = []
+        for storage in self.storages:
+            if storage.resident and storage.size_bytes:
+                why = "needed by an op that runs" if storage.locks and not storage.pin else storage.pin
+                made = f", the result of {storage.op.name}" if storage.op is not None else ""
+                pinned.append((storage.size_bytes, f"{why}{made}"))
+        pinned += [(one.size_bytes, one.pin) for _, one in self.handed.values() if one not in self.storages]
+        pinned.sort(key=lambda item: -item[0])
+        raise BudgetError(
+            op=asker, needed_bytes=int(self.live + size_bytes), budget_bytes=int(self.limit), pinned=pinned
+        )
+
+    # Storages
+
+    def born(self, storage: Version) -> None:
+        """Take in a new storage that holds data."""
+        self.storages[storage] = None
+        self.live += storage.size_bytes
+        if self.live > self.peak:
+            self.peak = self.live
+        if not storage.pin:
+            storage.pooled = True
+            self.pool.add(storage)
+
+    def link(self, op: Op, storage: Version) -> None:
+        """Record that an op made a storage."""
+        storage.op = op
+        storage.parents = op.inputs
+        op.outputs.append(storage)
+        if not op.alive:
+            for parent in op.inputs:
+                parent.users += 1
+        op.alive += 1
+        for parent in op.inputs:
+            parent.children[storage] = None
+
+    def cut(self, storage: Version, parent: Version | None = None) -> Collection[Version]:
+        """Forget the op that made a storage; return what no op reads now."""
+        op, storage.op = storage.op, None
+        storage.parents = ()
+        if op is None:
+            return ()
+        op.outputs[op.outputs.index(storage)] = None
+        op.alive -= 1
+        for one in op.inputs:
+            one.children.pop(storage, None)
+        if op.alive:
+            return ()
+        op.args, op.kwargs, op.gone = (), {}, True
+        for one in op.inputs:
+            one.users -= 1
+        return [one for one in op.inputs if not one.users]
+
+    def pin(self, storage: Version, why: str) -> None:
+        """Keep a resident storage for good, and forget how it was made."""
+        super().pin(storage, why)
+        self.remove(self.cut(storage))
+
+    def supersede(self, storage: Version) -> None:
+        """Take out a storage whose memory and op go on as a part of its next version."""
+        storage.names = 0
+        self.take_out(storage)
+        self.remove(self.cut(storage))
+
+    def free(self, storage: Version) -> None:
+        """Drop a resident storage's data; what was handed over is counted on."""
+        handed = self.handed and self.handed.get(storage_key(storage.data()))
+        super().free(storage)
+        if handed and handed[1] is storage:
+            self.live += storage.size_bytes
+
+    # Gradients
+
+    def hand_over(self, storage: Version) -> None:
+        """Give the data of a resident storage to a plain gradient, which is counted while it lives."""
+        self.pin(storage, "the gradient of a leaf")
+        data = storage.data()
+        self.handed[storage_key(data)] = (StorageWeakRef(data.untyped_storage()), storage)
+
+    def count(self, tensor: torch.Tensor, why: str) -> None:
+        """Count a plain tensor that the block made, while it lives."""
+        storage = Version(None, tensor.untyped_storage().nbytes(), 0.0, self.clock, why)
+        self.handed[storage_key(tensor)] = (StorageWeakRef(tensor.untyped_storage()), storage)
+        self.grow(storage.size_bytes)
+
+    def take_back(self, address: int) -> None:
+        """Copy the data of a handed-over storage that others still read, before the gradient is written."""
+        entry = self.handed.get(address)
+        if entry is None or entry[1] not in self.storages:
+            return
+        weak, storage = entry
+        self.reserve(storage.size_bytes, "a write to a gradient")
+        storage.fill(copy_memory(storage.data()))
+        self.grow(storage.size_bytes)
+        self.handed[address] = (weak, Version(None, storage.size_bytes, 0.0, self.clock, storage.pin))
+
+    # Running again
+
+    def run(self, op: Op) -> tuple[Sequence[Any], float]:
+        """Run an op again."""
+        ops = op.sequence()
+        first, later = ops[0], ops[1:]
+        with self.to_write(first.written, op.name) as roots:
+            made = first.made(first.run(roots), roots)
+            for write in later:
+                assert write.through is not None
+                assert made[0] is not None
+                write.run({write.through: made[0]})
+        if self.costs.measured:
+            return made, sum(one.known.cost for one in ops)
+        return made, next(one.cost for one in op.outputs if one is not None and not one.resident)
+
+    def note_again(self, op: Op, cost: float) -> None:
+        """Count an op that ran again."""
+        super().note_again(op, cost)
+        count, total = self.again.get(op.name, (0, 0.0))
+        self.again[op.name] = (count + 1, total + cost)
+
+    @contextmanager
+    def to_write(self, written: Iterable[Version], asker: str) -> Iterator[Mapping[Version, torch.Tensor]]:
+        """Give memory to write to for each locked storage that an op writes: a copy, or its own if it can come back.
+
+        A storage that is written is superseded, so its own memory would be evicted the moment after the copy.
+        """
+        roots: dict[Version, torch.Tensor] = {}
+        spent = []
+        try:
+            for storage in written:
+                data = storage.data()
+                if storage.locks == 1 and not storage.pin:
+                    spent.append(storage)
+                    roots[storage] = data
+                elif storage.pin and not storage.users:
+                    roots[storage] = data  # nothing reads the old version
+                else:
+                    self.reserve(storage.size_bytes, asker)
+                    roots[storage] = copy_memory(data)
+            yield roots
+        finally:
+            for storage in spent:
+                if storage.resident:
+                    self.evict(storage)
