@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -17,6 +17,15 @@ from torch_remat.dtr._pool import Search
 from torch_remat.dtr._storage import Version, copy_memory
 from torch_remat.dtr.heuristics import Heuristic
 from torch_remat.errors import BudgetError
+
+
+class Handed(NamedTuple):
+    """The memory of a plain tensor: what it is, and the storage whose data it is while that is read as well."""
+
+    memory: StorageWeakRef
+    size_bytes: int
+    why: str
+    storage: Version | None = None
 
 
 class BlockMemory(Memory):
@@ -44,7 +53,7 @@ class BlockMemory(Memory):
         self.costs = costs
         self.soft = False
         self.again: dict[str, tuple[int, float]] = {}
-        self.handed: dict[int, tuple[StorageWeakRef, Version]] = {}
+        self.handed: dict[int, Handed] = {}
 
     # Room
 
@@ -60,10 +69,10 @@ class BlockMemory(Memory):
 
     def poll(self) -> None:
         """Stop counting gradients that are gone."""
-        for address, (weak, storage) in list(self.handed.items()):
-            if weak.expired():
+        for address, plain in list(self.handed.items()):
+            if plain.memory.expired():
                 del self.handed[address]
-                self.live -= storage.size_bytes
+                self.live -= plain.size_bytes
 
     def no_room(self, size_bytes: int, asker: str) -> None:
         """Say what is pinned, and why."""
@@ -75,7 +84,7 @@ class BlockMemory(Memory):
                 why = "needed by an op that runs" if storage.locks and not storage.pin else storage.pin
                 made = f", the result of {storage.op.name}" if storage.op is not None else ""
                 pinned.append((storage.size_bytes, f"{why}{made}"))
-        pinned += [(one.size_bytes, one.pin) for _, one in self.handed.values() if one not in self.storages]
+        pinned += [(plain.size_bytes, plain.why) for plain in self.handed.values()]
         pinned.sort(key=lambda item: -item[0])
         raise BudgetError(
             op=asker, needed_bytes=int(self.live + size_bytes), budget_bytes=int(self.limit), pinned=pinned
@@ -133,37 +142,34 @@ class BlockMemory(Memory):
         self.take_out(storage)
         self.remove(self.cut(storage))
 
-    def free(self, storage: Version) -> None:
-        """Drop a resident storage's data; what was handed over is counted on."""
-        handed = self.handed and self.handed.get(storage_key(storage.data()))
-        super().free(storage)
-        if handed and handed[1] is storage:
-            self.live += storage.size_bytes
-
     # Gradients
 
     def hand_over(self, storage: Version) -> None:
         """Give the data of a resident storage to a plain gradient, which is counted while it lives."""
-        self.pin(storage, "the gradient of a leaf")
+        why = "the gradient of a leaf"
+        self.pin(storage, why)
         data = storage.data()
-        self.handed[storage_key(data)] = (StorageWeakRef(data.untyped_storage()), storage)
+        memory = StorageWeakRef(data.untyped_storage())
+        self.handed[storage_key(data)] = Handed(memory, storage.size_bytes, why, storage)
+        storage.size_bytes = 0
 
     def count(self, tensor: torch.Tensor, why: str) -> None:
         """Count a plain tensor that the block made, while it lives."""
-        storage = Version(None, tensor.untyped_storage().nbytes(), 0.0, self.clock, why)
-        self.handed[storage_key(tensor)] = (StorageWeakRef(tensor.untyped_storage()), storage)
-        self.grow(storage.size_bytes)
+        memory = tensor.untyped_storage()
+        self.handed[storage_key(tensor)] = Handed(StorageWeakRef(memory), memory.nbytes(), why)
+        self.grow(memory.nbytes())
 
     def take_back(self, address: int) -> None:
         """Copy the data of a handed-over storage that others still read, before the gradient is written."""
-        entry = self.handed.get(address)
-        if entry is None or entry[1] not in self.storages:
+        plain = self.handed.get(address)
+        storage = plain and plain.storage
+        if plain is None or storage is None or storage not in self.storages:
             return
-        weak, storage = entry
-        self.reserve(storage.size_bytes, "a write to a gradient")
+        self.reserve(plain.size_bytes, "a write to a gradient")
         storage.fill(copy_memory(storage.data()))
-        self.grow(storage.size_bytes)
-        self.handed[address] = (weak, Version(None, storage.size_bytes, 0.0, self.clock, storage.pin))
+        storage.size_bytes = plain.size_bytes
+        self.grow(plain.size_bytes)
+        self.handed[address] = plain._replace(storage=None)
 
     # Running again
 

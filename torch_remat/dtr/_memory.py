@@ -117,13 +117,12 @@ class View:
 
 
 class _Frame:
-    """An op that is to run: the storages that it holds, and its missing inputs, the next one last."""
+    """An op that is to run, and its missing inputs, the next one last; it holds the others."""
 
-    __slots__ = ("held", "missing", "op")
+    __slots__ = ("missing", "op")
 
     def __init__(self, op: Any) -> None:
         self.op = op
-        self.held: list[Any] = []
         self.missing: list[Any] | None = None  # until it begins
 
 
@@ -210,14 +209,17 @@ class Memory:
     def lock(self, storage: Any) -> None:
         """Keep a storage where it is, resident or to become so."""
         storage.locks += 1
-        self.withdraw(storage)
+        if storage.pooled:
+            self.withdraw(storage)
 
-    def unlock(self, storages: Iterable[Any]) -> None:
-        """Take one lock off each storage; those that nothing needs any more are removed."""
-        for storage in storages:
+    def unlock(self, tensors: Iterable[Any]) -> None:
+        """Take one lock off the storage of each tensor; what nothing needs any more is removed."""
+        for tensor in tensors:
+            storage = tensor.storage
             storage.locks -= 1
             if not storage.locks:
-                self.offer(storage)
+                if not storage.pin:
+                    self.offer(storage)
                 if not (storage.names or storage.users):
                     self.remove([storage])
 
@@ -236,8 +238,9 @@ class Memory:
         """Drop a resident storage's data."""
         self.live -= storage.size_bytes
         storage.drop()
-        for view in storage.views:
-            view.defined = False
+        if storage.views:
+            for view in storage.views:
+                view.defined = False
 
     # What nothing needs
 
@@ -252,10 +255,12 @@ class Memory:
 
     def remove(self, storages: Iterable[Any]) -> None:
         """Remove those storages for good that nothing needs, and those that only they needed."""
-        todo = list(storages)
+        todo, banishes = list(storages), self.deallocation == "banish"
         while todo:
             one = todo.pop()
-            if one not in self.storages or one.names or one.locks or self._is_needed(one):
+            if one.names or one.locks or one not in self.storages:
+                continue
+            if one.users and not (banishes and not any(child.misses(one) for child in one.children)):
                 continue
             self.take_out(one)
             for child in tuple(one.children):
@@ -267,15 +272,11 @@ class Memory:
     def take_out(self, storage: Any) -> None:
         """Forget a storage and its data."""
         del self.storages[storage]
-        self.withdraw(storage)
+        if storage.pooled:
+            self.withdraw(storage)
         self.heuristic.removed(storage)
         if storage.resident:
             self.free(storage)
-
-    def _is_needed(self, storage: Any) -> bool:
-        if self.deallocation != "banish":
-            return bool(storage.users)
-        return any(child.misses(storage) for child in storage.children)
 
     # Running ops
 
@@ -295,28 +296,27 @@ class Memory:
         try:
             while stack:
                 frame = stack[-1]
+                op = frame.op
                 missing = self._begin(frame) if frame.missing is None else frame.missing
                 while missing and missing[-1].defined:
-                    storage = missing.pop().storage
-                    self.lock(storage)
-                    frame.held.append(storage)
+                    self.lock(missing.pop().storage)
                 if missing:
                     stack.append(_Frame(missing[-1].op))
                     continue
                 try:
-                    self._run(frame.op)
+                    self._run(op)
                 except BudgetError:
                     patience -= 1
                     if not patience or not self._let_go(stack[:-1]):
                         raise
                     continue
                 stack.pop()
-                inputs = [tensor.storage for tensor in frame.op.inputs]
-                self.unlock(inputs)
+                self.unlock(op.inputs)
                 if self.deallocation == "banish":
-                    self.remove(inputs[::-1])
+                    self.remove([tensor.storage for tensor in reversed(op.inputs)])
         finally:
-            self._let_go(stack)
+            if stack:
+                self._let_go(stack)
 
     def _begin(self, frame: _Frame) -> list[Any]:
         missing = frame.missing = []
@@ -324,8 +324,9 @@ class Memory:
             storage = tensor.storage
             storage.last_access = self.clock
             if tensor.defined:
-                self.lock(storage)
-                frame.held.append(storage)
+                storage.locks += 1
+                if storage.pooled:
+                    self.withdraw(storage)
             else:
                 missing.append(tensor)
                 self.pool.touch(storage)
@@ -336,35 +337,38 @@ class Memory:
         """Unlock the inputs of ops on the stack; return whether there were any."""
         held = []
         for frame in stack:
-            held += frame.held
-            frame.held, frame.missing = [], None
+            if frame.missing is not None:
+                held += [tensor for tensor in frame.op.inputs if tensor not in frame.missing]
+                frame.missing = None
         self.unlock(held)
         return bool(held)
 
     def _run(self, op: Any) -> None:
         """Run an op whose inputs are here and locked."""
-        size_bytes = op.size_bytes
-        self.reserve(size_bytes, op.name)
-        self.grow(size_bytes)
+        spare = op.size_bytes
+        if self.live + spare > self.limit:
+            self.reserve(spare, op.name)
+        self.grow(spare)
         try:
             made, cost = self.run(op)
+            self.clock += cost
+            again = op.has_run
+            if not again:
+                self.record(op)
+            for tensor, data in zip(op.outputs, made, strict=True):
+                if tensor is None or (storage := tensor.storage) not in self.storages:
+                    continue
+                if not tensor.defined:
+                    tensor.fill(data)
+                    if tensor is storage:
+                        spare -= storage.size_bytes
+                        if again:
+                            self.heuristic.rematerialized(storage)
+                if not (storage.pooled or storage.locks or storage.pin):
+                    self.offer(storage)
         finally:
-            self.live -= size_bytes
-        self.clock += cost
-        again = op.has_run
-        if not again:
-            self.record(op)
-        for tensor, data in zip(op.outputs, made, strict=True):
-            if tensor is None or tensor.storage not in self.storages:
-                continue
-            storage = tensor.storage
-            if not tensor.defined:
-                tensor.fill(data)
-                if tensor is storage:
-                    self.grow(storage.size_bytes)
-                    if again:
-                        self.heuristic.rematerialized(storage)
-            self.offer(storage)
+            if spare:
+                self.grow(-spare)
         if again:
             self.note_again(op, cost)
 

@@ -267,15 +267,19 @@ class IndexPool:
             self._play(match, clock)
 
     def _play(self, match: int, clock: float) -> None:
-        below = 2 * match
-        first, second = self._winners[below], self._winners[below + 1]
-        until = min(self._until[below], self._until[below + 1])
-        if first < 0 or second < 0:
-            winner = max(first, second)
+        below, winners = 2 * match, self._winners
+        first, second = winners[below], winners[below + 1]
+        until, other = self._until[below], self._until[below + 1]
+        if other < until:
+            until = other
+        if first < 0:
+            winners[match] = second
+        elif second < 0:
+            winners[match] = first
         else:
-            winner, sure = self._duel(first, second, clock)
-            until = min(until, sure)
-        self._winners[match] = winner
+            winners[match], sure = self._duel(first, second, clock)
+            if sure < until:
+                until = sure
         self._until[match] = until
 
     def _duel(self, first: int, second: int, clock: float) -> tuple[int, float]:
@@ -302,9 +306,11 @@ def _crossing(slope1: float, access1: float, slope2: float, access2: float, cloc
     """Return until when ``slope1 (t - access2)`` and ``slope2 (t - access1)`` surely keep their order."""
     if slope1 == slope2:
         return math.inf
+    apart, steepest = (slope1 - slope2, slope1) if slope1 > slope2 else (slope2 - slope1, slope2)
     after = slope2 * (access2 - access1) / (slope1 - slope2)
-    doubt = _SLACK * (abs(after) + abs(access2)) * (1 + 1e-3 * max(slope1, slope2) / abs(slope1 - slope2))
+    doubt = _SLACK * (abs(after) + access2) * (1 + 1e-3 * steepest / apart)
     crossing = access2 + after
     if crossing + doubt < clock:
         return math.inf
-    return max(clock, crossing - doubt)
+    surely = crossing - doubt
+    return surely if surely > clock else clock

@@ -118,12 +118,15 @@ class _LogStorage(Storage):
     storage: Any = None
     users = 1  # a log's op can run again until the log ends
 
+    cost: float = 0
+    last_access: float = 0
+    names = 0
+
     def __init__(self, size_bytes: int) -> None:
-        super().__init__(size_bytes, 0, 0)
-        self.names = 0
-        self.parents = {}
+        self.size_bytes = size_bytes
+        self.parents: dict[_LogStorage, None] = {}
+        self.children: dict[_LogStorage, None] = {}
         self.storage = self
-        self.views = []
 
     def fill(self, data: Any) -> None:
         """Be there."""
@@ -157,19 +160,20 @@ class _LogMemory(Memory):
         """Run a whole log."""
         tensors, ops = _objects(log)
         named = [0] * len(tensors)
+        run, constant, drop = Step.RUN, Step.CONSTANT, Step.DROP
         for done, (step, number) in enumerate(log.steps):
-            if step is Step.RUN:
+            if step is run:
                 self.perform(ops[number])
                 for tensor in log.ops[number].outputs:
                     named[tensor] += 1
             else:
                 storage = tensors[number].storage
-                change = -1 if step is Step.DROP else 1
+                change = -1 if step is drop else 1
                 named[number] += change
                 storage.names += change
-                if step is Step.CONSTANT:
+                if step is constant:
                     self._begin_constant(storage)
-                elif step is Step.DROP:
+                elif step is drop:
                     self.release(storage)
             if progress is not None and not done % 64:
                 progress(done)
@@ -200,7 +204,7 @@ class _LogMemory(Memory):
             if tensor is tensor.storage:
                 self.storages[tensor] = None
             else:
-                tensor.storage.views.append(tensor)
+                tensor.storage.views = (*tensor.storage.views, tensor)
         for storage in dict.fromkeys(tensor.storage for tensor in op.outputs):
             storage.cost += op.cost
             storage.last_access = self.clock
