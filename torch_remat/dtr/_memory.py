@@ -23,7 +23,8 @@ NOTE [Running an op]
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias, get_args
 
 from torch_remat.dtr._pool import Search, make_pool
@@ -285,6 +286,17 @@ class Memory:
         for storage in storages:
             if not storage.resident:
                 self.perform(storage.op)
+
+    @contextmanager
+    def held(self, storages: Iterable[Any]) -> Iterator[None]:
+        """Have storages resident and locked."""
+        for storage in storages:
+            self.lock(storage)
+        try:
+            self.resident(storages)
+            yield
+        finally:
+            self.unlock(storages)
 
     def perform(self, op: Any) -> None:
         """Run an op, and before it those that make its missing inputs; see NOTE [Running an op].

@@ -21,7 +21,7 @@ from torch_remat._compat import (
     without_dispatch_modes,
     without_torch_function_ever,
 )
-from torch_remat.dtr._kinds import leaves, refilled
+from torch_remat.dtr._ops import leaves, refilled
 from torch_remat.dtr._storage import Handle, derive, place_of
 from torch_remat.errors import RematError
 

@@ -14,8 +14,8 @@ import torch
 from torch_remat._bytes import parse_bytes
 from torch_remat._compat import as_written
 from torch_remat.dtr._block_memory import BlockMemory
-from torch_remat.dtr._costs import Cost, Costs
 from torch_remat.dtr._memory import Deallocation
+from torch_remat.dtr._ops import Cost, Costs
 from torch_remat.dtr._pool import Search
 from torch_remat.dtr._runtime import BlockRuntime, Mode
 from torch_remat.dtr.heuristics import Heuristic, resolve

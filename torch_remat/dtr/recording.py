@@ -15,10 +15,8 @@ from typing import Any
 import torch
 
 from torch_remat._compat import graph_task, storage_key
-from torch_remat.dtr._arguments import Found
 from torch_remat.dtr._block_memory import BlockMemory
-from torch_remat.dtr._costs import Costs
-from torch_remat.dtr._kinds import Kind, leaves
+from torch_remat.dtr._ops import Costs, Found, Kind, leaves
 from torch_remat.dtr._storage import Buffer, Handle
 from torch_remat.dtr._tensor import EvictableTensor
 from torch_remat.dtr.budget import Runtime, active_runtime, enter, leave
