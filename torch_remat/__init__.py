@@ -15,7 +15,6 @@ from torch_remat._save_names import checkpoint_name, offload_names, save_names
 from torch_remat.dispatch.call.handle import RematHandle
 from torch_remat.dispatch.placeholder import is_placeholder
 from torch_remat.errors import (
-    LogError,
     MismatchError,
     MutationError,
     OffloadError,
@@ -60,7 +59,6 @@ __all__ = [
     "DiskOffloader",
     "Explanation",
     "Frontier",
-    "LogError",
     "MemoryReport",
     "MismatchError",
     "MutationError",

@@ -18,6 +18,7 @@ import random
 from collections.abc import Collection, Iterable
 from typing import Any, ClassVar, Protocol
 
+from torch_remat._score import eviction_score
 from torch_remat.errors import UsageError
 
 
@@ -112,9 +113,7 @@ class RatioHeuristic(Heuristic):
     def score(self, storage: Storage, clock: float) -> float:
         """Return the fraction at this clock."""
         numerator, denominator = self.ratio(storage)
-        if self.decays:
-            denominator *= clock - storage.last_access
-        return numerator / denominator if denominator else math.inf
+        return eviction_score(numerator, denominator, clock - storage.last_access if self.decays else 1)
 
 
 class Local(RatioHeuristic):

@@ -21,7 +21,7 @@ from torch_remat.dtr._storage import Buffer, Handle
 from torch_remat.dtr._tensor import EvictableTensor
 from torch_remat.dtr.budget import Runtime, active_runtime, enter, leave
 from torch_remat.dtr.heuristics import resolve
-from torch_remat.dtr.writer import LogWriter
+from torch_remat.dtr.log import LogWriter
 from torch_remat.errors import UsageError
 
 
