@@ -22,14 +22,13 @@ NOTE [Running an op]
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias, get_args
 
 from torch_remat.dtr._pool import Search, make_pool
-from torch_remat.dtr.heuristics import Heuristic
-from torch_remat.errors import BudgetError, UsageError
+from torch_remat.dtr.heuristics import Heuristic, unknown_name
+from torch_remat.errors import BudgetError
 
 Deallocation: TypeAlias = Literal["eager", "ignore", "banish"]
 
@@ -142,9 +141,7 @@ class Memory:
         self, limit: float, heuristic: Heuristic, deallocation: Deallocation, search: Search | None, seed: int
     ) -> None:
         if deallocation not in get_args(Deallocation):
-            near = difflib.get_close_matches(str(deallocation), get_args(Deallocation), n=1)
-            remedy = f"Did you mean {near[0]!r}?" if near else "It is 'eager', 'ignore' or 'banish'."
-            raise UsageError(f"there is no deallocation {deallocation!r}", remedy=remedy)
+            raise unknown_name("deallocation", deallocation, get_args(Deallocation))
         self.limit = limit
         self.heuristic = heuristic
         self.deallocation = deallocation

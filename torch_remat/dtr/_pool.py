@@ -13,38 +13,15 @@ from __future__ import annotations
 
 import math
 import random
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
-from torch_remat.dtr.heuristics import Heuristic, RatioHeuristic, Storage
+from torch_remat.dtr.heuristics import Heuristic, RatioHeuristic, Storage, unknown_name
 from torch_remat.errors import UsageError
 
 Search: TypeAlias = Literal["index", "scan", "sample"]
 
 _SMALLEST_SAMPLE = 32
 _SLACK = 1e-12  # how far before a computed crossing, relative, the index stops trusting an order
-
-
-class Pool(Protocol):
-    """The evictable storages of one run."""
-
-    scored: int
-    """How many scores were asked for so far."""
-
-    def __len__(self) -> int: ...
-
-    def __contains__(self, storage: Storage) -> bool: ...
-
-    def add(self, storage: Storage) -> None:
-        """Take in a storage that became evictable."""
-
-    def discard(self, storage: Storage) -> None:
-        """Let go of a storage, if it is here."""
-
-    def touch(self, storage: Storage) -> None:
-        """Take note that a storage's last access has changed, if it is here."""
-
-    def victim(self, clock: float) -> Any:
-        """Return the storage to evict at this clock, one of those given, which stays; None if there is none."""
 
 
 def make_pool(heuristic: Heuristic, search: Search | None = None, seed: int = 0) -> Pool:
@@ -69,7 +46,7 @@ def make_pool(heuristic: Heuristic, search: Search | None = None, seed: int = 0)
     if search == "sample":
         return SamplePool(heuristic, seed)
     if search != "index":
-        raise UsageError(f"there is no search {search!r}", remedy="It is 'index', 'scan' or 'sample'.")
+        raise unknown_name("search", search, get_args(Search))
     if not isinstance(heuristic, RatioHeuristic):
         raise UsageError(
             f"the index cannot order the scores of {type(heuristic).__name__}, which may change with every clock",
@@ -78,19 +55,39 @@ def make_pool(heuristic: Heuristic, search: Search | None = None, seed: int = 0)
     return IndexPool(heuristic)
 
 
-class ScanPool:
-    """Looks at every evictable storage, oldest first."""
+class Pool:
+    """The evictable storages of one run.
+
+    Attributes:
+        scored: How many scores were asked for so far.
+    """
 
     def __init__(self, heuristic: Heuristic) -> None:
         self._heuristic = heuristic
-        self._storages: dict[Storage, None] = {}
         self.scored = 0
 
-    def __len__(self) -> int:
-        return len(self._storages)
+    def add(self, storage: Storage) -> None:
+        """Take in a storage that became evictable."""
+        raise NotImplementedError
 
-    def __contains__(self, storage: Storage) -> bool:
-        return storage in self._storages
+    def discard(self, storage: Storage) -> None:
+        """Let go of a storage, if it is here."""
+        raise NotImplementedError
+
+    def touch(self, storage: Storage) -> None:
+        """Take note that a storage's last access has changed, if it is here; who asks for scores anew need not."""
+
+    def victim(self, clock: float) -> Any:
+        """Return the storage to evict at this clock, one of those given, which stays; None if there is none."""
+        raise NotImplementedError
+
+
+class ScanPool(Pool):
+    """Looks at every evictable storage, oldest first."""
+
+    def __init__(self, heuristic: Heuristic) -> None:
+        super().__init__(heuristic)
+        self._storages: dict[Storage, None] = {}
 
     def add(self, storage: Storage) -> None:
         """Put the storage last."""
@@ -99,9 +96,6 @@ class ScanPool:
     def discard(self, storage: Storage) -> None:
         """Take the storage out."""
         self._storages.pop(storage, None)
-
-    def touch(self, storage: Storage) -> None:
-        """Do nothing: scores are asked for anew each time."""
 
     def victim(self, clock: float) -> Any:
         """Return the least of all."""
@@ -114,20 +108,13 @@ class ScanPool:
         return chosen
 
 
-class SamplePool:
+class SamplePool(Pool):
     """Looks at a random sample: the square root of the number of storages, at least 32."""
 
     def __init__(self, heuristic: Heuristic, seed: int) -> None:
-        self._heuristic = heuristic
+        super().__init__(heuristic)
         self._draw = random.Random(seed)
         self._storages: list[Storage] = []
-        self.scored = 0
-
-    def __len__(self) -> int:
-        return len(self._storages)
-
-    def __contains__(self, storage: Storage) -> bool:
-        return storage.place >= 0
 
     def add(self, storage: Storage) -> None:
         """Put the storage last."""
@@ -143,9 +130,6 @@ class SamplePool:
                 last.place = storage.place
             storage.place = -1
 
-    def touch(self, storage: Storage) -> None:
-        """Do nothing: scores are asked for anew each time."""
-
     def victim(self, clock: float) -> Any:
         """Return the least of a sample."""
         storages = self._storages
@@ -156,7 +140,7 @@ class SamplePool:
         return min(storages, key=lambda storage: self._heuristic.score(storage, clock), default=None)
 
 
-class IndexPool:
+class IndexPool(Pool):
     """Keeps a tournament of all scores that stays right while the clock goes on.
 
     NOTE [A tournament with staleness]. A score ``n / (d (clock - access))`` changes with every clock, but of two
@@ -170,10 +154,9 @@ class IndexPool:
     """
 
     def __init__(self, heuristic: RatioHeuristic) -> None:
-        self._heuristic = heuristic
-        self.scored = 0
+        super().__init__(heuristic)
+        self._ratio, self._decays = heuristic.ratio, heuristic.decays
         self._number = 0
-        self._count = 0
         self._changed: set[int] = set()  # places whose match is to be played again
         heuristic.changed = self._changed
         self._size = 0  # places; a power of two
@@ -185,12 +168,6 @@ class IndexPool:
         self._until: list[float] = []  # by match: the last clock at which the winner is sure
         self._grow()
 
-    def __len__(self) -> int:
-        return self._count
-
-    def __contains__(self, storage: Storage) -> bool:
-        return storage.place >= 0
-
     def add(self, storage: Storage) -> None:
         """Give the storage a place."""
         if not self._free:
@@ -199,7 +176,6 @@ class IndexPool:
         self._storages[place] = storage
         self._number += 1
         self._numbers[place] = self._number
-        self._count += 1
         self._changed.add(place)
 
     def discard(self, storage: Storage) -> None:
@@ -209,7 +185,6 @@ class IndexPool:
             storage.place = -1
             self._storages[place] = None
             self._free.append(place)
-            self._count -= 1
             self._changed.add(place)
 
     def touch(self, storage: Storage) -> None:
@@ -219,13 +194,12 @@ class IndexPool:
 
     def victim(self, clock: float) -> Any:
         """Return the winner at this clock."""
-        if not self._count:
-            return None
         if self._changed:
             self._enter(clock)
         if self._until[1] < clock:
             self._play_expired(clock)
-        return self._storages[self._winners[1]]
+        winner = self._winners[1]
+        return None if winner < 0 else self._storages[winner]
 
     def _grow(self) -> None:
         self._size = max(64, 2 * self._size)
@@ -249,7 +223,7 @@ class IndexPool:
             storage = self._storages[place]
             if storage is not None:
                 self.scored += 1
-                self._keys[place] = (*self._heuristic.ratio(storage), storage.last_access)
+                self._keys[place] = (*self._ratio(storage), storage.last_access)
             self._winners[self._size + place] = -1 if storage is None else place
             matches.add((self._size + place) >> 1)
         while matches:
@@ -287,7 +261,7 @@ class IndexPool:
         numerator1, denominator1, access1 = self._keys[first]
         numerator2, denominator2, access2 = self._keys[second]
         sure = math.inf
-        if self._heuristic.decays:
+        if self._decays:
             stale1, stale2 = clock - access1, clock - access2
             if not stale1 or not stale2:
                 sure = clock

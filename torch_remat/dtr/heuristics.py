@@ -177,15 +177,12 @@ class _ExactNeighbourhood(RatioHeuristic):
         cost: float = storage.note
         return cost
 
+    def ratio(self, storage: Storage) -> tuple[float, float]:
+        """Return c with its neighbourhood, and m."""
+        return storage.cost + self.neighbourhood(storage), storage.size_bytes
+
     def evicted(self, storage: Storage) -> None:
-        """Mark whose neighbourhood has grown."""
-        self._mark_around(storage)
-
-    def rematerialized(self, storage: Storage) -> None:
-        """Mark whose neighbourhood has shrunk."""
-        self._mark_around(storage)
-
-    def _mark_around(self, storage: Storage) -> None:
+        """Mark whose neighbourhood has changed."""
         storage.note = None
         border = self._walk(storage, upwards=False)[1]
         if self.downwards:
@@ -194,6 +191,8 @@ class _ExactNeighbourhood(RatioHeuristic):
             one.note = None
         if self.changed is not None:
             self.changed.update(one.place for one in border)
+
+    rematerialized = evicted
 
     def _walk(self, storage: Storage, *, upwards: bool) -> tuple[set[Storage], set[Storage]]:
         """Return the evicted storages reached in one direction through evicted ones, and the residents behind them."""
@@ -217,10 +216,6 @@ class Dtr(_ExactNeighbourhood):
 
     decays = True
 
-    def ratio(self, storage: Storage) -> tuple[float, float]:
-        """Return c with its neighbourhood, and m."""
-        return storage.cost + self.neighbourhood(storage), storage.size_bytes
-
 
 class EStar(_ExactNeighbourhood):
     """``c + cost of e*``: the reduced heuristic of the theorem, for storages of one size."""
@@ -234,10 +229,6 @@ class Msps(_ExactNeighbourhood):
     """``(c + cost of the evicted ancestors) / m``, without staleness."""
 
     downwards = False
-
-    def ratio(self, storage: Storage) -> tuple[float, float]:
-        """Return c with the ancestors to compute again first, and m."""
-        return storage.cost + self.neighbourhood(storage), storage.size_bytes
 
 
 class _Component:
@@ -341,12 +332,16 @@ def resolve(heuristic: str | type[Heuristic] | Heuristic) -> Heuristic:
     if isinstance(heuristic, str):
         if heuristic in HEURISTICS:
             return HEURISTICS[heuristic]()
-        near = difflib.get_close_matches(heuristic, HEURISTICS, n=2, cutoff=0.5)
-        remedy = f"Did you mean {' or '.join(map(repr, near))}? " if near else ""
-        raise UsageError(
-            f"there is no heuristic named {heuristic!r}", remedy=f"{remedy}Names are: {', '.join(HEURISTICS)}."
-        )
+        raise unknown_name("heuristic", heuristic, HEURISTICS)
     raise UsageError(
         f"a heuristic is a name, a subclass of remat.dtr.Heuristic or an instance of one, not {heuristic!r}",
         remedy=f"Names are: {', '.join(HEURISTICS)}.",
     )
+
+
+def unknown_name(what: str, name: object, known: Iterable[str]) -> UsageError:
+    """Return the error about a name that means nothing."""
+    known = list(known)
+    near = difflib.get_close_matches(str(name), known, n=2, cutoff=0.5)
+    remedy = f"Did you mean {' or '.join(map(repr, near))}? " if near else ""
+    return UsageError(f"there is no {what} {name!r}", remedy=f"{remedy}Names are: {', '.join(known)}.")
