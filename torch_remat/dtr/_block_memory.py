@@ -125,13 +125,13 @@ class BlockMemory(Memory):
         storage.parents = ()
         if op is None:
             return ()
-        op.outputs[op.outputs.index(storage)] = None
+        op.outputs[op.outputs.index(storage) if len(op.outputs) > 1 else 0] = None
         op.alive -= 1
         for one in op.inputs:
             one.children.pop(storage, None)
         if op.alive:
             return ()
-        op.args, op.kwargs, op.gone = (), {}, True
+        op.args, op.kwargs, op.gone = [], {}, True
         for one in op.inputs:
             one.users -= 1
         return [one for one in op.inputs if not one.users]
@@ -143,9 +143,8 @@ class BlockMemory(Memory):
 
     def supersede(self, storage: Version) -> None:
         """Take out a storage whose memory and op go on as a part of its next version."""
-        storage.names = 0
-        self.take_out(storage)
-        self.remove(self.cut(storage))
+        storage.names = storage.locks = 0
+        self.remove([storage])
 
     # Gradients
 

@@ -1,9 +1,10 @@
 """The memory of a run: which storages hold data, which are evicted for room, and how evicted data come back.
 
-A block and the simulator share it. A subclass says what it takes to run an op: a block computes, the simulator counts.
+A block and the simulator share it. As it stands here it only counts, as the simulator does; a block's subclass
+computes.
 
 In: ops and the storages that they read and make, requests for room. Kept: each storage that the program or an op can
-still reach. Out: evicted storages, rematerialized ones, and the subclass's error where nothing is left to evict.
+still reach. Out: evicted storages, rematerialized ones, and an error where nothing is left to evict.
 
 NOTE [The life of a storage]. It is born resident. While no running op locks it, and it can be made again, it is in
 the pool, from which `reserve` takes victims. When the program releases the last tensor on it, deallocation decides:
@@ -35,6 +36,10 @@ Deallocation: TypeAlias = Literal["eager", "ignore", "banish"]
 _PATIENCE = 16  # how often ops that wait for an input unlock the others, before a budget is too small
 
 
+class RunOutError(Exception):
+    """There is no room, and nothing to evict."""
+
+
 class Storage:
     """A piece of memory; heuristics see it as `heuristics.Storage`.
 
@@ -48,6 +53,7 @@ class Storage:
         users: How many ops that can run again read it.
         names: How many ways the program has to reach it.
         locks: How many running ops need it where it is.
+        resident: Whether it holds data now.
         pooled: Whether it is in the pool of what can be evicted.
         pin: Why it is never evicted, empty where it can be.
         op: What makes it (again).
@@ -62,23 +68,19 @@ class Storage:
     pin = ""
     place = -1
     pooled = False
+    resident = False
     users = 0
     views: Sequence[View] = ()
 
-    def __init__(self, size_bytes: int, cost: float, clock: float) -> None:
+    def __init__(self, size_bytes: int, cost: float = 0, clock: float = 0) -> None:
         self.size_bytes = size_bytes
         self.cost = cost
         self.last_access = clock
         self.children: dict[Any, None] = {}
 
     @property
-    def resident(self) -> bool:
-        """Whether it holds data now."""
-        raise NotImplementedError
-
-    @property
     def defined(self) -> bool:
-        """The same, of the tensor for which it stands."""
+        """Whether the tensor for which it stands has data."""
         return self.resident
 
     @property
@@ -88,11 +90,11 @@ class Storage:
 
     def fill(self, data: Any) -> None:
         """Hold data."""
-        raise NotImplementedError
+        self.resident = True
 
     def drop(self) -> None:
         """Hold no data."""
-        raise NotImplementedError
+        self.resident = False
 
     def misses(self, parent: Storage) -> bool:
         """Whether making it whole takes another storage."""
@@ -154,23 +156,44 @@ class Memory:
         self.time_again: float = 0
         self.storages: dict[Any, None] = {}
 
-    # What a backend says
+    # What a block does otherwise
 
     def run(self, op: Any) -> tuple[Sequence[Any], float]:
         """Run an op on resident inputs; return data for each of its outputs, and its cost."""
-        raise NotImplementedError
+        return op.outputs, op.cost
 
     def record(self, op: Any) -> None:
-        """Take note of an op that has run for the first time; an op that was recorded elsewhere has run."""
-        raise NotImplementedError
-
-    def no_room(self, size_bytes: int, asker: str) -> None:
-        """Raise because nothing is left to evict, or return to go past the limit."""
-        raise NotImplementedError
+        """Connect the storages that an op has made for the first time with those that it read."""
+        op.has_run = True
+        read = dict.fromkeys(tensor.storage for tensor in op.inputs)
+        for tensor in op.outputs:
+            storage = tensor.storage
+            storage.names += 1
+            if tensor is storage:
+                self.storages[storage] = None
+            else:
+                storage.views = (*storage.views, tensor)
+        for storage in dict.fromkeys(tensor.storage for tensor in op.outputs):
+            storage.cost += op.cost
+            storage.last_access = self.clock
+            for parent in read:
+                if parent is not storage:
+                    storage.parents[parent] = None
+                    parent.children[storage] = None
 
     def cut(self, storage: Any, parent: Any = None) -> Collection[Any]:
         """Forget how a storage was made, as far as a parent is needed for it; return what may be needless now."""
-        raise NotImplementedError
+        if parent is not None:
+            del storage.parents[parent]
+            return ()
+        for one in storage.parents:
+            del one.children[storage]
+        parents: Collection[Any] = storage.parents
+        return parents
+
+    def no_room(self, size_bytes: int, asker: str) -> None:
+        """Raise because nothing is left to evict, or return to go past the limit."""
+        raise RunOutError
 
     # Room
 
@@ -260,21 +283,18 @@ class Memory:
                 continue
             if one.users and not (banishes and not any(child.misses(one) for child in one.children)):
                 continue
-            self.take_out(one)
-            for child in tuple(one.children):
-                self.withdraw(child)
-                child.pin = "what made it was banished"
-                todo += self.cut(child, one)
+            del self.storages[one]
+            if one.pooled:
+                self.withdraw(one)
+            self.heuristic.removed(one)
+            if one.resident:
+                self.free(one)
+            if one.children:
+                for child in tuple(one.children):
+                    self.withdraw(child)
+                    child.pin = "what made it was banished"
+                    todo += self.cut(child, one)
             todo += self.cut(one)
-
-    def take_out(self, storage: Any) -> None:
-        """Forget a storage and its data."""
-        del self.storages[storage]
-        if storage.pooled:
-            self.withdraw(storage)
-        self.heuristic.removed(storage)
-        if storage.resident:
-            self.free(storage)
 
     # Running ops
 

@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass
+from functools import lru_cache
 from time import perf_counter
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.utils.flop_counter import flop_registry
@@ -29,7 +30,7 @@ from torch_remat._compat import (
     with_dispatch_state,
     without_dispatch_modes,
 )
-from torch_remat.dispatch.ambient import RngState, capture_ambient
+from torch_remat.dispatch.ambient import Ambient, RngState, capture_ambient
 from torch_remat.dispatch.log.schema import LIFT, WRITES_WITHOUT_SAYING, argument, effects_of
 from torch_remat.dtr._storage import Alias, Version, derive
 from torch_remat.errors import MutationError, UsageError
@@ -78,11 +79,6 @@ class Kind:
         adds: Whether it is the addition of two tensors.
         higher: Whether it is a higher-order op, which may take anything.
     """
-
-    __slots__ = (
-        "accumulates", "adds", "factory", "higher", "lifts", "name", "number", "once", "random", "reshapes", "returned",
-        "training", "view", "written",
-    )  # fmt: skip
 
     def __init__(self, op: Any, number: int) -> None:
         effects = effects_of(op)  # which keeps the op alive, so that its id stays its own
@@ -180,18 +176,12 @@ class Const:
         return tensor
 
 
-class Spare:
+class Spare(NamedTuple):
     """Stands for the running statistics that a batch norm in training writes: a second run writes somewhere else."""
 
-    __slots__ = ("like",)
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.like = (tensor.shape, tensor.dtype, tensor.device)
-
-    def value(self) -> torch.Tensor:
-        """Return something to write to."""
-        shape, dtype, device = self.like
-        return torch.zeros(shape, dtype=dtype, device=device)
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
 
 
 class Known:
@@ -204,7 +194,7 @@ class Known:
         self.cost = 0.0
         self.bytes = -1  # what its results take; -1 while nobody knows
         self.aliases = False  # whether results share memory with arguments or with each other
-        self.outputs: list[tuple[torch.Size, tuple[int, ...], torch.dtype, int, Any]] = []
+        self.outputs: list[tuple[int, Look]] = []  # bytes and looks of new results
 
     def took(self, seconds: float) -> None:
         """Take note of a run."""
@@ -214,22 +204,19 @@ class Known:
             self.cost = samples[len(samples) // 2]
 
 
-# By op, shapes and other arguments. It outlives the blocks, which are one training step each: sizes follow from the
-# key, and costs are medians over runs of the same op on the same machine.
-_known: dict[tuple[Any, ...], Known] = {}
-
-
 def known_of(key: tuple[Any, ...]) -> Known:
     """Return what is known of an op with these arguments."""
     try:
-        known = _known.get(key)
+        return _known(key)
     except TypeError:  # an argument that cannot be hashed
         return Known()
-    if known is None:
-        if len(_known) >= _MOST_KNOWN:
-            _known.clear()
-        known = _known[key] = Known()
-    return known
+
+
+@lru_cache(_MOST_KNOWN)
+def _known(key: tuple[Any, ...]) -> Known:
+    # By op, shapes and other arguments. It outlives the blocks, which are one training step each: sizes follow from
+    # the key, and costs are medians over runs of the same op on the same machine.
+    return Known()
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -246,19 +233,13 @@ class Look:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
 
 
-_looks: dict[tuple[Any, ...], Look] = {}
+_look = lru_cache(_MOST_KNOWN)(Look)
 
 
 def look_of(tensor: torch.Tensor) -> Look:
     """Return what a tensor looks like."""
     strided = tensor.layout is torch.strided
-    key = (tensor.shape, tensor.stride() if strided else (), tensor.dtype, tensor.device)
-    look = _looks.get(key)
-    if look is None:
-        if len(_looks) >= _MOST_KNOWN:
-            _looks.clear()
-        look = _looks[key] = Look(*key)
-    return look
+    return _look(tensor.shape, tensor.stride() if strided else (), tensor.dtype, tensor.device)
 
 
 class Op:
@@ -285,7 +266,7 @@ class Op:
     alive = 0
     before: Op | None = None
     consts: Sequence[Const] = ()
-    dispatch: tuple[Any, Any] | None = None
+    dispatch: tuple[Ambient, Any] = (Ambient((), None, None), None)
     gone = False
     has_run = True
     random: RngState | None = None
@@ -298,12 +279,13 @@ class Op:
         self,
         kind: Kind,
         func: Callable[..., Any],
-        args: Sequence[Any],
+        args: list[Any],
         kwargs: Mapping[str, Any],
         inputs: tuple[Version, ...],
         known: Known,
     ) -> None:
         self.kind = kind
+        self.name = kind.name
         self.func = func
         self.args = args
         self.kwargs = kwargs
@@ -313,11 +295,6 @@ class Op:
         self.grad = torch.is_grad_enabled()
         if any_autocast_enabled():
             self.dispatch = (capture_ambient(), dispatch_state())
-
-    @property
-    def name(self) -> str:
-        """The op, for people."""
-        return self.kind.name
 
     @property
     def size_bytes(self) -> int:
@@ -380,24 +357,14 @@ class Op:
         """Run as the first time: below autograd, with the autocast, the grad mode and the random state of then."""
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(self.grad))
-            if self.dispatch is not None:
-                ambient, state = self.dispatch
+            ambient, state = self.dispatch
+            if ambient.autocast or any_autocast_enabled():
                 for context in ambient.contexts():
                     stack.enter_context(context)
-                stack.enter_context(with_dispatch_state(state))
-            else:
-                for device in _autocasting():
-                    stack.enter_context(torch.autocast(device, enabled=False))
-                stack.enter_context(below_autograd())
+            stack.enter_context(below_autograd() if state is None else with_dispatch_state(state))
             if self.random is not None:
                 stack.enter_context(self.random.replayed())
             yield
-
-
-def _autocasting() -> list[str]:
-    if not any_autocast_enabled():
-        return []
-    return [device for device, *_ in capture_ambient().autocast]
 
 
 def plain(argument: Any, kind: Kind, roots: Mapping[Version, torch.Tensor]) -> Any:
@@ -411,7 +378,7 @@ def plain(argument: Any, kind: Kind, roots: Mapping[Version, torch.Tensor]) -> A
     if form is Const:
         return argument.value(kind)
     if form is Spare:
-        return argument.value()
+        return torch.zeros(argument.shape, dtype=argument.dtype, device=argument.device)
     if form is list or form is tuple:
         return form([plain(part, kind, roots) for part in argument])
     return argument
@@ -453,24 +420,9 @@ def of_metadata(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequenc
     return (tensor._handle.look.on_meta(), *args[1:]), {**kwargs, "device": tensor.device if device is None else device}
 
 
-def random_state(args: Sequence[Any], kwargs: Mapping[str, Any]) -> RngState:
-    """Return the present state of the generator that an op may draw from."""
-    generator = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)), None)
-    if generator is None:
-        device = kwargs.get("device")
-        if device is None:
-            device = next((leaf.device for leaf in leaves(list(args)) if isinstance(leaf, torch.Tensor)), "cpu")
-        generator = _generator_of(torch.device(device))
-    return RngState.of([(generator, generator.get_state())])
-
-
-def _generator_of(device: torch.device) -> torch.Generator:
-    module: Any = getattr(torch, device.type, None)
-    generators = getattr(module, "default_generators", ())
-    if not generators:
-        return torch.default_generator
-    found: torch.Generator = generators[module.current_device() if device.index is None else device.index]
-    return found
+def generators(args: Sequence[Any], kwargs: Mapping[str, Any]) -> RngState:
+    """Return the present state of the generators that an op may draw from."""
+    return RngState([value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)])
 
 
 def adds_many(op: Op) -> bool:

@@ -44,17 +44,18 @@ from torch_remat.dtr._ops import (
     Found,
     Kind,
     Known,
+    Look,
     Op,
     Spare,
     adds_many,
     argument,
     bytes_on_meta,
+    generators,
     kind_of,
     known_of,
     leaves,
     look_of,
     of_metadata,
-    random_state,
     refilled,
 )
 from torch_remat.dtr._pool import ScanPool
@@ -100,7 +101,7 @@ class Mode(DispatchMode):
             return runtime.once(kind, func, args, kwargs)
         if kind.written:
             return runtime.write(kind, func, args, kwargs)
-        return runtime.compute(kind, func, args, kwargs, gradient=gradient)
+        return runtime.compute(kind, func, args, kwargs, gradient)
 
 
 def _at_plain_leaf() -> bool:
@@ -166,7 +167,7 @@ class BlockRuntime:
         return tensor
 
     def compute(
-        self, kind: Kind, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, gradient: bool = False
+        self, kind: Kind, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], gradient: bool = False
     ) -> Any:
         """Run and record an op that makes new tensors and does nothing else.
 
@@ -225,7 +226,9 @@ class BlockRuntime:
             returned = kind.returned if type(result) is not tuple or len(result) == len(kind.returned) else ()
             made = self._results(op, result, found, cost, [passed[at] if at >= 0 else None for at in returned], why)
             if trains:
-                op.args = [Spare(v.tensor) if at in (3, 4) and type(v) is Const else v for at, v in enumerate(op.args)]
+                for at in (3, 4):
+                    if type(const := op.args[at]) is Const:
+                        op.args[at] = Spare(const.tensor.shape, const.tensor.dtype, const.tensor.device)
         if self.recorder is not None:
             self.recorder.wrote(kind, found, targets, made, cost)
         return made
@@ -252,11 +255,12 @@ class BlockRuntime:
         """Run an op for the first time; return its result, its cost, and the arguments that it got."""
         kind, known, costs = op.kind, op.known, self.memory.costs
         args, kwargs = given = op.given(roots)
-        if kind.random:
-            op.random = random_state(args, kwargs)
+        random = generators(args, kwargs) if kind.random else None
         start = perf_counter()
         result = op.func(*args, **kwargs)
         known.took(perf_counter() - start)
+        if random is not None and random.keep_drawn():
+            op.random = random
         if kind.view:
             return result, 0.0, given
         cost = known.cost if costs.measured else costs.of(known, op.func, args, kwargs, result)
@@ -278,8 +282,7 @@ class BlockRuntime:
         return self._of_gradients(found) or next((one.pin for one in op.written if one.op is None), "")
 
     def _of_gradients(self, found: Found) -> str:
-        handed = self.memory.handed
-        if handed and any(const.address in handed for const in found.consts):
+        if any(const.address in self.memory.handed for const in found.consts):
             return "made from the gradient of a leaf"
         return ""
 
@@ -328,7 +331,7 @@ class BlockRuntime:
                 remedy="Use the other tensor itself, or copy_ its values.",
             )
         with without_dispatch_modes():
-            tensor.data = make_tensor(value, handle)
+            tensor.data = make_tensor(value)
         handle.place = place_of(value)
         handle.look = look_of(value)
 
@@ -347,7 +350,7 @@ class BlockRuntime:
                 lambda leaf: value_of(leaf) if type(leaf) is EvictableTensor else leaf, everything
             )
             result = func(*values[0], **values[1])
-        op = Op(kind, func, (), {}, (), Known())
+        op = Op(kind, func, [], {}, (), Known())
         return self._results(op, result, found, 0.0, (), f"made by {kind.name}, which must not run twice")
 
     def _settle(self, buffer: Buffer, why: str) -> None:
@@ -467,30 +470,28 @@ class BlockRuntime:
             if changed is not None and storage.pooled:
                 changed.add(storage.place)
         if not pin:
-            pin = self._of_gradients(found)
+            pin = self._of_gradients(found) if memory.handed else ""
             if op.kind.adds and graph_task() >= 0 and adds_many(op):
                 pin = "a sum of many gradients"
         known = op.known
         if type(result) is torch.Tensor and not passed and not known.aliases and known.outputs and not pin:
-            shape, stride, dtype, size, look = known.outputs[0]
-            if size > _TINY and shape == result.shape and stride == result.stride() and dtype is result.dtype:
+            size, look = known.outputs[0]
+            if (
+                size > _TINY
+                and look.shape == result.shape
+                and look.stride == result.stride()
+                and look.dtype is result.dtype
+            ):
                 storage = Version(result, size, cost, clock)
-                storage.op = op
-                storage.parents = op.inputs
-                op.outputs.append(storage)
-                op.alive = 1
-                for parent in op.inputs:
-                    parent.users += 1
-                    parent.children[storage] = None
+                memory.link(op, storage)
                 memory.born(storage)
                 if op.consts:
                     self.outside.watch(op)
+                offset = result.storage_offset()
                 made = make_wrapper_subclass(
-                    EvictableTensor, shape, stride, result.storage_offset(), None, dtype, torch.strided, look.device
+                    EvictableTensor, look.shape, look.stride, offset, None, look.dtype, torch.strided, look.device
                 )
-                handle = made._handle = Handle(Buffer(storage, self), None, look)
-                self.tensors[id(handle)] = ref(made)
-                return made
+                return self._whole(made, storage, look)
         return self._any_results(op, result, found, cost, passed, pin)
 
     def _any_results(self, op: Op, result: Any, found: Found, cost: float, passed: Sequence[Any], pin: str) -> Any:
@@ -527,12 +528,11 @@ class BlockRuntime:
             else:
                 op.outputs.append(None)
             memory.born(storage)
-            buffer = buffers[address] = Buffer(storage, self)
             look = look_of(leaf)
-            handle = Handle(buffer, None, look)
-            made.append(self._tensor(leaf, handle))
+            made.append(self._whole(make_tensor(leaf), storage, look))
+            buffers[address] = made[-1]._handle.buffer
             size_bytes += size
-            outputs.append((leaf.shape, leaf.stride(), leaf.dtype, size, look))
+            outputs.append((size, look))
         known.bytes = size_bytes
         known.outputs = outputs
         op.slots = slots
@@ -542,8 +542,9 @@ class BlockRuntime:
             return refilled(result, iter(made))
         return made[0]
 
-    def _tensor(self, like: torch.Tensor, handle: Handle) -> EvictableTensor:
-        made = make_tensor(like, handle)
+    def _whole(self, made: EvictableTensor, storage: Version, look: Look) -> EvictableTensor:
+        """Let a tensor be all of a new storage."""
+        handle = made._handle = Handle(Buffer(storage, self), None, look)
         self.tensors[id(handle)] = ref(made)
         return made
 

@@ -34,18 +34,14 @@ class Version(Storage):
     aliases: dict[Place, torch.Tensor] | None = None
 
     def __init__(self, tensor: torch.Tensor | None, size_bytes: int, cost: float, clock: float, pin: str = "") -> None:
-        self.tensor = tensor
         self.size_bytes = size_bytes
         self.cost = cost
         self.last_access = clock
         self.children: dict[Version, None] = {}
+        self.tensor = tensor
+        self.resident = tensor is not None
         if pin:
             self.pin = pin
-
-    @property
-    def resident(self) -> bool:
-        """Whether it holds data now."""
-        return self.tensor is not None
 
     def data(self) -> torch.Tensor:
         """Return the data; it must be resident."""
@@ -54,11 +50,11 @@ class Version(Storage):
 
     def fill(self, data: torch.Tensor) -> None:
         """Hold data."""
-        self.tensor, self.aliases = data, None
+        self.tensor, self.aliases, self.resident = data, None, True
 
     def drop(self) -> None:
         """Hold no data."""
-        self.tensor = self.aliases = None
+        self.tensor, self.aliases, self.resident = None, None, False
 
     def at(self, place: Place) -> torch.Tensor:
         """Return the alias of the data at a place; it must be resident."""
@@ -128,10 +124,11 @@ def place_of(tensor: torch.Tensor) -> Place:
     )
 
 
-def derive(tensor: torch.Tensor, place: Place) -> torch.Tensor:
-    """Return a tensor that lies at a place in the memory of another one."""
+def derive(tensor: torch.Tensor, place: Place, memory: torch.UntypedStorage | None = None) -> torch.Tensor:
+    """Return a tensor that lies at a place in the memory of another one, or in other memory."""
     shape, stride, offset, dtype, conj, neg = place
-    made = torch.empty(0, dtype=dtype, device=tensor.device).set_(tensor.untyped_storage(), offset, shape, stride)
+    memory = tensor.untyped_storage() if memory is None else memory
+    made = torch.empty(0, dtype=dtype, device=tensor.device).set_(memory, offset, shape, stride)
     if conj:
         set_conj(made, True)
     if neg:
@@ -141,11 +138,4 @@ def derive(tensor: torch.Tensor, place: Place) -> torch.Tensor:
 
 def copy_memory(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor that lies in a copy of the whole memory as this one does in the original."""
-    copied = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
-        tensor.untyped_storage().clone(), tensor.storage_offset(), tensor.shape, tensor.stride()
-    )
-    if tensor.is_conj():
-        set_conj(copied, True)
-    if tensor.is_neg():
-        set_neg(copied, True)
-    return copied
+    return derive(tensor, place_of(tensor), tensor.untyped_storage().clone())

@@ -8,11 +8,11 @@ the end of the log is rematerialized and pinned, in order.
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch_remat.dtr._memory import Deallocation, Memory, Storage, View
+from torch_remat.dtr._memory import Deallocation, Memory, RunOutError, Storage, View
 from torch_remat.dtr._pool import Search
 from torch_remat.dtr.heuristics import Heuristic, resolve
 from torch_remat.dtr.log import Log, Step
@@ -88,7 +88,7 @@ def simulate(
     verdict: type[Exception] | None = None
     try:
         memory.run_log(log, progress)
-    except (_RunOutError, _StopError) as error:
+    except (RunOutError, _StopError) as error:
         verdict = type(error)
     return Simulation(
         base_compute=base,
@@ -98,13 +98,9 @@ def simulate(
         rematerializations=memory.rematerializations,
         peak_bytes=memory.peak,
         metadata_accesses=memory.heuristic.accesses + memory.pool.scored,
-        ran_out=verdict is _RunOutError,
+        ran_out=verdict is RunOutError,
         stopped=verdict is _StopError,
     )
-
-
-class _RunOutError(Exception):
-    """There is no room, and nothing to evict."""
 
 
 class _StopError(Exception):
@@ -112,29 +108,14 @@ class _StopError(Exception):
 
 
 class _LogStorage(Storage):
-    """A storage without data."""
+    """A storage of a log."""
 
-    resident = defined = False
-    storage: Any = None
+    names = 0
     users = 1  # a log's op can run again until the log ends
 
-    cost: float = 0
-    last_access: float = 0
-    names = 0
-
     def __init__(self, size_bytes: int) -> None:
-        self.size_bytes = size_bytes
+        super().__init__(size_bytes)
         self.parents: dict[_LogStorage, None] = {}
-        self.children: dict[_LogStorage, None] = {}
-        self.storage = self
-
-    def fill(self, data: Any) -> None:
-        """Be there."""
-        self.resident = self.defined = True
-
-    def drop(self) -> None:
-        """Be gone."""
-        self.resident = self.defined = False
 
 
 class _LogOp:
@@ -191,47 +172,11 @@ class _LogMemory(Memory):
         storage.fill(None)
         self.storages[storage] = None
 
-    def run(self, op: _LogOp) -> tuple[Sequence[Any], float]:
-        """Count an op."""
-        return op.outputs, op.cost
-
-    def record(self, op: _LogOp) -> None:
-        """Connect the storages that an op has made with those that it read."""
-        op.has_run = True
-        read = dict.fromkeys(tensor.storage for tensor in op.inputs)
-        for tensor in op.outputs:
-            tensor.storage.names += 1
-            if tensor is tensor.storage:
-                self.storages[tensor] = None
-            else:
-                tensor.storage.views = (*tensor.storage.views, tensor)
-        for storage in dict.fromkeys(tensor.storage for tensor in op.outputs):
-            storage.cost += op.cost
-            storage.last_access = self.clock
-            for parent in read:
-                if parent is not storage:
-                    storage.parents[parent] = None
-                    parent.children[storage] = None
-
-    def no_room(self, size_bytes: int, asker: str) -> None:
-        """End the run."""
-        raise _RunOutError
-
     def note_again(self, op: _LogOp, cost: float) -> None:
         """Count an op that ran again, and end the run where that takes too long."""
         super().note_again(op, cost)
         if self.time_again > self.most_again:
             raise _StopError
-
-    def cut(self, storage: _LogStorage, parent: _LogStorage | None = None) -> Collection[Any]:
-        """Disconnect a storage from one parent, or from all."""
-        if parent is not None:
-            del storage.parents[parent]
-            return ()
-        for one in storage.parents:
-            del one.children[storage]
-        parents: Collection[Any] = storage.parents
-        return parents
 
 
 def _objects(log: Log) -> tuple[list[Any], list[_LogOp]]:
