@@ -131,7 +131,7 @@ class BlockMemory(Memory):
             one.children.pop(storage, None)
         if op.alive:
             return ()
-        op.args, op.kwargs, op.gone = [], {}, True
+        op.args, op.kwargs, op.consts, op.gone = [], {}, (), True
         for one in op.inputs:
             one.users -= 1
         return [one for one in op.inputs if not one.users]
@@ -229,7 +229,6 @@ class Outside:
     def __init__(self, memory: BlockMemory) -> None:
         self.memory = memory
         self.readers: dict[int, list[Op]] = {}  # by address
-        self.most_readers = 1000
 
     def watch(self, op: Op) -> None:
         """Take note of which tensors from outside a recorded op read."""
@@ -238,13 +237,6 @@ class Outside:
             readers.append(op)
             if len(readers) % _PRUNE == 0:
                 readers[:] = [reader for reader in readers if not reader.gone]
-        if len(self.readers) > self.most_readers:
-            self.readers = {
-                address: alive
-                for address, readers in self.readers.items()
-                if (alive := [reader for reader in readers if not reader.gone])
-            }
-            self.most_readers = 2 * len(self.readers) + 1000
 
     def before_write(self, target: torch.Tensor) -> None:
         """See to it that no op that read a tensor from outside will read what is to be written to it."""

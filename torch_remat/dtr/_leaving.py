@@ -76,18 +76,14 @@ def _compute(memory: BlockMemory, leaving: Sequence[torch.Tensor]) -> BaseExcept
     """Compute the data of tensors where they were evicted; return the first error."""
     storages = dict.fromkeys(tensor._handle.buffer.storage for tensor in leaving if type(tensor) is EvictableTensor)
     failure: BaseException | None = None
-    for storage in storages:
-        if storage.tensor is not None:
-            memory.lock(storage)
-    for storage in storages:
-        if storage.tensor is None:
-            memory.lock(storage)
-            for _ in range(2):  # what has failed once need not fail again, and this is the last chance
-                try:
-                    memory.resident([storage])
-                    break
-                except Exception as error:
-                    failure = failure or error
+    for storage in sorted(storages, key=lambda one: not one.resident):
+        memory.lock(storage)
+        for _ in range(2):  # what has failed once need not fail again, and this is the last chance
+            try:
+                memory.resident([storage])
+                break
+            except Exception as error:
+                failure = failure or error
     return failure
 
 
@@ -97,8 +93,7 @@ def value_of(tensor: EvictableTensor) -> torch.Tensor:
     storage = handle.buffer.storage
     if handle.place is not None:
         return storage.at(handle.place)
-    assert storage.tensor is not None
-    return storage.tensor
+    return storage.data()
 
 
 def _fill(tensor: EvictableTensor) -> None:

@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias, get_args
 
 from torch_remat.dtr._pool import Search, make_pool
-from torch_remat.dtr.heuristics import Heuristic, unknown_name
+from torch_remat.dtr.heuristics import Heuristic, Storage, unknown_name
 from torch_remat.errors import BudgetError
 
 Deallocation: TypeAlias = Literal["eager", "ignore", "banish"]
@@ -38,69 +38,6 @@ _PATIENCE = 16  # how often ops that wait for an input unlock the others, before
 
 class RunOutError(Exception):
     """There is no room, and nothing to evict."""
-
-
-class Storage:
-    """A piece of memory; heuristics see it as `heuristics.Storage`.
-
-    Attributes:
-        size_bytes: Its size, whoever views how much of it.
-        cost: What the ops take that make it and its views.
-        last_access: The clock at the last op that read or made it.
-        parents: Storages that its ops read.
-        children: Storages whose ops read this one.
-        views: Its views that are made by ops of their own.
-        users: How many ops that can run again read it.
-        names: How many ways the program has to reach it.
-        locks: How many running ops need it where it is.
-        resident: Whether it holds data now.
-        pooled: Whether it is in the pool of what can be evicted.
-        pin: Why it is never evicted, empty where it can be.
-        op: What makes it (again).
-    """
-
-    # The usual, so that a storage sets only what is its own.
-    locks = 0
-    names = 1
-    note: Any = None
-    op: Any = None
-    parents: Any = ()
-    pin = ""
-    place = -1
-    pooled = False
-    resident = False
-    users = 0
-    views: Sequence[View] = ()
-
-    def __init__(self, size_bytes: int, cost: float = 0, clock: float = 0) -> None:
-        self.size_bytes = size_bytes
-        self.cost = cost
-        self.last_access = clock
-        self.children: dict[Any, None] = {}
-
-    @property
-    def defined(self) -> bool:
-        """Whether the tensor for which it stands has data."""
-        return self.resident
-
-    @property
-    def storage(self) -> Any:
-        """The storage of the tensor for which it stands."""
-        return self
-
-    def fill(self, data: Any) -> None:
-        """Hold data."""
-        self.resident = True
-
-    def drop(self) -> None:
-        """Hold no data."""
-        self.resident = False
-
-    def misses(self, parent: Storage) -> bool:
-        """Whether making it whole takes another storage."""
-        return not self.resident or any(
-            not view.defined and any(tensor.storage is parent for tensor in view.op.inputs) for view in self.views
-        )
 
 
 class View:

@@ -40,6 +40,10 @@ __all__ = ["Kind", "RngState", "argument", "capture_ambient", "kind_of"]
 _SAMPLES = 15  # runs of an op at the same shapes of which the median is taken
 _MOST_KNOWN = 100_000
 _MOST_TERMS = 4  # of a sum of gradients that is made again rather than pinned
+_KEEP = (
+    "Change tensors in the thread of the block and by ops, and not by assignments to .data, until the block's results "
+    "that depend on them are gone."
+)
 NO_ROOTS: Mapping[Version, torch.Tensor] = {}
 
 Cost = Literal["measured", "flops"] | Callable[..., float]
@@ -158,7 +162,7 @@ class Const:
         self.address = memory_key(tensor)
         self.version = -1 if tensor.is_inference() else tensor._version
 
-    def value(self, kind: Kind) -> torch.Tensor:
+    def value(self, reader: str, remedy: str = _KEEP) -> torch.Tensor:
         """Return the tensor.
 
         Raises:
@@ -167,11 +171,10 @@ class Const:
         tensor = self.tensor
         if memory_key(tensor) != self.address or (self.version >= 0 and tensor._version != self.version):
             raise MutationError(
-                f"a tensor of shape {tuple(tensor.shape)} was changed where the budget's block could not see it, and "
-                f"{kind.name}, which read it, is to run again",
-                op=kind.name,
-                remedy="Change tensors in the thread of the block and by ops, and not by assignments to .data, until "
-                "the block's results that depend on them are gone.",
+                f"a tensor of shape {tuple(tensor.shape)} was changed in place, unseen, and {reader}, which read it, "
+                "is to run again",
+                op=reader,
+                remedy=remedy,
             )
         return tensor
 
@@ -376,7 +379,7 @@ def plain(argument: Any, kind: Kind, roots: Mapping[Version, torch.Tensor]) -> A
         storage, place = argument
         return derive(roots[storage], place) if storage in roots else storage.at(place)
     if form is Const:
-        return argument.value(kind)
+        return argument.value(kind.name)
     if form is Spare:
         return torch.zeros(argument.shape, dtype=argument.dtype, device=argument.device)
     if form is list or form is tuple:

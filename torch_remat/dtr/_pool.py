@@ -24,7 +24,7 @@ _SMALLEST_SAMPLE = 32
 _SLACK = 1e-12  # how far before a computed crossing, relative, the index stops trusting an order
 
 
-def make_pool(heuristic: Heuristic, search: Search | None = None, seed: int = 0) -> Pool:
+def make_pool(heuristic: Heuristic, search: Search | None = None, seed: int = 0) -> ScanPool:
     """Start a run of the heuristic and return an empty pool for it.
 
     Args:
@@ -55,8 +55,8 @@ def make_pool(heuristic: Heuristic, search: Search | None = None, seed: int = 0)
     return IndexPool(heuristic)
 
 
-class Pool:
-    """The evictable storages of one run.
+class ScanPool:
+    """The evictable storages of one run; it looks at every one, oldest first.
 
     Attributes:
         scored: How many scores were asked for so far.
@@ -64,41 +64,22 @@ class Pool:
 
     def __init__(self, heuristic: Heuristic) -> None:
         self._heuristic = heuristic
+        self._storages: Any = {}
         self.scored = 0
 
     def add(self, storage: Storage) -> None:
         """Take in a storage that became evictable."""
-        raise NotImplementedError
+        self._storages[storage] = None
 
     def discard(self, storage: Storage) -> None:
         """Let go of a storage, if it is here."""
-        raise NotImplementedError
+        self._storages.pop(storage, None)
 
     def touch(self, storage: Storage) -> None:
         """Take note that a storage's last access has changed, if it is here; who asks for scores anew need not."""
 
     def victim(self, clock: float) -> Any:
         """Return the storage to evict at this clock, one of those given, which stays; None if there is none."""
-        raise NotImplementedError
-
-
-class ScanPool(Pool):
-    """Looks at every evictable storage, oldest first."""
-
-    def __init__(self, heuristic: Heuristic) -> None:
-        super().__init__(heuristic)
-        self._storages: dict[Storage, None] = {}
-
-    def add(self, storage: Storage) -> None:
-        """Put the storage last."""
-        self._storages[storage] = None
-
-    def discard(self, storage: Storage) -> None:
-        """Take the storage out."""
-        self._storages.pop(storage, None)
-
-    def victim(self, clock: float) -> Any:
-        """Return the least of all."""
         self.scored += len(self._storages)
         chosen, least, score_of = None, math.inf, self._heuristic.score
         for storage in self._storages:
@@ -108,13 +89,13 @@ class ScanPool(Pool):
         return chosen
 
 
-class SamplePool(Pool):
+class SamplePool(ScanPool):
     """Looks at a random sample: the square root of the number of storages, at least 32."""
 
     def __init__(self, heuristic: Heuristic, seed: int) -> None:
         super().__init__(heuristic)
         self._draw = random.Random(seed)
-        self._storages: list[Storage] = []
+        self._storages = []
 
     def add(self, storage: Storage) -> None:
         """Put the storage last."""
@@ -140,7 +121,7 @@ class SamplePool(Pool):
         return min(storages, key=lambda storage: self._heuristic.score(storage, clock), default=None)
 
 
-class IndexPool(Pool):
+class IndexPool(ScanPool):
     """Keeps a tournament of all scores that stays right while the clock goes on.
 
     NOTE [A tournament with staleness]. A score ``n / (d (clock - access))`` changes with every clock, but of two
@@ -161,7 +142,7 @@ class IndexPool(Pool):
         heuristic.changed = self._changed
         self._size = 0  # places; a power of two
         self._free: list[int] = []
-        self._storages: list[Storage | None] = []
+        self._storages = []
         self._numbers: list[int] = []  # by place: in which order the storages came
         self._keys: list[tuple[float, float, float]] = []  # by place: numerator, denominator, last access
         self._winners: list[int] = []  # by match: the place that wins, or -1; match k is between 2k and 2k + 1

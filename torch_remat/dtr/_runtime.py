@@ -69,41 +69,6 @@ _MOST_INPUTS = 8  # of writes in a row; what needs more to be made again is pinn
 _TINY = 8  # bytes of what is pinned: a loss gains nothing by eviction, and would keep all that it depends on known
 
 
-class Mode(DispatchMode):
-    """Hands each op to the runtime."""
-
-    def __init__(self, runtime: BlockRuntime) -> None:
-        super().__init__()
-        self.runtime = runtime
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Run an op."""
-        runtime, kwargs = self.runtime, kwargs or {}
-        if runtime.dropped:
-            runtime.forget()
-        for form in types:
-            if form is not EvictableTensor and form not in _OURS:
-                return NotImplemented  # another subclass takes it apart first, under this mode
-        kind = kind_of(func)
-        gradient = kind.accumulates and graph_task() >= 0 and _at_plain_leaf()
-        if kind.reshapes:
-            return runtime.reshape(func, args, kwargs)
-        if kind.view and not (gradient and not kind.written):
-            if type(args[0]) is EvictableTensor:
-                return runtime.view(func, args, kwargs)
-            result = func(*args, **kwargs)
-            if kind.lifts:
-                runtime.memory.count(result, "made of Python values")
-            return result
-        if kind.once:
-            return runtime.once(kind, func, args, kwargs)
-        if kind.written:
-            return runtime.write(kind, func, args, kwargs)
-        return runtime.compute(kind, func, args, kwargs, gradient)
-
-
 def _at_plain_leaf() -> bool:
     node: Any = current_node()
     return (
@@ -113,10 +78,11 @@ def _at_plain_leaf() -> bool:
     )
 
 
-class BlockRuntime:
+class BlockRuntime(DispatchMode):
     """Runs the ops of one block; see `budget`."""
 
     def __init__(self, memory: BlockMemory) -> None:
+        super().__init__()
         self.memory = memory
         self.dropped: deque[Handle] = deque()
         self.tensors: dict[int, ref[EvictableTensor]] = {}  # by id of the handle
@@ -125,7 +91,32 @@ class BlockRuntime:
         self.recorder: Any = None
         self.left: list[ref[torch.Tensor]] = []  # when the block has ended: what could not be made plain
 
-    # What the mode calls
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an op."""
+        if self.dropped:
+            self.forget()
+        kwargs = kwargs or {}
+        for form in types:
+            if form is not EvictableTensor and form not in _OURS:
+                return NotImplemented  # another subclass takes it apart first, under this mode
+        kind = kind_of(func)
+        gradient = kind.accumulates and graph_task() >= 0 and _at_plain_leaf()
+        if kind.reshapes:
+            return self.reshape(func, args, kwargs)
+        if kind.view and not (gradient and not kind.written):
+            if type(args[0]) is EvictableTensor:
+                return self.view(func, args, kwargs)
+            result = func(*args, **kwargs)
+            if kind.lifts:
+                self.memory.count(result, "made of Python values")
+            return result
+        if kind.once:
+            return self.once(kind, func, args, kwargs)
+        if kind.written:
+            return self.write(kind, func, args, kwargs)
+        return self.compute(kind, func, args, kwargs, gradient)
 
     def forget(self) -> None:
         """Free what the program has let go of since the last op."""
@@ -357,9 +348,8 @@ class BlockRuntime:
         """Pin the present version of a buffer where it is; one that recorded ops read becomes a version of its own."""
         storage = buffer.storage
         if storage.users:
-            assert storage.tensor is not None
             self.memory.reserve(storage.size_bytes, why)
-            new = Version(copy_memory(storage.tensor), storage.size_bytes, 0.0, self.memory.clock, why)
+            new = Version(copy_memory(storage.data()), storage.size_bytes, 0.0, self.memory.clock, why)
             buffer.storage = new
             self.memory.born(new)
             storage.names = 0

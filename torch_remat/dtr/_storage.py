@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from torch_remat._compat import set_conj, set_neg
-from torch_remat.dtr._memory import Storage
+from torch_remat.dtr.heuristics import Storage
 
 # Where a tensor lies in its storage: size, stride, offset, and the type and lazy bits that it is read with.
 Place = tuple[torch.Size, tuple[int, ...], Any, torch.dtype, bool, bool]

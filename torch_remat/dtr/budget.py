@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import threading
-from types import TracebackType
 
 import torch
 
@@ -17,7 +16,7 @@ from torch_remat.dtr._block_memory import BlockMemory
 from torch_remat.dtr._memory import Deallocation
 from torch_remat.dtr._ops import Cost, Costs
 from torch_remat.dtr._pool import Search
-from torch_remat.dtr._runtime import BlockRuntime, Mode
+from torch_remat.dtr._runtime import BlockRuntime
 from torch_remat.dtr.heuristics import Heuristic, resolve
 from torch_remat.errors import UsageError
 from torch_remat.reports.text import format_bytes
@@ -31,7 +30,6 @@ class Runtime:
     def __init__(self, memory: BlockMemory) -> None:
         self._memory = memory
         self._block = BlockRuntime(memory)
-        self._mode = Mode(self._block)
         self._uncompiled = as_written()
 
     @property
@@ -111,14 +109,14 @@ class Runtime:
                 remedy="One budget holds for all of a block; end it before the next begins.",
             )
         self._uncompiled.__enter__()
-        self._mode.__enter__()
+        self._block.__enter__()
         _active.runtime = self
         return self
 
     def _end(self, error: BaseException | None) -> None:
         """End the block: everything of it becomes plain. Raise what went wrong meanwhile, if it ended well itself."""
         _active.runtime = None
-        self._mode.__exit__(None, None, None)
+        self._block.__exit__(None, None, None)
         self._uncompiled.__exit__(None, None, None)
         failure = self._block.close()
         if failure is not None and error is None:
@@ -182,9 +180,7 @@ class budget:
         self._runtime = Runtime(self._memory)._begin()
         return self._runtime
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         assert self._runtime is not None
         self._runtime._end(error)
 

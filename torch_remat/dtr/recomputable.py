@@ -14,12 +14,12 @@ import optree
 import torch
 
 from torch_remat._checkpoint import checkpoint
-from torch_remat._compat import make_wrapper_subclass, storage_key
-from torch_remat.dtr._ops import RngState, capture_ambient, kind_of
+from torch_remat._compat import make_wrapper_subclass
+from torch_remat.dtr._ops import Const, RngState, capture_ambient, kind_of
 from torch_remat.dtr._storage import place_of
 from torch_remat.dtr._tensor import EvictableTensor
 from torch_remat.dtr.budget import active_runtime
-from torch_remat.errors import MutationError, RematError
+from torch_remat.errors import RematError
 
 
 class Recipe:
@@ -30,11 +30,7 @@ class Recipe:
         self.args = tuple(args)
         tree: Any = self.args
         leaves: list[Any] = optree.tree_leaves(tree)
-        self._versions = [
-            (leaf, storage_key(leaf), leaf._version)
-            for leaf in leaves
-            if isinstance(leaf, torch.Tensor) and not leaf.is_inference()
-        ]
+        self._tensors = [Const(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
         self._ambient = capture_ambient()
         self._random: RngState | None = RngState([leaf for leaf in leaves if isinstance(leaf, torch.Generator)])
 
@@ -50,13 +46,8 @@ class Recipe:
             MutationError: An argument was changed since the call.
         """
         name = getattr(self.function, "__name__", str(self.function))
-        for tensor, address, version in self._versions:
-            if tensor._version != version or storage_key(tensor) != address:
-                raise MutationError(
-                    f"an argument of shape {tuple(tensor.shape)} of the recomputable {name} was changed in place",
-                    op=name,
-                    remedy="Pass a copy of it, or read the recomputable tensor (.clone()) before the change.",
-                )
+        for const in self._tensors:
+            const.value(name, "Pass a copy of it, or read the recomputable tensor (.clone()) before the change.")
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             for context in self._ambient.contexts():

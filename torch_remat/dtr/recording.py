@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -60,9 +59,7 @@ class record:
         runtime._block.recorder = Recorder(self._writer, seconds=runtime._memory.costs.measured)
         return runtime
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         assert self._runtime is not None
         try:
             self._runtime._block.forget()

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch_remat.dtr._memory import Deallocation, Memory, RunOutError, Storage, View
+from torch_remat.dtr._memory import Deallocation, Memory, RunOutError, View
 from torch_remat.dtr._pool import Search
-from torch_remat.dtr.heuristics import Heuristic, resolve
+from torch_remat.dtr.heuristics import Heuristic, Storage, resolve
 from torch_remat.dtr.log import Log, Step
 from torch_remat.errors import UsageError
 
