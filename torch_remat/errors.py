@@ -8,8 +8,9 @@
     ├── ReleasedError                   backward asked for values that an earlier backward freed
     ├── PlaceholderError                something in replay needs the data of an output that was skipped
     ├── OffloadError                    an offloaded tensor could not be brought back
-    ├── BudgetError                     a budget of dynamic rematerialization is too small
-    └── LogError                        a log of events, for the simulator of dynamic rematerialization, is broken
+    └── BudgetError                     a budget of dynamic rematerialization is too small
+
+`torch_remat.dtr` adds `LogError`: a log of events, for its simulator, is broken.
 
 `RematWarning(UserWarning)` is what costs more than it should and is right all the same.
 
@@ -152,23 +153,6 @@ class PlaceholderError(RematError):
             "remat.native_save_region, so that it is saved too; or (3) move it into a custom autograd Function with "
             f"remat.auto_forward (or a RematHandle); or (4) change the policy of {op!r} to RECOMPUTE.",
         )
-
-
-class LogError(RematError):
-    """A log of events, for the simulator of dynamic rematerialization, is broken.
-
-    Args:
-        what: What is wrong.
-        line: Number of the line that is broken, or that stands where another one should; the first is 1.
-    """
-
-    def __init__(self, what: str, *, line: int) -> None:
-        self.line = line
-        super().__init__(f"line {line}: {what}")
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Say how to make the error again, for pickle and copy."""
-        return partial(LogError, line=self.line), ("",), self.__dict__ | {"args": self.args}
 
 
 class BudgetError(RematError):

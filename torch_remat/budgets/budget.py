@@ -27,6 +27,7 @@ from torch_remat._compat import (
     sequence_number,
     top_saved_tensors_hooks,
 )
+from torch_remat._score import eviction_score
 from torch_remat.budgets.fill import Filler
 from torch_remat.budgets.kept import LEAST_SECONDS, KeptRegion
 from torch_remat.budgets.ledger import Keys
@@ -271,7 +272,7 @@ class Budget(Register):
                 continue
             if (prefix := kept.prefix(self.ledger)) is not None:
                 last = kept.last
-                score = prefix.seconds / (prefix.bytes * max(now - last, LEAST_SECONDS))
+                score = eviction_score(prefix.seconds, prefix.bytes, max(now - last, LEAST_SECONDS))
                 if score < least or (score == least and found is not None and last < found.last):
                     least, found = score, kept
         return found

@@ -9,14 +9,16 @@ import json
 import runpy
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, get_args
 
 from torch_remat.dtr import _chart
+from torch_remat.dtr._memory import Deallocation
 from torch_remat.dtr._pool import Search
-from torch_remat.dtr._simulated import Deallocation
 from torch_remat.dtr.heuristics import HEURISTICS, resolve
 from torch_remat.dtr.log import Log
+from torch_remat.dtr.recording import record
 from torch_remat.dtr.simulate import Simulation, simulate
 from torch_remat.errors import RematError, UsageError
 from torch_remat.reports.text import format_bytes
@@ -57,11 +59,11 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--max-overhead", type=float, default=2.0, help="where a run is stopped (default: 2)")
     run.add_argument("--plot", type=Path, metavar="CHART", help="draw overhead by budget into a file")
     run.add_argument("--json", type=Path, metavar="FILE", help="write all figures into a file")
-    record = commands.add_parser("record", help="run a program and write its log")
-    record.set_defaults(do=_record)
-    record.add_argument("log", type=Path, metavar="LOG")
-    record.add_argument("target", help="a Python script, or module:function to call without arguments")
-    record.add_argument("rest", nargs=argparse.REMAINDER, help="arguments of the script")
+    recorder = commands.add_parser("record", help="run a program and write its log")
+    recorder.set_defaults(do=_record)
+    recorder.add_argument("log", type=Path, metavar="LOG")
+    recorder.add_argument("target", help="a Python script, or module:function to call without arguments")
+    recorder.add_argument("rest", nargs=argparse.REMAINDER, help="arguments of the script")
     info = commands.add_parser("info", help="what is in a log")
     info.set_defaults(do=_info)
     info.add_argument("log", type=Path, metavar="LOG")
@@ -77,9 +79,10 @@ def _share(text: str) -> float:
 
 def _simulate(options: argparse.Namespace) -> None:
     log = Log.load(options.log)
-    heuristics = {name: _named(name) for name in options.heuristics}
+    heuristics = {name: resolve(_imported(name) if ":" in name else name) for name in options.heuristics}
     runs: dict[str, list[Simulation]] = {name: [] for name in heuristics}
-    with _Progress(len(log.steps) * len(heuristics) * len(options.budgets)) as progress:
+    done = 0
+    with closing(_bar(len(log.steps) * len(heuristics) * len(options.budgets))) as bar:
         for name, heuristic in heuristics.items():
             for share in options.budgets:
                 result = simulate(
@@ -90,10 +93,11 @@ def _simulate(options: argparse.Namespace) -> None:
                     max_overhead=options.max_overhead,
                     search=options.search,
                     seed=options.seed,
-                    progress=progress.at,
+                    progress=lambda step, done=done: bar.update(done + step - bar.n),  # type: ignore[misc]
                 )
-                progress.finish(len(log.steps))
                 runs[name].append(result)
+                done += len(log.steps)
+                bar.update(done - bar.n)  # also where the run was stopped
     sys.stdout.write(_table(log, options.budgets, runs))
     if options.json:
         options.json.write_text(json.dumps(_plain_data(options, log, runs), indent=2) + "\n", encoding="utf-8")
@@ -101,11 +105,22 @@ def _simulate(options: argparse.Namespace) -> None:
         _chart.plot(f"Recomputation of {options.log.name}", len(log.ops), options.budgets, runs, options.plot)
 
 
-def _named(name: str) -> Any:
-    """Return a heuristic by its name, or by module and class."""
-    if ":" not in name:
-        return resolve(name)
-    return resolve(_imported(name))
+class _NoBar:
+    n = 0
+
+    def update(self, steps: int) -> None:
+        """Show nothing."""
+
+    def close(self) -> None:
+        """Leave nothing behind."""
+
+
+def _bar(steps: int) -> Any:
+    """Return a progress bar of log steps, by tqdm where that is installed and somebody watches."""
+    try:
+        return importlib.import_module("tqdm").tqdm(total=steps, unit="step", leave=False, disable=None)
+    except ImportError:
+        return _NoBar()
 
 
 def _imported(name: str) -> Any:
@@ -147,16 +162,11 @@ def _plain_data(options: argparse.Namespace, log: Log, runs: dict[str, list[Simu
         "max_overhead": options.max_overhead,
         "budgets": list(options.budgets),
         "runs": {name: [dataclasses.asdict(result) for result in results] for name, results in runs.items()},
-        "chain": {
-            "layers": _chart.chain_of(len(log.ops)),
-            **_chart.chain_bounds(len(log.ops), options.budgets),
-        },
+        "chain": {"layers": _chart.chain_of(len(log.ops)), **_chart.chain_bounds(len(log.ops), options.budgets)},
     }
 
 
 def _record(options: argparse.Namespace) -> None:
-    from torch_remat.dtr import record
-
     run: Callable[[], Any]
     if ":" in options.target and not Path(options.target).exists():
         run = _imported(options.target)
@@ -179,7 +189,8 @@ def _record(options: argparse.Namespace) -> None:
 def _info(options: argparse.Namespace) -> None:
     log = Log.load(options.log)
     constants = [log.storage_of[tensor] for tensor, op in enumerate(log.op_of) if op < 0]
-    largest = max((sum(_bytes_made(log, tensor) for tensor in op.outputs) for op in log.ops), default=0)
+    made = [0 if view else log.sizes_bytes[storage] for view, storage in zip(log.view, log.storage_of, strict=True)]
+    largest = max((sum(made[tensor] for tensor in op.outputs) for op in log.ops), default=0)
     rows = [
         ("lines", f"{log.lines}"),
         ("ops", f"{len(log.ops)}"),
@@ -191,40 +202,6 @@ def _info(options: argparse.Namespace) -> None:
         ("compute", f"{log.base_compute / 1e6:.3f} ms"),
     ]
     sys.stdout.write("".join(f"{name:<22}{value}\n" for name, value in rows))
-
-
-def _bytes_made(log: Log, tensor: int) -> int:
-    return 0 if log.view[tensor] else log.sizes_bytes[log.storage_of[tensor]]
-
-
-class _Progress:
-    """A progress bar of log steps, by tqdm where that is installed and somebody watches."""
-
-    def __init__(self, steps: int) -> None:
-        self._done = 0  # steps of the runs before the present one
-        try:
-            tqdm = importlib.import_module("tqdm").tqdm
-        except ImportError:
-            self._bar = None
-        else:
-            self._bar = tqdm(total=steps, unit="step", leave=False, disable=None)
-
-    def __enter__(self) -> _Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-    def at(self, step: int) -> None:
-        """Show the step of the present run."""
-        if self._bar is not None:
-            self._bar.update(self._done + step - self._bar.n)
-
-    def finish(self, steps: int) -> None:
-        """Count a run of so many steps as done, wherever it ended."""
-        self._done += steps
-        self.at(0)
 
 
 if __name__ == "__main__":

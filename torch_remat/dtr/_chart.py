@@ -23,15 +23,7 @@ def chain_of(ops: int) -> int:
 
 
 def chain_bounds(ops: int, shares: Sequence[float]) -> dict[str, list[float | None]]:
-    """Return the overheads that static schedules have on a chain with that many ops.
-
-    Args:
-        ops: Ops of the log: half of them are forward ops of the chain.
-        shares: Budgets, by the peak of the chain.
-
-    Returns:
-        For each schedule its overhead at each budget, None where it does not fit.
-    """
+    """Return overheads of static schedules on a chain of ops, by shares of its peak; None where one does not fit."""
     length = chain_of(ops)
     chen_budget, chen_again = chen_chain(length)
     budgets = [int(share * length + 1e-9) for share in shares]
@@ -48,14 +40,7 @@ def plot(
     runs: Mapping[str, Sequence[Simulation]],
     path: str | Path | None = None,
 ) -> Figure:
-    """Draw overhead by budget.
-
-    Args:
-        title: Of the chart.
-        ops: Ops of the log.
-        shares: Budgets, by the peak of the log.
-        runs: For each heuristic its run at each budget; runs without an end are left out.
-        path: Where to save it, if anywhere; the ending says the format.
+    """Draw overhead by budget, a share of the log's peak, of all runs that have ended.
 
     Raises:
         UsageError: matplotlib is not installed.

@@ -35,12 +35,12 @@ from torch_remat._compat import (
     without_dispatch_modes,
     without_modes,
 )
-from torch_remat.dtr._memory import Memory
+from torch_remat.dtr._block_memory import BlockMemory
 from torch_remat.dtr._storage import Place, derive, place_of
 from torch_remat.dtr._tensor import EvictableTensor, LeftTensor, LostTensor
 
 
-def make_plain(memory: Memory, leaving: Sequence[torch.Tensor]) -> BaseException | None:
+def make_plain(memory: BlockMemory, leaving: Sequence[torch.Tensor]) -> BaseException | None:
     """Make tensors of a block plain, and return the first error on the way; an interrupted call can be repeated."""
     with below_autograd():
         failure = _compute(memory, leaving)
@@ -72,22 +72,18 @@ def _exchange_all(leaving: Sequence[LeftTensor]) -> None:
         tensor.__dict__.pop("_handle", None)
 
 
-def _compute(memory: Memory, leaving: Sequence[torch.Tensor]) -> BaseException | None:
+def _compute(memory: BlockMemory, leaving: Sequence[torch.Tensor]) -> BaseException | None:
     """Compute the data of tensors where they were evicted; return the first error."""
     storages = dict.fromkeys(tensor._handle.buffer.storage for tensor in leaving if type(tensor) is EvictableTensor)
     failure: BaseException | None = None
-    for storage in storages:
-        if storage.tensor is not None:
-            memory.lock(storage)
-    for storage in storages:
-        if storage.tensor is None:
-            memory.lock(storage)
-            for _ in range(2):  # what has failed once need not fail again, and this is the last chance
-                try:
-                    memory.resident([storage])
-                    break
-                except Exception as error:
-                    failure = failure or error
+    for storage in sorted(storages, key=lambda one: not one.resident):
+        memory.lock(storage)
+        for _ in range(2):  # what has failed once need not fail again, and this is the last chance
+            try:
+                memory.resident([storage])
+                break
+            except Exception as error:
+                failure = failure or error
     return failure
 
 
@@ -97,8 +93,7 @@ def value_of(tensor: EvictableTensor) -> torch.Tensor:
     storage = handle.buffer.storage
     if handle.place is not None:
         return storage.at(handle.place)
-    assert storage.tensor is not None
-    return storage.tensor
+    return storage.data()
 
 
 def _fill(tensor: EvictableTensor) -> None:

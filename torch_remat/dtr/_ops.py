@@ -1,34 +1,147 @@
-"""Ops that can run again, and what was measured of them.
+"""Ops of a block: how the runtime treats them, what it keeps to run them again, and what was measured of them.
 
-In: an op with its arguments, in which storages stand for tensors that the block made. Kept: those, the random state
-and the dispatch state in which it ran. Out: the op's results once more, bit for bit; costs and sizes by op and shapes.
+In: ops of the dispatcher, with arguments in which storages stand for tensors that the block made. Kept: one `Kind` for
+each op seen; of each run its arguments, the random state and the dispatch state in which it ran. Out: the op's results
+once more, bit for bit; costs and sizes by op and shapes. All that this package needs of the runtime of regions is
+imported here.
 """
 
 from __future__ import annotations
 
+import inspect
 from bisect import insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy
+from dataclasses import dataclass
+from functools import lru_cache
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
+from torch.utils.flop_counter import flop_registry
 
 from torch_remat._compat import (
     any_autocast_enabled,
     below_autograd,
     dispatch_state,
+    has_effect,
     storage_key,
     with_dispatch_state,
     without_dispatch_modes,
 )
-from torch_remat.dtr._kinds import Kind, capture_ambient, leaves
-from torch_remat.dtr._storage import Alias, Storage, derive
-from torch_remat.errors import MutationError
+from torch_remat.dispatch.ambient import Ambient, RngState, capture_ambient
+from torch_remat.dispatch.log.schema import LIFT, WRITES_WITHOUT_SAYING, argument, effects_of
+from torch_remat.dtr._storage import Alias, Version, derive
+from torch_remat.errors import MutationError, UsageError
+
+__all__ = ["Kind", "RngState", "argument", "capture_ambient", "kind_of"]
 
 _SAMPLES = 15  # runs of an op at the same shapes of which the median is taken
 _MOST_KNOWN = 100_000
+_MOST_TERMS = 4  # of a sum of gradients that is made again rather than pinned
+_KEEP = (
+    "Change tensors in the thread of the block and by ops, and not by assignments to .data, until the block's results "
+    "that depend on them are gone."
+)
+NO_ROOTS: Mapping[Version, torch.Tensor] = {}
+
+Cost = Literal["measured", "flops"] | Callable[..., float]
+_COLLECTIVES = frozenset(("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "symm_mem"))
+# Batch norms in training write their running statistics and do not read them: (name, place of `training`, or -1 for
+# one that always trains). Their other results can be made again without writing the statistics twice.
+_BATCH_NORMS = {
+    "native_batch_norm": 5,
+    "cudnn_batch_norm": 5,
+    "miopen_batch_norm": 5,
+    "_native_batch_norm_legit": 5,
+    "_batch_norm_with_update": -1,
+}
+_STATISTICS = ((3, "running_mean"), (4, "running_var"))
+# What autograd calls, in the node of a leaf, to make the leaf's gradient.
+_ACCUMULATING = frozenset(("detach", "clone", "add", "new_empty", "new_empty_strided", "view_as", "view", "copy_"))
+# These return their argument, or parts of it, though their schemas promise a new tensor.
+_SILENT_VIEWS = frozenset(("_unsafe_view", "unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk"))
+
+
+class Kind:
+    """How the runtime treats an op.
+
+    Attributes:
+        name: For people: ``aten.mm``.
+        number: Stands for the op in the keys of what was measured.
+        view: Whether its results are views of its first argument, and it does nothing else.
+        reshapes: Whether it changes only where its tensor lies in its storage, as ``squeeze_`` does.
+        factory: Whether it needs nothing but the metadata of its one tensor.
+        written: The arguments that it writes, by place and name.
+        returned: For each result, which of the written arguments it is; -1 for a new one.
+        random: Whether it may draw random numbers.
+        once: Whether it must not run twice.
+        lifts: Whether it is how a tensor made of Python values enters.
+        training: Where a batch norm's ``training`` stands, -1 if it always trains; None for other ops.
+        accumulates: Whether autograd may call it to make the gradient of a leaf.
+        adds: Whether it is the addition of two tensors.
+        higher: Whether it is a higher-order op, which may take anything.
+    """
+
+    def __init__(self, op: Any, number: int) -> None:
+        effects = effects_of(op)  # which keeps the op alive, so that its id stays its own
+        self.number = number
+        self.higher = getattr(op, "_schema", None) is None
+        self.name = str(op).removesuffix(".default") if not self.higher else effects.name
+        torchs = effects.namespace in ("aten", "prims", "prim")
+        self.view = effects.viewed is not None or effects.name in _SILENT_VIEWS
+        self.reshapes = effects.reshapes
+        self.factory = effects.factory
+        self.written = _STATISTICS if effects.name in WRITES_WITHOUT_SAYING else effects.written
+        self.returned = effects.returned
+        self.random = effects.random
+        self.once = self.higher or effects.namespace in _COLLECTIVES or (not torchs and has_effect(op))
+        self.lifts = op is LIFT
+        self.training = _BATCH_NORMS.get(effects.name)
+        self.adds = op is torch.ops.aten.add.Tensor
+        self.accumulates = effects.name in _ACCUMULATING
+
+
+def kind_of(op: Any) -> Kind:
+    """Return how to treat an op."""
+    kind = _kinds.get(id(op))  # ops hash themselves in Python
+    if kind is None:
+        kind = _kinds[id(op)] = Kind(op, len(_kinds))
+    return kind
+
+
+_kinds: dict[int, Kind] = {}
+
+
+def leaves(result: Any) -> list[Any]:
+    """Return the parts of an op's result, in order: tensors, numbers, None."""
+    if isinstance(result, torch.Tensor):
+        return [result]
+    if isinstance(result, (tuple, list)):
+        return [leaf for part in result for leaf in leaves(part)]
+    return [result]
+
+
+def refilled(result: Any, parts: Any) -> Any:
+    """Return a result of the same form with other parts, taken from an iterator."""
+    if isinstance(result, (tuple, list)):
+        made = [refilled(part, parts) for part in result]
+        return made if isinstance(result, list) else tuple(made)
+    return next(parts)
+
+
+class Found:
+    """The arguments of an op, taken apart."""
+
+    __slots__ = ("consts", "inputs", "key", "ready", "tensors")
+
+    def __init__(self, kind: Kind) -> None:
+        self.key: list[Any] = [kind.number]  # what its results' sizes and its cost depend on
+        self.inputs: list[Version] = []  # each once
+        self.consts: list[Const] = []
+        self.tensors: list[Any] = []  # of the block
+        self.ready = True  # whether all inputs are resident
 
 
 def memory_key(tensor: torch.Tensor) -> int:
@@ -49,7 +162,7 @@ class Const:
         self.address = memory_key(tensor)
         self.version = -1 if tensor.is_inference() else tensor._version
 
-    def value(self, kind: Kind) -> torch.Tensor:
+    def value(self, reader: str, remedy: str = _KEEP) -> torch.Tensor:
         """Return the tensor.
 
         Raises:
@@ -58,27 +171,20 @@ class Const:
         tensor = self.tensor
         if memory_key(tensor) != self.address or (self.version >= 0 and tensor._version != self.version):
             raise MutationError(
-                f"a tensor of shape {tuple(tensor.shape)} was changed where the budget's block could not see it, and "
-                f"{kind.name}, which read it, is to run again",
-                op=kind.name,
-                remedy="Change tensors in the thread of the block and by ops, and not by assignments to .data, until "
-                "the block's results that depend on them are gone.",
+                f"a tensor of shape {tuple(tensor.shape)} was changed in place, unseen, and {reader}, which read it, "
+                "is to run again",
+                op=reader,
+                remedy=remedy,
             )
         return tensor
 
 
-class Spare:
+class Spare(NamedTuple):
     """Stands for the running statistics that a batch norm in training writes: a second run writes somewhere else."""
 
-    __slots__ = ("like",)
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.like = (tensor.shape, tensor.dtype, tensor.device)
-
-    def value(self) -> torch.Tensor:
-        """Return something to write to."""
-        shape, dtype, device = self.like
-        return torch.zeros(shape, dtype=dtype, device=device)
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
 
 
 class Known:
@@ -91,7 +197,7 @@ class Known:
         self.cost = 0.0
         self.bytes = -1  # what its results take; -1 while nobody knows
         self.aliases = False  # whether results share memory with arguments or with each other
-        self.outputs: list[tuple[torch.Size, tuple[int, ...], torch.dtype, int, Any]] = []
+        self.outputs: list[tuple[int, Look]] = []  # bytes and looks of new results
 
     def took(self, seconds: float) -> None:
         """Take note of a run."""
@@ -101,53 +207,42 @@ class Known:
             self.cost = samples[len(samples) // 2]
 
 
-# By op, shapes and other arguments. It outlives the blocks, which are one training step each: sizes follow from the
-# key, and costs are medians over runs of the same op on the same machine.
-_known: dict[tuple[Any, ...], Known] = {}
-
-
 def known_of(key: tuple[Any, ...]) -> Known:
     """Return what is known of an op with these arguments."""
     try:
-        known = _known.get(key)
+        return _known(key)
     except TypeError:  # an argument that cannot be hashed
         return Known()
-    if known is None:
-        if len(_known) >= _MOST_KNOWN:
-            _known.clear()
-        known = _known[key] = Known()
-    return known
 
 
+@lru_cache(_MOST_KNOWN)
+def _known(key: tuple[Any, ...]) -> Known:
+    # By op, shapes and other arguments. It outlives the blocks, which are one training step each: sizes follow from
+    # the key, and costs are medians over runs of the same op on the same machine.
+    return Known()
+
+
+@dataclass(frozen=True, eq=False, slots=True)
 class Look:
-    """The shape, stride, type and device of tensors; each look is one object."""
+    """The shape, stride, type and device of tensors; each look is one object, and hashed as that."""
 
-    __slots__ = ("device", "dtype", "shape", "stride")
-
-    def __init__(self, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        self.shape = shape
-        self.stride = stride
-        self.dtype = dtype
-        self.device = device
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
 
     def on_meta(self) -> torch.Tensor:
         """Return a tensor without data that looks so."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
 
 
-_looks: dict[tuple[Any, ...], Look] = {}
+_look = lru_cache(_MOST_KNOWN)(Look)
 
 
 def look_of(tensor: torch.Tensor) -> Look:
     """Return what a tensor looks like."""
     strided = tensor.layout is torch.strided
-    key = (tensor.shape, tensor.stride() if strided else (), tensor.dtype, tensor.device)
-    look = _looks.get(key)
-    if look is None:
-        if len(_looks) >= _MOST_KNOWN:
-            _looks.clear()
-        look = _looks[key] = Look(*key)
-    return look
+    return _look(tensor.shape, tensor.stride() if strided else (), tensor.dtype, tensor.device)
 
 
 class Op:
@@ -174,35 +269,43 @@ class Op:
     alive = 0
     before: Op | None = None
     consts: Sequence[Const] = ()
-    dispatch: tuple[Any, Any] | None = None
+    dispatch: tuple[Ambient, Any] = (Ambient((), None, None), None)
     gone = False
-    random: tuple[torch.Generator, torch.Tensor] | None = None
+    has_run = True
+    random: RngState | None = None
     slots: Sequence[int] = (0,)
     terms = 1
-    through: Storage | None = None
-    written: tuple[Storage, ...] = ()
+    through: Version | None = None
+    written: tuple[Version, ...] = ()
 
     def __init__(
         self,
         kind: Kind,
         func: Callable[..., Any],
-        args: Sequence[Any],
+        args: list[Any],
         kwargs: Mapping[str, Any],
-        inputs: tuple[Storage, ...],
+        inputs: tuple[Version, ...],
         known: Known,
     ) -> None:
         self.kind = kind
+        self.name = kind.name
         self.func = func
         self.args = args
         self.kwargs = kwargs
         self.inputs = inputs
         self.known = known
-        self.outputs: list[Storage | None] = []
+        self.outputs: list[Version | None] = []
         self.grad = torch.is_grad_enabled()
         if any_autocast_enabled():
             self.dispatch = (capture_ambient(), dispatch_state())
 
-    def absorb(self, old: Storage) -> bool:
+    @property
+    def size_bytes(self) -> int:
+        """What the results of another run take, but for those that are written into given memory."""
+        sizes = [one.size_bytes for one in self.outputs[len(self.written) :] if one is not None]
+        return max(sum(sizes), self.sequence()[0].known.bytes)
+
+    def absorb(self, old: Version) -> bool:
         """Become one with the op that made the storage that this one has written; return whether that can be."""
         before = old.op
         if before is None or old.users or len(before.outputs) != 1 or self.written != (old,):
@@ -226,23 +329,26 @@ class Op:
         ops.reverse()
         return ops
 
-    def made(self, result: Sequence[Any], roots: Mapping[Storage, torch.Tensor]) -> list[torch.Tensor | None]:
+    def given(self, roots: Mapping[Version, torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
+        """Return the arguments as the op gets them; its inputs are resident."""
+        kind = self.kind
+        args = [one.tensor if type(one) is Version and not roots else plain(one, kind, roots) for one in self.args]
+        if not self.kwargs:
+            return args, {}
+        return args, {name: plain(value, kind, roots) for name, value in self.kwargs.items()}
+
+    def made(self, result: Sequence[Any], roots: Mapping[Version, torch.Tensor]) -> list[torch.Tensor | None]:
         """Return the data of the outputs, from the parts of a result."""
         fresh = [leaf for leaf, slot in zip(result, self.slots, strict=True) if slot >= 0]
         return [*(roots[one] for one in self.written), *fresh]
 
-    def run(self, roots: Mapping[Storage, torch.Tensor]) -> list[Any]:
+    def run(self, roots: Mapping[Version, torch.Tensor]) -> list[Any]:
         """Run the op again; return the parts of its result.
 
         Args:
             roots: For each storage of `written` the memory to write to.
         """
-
-        def value(argument: Any) -> Any:
-            return plain(argument, self.kind, roots)
-
-        args = [value(argument) for argument in self.args]
-        kwargs = {name: value(argument) for name, argument in self.kwargs.items()}
+        args, kwargs = self.given(roots)
         with self._as_before():
             start = perf_counter()
             result = self.func(*args, **kwargs)
@@ -254,40 +360,28 @@ class Op:
         """Run as the first time: below autograd, with the autocast, the grad mode and the random state of then."""
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(self.grad))
-            if self.dispatch is not None:
-                ambient, state = self.dispatch
+            ambient, state = self.dispatch
+            if ambient.autocast or any_autocast_enabled():
                 for context in ambient.contexts():
                     stack.enter_context(context)
-                stack.enter_context(with_dispatch_state(state))
-            else:
-                for device in _autocasting():
-                    stack.enter_context(torch.autocast(device, enabled=False))
-                stack.enter_context(below_autograd())
+            stack.enter_context(below_autograd() if state is None else with_dispatch_state(state))
             if self.random is not None:
-                generator, start = self.random
-                stack.callback(generator.set_state, generator.get_state())
-                generator.set_state(start)
+                stack.enter_context(self.random.replayed())
             yield
 
 
-def _autocasting() -> list[str]:
-    if not any_autocast_enabled():
-        return []
-    return [device for device, *_ in capture_ambient().autocast]
-
-
-def plain(argument: Any, kind: Kind, roots: Mapping[Storage, torch.Tensor]) -> Any:
+def plain(argument: Any, kind: Kind, roots: Mapping[Version, torch.Tensor]) -> Any:
     """Return an argument of a recorded op as the op gets it; its storages are resident."""
     form = type(argument)
-    if form is Storage:
+    if form is Version:
         return roots.get(argument, argument.tensor)
     if form is Alias:
         storage, place = argument
         return derive(roots[storage], place) if storage in roots else storage.at(place)
     if form is Const:
-        return argument.value(kind)
+        return argument.value(kind.name)
     if form is Spare:
-        return argument.value()
+        return torch.zeros(argument.shape, dtype=argument.dtype, device=argument.device)
     if form is list or form is tuple:
         return form([plain(part, kind, roots) for part in argument])
     return argument
@@ -320,3 +414,68 @@ def bytes_on_meta(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
     for tensor in given:
         sizes.pop(storage_key(tensor), None)
     return sum(sizes.values())
+
+
+def of_metadata(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """Return the arguments of a factory with its tensor replaced by one without data."""
+    tensor = args[0]
+    device = kwargs.get("device")
+    return (tensor._handle.look.on_meta(), *args[1:]), {**kwargs, "device": tensor.device if device is None else device}
+
+
+def generators(args: Sequence[Any], kwargs: Mapping[str, Any]) -> RngState:
+    """Return the present state of the generators that an op may draw from."""
+    return RngState([value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)])
+
+
+def adds_many(op: Op) -> bool:
+    """Whether an op of backward adds a gradient to a sum of several, as autograd does for weights used many times.
+
+    To make such a sum again takes most of backward, and all that it reads would have to stay known until then.
+    """
+    op.terms = sum(
+        one.op.terms if one.op is not None and one.op.kind.adds else 1 for one in op.inputs if one.op or one.pin
+    )
+    return op.terms > _MOST_TERMS or any(one.pin == "a sum of many gradients" for one in op.inputs)
+
+
+class Costs:
+    """What ops cost: seconds that were measured, or what a function says.
+
+    Args:
+        cost: ``"measured"``, ``"flops"``, or a function of at most four arguments: the op, its arguments, its
+            keyword arguments, and its result.
+    """
+
+    def __init__(self, cost: Cost) -> None:
+        self.measured = cost == "measured"
+        function = flops if cost == "flops" else cost
+        if callable(function):
+            self._function, self._count = function, _arity(function)
+        elif not self.measured:
+            raise UsageError(
+                f"cost={cost!r} is no way to tell what ops cost",
+                remedy='It is "measured", "flops", or a function of an op, its args, its kwargs and its result.',
+            )
+
+    def of(self, known: Known, *run: Any) -> float:
+        """Return the cost of a run: of an op, its arguments, its keyword arguments, and its result."""
+        return known.cost if self.measured else float(self._function(*run[: self._count]))
+
+
+def _arity(function: Callable[..., float]) -> int:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return 4
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
+        return 4
+    return min(4, sum(parameter.kind in (0, 1) for parameter in parameters))
+
+
+def flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> float:
+    """Return the floating-point operations of a run; of ops that torch's counter does not know, one per element."""
+    count = flop_registry.get(getattr(func, "overloadpacket", None))
+    if count is None:
+        return float(sum(leaf.numel() for leaf in leaves(result) if isinstance(leaf, torch.Tensor)))
+    return float(count(*args, **kwargs, out_val=result))

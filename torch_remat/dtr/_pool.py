@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import math
 import random
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
-from torch_remat.dtr.heuristics import Heuristic, RatioHeuristic, Storage
+from torch_remat.dtr.heuristics import Heuristic, RatioHeuristic, Storage, unknown_name
 from torch_remat.errors import UsageError
 
 Search: TypeAlias = Literal["index", "scan", "sample"]
@@ -24,30 +24,7 @@ _SMALLEST_SAMPLE = 32
 _SLACK = 1e-12  # how far before a computed crossing, relative, the index stops trusting an order
 
 
-class Pool(Protocol):
-    """The evictable storages of one run."""
-
-    scored: int
-    """How many scores were asked for so far."""
-
-    def __len__(self) -> int: ...
-
-    def __contains__(self, storage: Storage) -> bool: ...
-
-    def add(self, storage: Storage) -> None:
-        """Take in a storage that became evictable."""
-
-    def discard(self, storage: Storage) -> None:
-        """Let go of a storage, if it is here."""
-
-    def touch(self, storage: Storage) -> None:
-        """Take note that a storage's last access has changed, if it is here."""
-
-    def victim(self, clock: float) -> Any:
-        """Return the storage to evict at this clock, one of those given, which stays; None if there is none."""
-
-
-def make_pool(heuristic: Heuristic, search: Search | None = None, seed: int = 0) -> Pool:
+def make_pool(heuristic: Heuristic, search: Search | None = None, seed: int = 0) -> ScanPool:
     """Start a run of the heuristic and return an empty pool for it.
 
     Args:
@@ -69,7 +46,7 @@ def make_pool(heuristic: Heuristic, search: Search | None = None, seed: int = 0)
     if search == "sample":
         return SamplePool(heuristic, seed)
     if search != "index":
-        raise UsageError(f"there is no search {search!r}", remedy="It is 'index', 'scan' or 'sample'.")
+        raise unknown_name("search", search, get_args(Search))
     if not isinstance(heuristic, RatioHeuristic):
         raise UsageError(
             f"the index cannot order the scores of {type(heuristic).__name__}, which may change with every clock",
@@ -79,32 +56,30 @@ def make_pool(heuristic: Heuristic, search: Search | None = None, seed: int = 0)
 
 
 class ScanPool:
-    """Looks at every evictable storage, oldest first."""
+    """The evictable storages of one run; it looks at every one, oldest first.
+
+    Attributes:
+        scored: How many scores were asked for so far.
+    """
 
     def __init__(self, heuristic: Heuristic) -> None:
         self._heuristic = heuristic
-        self._storages: dict[Storage, None] = {}
+        self._storages: Any = {}
         self.scored = 0
 
-    def __len__(self) -> int:
-        return len(self._storages)
-
-    def __contains__(self, storage: Storage) -> bool:
-        return storage in self._storages
-
     def add(self, storage: Storage) -> None:
-        """Put the storage last."""
+        """Take in a storage that became evictable."""
         self._storages[storage] = None
 
     def discard(self, storage: Storage) -> None:
-        """Take the storage out."""
+        """Let go of a storage, if it is here."""
         self._storages.pop(storage, None)
 
     def touch(self, storage: Storage) -> None:
-        """Do nothing: scores are asked for anew each time."""
+        """Take note that a storage's last access has changed, if it is here; who asks for scores anew need not."""
 
     def victim(self, clock: float) -> Any:
-        """Return the least of all."""
+        """Return the storage to evict at this clock, one of those given, which stays; None if there is none."""
         self.scored += len(self._storages)
         chosen, least, score_of = None, math.inf, self._heuristic.score
         for storage in self._storages:
@@ -114,20 +89,13 @@ class ScanPool:
         return chosen
 
 
-class SamplePool:
+class SamplePool(ScanPool):
     """Looks at a random sample: the square root of the number of storages, at least 32."""
 
     def __init__(self, heuristic: Heuristic, seed: int) -> None:
-        self._heuristic = heuristic
+        super().__init__(heuristic)
         self._draw = random.Random(seed)
-        self._storages: list[Storage] = []
-        self.scored = 0
-
-    def __len__(self) -> int:
-        return len(self._storages)
-
-    def __contains__(self, storage: Storage) -> bool:
-        return storage.place >= 0
+        self._storages = []
 
     def add(self, storage: Storage) -> None:
         """Put the storage last."""
@@ -143,9 +111,6 @@ class SamplePool:
                 last.place = storage.place
             storage.place = -1
 
-    def touch(self, storage: Storage) -> None:
-        """Do nothing: scores are asked for anew each time."""
-
     def victim(self, clock: float) -> Any:
         """Return the least of a sample."""
         storages = self._storages
@@ -156,7 +121,7 @@ class SamplePool:
         return min(storages, key=lambda storage: self._heuristic.score(storage, clock), default=None)
 
 
-class IndexPool:
+class IndexPool(ScanPool):
     """Keeps a tournament of all scores that stays right while the clock goes on.
 
     NOTE [A tournament with staleness]. A score ``n / (d (clock - access))`` changes with every clock, but of two
@@ -170,26 +135,19 @@ class IndexPool:
     """
 
     def __init__(self, heuristic: RatioHeuristic) -> None:
-        self._heuristic = heuristic
-        self.scored = 0
+        super().__init__(heuristic)
+        self._ratio, self._decays = heuristic.ratio, heuristic.decays
         self._number = 0
-        self._count = 0
         self._changed: set[int] = set()  # places whose match is to be played again
         heuristic.changed = self._changed
         self._size = 0  # places; a power of two
         self._free: list[int] = []
-        self._storages: list[Storage | None] = []
+        self._storages = []
         self._numbers: list[int] = []  # by place: in which order the storages came
         self._keys: list[tuple[float, float, float]] = []  # by place: numerator, denominator, last access
         self._winners: list[int] = []  # by match: the place that wins, or -1; match k is between 2k and 2k + 1
         self._until: list[float] = []  # by match: the last clock at which the winner is sure
         self._grow()
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __contains__(self, storage: Storage) -> bool:
-        return storage.place >= 0
 
     def add(self, storage: Storage) -> None:
         """Give the storage a place."""
@@ -199,7 +157,6 @@ class IndexPool:
         self._storages[place] = storage
         self._number += 1
         self._numbers[place] = self._number
-        self._count += 1
         self._changed.add(place)
 
     def discard(self, storage: Storage) -> None:
@@ -209,7 +166,6 @@ class IndexPool:
             storage.place = -1
             self._storages[place] = None
             self._free.append(place)
-            self._count -= 1
             self._changed.add(place)
 
     def touch(self, storage: Storage) -> None:
@@ -219,13 +175,12 @@ class IndexPool:
 
     def victim(self, clock: float) -> Any:
         """Return the winner at this clock."""
-        if not self._count:
-            return None
         if self._changed:
             self._enter(clock)
         if self._until[1] < clock:
             self._play_expired(clock)
-        return self._storages[self._winners[1]]
+        winner = self._winners[1]
+        return None if winner < 0 else self._storages[winner]
 
     def _grow(self) -> None:
         self._size = max(64, 2 * self._size)
@@ -249,7 +204,7 @@ class IndexPool:
             storage = self._storages[place]
             if storage is not None:
                 self.scored += 1
-                self._keys[place] = (*self._heuristic.ratio(storage), storage.last_access)
+                self._keys[place] = (*self._ratio(storage), storage.last_access)
             self._winners[self._size + place] = -1 if storage is None else place
             matches.add((self._size + place) >> 1)
         while matches:
@@ -267,15 +222,19 @@ class IndexPool:
             self._play(match, clock)
 
     def _play(self, match: int, clock: float) -> None:
-        below = 2 * match
-        first, second = self._winners[below], self._winners[below + 1]
-        until = min(self._until[below], self._until[below + 1])
-        if first < 0 or second < 0:
-            winner = max(first, second)
+        below, winners = 2 * match, self._winners
+        first, second = winners[below], winners[below + 1]
+        until, other = self._until[below], self._until[below + 1]
+        if other < until:
+            until = other
+        if first < 0:
+            winners[match] = second
+        elif second < 0:
+            winners[match] = first
         else:
-            winner, sure = self._duel(first, second, clock)
-            until = min(until, sure)
-        self._winners[match] = winner
+            winners[match], sure = self._duel(first, second, clock)
+            if sure < until:
+                until = sure
         self._until[match] = until
 
     def _duel(self, first: int, second: int, clock: float) -> tuple[int, float]:
@@ -283,7 +242,7 @@ class IndexPool:
         numerator1, denominator1, access1 = self._keys[first]
         numerator2, denominator2, access2 = self._keys[second]
         sure = math.inf
-        if self._heuristic.decays:
+        if self._decays:
             stale1, stale2 = clock - access1, clock - access2
             if not stale1 or not stale2:
                 sure = clock
@@ -302,9 +261,11 @@ def _crossing(slope1: float, access1: float, slope2: float, access2: float, cloc
     """Return until when ``slope1 (t - access2)`` and ``slope2 (t - access1)`` surely keep their order."""
     if slope1 == slope2:
         return math.inf
+    apart, steepest = (slope1 - slope2, slope1) if slope1 > slope2 else (slope2 - slope1, slope2)
     after = slope2 * (access2 - access1) / (slope1 - slope2)
-    doubt = _SLACK * (abs(after) + abs(access2)) * (1 + 1e-3 * max(slope1, slope2) / abs(slope1 - slope2))
+    doubt = _SLACK * (abs(after) + access2) * (1 + 1e-3 * steepest / apart)
     crossing = access2 + after
     if crossing + doubt < clock:
         return math.inf
-    return max(clock, crossing - doubt)
+    surely = crossing - doubt
+    return surely if surely > clock else clock

@@ -36,64 +36,37 @@ from torch_remat._compat import (
     storage_key,
     without_dispatch_modes,
 )
-from torch_remat.dtr._arguments import Found, adds_many, of_metadata, plain_arguments, random_state
-from torch_remat.dtr._kinds import Kind, argument, kind_of, leaves, refilled
+from torch_remat.dtr._block_memory import BlockMemory, Outside
 from torch_remat.dtr._leaving import make_plain, value_of
-from torch_remat.dtr._memory import Memory
-from torch_remat.dtr._ops import Const, Known, Op, Spare, bytes_on_meta, known_of, look_of, plain
-from torch_remat.dtr._outside import Outside
-from torch_remat.dtr._pool import ScanPool
-from torch_remat.dtr._storage import Alias, Buffer, Handle, Storage, copy_memory, derive, place_of
-from torch_remat.dtr._tensor import (
-    EvictableTensor,
-    LeftTensor,
-    LostTensor,
-    foreign_thread,
-    make_tensor,
+from torch_remat.dtr._ops import (
+    NO_ROOTS,
+    Const,
+    Found,
+    Kind,
+    Known,
+    Look,
+    Op,
+    Spare,
+    adds_many,
+    argument,
+    bytes_on_meta,
+    generators,
+    kind_of,
+    known_of,
+    leaves,
+    look_of,
+    of_metadata,
+    refilled,
 )
+from torch_remat.dtr._pool import ScanPool
+from torch_remat.dtr._storage import Alias, Buffer, Handle, Version, copy_memory, derive, place_of
+from torch_remat.dtr._tensor import EvictableTensor, LeftTensor, LostTensor, foreign_thread, make_tensor
 from torch_remat.errors import RematError
 
-_NOTHING: Mapping[Storage, torch.Tensor] = {}
 _OURS = frozenset((EvictableTensor, LeftTensor, torch.Tensor, torch.nn.Parameter))
 _DETACH = torch.ops.aten.detach.default
 _MOST_INPUTS = 8  # of writes in a row; what needs more to be made again is pinned, as gradients of shared weights are
 _TINY = 8  # bytes of what is pinned: a loss gains nothing by eviction, and would keep all that it depends on known
-
-
-class Mode(DispatchMode):
-    """Hands each op to the runtime."""
-
-    def __init__(self, runtime: BlockRuntime) -> None:
-        super().__init__()
-        self.runtime = runtime
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Run an op."""
-        runtime = self.runtime
-        if runtime.dropped:
-            runtime.forget()
-        for form in types:
-            if form is not EvictableTensor and form not in _OURS:
-                return NotImplemented  # another subclass takes it apart first, under this mode
-        kind = kind_of(func)
-        if kind.accumulates and graph_task() >= 0 and _at_plain_leaf():
-            return runtime.gradient(kind, func, args, kwargs or {})
-        if kind.reshapes:
-            return runtime.reshape(func, args, kwargs or {})
-        if kind.view:
-            if type(args[0]) is EvictableTensor:
-                return runtime.view(func, args, kwargs or {})
-            result = func(*args, **(kwargs or {}))
-            if kind.lifts:
-                runtime.memory.count(result, "made of Python values")
-            return result
-        if kind.once:
-            return runtime.once(kind, func, args, kwargs or {})
-        if kind.written:
-            return runtime.write(kind, func, args, kwargs or {})
-        return runtime.compute(kind, func, args, kwargs or {})
 
 
 def _at_plain_leaf() -> bool:
@@ -105,10 +78,11 @@ def _at_plain_leaf() -> bool:
     )
 
 
-class BlockRuntime:
+class BlockRuntime(DispatchMode):
     """Runs the ops of one block; see `budget`."""
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: BlockMemory) -> None:
+        super().__init__()
         self.memory = memory
         self.dropped: deque[Handle] = deque()
         self.tensors: dict[int, ref[EvictableTensor]] = {}  # by id of the handle
@@ -117,7 +91,32 @@ class BlockRuntime:
         self.recorder: Any = None
         self.left: list[ref[torch.Tensor]] = []  # when the block has ended: what could not be made plain
 
-    # What the mode calls
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an op."""
+        if self.dropped:
+            self.forget()
+        kwargs = kwargs or {}
+        for form in types:
+            if form is not EvictableTensor and form not in _OURS:
+                return NotImplemented  # another subclass takes it apart first, under this mode
+        kind = kind_of(func)
+        gradient = kind.accumulates and graph_task() >= 0 and _at_plain_leaf()
+        if kind.reshapes:
+            return self.reshape(func, args, kwargs)
+        if kind.view and not (gradient and not kind.written):
+            if type(args[0]) is EvictableTensor:
+                return self.view(func, args, kwargs)
+            result = func(*args, **kwargs)
+            if kind.lifts:
+                self.memory.count(result, "made of Python values")
+            return result
+        if kind.once:
+            return self.once(kind, func, args, kwargs)
+        if kind.written:
+            return self.write(kind, func, args, kwargs)
+        return self.compute(kind, func, args, kwargs, gradient)
 
     def forget(self) -> None:
         """Free what the program has let go of since the last op."""
@@ -129,7 +128,8 @@ class BlockRuntime:
             buffer = handle.buffer
             buffer.handles -= 1
             if not buffer.handles:
-                self.memory.unreachable(buffer.storage)
+                buffer.storage.names = 0
+                self.memory.release(buffer.storage)
 
     def view(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Make views of a tensor of the block, without its data."""
@@ -157,49 +157,35 @@ class BlockRuntime:
         tensor._handle.look = look_of(tensor)
         return tensor
 
-    def compute(self, kind: Kind, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run and record an op that makes new tensors and does nothing else."""
-        memory = self.memory
-        found = Found(kind)
+    def compute(
+        self, kind: Kind, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], gradient: bool = False
+    ) -> Any:
+        """Run and record an op that makes new tensors and does nothing else.
+
+        Args:
+            kind: What is known of the op.
+            func: The op.
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+            gradient: Whether autograd makes the gradient of a leaf from outside with it, which is plain, and stays.
+        """
         if kind.factory and type(args[0]) is EvictableTensor:
             args, kwargs = of_metadata(args, kwargs)
-        take = self._take
-        recorded = [take(value, found) for value in args]
-        named = {name: take(value, found) for name, value in kwargs.items()} if kwargs else {}
-        if named:
-            found.key += named
-        known = known_of(tuple(found.key))
-        inputs = found.inputs
-        calm = found.ready and 0 <= known.bytes <= memory.limit - memory.live
-        if not calm:
-            for storage in inputs:
-                memory.lock(storage)
-        try:
-            if not calm:
-                memory.resident(inputs)
-            values = [one.tensor if type(one) is Storage else plain(one, kind, _NOTHING) for one in recorded]
-            named_values = {name: plain(value, kind, _NOTHING) for name, value in named.items()} if named else {}
-            if not calm:
-                if known.bytes < 0:
-                    known.bytes = bytes_on_meta(func, values, named_values)
-                memory.reserve(max(known.bytes, 0), kind.name)
-            random = random_state(kind, values, named_values) if kind.random else None
-            start = perf_counter()
-            result = func(*values, **named_values)
-            known.took(perf_counter() - start)
-            costs = memory.costs
-            cost = known.cost if costs.measured else costs.of(known, func, values, named_values, result)
-            memory.clock += cost
-            op = Op(kind, func, recorded, named, tuple(inputs), known)
-            op.random = random
-            op.consts = found.consts
-            why = "a sum of many gradients" if kind.adds and graph_task() >= 0 and adds_many(op) else ""
-            made = self._results(op, result, found, cost, pin=why)
-        finally:
-            if not calm:
-                memory.unlock(inputs)
+        op, found = self._record(kind, func, args, kwargs)
+        known, memory = op.known, self.memory
+        if found.ready and not gradient and 0 <= known.bytes <= memory.limit - memory.live:
+            result, cost, _ = self._run(op, NO_ROOTS)
+            made = self._results(op, result, found, cost)
+        else:
+            with memory.held(found.inputs):
+                self._reserve(op, known.bytes < 0)
+                result, cost, _ = self._run(op, NO_ROOTS)
+                made = self._hand(op, result) if gradient else self._results(op, result, found, cost)
         if self.recorder is not None:
-            self.recorder.ran(kind, found, made, cost)
+            if gradient:
+                self.recorder.handed(kind, found, made)
+            else:
+                self.recorder.ran(kind, found, made, cost)
         return made
 
     def write(self, kind: Kind, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -212,76 +198,89 @@ class BlockRuntime:
         if not targets:
             return self.compute(kind, func, args, kwargs)
         memory = self.memory
-        found = Found(kind)
-        recorded = [self._take(value, found) for value in args]
-        named = {name: self._take(value, found) for name, value in kwargs.items()}
-        found.key += named
-        op = Op(kind, func, recorded, named, tuple(found.inputs), known_of(tuple(found.key)))
-        op.consts = found.consts
+        op, found = self._record(kind, func, args, kwargs)
         op.written = tuple({t._handle.buffer.storage: None for t in targets if type(t) is EvictableTensor})
         outside = [target for target in targets if type(target) is not EvictableTensor]
-        for storage in found.inputs:
-            memory.lock(storage)
-        try:
-            memory.resident(found.inputs)
+        with memory.held(found.inputs):
             for target in outside:
                 self.outside.before_write(target)
             why = self._why_pinned(op, found, outside if not trains else [])
-            made, cost = self._run_writing(op, args, kwargs, found, targets, why)
+            self._reserve(op, op.known.bytes < 0 and -1 in kind.returned)
+            with memory.to_write(op.written, kind.name) as roots:
+                result, cost, given = self._run(op, roots)
+                self._next_versions(op, roots, targets, cost, why)
+            passed = [argument(where, args, kwargs) for where in kind.written]
+            for tensors, values in zip(passed, (argument(where, *given) for where in kind.written), strict=True):
+                for tensor, value in zip(leaves(tensors), leaves(values), strict=True):
+                    if type(tensor) is EvictableTensor:
+                        self._follow(tensor, value, kind)
+            returned = kind.returned if type(result) is not tuple or len(result) == len(kind.returned) else ()
+            made = self._results(op, result, found, cost, [passed[at] if at >= 0 else None for at in returned], why)
             if trains:
-                op.args = [Spare(v.tensor) if at in (3, 4) and type(v) is Const else v for at, v in enumerate(recorded)]
-        finally:
-            memory.unlock(found.inputs)
+                for at in (3, 4):
+                    if type(const := op.args[at]) is Const:
+                        op.args[at] = Spare(const.tensor.shape, const.tensor.dtype, const.tensor.device)
         if self.recorder is not None:
             self.recorder.wrote(kind, found, targets, made, cost)
         return made
 
+    def _record(self, kind: Kind, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Op, Found]:
+        """Return an op with what it keeps of its arguments, and those taken apart."""
+        found, take = Found(kind), self._take
+        recorded = [take(value, found) for value in args]
+        named = {name: take(value, found) for name, value in kwargs.items()} if kwargs else {}
+        if named:
+            found.key += named
+        op = Op(kind, func, recorded, named, tuple(found.inputs), known_of(tuple(found.key)))
+        op.consts = found.consts
+        return op, found
+
+    def _reserve(self, op: Op, unknown: bool) -> None:
+        """Make room for what an op makes; where that is unknown a run without data tells."""
+        known = op.known
+        if unknown:
+            known.bytes = 0 if op.kind.view else bytes_on_meta(op.func, *op.given(NO_ROOTS))
+        self.memory.reserve(max(known.bytes, 0), op.name)
+
+    def _run(self, op: Op, roots: Mapping[Version, torch.Tensor]) -> tuple[Any, float, tuple[Any, Any]]:
+        """Run an op for the first time; return its result, its cost, and the arguments that it got."""
+        kind, known, costs = op.kind, op.known, self.memory.costs
+        args, kwargs = given = op.given(roots)
+        random = generators(args, kwargs) if kind.random else None
+        start = perf_counter()
+        result = op.func(*args, **kwargs)
+        known.took(perf_counter() - start)
+        if random is not None and random.keep_drawn():
+            op.random = random
+        if kind.view:
+            return result, 0.0, given
+        cost = known.cost if costs.measured else costs.of(known, op.func, args, kwargs, result)
+        self.memory.clock += cost
+        return result, cost, given
+
+    def _hand(self, op: Op, result: Any) -> Any:
+        """Count the gradient of a leaf, which is new, or a storage of the block."""
+        if not op.kind.view and result.layout is torch.strided:
+            self.memory.count(result, "the gradient of a leaf")
+        elif op.inputs:
+            self.memory.hand_over(op.inputs[0])
+        return result
+
     def _why_pinned(self, op: Op, found: Found, outside: Sequence[torch.Tensor]) -> str:
         """Return why an op that writes must not run again, empty if it may."""
         if outside:
-            return f"made by {op.kind.name}, which wrote to a tensor from outside"
-        handed = self.memory.handed
-        if handed and any(const.address in handed for const in found.consts):
-            return "made from the gradient of a leaf"
-        return next((one.pin for one in op.written if one.op is None), "")
+            return f"made by {op.name}, which wrote to a tensor from outside"
+        return self._of_gradients(found) or next((one.pin for one in op.written if one.op is None), "")
 
-    def _run_writing(
-        self,
-        op: Op,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        found: Found,
-        targets: Sequence[torch.Tensor],
-        why: str,
-    ) -> tuple[Any, float]:
-        """Run an op that writes, and move the buffers that it wrote on to their next versions."""
-        kind, known, memory = op.kind, op.known, self.memory
-        if known.bytes < 0 and -1 in kind.returned:
-            known.bytes = bytes_on_meta(op.func, *plain_arguments(op, _NOTHING))
-        memory.reserve(max(known.bytes, 0), kind.name)
-        with memory.to_write(op.written, kind.name) as roots:
-            values, named = plain_arguments(op, roots)
-            op.random = random_state(kind, values, named) if kind.random else None
-            start = perf_counter()
-            result = op.func(*values, **named)
-            known.took(perf_counter() - start)
-            cost = memory.costs.of(known, op.func, values, named, result)
-            memory.clock += cost
-            self._next_versions(op, roots, targets, cost, why)
-        for where in kind.written:
-            for tensor, value in zip(
-                leaves(argument(where, args, kwargs)), leaves(argument(where, values, named)), strict=True
-            ):
-                if type(tensor) is EvictableTensor:
-                    self._follow(tensor, value, kind)
-        returned = kind.returned if type(result) is not tuple or len(result) == len(kind.returned) else ()
-        passed = [argument(kind.written[at], args, kwargs) if at >= 0 else None for at in returned]
-        return self._results(op, result, found, cost, passed, why), cost
+    def _of_gradients(self, found: Found) -> str:
+        if any(const.address in self.memory.handed for const in found.consts):
+            return "made from the gradient of a leaf"
+        return ""
 
     def _next_versions(
         self,
         op: Op,
-        roots: Mapping[Storage, torch.Tensor],
+        roots: Mapping[Version, torch.Tensor],
         targets: Sequence[torch.Tensor],
         cost: float,
         why: str,
@@ -292,24 +291,24 @@ class BlockRuntime:
         for old, root in roots.items():
             if old.op is None and root is old.tensor:
                 continue  # pinned, and written where it is
-            new = Storage(root, None, root.untyped_storage().nbytes(), cost, self.memory.clock)
-            new.pin = why
+            new = Version(root, root.untyped_storage().nbytes(), cost, self.memory.clock, why)
             if alone and root is old.tensor and op.absorb(old):
                 new.cost += old.cost
                 if len(op.inputs) > _MOST_INPUTS:
                     new.pin = "a sum of many terms"
                 else:
-                    self._link(op, new)
+                    self.memory.link(op, new)
                 self.memory.supersede(old)
             else:
                 if not why:
-                    self._link(op, new)
+                    self.memory.link(op, new)
                 if root is old.tensor:
                     self.memory.evict(old)
             buffers[old].storage = new
             self.memory.born(new)
-            if old.external:
-                self.memory.unreachable(old)
+            if old.names:
+                old.names = 0
+                self.memory.release(old)
 
     def _follow(self, tensor: EvictableTensor, value: torch.Tensor, kind: Kind) -> None:
         """Give a tensor the shape that an op has given its value, as ``out=`` and ``resize_`` do."""
@@ -323,80 +322,39 @@ class BlockRuntime:
                 remedy="Use the other tensor itself, or copy_ its values.",
             )
         with without_dispatch_modes():
-            tensor.data = make_tensor(value, handle)
+            tensor.data = make_tensor(value)
         handle.place = place_of(value)
         handle.look = look_of(value)
 
     def once(self, kind: Kind, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run an op that must not run twice, and may write whatever it gets."""
-        memory = self.memory
         found = Found(kind)
         everything: Any = (tuple(args), dict(kwargs))
         tensors = [leaf for leaf in optree.tree_leaves(everything) if type(leaf) is EvictableTensor]
         for tensor in tensors:
             self._own(tensor)
-            storage = tensor._handle.buffer.storage
-            memory.lock(storage)
-            found.inputs.append(storage)
-        why = f"given to {kind.name}, which must not run twice"
-        try:
-            memory.resident(found.inputs)
+        found.inputs = [tensor._handle.buffer.storage for tensor in tensors]
+        with self.memory.held(found.inputs):
             for tensor in tensors:
-                self._settle(tensor._handle.buffer, why)
-
-            def value(leaf: Any) -> Any:
-                return value_of(leaf) if type(leaf) is EvictableTensor else leaf
-
-            values: Any = optree.tree_map(value, everything)
+                self._settle(tensor._handle.buffer, f"given to {kind.name}, which must not run twice")
+            values: Any = optree.tree_map(
+                lambda leaf: value_of(leaf) if type(leaf) is EvictableTensor else leaf, everything
+            )
             result = func(*values[0], **values[1])
-        finally:
-            memory.unlock(found.inputs)
-        op = Op(kind, func, (), {}, (), Known())
+        op = Op(kind, func, [], {}, (), Known())
         return self._results(op, result, found, 0.0, (), f"made by {kind.name}, which must not run twice")
 
     def _settle(self, buffer: Buffer, why: str) -> None:
         """Pin the present version of a buffer where it is; one that recorded ops read becomes a version of its own."""
         storage = buffer.storage
         if storage.users:
-            assert storage.tensor is not None
             self.memory.reserve(storage.size_bytes, why)
-            new = Storage(copy_memory(storage.tensor), None, storage.size_bytes, 0.0, self.memory.clock)
-            new.pin = why
+            new = Version(copy_memory(storage.data()), storage.size_bytes, 0.0, self.memory.clock, why)
             buffer.storage = new
             self.memory.born(new)
-            storage.external = False
+            storage.names = 0
         else:
             self.memory.pin(storage, why)
-
-    def gradient(self, kind: Kind, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run an op by which autograd makes the gradient of a leaf from outside: it is plain, and stays."""
-        if kind.written:
-            return self.write(kind, func, args, kwargs)
-        memory = self.memory
-        found = Found(kind)
-        recorded = [self._take(value, found) for value in args]
-        named = {name: self._take(value, found) for name, value in kwargs.items()}
-        found.key += named
-        known = known_of(tuple(found.key))
-        op = Op(kind, func, recorded, named, (), known)
-        for storage in found.inputs:
-            memory.lock(storage)
-        try:
-            memory.resident(found.inputs)
-            values, named_values = plain_arguments(op, _NOTHING)
-            if known.bytes < 0:
-                known.bytes = 0 if kind.view else bytes_on_meta(func, values, named_values)
-            memory.reserve(max(known.bytes, 0), kind.name)
-            result = func(*values, **named_values)
-            if not kind.view and result.layout is torch.strided:
-                memory.count(result, "the gradient of a leaf")
-            elif found.inputs:
-                memory.hand_over(found.inputs[0])
-        finally:
-            memory.unlock(found.inputs)
-        if self.recorder is not None:
-            self.recorder.handed(kind, found, result)
-        return result
 
     def read(self, tensor: torch.Tensor, reader: str, *, share: bool) -> torch.Tensor:
         """Return a plain tensor with the data of one of the block's; one that is shared stays where it is."""
@@ -404,15 +362,10 @@ class BlockRuntime:
         if get_ident() != self.thread:
             raise foreign_thread(reader)
         storage = tensor._handle.buffer.storage
-        self.memory.lock(storage)
-        try:
-            with without_dispatch_modes(), below_autograd():
-                self.memory.resident([storage])
-                if share:
-                    self.memory.pin(storage, f"shared with the reader of {reader}")
-                return derive(value_of(tensor), place_of(tensor))
-        finally:
-            self.memory.unlock([storage])
+        with without_dispatch_modes(), below_autograd(), self.memory.held([storage]):
+            if share:
+                self.memory.pin(storage, f"shared with the reader of {reader}")
+            return derive(value_of(tensor), place_of(tensor))
 
     def evict_all(self, tensors: Iterable[EvictableTensor]) -> None:
         """Evict the data of some tensors that can be made again."""
@@ -506,27 +459,29 @@ class BlockRuntime:
             storage.last_access = clock
             if changed is not None and storage.pooled:
                 changed.add(storage.place)
-        if not pin and memory.handed and any(const.address in memory.handed for const in found.consts):
-            pin = "made from the gradient of a leaf"
+        if not pin:
+            pin = self._of_gradients(found) if memory.handed else ""
+            if op.kind.adds and graph_task() >= 0 and adds_many(op):
+                pin = "a sum of many gradients"
         known = op.known
         if type(result) is torch.Tensor and not passed and not known.aliases and known.outputs and not pin:
-            shape, stride, dtype, size, look = known.outputs[0]
-            if size > _TINY and shape == result.shape and stride == result.stride() and dtype is result.dtype:
-                storage = Storage(result, op, size, cost, clock)
-                op.outputs.append(storage)
-                op.alive = 1
-                for parent in op.inputs:
-                    parent.users += 1
-                    parent.children[storage] = None
+            size, look = known.outputs[0]
+            if (
+                size > _TINY
+                and look.shape == result.shape
+                and look.stride == result.stride()
+                and look.dtype is result.dtype
+            ):
+                storage = Version(result, size, cost, clock)
+                memory.link(op, storage)
                 memory.born(storage)
                 if op.consts:
                     self.outside.watch(op)
+                offset = result.storage_offset()
                 made = make_wrapper_subclass(
-                    EvictableTensor, shape, stride, result.storage_offset(), None, dtype, torch.strided, look.device
+                    EvictableTensor, look.shape, look.stride, offset, None, look.dtype, torch.strided, look.device
                 )
-                handle = made._handle = Handle(Buffer(storage, self), None, look)
-                self.tensors[id(handle)] = ref(made)
-                return made
+                return self._whole(made, storage, look)
         return self._any_results(op, result, found, cost, passed, pin)
 
     def _any_results(self, op: Op, result: Any, found: Found, cost: float, passed: Sequence[Any], pin: str) -> Any:
@@ -555,21 +510,19 @@ class BlockRuntime:
                 made.append(leaf if buffer is None else self._alias(buffer, leaf))
                 continue
             size = leaf.untyped_storage().nbytes()
-            storage = Storage(leaf, None, size, cost, memory.clock)
-            storage.pin = pin or ("too small to evict" if size <= _TINY else "")
+            storage = Version(leaf, size, cost, memory.clock, pin or ("too small to evict" if size <= _TINY else ""))
             slots[-1] = fresh
             fresh += 1
             if not storage.pin:
-                self._link(op, storage)
+                self.memory.link(op, storage)
             else:
                 op.outputs.append(None)
             memory.born(storage)
-            buffer = buffers[address] = Buffer(storage, self)
             look = look_of(leaf)
-            handle = Handle(buffer, None, look)
-            made.append(self._tensor(leaf, handle))
+            made.append(self._whole(make_tensor(leaf), storage, look))
+            buffers[address] = made[-1]._handle.buffer
             size_bytes += size
-            outputs.append((leaf.shape, leaf.stride(), leaf.dtype, size, look))
+            outputs.append((size, look))
         known.bytes = size_bytes
         known.outputs = outputs
         op.slots = slots
@@ -579,19 +532,9 @@ class BlockRuntime:
             return refilled(result, iter(made))
         return made[0]
 
-    def _link(self, op: Op, storage: Storage) -> None:
-        """Record that an op made a storage."""
-        storage.op = op
-        op.outputs.append(storage)
-        if not op.alive:
-            for parent in op.inputs:
-                parent.users += 1
-        op.alive += 1
-        for parent in op.inputs:
-            parent.children[storage] = None
-
-    def _tensor(self, like: torch.Tensor, handle: Handle) -> EvictableTensor:
-        made = make_tensor(like, handle)
+    def _whole(self, made: EvictableTensor, storage: Version, look: Look) -> EvictableTensor:
+        """Let a tensor be all of a new storage."""
+        handle = made._handle = Handle(Buffer(storage, self), None, look)
         self.tensors[id(handle)] = ref(made)
         return made
 

@@ -1,73 +1,60 @@
 """What a block knows of its tensors: storages, the buffers that tensors of the program alias, and handles on them.
 
-    EvictableTensor -> Handle -> Buffer -> Storage (its present version) -> Op -> Storage (what the op read) ...
+    EvictableTensor -> Handle -> Buffer -> Version (the present one) -> Op -> Version (what the op read) ...
 
-NOTE [Storages and versions]. A `Storage` is what an op made: it holds the data, or only the op that makes it again.
-Its data never changes: a write in place makes another storage, the buffer's next version. All tensors of the program
+NOTE [Storages and versions]. A `Version` is what an op made: it holds the data, or only the op that makes it again.
+Its data never changes: a write in place makes another one, the buffer's next version. All tensors of the program
 that share memory share one `Buffer`, so all see the write. Such an alias is a place in the storage (size, stride,
 offset), and nothing runs to derive it again. What ops have read they keep as storages, never as tensors of the
-program: references go from results to inputs only, but for `Storage.children`, which `Runtime` takes apart when a
-storage dies.
+program: references go from results to inputs only, but for `Storage.children`, which the memory takes apart when
+it removes a storage.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from torch_remat._compat import set_conj, set_neg
+from torch_remat.dtr.heuristics import Storage
 
 # Where a tensor lies in its storage: size, stride, offset, and the type and lazy bits that it is read with.
 Place = tuple[torch.Size, tuple[int, ...], Any, torch.dtype, bool, bool]
 
 
-class Storage:
-    """One version of a piece of memory that the block made; heuristics see it as `heuristics.Storage`.
+class Version(Storage):
+    """One version of a piece of memory that the block made; its `names` is 1 or 0.
 
     Attributes:
         tensor: The data as the op returned it, None while it is evicted.
-        op: What makes it (again); None for one that is never evicted, whose `pin` says why.
-        size_bytes: Bytes of its memory, whoever views how much of it.
-        cost: Seconds (or the unit of the cost function) that its op takes.
-        last_access: The runtime's clock at the last op that read or made it.
-        children: Storages whose ops read this one.
-        users: How many recorded ops read it.
-        external: Whether the program can still reach it: some tensor of its own, or one that autograd saved.
-        locks: How many running ops need it where it is.
-        pooled: Whether it stands in the pool of what can be evicted.
-        pin: Why it is never evicted, empty where it can be.
     """
 
-    # The usual, so that a storage sets only what is its own.
     aliases: dict[Place, torch.Tensor] | None = None
-    external = True
-    locks = 0
-    note: Any = None
-    pin = ""
-    place = -1
-    pooled = False
-    users = 0
 
-    def __init__(self, tensor: torch.Tensor | None, op: Any, size_bytes: int, cost: float, clock: float) -> None:
-        self.tensor = tensor
-        self.op = op  # an `_ops.Op` or None
+    def __init__(self, tensor: torch.Tensor | None, size_bytes: int, cost: float, clock: float, pin: str = "") -> None:
         self.size_bytes = size_bytes
         self.cost = cost
         self.last_access = clock
-        self.children: dict[Storage, None] = {}
+        self.children: dict[Version, None] = {}
+        self.tensor = tensor
+        self.resident = tensor is not None
+        if pin:
+            self.pin = pin
 
-    @property
-    def resident(self) -> bool:
-        """Whether it holds data now."""
-        return self.tensor is not None
+    def data(self) -> torch.Tensor:
+        """Return the data; it must be resident."""
+        assert self.tensor is not None
+        return self.tensor
 
-    @property
-    def parents(self) -> Collection[Storage]:
-        """Storages that its op read."""
-        return self.op.inputs if self.op is not None else ()
+    def fill(self, data: torch.Tensor) -> None:
+        """Hold data."""
+        self.tensor, self.aliases, self.resident = data, None, True
+
+    def drop(self) -> None:
+        """Hold no data."""
+        self.tensor, self.aliases, self.resident = None, None, False
 
     def at(self, place: Place) -> torch.Tensor:
         """Return the alias of the data at a place; it must be resident."""
@@ -75,8 +62,7 @@ class Storage:
             self.aliases = {}
         alias = self.aliases.get(place)
         if alias is None:
-            assert self.tensor is not None
-            alias = self.aliases[place] = derive(self.tensor, place)
+            alias = self.aliases[place] = derive(self.data(), place)
         return alias
 
 
@@ -94,7 +80,7 @@ class Buffer:
 
     __slots__ = ("handles", "owner", "storage")
 
-    def __init__(self, storage: Storage, owner: Owner) -> None:
+    def __init__(self, storage: Version, owner: Owner) -> None:
         self.storage = storage
         self.handles = 0
         self.owner = owner
@@ -122,7 +108,7 @@ class Handle:
 class Alias(NamedTuple):
     """A place in a storage, as an argument of a recorded op."""
 
-    storage: Storage
+    storage: Version
     place: Place
 
 
@@ -138,10 +124,11 @@ def place_of(tensor: torch.Tensor) -> Place:
     )
 
 
-def derive(tensor: torch.Tensor, place: Place) -> torch.Tensor:
-    """Return a tensor that lies at a place in the memory of another one."""
+def derive(tensor: torch.Tensor, place: Place, memory: torch.UntypedStorage | None = None) -> torch.Tensor:
+    """Return a tensor that lies at a place in the memory of another one, or in other memory."""
     shape, stride, offset, dtype, conj, neg = place
-    made = torch.empty(0, dtype=dtype, device=tensor.device).set_(tensor.untyped_storage(), offset, shape, stride)
+    memory = tensor.untyped_storage() if memory is None else memory
+    made = torch.empty(0, dtype=dtype, device=tensor.device).set_(memory, offset, shape, stride)
     if conj:
         set_conj(made, True)
     if neg:
@@ -151,11 +138,4 @@ def derive(tensor: torch.Tensor, place: Place) -> torch.Tensor:
 
 def copy_memory(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor that lies in a copy of the whole memory as this one does in the original."""
-    copied = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
-        tensor.untyped_storage().clone(), tensor.storage_offset(), tensor.shape, tensor.stride()
-    )
-    if tensor.is_conj():
-        set_conj(copied, True)
-    if tensor.is_neg():
-        set_neg(copied, True)
-    return copied
+    return derive(tensor, place_of(tensor), tensor.untyped_storage().clone())

@@ -21,20 +21,70 @@ from torch_remat._compat import (
     without_dispatch_modes,
     without_torch_function_ever,
 )
-from torch_remat.dtr._kinds import leaves, refilled
+from torch_remat.dtr._ops import leaves, refilled
 from torch_remat.dtr._storage import Handle, derive, place_of
 from torch_remat.errors import RematError
 
 
-class EvictableTensor(torch.Tensor):
+class BlockTensor(torch.Tensor):
+    """A tensor that a block made; what reads its data without an op reads it here."""
+
+    _handle: Handle
+    __torch_function__ = without_torch_function_ever
+
+    def _read(self, reader: str, *, share: bool) -> torch.Tensor:
+        """Return a plain tensor with the data; if it is shared, they stay where they are."""
+        raise NotImplementedError
+
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        """Show the values."""
+        text = repr(self._read("repr", share=False))
+        grad = f", grad_fn=<{self.grad_fn.name()}>" if self.grad_fn is not None else ""
+        if not grad and self.requires_grad:
+            grad = ", requires_grad=True"
+        return f"{text[:-1]}{grad})" if text.endswith(")") else text
+
+    def __format__(self, spec: str) -> str:
+        return format(self._read("format", share=False), spec)
+
+    def tolist(self) -> Any:
+        """Return the values as Python numbers."""
+        return self._read("tolist", share=False).tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return the values as an array that shares memory with the tensor, which is not evicted from now on."""
+        if self.requires_grad and not force:
+            raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
+        return self._read("numpy", share=True).numpy(force=force)
+
+    def _plain_leaf(self) -> torch.Tensor:
+        """Return a plain leaf on the same memory."""
+        plain = self._read("pickle", share=False).detach()
+        if isinstance(self, Parameter):
+            return Parameter(plain, self.requires_grad)
+        return plain.requires_grad_(self.requires_grad)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain_leaf().__reduce_ex__(protocol)
+
+    def _copied(self, memo: dict[int, Any]) -> Any:
+        """Return a deep copy of a leaf."""
+        raise NotImplementedError
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if not self.is_leaf:
+            raise RuntimeError("only tensors that are leaves of the graph can be copied deeply; detach it first")
+        if id(self) not in memo:
+            memo[id(self)] = self._copied(memo)
+        return memo[id(self)]
+
+
+class EvictableTensor(BlockTensor):
     """A tensor that a budget's block made; the runtime may evict its data and make it again.
 
     Shape, stride, type, device and ``requires_grad`` are true and cost nothing to read. Inside the block it is used
     like any tensor; when the block ends it becomes a plain one.
     """
-
-    _handle: Handle
-    __torch_function__ = without_torch_function_ever
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -46,66 +96,30 @@ class EvictableTensor(torch.Tensor):
     def _read(self, reader: str, *, share: bool) -> torch.Tensor:
         return self._handle.buffer.owner.read(self, reader, share=share)
 
-    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
-        """Show the values."""
-        text = repr(_data(self, "repr", share=False))
-        grad = f", grad_fn=<{self.grad_fn.name()}>" if self.grad_fn is not None else ""
-        if not grad and self.requires_grad:
-            grad = ", requires_grad=True"
-        return f"{text[:-1]}{grad})" if text.endswith(")") else text
-
-    def __format__(self, spec: str) -> str:
-        return format(_data(self, "format", share=False), spec)
-
-    def tolist(self) -> Any:
-        """Return the values as Python numbers."""
-        return _data(self, "tolist", share=False).tolist()
-
-    def numpy(self, *, force: bool = False) -> Any:
-        """Return the values as an array that shares memory with the tensor, which is not evicted from now on."""
-        if force:
-            return _data(self, "numpy", share=True).numpy(force=True)
-        if self.requires_grad:
-            raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
-        return _data(self, "numpy", share=True).numpy()
-
     def __array__(self, dtype: Any = None) -> Any:
         array = self.numpy()
         return array if dtype is None else array.astype(dtype, copy=False)
 
     def data_ptr(self) -> int:
         """Return the address of the data, which are not evicted from now on."""
-        return _data(self, "data_ptr", share=True).data_ptr()
+        return self._read("data_ptr", share=True).data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """Return the memory, which is not evicted from now on."""
-        return _data(self, "untyped_storage", share=True).untyped_storage()
+        return self._read("untyped_storage", share=True).untyped_storage()
 
     def __dlpack__(self, **kwargs: Any) -> Any:
-        return _data(self, "__dlpack__", share=True).__dlpack__(**kwargs)
+        return self._read("__dlpack__", share=True).__dlpack__(**kwargs)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        data = _data(self, "pickle", share=False)
-        if self.grad_fn is not None:
-            raise RuntimeError("only tensors that are leaves of the graph can be pickled; detach it first")
-        return data.requires_grad_(self.requires_grad).__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if not self.is_leaf:
-            raise RuntimeError("only tensors that are leaves of the graph can be copied deeply; detach it first")
-        if id(self) not in memo:
-            memo[id(self)] = self.detach().clone().requires_grad_(self.requires_grad)
-        return memo[id(self)]
+    def _copied(self, memo: dict[int, Any]) -> Any:
+        return self.detach().clone().requires_grad_(self.requires_grad)
 
 
-class LeftTensor(torch.Tensor):
+class LeftTensor(BlockTensor):
     """A tensor with its data that has left its block and could not be made plain; see NOTE [How a tensor leaves].
 
     Its results are plain tensors. ``torch.nn.Parameter`` takes its ``detach()``, not the tensor itself.
     """
-
-    _handle: Handle
-    __torch_function__ = without_torch_function_ever
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -116,41 +130,13 @@ class LeftTensor(torch.Tensor):
             result = func(*args, **(kwargs or {}))
         return refilled(result, iter([_plain(leaf) for leaf in leaves(result)]))
 
-    def _plain_leaf(self) -> torch.Tensor:
-        """Return a plain leaf on the same memory."""
-        plain = self.detach()
-        if isinstance(self, Parameter):
-            return Parameter(plain, self.requires_grad)
-        return plain.requires_grad_(self.requires_grad)
+    def _read(self, reader: str, *, share: bool) -> torch.Tensor:
+        return self.detach()
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._plain_leaf().__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if not self.is_leaf:
-            raise RuntimeError("only tensors that are leaves of the graph can be copied deeply; detach it first")
-        if id(self) not in memo:
-            plain = self._plain_leaf()
-            plain.grad = self.grad
-            memo[id(self)] = copy.deepcopy(plain, memo)
-        return memo[id(self)]
-
-    def tolist(self) -> Any:
-        """Return the values as Python numbers."""
-        return self.detach().tolist()
-
-    def numpy(self, *, force: bool = False) -> Any:
-        """Return the values as an array that shares memory with the tensor."""
-        if self.requires_grad and not force:
-            raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
-        return self.detach().numpy(force=force)
-
-    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
-        """Show the values."""
-        return repr(self.detach())
-
-    def __format__(self, spec: str) -> str:
-        return format(self.detach(), spec)
+    def _copied(self, memo: dict[int, Any]) -> Any:
+        plain = self._plain_leaf()
+        plain.grad = self.grad
+        return copy.deepcopy(plain, memo)
 
 
 def _plain(result: Any) -> Any:
@@ -193,11 +179,7 @@ def foreign_thread(reader: str) -> RematError:
     )
 
 
-def _data(tensor: EvictableTensor, reader: str, *, share: bool) -> torch.Tensor:
-    return tensor._read(reader, share=share)
-
-
-def make_tensor(like: torch.Tensor, handle: Handle) -> EvictableTensor:
+def make_tensor(like: torch.Tensor) -> EvictableTensor:
     """Return a tensor without data that looks like another one, by position, which takes a sixth less time."""
     made: EvictableTensor = make_wrapper_subclass(
         EvictableTensor, like.shape, like.stride(), like.storage_offset(), None, like.dtype, torch.strided, like.device
@@ -206,5 +188,4 @@ def make_tensor(like: torch.Tensor, handle: Handle) -> EvictableTensor:
         set_conj(made, True)
     if like.is_neg():
         set_neg(made, True)
-    made._handle = handle
     return made

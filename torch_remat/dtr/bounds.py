@@ -15,9 +15,9 @@ from torch_remat.errors import UsageError
 def optimal_chain(length: int, budget: int) -> int:
     """Return how many forward ops the best schedule runs again; none can do with fewer.
 
-    A schedule for a stretch of layers, whose input is held, goes forward to some layer, holds its result, does what
-    lies behind it with one unit less, and then what lies before it. The best place moves on by at most one when the
-    stretch grows by one, so that length times budget steps are enough.
+    The best schedule is that of Griewank and Walther's *revolve*: if each layer of a stretch is passed ``r`` times at
+    most, with ``c`` results held at most, the stretch can have ``comb(c + r, c)`` layers. The chain's last gradient
+    needs nothing of the layers before it, and the first layer reads no result.
 
     Args:
         length: Layers of the chain.
@@ -35,35 +35,12 @@ def optimal_chain(length: int, budget: int) -> int:
             f"a chain of {length} layers does not fit in a budget of {budget}",
             remedy="It takes a layer at least, and a budget of 3 (1 for one layer, 2 for two).",
         )
-    # Forward ops for stretches of 0, 1, 2, ... layers with so much room beside the input and the gradient above:
-    # one layer needs room for its gradient. `first` is the last stretch of the chain, which has no gradient above
-    # it and so one more unit of room, and whose last layer is run as well.
-    stretch: list[float] = [0, 0, *[math.inf] * (length - 1)]
-    first: list[float] = [0, 1, *[math.inf] * (length - 1)]
-    for _room in range(2, budget + 1):
-        first = _with_one_more(first, stretch)
-        stretch = _with_one_more(stretch, None)
-    return int(first[length]) - length
-
-
-def _with_one_more(behind: list[float], before: list[float] | None) -> list[float]:
-    """Return the fewest ops for each length, where the part behind the held result has one unit less.
-
-    Args:
-        behind: Ops for the part behind, by its length.
-        before: Ops for the part before, by its length; None where that is what is being computed.
-    """
-    ops = behind[:2]
-    before = ops if before is None else before
-    place = 1
-    for length in range(2, len(behind)):
-        ops.append(place + before[place] + behind[length - place])
-        while place + 1 < length:
-            other = place + 1 + before[place + 1] + behind[length - place - 1]
-            if other > ops[length]:
-                break
-            ops[length], place = other, place + 1
-    return ops
+    if budget >= length:
+        return 0
+    held, passes = budget - 2, 1
+    while math.comb(held + passes, held) < length - 1:
+        passes += 1
+    return (passes - 1) * (length - 1) - math.comb(held + passes, held + 1) + 1
 
 
 def chen_chain(length: int) -> tuple[int, int]:

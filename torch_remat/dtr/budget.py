@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import math
 import threading
-from types import TracebackType
 
 import torch
 
 from torch_remat._bytes import parse_bytes
 from torch_remat._compat import as_written
-from torch_remat.dtr._costs import Cost, Costs
-from torch_remat.dtr._memory import Deallocation, Memory
+from torch_remat.dtr._block_memory import BlockMemory
+from torch_remat.dtr._memory import Deallocation
+from torch_remat.dtr._ops import Cost, Costs
 from torch_remat.dtr._pool import Search
-from torch_remat.dtr._runtime import BlockRuntime, Mode
+from torch_remat.dtr._runtime import BlockRuntime
 from torch_remat.dtr.heuristics import Heuristic, resolve
 from torch_remat.errors import UsageError
+from torch_remat.reports.text import format_bytes
 
 _active = threading.local()
 
@@ -26,10 +27,9 @@ _active = threading.local()
 class Runtime:
     """A block's runtime: what it has done so far, also after the block."""
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: BlockMemory) -> None:
         self._memory = memory
         self._block = BlockRuntime(memory)
-        self._mode = Mode(self._block)
         self._uncompiled = as_written()
 
     @property
@@ -85,7 +85,42 @@ class Runtime:
 
     def report(self) -> str:
         """Say in a few lines what the block did."""
-        return format_report(self, self._memory)
+        memory, limit = self._memory, self.budget_bytes
+        lines = [
+            f"budget {format_bytes(limit) if limit is not None else 'none'}, peak {format_bytes(memory.peak)}, "
+            f"live {format_bytes(memory.live)}",
+            f"{memory.evictions:,} evictions, {memory.rematerializations:,} ops run again, "
+            f"compute x{self.overhead:.3f} ({type(memory.heuristic).__name__}, {memory.deallocation})",
+        ]
+        if left := len(self.left):
+            lines.append(f"{left:,} tensors are not plain after the block: see Runtime.left")
+        most = sorted(memory.again.items(), key=lambda item: -item[1][1])[:8]
+        if most:
+            width = max(len(name) for name, _ in most)
+            lines.append("run again:")
+            lines += [f"  {name:<{width}}  {count:>8,} times  cost {cost:.6g}" for name, (count, cost) in most]
+        return "\n".join(lines)
+
+    def _begin(self) -> Runtime:
+        """Begin the block in this thread, which must be in none."""
+        if active_runtime() is not None:
+            raise UsageError(
+                "a budget inside of a budget: this thread is in the block of one already",
+                remedy="One budget holds for all of a block; end it before the next begins.",
+            )
+        self._uncompiled.__enter__()
+        self._block.__enter__()
+        _active.runtime = self
+        return self
+
+    def _end(self, error: BaseException | None) -> None:
+        """End the block: everything of it becomes plain. Raise what went wrong meanwhile, if it ended well itself."""
+        _active.runtime = None
+        self._block.__exit__(None, None, None)
+        self._uncompiled.__exit__(None, None, None)
+        failure = self._block.close()
+        if failure is not None and error is None:
+            raise failure
 
 
 class budget:
@@ -134,80 +169,22 @@ class budget:
         seed: int = 0,
         device: torch.device | str | None = None,
     ) -> None:
-        self._memory = Memory(parse_bytes(limit, device), resolve(heuristic), Costs(cost), deallocation, search, seed)
+        self._memory = BlockMemory(
+            parse_bytes(limit, device), resolve(heuristic), Costs(cost), deallocation, search, seed
+        )
         self._runtime: Runtime | None = None
 
     def __enter__(self) -> Runtime:
         if self._runtime is not None:
             raise UsageError("a budget is for one block", remedy="Call remat.dtr.budget(...) again.")
-        self._runtime = enter(self._memory)
+        self._runtime = Runtime(self._memory)._begin()
         return self._runtime
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         assert self._runtime is not None
-        leave(self._runtime, error)
+        self._runtime._end(error)
 
 
 def active_runtime() -> Runtime | None:
     """Return the runtime of the block that this thread is in, None outside."""
     return getattr(_active, "runtime", None)
-
-
-def enter(memory: Memory) -> Runtime:
-    """Begin a block in this thread.
-
-    Raises:
-        UsageError: This thread is in one.
-    """
-    if active_runtime() is not None:
-        raise UsageError(
-            "a budget inside of a budget: this thread is in the block of one already",
-            remedy="One budget holds for all of a block; end it before the next begins.",
-        )
-    runtime = Runtime(memory)
-    runtime._uncompiled.__enter__()
-    runtime._mode.__enter__()
-    _active.runtime = runtime
-    return runtime
-
-
-def leave(runtime: Runtime, error: BaseException | None) -> None:
-    """End a block: everything of it becomes plain.
-
-    Raises:
-        BaseException: What went wrong on the way, if the block itself ended well.
-    """
-    _active.runtime = None
-    runtime._mode.__exit__(None, None, None)
-    runtime._uncompiled.__exit__(None, None, None)
-    failure = runtime._block.close()
-    if failure is not None and error is None:
-        raise failure
-
-
-def format_report(runtime: Runtime, memory: Memory) -> str:
-    """Return the text of `Runtime.report`."""
-    limit = runtime.budget_bytes
-    lines = [
-        f"budget {_bytes(limit) if limit is not None else 'none'}, peak {_bytes(memory.peak)}, "
-        f"live {_bytes(memory.live)}",
-        f"{memory.evictions:,} evictions, {memory.rematerializations:,} ops run again, "
-        f"compute x{runtime.overhead:.3f} ({type(memory.heuristic).__name__}, {memory.deallocation})",
-    ]
-    if left := len(runtime.left):
-        lines.append(f"{left:,} tensors are not plain after the block: see Runtime.left")
-    most = sorted(memory.again.items(), key=lambda item: -item[1][1])[:8]
-    if most:
-        width = max(len(name) for name, _ in most)
-        lines.append("run again:")
-        lines += [f"  {name:<{width}}  {count:>8,} times  cost {cost:.6g}" for name, (count, cost) in most]
-    return "\n".join(lines)
-
-
-def _bytes(size: int) -> str:
-    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if size >= factor:
-            return f"{size / factor:.2f} {unit}"
-    return f"{size} B"

@@ -15,42 +15,78 @@ import difflib
 import inspect
 import math
 import random
-from collections.abc import Collection, Iterable
-from typing import Any, ClassVar, Protocol
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, ClassVar
 
+from torch_remat._score import eviction_score
 from torch_remat.errors import UsageError
 
 
-class Storage(Protocol):
-    """What a heuristic sees of a storage, in the simulator and in the live runtime.
+class Storage:
+    """A piece of memory. Heuristics read the first seven attributes; the others are the memory's.
 
-    Args of a score that change (`cost`, `last_access`) change only while the storage is not evictable, so that an
-    index of scores stays right.
+    `cost` and `last_access` change only while the storage is not evictable, so that an index of scores stays right.
+
+    Attributes:
+        size_bytes: Its size, whoever views how much of it.
+        cost: Time that the distinct ops take that make it and its views: nanoseconds in a log, else seconds.
+        last_access: The clock at the last op that read or made it.
+        resident: Whether it holds data now.
+        parents: Storages that its ops read, each once, without itself.
+        children: Storages whose ops read this one, each once, without itself.
+        note: The heuristic's own: None at first, free for use, dropped with the storage.
+        place: The pool's own: where the storage is in its index, -1 outside.
+        pooled: Whether it is in the pool of what can be evicted.
+        op: What makes it (again).
+        views: Its views that are made by ops of their own.
+        users: How many ops that can run again read it.
+        names: How many ways the program has to reach it.
+        locks: How many running ops need it where it is.
+        pin: Why it is never evicted, empty where it can be.
     """
 
-    size_bytes: int
-    note: Any  # the heuristic's own: None at first, free for use, dropped with the storage
-    place: int  # the pool's own: where the storage stands in its index, -1 outside
+    # The usual, so that a storage sets only what is its own.
+    locks = 0
+    names = 1
+    note: Any = None
+    op: Any = None
+    parents: Any = ()
+    pin = ""
+    place = -1
+    pooled = False
+    resident = False
+    users = 0
+    views: Sequence[Any] = ()
+
+    def __init__(self, size_bytes: int, cost: float = 0, clock: float = 0) -> None:
+        self.size_bytes = size_bytes
+        self.cost = cost
+        self.last_access = clock
+        self.children: dict[Any, None] = {}
 
     @property
-    def cost(self) -> float:
-        """Time that the distinct ops that make this storage and its views take: nanoseconds in a log, else seconds."""
+    def defined(self) -> bool:
+        """Whether the tensor for which it stands has data."""
+        return self.resident
 
     @property
-    def last_access(self) -> float:
-        """Clock at the last op that read or made it."""
+    def storage(self) -> Any:
+        """The storage of the tensor for which it stands."""
+        return self
 
-    @property
-    def resident(self) -> bool:
-        """Whether it holds data now."""
+    def fill(self, data: Any) -> None:
+        """Hold data."""
+        self.resident = True
 
-    @property
-    def parents(self) -> Iterable[Storage]:
-        """Storages that the ops of this one read, each once, without itself."""
+    def drop(self) -> None:
+        """Hold no data."""
+        self.resident = False
 
-    @property
-    def children(self) -> Iterable[Storage]:
-        """Storages whose ops read this one, each once, without itself."""
+    def misses(self, parent: Storage) -> bool:
+        """Whether making it whole takes another storage."""
+        return not self.resident or any(
+            not view.defined and any(tensor.storage is parent for tensor in view.op.inputs) for view in self.views
+        )
 
 
 class Heuristic:
@@ -112,9 +148,7 @@ class RatioHeuristic(Heuristic):
     def score(self, storage: Storage, clock: float) -> float:
         """Return the fraction at this clock."""
         numerator, denominator = self.ratio(storage)
-        if self.decays:
-            denominator *= clock - storage.last_access
-        return numerator / denominator if denominator else math.inf
+        return eviction_score(numerator, denominator, clock - storage.last_access if self.decays else 1)
 
 
 class Local(RatioHeuristic):
@@ -178,15 +212,12 @@ class _ExactNeighbourhood(RatioHeuristic):
         cost: float = storage.note
         return cost
 
+    def ratio(self, storage: Storage) -> tuple[float, float]:
+        """Return c with its neighbourhood, and m."""
+        return storage.cost + self.neighbourhood(storage), storage.size_bytes
+
     def evicted(self, storage: Storage) -> None:
-        """Mark whose neighbourhood has grown."""
-        self._mark_around(storage)
-
-    def rematerialized(self, storage: Storage) -> None:
-        """Mark whose neighbourhood has shrunk."""
-        self._mark_around(storage)
-
-    def _mark_around(self, storage: Storage) -> None:
+        """Mark whose neighbourhood has changed."""
         storage.note = None
         border = self._walk(storage, upwards=False)[1]
         if self.downwards:
@@ -195,6 +226,8 @@ class _ExactNeighbourhood(RatioHeuristic):
             one.note = None
         if self.changed is not None:
             self.changed.update(one.place for one in border)
+
+    rematerialized = evicted
 
     def _walk(self, storage: Storage, *, upwards: bool) -> tuple[set[Storage], set[Storage]]:
         """Return the evicted storages reached in one direction through evicted ones, and the residents behind them."""
@@ -218,10 +251,6 @@ class Dtr(_ExactNeighbourhood):
 
     decays = True
 
-    def ratio(self, storage: Storage) -> tuple[float, float]:
-        """Return c with its neighbourhood, and m."""
-        return storage.cost + self.neighbourhood(storage), storage.size_bytes
-
 
 class EStar(_ExactNeighbourhood):
     """``c + cost of e*``: the reduced heuristic of the theorem, for storages of one size."""
@@ -235,10 +264,6 @@ class Msps(_ExactNeighbourhood):
     """``(c + cost of the evicted ancestors) / m``, without staleness."""
 
     downwards = False
-
-    def ratio(self, storage: Storage) -> tuple[float, float]:
-        """Return c with the ancestors to compute again first, and m."""
-        return storage.cost + self.neighbourhood(storage), storage.size_bytes
 
 
 class _Component:
@@ -342,12 +367,16 @@ def resolve(heuristic: str | type[Heuristic] | Heuristic) -> Heuristic:
     if isinstance(heuristic, str):
         if heuristic in HEURISTICS:
             return HEURISTICS[heuristic]()
-        near = difflib.get_close_matches(heuristic, HEURISTICS, n=2, cutoff=0.5)
-        remedy = f"Did you mean {' or '.join(map(repr, near))}? " if near else ""
-        raise UsageError(
-            f"there is no heuristic named {heuristic!r}", remedy=f"{remedy}Names are: {', '.join(HEURISTICS)}."
-        )
+        raise unknown_name("heuristic", heuristic, HEURISTICS)
     raise UsageError(
         f"a heuristic is a name, a subclass of remat.dtr.Heuristic or an instance of one, not {heuristic!r}",
         remedy=f"Names are: {', '.join(HEURISTICS)}.",
     )
+
+
+def unknown_name(what: str, name: object, known: Iterable[str]) -> UsageError:
+    """Return the error about a name that means nothing."""
+    known = list(known)
+    near = difflib.get_close_matches(str(name), known, n=2, cutoff=0.5)
+    remedy = f"Did you mean {' or '.join(map(repr, near))}? " if near else ""
+    return UsageError(f"there is no {what} {name!r}", remedy=f"{remedy}Names are: {', '.join(known)}.")

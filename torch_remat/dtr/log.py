@@ -22,15 +22,33 @@ import enum
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch_remat.errors import LogError
+from torch_remat.errors import RematError
 
 _NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?([eE][-+]?[0-9]+)?")
-START = "START"
+_START = "START"
+
+
+class LogError(RematError):
+    """A log of events, for the simulator of dynamic rematerialization, is broken.
+
+    Args:
+        what: What is wrong.
+        line: Number of the line that is broken, or that stands where another one should; the first is 1.
+    """
+
+    def __init__(self, what: str, *, line: int) -> None:
+        self.line = line
+        super().__init__(f"line {line}: {what}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Say how to make the error again, for pickle and copy."""
+        return partial(LogError, line=self.line), ("",), self.__dict__ | {"args": self.args}
 
 
 class Step(enum.Enum):
@@ -130,58 +148,48 @@ class _Record:
         return LogError(what, line=self.number)
 
     def starts(self) -> bool:
-        return (self.fields.get("INSTRUCTION"), self.fields.get("ANNOTATION")) == ("ANNOTATE", START)
+        return (self.fields.get("INSTRUCTION"), self.fields.get("ANNOTATION")) == ("ANNOTATE", _START)
 
     def text(self, field: str) -> str:
-        value = self._field(field)
-        if not isinstance(value, str):
-            raise self.broken(f"{field} is no text: {value!r}")
-        return value
+        text: str = self._field(field, str, "text")
+        return text
 
     def texts(self, field: str) -> list[str]:
-        value = self._list(field)
-        for item in value:
-            if not isinstance(item, str):
-                raise self.broken(f"{field} has an item that is no name: {item!r}")
-        return value
-
-    def whole(self, field: str, least: int = 0) -> int:
-        return self._whole(field, self._field(field), least)
-
-    def wholes(self, field: str) -> list[int]:
-        return [self._whole(field, item, 0) for item in self._list(field)]
+        texts: list[str] = self._field(field, list, "list")
+        if not all(isinstance(item, str) for item in texts):
+            raise self.broken(f"{field} has an item that is no name: {texts!r}")
+        return texts
 
     def time(self, field: str) -> float:
-        value = self._number(field, self._field(field))
-        if value < 0:
-            raise self.broken(f"{field} is negative: {value}")
-        return value
+        return self._number(field, self._field(field, object, ""), 0)
 
-    def _field(self, field: str) -> Any:
+    def whole(self, field: str, least: int = 0) -> int:
+        return self._whole(field, self._field(field, object, ""), least)
+
+    def wholes(self, field: str) -> list[int]:
+        return [self._whole(field, item, 0) for item in self._field(field, list, "list")]
+
+    def _field(self, field: str, form: type, name: str) -> Any:
         if field not in self.fields:
             raise self.broken(f"it has no field {field}")
+        if not isinstance(self.fields[field], form):
+            raise self.broken(f"{field} is no {name}: {self.fields[field]!r}")
         return self.fields[field]
 
-    def _list(self, field: str) -> list[Any]:
-        value = self._field(field)
-        if not isinstance(value, list):
-            raise self.broken(f"{field} is no list: {value!r}")
-        return value
-
     def _whole(self, field: str, value: Any, least: int) -> int:
-        number = self._number(field, value)
+        number = self._number(field, value, least)
         if not isinstance(number, int):
             raise self.broken(f"{field} is no whole number: {value!r}")
-        if number < least:
-            raise self.broken(f"{field} is {'negative' if least == 0 else 'less than ' + str(least)}: {number}")
         return number
 
-    def _number(self, field: str, value: Any) -> float:
+    def _number(self, field: str, value: Any, least: int) -> float:
         """Return a number given as such or as text: an int where it is whole, a finite float else."""
         if isinstance(value, str) and _NUMBER.fullmatch(value):
             value = float(value) if set(value) & set(".eE") else int(value)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             raise self.broken(f"{field} is no number: {value!r}")
+        if value < least:
+            raise self.broken(f"{field} is less than {least}: {value}")
         return int(value) if value == int(value) else value
 
 
@@ -196,7 +204,7 @@ class _Reader:
 
     def read(self) -> None:
         """Read all records."""
-        readers = {
+        readers: dict[str, Callable[[_Record], Any]] = {
             "CONSTANT": self._constant,
             "CALL": self._call,
             "MUTATE": self._mutate,
@@ -221,10 +229,9 @@ class _Reader:
 
     def _call(self, record: _Record) -> None:
         inputs = [self._tensor(record, name) for name in record.texts("ARGS")]
-        results = record.texts("RESULT")
+        results, outputs = record.texts("RESULT"), {}
         if len(set(results)) < len(results):
             raise record.broken(f"two results have one name: {results}")
-        name, cost, number, outputs = record.text("NAME"), record.time("TIME"), len(self._log.ops), []
         for result in results:
             size_bytes = self._next("MEMORY", result).whole("MEMORY")
             alias_record = self._next("ALIAS", result)
@@ -232,36 +239,35 @@ class _Reader:
             if alias >= len(inputs):
                 raise alias_record.broken(f"ALIAS is {alias}, and the op has {len(inputs)} arguments")
             storage = None if alias < 0 else self._log.storage_of[inputs[alias]]
-            outputs.append(self._add_tensor(number, size_bytes, storage))
-        self._run(Op(name, cost, tuple(inputs), tuple(outputs)))
-        for result, tensor in zip(results, outputs, strict=True):
-            self._bind(result, tensor)
+            outputs[result] = self._add_tensor(len(self._log.ops), size_bytes, storage)
+        self._run(record, inputs, outputs)
 
     def _mutate(self, record: _Record) -> None:
         names = record.texts("ARGS")
-        inputs = [self._tensor(record, name) for name in names]
-        name, cost, number, written = record.text("NAME"), record.time("TIME"), len(self._log.ops), {}
+        inputs, outputs = [self._tensor(record, name) for name in names], {}
         for index in record.wholes("MUTATE"):
             if index >= len(names):
                 raise record.broken(f"MUTATE has {index}, and the op has {len(names)} arguments")
-            if names[index] not in written:
+            if names[index] not in outputs:
                 size_bytes = self._log.sizes_bytes[self._log.storage_of[inputs[index]]]
-                written[names[index]] = self._add_tensor(number, size_bytes)
-        self._run(Op(name, cost, tuple(inputs), tuple(written.values())))
-        for handle, tensor in written.items():
-            self._bind(handle, tensor)
+                outputs[names[index]] = self._add_tensor(len(self._log.ops), size_bytes)
+        self._run(record, inputs, outputs)
+
+    def _run(self, record: _Record, inputs: Iterable[int], outputs: dict[str, int]) -> None:
+        ops = self._log.ops
+        self._log.steps.append((Step.RUN, len(ops)))
+        ops.append(Op(record.text("NAME"), record.time("TIME"), tuple(inputs), tuple(outputs.values())))
+        for name, tensor in outputs.items():
+            self._bind(name, tensor)
 
     def _copy(self, record: _Record) -> None:
-        self._hold(record.text("DST"), self._tensor(record, record.text("SRC")))
-
-    def _copy_from(self, record: _Record) -> None:
-        target = record.text("DST")
-        self._tensor(record, target)
-        self._hold(target, self._tensor(record, record.text("SRC")))
-
-    def _hold(self, name: str, tensor: int) -> None:
+        name, tensor = record.text("DST"), self._tensor(record, record.text("SRC"))
         self._log.steps.append((Step.HOLD, tensor))
         self._bind(name, tensor)
+
+    def _copy_from(self, record: _Record) -> None:
+        self._tensor(record, record.text("DST"))
+        self._copy(record)
 
     def _release(self, record: _Record) -> None:
         tensor = self._tensors.pop(record.text("NAME"), None)
@@ -274,10 +280,6 @@ class _Reader:
         self._tensors[name] = tensor
         if old is not None:
             self._log.steps.append((Step.DROP, old))
-
-    def _run(self, op: Op) -> None:
-        self._log.steps.append((Step.RUN, len(self._log.ops)))
-        self._log.ops.append(op)
 
     def _add_tensor(self, op: int, size_bytes: int, storage: int | None = None) -> int:
         log = self._log
@@ -318,3 +320,77 @@ def _peak_bytes(log: Log) -> int:
         names[storage] += 1 if step is Step.HOLD else -1
         alive -= 0 if names[storage] else log.sizes_bytes[storage]
     return peak
+
+
+class LogWriter:
+    """Writes a log; each event reaches the file whole, so that the log is sound wherever it ends.
+
+    Args:
+        path: The file, which is written anew.
+
+    Example:
+        >>> with LogWriter("step.log") as writer:
+        ...     writer.constant("w", size_bytes=4)
+        ...     writer.call("aten.neg", ["w"], [("y", 4, -1)], nanoseconds=10)
+        ...     writer.release("w")
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115 (closed by close)
+        self.annotate(_START)
+
+    def __enter__(self) -> LogWriter:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def annotate(self, annotation: str) -> None:
+        """Write a mark, such as ``BACKWARD``."""
+        self._file.write(_line("ANNOTATE", ANNOTATION=annotation))
+
+    def constant(self, name: str, size_bytes: int) -> None:
+        """Write that a tensor comes from outside."""
+        self._file.write(_line("CONSTANT", NAME=name) + _line("MEMORY", NAME=name, MEMORY=str(size_bytes)))
+
+    def call(self, name: str, args: Sequence[str], results: Sequence[tuple[str, int, int]], nanoseconds: float) -> None:
+        """Write that an op ran.
+
+        Args:
+            name: Of the op.
+            args: Names of the tensors that it read.
+            results: For each result its name, its size in bytes, and the index of the argument whose storage it
+                shares, or -1.
+            nanoseconds: What it took.
+        """
+        made = [result for result, _, _ in results]
+        lines = [_line("CALL", NAME=name, ARGS=list(args), RESULT=made, TIME=str(round(nanoseconds)))]
+        for result, size_bytes, alias in results:
+            lines.append(_line("MEMORY", NAME=result, MEMORY=str(size_bytes)))
+            lines.append(_line("ALIAS", NAME=result, ALIAS=str(alias)))
+        self._file.write("".join(lines))
+
+    def mutate(self, name: str, args: Sequence[str], indices: Sequence[int], nanoseconds: float) -> None:
+        """Write that an op changed the arguments at these indices in place."""
+        written = [str(index) for index in indices]
+        self._file.write(_line("MUTATE", NAME=name, ARGS=list(args), MUTATE=written, TIME=str(round(nanoseconds))))
+
+    def copy(self, target: str, source: str) -> None:
+        """Write that a new name means the same tensor."""
+        self._file.write(_line("COPY", DST=target, SRC=source))
+
+    def copy_from(self, target: str, source: str) -> None:
+        """Write that a known name now means the tensor of another."""
+        self._file.write(_line("COPY_FROM", DST=target, SRC=source))
+
+    def release(self, name: str) -> None:
+        """Write that the program let go of a name."""
+        self._file.write(_line("RELEASE", NAME=name))
+
+
+def _line(instruction: str, **fields: object) -> str:
+    return json.dumps({"INSTRUCTION": instruction, **fields}) + "\n"

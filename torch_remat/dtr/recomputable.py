@@ -14,13 +14,12 @@ import optree
 import torch
 
 from torch_remat._checkpoint import checkpoint
-from torch_remat._compat import make_wrapper_subclass, storage_key, without_dispatch_modes
-from torch_remat.dtr._arguments import generator_of
-from torch_remat.dtr._kinds import capture_ambient, kind_of
+from torch_remat._compat import make_wrapper_subclass
+from torch_remat.dtr._ops import Const, RngState, capture_ambient, kind_of
 from torch_remat.dtr._storage import place_of
 from torch_remat.dtr._tensor import EvictableTensor
 from torch_remat.dtr.budget import active_runtime
-from torch_remat.errors import MutationError, RematError
+from torch_remat.errors import RematError
 
 
 class Recipe:
@@ -31,20 +30,14 @@ class Recipe:
         self.args = tuple(args)
         tree: Any = self.args
         leaves: list[Any] = optree.tree_leaves(tree)
-        self._versions = [
-            (leaf, storage_key(leaf), leaf._version)
-            for leaf in leaves
-            if isinstance(leaf, torch.Tensor) and not leaf.is_inference()
-        ]
+        self._tensors = [Const(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
         self._ambient = capture_ambient()
-        devices = {leaf.device for leaf, _, _ in self._versions} | {torch.device("cpu")}
-        generators = [*map(generator_of, devices), *(leaf for leaf in leaves if isinstance(leaf, torch.Generator))]
-        self._random = [(generator, generator.get_state()) for generator in generators]
+        self._random: RngState | None = RngState([leaf for leaf in leaves if isinstance(leaf, torch.Generator)])
 
     def has_run(self) -> None:
         """Forget the random state if the function, which has just run, has drawn nothing: it is 5 KB on a CPU."""
-        with without_dispatch_modes():
-            self._random = [(one, state) for one, state in self._random if not torch.equal(one.get_state(), state)]
+        if self._random is not None and not self._random.keep_drawn():
+            self._random = None
 
     def results(self) -> list[Any]:
         """Run the function again; random state stands as it stood.
@@ -53,20 +46,14 @@ class Recipe:
             MutationError: An argument was changed since the call.
         """
         name = getattr(self.function, "__name__", str(self.function))
-        for tensor, address, version in self._versions:
-            if tensor._version != version or storage_key(tensor) != address:
-                raise MutationError(
-                    f"an argument of shape {tuple(tensor.shape)} of the recomputable {name} was changed in place",
-                    op=name,
-                    remedy="Pass a copy of it, or read the recomputable tensor (.clone()) before the change.",
-                )
+        for const in self._tensors:
+            const.value(name, "Pass a copy of it, or read the recomputable tensor (.clone()) before the change.")
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             for context in self._ambient.contexts():
                 stack.enter_context(context)
-            for generator, state in self._random:
-                stack.callback(generator.set_state, generator.get_state())
-                generator.set_state(state)
+            if self._random is not None:
+                stack.enter_context(self._random.replayed())
             result: Any = self.function(*self.args)
         return optree.tree_leaves(result)
 

@@ -9,21 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 
 from torch_remat._compat import graph_task, storage_key
-from torch_remat.dtr._arguments import Found
-from torch_remat.dtr._costs import Costs
-from torch_remat.dtr._kinds import Kind, leaves
-from torch_remat.dtr._memory import Memory
+from torch_remat.dtr._block_memory import BlockMemory
+from torch_remat.dtr._ops import Costs, Found, Kind, leaves
 from torch_remat.dtr._storage import Buffer, Handle
 from torch_remat.dtr._tensor import EvictableTensor
-from torch_remat.dtr.budget import Runtime, active_runtime, enter, leave
+from torch_remat.dtr.budget import Runtime, active_runtime
 from torch_remat.dtr.heuristics import resolve
-from torch_remat.dtr.writer import LogWriter
+from torch_remat.dtr.log import LogWriter
 from torch_remat.errors import UsageError
 
 
@@ -57,14 +54,12 @@ class record:
         self._writer = LogWriter(self._path)
         if runtime is None:
             self._own = True
-            runtime = enter(Memory(math.inf, resolve("lru"), Costs("measured"), "eager", None, 0))
+            runtime = Runtime(BlockMemory(math.inf, resolve("lru"), Costs("measured")))._begin()
         self._runtime = runtime
         runtime._block.recorder = Recorder(self._writer, seconds=runtime._memory.costs.measured)
         return runtime
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         assert self._runtime is not None
         try:
             self._runtime._block.forget()
@@ -72,7 +67,7 @@ class record:
             self._runtime._block.recorder = None
             self._writer.close()
             if self._own:
-                leave(self._runtime, error)
+                self._runtime._end(error)
 
 
 class Recorder:
@@ -90,8 +85,7 @@ class Recorder:
     def ran(self, kind: Kind, found: Found, made: Any, cost: float) -> None:
         """Write that an op made tensors."""
         self._mark()
-        names = self._arguments(found)
-        self._call(kind, names, found, made, cost)
+        self._call(kind, self._arguments(found), found, made, cost)
 
     def viewed(self, kind: Kind, base: EvictableTensor, made: Sequence[EvictableTensor]) -> None:
         """Write that tensors were made that alias another one."""
@@ -114,13 +108,10 @@ class Recorder:
 
     def handed(self, kind: Kind, found: Found, result: Any) -> None:
         """Write that a gradient was handed to a leaf: it stays."""
-        names = self._arguments(found)
-        name = self._fresh()
-        if kind.view:
-            self._writer.call(kind.name, names, [(name, 0, 0)], 0)
-        else:
-            self._writer.call(kind.name, names, [(name, result.untyped_storage().nbytes(), -1)], 0)
-        self._outside[storage_key(result), result.untyped_storage().nbytes()] = name
+        size = result.untyped_storage().nbytes()
+        names, name = self._arguments(found), self._fresh()
+        self._writer.call(kind.name, names, [(name, 0, 0) if kind.view else (name, size, -1)], 0)
+        self._outside[storage_key(result), size] = name
 
     def released(self, handle: Handle) -> None:
         """Write that the program has let go of a tensor."""

@@ -1,23 +1,21 @@
 """The simulator: what a heuristic would cost on a log, at a budget.
 
-It runs the log's ops in order in a memory of so many bytes, evicts storages when there is no room, and runs ops again
-when something that was evicted is needed. Nothing is computed; time is the log's nanoseconds.
-
-The rules stand in `_simulated.py` and, with what they leave open, in `docs/dtr.md`.
+It runs the log's ops in order in a memory of so many bytes. Nothing is computed; time is the log's nanoseconds. The
+rules are those of `_memory`; `docs/dtr.md` says them in full. Constants are pinned. What the program still names at
+the end of the log is rematerialized and pinned, in order.
 """
 
 from __future__ import annotations
 
-import difflib
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
-from torch_remat.dtr._pool import Search, make_pool
-from torch_remat.dtr._simulated import Deallocation, Run
-from torch_remat.dtr.heuristics import Heuristic, resolve
-from torch_remat.dtr.log import Log
+from torch_remat.dtr._memory import Deallocation, Memory, RunOutError, View
+from torch_remat.dtr._pool import Search
+from torch_remat.dtr.heuristics import Heuristic, Storage, resolve
+from torch_remat.dtr.log import Log, Step
 from torch_remat.errors import UsageError
 
 
@@ -82,25 +80,118 @@ def simulate(
         >>> simulate(log, 100, "dtr_eq").overhead
         1.0
     """
-    if deallocation not in get_args(Deallocation):
-        near = difflib.get_close_matches(str(deallocation), get_args(Deallocation), n=1)
-        remedy = f"Did you mean {near[0]!r}?" if near else "It is 'eager', 'ignore' or 'banish'."
-        raise UsageError(f"there is no deallocation {deallocation!r}", remedy=remedy)
     if isinstance(budget_bytes, bool) or not isinstance(budget_bytes, numbers.Real) or not budget_bytes >= 0:
         raise UsageError(f"budget_bytes is a number of bytes, not {budget_bytes!r}")
-    chooser = resolve(heuristic)
-    pool = make_pool(chooser, search, seed)
     base = log.base_compute
-    run = Run(log, budget_bytes, chooser, pool, deallocation, (max_overhead - 1) * base)
-    run.run(progress)
+    memory = _LogMemory(budget_bytes, resolve(heuristic), deallocation, search, seed)
+    memory.most_again = (max_overhead - 1) * base
+    verdict: type[Exception] | None = None
+    try:
+        memory.run_log(log, progress)
+    except (RunOutError, _StopError) as error:
+        verdict = type(error)
     return Simulation(
         base_compute=base,
-        total_compute=run.clock,
-        overhead=run.clock / base if base else 1.0,
-        evictions=run.evictions,
-        rematerializations=run.rematerializations,
-        peak_bytes=run.peak_bytes,
-        metadata_accesses=chooser.accesses + pool.scored,
-        ran_out=run.ran_out,
-        stopped=run.stopped,
+        total_compute=memory.clock,
+        overhead=memory.clock / base if base else 1.0,
+        evictions=memory.evictions,
+        rematerializations=memory.rematerializations,
+        peak_bytes=memory.peak,
+        metadata_accesses=memory.heuristic.accesses + memory.pool.scored,
+        ran_out=verdict is RunOutError,
+        stopped=verdict is _StopError,
     )
+
+
+class _StopError(Exception):
+    """Ops run again took too long."""
+
+
+class _LogStorage(Storage):
+    """A storage of a log."""
+
+    names = 0
+    users = 1  # a log's op can run again until the log ends
+
+    def __init__(self, size_bytes: int) -> None:
+        super().__init__(size_bytes)
+        self.parents: dict[_LogStorage, None] = {}
+
+
+class _LogOp:
+    """An op of a log, with its tensors."""
+
+    __slots__ = ("cost", "has_run", "inputs", "name", "outputs", "size_bytes")
+
+    def __init__(self, name: str, cost: float, inputs: Sequence[Any]) -> None:
+        self.name = name
+        self.cost = cost
+        self.inputs = inputs
+        self.outputs: list[Any] = []
+        self.size_bytes = 0
+        self.has_run = False
+
+
+class _LogMemory(Memory):
+    """A memory that counts and computes nothing."""
+
+    most_again: float = 0
+
+    def run_log(self, log: Log, progress: Callable[[int], Any] | None) -> None:
+        """Run a whole log."""
+        tensors, ops = _objects(log)
+        named = [0] * len(tensors)
+        run, constant, drop = Step.RUN, Step.CONSTANT, Step.DROP
+        for done, (step, number) in enumerate(log.steps):
+            if step is run:
+                self.perform(ops[number])
+                for tensor in log.ops[number].outputs:
+                    named[tensor] += 1
+            else:
+                storage = tensors[number].storage
+                change = -1 if step is drop else 1
+                named[number] += change
+                storage.names += change
+                if step is constant:
+                    self._begin_constant(storage)
+                elif step is drop:
+                    self.release(storage)
+            if progress is not None and not done % 64:
+                progress(done)
+        for tensor, names in zip(tensors, named, strict=True):
+            if names:
+                if not tensor.defined:
+                    self.perform(tensor.op)
+                self.pin(tensor.storage, "named at the end")
+
+    def _begin_constant(self, storage: _LogStorage) -> None:
+        self.reserve(storage.size_bytes, "a constant")
+        self.grow(storage.size_bytes)
+        storage.pin = "a constant"
+        storage.last_access = self.clock
+        storage.fill(None)
+        self.storages[storage] = None
+
+    def note_again(self, op: _LogOp, cost: float) -> None:
+        """Count an op that ran again, and end the run where that takes too long."""
+        super().note_again(op, cost)
+        if self.time_again > self.most_again:
+            raise _StopError
+
+
+def _objects(log: Log) -> tuple[list[Any], list[_LogOp]]:
+    """Return an object for each tensor and op of a log; the storage stands for the tensor that makes it."""
+    storages = [_LogStorage(size_bytes) for size_bytes in log.sizes_bytes]
+    tensors: list[Any] = [
+        View(storages[storage], None) if view else storages[storage]
+        for storage, view in zip(log.storage_of, log.view, strict=True)
+    ]
+    ops = []
+    for op in log.ops:
+        made = _LogOp(op.name, op.cost, [tensors[tensor] for tensor in op.inputs])
+        made.outputs = [tensors[tensor] for tensor in op.outputs]
+        made.size_bytes = sum(tensor.size_bytes for tensor in made.outputs if tensor is tensor.storage)
+        for tensor in made.outputs:
+            tensor.op = made
+        ops.append(made)
+    return tensors, ops

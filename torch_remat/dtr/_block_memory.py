@@ -1,0 +1,287 @@
+"""The memory of a block: it computes what it rematerializes, and counts the gradients that it hands to the program.
+
+It also knows which recorded ops have read tensors that the block did not make. Before such a tensor is written, these
+ops get a copy of what it was, or their results are pinned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from torch_remat._compat import storage_key
+from torch_remat.dtr._memory import Deallocation, Memory
+from torch_remat.dtr._ops import Const, Costs, Op
+from torch_remat.dtr._pool import Search
+from torch_remat.dtr._storage import Version, copy_memory, derive, place_of
+from torch_remat.dtr.heuristics import Heuristic
+from torch_remat.errors import BudgetError
+
+_PRUNE = 64  # readers of a tensor after which those that are gone are forgotten
+
+
+class Handed(NamedTuple):
+    """The memory of a plain tensor: what it is, and the storage whose data it is while that is read as well."""
+
+    memory: StorageWeakRef
+    size_bytes: int
+    why: str
+    storage: Version | None = None
+
+
+class BlockMemory(Memory):
+    """Storages with data.
+
+    Args:
+        costs: What ops cost.
+
+    Attributes:
+        soft: Whether to go past the limit rather than fail: while tensors leave the block.
+        again: By op: how often it ran again, and what that cost.
+        handed: By address: plain gradients, which are counted while they live.
+    """
+
+    def __init__(
+        self,
+        limit: float,
+        heuristic: Heuristic,
+        costs: Costs,
+        deallocation: Deallocation = "eager",
+        search: Search | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(limit, heuristic, deallocation, search, seed)
+        self.costs = costs
+        self.soft = False
+        self.again: dict[str, tuple[int, float]] = {}
+        self.handed: dict[int, Handed] = {}
+
+    # Room
+
+    def reserve(self, size_bytes: int, asker: str) -> None:
+        """Evict until so many bytes fit in.
+
+        Raises:
+            BudgetError: Nothing is left to evict.
+        """
+        if self.live + size_bytes > self.limit and self.handed:
+            self.poll()
+        super().reserve(size_bytes, asker)
+
+    def poll(self) -> None:
+        """Stop counting gradients that are gone."""
+        for address, plain in list(self.handed.items()):
+            if plain.memory.expired():
+                del self.handed[address]
+                self.live -= plain.size_bytes
+
+    def no_room(self, size_bytes: int, asker: str) -> None:
+        """Say what is pinned, and why."""
+        if self.soft:
+            return
+        pinned = []
+        for storage in self.storages:
+            if storage.resident and storage.size_bytes:
+                why = "needed by an op that runs" if storage.locks and not storage.pin else storage.pin
+                made = f", the result of {storage.op.name}" if storage.op is not None else ""
+                pinned.append((storage.size_bytes, f"{why}{made}"))
+        pinned += [(plain.size_bytes, plain.why) for plain in self.handed.values()]
+        pinned.sort(key=lambda item: -item[0])
+        raise BudgetError(
+            op=asker, needed_bytes=int(self.live + size_bytes), budget_bytes=int(self.limit), pinned=pinned
+        )
+
+    # Storages
+
+    def born(self, storage: Version) -> None:
+        """Take in a new storage that holds data."""
+        self.storages[storage] = None
+        self.live += storage.size_bytes
+        if self.live > self.peak:
+            self.peak = self.live
+        if not storage.pin:
+            storage.pooled = True
+            self.pool.add(storage)
+
+    def link(self, op: Op, storage: Version) -> None:
+        """Record that an op made a storage."""
+        storage.op = op
+        storage.parents = op.inputs
+        op.outputs.append(storage)
+        if not op.alive:
+            for parent in op.inputs:
+                parent.users += 1
+        op.alive += 1
+        for parent in op.inputs:
+            parent.children[storage] = None
+
+    def cut(self, storage: Version, parent: Version | None = None) -> Collection[Version]:
+        """Forget the op that made a storage; return what no op reads now."""
+        op, storage.op = storage.op, None
+        storage.parents = ()
+        if op is None:
+            return ()
+        op.outputs[op.outputs.index(storage) if len(op.outputs) > 1 else 0] = None
+        op.alive -= 1
+        for one in op.inputs:
+            one.children.pop(storage, None)
+        if op.alive:
+            return ()
+        op.args, op.kwargs, op.consts, op.gone = [], {}, (), True
+        for one in op.inputs:
+            one.users -= 1
+        return [one for one in op.inputs if not one.users]
+
+    def pin(self, storage: Version, why: str) -> None:
+        """Keep a resident storage for good, and forget how it was made."""
+        super().pin(storage, why)
+        self.remove(self.cut(storage))
+
+    def supersede(self, storage: Version) -> None:
+        """Take out a storage whose memory and op go on as a part of its next version."""
+        storage.names = storage.locks = 0
+        self.remove([storage])
+
+    # Gradients
+
+    def hand_over(self, storage: Version) -> None:
+        """Give the data of a resident storage to a plain gradient, which is counted while it lives."""
+        why = "the gradient of a leaf"
+        self.pin(storage, why)
+        data = storage.data()
+        memory = StorageWeakRef(data.untyped_storage())
+        self.handed[storage_key(data)] = Handed(memory, storage.size_bytes, why, storage)
+        storage.size_bytes = 0
+
+    def count(self, tensor: torch.Tensor, why: str) -> None:
+        """Count a plain tensor that the block made, while it lives."""
+        memory = tensor.untyped_storage()
+        self.handed[storage_key(tensor)] = Handed(StorageWeakRef(memory), memory.nbytes(), why)
+        self.grow(memory.nbytes())
+
+    def take_back(self, address: int) -> None:
+        """Copy the data of a handed-over storage that others still read, before the gradient is written."""
+        plain = self.handed.get(address)
+        storage = plain and plain.storage
+        if plain is None or storage is None or storage not in self.storages:
+            return
+        self.reserve(plain.size_bytes, "a write to a gradient")
+        storage.fill(copy_memory(storage.data()))
+        storage.size_bytes = plain.size_bytes
+        self.grow(plain.size_bytes)
+        self.handed[address] = plain._replace(storage=None)
+
+    # Running again
+
+    def run(self, op: Op) -> tuple[Sequence[Any], float]:
+        """Run an op again."""
+        ops = op.sequence()
+        first, later = ops[0], ops[1:]
+        with self.to_write(first.written, op.name) as roots:
+            made = first.made(first.run(roots), roots)
+            for write in later:
+                assert write.through is not None
+                assert made[0] is not None
+                write.run({write.through: made[0]})
+        if self.costs.measured:
+            return made, sum(one.known.cost for one in ops)
+        return made, next(one.cost for one in op.outputs if one is not None and not one.resident)
+
+    def note_again(self, op: Op, cost: float) -> None:
+        """Count an op that ran again."""
+        super().note_again(op, cost)
+        count, total = self.again.get(op.name, (0, 0.0))
+        self.again[op.name] = (count + 1, total + cost)
+
+    @contextmanager
+    def to_write(self, written: Iterable[Version], asker: str) -> Iterator[Mapping[Version, torch.Tensor]]:
+        """Give memory to write to for each locked storage that an op writes: a copy, or its own if it can come back.
+
+        A storage that is written is superseded, so its own memory would be evicted the moment after the copy.
+        """
+        roots: dict[Version, torch.Tensor] = {}
+        spent = []
+        try:
+            for storage in written:
+                data = storage.data()
+                if storage.locks == 1 and not storage.pin:
+                    spent.append(storage)
+                    roots[storage] = data
+                elif storage.pin and not storage.users:
+                    roots[storage] = data  # nothing reads the old version
+                else:
+                    self.reserve(storage.size_bytes, asker)
+                    roots[storage] = copy_memory(data)
+            yield roots
+        finally:
+            for storage in spent:
+                if storage.resident:
+                    self.evict(storage)
+
+
+class Outside:
+    """Who has read the tensors from outside."""
+
+    def __init__(self, memory: BlockMemory) -> None:
+        self.memory = memory
+        self.readers: dict[int, list[Op]] = {}  # by address
+
+    def watch(self, op: Op) -> None:
+        """Take note of which tensors from outside a recorded op read."""
+        for const in op.consts:
+            readers = self.readers.setdefault(const.address, [])
+            readers.append(op)
+            if len(readers) % _PRUNE == 0:
+                readers[:] = [reader for reader in readers if not reader.gone]
+
+    def before_write(self, target: torch.Tensor) -> None:
+        """See to it that no op that read a tensor from outside will read what is to be written to it."""
+        address = storage_key(target)
+        memory = self.memory
+        memory.take_back(address)
+        readers = [op for op in self.readers.pop(address, ()) if not op.gone]
+        if not readers:
+            return
+        dependents = _reachable(readers)
+        size = target.untyped_storage().nbytes()
+        if sum(one.size_bytes for one in dependents) <= size:
+            for one in dependents:
+                with memory.held([one]):
+                    memory.pin(one, "computed from a tensor from outside that was written since")
+            readers = [op for op in readers if not op.gone]
+        if readers:
+            memory.reserve(size, "a copy of a tensor from outside that is written")
+            copied = copy_memory(target)
+            memory.count(copied, "what a tensor from outside was before it was written")
+            for op in readers:
+                _redirect(op, address, copied)
+
+
+def _reachable(ops: Sequence[Op]) -> list[Version]:
+    """Return the storages that depend on some ops and that the program, or an op that runs, can reach."""
+    todo = [one for op in ops for one in op.outputs if one is not None]
+    seen = dict.fromkeys(todo)
+    for one in todo:
+        for child in one.children:
+            if child not in seen:
+                seen[child] = None
+                todo.append(child)
+    return [one for one in seen if one.names or one.locks]
+
+
+def _redirect(op: Op, address: int, copied: torch.Tensor) -> None:
+    """Let a recorded op read a copy of a tensor from outside."""
+
+    def visit(value: Any) -> None:
+        if type(value) is Const and value.address == address:
+            value.__init__(derive(copied, place_of(value.tensor)))  # type: ignore[misc]
+        elif isinstance(value, (list, tuple)):
+            for part in value:
+                visit(part)
+
+    for one in op.sequence():
+        visit([*one.args, *one.kwargs.values()])
