@@ -29,9 +29,8 @@ from torch_remat._compat import Handler, top_saved_tensors_hooks, without_torch_
 from torch_remat.dispatch.call.call import Writes, may_draw_in, variables_of
 from torch_remat.dispatch.call.ending import keep_from_now_on, promise, warn_of_second_run
 from torch_remat.dispatch.call.handle import RematHandle, ReplayOp, SkippedOp
-from torch_remat.dispatch.call.left import identity_of
 from torch_remat.dispatch.call.native import replay_native
-from torch_remat.dispatch.call.result import another_call, is_flat, kept_or_stand_in, result_of
+from torch_remat.dispatch.call.result import another_call, identity_of, is_flat, kept_or_stand_in, result_of
 from torch_remat.dispatch.check.compare import SAME_ORDER, another_op, mismatched, other_source
 from torch_remat.dispatch.holder import metadata_of, parameter_behind
 from torch_remat.dispatch.log.entry import ONE, Call, Entry, still_there

@@ -42,8 +42,18 @@ from torch_remat._compat import (
     without_dispatch_modes,
 )
 from torch_remat.dispatch.ambient import Draws
-from torch_remat.dispatch.call.left import State, is_changed, state_of
-from torch_remat.dispatch.call.result import USUAL, Again, Passed, flatten, is_flat, lying_in, refused
+from torch_remat.dispatch.call.result import (
+    USUAL,
+    Again,
+    Passed,
+    State,
+    flatten,
+    is_changed,
+    is_flat,
+    lying_in,
+    refused,
+    state_of,
+)
 from torch_remat.dispatch.holder import (
     AUTOCAST_DTYPES,
     Anchor,

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from torch_remat.dispatch.call.call import cannot_be_skipped
-from torch_remat.dispatch.call.left import call_left_by_a_tensor, defined_at, identity_of
 from torch_remat.dispatch.call.recorder import Recorder, Returned
+from torch_remat.dispatch.call.result import call_left_by_a_tensor, defined_at, identity_of
 from torch_remat.dispatch.holder import RegionLike
 from torch_remat.dispatch.log.entry import ONE, Call, Entry
 from torch_remat.dispatch.log.meta import key_of

@@ -42,8 +42,8 @@ from torch_remat._compat import (
 from torch_remat.dispatch.ambient import Draws, RngState
 from torch_remat.dispatch.call.call import Given, Running, RunningCall, is_whole_call
 from torch_remat.dispatch.call.handle import ForwardOp, SavedOp
-from torch_remat.dispatch.call.left import identity_of
 from torch_remat.dispatch.call.native import RunningNative
+from torch_remat.dispatch.call.result import identity_of
 from torch_remat.dispatch.check.compare import Around
 from torch_remat.dispatch.holder import (
     AUTOCAST_DTYPES,
