@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ParamSpec
 
 import torch
-from torch.utils.flop_counter import flop_registry
 
 from torch_remat._compat import eager_only
+from torch_remat._flops import flops_of
 from torch_remat.dispatch.log.entry import ONE, WRITTEN, Entry
 from torch_remat.dispatch.log.meta import Meta
 from torch_remat.dispatch.naming import default_name
@@ -131,7 +131,7 @@ def list_names(function: Callable[P, Any], policy: Any = None) -> Callable[P, Na
         options = Options(
             region_name=default_name(function),
             policy=chosen,
-            observer=lambda call, *what: seen.append((call, _flops(call, *what))),
+            observer=lambda call, *what: seen.append((call, flops_of(call.op, *what))),
         )
 
         def counted(*args: Any, **kwargs: Any) -> torch.Tensor | list[torch.Tensor]:
@@ -173,11 +173,6 @@ def _rows(call: Entry, flops: int) -> Iterator[NamedResult]:
             size = meta.dtype.itemsize * shape.numel() if owns else 0
             yield NamedResult(call.label(place), str(call.op), tuple(shape), dtype, size, flops, needed, kept)
             flops = 0
-
-
-def _flops(call: Entry, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
-    formula = flop_registry.get(getattr(call.op, "overloadpacket", call.op))
-    return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
 
 
 def _cells(row: NamedResult) -> tuple[str, ...]:

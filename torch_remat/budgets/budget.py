@@ -27,9 +27,10 @@ from torch_remat._compat import (
     sequence_number,
     top_saved_tensors_hooks,
 )
+from torch_remat._storages import Keys
+from torch_remat._text import format_bytes
 from torch_remat.budgets.fill import Filler
 from torch_remat.budgets.kept import LEAST_SECONDS, KeptRegion
-from torch_remat.budgets.ledger import Keys
 from torch_remat.budgets.plan import Plan, largest, plan_of
 from torch_remat.budgets.register import Inside, Register, lock, registers_around
 from torch_remat.budgets.repeats import Place, Repeats, what_is_given
@@ -43,7 +44,6 @@ from torch_remat.dispatch.observe import observers
 from torch_remat.dispatch.options import DEFAULTS, Options
 from torch_remat.dispatch.region.outputs import tensors_of
 from torch_remat.errors import RematWarning, UsageError, user_line
-from torch_remat.reports.text import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

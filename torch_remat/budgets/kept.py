@@ -40,7 +40,7 @@ from torch_remat._compat import (
     storage_key,
     without_dispatch_modes,
 )
-from torch_remat.budgets.ledger import Keys, Ledger, each, parts_of
+from torch_remat._storages import Keys, Ledger, each, parts_of
 from torch_remat.budgets.packing import pack_hook
 from torch_remat.budgets.repeats import Place
 from torch_remat.budgets.steps import Row

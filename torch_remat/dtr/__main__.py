@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
+from torch_remat._text import format_bytes
 from torch_remat.dtr import _chart
 from torch_remat.dtr._pool import Search
 from torch_remat.dtr._simulated import Deallocation
@@ -19,7 +20,6 @@ from torch_remat.dtr.heuristics import HEURISTICS, resolve
 from torch_remat.dtr.log import Log
 from torch_remat.dtr.simulate import Simulation, simulate
 from torch_remat.errors import RematError, UsageError
-from torch_remat.reports.text import format_bytes
 
 _SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
 

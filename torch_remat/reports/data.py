@@ -1,8 +1,9 @@
 """What memory reports say, as plain data: no tensor, no region, nothing that keeps memory alive.
 
-    MemoryReport (in `model`)
+    MemoryReport (in `memory`)
     ├── regions: RegionReport ─┬─ tensors      inputs, refilled tensors, random state
     │                          └─ ops: OpReport ── tensors
+    ├── older: RegionReport                    the same of regions in no graph that was asked for; apart
     ├── outside: NodeReport ── tensors         what autograd saves outside of regions, by node type
     └── parameters, buffers: ParameterReport   apart: they exist anyway
 
@@ -13,9 +14,9 @@ is counted as it travelled.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 Kind = Literal[
     "input",
@@ -70,6 +71,7 @@ class KeptTensor:
 class Sums:
     """Sums over the tensors of a part of a report."""
 
+    also: ClassVar[Sequence[str]] = ("bytes", "offloaded_bytes")
     tensors: tuple[KeptTensor, ...]
 
     def all_tensors(self) -> Iterator[KeptTensor]:
@@ -155,11 +157,13 @@ class ParameterReport:
 class KeptForBackward(Sums):
     """What a `MemoryReport` says; see there."""
 
+    also: ClassVar[Sequence[str]] = (*Sums.also, "bytes_by_device")
     regions: tuple[RegionReport, ...]
     outside: tuple[NodeReport, ...]
     parameters: ParameterReport
     buffers: ParameterReport = ParameterReport(0, 0)
     budgets: tuple[str, ...] = ()
+    older: tuple[RegionReport, ...] = ()
 
     def all_tensors(self) -> Iterator[KeptTensor]:
         """Yield all tensors that are kept."""

@@ -1,6 +1,6 @@
-"""The autograd graph: what it saves below some tensors, read without unpacking anything; and who reads a result.
+"""The autograd graph: what it saves below some tensors, read without unpacking anything.
 
-In: tensors with a graph. Kept: nothing. Out: saved tensors by node type, the parameters below, readers in words.
+In: tensors with a graph. Kept: nothing. Out: saved tensors by node type, the parameters and the regions below.
 
 Unpacking would start replays and call users' hooks, so what stands in a node is read as it is: a tensor, or what
 saved-tensor hooks made of it. Nodes are visited by hand, since a deep graph would exhaust the stack.
@@ -8,8 +8,7 @@ saved-tensor hooks made of it. Nodes are visited by hand, since a deep graph wou
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from itertools import chain
 from typing import Any
@@ -17,39 +16,38 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node
 
-from torch_remat._compat import node_number
-from torch_remat.dispatch.log.readers import is_view
+from torch_remat._storages import tensors_in
 from torch_remat.dispatch.region.region import Region
+from torch_remat.reports.count import Counted, Rows, pieces_in, viewed_parameter
 from torch_remat.reports.data import KeptTensor, Kind, NodeReport
-from torch_remat.reports.kept import held_in
-from torch_remat.reports.ledger import Ledger, Rows, pieces_in, tensors_in, viewed_parameter
+from torch_remat.reports.kept import held_in, region_behind
 from torch_remat.reports.torch_checkpoint import TorchCheckpoint, packed_in
 
-SOME_OP = "an op in replay"
-"""The reader of a tensor, where no more is known of it."""
-INNER_REGION = "the replay of an inner region"
-Stretch = tuple[int, int, str | None]
-"""The autograd nodes of an op, or of an inner region: the sequence number of the first, the one after the last, and in
-words what replay does there; None if it skips it."""
 _CHECKPOINT = "torch.utils.checkpoint"
 
 
 def nodes_below(roots: Iterable[torch.Tensor]) -> list[Node]:
     """Return the nodes of the graph below tensors, each once; they live as long as the list does."""
-    return _nodes_from([root.grad_fn for root in roots])
-
-
-def _nodes_from(starts: Sequence[Node | None], first: int = 0) -> list[Node]:
-    """Return nodes and those below them, each once, but for those that were made before the number ``first``."""
-    waiting = list(starts[::-1])
+    waiting = [root.grad_fn for root in roots][::-1]
     visited: dict[Node, None] = {}
     while waiting:
         node = waiting.pop()
-        if node is None or node in visited or node_number(node) < first:
-            continue
-        visited[node] = None
-        waiting += [following for following, _ in node.next_functions[::-1]]
+        if node is not None and node not in visited:
+            visited[node] = None
+            waiting += [following for following, _ in node.next_functions[::-1]]
     return list(visited)
+
+
+def regions_below(nodes: Iterable[Node], checkpoints: Iterable[TorchCheckpoint] = ()) -> set[Region]:
+    """Return the regions that nodes or checkpoints lie in, and those around these."""
+    found: set[Region] = set()
+    waiting = [packed for _, packed in chain(*map(saved_in, nodes), *(one.kept() for one in checkpoints))]
+    while waiting:
+        region = region_behind(waiting.pop())
+        if region is not None and region not in found:
+            found.add(region)
+            waiting += [] if region.inputs is None else [leaf for _, leaf in region.inputs.kept()]
+    return found
 
 
 def checkpoints_below(nodes: Iterable[Node], regions: Iterable[Region]) -> list[TorchCheckpoint]:
@@ -73,7 +71,7 @@ def parameters_below(nodes: Sequence[Node], checkpoints: Iterable[TorchCheckpoin
 
 
 def collect_nodes(
-    nodes: Iterable[Node], checkpoints: Iterable[TorchCheckpoint], ledger: Ledger
+    nodes: Iterable[Node], checkpoints: Iterable[TorchCheckpoint], counted: Counted
 ) -> tuple[NodeReport, ...]:
     """Return what nodes save outside of regions, by type, the largest first.
 
@@ -87,14 +85,14 @@ def collect_nodes(
         for attribute, packed in saved_in(node):
             for piece in pieces_in(held_in(packed)):
                 saved = piece.kept_as(f"{kind}.{attribute}", attribute, "saved", f"backward of {kind}")
-                ledger.add(saved, piece.memory, found)
+                counted.add(saved, piece.memory, found)
         kept.setdefault(kind, []).append([row for row in found if row.bytes or row.shared_with is None])
     for checkpoint in checkpoints:
         found = Rows()
         for label, packed in checkpoint.kept():
             why: tuple[Kind, str] = ("refilled", "backward") if label == "recomputed" else ("saved", "replay")
             for piece in pieces_in(held_in(packed)):
-                ledger.add(piece.kept_as(f"{_CHECKPOINT}.{label}", label, *why), piece.memory, found)
+                counted.add(piece.kept_as(f"{_CHECKPOINT}.{label}", label, *why), piece.memory, found)
         kept.setdefault(_CHECKPOINT, []).append([row for row in found if row.bytes])
     reports = [
         NodeReport(kind, len(saving), tuple(chain(*saving)))
@@ -145,36 +143,3 @@ def is_released(node: Node) -> bool:
 @cache
 def _raw_attributes(kind: type) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
-
-
-def readers_in_graph(
-    boundary: Sequence[Node | None],
-    region: Region,
-    made: Mapping[tuple[str, str], tuple[int, int]],
-    stretches: Sequence[Stretch],
-) -> dict[tuple[str, str], str]:
-    """Return in words, for results of ops, which op reads each first: replay comes to that one if to any.
-
-    A view reads nothing, but what reads the view does. ``boundary`` are the nodes of the region's outputs; ``made``
-    tells, by op and name, the number of a result's node, and which of the node's outputs it is.
-    """
-    readers: dict[int, list[tuple[int, Node]]] = defaultdict(list)  # of each node, by its outputs
-    for node in _nodes_from(boundary, region.first_number):
-        for child, place in node.next_functions:
-            if child is not None:
-                readers[node_number(child)].append((place, node))
-    told: dict[tuple[str, str], str] = {}
-    for result, (maker, output) in made.items():
-        phrases: dict[int, str] = {}
-        pending = [node for place, node in readers[maker] if place == output]
-        for reader in pending:  # grows meanwhile
-            number = node_number(reader)
-            own = f"{SOME_OP} ({reader.name()})"
-            phrase = next((phrase for first, end, phrase in stretches if first <= number < end), own)
-            if phrase is not None and is_view(reader.name()):
-                pending += [node for _, node in readers[number]]
-            elif phrase is not None:
-                phrases[number] = phrase
-        if phrases:
-            told[result] = phrases[min(phrases)]
-    return told

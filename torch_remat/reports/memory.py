@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from dataclasses import asdict, dataclass
+from collections.abc import Collection
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
+from weakref import ref
 
 import torch
 
-from torch_remat._compat import eager_only
+from torch_remat._compat import eager_only, node_number
 from torch_remat.dispatch.mode import current_mode
-from torch_remat.dispatch.region.region import live_regions
+from torch_remat.dispatch.region.region import Region, live_regions
 from torch_remat.errors import UsageError
-from torch_remat.reports.data import KeptForBackward, NodeReport, RegionReport
-from torch_remat.reports.graph import checkpoints_below, collect_nodes, nodes_below, parameters_below
-from torch_remat.reports.html import report_as_html
+from torch_remat.reports.count import BUFFER, PARAMETER, Counted, report_of
+from torch_remat.reports.data import KeptForBackward
+from torch_remat.reports.graph import checkpoints_below, collect_nodes, nodes_below, parameters_below, regions_below
 from torch_remat.reports.kept import parameters_of
-from torch_remat.reports.ledger import BUFFER, PARAMETER, Ledger, report_of
 from torch_remat.reports.pictures import plot_report
-from torch_remat.reports.text import format_region, format_report
+from torch_remat.reports.report import Block, Report, as_text
+from torch_remat.reports.text import region_block, report_blocks
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
-class MemoryReport(KeptForBackward):
+class MemoryReport(KeptForBackward, Report):
     """What is kept for backward.
 
     Attributes:
@@ -37,39 +38,12 @@ class MemoryReport(KeptForBackward):
         parameters: Parameters, apart: those that regions and graph refer to, and those of the modules given.
         buffers: Buffers of the modules given, apart.
         budgets: A line for each budget that regions are in.
+        older: Regions that are alive and lie in no graph that was given, apart; in no sum.
     """
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as dicts, lists, strings and numbers, with the sums beside the parts."""
-
-        def with_sums(part: RegionReport | NodeReport) -> dict[str, Any]:
-            return {**asdict(part), "bytes": part.bytes, "offloaded_bytes": part.offloaded_bytes}
-
-        return {
-            "bytes": self.bytes,
-            "offloaded_bytes": self.offloaded_bytes,
-            "bytes_by_device": self.bytes_by_device,
-            "regions": [with_sums(region) for region in self.regions],
-            "outside": [with_sums(node) for node in self.outside],
-            "parameters": asdict(self.parameters),
-            "buffers": asdict(self.buffers),
-            "budgets": list(self.budgets),
-        }
-
-    def to_json(self, *, indent: int | None = 2) -> str:
-        """Return `to_dict` as JSON.
-
-        Args:
-            indent: Spaces for each level, or None for one line.
-        """
-        return json.dumps(self.to_dict(), indent=indent)
-
-    def __str__(self) -> str:
-        """Return the report as text, with layers that are alike told once."""
-        return format_report(self)
-
-    def _repr_html_(self) -> str:
-        return report_as_html(self)
+    def blocks(self) -> list[Block]:
+        """Return what the report shows."""
+        return report_blocks(self)
 
     def plot(self, path: str | Path | None = None) -> Figure:
         """Draw a bar for each region, or for each group of regions that are alike, and one for what is saved outside.
@@ -88,13 +62,14 @@ class MemoryReport(KeptForBackward):
 
 @eager_only
 def memory_report(*roots: torch.Tensor | torch.nn.Module) -> MemoryReport:
-    """Report what is kept for backward: by all regions that are alive, and in the graph below some tensors.
+    """Report what is kept for backward in the graph below some tensors, or by all regions that are alive.
 
     Nothing is unpacked or replayed. It may be called at any time, also in the middle of forward or backward.
 
     Args:
-        *roots: Tensors with a graph, such as the loss. What autograd saves below them outside of regions is reported
-            too; without roots, the regions alone are. Modules, too: what lies in the memory of their parameters and
+        *roots: Tensors with a graph, such as the loss: the report has the regions in it, and what autograd saves
+            outside of regions; regions of other graphs that are alive are one line apart. Without a tensor the report
+            has all regions, and nothing else. Modules, too: what lies in the memory of their parameters and
             buffers is theirs. Without a module buffers look like activations, and so do detached parameters.
 
     Returns:
@@ -116,29 +91,44 @@ def memory_report(*roots: torch.Tensor | torch.nn.Module) -> MemoryReport:
           block: 64 B
             args[0]  64 B  float32[4, 4] cpu  input
     """
-    ledger = Ledger()
+    counted = Counted()
     for root in roots:
         if isinstance(root, torch.nn.Module):
-            ledger.add_existing(root.parameters())
-            ledger.add_existing(root.buffers(), BUFFER)
+            counted.add_existing(root.parameters())
+            counted.add_existing(root.buffers(), BUFFER)
         elif not isinstance(root, torch.Tensor):
             raise UsageError(
                 f"memory_report() takes tensors and modules, not a {type(root).__name__}",
                 remedy="Pass the losses, and the model if it has buffers: remat.memory_report(loss, model).",
             )
-    nodes = nodes_below(root for root in roots if isinstance(root, torch.Tensor))
-    regions = live_regions()
-    checkpoints = checkpoints_below(nodes, regions)
-    ledger.add_existing(chain(parameters_below(nodes, checkpoints), *map(parameters_of, regions)))
-    reports = [report_of(region, ledger, momentary=True) for region in regions]
-    budgets = (budget for region in regions if region.keeper is not None for budget in region.keeper.owners)
+    losses = [root for root in roots if isinstance(root, torch.Tensor)]
+    nodes, alive = nodes_below(losses), live_regions()
+    asked = regions_below(nodes) if losses else set(alive)
+    checkpoints = checkpoints_below(nodes, asked)
+    asked |= regions_below((), checkpoints)
+    numbers = {node_number(node) for node in nodes}
+    regions = [region for region in alive if region in asked or _is_in(region, numbers)]
+    older = [region for region in alive if region not in regions]
+    counted.add_existing(chain(parameters_below(nodes, checkpoints), *map(parameters_of, alive)))
+    reports = [report_of(region, counted, momentary=True) for region in regions]
+    outside = collect_nodes(nodes, checkpoints, counted)
+    others = [report_of(region, counted, momentary=True) for region in older]
+    budgets = (budget for region in alive if region.keeper is not None for budget in region.keeper.owners)
     return MemoryReport(
         tuple(report for report in reports if report.tensors or report.ops),
-        collect_nodes(nodes, checkpoints, ledger),
-        ledger.existing(PARAMETER),
-        ledger.existing(BUFFER),
+        outside,
+        counted.existing(PARAMETER),
+        counted.existing(BUFFER),
         tuple(line for one in dict.fromkeys(budgets) if (line := one.summary())),
+        tuple(report for report in others if report.bytes or report.offloaded_bytes),
     )
+
+
+def _is_in(region: Region, numbers: Collection[int]) -> bool:
+    """Whether a region runs now; or is kept by hooks on nodes with these numbers alone, which nothing shows."""
+    held = any(isinstance(entry, ref) and entry() is not None for entry in (*region.tape.saved, *region.tape.holders))
+    its_own = range(region.first_number, region.end_number)
+    return not region.finished or (not held and any(number in its_own for number in numbers))
 
 
 @eager_only
@@ -162,7 +152,7 @@ def format_current_memory_report() -> str:
         block: 8 B
           args[0]  8 B  float32[2] cpu  input
     """
-    return format_region(_current_report("format_current_memory_report"))
+    return _current_report("format_current_memory_report")
 
 
 @eager_only
@@ -183,12 +173,12 @@ def print_current_memory_report(file: TextIO | None = None) -> None:
         ...     return x.sin()
         >>> y = remat.checkpoint()(block)(torch.ones(2, requires_grad=True))
     """
-    text = format_region(_current_report("print_current_memory_report"))
+    text = _current_report("print_current_memory_report")
     (sys.stdout if file is None else file).write(text + "\n")
 
 
-def _current_report(function: str) -> RegionReport:
-    """Return the report of the region that runs now, asked for by a function of this name."""
+def _current_report(function: str) -> str:
+    """Return the report of the region that runs now, as text, asked for by a function of this name."""
     mode = current_mode()
     if mode is None:
         raise UsageError(
@@ -196,4 +186,5 @@ def _current_report(function: str) -> RegionReport:
             remedy="Call it in the function that remat.checkpoint runs, or use remat.memory_report(loss) elsewhere. "
             "Under torch.no_grad() and torch.compile there are no regions.",
         )
-    return report_of(mode.region, momentary=True, keep_empty=True)
+    report = report_of(mode.region, momentary=True, keep_empty=True)
+    return as_text([region_block(report.name, [report])])

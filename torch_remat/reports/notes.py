@@ -1,70 +1,89 @@
-"""Watches a run for `explain`: which ops ran in which phase, what they saved and returned, aten ops and FLOPs.
+"""Watches a run for `explain`: which ops ran in which phase, what each read, made and saved, and their FLOPs.
 
 In: calls of the runtime, and each aten op, seen by a dispatch mode. Kept: numbers and names. Out: an explanation for
 each region. FLOPs are those of ``torch.utils.flop_counter``.
+
+NOTE [ Numbers of storages ]
+Addresses are used again, so each storage has a number, which is new when an op makes it. Which storage a saved tensor
+is in, autograd does not tell: what the tape got since the last op are results of that op, then arguments of this one,
+and they are told apart by shape and dtype. What a handle saves it names, and gives with its names.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
 from threading import get_ident
 from typing import Any
+from weakref import ref
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from torch_remat._compat import TorchDispatchMode, node_number
+from torch_remat._compat import TorchDispatchMode
+from torch_remat._flops import flops_of
+from torch_remat._storages import storages_of, tensors_in
+from torch_remat.dispatch.holder import Holder
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.observe import WatchedOp
 from torch_remat.dispatch.placeholder import is_placeholder
 from torch_remat.dispatch.region.region import Region
+from torch_remat.errors import qualified_name, user_line
+from torch_remat.offload.cpu import CpuOffloader
+from torch_remat.offload.protocol import chosen
 from torch_remat.policies.decision import CheckpointPolicy
+from torch_remat.reports.count import pieces_in, report_of, viewed_parameter
 from torch_remat.reports.data import RegionReport
 from torch_remat.reports.explanation import Alternative, OpExplanation, RegionExplanation, Replay, TensorExplanation
-from torch_remat.reports.graph import INNER_REGION, Stretch, readers_in_graph
 from torch_remat.reports.kept import decisions_of, kept_by
-from torch_remat.reports.ledger import report_of
 from torch_remat.reports.observer import Observer
-from torch_remat.reports.reasons import Reasons, Seen, SeenOp, kept_by_policy, never_needed
+from torch_remat.reports.prices import Cost, Prices, Step
+from torch_remat.reports.reasons import Reasons, Seen, never_needed
+from torch_remat.reports.torch_checkpoint import is_of_checkpoint
 
-Counts = Counter[str]
-"""How many aten ops computed something, and their FLOPs: ``forward_ops``, ``replay_flops``, ..."""
+Look = tuple[torch.Size, torch.dtype]
 
 
 @dataclass
-class OpNotes(SeenOp):
+class OpNotes:
     """One op."""
 
-    counts: Counts = field(default_factory=Counter)
+    name: str
+    policy: CheckpointPolicy
+    place: int  # how many tensors the region had saved when it began
+    counts: Counter[str] = field(default_factory=Counter)
     replay: Replay = "no replay"
-    numbers: tuple[int, int] = (0, 0)
-    made: dict[str, tuple[int, int]] = field(default_factory=dict)  # nodes and outputs, by name
-    tensors: tuple[TensorExplanation, ...] = ()
-    alternatives: tuple[Alternative, ...] = ()
+    saved: list[Seen] = field(default_factory=list)  # what it saved by names of its own
+    outputs: list[Seen] = field(default_factory=list)
+    tensors: Sequence[TensorExplanation] = ()
+    alternatives: Sequence[Alternative] = ()
 
     def explained(self, replays: int) -> OpExplanation:
         """Return the notes as plain data."""
         flops = self.counts["forward_flops"], self.counts["replay_flops"]
         replay = self.replay if self.replay != "no replay" or not replays else "not reached"
-        return OpExplanation(self.name, self.policy.value, replay, *flops, self.tensors, self.alternatives)
+        return OpExplanation(
+            self.name, self.policy.value, replay, *flops, tuple(self.tensors), tuple(self.alternatives)
+        )
 
 
 @dataclass
 class RegionNotes:
-    """One region."""
+    """One region; its counts tell how many aten ops computed something, and their FLOPs, by phase."""
 
     name: str
-    counts: Counts = field(default_factory=Counter)
+    counts: Counter[str] = field(default_factory=Counter)
     ops: dict[str, OpNotes] = field(default_factory=dict)
+    steps: list[Step] = field(default_factory=list)
+    looks: dict[Look, int] = field(default_factory=dict)  # by shape and dtype the storage that was seen last
+    seen: list[int] = field(default_factory=lambda: [0, 0])  # how much of the tape: all saved, and those with names
     report: RegionReport = field(default_factory=lambda: RegionReport("", (), ()))
-    by_policy: tuple[TensorExplanation, ...] = ()
+    by_policy: Sequence[TensorExplanation] = ()
     unnamed: int = 0
     replays: int = 0
     refilled_bytes: int = 0
-    stretches: list[Stretch] = field(default_factory=list)  # of inner regions
 
     def explained(self) -> RegionExplanation:
         """Return the notes as plain data."""
@@ -74,155 +93,219 @@ class RegionNotes:
         counted = counts["forward_ops"], counts["replay_ops"], counts["forward_flops"], counts["replay_flops"]
         ops = tuple(op.explained(self.replays) for op in self.ops.values())
         again = self.unnamed, self.refilled_bytes, self.replays
-        return RegionExplanation(self.name, *kept, *again, *counted, self.by_policy, ops)
+        return RegionExplanation(self.name, *kept, *again, *counted, tuple(self.by_policy), ops)
+
+    def note_saves(self, region: Region, step: Step, given: Sequence[tuple[Look, int]] = ()) -> None:
+        """Note what autograd saved since the last step, and of the arguments of this one."""
+        tape, last = region.tape, self.steps[-1] if self.steps else step
+        new = [*tape.saved[self.seen[0] :], *tape.holders[self.seen[1] :]]
+        self.seen = [max(self.seen[0], len(tape.saved)), len(tape.holders)]
+        waiting = list(given)
+        for entry in new[::-1]:
+            holder = entry() if isinstance(entry, ref) else None
+            if not isinstance(holder, Holder) or self._has_name(holder):
+                continue
+            look = holder.describe()[1:3]
+            place = next((place for place, one in enumerate(waiting) if one[0] == look), None)
+            if place is not None:
+                step.before.add(waiting.pop(place)[1])
+            elif look in self.looks:
+                last.after.add(self.looks[look])
+
+    def _has_name(self, holder: Holder) -> bool:
+        op = self.ops.get(holder.op or "")
+        return op is not None and any(seen.label == holder.name for seen in op.saved)
 
 
-class Notes(Observer):
-    """Takes notes of all regions whose forward this thread runs outside of replays, by their serial numbers.
+class Notes(Observer, TorchDispatchMode):
+    """Takes notes of all regions whose forward this thread runs outside of replays, by their serial numbers."""
 
-    ``after_forward`` is called with each region and its notes once its forward is over; meanwhile nothing is noted.
-    """
-
-    def __init__(self, after_forward: Callable[[Region, RegionNotes], None] | None) -> None:
+    def __init__(self, alternatives: bool) -> None:
+        super().__init__()
         self.regions: dict[int, RegionNotes] = {}
-        self._paused = False
-        self._after_forward = after_forward
+        self._alternatives = alternatives
         self._thread = get_ident()
-        # What runs, by thread, innermost last: the counts to add to, and the phase; None if it is not noted.
-        self._running: dict[int, list[tuple[Counts, str] | None]] = defaultdict(list)
-        self._sent: dict[int, StorageWeakRef] = {}  # by what `offload_began` was told
+        # What runs, by thread, innermost last: the region, its notes if there are any, the op in it, and the phase.
+        self._running: dict[int, list[tuple[Region, RegionNotes | None, OpNotes | None, str]]] = defaultdict(list)
+        self._numbers: dict[Hashable, int] = {}
+        self._sizes: dict[int, int] = {}
+        self._new_number = count().__next__
 
     def begin(self, region: Region, op: WatchedOp | None, phase: str) -> None:
         """Begin to count for an op, or for a region."""
         mode = current_mode()
-        mine = get_ident() == self._thread and not self._paused
+        mine = get_ident() == self._thread
         if op is None and phase == "forward" and mine and mode is not None and not mode.recomputing:
             self.regions[region.serial] = RegionNotes(region.name)
-        notes = self._of(region)
-        found: RegionNotes | OpNotes | None = notes
+        notes, found = self.regions.get(region.serial), None
         if notes is not None and op is not None:
             if phase == "forward":
-                notes.ops.setdefault(op.name, OpNotes(op.name, op.policy))
+                notes.ops.setdefault(op.name, OpNotes(op.name, op.policy, len(region.tape.saved)))
             found = notes.ops.get(op.name)
         elif notes is not None and phase == "replay":
             notes.replays += 1
-        self._running[get_ident()].append(None if found is None else (found.counts, phase))
+        self._running[get_ident()].append((region, notes, found, phase))
 
     def end(self, region: Region, op: WatchedOp | None, phase: str) -> None:
         """Count for what is around again; note what an op saved and returned, and what a region holds after replay."""
         self._running[get_ident()].pop()
-        notes = self._of(region)
+        notes = self.regions.get(region.serial)
         if notes is None:
             return
-        if op is not None and op.name in notes.ops:
-            _note_end(notes.ops[op.name], op, phase)
-        elif op is None and phase == "replay":
+        if op is None and phase == "replay":
             report = report_of(region)
             notes.refilled_bytes = max(notes.refilled_bytes, report.bytes + report.offloaded_bytes)
+        elif op is not None and (found := notes.ops.get(op.name)) is not None:
+            if phase == "replay":
+                found.replay = "skipped" if op.outputs is None else "ran"
+            elif op.outputs is not None and not found.outputs:
+                self._note_end(region, notes, found, op)
 
-    def _of(self, region: Region) -> RegionNotes | None:
-        return None if self._paused else self.regions.get(region.serial)
+    def _note_end(self, region: Region, notes: RegionNotes, found: OpNotes, op: WatchedOp) -> None:
+        """Note what an op saved and returned."""
+        made = enumerate(op.outputs or ())
+        found.outputs = [
+            self._look_at(str(place) if op.as_tuple else "out", one)
+            for place, one in made
+            if isinstance(one, torch.Tensor)
+        ]
+        found.saved = [self._look_at(label, tensor) for label, tensor in op.named.items() if tensor is not None]
+        if found.saved and found.policy is CheckpointPolicy.RECOMPUTE:
+            notes.seen[0] = max(notes.seen[0], found.place + len(found.saved))  # these will come, or have come
+        step = Step("", found.name, after={seen.number for seen in found.saved if not seen.parameter})
+        notes.note_saves(region, step)
+        notes.steps.append(step)
+
+    def _look_at(self, label: str, tensor: torch.Tensor) -> Seen:
+        storages = storages_of(tensor)
+        number = self._number(storages[0]._cdata, storages[0].nbytes()) if storages else -1
+        size = sum(storage.nbytes() for storage in storages)
+        return Seen(label, size, number, viewed_parameter(tensor) is not None)
+
+    def _number(self, key: Hashable, size: int) -> int:
+        """Return the number of a storage, which may not have been seen yet."""
+        if key not in self._numbers:
+            self._numbers[key] = self._new_number()
+        self._sizes.setdefault(self._numbers[key], size)
+        return self._numbers[key]
+
+    def numbers_in(self, value: Any) -> dict[int, int]:
+        """Return the numbers and bytes of the storages in a value of `kept_by`, in place or elsewhere."""
+        memory = [one for piece in pieces_in(value) if piece.besides is None for one in piece.memory]
+        return {self._number(one.key, one.bytes): one.bytes for one in memory}
 
     def offload_began(self, tensor: torch.Tensor, key: int) -> None:
-        """Note which storage has left."""
-        self._sent[key] = StorageWeakRef(tensor.untyped_storage())
-
-    def finish(self, region: Region, boundary: Sequence[torch.autograd.graph.Node | None]) -> None:
-        """Explain what the region keeps, now that its forward is over."""
-        notes = self._of(region)
-        if notes is None:
-            return
-        if region.last_number < 0:  # it does not outlive its forward
-            for op in notes.ops.values():
-                op.tensors = tuple(never_needed(region, op.name, (*op.saved, *op.outputs)))
-            return
-        notes.report = report_of(region)
-        notes.by_policy = tuple(kept_by_policy(region, notes.report))
-        # Left out: ops in the body of a skipped op, which are part of that.
-        notes.ops = {name: notes.ops[name] for name in decisions_of(region) if name in notes.ops}
-        for row in kept_by(region):
-            notes.unnamed += row.what == "empty" and not row.op
-        ops = list(notes.ops.values())
-        found = Reasons(region, self._readers(region, notes, boundary), self._sent)
-        for op, tensors in zip(ops, found.of(ops), strict=True):
-            op.tensors = tensors
-        if self._after_forward is not None:
-            self._paused = True
-            try:
-                self._after_forward(region, notes)
-            finally:
-                self._paused = False
-
-    def _readers(
-        self, region: Region, notes: RegionNotes, boundary: Sequence[torch.autograd.graph.Node | None]
-    ) -> dict[tuple[str, str], str]:
-        """Return what reads the outputs of ops, as far as the graph shows; note this region as a reader."""
-        stretches: list[Stretch] = [
-            (*op.numbers, f"the replay of {op.name}" if op.policy is CheckpointPolicy.RECOMPUTE else None)
-            for op in notes.ops.values()
-        ]
-        made = {(op.name, label): at for op in notes.ops.values() for label, at in op.made.items()}
-        found = readers_in_graph(boundary, region, made, [*stretches, *notes.stretches])
-        mode = current_mode()
-        around = None if mode is None else self.regions.get(mode.region.serial)
-        if around is not None:
-            around.stretches.append((region.first_number, region.last_number + 1, INNER_REGION))
-        return found
-
-    def count(self, flops: int) -> None:
-        """Count an aten op for every op and region that runs in this thread."""
-        if self._paused:
-            return
-        for running in self._running[get_ident()][::-1]:
-            if running is not None:
-                counts, phase = running
-                counts[f"{phase}_ops"] += 1
-                counts[f"{phase}_flops"] += flops
-
-
-def _note_end(found: OpNotes, op: WatchedOp, phase: str) -> None:
-    """Note what an op saved and returned, or whether replay ran it."""
-    if phase == "replay":
-        found.replay = "skipped" if op.outputs is None else "ran"
-    elif op.outputs is not None and not found.outputs:
-        made = {
-            str(place) if op.as_tuple else "out": tensor
-            for place, tensor in enumerate(op.outputs)
-            if isinstance(tensor, torch.Tensor)
-        }
-        found.numbers = op.numbers
-        nodes = {label: one.grad_fn for label, one in made.items()}
-        found.made = {label: (node_number(node), made[label].output_nr) for label, node in nodes.items() if node}
-        first, end = op.numbers
-        if not found.made and first < end:  # inside the body of a handle, whose one node they are to have
-            found.made = {label: (first, place) for place, label in enumerate(made)}
-        found.saved = [Seen.of(label, tensor) for label, tensor in op.named.items() if tensor is not None]
-        found.outputs = [Seen.of(label, tensor) for label, tensor in made.items()]
-
-
-class CountAten(TorchDispatchMode):
-    """Tells ``count(flops)`` of each aten op that computes something; ops on placeholders compute nothing."""
-
-    def __init__(self, count: Callable[[int], None]) -> None:
-        super().__init__()
-        self._count = count
+        """Note which storage has left: its copy has its number."""
+        (storage,) = storages_of(tensor)
+        self._numbers["away", key] = self._number(storage._cdata, storage.nbytes())
 
     def __torch_dispatch__(
         self, op: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run the op and tell of it."""
-        out = op(*args, **(kwargs or {}))
-        if not op.is_view and not any(is_placeholder(arg) for arg in args if isinstance(arg, torch.Tensor)):
-            self._count(flops_of(op, args, kwargs or {}, out))
+        """Run an op, and count it for every op and region that runs in this thread if it computes something."""
+        kwargs = kwargs or {}
+        running = self._running[get_ident()]
+        given = list(tensors_in((args, kwargs))) if running else []
+        if op.is_view or not running or any(map(is_placeholder, given)):
+            return op(*args, **kwargs)
+        forwards = [one for one in running if one[1] is not None and one[3] == "forward"]
+        steps = self._steps_of(op, forwards, given)
+        out = op(*args, **kwargs)
+        flops = flops_of(op, args, kwargs, out)
+        for _, notes, found, phase in running:
+            if notes is not None:
+                counts = notes.counts if found is None else found.counts
+                counts[f"{phase}_ops"] += 1
+                counts[f"{phase}_flops"] += flops
+        keys = {storage._cdata for tensor in given for storage in storages_of(tensor)}
+        results = list(tensors_in(out))
+        new = {storage._cdata: storage.nbytes() for one in results for storage in storages_of(one)}
+        for key in new.keys() - keys:
+            self._numbers.pop(key, None)
+        made = {self._number(key, size) for key, size in new.items() if key not in keys}
+        for notes, step in steps:
+            step.makes, step.flops = made, flops
+            notes.looks.update(self._looks_of(results))
         return out
 
+    def _looks_of(self, tensors: Sequence[torch.Tensor]) -> list[tuple[Look, int]]:
+        return [((one.shape, one.dtype), self._look_at("", one).number) for one in tensors]
 
-def flops_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
-    """Return an aten op's FLOPs as ``torch.utils.flop_counter`` counts them; 0 for ops that it does not know."""
-    packet = op.overloadpacket
-    count = flop_registry.get(packet)
-    if count is not None:
-        return int(count(*args, **kwargs, out_val=out))
-    if packet.__name__ == "_scaled_dot_product_flash_attention_for_cpu":  # as its counterparts on other devices
-        return int(sdpa_flop_count(*(tensor.shape for tensor in args[:3])))
-    return 0
+    def _steps_of(
+        self, op: Any, running: Sequence[Any], given: Sequence[torch.Tensor]
+    ) -> list[tuple[RegionNotes, Step]]:
+        """Begin a step of each region whose forward runs, with what autograd has saved by now."""
+        looks, line = self._looks_of(given), user_line()
+        steps: dict[int, tuple[RegionNotes, Step]] = {}
+        for region, notes, found, _ in running:
+            if region.serial not in steps:
+                where = f"{Path(line[0]).name}:{line[1]}"
+                step = Step(str(op), "", region is not running[-1][0], where, {number for _, number in looks})
+                notes.note_saves(region, step, looks)
+                notes.looks.update(looks)
+                notes.steps.append(step)
+                steps[region.serial] = notes, step
+            step = steps[region.serial][1]
+            around = notes.ops.get(step.call)
+            if found is not None and (around is None or around.policy is CheckpointPolicy.RECOMPUTE):
+                step.call = found.name  # in the body of a skipped op all is part of that
+        return list(steps.values())
+
+    def finish(self, region: Region, boundary: object) -> None:
+        """Explain what the region keeps, now that its forward is over."""
+        notes = self.regions.get(region.serial)
+        if notes is None:
+            return
+        if region.last_number < 0:  # it does not outlive its forward
+            for op in notes.ops.values():
+                op.tensors = list(never_needed(region, op.name, (*op.saved, *op.outputs)))
+            return
+        notes.report = report_of(region)
+        notes.note_saves(region, Step("", ""))
+        decisions = decisions_of(region)
+        # Left out: ops in the body of a skipped op, which are part of that.
+        notes.ops = {name: notes.ops[name] for name in decisions if name in notes.ops}
+        rows = list(kept_by(region))
+        notes.unnamed = sum(row.what == "empty" and not row.op for row in rows)
+        by_policy: dict[int, bool] | None = None
+        if region.options.policy is not None:
+            kept = {tensor.label: tensor.offloaded for tensor in notes.report.tensors}
+            values = ((row, kept.get(row.tensor, False)) for row in rows if row.what in ("result", "saved"))
+            by_policy = {number: away for row, away in values if not row.op for number in self.numbers_in(row.value)}
+        handles = [name for name, call in region.tape.records.items() if call.is_handle]
+        offloader = region.options.offloader or chosen.get()
+        least = CpuOffloader().min_bytes if offloader is None else getattr(offloader, "min_bytes", 0)
+        away = {
+            number
+            for row in rows
+            if row.what == "input" and any(piece.offloaded for piece in pieces_in(row.value, row.made_on))
+            for number in self.numbers_in(row.value)
+        }
+        prices = Prices(notes.steps, self._sizes, away, by_policy, handles, least)
+        cost = prices.under(decisions)
+        found = Reasons(region, rows, self.numbers_in, cost.ran)
+        notes.by_policy = list(found.by_policy(notes.report))
+        for op, tensors in zip(notes.ops.values(), found.of(list(notes.ops.values())), strict=True):
+            op.tensors = tensors
+        is_recomputed = region.hooks is not None and is_of_checkpoint(region.hooks[1])
+        if self._alternatives and current_mode() is None and not is_recomputed:
+            for op in notes.ops.values():
+                op.alternatives = list(_others(region, op, prices, decisions, cost))
+        notes.steps.clear()
+
+
+def _others(
+    region: Region, op: OpNotes, prices: Prices, decisions: Mapping[str, CheckpointPolicy], now: Cost
+) -> Iterator[Alternative]:
+    """Yield what the other policies of an op would cost."""
+    for policy in CheckpointPolicy:
+        if policy is not op.policy:
+            cost = prices.under({**decisions, op.name: policy})
+            if cost.refused is not None:
+                step, call = cost.refused
+                out = next((seen.label for seen in op.outputs), "out")
+                what = f"{step.op} at {step.line} reads {qualified_name(None, call, out)}"
+                yield Alternative(policy.value, 0, 0, 0, what)
+            else:
+                change = cost.bytes - now.bytes, cost.offloaded_bytes - now.offloaded_bytes, cost.flops - now.flops
+                yield Alternative(policy.value, *change)

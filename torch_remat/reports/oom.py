@@ -15,9 +15,9 @@ from typing import TextIO
 import torch
 
 from torch_remat._compat import accelerator_type, attach_oom_observer
+from torch_remat._text import format_bytes
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.reports.memory import memory_report
-from torch_remat.reports.text import format_bytes
 
 
 class _Watch:

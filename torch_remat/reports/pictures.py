@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch_remat._text import format_bytes, unit_of
 from torch_remat.errors import UsageError
 from torch_remat.reports.data import KeptForBackward, Kind
 from torch_remat.reports.fold import fold
 from torch_remat.reports.spans import Phase, Span, Timeline
-from torch_remat.reports.text import format_bytes, format_sum, unit_of, where
+from torch_remat.reports.text import format_sum
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -161,7 +162,7 @@ def _draw_curve(trace: Timeline, axes: Axes) -> None:
         right = peak.time_us < 0.55 * trace.duration_us
         axes.set_ylim(0, 1.22 * peak.total_bytes / unit)
         axes.annotate(
-            f"peak {format_bytes(peak.total_bytes)}, in {where(trace, peak.time_us)}",
+            f"peak {format_bytes(peak.total_bytes)}, in {trace.at(peak.time_us)}",
             (peak.time_us / 1000, peak.total_bytes / unit),
             xytext=(14 if right else -14, 14),
             textcoords="offset points",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from torch_remat.errors import UsageError, qualified_name
+from torch_remat.errors import qualified_name
 
 Phase = Literal["forward", "replay", "backward"]
 
@@ -113,45 +113,25 @@ class BudgetState:
     budget_bytes: int
 
 
+@dataclass(eq=False)
 class Timeline:
     """What a `Trace` says; see there."""
 
-    spans: tuple[Span, ...] = ()
-    samples: tuple[Sample, ...] = ()
-    given_up: tuple[GivenUp, ...] = ()
-    budgets: tuple[BudgetState, ...] = ()
-    duration_us = 0.0
-    _over = False
-
-    def fill(
-        self,
-        spans: Sequence[Span],
-        samples: Sequence[Sample],
-        duration_us: float,
-        given_up: Sequence[GivenUp] = (),
-        budgets: Sequence[BudgetState] = (),
-    ) -> None:
-        """Take what was recorded."""
-        self.spans, self.samples, self.duration_us = tuple(spans), tuple(samples), duration_us
-        self.given_up, self.budgets = tuple(given_up), tuple(budgets)
-        self._over = True
-
-    def checked(self) -> Timeline:
-        """Return the trace itself, if it is over.
-
-        Raises:
-            UsageError: It still records.
-        """
-        if not self._over:
-            raise UsageError(
-                "the trace has not ended yet", remedy="Leave the `with remat.trace() as trace:` block first."
-            )
-        return self
+    duration_us: float = 0.0
+    spans: Sequence[Span] = ()
+    samples: Sequence[Sample] = ()
+    given_up: Sequence[GivenUp] = ()
+    budgets: Sequence[BudgetState] = ()
+    phases: Sequence[tuple[str, float, float]] = ()
 
     @property
     def peak(self) -> Sample | None:
         """The moment at which the most bytes were alive; None if nothing was allocated."""
         return max(self.checked().samples, key=lambda sample: sample.total_bytes, default=None)
+
+    def checked(self) -> Timeline:
+        """Return the trace itself, if it is over."""
+        return self
 
     def spans_at(self, time_us: float) -> list[Span]:
         """Return the spans that ran at a moment, the innermost last.
@@ -161,3 +141,9 @@ class Timeline:
         """
         running = [span for span in self.checked().spans if span.start_us <= time_us <= span.end_us]
         return sorted(running, key=lambda span: -span.duration_us)
+
+    def at(self, time_us: float) -> str:
+        """Return what ran at a moment: ``the replay of layers.7::attention``; outside of regions ``forward``."""
+        if running := self.spans_at(time_us):
+            return f"the {running[-1].phase} of {running[-1].name}"
+        return next((phase for phase, start, end in self.phases if start <= time_us <= end), "forward")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,49 +14,57 @@ from torch.profiler import ProfilerActivity, profile
 from torch_remat._compat import ProfilerRange, any_profiler_runs, eager_only
 from torch_remat.dispatch.observe import observed_by
 from torch_remat.errors import UsageError
-from torch_remat.reports.html import trace_as_html
 from torch_remat.reports.pictures import plot_trace
-from torch_remat.reports.profile import spans_and_samples
+from torch_remat.reports.profile import events_in, timeline_of
 from torch_remat.reports.recorder import MARK, Recorder
+from torch_remat.reports.report import Block, Report
 from torch_remat.reports.spans import Timeline
-from torch_remat.reports.text import format_trace, headline
+from torch_remat.reports.text import headline, trace_blocks
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_PROCESS = 1
-_SHOWN = ["call", "kept_bytes", "offloaded_bytes", "allocated_bytes", "freed_bytes", "live_bytes", "peak_bytes"]
+_RECORDS = "it still records"
 
 
-class Trace(Timeline):
+@dataclass(eq=False, repr=False)
+class Trace(Timeline, Report):
     """What `torch_remat.trace` has recorded. It is empty until the ``with`` block has been left.
 
     Attributes:
+        duration_us: How long the trace took.
         spans: Phases of regions and ops, in the order in which they began.
         samples: Live bytes, in order.
         given_up: What budgets gave up, in order.
         budgets: How budgets stood at the end.
-        duration_us: How long the trace took.
+        phases: When autograd's engine ran (``"backward"``) and optimizers did, with begin and end in microseconds; the
+            rest is forward.
     """
+
+    def fill(self, recorded: Timeline) -> None:
+        """Take what was recorded."""
+        self.__dict__.update(recorded.__dict__, _is_over=True)
+
+    def checked(self) -> Timeline:
+        """Return the trace itself, if it is over.
+
+        Raises:
+            UsageError: It still records.
+        """
+        if not hasattr(self, "_is_over"):
+            raise UsageError(
+                "the trace has not ended yet", remedy="Leave the `with remat.trace() as trace:` block first."
+            )
+        return self
+
+    def blocks(self) -> list[Block]:
+        """Return a table: a line for each region, and each op in it, with times and bytes."""
+        return trace_blocks(self.checked())
 
     def to_dict(self) -> dict[str, Any]:
         """Return the trace as dicts, lists, strings and numbers."""
         self.checked()
-        return {
-            "duration_us": self.duration_us,
-            "spans": [asdict(span) for span in self.spans],
-            "samples": [asdict(sample) for sample in self.samples],
-            "given_up": [asdict(one) for one in self.given_up],
-            "budgets": [asdict(one) for one in self.budgets],
-        }
-
-    def to_json(self, *, indent: int | None = None) -> str:
-        """Return `to_dict` as JSON.
-
-        Args:
-            indent: Spaces for each level, or None for one line.
-        """
-        return json.dumps(self.to_dict(), indent=indent)
+        return super().to_dict()
 
     def to_chrome_trace(self, path: str | Path) -> None:
         """Write a file that Perfetto (ui.perfetto.dev) and ``chrome://tracing`` open: spans, and live bytes as a curve.
@@ -65,18 +72,15 @@ class Trace(Timeline):
         Args:
             path: Where to; the usual ending is ``.json``.
         """
-        Path(path).write_text(json.dumps({"traceEvents": _chrome_events(self.checked()), "displayTimeUnit": "ms"}))
-
-    def __str__(self) -> str:
-        """Return a table: a line for each region, and each op in it, with times and bytes."""
-        return format_trace(self.checked())
+        self.checked()
+        Path(path).write_text(json.dumps({"traceEvents": list(_chrome_events(self)), "displayTimeUnit": "ms"}))
 
     def __repr__(self) -> str:
         """Return the line above the table; it may be asked for while the trace still records."""
-        return f"<remat trace: {headline(self) if self._over else 'it still records'}>"
+        return f"<remat trace: {headline(self) if hasattr(self, '_is_over') else _RECORDS}>"
 
     def _repr_html_(self) -> str:
-        return trace_as_html(self) if self._over else "<p>it still records</p>"
+        return super()._repr_html_() if hasattr(self, "_is_over") else f"<p>{_RECORDS}</p>"
 
     def plot(self, path: str | Path | None = None) -> Figure:
         """Draw live bytes over time, and below them when the regions ran, by phase.
@@ -140,29 +144,21 @@ def trace() -> Iterator[Trace]:
 
 
 def _read(profiler: profile, recorder: Recorder, result: Trace) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "profile.json"
-        profiler.export_chrome_trace(str(path))
-        events = json.loads(path.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
-    result.fill(*spans_and_samples(events, recorder.marks, recorder.given), recorder.budgets())
+    profiled: Any = profiler.profiler
+    events = events_in(profiled.kineto_results.experimental_event_tree())
+    recorded = timeline_of(events, recorder.marks, recorder.given)
+    recorded.budgets = recorder.budgets()
+    result.fill(recorded)
 
 
-def _chrome_events(trace: Timeline) -> list[dict[str, Any]]:
-    """Return a trace's events: spans, changes of live bytes, what budgets gave up, and names."""
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "name": "process_name", "pid": _PROCESS, "tid": 0, "args": {"name": "torch_remat"}}
-    ]
+def _chrome_events(trace: Timeline) -> Iterator[dict[str, Any]]:
+    """Yield a trace's events: spans, changes of live bytes, what budgets gave up, and names."""
+    yield {"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {"name": "torch_remat"}}
     for span in trace.spans:
-        args = {name: getattr(span, name) for name in _SHOWN}
-        times = {"ts": span.start_us, "dur": span.duration_us}
-        what = {"ph": "X", "name": f"{span.name} [{span.phase}]", "cat": span.phase}
-        events.append({**what, "pid": _PROCESS, "tid": span.thread, **times, "args": args})
-    events += [
-        {"ph": "C", "name": "live bytes", "pid": _PROCESS, "tid": 0, "ts": sample.time_us, "args": sample.live_bytes}
-        for sample in trace.samples
-    ]
+        what = {"ph": "X", "name": f"{span.name} [{span.phase}]", "cat": span.phase, "args": asdict(span)}
+        yield {**what, "pid": 1, "tid": span.thread, "ts": span.start_us, "dur": span.duration_us}
+    for sample in trace.samples:
+        yield {"ph": "C", "name": "live bytes", "pid": 1, "tid": 0, "ts": sample.time_us, "args": sample.live_bytes}
     for one in trace.given_up:
-        args = {"bytes": one.bytes, "offloaded_bytes": one.offloaded_bytes, "kept_bytes": one.kept_bytes}
-        what = {"ph": "i", "name": f"{one.region} [given up]", "s": "p"}
-        events.append({**what, "pid": _PROCESS, "tid": 0, "ts": one.time_us, "args": args})
-    return events
+        what = {"ph": "i", "name": f"{one.region} [given up]", "s": "p", "args": asdict(one)}
+        yield {**what, "pid": 1, "tid": 0, "ts": one.time_us}

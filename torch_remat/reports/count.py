@@ -7,17 +7,13 @@ each storage stand once. Nothing is unpacked, so nothing is replayed.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import fields, is_dataclass, replace
-from types import SimpleNamespace
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
-import optree
 import torch
 
-from torch_remat._compat import PYTREE_NAMESPACE, adopt_pytree_node
-from torch_remat.budgets.ledger import parts_of
+from torch_remat._storages import Ledger, leaves_in, storages_of
 from torch_remat.dispatch.region.region import Region
 from torch_remat.errors import qualified_name
 from torch_remat.offload.sender import Offloaded
@@ -26,7 +22,6 @@ from torch_remat.reports.kept import Around, Kept, decisions_of, kept_by, parame
 
 PARAMETER, BUFFER = "parameter", "buffer"
 """Kinds of tensors that exist anyway."""
-_SIMPLE = (torch.Tensor, str, bytes, int, float, complex, type(None), type)
 
 
 class Memory(NamedTuple):
@@ -68,44 +63,6 @@ def pieces_in(value: Any, made_on: torch.device | None = None) -> Iterator[Piece
             yield Piece(tuple(leaf.shape), leaf.dtype, str(leaf.device), _memory_of(leaf), moved)
 
 
-def leaves_in(value: Any) -> Iterator[Any]:
-    """Yield all values inside containers, or the value itself if it is no container. Each container is entered once.
-
-    Containers are those of any type, dataclasses, and what is registered with torch's pytrees. Objects of other classes
-    are not entered: their attributes may lead anywhere.
-    """
-    waiting, entered = [value], {}
-    while waiting:
-        one = waiting.pop()
-        parts = _parts(one)
-        if parts is None:
-            yield one
-        elif id(one) not in entered:
-            entered[id(one)] = one
-            waiting += parts[::-1]
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a value."""
-    return (leaf for leaf in leaves_in(value) if isinstance(leaf, torch.Tensor))
-
-
-def _parts(value: Any) -> Sequence[Any] | None:
-    if isinstance(value, _SIMPLE):
-        return None
-    if isinstance(value, Mapping):
-        return list(value.values())
-    if isinstance(value, (tuple, list, Set, deque)):
-        return list(value)
-    if isinstance(value, SimpleNamespace):
-        return list(vars(value).values())
-    if is_dataclass(value):
-        return [getattr(value, field.name, None) for field in fields(value)]
-    adopt_pytree_node(type(value))
-    found, spec = optree.tree_flatten(value, namespace=PYTREE_NAMESPACE)
-    return None if spec.is_leaf() else found
-
-
 def _pieces_of_away(away: Offloaded) -> Iterator[Piece]:
     copy, back = away.transfer.copy, away.transfer.value
     shape, dtype, here = tuple(away.placement.shape), away.placement.dtype, copy.told("still_here")
@@ -126,11 +83,6 @@ def _memory_of(tensor: torch.Tensor) -> list[Memory]:
     return [Memory(storage._cdata, storage, storage.nbytes()) for storage in storages_of(tensor)]
 
 
-def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
-    """Return the storages behind a tensor: of its parts, if it is sparse or a wrapper around others."""
-    return [part.untyped_storage() for part in parts_of(tensor)]
-
-
 def viewed_parameter(tensor: torch.Tensor) -> torch.nn.Parameter | None:
     """Return the parameter that a tensor is, or is a view of; None for others, detached parameters among them."""
     owner = tensor if tensor._base is None else tensor._base
@@ -145,10 +97,11 @@ class Rows(list[KeptTensor]):
         self.places: dict[Hashable, int] = {}
 
 
-class Ledger:
-    """Counts each storage once, and each offloaded tensor once."""
+class Counted:
+    """Counts each storage once, and each offloaded tensor once, under the name that it was met with first."""
 
     def __init__(self) -> None:
+        self._ledger = Ledger()
         self._owners: dict[Hashable, str] = {}  # names; PARAMETER or BUFFER for what exists anyway
         self._alive: list[Any] = []  # no address may be used again meanwhile
         self._existing: dict[str, dict[int, torch.Tensor]] = {PARAMETER: {}, BUFFER: {}}
@@ -158,58 +111,52 @@ class Ledger:
         """Count parameters, or buffers; what shares their storages counts as that from now on."""
         for tensor in tensors:
             self._existing[kind][id(tensor)] = tensor
-            for key, storage, count in _memory_of(tensor):
-                if key not in self._owners:
-                    self._owners[key] = kind
-                    self._alive.append(storage)
-                    self._existing_bytes[kind] += count
+            self._existing_bytes[kind] += sum(self._hold(memory, kind) for memory in _memory_of(tensor))
 
     def existing(self, kind: str) -> ParameterReport:
         """Return how many parameters, or buffers, were counted, and their bytes."""
         return ParameterReport(len(self._existing[kind]), self._existing_bytes[kind])
 
+    def _hold(self, memory: Memory, owner: str) -> int:
+        """Count a memory for an owner; return its bytes if no other has it already."""
+        self._owners.setdefault(memory.key, owner)
+        self._alive.append(memory.owner)
+        return self._ledger.hold(memory.key, memory.bytes)
+
     def add(self, tensor: KeptTensor, memory: Sequence[Memory], rows: Rows) -> None:
         """Count a tensor, and append it to ``rows``, unless it shares the memory of one that is there."""
-        size = 0
-        new: list[Hashable] = []
-        met: list[Hashable] = []
-        for key, owner, count in memory:
-            if key in self._owners:
-                met.append(key)
-            else:
-                new.append(key)
-                self._owners[key] = tensor.name
-                self._alive.append(owner)
-                size += count
-        if met and not size:
-            place = rows.places.get(met[0])
+        keys = [one.key for one in memory if one.key not in self._owners]
+        shared = next((one.key for one in memory if one.key in self._owners), None)
+        size = sum(self._hold(one, tensor.name) for one in memory)
+        if shared is not None and not size:
+            place = rows.places.get(shared)
             if place is not None:
                 shown = rows[place]
                 labels = dict.fromkeys((shown.label, *shown.aliases, tensor.label))
                 needed_by = dict.fromkeys((*shown.needed_by, *tensor.needed_by))
                 rows[place] = replace(shown, needed_by=tuple(needed_by), aliases=tuple(labels)[1:])
                 return
-            tensor = replace(tensor, shared_with=self._owners[met[0]])
-            new.append(met[0])
-        rows.places.update(dict.fromkeys(new, len(rows)))
+            tensor = replace(tensor, shared_with=self._owners[shared])
+            keys.append(shared)
+        rows.places.update(dict.fromkeys(keys, len(rows)))
         rows.append(replace(tensor, bytes=size))
 
 
 def report_of(
     region: Region,
-    ledger: Ledger | None = None,
+    counted: Counted | None = None,
     *,
     momentary: bool = False,
     keep_empty: bool = False,
 ) -> RegionReport:
-    """Return what a region keeps by itself, or beside what a ledger has counted, its parameters among it.
+    """Return what a region keeps by itself, or beside what is counted already, its parameters among it.
 
     With ``momentary``, what is offloaded counts in place, too, while it has not left or has come back; with
     ``keep_empty``, ops that keep nothing are in it.
     """
-    if ledger is None:
-        ledger = Ledger()
-        ledger.add_existing(parameters_of(region))
+    if counted is None:
+        counted = Counted()
+        counted.add_existing(parameters_of(region))
     decisions = decisions_of(region)
     own = Rows()
     by_op = {name: Rows() for name in decisions}
@@ -223,7 +170,7 @@ def report_of(
         for piece in pieces_in(one.value, one.made_on):
             if piece.besides is None or momentary:
                 tensor = piece.kept_as(name, one.tensor, kind, what_needs(one), policy)
-                ledger.add(tensor, piece.memory, rows)
+                counted.add(tensor, piece.memory, rows)
     ops = []
     for name, rows in by_op.items():
         if rows or keep_empty:

@@ -1,4 +1,4 @@
-"""Bytes by storage, each counted once, however many holders and inputs share it.
+"""Bytes by storage, each counted once, however many holders and inputs share it; and which storages a value lies in.
 
 In: the storages that regions begin or cease to hold, by address. Kept: counts and sizes; no storage. Out: the sum.
 
@@ -8,18 +8,24 @@ saying so has to be looked up before the sum is believed: see `KeptRegion.refres
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
+from dataclasses import fields, is_dataclass
 from itertools import count
+from types import SimpleNamespace
+from typing import Any
 
+import optree
 import torch
 from torch import Tensor
 
-from torch_remat._compat import USES_BY_PYTHON, storage_key, storage_uses
+from torch_remat._compat import PYTREE_NAMESPACE, USES_BY_PYTHON, adopt_pytree_node, storage_key, storage_uses
 from torch_remat.dispatch.placeholder import is_placeholder
 
 Keys = int | tuple[int, ...]  # addresses of what is counted for a tensor: 0 for none; several for a subclass
 _next_number = count(-1, -1).__next__
+_SIMPLE = (Tensor, str, bytes, int, float, complex, type(None), type)
 
 
 def each(keys: Keys) -> tuple[int, ...]:
@@ -31,7 +37,7 @@ class Ledger:
     """Counts how many times each storage is held, and its bytes.
 
     Args:
-        device_type: The type of the devices whose memory counts.
+        device_type: The type of the devices whose memory `add` counts.
 
     Attributes:
         counts: How many holders and inputs hold a storage, by its address.
@@ -42,10 +48,10 @@ class Ledger:
 
     __slots__ = ("counts", "device_type", "settle", "sizes", "total")
 
-    def __init__(self, device_type: str) -> None:
+    def __init__(self, device_type: str = "") -> None:
         self.device_type = device_type
-        self.counts: dict[int, int] = {}
-        self.sizes: dict[int, int] = {}
+        self.counts: dict[Any, int] = {}
+        self.sizes: dict[Any, int] = {}
         self.total = 0
         self.settle: Callable[[], None] | None = None
 
@@ -59,21 +65,25 @@ class Ledger:
     def add(self, key: int, tensor: Tensor) -> int:
         """Count a storage that a tensor is in; return its bytes if it is new."""
         size = tensor.untyped_storage().nbytes()  # from now on it has a Python object: see `is_held_by`
+        if tensor.device.type != self.device_type:
+            size = 0
+        elif key in self.counts:
+            self.resize(key, size)
+        return self.hold(key, size)
+
+    def hold(self, key: Hashable, size: int) -> int:
+        """Count a storage once more; return its bytes if it is new."""
         if key in self.counts:
             self.counts[key] += 1
-            if tensor.device.type == self.device_type:
-                self.resize(key, size)
             return 0
-        self.counts[key] = 1
-        size = self.sizes[key] = size if tensor.device.type == self.device_type else 0
+        self.counts[key], self.sizes[key] = 1, size
         self.total += size
         return size
 
     def add_bytes(self, size: int) -> int:
         """Count bytes whose storages are not known; return what stands for their address."""
         key = _next_number()
-        self.counts[key], self.sizes[key] = 1, size
-        self.total += size
+        self.hold(key, size)
         return key
 
     def resize(self, key: int, size: int) -> None:
@@ -133,3 +143,46 @@ def parts_of(tensor: Tensor) -> list[Tensor]:
             tensor.untyped_storage()
             return [tensor]
     return [part for one in found if isinstance(one, Tensor) for part in parts_of(one)]
+
+
+def storages_of(tensor: Tensor) -> list[torch.UntypedStorage]:
+    """Return the storages behind a tensor: of its parts, if it is sparse or a wrapper around others."""
+    return [part.untyped_storage() for part in parts_of(tensor)]
+
+
+def leaves_in(value: Any) -> Iterator[Any]:
+    """Yield all values inside containers, or the value itself if it is no container. Each container is entered once.
+
+    Containers are those of any type, dataclasses, and what is registered with torch's pytrees. Objects of other classes
+    are not entered: their attributes may lead anywhere.
+    """
+    waiting, entered = [value], {}
+    while waiting:
+        one = waiting.pop()
+        parts = _parts(one)
+        if parts is None:
+            yield one
+        elif id(one) not in entered:
+            entered[id(one)] = one
+            waiting += parts[::-1]
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in a value."""
+    return (leaf for leaf in leaves_in(value) if isinstance(leaf, Tensor))
+
+
+def _parts(value: Any) -> Sequence[Any] | None:
+    if isinstance(value, _SIMPLE):
+        return None
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, (tuple, list, Set, deque)):
+        return list(value)
+    if isinstance(value, SimpleNamespace):
+        return list(vars(value).values())
+    if is_dataclass(value):
+        return [getattr(value, field.name, None) for field in fields(value)]
+    adopt_pytree_node(type(value))
+    found, spec = optree.tree_flatten(value, namespace=PYTREE_NAMESPACE)
+    return None if spec.is_leaf() else found

@@ -1,0 +1,99 @@
+"""What all reports can do: show themselves as text and as HTML, and give themselves away as plain data.
+
+A report tells itself once, as blocks: lines, with a table below them. Text and HTML are made of the same blocks.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from html import escape
+from typing import Any, ClassVar, NamedTuple
+
+from torch_remat._text import aligned
+
+
+class Block(NamedTuple):
+    """A part of a report.
+
+    Attributes:
+        lines: Lines of text.
+        rows: The table below them.
+        right: Which of its columns are aligned to the right.
+        indent: How far the table is indented.
+    """
+
+    lines: Sequence[str]
+    rows: Sequence[Sequence[str]] = ()
+    right: Collection[int] = (1,)
+    indent: int = 0
+
+
+class Report:
+    """A report, as text, HTML and data; a dataclass.
+
+    Attributes:
+        also: Properties that are in its data, besides its fields.
+    """
+
+    also: ClassVar[Sequence[str]] = ()
+
+    @abstractmethod
+    def blocks(self) -> list[Block]:
+        """Return what the report shows."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as dicts, lists, strings and numbers, with the sums beside the parts."""
+        told: dict[str, Any] = as_data(self)
+        return told
+
+    def to_json(self, *, indent: int | None = 2) -> str:
+        """Return `to_dict` as JSON.
+
+        Args:
+            indent: Spaces for each level, or None for one line.
+        """
+        return json.dumps(self.to_dict(), indent=indent)
+
+    def __str__(self) -> str:
+        """Return the report as text, with layers that are alike told once."""
+        return as_text(self.blocks())
+
+    def _repr_html_(self) -> str:
+        """Return the report as one table, without scripts, readable without colour."""
+        blocks, rows = self.blocks(), []
+        width = max((len(row) for block in blocks for row in block.rows), default=1)
+        for block in blocks:
+            rows += [f'<th colspan="{width}" {_LEFT}>{_cell(line)}</th>' for line in block.lines if line]
+            for row in block.rows:
+                sides = (_RIGHT if column in block.right else _LEFT for column in range(len(row)))
+                rows.append("".join(f"<td {side}>{_cell(cell)}</td>" for side, cell in zip(sides, row, strict=True)))
+        return f"<table><tbody>{''.join(f'<tr>{row}</tr>' for row in rows)}</tbody></table>"
+
+
+def as_text(blocks: Iterable[Block]) -> str:
+    """Return blocks as text for terminals."""
+    lines: list[str] = []
+    for block in blocks:
+        lines += [*block.lines, *(" " * block.indent + line for line in aligned(block.rows, block.right))]
+    return "\n".join(lines)
+
+
+_LEFT, _RIGHT = 'style="text-align: left"', 'style="text-align: right"'
+
+
+def _cell(text: str) -> str:
+    inner = text.lstrip(" ")
+    return "\N{EM SPACE}" * ((len(text) - len(inner)) // 2) + escape(inner)
+
+
+def as_data(value: Any) -> Any:
+    """Return a value as dicts, lists, strings and numbers."""
+    if is_dataclass(value):
+        names = [*(field.name for field in fields(value)), *getattr(value, "also", ())]
+        return {name: as_data(getattr(value, name)) for name in names}
+    if isinstance(value, Mapping):
+        return {key: as_data(one) for key, one in value.items()}
+    return [as_data(one) for one in value] if isinstance(value, (tuple, list)) else value
