@@ -19,7 +19,6 @@ from torch_remat.dispatch import observe
 from torch_remat.reports.profile import Event, Memory
 from torch_remat.reports.recorder import GONE, SENT
 from torch_remat.reports.spans import Sample, Span
-from torch_remat.reports.spans import Timeline as Recorded
 from torch_remat.reports.trace import Trace as Timeline
 
 
@@ -302,7 +301,7 @@ def small_trace():
             Span(name, "attn", "backward", layer, back + 1000, 500.0, 1, kept, 3 * kept, kept, 6 * kept, 0),
         ]
     samples = [Sample(500.0, {"cpu": 2**20}), Sample(6100.0, {"cpu": 6 * 2**20}), Sample(13000.0, {"cpu": 2**19})]
-    trace.fill(Recorded(13000.0, sorted(spans, key=lambda span: span.start_us), samples))
+    trace.fill(13000.0, sorted(spans, key=lambda span: span.start_us), samples)
     return trace
 
 
@@ -364,9 +363,9 @@ def test_lanes_name_regions_as_fully_as_there_is_room_and_show_inner_ones_inside
     timeline = Timeline()
     names = [f"model.layers.{index}.mlp" for index in range(3)]
     spans = [span_of(name, 1000 * place, 400) for place, name in enumerate(names)]
-    timeline.fill(Recorded(10_000, [*spans, span_of("model.layers.0.mlp", 4000, 4000)]))
+    timeline.fill(10_000, [*spans, span_of("model.layers.0.mlp", 4000, 4000)])
     assert labels_of(timeline.plot()) == ["0", "1", "2", "model.layers.0.mlp"]
-    timeline.fill(Recorded(10_000, [span_of("outer", 0, 8000), span_of("inner", 2000, 3000)]))
+    timeline.fill(10_000, [span_of("outer", 0, 8000), span_of("inner", 2000, 3000)])
     figure = timeline.plot()
     assert labels_of(figure) == ["inner"]
     outer, inner = figure.axes[-1].patches
@@ -377,7 +376,7 @@ def test_lanes_name_regions_as_fully_as_there_is_room_and_show_inner_ones_inside
 def test_names_are_drawn_as_they_are(name):
     pytest.importorskip("matplotlib")
     timeline = Timeline()
-    timeline.fill(Recorded(10_000, [span_of(name, 0, 8000)], [Sample(4000, {"cpu": 100})]))
+    timeline.fill(10_000, [span_of(name, 0, 8000)], [Sample(4000, {"cpu": 100})])
     y = checkpointed(block, region_name=name)(leaf(64, 64))  # other regions may be alive
     figures = timeline.plot(), remat.memory_report(y).plot()
     for figure in figures:
@@ -411,7 +410,7 @@ def test_trace_shows_itself_while_it_records_and_if_nothing_ran():
 
 def test_names_in_the_table_of_a_notebook_are_escaped():
     timeline = Timeline()
-    timeline.fill(Recorded(10_000, [span_of("<b>&", 0, 8000)], [Sample(4000, {"cpu": 100})]))
+    timeline.fill(10_000, [span_of("<b>&", 0, 8000)], [Sample(4000, {"cpu": 100})])
     assert "<b>" not in timeline._repr_html_()
     assert "&lt;b&gt;&amp;" in timeline._repr_html_()
 

@@ -13,7 +13,6 @@ is counted as it travelled.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -149,31 +148,5 @@ class ParameterReport:
         bytes: Their bytes, each storage once.
     """
 
-    count: int
-    bytes: int
-
-
-@dataclass(frozen=True)
-class KeptForBackward(Sums):
-    """What a `MemoryReport` says; see there."""
-
-    also: ClassVar[Sequence[str]] = (*Sums.also, "bytes_by_device")
-    regions: tuple[RegionReport, ...]
-    outside: tuple[NodeReport, ...]
-    parameters: ParameterReport
-    buffers: ParameterReport = ParameterReport(0, 0)
-    budgets: tuple[str, ...] = ()
-    older: tuple[RegionReport, ...] = ()
-
-    def all_tensors(self) -> Iterator[KeptTensor]:
-        """Yield all tensors that are kept."""
-        for part in (*self.regions, *self.outside):
-            yield from part.all_tensors()
-
-    @property
-    def bytes_by_device(self) -> dict[str, int]:
-        """Bytes kept, by the device or offloader that has them."""
-        sums: Counter[str] = Counter()
-        for tensor in self.all_tensors():
-            sums[tensor.device] += tensor.bytes
-        return dict(sorted(sums.items()))
+    count: int = 0
+    bytes: int = 0

@@ -14,8 +14,7 @@ from typing import Any, Literal
 
 from torch_remat._text import format_bytes, format_flops, plural
 from torch_remat.reports.fold import fold_series
-from torch_remat.reports.report import Block, Report
-from torch_remat.reports.text import format_sum
+from torch_remat.reports.report import Block, Report, format_sum
 
 State = Literal["kept", "offloaded", "elided", "recomputed", "not kept"]
 """Where a tensor is between forward and backward: in place; elsewhere; with what replay makes or has anyway; nowhere,

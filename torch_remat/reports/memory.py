@@ -3,33 +3,35 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 from weakref import ref
 
 import torch
 
 from torch_remat._compat import eager_only, node_number
+from torch_remat._text import format_bytes, plural, unit_of
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.region.region import Region, live_regions
 from torch_remat.errors import UsageError
 from torch_remat.reports.count import BUFFER, PARAMETER, Counted, report_of
-from torch_remat.reports.data import KeptForBackward
+from torch_remat.reports.data import KeptTensor, Kind, NodeReport, ParameterReport, RegionReport, Sums
+from torch_remat.reports.fold import fold
 from torch_remat.reports.graph import checkpoints_below, collect_nodes, nodes_below, parameters_below, regions_below
 from torch_remat.reports.kept import parameters_of
-from torch_remat.reports.pictures import plot_report
-from torch_remat.reports.report import Block, Report, as_text
-from torch_remat.reports.text import region_block, report_blocks
+from torch_remat.reports.pictures import GREY, INK, LIGHT, finished, new_figure
+from torch_remat.reports.report import Block, Report, as_text, format_sum, sum_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
-class MemoryReport(KeptForBackward, Report):
+class MemoryReport(Report, Sums):
     """What is kept for backward.
 
     Attributes:
@@ -41,9 +43,47 @@ class MemoryReport(KeptForBackward, Report):
         older: Regions that are alive and lie in no graph that was given, apart; in no sum.
     """
 
+    also: ClassVar[Sequence[str]] = (*Sums.also, "bytes_by_device")
+    regions: tuple[RegionReport, ...]
+    outside: tuple[NodeReport, ...]
+    parameters: ParameterReport
+    buffers: ParameterReport = field(default_factory=ParameterReport)
+    budgets: tuple[str, ...] = ()
+    older: tuple[RegionReport, ...] = ()
+
+    def all_tensors(self) -> Iterator[KeptTensor]:
+        """Yield all tensors that are kept."""
+        for part in (*self.regions, *self.outside):
+            yield from part.all_tensors()
+
+    @property
+    def bytes_by_device(self) -> dict[str, int]:
+        """Bytes kept, by the device or offloader that has them."""
+        sums: Counter[str] = Counter()
+        for tensor in self.all_tensors():
+            sums[tensor.device] += tensor.bytes
+        return dict(sorted(sums.items()))
+
     def blocks(self) -> list[Block]:
         """Return what the report shows."""
-        return report_blocks(self)
+        lines = [f"kept for backward: {sum_of([self])}"]
+        if len(self.bytes_by_device) > 1:
+            parts = (f"{device} {format_bytes(count)}" for device, count in self.bytes_by_device.items())
+            lines.append(f"  by device: {', '.join(parts)}")
+        for name, existing in (("parameters", self.parameters), ("buffers", self.buffers)):
+            if existing.count:
+                lines.append(f"{name}, apart: {format_bytes(existing.bytes)} in {existing.count}")
+        if self.older:
+            alive = f"{sum_of(self.older)} in {plural(len(self.older), 'region')}"
+            lines.append(f"older graphs that are alive: {alive}")
+        lines += self.budgets
+        if self.regions:
+            lines += ["", f"in {plural(len(self.regions), 'region')}: {sum_of(self.regions)}"]
+        blocks = [Block(lines), *(_region_block(*group, indent=2) for group in fold(self.regions))]
+        if self.outside:
+            head = ["", f"outside of regions: {sum_of(self.outside)}"]
+            blocks.append(Block(head, [_node_cells(node) for node in self.outside], indent=2))
+        return blocks
 
     def plot(self, path: str | Path | None = None) -> Figure:
         """Draw a bar for each region, or for each group of regions that are alike, and one for what is saved outside.
@@ -57,7 +97,101 @@ class MemoryReport(KeptForBackward, Report):
         Raises:
             UsageError: matplotlib is not installed.
         """
-        return plot_report(self, path)
+        bars = _bars(self)
+        labels = [label for label, _ in bars]
+        width = 6.0 + 0.085 * max(map(len, labels), default=0)  # long names leave the bars their room
+        title = f"Kept for backward: {sum_of([self]).replace(' + ', ' and ')}"
+        figure = new_figure(max(8.0, width), 1.6 + 0.32 * max(3, len(bars)), title)
+        axes = figure.add_subplot()
+        unit, name = unit_of(max((sum(parts.values()) for _, parts in bars), default=0))
+        left = [0.0] * len(bars)
+        for part, fill, hatch, _ in _PARTS:
+            widths = [parts[part] / unit for _, parts in bars]
+            if any(widths):
+                look: dict[str, Any] = {"color": fill, "hatch": hatch, "edgecolor": INK, "linewidth": 0.8}
+                axes.barh(range(len(bars)), widths, left=left, label=part, **look)
+                left = [start + width for start, width in zip(left, widths, strict=True)]
+        for place, (_, parts) in enumerate(bars):
+            away = parts["offloaded"]
+            text = f" {format_sum(parts.total() - away, away)}"
+            axes.annotate(text, (left[place], place), va="center", annotation_clip=False)
+        axes.set_yticks(range(len(bars)), labels, parse_math=False)  # a name may have dollar signs
+        axes.set_ylim(len(bars) - 0.4, -0.6)
+        axes.set_xlim(0, max(left, default=0.0) or 1.0)
+        axes.set_xlabel(f"{name}; each storage counted once")
+        if bars:
+            figure.legend(loc="outside lower center", ncols=4, frameon=False)
+        return finished(figure, path)
+
+
+# What a bar is made of, from the left: name, fill, hatch, and the kinds of tensors that it shows. Fill and hatch are
+# told apart without colour.
+_PARTS: tuple[tuple[str, str, str, tuple[Kind, ...]], ...] = (
+    ("inputs", LIGHT, "", ("input",)),
+    ("saved by name", GREY, "", ("saved",)),
+    ("kept for replay", "white", "////", ("kept for replay", "undecided", "determinism check")),
+    ("made by replay", "white", "....", ("refilled",)),
+    ("offloaded, but here too", LIGHT, "||||", ("not gone yet", "brought back")),
+    ("random state", INK, "", ("random state",)),
+    ("outside of regions", "white", "xxxx", ()),
+    ("offloaded", "white", "----", ()),
+)
+_PART_OF_KIND = {kind: part for part, _, _, kinds in _PARTS for kind in kinds}
+_MOST_BARS = 24
+
+
+def _bars(report: MemoryReport) -> list[tuple[str, Counter[str]]]:
+    """Return the label of each bar, and its parts in bytes; where there are too many, the smallest become one."""
+    bars: list[tuple[str, Counter[str]]] = []
+    for label, regions in fold(report.regions):
+        parts: Counter[str] = Counter()
+        for tensor in (one for region in regions for one in region.all_tensors()):
+            parts["offloaded" if tensor.offloaded else _PART_OF_KIND[tensor.kind]] += tensor.bytes
+        bars.append((f"{label} (all {len(regions)})" if len(regions) > 1 else label, parts))
+    for node in report.outside:
+        parts = Counter({"outside of regions": node.bytes, "offloaded": node.offloaded_bytes})
+        if any(parts.values()):
+            bars.append((node.node, parts))
+    if len(bars) <= _MOST_BARS:
+        return bars
+    least = sorted(parts.total() for _, parts in bars)[-_MOST_BARS]
+    small = [parts for _, parts in bars if parts.total() <= least]
+    rest = f"{len(small)} smaller", sum(small, Counter[str]())
+    return [*(bar for bar in bars if bar[1].total() > least), rest]
+
+
+def _region_block(label: str, regions: Sequence[RegionReport], indent: int = 0) -> Block:
+    """Return regions that are alike, as one: a line for the sum, and a row for each tensor."""
+    region, count = regions[0], len(regions)
+    head = f"{' ' * indent}{label}: {sum_of([region])}"
+    if count > 1:
+        head += f" each, {sum_of(regions)} in {count}"
+    rows = [_cells(tensor, tensor.label) for tensor in region.tensors]
+    for op in region.ops:
+        rows += [_cells(tensor, f"{op.name}.{tensor.label}") for tensor in op.tensors]
+        if not op.tensors:
+            rows.append([op.name, "0 B", "", op.policy])
+    return Block([head], rows, indent=indent + 2)
+
+
+def _cells(tensor: KeptTensor, label: str) -> list[str]:
+    """Return the cells of a tensor's row; the last tells why it is kept, and what shares its storage."""
+    why = {"saved": "", "kept for replay": "for replay", "undecided": "the end of forward decides"}
+    notes = [tensor.policy, why.get(tensor.kind, tensor.kind)]
+    if tensor.aliases:
+        notes.append(f"also {', '.join(tensor.aliases)}")
+    if tensor.shared_with is not None:
+        notes.append(f"counted as {tensor.shared_with}")
+    if tensor.offloaded:
+        notes.append("offloaded")
+    what = f"{tensor.dtype}{list(tensor.shape)} {tensor.device}"
+    return [label, format_bytes(tensor.bytes), what, ", ".join(note for note in notes if note)]
+
+
+def _node_cells(node: NodeReport) -> list[str]:
+    labels = list(dict.fromkeys(tensor.label for tensor in node.tensors))
+    shown = ", ".join(labels[:4]) + (", ..." if len(labels) > 4 else "")
+    return [node.node, sum_of([node]), f"{plural(node.count, 'node')}: {shown}"]
 
 
 @eager_only
@@ -187,4 +321,4 @@ def _current_report(function: str) -> str:
             "Under torch.no_grad() and torch.compile there are no regions.",
         )
     report = report_of(mode.region, momentary=True, keep_empty=True)
-    return as_text([region_block(report.name, [report])])
+    return as_text([_region_block(report.name, [report])])

@@ -40,7 +40,7 @@ from torch_remat.reports.explanation import Alternative, OpExplanation, RegionEx
 from torch_remat.reports.kept import decisions_of, kept_by
 from torch_remat.reports.observer import Observer
 from torch_remat.reports.prices import Cost, Prices, Step
-from torch_remat.reports.reasons import Reasons, Seen, never_needed
+from torch_remat.reports.reasons import Reasons, Seen
 from torch_remat.reports.torch_checkpoint import is_of_checkpoint
 
 Look = tuple[torch.Size, torch.dtype]
@@ -258,7 +258,13 @@ class Notes(Observer, TorchDispatchMode):
             return
         if region.last_number < 0:  # it does not outlive its forward
             for op in notes.ops.values():
-                op.tensors = list(never_needed(region, op.name, (*op.saved, *op.outputs)))
+                why = f"no backward of {region.name} is to come"
+                op.tensors = [
+                    TensorExplanation(
+                        qualified_name(region.name, op.name, one.label), one.label, "not kept", one.bytes, why
+                    )
+                    for one in (*op.saved, *op.outputs)
+                ]
             return
         notes.report = report_of(region)
         notes.note_saves(region, Step("", ""))
@@ -283,10 +289,10 @@ class Notes(Observer, TorchDispatchMode):
         }
         prices = Prices(notes.steps, self._sizes, away, by_policy, handles, least)
         cost = prices.under(decisions)
-        found = Reasons(region, rows, self.numbers_in, cost.ran)
-        notes.by_policy = list(found.by_policy(notes.report))
-        for op, tensors in zip(notes.ops.values(), found.of(list(notes.ops.values())), strict=True):
-            op.tensors = tensors
+        reasons = Reasons(region, rows, notes.report, self.numbers_in, cost.ran)
+        notes.by_policy = list(reasons.by_policy())
+        for op in notes.ops.values():
+            op.tensors = list(reasons.of(op))
         is_recomputed = region.hooks is not None and is_of_checkpoint(region.hooks[1])
         if self._alternatives and current_mode() is None and not is_recomputed:
             for op in notes.ops.values():

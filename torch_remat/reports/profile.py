@@ -20,7 +20,7 @@ from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 from torch_remat.reports.recorder import GIVEN, GONE, MARK, SENT, Mark
-from torch_remat.reports.spans import GivenUp, Phase, Sample, Span, Timeline
+from torch_remat.reports.spans import GivenUp, Phase, Sample, Span
 
 _ENGINE = "autograd::engine::evaluate_function: "
 _OPTIMIZER = "Optimizer.step#"
@@ -117,8 +117,10 @@ class Memory:
         return allocated, allocated - sum(changes), self._live[last], max(self._live[first : last + 1])
 
 
-def timeline_of(events: Sequence[Event], marks: Sequence[Mark], given: Sequence[GivenUp]) -> Timeline:
-    """Return what a profile and the marks in it tell; of budgets no more than what they gave up."""
+def timeline_of(
+    events: Sequence[Event], marks: Sequence[Mark], given: Sequence[GivenUp]
+) -> tuple[float, list[Span], list[Sample], list[GivenUp], list[tuple[str, float, float]]]:
+    """Return what a profile and the marks in it tell, in the order of a `Trace`'s fields."""
     whole = next(event for event in events if event.name == f"{MARK}all")
     start, memory = whole.start, Memory(events)
     found: list[tuple[Mark, Phase, Interval, int]] = []
@@ -149,7 +151,7 @@ def timeline_of(events: Sequence[Event], marks: Sequence[Mark], given: Sequence[
             one = given[int(event.name.removeprefix(GIVEN))]
             given_up.append(replace(one, call=calls[one.call], time_us=event.start - start))
     phases = [(phase, begin - start, end - start) for phase, begin, end in _phases_of(events)]
-    return Timeline(whole.end - start, spans, memory.samples(start), given_up, (), phases)
+    return whole.end - start, spans, memory.samples(start), given_up, phases
 
 
 def _phases_of(events: Sequence[Event]) -> Iterator[tuple[str, float, float]]:

@@ -10,9 +10,9 @@ from abc import abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from html import escape
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
-from torch_remat._text import aligned
+from torch_remat._text import aligned, format_bytes
 
 
 class Block(NamedTuple):
@@ -29,6 +29,18 @@ class Block(NamedTuple):
     rows: Sequence[Sequence[str]] = ()
     right: Collection[int] = (1,)
     indent: int = 0
+
+
+class HasSums(Protocol):
+    """A part of a report."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes in place."""
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes elsewhere."""
 
 
 class Report:
@@ -97,3 +109,15 @@ def as_data(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: as_data(one) for key, one in value.items()}
     return [as_data(one) for one in value] if isinstance(value, (tuple, list)) else value
+
+
+def format_sum(bytes_kept: int, offloaded_bytes: int) -> str:
+    """Return bytes in place and elsewhere: ``24.0 MiB + 8.0 MiB offloaded``."""
+    more = f" + {format_bytes(offloaded_bytes)} offloaded" if offloaded_bytes else ""
+    return f"{format_bytes(bytes_kept)}{more}"
+
+
+def sum_of(parts: Iterable[HasSums]) -> str:
+    """Return the same of parts of a report, together."""
+    kept = list(parts)
+    return format_sum(sum(part.bytes for part in kept), sum(part.offloaded_bytes for part in kept))

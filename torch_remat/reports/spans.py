@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -111,39 +110,3 @@ class BudgetState:
     kept_bytes: int
     limit_bytes: int
     budget_bytes: int
-
-
-@dataclass(eq=False)
-class Timeline:
-    """What a `Trace` says; see there."""
-
-    duration_us: float = 0.0
-    spans: Sequence[Span] = ()
-    samples: Sequence[Sample] = ()
-    given_up: Sequence[GivenUp] = ()
-    budgets: Sequence[BudgetState] = ()
-    phases: Sequence[tuple[str, float, float]] = ()
-
-    @property
-    def peak(self) -> Sample | None:
-        """The moment at which the most bytes were alive; None if nothing was allocated."""
-        return max(self.checked().samples, key=lambda sample: sample.total_bytes, default=None)
-
-    def checked(self) -> Timeline:
-        """Return the trace itself, if it is over."""
-        return self
-
-    def spans_at(self, time_us: float) -> list[Span]:
-        """Return the spans that ran at a moment, the innermost last.
-
-        Args:
-            time_us: Microseconds since the trace began.
-        """
-        running = [span for span in self.checked().spans if span.start_us <= time_us <= span.end_us]
-        return sorted(running, key=lambda span: -span.duration_us)
-
-    def at(self, time_us: float) -> str:
-        """Return what ran at a moment: ``the replay of layers.7::attention``; outside of regions ``forward``."""
-        if running := self.spans_at(time_us):
-            return f"the {running[-1].phase} of {running[-1].name}"
-        return next((phase for phase, start, end in self.phases if start <= time_us <= end), "forward")
