@@ -10,10 +10,10 @@ from helpers import leaf, no_other_regions
 from offloaders import OFFLOAD, Counting
 
 import torch_remat as remat
+from torch_remat._kept import Kept, What, decisions_of, kept_by, parameters_of
+from torch_remat._storages import pieces_in
 from torch_remat.dispatch.region.region import Region, live_regions
 from torch_remat.offload.sender import Offloaded
-from torch_remat.reports.count import pieces_in
-from torch_remat.reports.kept import Kept, What, decisions_of, kept_by, parameters_of
 
 
 @pytest.fixture(autouse=True)

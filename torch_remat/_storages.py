@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from itertools import count
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import optree
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from torch_remat._compat import PYTREE_NAMESPACE, USES_BY_PYTHON, adopt_pytree_node, storage_key, storage_uses
 from torch_remat.dispatch.placeholder import is_placeholder
+from torch_remat.offload.sender import Offloaded
 
 Keys = int | tuple[int, ...]  # addresses of what is counted for a tensor: 0 for none; several for a subclass
 _next_number = count(-1, -1).__next__
@@ -186,3 +187,64 @@ def _parts(value: Any) -> Sequence[Any] | None:
     adopt_pytree_node(type(value))
     found, spec = optree.tree_flatten(value, namespace=PYTREE_NAMESPACE)
     return None if spec.is_leaf() else found
+
+
+class Memory(NamedTuple):
+    """Memory that is counted once, however many tensors are in it."""
+
+    key: Hashable  # its identity, as long as the owner lives
+    owner: Any  # a storage, or what stands for one that is away
+    bytes: int
+
+
+class Piece(NamedTuple):
+    """A kept tensor, or one that is away."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    place: str  # where it is: a device, or the kind of offloader that has it
+    memory: list[Memory]  # what it is in
+    offloaded: bool = False  # whether it lies elsewhere than where it was made
+    # Why it is there, too, although it is offloaded; another piece stands for that.
+    besides: Literal["not gone yet", "brought back"] | None = None
+
+
+def pieces_in(value: Any, made_on: torch.device | None = None) -> Iterator[Piece]:
+    """Yield the tensors in a value; what lies elsewhere than where it was made counts as offloaded."""
+    if isinstance(value, Offloaded):
+        yield from _pieces_of_away(value)
+        return
+    leaves = list(leaves_in(value))
+    if made_on is None:
+        made_on = next((leaf for leaf in leaves if isinstance(leaf, torch.device)), None)
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            moved = made_on is not None and leaf.device != made_on
+            yield Piece(tuple(leaf.shape), leaf.dtype, str(leaf.device), memory_of(leaf), moved)
+
+
+def _pieces_of_away(away: Offloaded) -> Iterator[Piece]:
+    copy, back = away.transfer.copy, away.transfer.value
+    shape, dtype, here = tuple(away.placement.shape), away.placement.dtype, copy.told("still_here")
+    if not isinstance(here, Tensor):
+        here = None
+    if here is not None and copy.told("stays") is True:
+        yield Piece(shape, dtype, str(here.device), memory_of(here))
+        return
+    offloader = type(copy.offloader).__name__
+    yield Piece(shape, dtype, offloader, [Memory(("away", id(copy)), copy, copy.bytes)], offloaded=True)
+    if here is not None:
+        yield Piece(shape, dtype, str(here.device), memory_of(here), besides="not gone yet")
+    if back is not None:
+        yield Piece(shape, dtype, str(back.device), memory_of(back), besides="brought back")
+
+
+def memory_of(tensor: Tensor) -> list[Memory]:
+    """Return the memory of a tensor."""
+    return [Memory(storage._cdata, storage, storage.nbytes()) for storage in storages_of(tensor)]
+
+
+def viewed_parameter(tensor: Tensor) -> torch.nn.Parameter | None:
+    """Return the parameter that a tensor is, or is a view of; None for others, detached parameters among them."""
+    owner = tensor if tensor._base is None else tensor._base
+    return owner if isinstance(owner, torch.nn.Parameter) else None

@@ -7,86 +7,27 @@ each storage stand once. Nothing is unpacked, so nothing is replayed.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 
-from torch_remat._storages import Ledger, leaves_in, storages_of
+from torch_remat._kept import Around, Kept, Kind, decisions_of, kept_by, parameters_of
+from torch_remat._storages import Ledger, Memory, Piece, memory_of, pieces_in
 from torch_remat.dispatch.region.region import Region
 from torch_remat.errors import qualified_name
-from torch_remat.offload.sender import Offloaded
-from torch_remat.reports.data import KeptTensor, Kind, OpReport, ParameterReport, RegionReport
-from torch_remat.reports.kept import Around, Kept, decisions_of, kept_by, parameters_of
+from torch_remat.reports.data import KeptTensor, OpReport, ParameterReport, RegionReport
 
 PARAMETER, BUFFER = "parameter", "buffer"
 """Kinds of tensors that exist anyway."""
 
 
-class Memory(NamedTuple):
-    """Memory that is counted once, however many tensors are in it."""
-
-    key: Hashable  # its identity, as long as the owner lives
-    owner: Any  # a storage, or what stands for one that is away
-    bytes: int
-
-
-class Piece(NamedTuple):
-    """A kept tensor, or one that is away."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    place: str  # where it is: a device, or the kind of offloader that has it
-    memory: list[Memory]  # what it is in
-    offloaded: bool = False  # whether it lies elsewhere than where it was made
-    # Why it is there, too, although it is offloaded; another piece stands for that.
-    besides: Literal["not gone yet", "brought back"] | None = None
-
-    def kept_as(self, name: str, label: str, kind: Kind, needed_by: str, policy: str = "") -> KeptTensor:
-        """Return the row for the tensor, before its bytes are counted."""
-        look = (self.shape, str(self.dtype).removeprefix("torch."), self.place)
-        return KeptTensor(name, label, self.besides or kind, 0, *look, (needed_by,), (), None, self.offloaded, policy)
-
-
-def pieces_in(value: Any, made_on: torch.device | None = None) -> Iterator[Piece]:
-    """Yield the tensors in a value of `Kept`; what lies elsewhere than where it was made counts as offloaded."""
-    if isinstance(value, Offloaded):
-        yield from _pieces_of_away(value)
-        return
-    leaves = list(leaves_in(value))
-    if made_on is None:
-        made_on = next((leaf for leaf in leaves if isinstance(leaf, torch.device)), None)
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor):
-            moved = made_on is not None and leaf.device != made_on
-            yield Piece(tuple(leaf.shape), leaf.dtype, str(leaf.device), _memory_of(leaf), moved)
-
-
-def _pieces_of_away(away: Offloaded) -> Iterator[Piece]:
-    copy, back = away.transfer.copy, away.transfer.value
-    shape, dtype, here = tuple(away.placement.shape), away.placement.dtype, copy.told("still_here")
-    if not isinstance(here, torch.Tensor):
-        here = None
-    if here is not None and copy.told("stays") is True:
-        yield Piece(shape, dtype, str(here.device), _memory_of(here))
-        return
-    offloader = type(copy.offloader).__name__
-    yield Piece(shape, dtype, offloader, [Memory(("away", id(copy)), copy, copy.bytes)], offloaded=True)
-    if here is not None:
-        yield Piece(shape, dtype, str(here.device), _memory_of(here), besides="not gone yet")
-    if back is not None:
-        yield Piece(shape, dtype, str(back.device), _memory_of(back), besides="brought back")
-
-
-def _memory_of(tensor: torch.Tensor) -> list[Memory]:
-    return [Memory(storage._cdata, storage, storage.nbytes()) for storage in storages_of(tensor)]
-
-
-def viewed_parameter(tensor: torch.Tensor) -> torch.nn.Parameter | None:
-    """Return the parameter that a tensor is, or is a view of; None for others, detached parameters among them."""
-    owner = tensor if tensor._base is None else tensor._base
-    return owner if isinstance(owner, torch.nn.Parameter) else None
+def row_of(piece: Piece, name: str, label: str, kind: Kind, needed_by: str, policy: str = "") -> KeptTensor:
+    """Return the row for a kept tensor, before its bytes are counted."""
+    look = (piece.shape, str(piece.dtype).removeprefix("torch."), piece.place)
+    told = (piece.besides or kind, 0, *look, (needed_by,), (), None, piece.offloaded, policy)
+    return KeptTensor(name, label, *told)
 
 
 class Rows(list[KeptTensor]):
@@ -111,7 +52,7 @@ class Counted:
         """Count parameters, or buffers; what shares their storages counts as that from now on."""
         for tensor in tensors:
             self._existing[kind][id(tensor)] = tensor
-            self._existing_bytes[kind] += sum(self._hold(memory, kind) for memory in _memory_of(tensor))
+            self._existing_bytes[kind] += sum(self._hold(memory, kind) for memory in memory_of(tensor))
 
     def existing(self, kind: str) -> ParameterReport:
         """Return how many parameters, or buffers, were counted, and their bytes."""
@@ -169,7 +110,7 @@ def report_of(
         policy = one.decision.value if one.decision else ""
         for piece in pieces_in(one.value, one.made_on):
             if piece.besides is None or momentary:
-                tensor = piece.kept_as(name, one.tensor, kind, what_needs(one), policy)
+                tensor = row_of(piece, name, one.tensor, kind, what_needs(one), policy)
                 counted.add(tensor, piece.memory, rows)
     ops = []
     for name, rows in by_op.items():

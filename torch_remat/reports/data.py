@@ -15,23 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
-Kind = Literal[
-    "input",
-    "saved",
-    "kept for replay",
-    "undecided",
-    "refilled",
-    "random state",
-    "determinism check",
-    "not gone yet",
-    "brought back",
-]
-"""Why a tensor is there: replay starts from it; backward needs it; replay needs it; a policy for ops holds it until the
-end of forward tells whether anything needs it; a replay has just made it; replay draws its numbers from this state;
-replay's value is compared with it; it is offloaded and is there as well: since it has not left, or since it has come
-back for a backward that goes on."""
+from torch_remat._kept import Kind
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node
 
-from torch_remat._storages import tensors_in
+from torch_remat._kept import Kind, held_in, region_behind
+from torch_remat._storages import pieces_in, tensors_in, viewed_parameter
 from torch_remat.dispatch.region.region import Region
-from torch_remat.reports.count import Counted, Rows, pieces_in, viewed_parameter
-from torch_remat.reports.data import KeptTensor, Kind, NodeReport
-from torch_remat.reports.kept import held_in, region_behind
+from torch_remat.reports.count import Counted, Rows, row_of
+from torch_remat.reports.data import KeptTensor, NodeReport
 from torch_remat.reports.torch_checkpoint import TorchCheckpoint, packed_in
 
 _CHECKPOINT = "torch.utils.checkpoint"
@@ -84,7 +84,7 @@ def collect_nodes(
         found = Rows()
         for attribute, packed in saved_in(node):
             for piece in pieces_in(held_in(packed)):
-                saved = piece.kept_as(f"{kind}.{attribute}", attribute, "saved", f"backward of {kind}")
+                saved = row_of(piece, f"{kind}.{attribute}", attribute, "saved", f"backward of {kind}")
                 counted.add(saved, piece.memory, found)
         kept.setdefault(kind, []).append([row for row in found if row.bytes or row.shared_with is None])
     for checkpoint in checkpoints:
@@ -92,7 +92,7 @@ def collect_nodes(
         for label, packed in checkpoint.kept():
             why: tuple[Kind, str] = ("refilled", "backward") if label == "recomputed" else ("saved", "replay")
             for piece in pieces_in(held_in(packed)):
-                counted.add(piece.kept_as(f"{_CHECKPOINT}.{label}", label, *why), piece.memory, found)
+                counted.add(row_of(piece, f"{_CHECKPOINT}.{label}", label, *why), piece.memory, found)
         kept.setdefault(_CHECKPOINT, []).append([row for row in found if row.bytes])
     reports = [
         NodeReport(kind, len(saving), tuple(chain(*saving)))

@@ -14,15 +14,15 @@ from weakref import ref
 import torch
 
 from torch_remat._compat import eager_only, node_number
+from torch_remat._kept import Kind, parameters_of
 from torch_remat._text import format_bytes, plural, unit_of
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.region.region import Region, live_regions
 from torch_remat.errors import UsageError
 from torch_remat.reports.count import BUFFER, PARAMETER, Counted, report_of
-from torch_remat.reports.data import KeptTensor, Kind, NodeReport, ParameterReport, RegionReport, Sums
+from torch_remat.reports.data import KeptTensor, NodeReport, ParameterReport, RegionReport, Sums
 from torch_remat.reports.fold import fold
 from torch_remat.reports.graph import checkpoints_below, collect_nodes, nodes_below, parameters_below, regions_below
-from torch_remat.reports.kept import parameters_of
 from torch_remat.reports.pictures import GREY, INK, LIGHT, finished, new_figure
 from torch_remat.reports.report import Block, Report, as_text, format_sum, sum_of
 

@@ -24,7 +24,8 @@ import torch
 
 from torch_remat._compat import TorchDispatchMode
 from torch_remat._flops import flops_of
-from torch_remat._storages import storages_of, tensors_in
+from torch_remat._kept import decisions_of, kept_by
+from torch_remat._storages import pieces_in, storages_of, tensors_in, viewed_parameter
 from torch_remat.dispatch.holder import Holder
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.observe import WatchedOp
@@ -34,10 +35,9 @@ from torch_remat.errors import qualified_name, user_line
 from torch_remat.offload.cpu import CpuOffloader
 from torch_remat.offload.protocol import chosen
 from torch_remat.policies.decision import CheckpointPolicy
-from torch_remat.reports.count import pieces_in, report_of, viewed_parameter
+from torch_remat.reports.count import report_of
 from torch_remat.reports.data import RegionReport
 from torch_remat.reports.explanation import Alternative, OpExplanation, RegionExplanation, Replay, TensorExplanation
-from torch_remat.reports.kept import decisions_of, kept_by
 from torch_remat.reports.observer import Observer
 from torch_remat.reports.prices import Cost, Prices, Step
 from torch_remat.reports.reasons import Reasons, Seen

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from torch_remat._kept import Around, Kept, decisions_of
 from torch_remat.dispatch.region.region import Region
 from torch_remat.errors import qualified_name
 from torch_remat.policies.decision import CheckpointPolicy
 from torch_remat.reports.data import KeptTensor, RegionReport
 from torch_remat.reports.explanation import State, TensorExplanation
-from torch_remat.reports.kept import Around, Kept, decisions_of
 from torch_remat.reports.prices import SOME_OP, Step
 from torch_remat.reports.torch_checkpoint import is_of_checkpoint
 

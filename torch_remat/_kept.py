@@ -1,4 +1,4 @@
-"""What a region keeps, as rows: the only file of the reports that reads the runtime's records for them.
+"""What a region keeps, as rows, for reports and budgets: the only file that reads the runtime's records for them.
 
 In: a region, in whatever state it is. Kept: nothing; a row holds its tensor as long as the row lives. Out: rows in a
 fixed order. Nothing is unpacked, brought back or replayed.
@@ -31,9 +31,24 @@ from torch_remat.dispatch.region.region import Region
 from torch_remat.offload.sender import Offloaded
 from torch_remat.offload.transfer import may_travel
 from torch_remat.policies.decision import CheckpointPolicy
-from torch_remat.reports.data import Kind
 
-# Besides the kinds of `KeptTensor`: a saved tensor that replay will make, which costs nothing; what replay needs as an
+Kind = Literal[
+    "input",
+    "saved",
+    "kept for replay",
+    "undecided",
+    "refilled",
+    "random state",
+    "determinism check",
+    "not gone yet",
+    "brought back",
+]
+"""Why a tensor is there: replay starts from it; backward needs it; replay needs it; a policy for ops holds it until the
+end of forward tells whether anything needs it; a replay has just made it; replay draws its numbers from this state;
+replay's value is compared with it; it is offloaded and is there as well: since it has not left, or since it has come
+back for a backward that goes on."""
+
+# Besides these kinds: a saved tensor that replay will make, which costs nothing; what replay needs as an
 # input: a result of an entry, what one wrote, or what a tensor was before; and a result of one aten op under a policy.
 What = Kind | Literal["empty", "slot", "result"]
 Why = Literal[
