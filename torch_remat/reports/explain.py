@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from torch_remat._compat import as_written, eager_only
+from torch_remat._form import with_form
 from torch_remat._storages import tensors_in
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.observe import observed_by
@@ -16,8 +17,11 @@ from torch_remat.reports.explanation import Explanation
 from torch_remat.reports.graph import is_released, nodes_below
 from torch_remat.reports.notes import Notes
 
+_FORM = "remat.explain(function)(*args, **kwargs)"
+
 
 @eager_only
+@with_form(_FORM)
 def explain(function: Callable[..., Any], *, alternatives: bool = True) -> Callable[..., Explanation]:
     """Run a function forward and backward once, and say why each named tensor in its regions is kept or not.
 
@@ -38,7 +42,7 @@ def explain(function: Callable[..., Any], *, alternatives: bool = True) -> Calla
         A callable that takes the function's arguments and returns the explanation: plain data, and text with ``print``.
 
     Raises:
-        UsageError: It was called inside a region, or ``function`` cannot be called.
+        UsageError: It was called inside a region, or ``function`` cannot be called, or its arguments stand beside it.
 
     Example:
         >>> import torch
@@ -63,7 +67,7 @@ def explain(function: Callable[..., Any], *, alternatives: bool = True) -> Calla
     if not callable(function):
         raise UsageError(
             f"explain() cannot run a {type(function).__name__}",
-            remedy="The form is remat.explain(function)(*args, **kwargs).",
+            remedy=f"The form is {_FORM}.",
         )
 
     def explained(*args: Any, **kwargs: Any) -> Explanation:
