@@ -383,9 +383,10 @@ def test_names_are_drawn_as_they_are(name):
         figure.canvas.draw()
     trace, report = figures
     label = next(text for text in report.axes[0].get_yticklabels() if text.get_text() == name)
-    texts = [*trace.axes[-1].texts, trace.axes[0].texts[0], label]
-    assert [name in text.get_text() for text in texts] == [True] * 3
+    texts = [*trace.axes[-1].texts, label]
+    assert [name in text.get_text() for text in texts] == [True] * 2
     assert not any(text.get_parse_math() for text in texts)
+    assert name in trace.axes[0].get_title(loc="left")
 
 
 def test_trace_shows_itself_in_a_notebook():

@@ -117,7 +117,7 @@ class MemoryReport(Report, Sums):
             axes.annotate(text, (left[place], place), va="center", annotation_clip=False)
         axes.set_yticks(range(len(bars)), labels, parse_math=False)  # a name may have dollar signs
         axes.set_ylim(len(bars) - 0.4, -0.6)
-        axes.set_xlim(0, max(left, default=0.0) or 1.0)
+        axes.set_xlim(0, 1.02 * max(left, default=0.0) or 1.0)
         axes.set_xlabel(f"{name}; each storage counted once")
         if bars:
             figure.legend(loc="outside lower center", ncols=4, frameon=False)

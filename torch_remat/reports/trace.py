@@ -67,7 +67,8 @@ class Trace(Report):
 
     def fill(self, *recorded: Any) -> None:
         """Take what was recorded, in the order of the fields."""
-        self.__dict__.update(zip([field.name for field in fields(self)], recorded, strict=False), _is_over=True)
+        told = (tuple(one) if isinstance(one, list) else one for one in recorded)
+        self.__dict__.update(zip([field.name for field in fields(self)], told, strict=False), _is_over=True)
 
     def _check(self) -> None:
         if not self._is_over:
@@ -161,10 +162,12 @@ class Trace(Report):
         self._check()
         figure = new_figure(10.0, 5.2, "Live bytes over one trace")
         curve, lanes = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1.2])
-        _draw_curve(self, curve, self.peak)
+        _draw_curve(self, curve)
         _draw_lanes(self, lanes)
         lanes.set_xlim(0, self.duration_us / 1000)
         lanes.set_xlabel("milliseconds")
+        if curve.get_legend_handles_labels()[0]:
+            figure.legend(loc="outside lower center", ncols=2, frameon=False)
         return finished(figure, path)
 
 
@@ -298,7 +301,8 @@ def _trace_cells(spans: Sequence[Span], given: Sequence[GivenUp]) -> list[str]:
     ]
 
 
-def _draw_curve(trace: Trace, axes: Axes, peak: Sample | None) -> None:
+def _draw_curve(trace: Trace, axes: Axes) -> None:
+    peak = trace.peak
     unit, name = unit_of(peak.total_bytes if peak else 1)
     times = [0.0, *(sample.time_us / 1000 for sample in trace.samples), trace.duration_us / 1000]
     live = [0.0, *(sample.total_bytes / unit for sample in trace.samples)]
@@ -309,25 +313,16 @@ def _draw_curve(trace: Trace, axes: Axes, peak: Sample | None) -> None:
             start, end = span.start_us / 1000, span.end_us / 1000
             axes.axvspan(start, end, facecolor="none", hatch="////", edgecolor="#b0b0b0", linewidth=0)
     axes.set_ylabel(f"live {name} (since the trace began)")
+    marked: dict[str, Any] = {"color": GREY, "edgecolor": INK, "zorder": 3, "clip_on": False}
     if trace.given_up:
         when = [one.time_us / 1000 for one in trace.given_up]
         at = [live[bisect_right(times, time) - 1] for time in when]
-        axes.scatter(when, at, label="a budget gave something up", marker="v", color=GREY, edgecolor=INK, zorder=3)
-        axes.legend(frameon=False, loc="lower right")
+        axes.scatter(when, at, label="a budget gave something up", marker="v", **marked)
     if peak is not None:
-        right = peak.time_us < 0.55 * trace.duration_us
-        axes.set_ylim(0, 1.22 * peak.total_bytes / unit)
-        axes.annotate(
-            f"peak {format_bytes(peak.total_bytes)}, in {trace.at(peak.time_us)}",
-            (peak.time_us / 1000, peak.total_bytes / unit),
-            xytext=(14 if right else -14, 14),
-            textcoords="offset points",
-            ha="left" if right else "right",
-            va="center",
-            parse_math=False,  # a name may have dollar signs
-            arrowprops={"arrowstyle": "->", "color": INK},
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5},
-        )
+        told = f"peak {format_bytes(peak.total_bytes)}, in {trace.at(peak.time_us)}"
+        axes.scatter([peak.time_us / 1000], [peak.total_bytes / unit], label="peak", marker="o", **marked)
+        axes.set_title(told, loc="left", fontsize="medium", parse_math=False)  # a name may have dollar signs
+        axes.set_ylim(bottom=0)
 
 
 def _draw_lanes(trace: Trace, axes: Axes) -> None:
