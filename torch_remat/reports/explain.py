@@ -76,7 +76,7 @@ def explain(function: Callable[..., Any], *, alternatives: bool = True) -> Calla
         notes = Notes(alternatives)
         with as_written(), torch.enable_grad(), observed_by(notes), notes:
             no_backward = _backward(function(*args, **kwargs))
-        return Explanation(tuple(region.explained() for region in notes.regions.values()), no_backward)
+        return Explanation(tuple(region.told for region in notes.regions.values()), no_backward)
 
     return explained
 

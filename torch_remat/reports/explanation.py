@@ -64,7 +64,7 @@ class Alternative:
     error: str | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class OpExplanation:
     """One op.
 
@@ -80,14 +80,14 @@ class OpExplanation:
 
     name: str
     policy: str
-    replay: Replay
-    forward_flops: int
-    replay_flops: int
-    tensors: tuple[TensorExplanation, ...]
-    alternatives: tuple[Alternative, ...]
+    replay: Replay = "no replay"
+    forward_flops: int = 0
+    replay_flops: int = 0
+    tensors: tuple[TensorExplanation, ...] = ()
+    alternatives: tuple[Alternative, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass
 class RegionExplanation:
     """One region.
 
@@ -109,19 +109,19 @@ class RegionExplanation:
     """
 
     name: str
-    kept_bytes: int
-    offloaded_bytes: int
-    input_bytes: int
-    offloaded_input_bytes: int
-    unnamed: int
-    refilled_bytes: int
-    replays: int
-    forward_ops: int
-    replay_ops: int
-    forward_flops: int
-    replay_flops: int
-    by_policy: tuple[TensorExplanation, ...]
-    ops: tuple[OpExplanation, ...]
+    kept_bytes: int = 0
+    offloaded_bytes: int = 0
+    input_bytes: int = 0
+    offloaded_input_bytes: int = 0
+    unnamed: int = 0
+    refilled_bytes: int = 0
+    replays: int = 0
+    forward_ops: int = 0
+    replay_ops: int = 0
+    forward_flops: int = 0
+    replay_flops: int = 0
+    by_policy: tuple[TensorExplanation, ...] = ()
+    ops: tuple[OpExplanation, ...] = ()
 
 
 @dataclass(frozen=True)

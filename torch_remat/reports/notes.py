@@ -11,7 +11,7 @@ and they are told apart by shape and dtype. What a handle saves it names, and gi
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -24,7 +24,7 @@ import torch
 
 from torch_remat._compat import TorchDispatchMode
 from torch_remat._flops import flops_of
-from torch_remat._kept import decisions_of, kept_by
+from torch_remat._kept import Kept, decisions_of, kept_by
 from torch_remat._storages import pieces_in, storages_of, tensors_in, viewed_parameter
 from torch_remat.dispatch.holder import Holder
 from torch_remat.dispatch.mode import current_mode
@@ -36,11 +36,10 @@ from torch_remat.offload.cpu import CpuOffloader
 from torch_remat.offload.protocol import chosen
 from torch_remat.policies.decision import CheckpointPolicy
 from torch_remat.reports.count import report_of
-from torch_remat.reports.data import RegionReport
-from torch_remat.reports.explanation import Alternative, OpExplanation, RegionExplanation, Replay, TensorExplanation
+from torch_remat.reports.explanation import Alternative, OpExplanation, RegionExplanation
 from torch_remat.reports.observer import Observer
 from torch_remat.reports.prices import Cost, Prices, Step
-from torch_remat.reports.reasons import Reasons, Seen
+from torch_remat.reports.reasons import Reasons, Seen, never_needed
 from torch_remat.reports.torch_checkpoint import is_of_checkpoint
 
 Look = tuple[torch.Size, torch.dtype]
@@ -50,50 +49,27 @@ Look = tuple[torch.Size, torch.dtype]
 class OpNotes:
     """One op."""
 
-    name: str
+    told: OpExplanation
     policy: CheckpointPolicy
     place: int  # how many tensors the region had saved when it began
-    counts: Counter[str] = field(default_factory=Counter)
-    replay: Replay = "no replay"
     saved: list[Seen] = field(default_factory=list)  # what it saved by names of its own
     outputs: list[Seen] = field(default_factory=list)
-    tensors: Sequence[TensorExplanation] = ()
-    alternatives: Sequence[Alternative] = ()
 
-    def explained(self, replays: int) -> OpExplanation:
-        """Return the notes as plain data."""
-        flops = self.counts["forward_flops"], self.counts["replay_flops"]
-        replay = self.replay if self.replay != "no replay" or not replays else "not reached"
-        return OpExplanation(
-            self.name, self.policy.value, replay, *flops, tuple(self.tensors), tuple(self.alternatives)
-        )
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self.told.name
 
 
 @dataclass
 class RegionNotes:
-    """One region; its counts tell how many aten ops computed something, and their FLOPs, by phase."""
+    """One region, while its forward runs."""
 
-    name: str
-    counts: Counter[str] = field(default_factory=Counter)
+    told: RegionExplanation
     ops: dict[str, OpNotes] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
     looks: dict[Look, int] = field(default_factory=dict)  # by shape and dtype the storage that was seen last
     seen: list[int] = field(default_factory=lambda: [0, 0])  # how much of the tape: all saved, and those with names
-    report: RegionReport = field(default_factory=lambda: RegionReport("", (), ()))
-    by_policy: Sequence[TensorExplanation] = ()
-    unnamed: int = 0
-    replays: int = 0
-    refilled_bytes: int = 0
-
-    def explained(self) -> RegionExplanation:
-        """Return the notes as plain data."""
-        report, counts = self.report, self.counts
-        inputs = RegionReport("", tuple(tensor for tensor in report.tensors if tensor.kind == "input"), ())
-        kept = report.bytes, report.offloaded_bytes, inputs.bytes, inputs.offloaded_bytes
-        counted = counts["forward_ops"], counts["replay_ops"], counts["forward_flops"], counts["replay_flops"]
-        ops = tuple(op.explained(self.replays) for op in self.ops.values())
-        again = self.unnamed, self.refilled_bytes, self.replays
-        return RegionExplanation(self.name, *kept, *again, *counted, tuple(self.by_policy), ops)
 
     def note_saves(self, region: Region, step: Step, given: Sequence[tuple[Look, int]] = ()) -> None:
         """Note what autograd saved since the last step, and of the arguments of this one."""
@@ -136,14 +112,17 @@ class Notes(Observer, TorchDispatchMode):
         mode = current_mode()
         mine = get_ident() == self._thread
         if op is None and phase == "forward" and mine and mode is not None and not mode.recomputing:
-            self.regions[region.serial] = RegionNotes(region.name)
+            self.regions[region.serial] = RegionNotes(RegionExplanation(region.name))
         notes, found = self.regions.get(region.serial), None
         if notes is not None and op is not None:
             if phase == "forward":
-                notes.ops.setdefault(op.name, OpNotes(op.name, op.policy, len(region.tape.saved)))
+                told = OpExplanation(op.name, op.policy.value)
+                notes.ops.setdefault(op.name, OpNotes(told, op.policy, len(region.tape.saved)))
             found = notes.ops.get(op.name)
         elif notes is not None and phase == "replay":
-            notes.replays += 1
+            notes.told.replays += 1
+            for other in notes.ops.values():
+                other.told.replay = "not reached" if other.told.replay == "no replay" else other.told.replay
         self._running[get_ident()].append((region, notes, found, phase))
 
     def end(self, region: Region, op: WatchedOp | None, phase: str) -> None:
@@ -154,10 +133,10 @@ class Notes(Observer, TorchDispatchMode):
             return
         if op is None and phase == "replay":
             report = report_of(region)
-            notes.refilled_bytes = max(notes.refilled_bytes, report.bytes + report.offloaded_bytes)
+            notes.told.refilled_bytes = max(notes.told.refilled_bytes, report.bytes + report.offloaded_bytes)
         elif op is not None and (found := notes.ops.get(op.name)) is not None:
             if phase == "replay":
-                found.replay = "skipped" if op.outputs is None else "ran"
+                found.told.replay = "skipped" if op.outputs is None else "ran"
             elif op.outputs is not None and not found.outputs:
                 self._note_end(region, notes, found, op)
 
@@ -213,10 +192,11 @@ class Notes(Observer, TorchDispatchMode):
         out = op(*args, **kwargs)
         flops = flops_of(op, args, kwargs, out)
         for _, notes, found, phase in running:
-            if notes is not None:
-                counts = notes.counts if found is None else found.counts
-                counts[f"{phase}_ops"] += 1
-                counts[f"{phase}_flops"] += flops
+            told: Any = found.told if found is not None else notes.told if notes is not None else None
+            if found is None and notes is not None:
+                setattr(told, f"{phase}_ops", getattr(told, f"{phase}_ops") + 1)
+            if told is not None:
+                setattr(told, f"{phase}_flops", getattr(told, f"{phase}_flops") + flops)
         keys = {storage._cdata for tensor in given for storage in storages_of(tensor)}
         results = list(tensors_in(out))
         new = {storage._cdata: storage.nbytes() for one in results for storage in storages_of(one)}
@@ -256,53 +236,50 @@ class Notes(Observer, TorchDispatchMode):
         notes = self.regions.get(region.serial)
         if notes is None:
             return
+        told, report, decisions = notes.told, report_of(region), decisions_of(region)
         if region.last_number < 0:  # it does not outlive its forward
+            told.ops = tuple(op.told for op in notes.ops.values())
             for op in notes.ops.values():
-                why = f"no backward of {region.name} is to come"
-                op.tensors = [
-                    TensorExplanation(
-                        qualified_name(region.name, op.name, one.label), one.label, "not kept", one.bytes, why
-                    )
-                    for one in (*op.saved, *op.outputs)
-                ]
+                op.told.tensors = tuple(never_needed(region, op))
             return
-        notes.report = report_of(region)
         notes.note_saves(region, Step("", ""))
-        decisions = decisions_of(region)
         # Left out: ops in the body of a skipped op, which are part of that.
         notes.ops = {name: notes.ops[name] for name in decisions if name in notes.ops}
+        told.ops = tuple(op.told for op in notes.ops.values())
         rows = list(kept_by(region))
-        notes.unnamed = sum(row.what == "empty" and not row.op for row in rows)
-        by_policy: dict[int, bool] | None = None
-        if region.options.policy is not None:
-            kept = {tensor.label: tensor.offloaded for tensor in notes.report.tensors}
-            values = ((row, kept.get(row.tensor, False)) for row in rows if row.what in ("result", "saved"))
-            by_policy = {number: away for row, away in values if not row.op for number in self.numbers_in(row.value)}
+        told.unnamed = sum(row.what == "empty" and not row.op for row in rows)
+        inputs = [one for one in report.tensors if one.kind == "input"]
+        told.kept_bytes, told.offloaded_bytes = report.bytes, report.offloaded_bytes
+        told.input_bytes = sum(one.bytes for one in inputs if not one.offloaded)
+        told.offloaded_input_bytes = sum(one.bytes for one in inputs if one.offloaded)
+        prices = self._prices_of(region, notes, rows)
+        cost = prices.under(decisions)
+        reasons = Reasons(region, rows, report, self.numbers_in, cost.ran)
+        told.by_policy = tuple(reasons.by_policy())
+        is_recomputed = current_mode() is not None or (region.hooks is not None and is_of_checkpoint(region.hooks[1]))
+        for op in notes.ops.values():
+            op.told.tensors = tuple(reasons.of(op))
+            if self._alternatives and not is_recomputed:
+                op.told.alternatives = tuple(_others(op, prices, decisions, cost))
+        notes.steps = []
+
+    def _prices_of(self, region: Region, notes: RegionNotes, rows: Sequence[Kept]) -> Prices:
+        places = {
+            number: (row, any(piece.offloaded for piece in pieces_in(row.value, row.made_on)))
+            for row in rows
+            if not row.op
+            for number in self.numbers_in(row.value)
+        }
+        inputs_away = [number for number, (row, away) in places.items() if row.what == "input" and away]
+        kept = {number: away for number, (row, away) in places.items() if row.what in ("result", "saved")}
         handles = [name for name, call in region.tape.records.items() if call.is_handle]
         offloader = region.options.offloader or chosen.get()
         least = CpuOffloader().min_bytes if offloader is None else getattr(offloader, "min_bytes", 0)
-        away = {
-            number
-            for row in rows
-            if row.what == "input" and any(piece.offloaded for piece in pieces_in(row.value, row.made_on))
-            for number in self.numbers_in(row.value)
-        }
-        prices = Prices(notes.steps, self._sizes, away, by_policy, handles, least)
-        cost = prices.under(decisions)
-        reasons = Reasons(region, rows, notes.report, self.numbers_in, cost.ran)
-        notes.by_policy = list(reasons.by_policy())
-        for op in notes.ops.values():
-            op.tensors = list(reasons.of(op))
-        is_recomputed = region.hooks is not None and is_of_checkpoint(region.hooks[1])
-        if self._alternatives and current_mode() is None and not is_recomputed:
-            for op in notes.ops.values():
-                op.alternatives = list(_others(region, op, prices, decisions, cost))
-        notes.steps.clear()
+        by_policy = kept if region.options.policy is not None else None
+        return Prices(notes.steps, self._sizes, inputs_away, by_policy, handles, least)
 
 
-def _others(
-    region: Region, op: OpNotes, prices: Prices, decisions: Mapping[str, CheckpointPolicy], now: Cost
-) -> Iterator[Alternative]:
+def _others(op: OpNotes, prices: Prices, decisions: Mapping[str, CheckpointPolicy], now: Cost) -> Iterator[Alternative]:
     """Yield what the other policies of an op would cost."""
     for policy in CheckpointPolicy:
         if policy is not op.policy:

@@ -23,28 +23,16 @@ from torch_remat.policies.decision import CheckpointPolicy
 
 @dataclass
 class Step:
-    """One aten op of a region's forward that computes something; storages have numbers of their own.
+    """One aten op of a region's forward that computes something; storages have numbers of their own."""
 
-    Attributes:
-        op: The op, as ``aten.mm.default``; empty for the end of a call, at which a custom Function saves.
-        call: The call that it ran in; empty outside of any.
-        inner: Whether it ran in a region inside.
-        line: Where the user's code called it, as ``model.py:12``.
-        reads: The storages of its arguments.
-        makes: Those of its new results.
-        before: What autograd saved of its arguments, before it ran.
-        after: What autograd saved of its results, or a call that ends here.
-        flops: Its floating-point operations.
-    """
-
-    op: str
-    call: str
-    inner: bool = False
-    line: str = ""
-    reads: Collection[int] = ()
-    makes: Collection[int] = ()
-    before: set[int] = field(default_factory=set)
-    after: set[int] = field(default_factory=set)
+    op: str  # as ``aten.mm.default``; empty for the end of a call, at which a custom Function saves
+    call: str  # the call that it ran in; empty outside of any
+    inner: bool = False  # whether it ran in a region inside
+    line: str = ""  # where the user's code called it, as ``model.py:12``
+    reads: Collection[int] = ()  # the storages of its arguments
+    makes: Collection[int] = ()  # those of its new results
+    before: set[int] = field(default_factory=set)  # what autograd saved of its arguments, before it ran
+    after: set[int] = field(default_factory=set)  # what it saved of results, or a call that ends here
     flops: int = 0
 
     def as_reader(self) -> str:
@@ -59,41 +47,25 @@ SOME_OP = "an op in replay"
 
 
 class Cost(NamedTuple):
-    """What a region keeps under some policies, without its inputs, and what its replay runs.
+    """What a region keeps under some policies, without its inputs, and what its replay runs."""
 
-    Attributes:
-        bytes: Bytes in place.
-        offloaded_bytes: Bytes elsewhere.
-        flops: Floating-point operations of replay.
-        ran: The steps to which replay comes, in order; of the last it may need no more than what is saved.
-        refused: A step of replay that would read the result of a handle, which is an error, and that handle.
-    """
-
-    bytes: int
+    bytes: int  # in place
     offloaded_bytes: int
-    flops: int
-    ran: Sequence[Step]
+    flops: int  # of replay
+    ran: Sequence[Step]  # to which replay comes, in order; of the last it may need no more than what is saved
+    # A step of replay that would read the result of a handle, which is an error, and that handle.
     refused: tuple[Step, str] | None = None
 
 
 class Prices(NamedTuple):
-    """A region's log.
-
-    Attributes:
-        steps: The steps of its forward, in order.
-        sizes: The bytes of each storage.
-        inputs_away: The storages of the region's inputs that are elsewhere.
-        by_policy: The storages that a policy for aten ops keeps, and whether elsewhere; None without such a policy.
-        handles: The calls whose results only calls may read in replay.
-        least: From how many bytes on tensors are offloaded.
-    """
+    """The log of a region's forward."""
 
     steps: Sequence[Step]
-    sizes: Mapping[int, int]
-    inputs_away: Collection[int]
-    by_policy: Mapping[int, bool] | None
-    handles: Collection[str]
-    least: int
+    sizes: Mapping[int, int]  # the bytes of each storage
+    inputs_away: Collection[int]  # the region's inputs that are elsewhere
+    by_policy: Mapping[int, bool] | None  # what a policy for aten ops keeps, and whether elsewhere; None without one
+    handles: Collection[str]  # the calls whose results only calls may read in replay
+    least: int  # from how many bytes on tensors are offloaded
 
     def under(self, policies: Mapping[str, CheckpointPolicy]) -> Cost:
         """Return what the region costs with policies for its calls, by name."""

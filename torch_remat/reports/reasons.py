@@ -31,9 +31,19 @@ class Seen(NamedTuple):
 class SeenOp(Protocol):
     """What is asked of an op: its name, what it saved by names of its own, and what it returned."""
 
-    name: str
     saved: list[Seen]
     outputs: list[Seen]
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+
+
+def never_needed(region: Region, op: SeenOp) -> Iterator[TensorExplanation]:
+    """Yield explanations for the tensors of an op in a region whose outputs need no gradient."""
+    for seen in (*op.saved, *op.outputs):
+        name = qualified_name(region.name, op.name, seen.label)
+        yield TensorExplanation(name, seen.label, "not kept", seen.bytes, f"no backward of {region.name} is to come")
 
 
 class Reasons:
