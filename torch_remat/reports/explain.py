@@ -1,21 +1,298 @@
-"""`explain`: why each named tensor is kept or not, and what each op's other policies would cost."""
+"""`explain`: why each named tensor is kept or not, and what each op's other policies would cost.
+
+`Notes` watches the run: which ops ran in which phase, what each read, made and saved, and their FLOPs, which are those
+of ``torch.utils.flop_counter``. It keeps numbers and names.
+
+NOTE [ Numbers of storages ]
+Addresses are used again, so each storage has a number, which is new when an op makes it. Which storage a saved tensor
+is in, autograd does not tell: what the tape got since the last op are results of that op, then arguments of this one,
+and they are told apart by shape and dtype. What a handle saves it names, and gives with its names.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from threading import get_ident
 from typing import Any
+from weakref import ref
 
 import torch
 
-from torch_remat._compat import as_written, eager_only
+from torch_remat._compat import TorchDispatchMode, as_written, eager_only
+from torch_remat._flops import flops_of
 from torch_remat._form import with_form
-from torch_remat._storages import tensors_in
+from torch_remat._kept import Kept, decisions_of, kept_by
+from torch_remat._storages import pieces_in, storages_of, tensors_in, viewed_parameter
+from torch_remat.dispatch.holder import Holder
 from torch_remat.dispatch.mode import current_mode
-from torch_remat.dispatch.observe import observed_by
-from torch_remat.errors import UsageError
-from torch_remat.reports.explanation import Explanation
-from torch_remat.reports.graph import is_released, nodes_below
-from torch_remat.reports.notes import Notes
+from torch_remat.dispatch.observe import WatchedOp, observed_by
+from torch_remat.dispatch.placeholder import is_placeholder
+from torch_remat.dispatch.region.region import Region
+from torch_remat.errors import UsageError, qualified_name, user_line
+from torch_remat.offload.cpu import CpuOffloader
+from torch_remat.offload.protocol import chosen
+from torch_remat.policies.decision import CheckpointPolicy
+from torch_remat.reports.data import report_of
+from torch_remat.reports.explanation import Alternative, Explanation, OpExplanation, RegionExplanation
+from torch_remat.reports.graph import is_of_checkpoint, is_released, nodes_below
+from torch_remat.reports.observer import Observer
+from torch_remat.reports.reasons import Cost, Prices, Reasons, Seen, Step, never_needed
+
+Look = tuple[torch.Size, torch.dtype]
+
+
+@dataclass
+class OpNotes:
+    """One op."""
+
+    told: OpExplanation
+    policy: CheckpointPolicy
+    place: int  # how many tensors the region had saved when it began
+    saved: list[Seen] = field(default_factory=list)  # what it saved by names of its own
+    outputs: list[Seen] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self.told.name
+
+
+@dataclass
+class RegionNotes:
+    """One region, while its forward runs."""
+
+    told: RegionExplanation
+    ops: dict[str, OpNotes] = field(default_factory=dict)
+    steps: list[Step] = field(default_factory=list)
+    looks: dict[Look, int] = field(default_factory=dict)  # by shape and dtype the storage that was seen last
+    seen: list[int] = field(default_factory=lambda: [0, 0])  # how much of the tape: all saved, and those with names
+
+    def note_saves(self, region: Region, step: Step, given: Sequence[tuple[Look, int]] = ()) -> None:
+        """Note what autograd saved since the last step, and of the arguments of this one."""
+        tape, last = region.tape, self.steps[-1] if self.steps else step
+        new = [*tape.saved[self.seen[0] :], *tape.holders[self.seen[1] :]]
+        self.seen = [max(self.seen[0], len(tape.saved)), len(tape.holders)]
+        waiting = list(given)
+        for entry in new[::-1]:
+            holder = entry() if isinstance(entry, ref) else None
+            if not isinstance(holder, Holder) or self._has_name(holder):
+                continue
+            look = holder.describe()[1:3]
+            place = next((place for place, one in enumerate(waiting) if one[0] == look), None)
+            if place is not None:
+                step.before.add(waiting.pop(place)[1])
+            elif look in self.looks:
+                last.after.add(self.looks[look])
+
+    def _has_name(self, holder: Holder) -> bool:
+        op = self.ops.get(holder.op or "")
+        return op is not None and any(seen.label == holder.name for seen in op.saved)
+
+
+class Notes(Observer, TorchDispatchMode):
+    """Takes notes of all regions whose forward this thread runs outside of replays, by their serial numbers."""
+
+    def __init__(self, alternatives: bool) -> None:
+        super().__init__()
+        self.regions: dict[int, RegionNotes] = {}
+        self._alternatives = alternatives
+        self._thread = get_ident()
+        # What runs, by thread, innermost last: the region, its notes if there are any, the op in it, and the phase.
+        self._running: dict[int, list[tuple[Region, RegionNotes | None, OpNotes | None, str]]] = defaultdict(list)
+        self._numbers: dict[Hashable, int] = {}
+        self._sizes: dict[int, int] = {}
+        self._new_number = count().__next__
+
+    def begin(self, region: Region, op: WatchedOp | None, phase: str) -> None:
+        """Begin to count for an op, or for a region."""
+        mode = current_mode()
+        mine = get_ident() == self._thread
+        if op is None and phase == "forward" and mine and mode is not None and not mode.recomputing:
+            self.regions[region.serial] = RegionNotes(RegionExplanation(region.name))
+        notes, found = self.regions.get(region.serial), None
+        if notes is not None and op is not None:
+            if phase == "forward":
+                told = OpExplanation(op.name, op.policy.value)
+                notes.ops.setdefault(op.name, OpNotes(told, op.policy, len(region.tape.saved)))
+            found = notes.ops.get(op.name)
+        elif notes is not None and phase == "replay":
+            notes.told.replays += 1
+            for other in notes.ops.values():
+                other.told.replay = "not reached" if other.told.replay == "no replay" else other.told.replay
+        self._running[get_ident()].append((region, notes, found, phase))
+
+    def end(self, region: Region, op: WatchedOp | None, phase: str) -> None:
+        """Count for what is around again; note what an op saved and returned, and what a region holds after replay."""
+        self._running[get_ident()].pop()
+        notes = self.regions.get(region.serial)
+        if notes is None:
+            return
+        if op is None and phase == "replay":
+            report = report_of(region)
+            notes.told.refilled_bytes = max(notes.told.refilled_bytes, report.bytes + report.offloaded_bytes)
+        elif op is not None and (found := notes.ops.get(op.name)) is not None:
+            if phase == "replay":
+                found.told.replay = "skipped" if op.outputs is None else "ran"
+            elif op.outputs is not None and not found.outputs:
+                self._note_end(region, notes, found, op)
+
+    def _note_end(self, region: Region, notes: RegionNotes, found: OpNotes, op: WatchedOp) -> None:
+        """Note what an op saved and returned."""
+        made = enumerate(op.outputs or ())
+        found.outputs = [
+            self._look_at(str(place) if op.as_tuple else "out", one)
+            for place, one in made
+            if isinstance(one, torch.Tensor)
+        ]
+        found.saved = [self._look_at(label, tensor) for label, tensor in op.named.items() if tensor is not None]
+        if found.saved and found.policy is CheckpointPolicy.RECOMPUTE:
+            notes.seen[0] = max(notes.seen[0], found.place + len(found.saved))  # these will come, or have come
+        step = Step("", found.name, after={seen.number for seen in found.saved if not seen.parameter})
+        notes.note_saves(region, step)
+        notes.steps.append(step)
+
+    def _look_at(self, label: str, tensor: torch.Tensor) -> Seen:
+        storages = storages_of(tensor)
+        number = self._number(storages[0]._cdata, storages[0].nbytes()) if storages else -1
+        size = sum(storage.nbytes() for storage in storages)
+        return Seen(label, size, number, viewed_parameter(tensor) is not None)
+
+    def _number(self, key: Hashable, size: int) -> int:
+        """Return the number of a storage, which may not have been seen yet."""
+        if key not in self._numbers:
+            self._numbers[key] = self._new_number()
+        self._sizes.setdefault(self._numbers[key], size)
+        return self._numbers[key]
+
+    def numbers_in(self, value: Any) -> dict[int, int]:
+        """Return the numbers and bytes of the storages in a value of `kept_by`, in place or elsewhere."""
+        memory = [one for piece in pieces_in(value) if piece.besides is None for one in piece.memory]
+        return {self._number(one.key, one.bytes): one.bytes for one in memory}
+
+    def offload_began(self, tensor: torch.Tensor, key: int) -> None:
+        """Note which storage has left: its copy has its number."""
+        (storage,) = storages_of(tensor)
+        self._numbers["away", key] = self._number(storage._cdata, storage.nbytes())
+
+    def __torch_dispatch__(
+        self, op: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an op, and count it for every op and region that runs in this thread if it computes something."""
+        kwargs = kwargs or {}
+        running = self._running[get_ident()]
+        given = list(tensors_in((args, kwargs))) if running else []
+        if op.is_view or not running or any(map(is_placeholder, given)):
+            return op(*args, **kwargs)
+        forwards = [one for one in running if one[1] is not None and one[3] == "forward"]
+        steps = self._steps_of(op, forwards, given)
+        out = op(*args, **kwargs)
+        flops = flops_of(op, args, kwargs, out)
+        for _, notes, found, phase in running:
+            told: Any = found.told if found is not None else notes.told if notes is not None else None
+            if found is None and notes is not None:
+                setattr(told, f"{phase}_ops", getattr(told, f"{phase}_ops") + 1)
+            if told is not None:
+                setattr(told, f"{phase}_flops", getattr(told, f"{phase}_flops") + flops)
+        keys = {storage._cdata for tensor in given for storage in storages_of(tensor)}
+        results = list(tensors_in(out))
+        new = {storage._cdata: storage.nbytes() for one in results for storage in storages_of(one)}
+        for key in new.keys() - keys:
+            self._numbers.pop(key, None)
+        made = {self._number(key, size) for key, size in new.items() if key not in keys}
+        for notes, step in steps:
+            step.makes, step.flops = made, flops
+            notes.looks.update(self._looks_of(results))
+        return out
+
+    def _looks_of(self, tensors: Sequence[torch.Tensor]) -> list[tuple[Look, int]]:
+        return [((one.shape, one.dtype), self._look_at("", one).number) for one in tensors]
+
+    def _steps_of(
+        self, op: Any, running: Sequence[Any], given: Sequence[torch.Tensor]
+    ) -> list[tuple[RegionNotes, Step]]:
+        """Begin a step of each region whose forward runs, with what autograd has saved by now."""
+        looks, line = self._looks_of(given), user_line()
+        steps: dict[int, tuple[RegionNotes, Step]] = {}
+        for region, notes, found, _ in running:
+            if region.serial not in steps:
+                where = f"{Path(line[0]).name}:{line[1]}"
+                step = Step(str(op), "", region is not running[-1][0], where, {number for _, number in looks})
+                notes.note_saves(region, step, looks)
+                notes.looks.update(looks)
+                notes.steps.append(step)
+                steps[region.serial] = notes, step
+            step = steps[region.serial][1]
+            around = notes.ops.get(step.call)
+            if found is not None and (around is None or around.policy is CheckpointPolicy.RECOMPUTE):
+                step.call = found.name  # in the body of a skipped op all is part of that
+        return list(steps.values())
+
+    def finish(self, region: Region, boundary: object) -> None:
+        """Explain what the region keeps, now that its forward is over."""
+        notes = self.regions.get(region.serial)
+        if notes is None:
+            return
+        told, report, decisions = notes.told, report_of(region), decisions_of(region)
+        if region.last_number < 0:  # it does not outlive its forward
+            told.ops = tuple(op.told for op in notes.ops.values())
+            for op in notes.ops.values():
+                op.told.tensors = tuple(never_needed(region, op))
+            return
+        notes.note_saves(region, Step("", ""))
+        # Left out: ops in the body of a skipped op, which are part of that.
+        notes.ops = {name: notes.ops[name] for name in decisions if name in notes.ops}
+        told.ops = tuple(op.told for op in notes.ops.values())
+        rows = list(kept_by(region))
+        told.unnamed = sum(row.what == "empty" and not row.op for row in rows)
+        inputs = [one for one in report.tensors if one.kind == "input"]
+        told.kept_bytes, told.offloaded_bytes = report.bytes, report.offloaded_bytes
+        told.input_bytes = sum(one.bytes for one in inputs if not one.offloaded)
+        told.offloaded_input_bytes = sum(one.bytes for one in inputs if one.offloaded)
+        prices = self._prices_of(region, notes, rows)
+        cost = prices.under(decisions)
+        reasons = Reasons(region, rows, report, self.numbers_in, cost.ran)
+        told.by_policy = tuple(reasons.by_policy())
+        is_recomputed = current_mode() is not None or (region.hooks is not None and is_of_checkpoint(region.hooks[1]))
+        for op in notes.ops.values():
+            op.told.tensors = tuple(reasons.of(op))
+            if self._alternatives and not is_recomputed:
+                op.told.alternatives = tuple(_others(op, prices, decisions, cost))
+        notes.steps = []
+
+    def _prices_of(self, region: Region, notes: RegionNotes, rows: Sequence[Kept]) -> Prices:
+        places = {
+            number: (row, any(piece.offloaded for piece in pieces_in(row.value, row.made_on)))
+            for row in rows
+            if not row.op
+            for number in self.numbers_in(row.value)
+        }
+        inputs_away = [number for number, (row, away) in places.items() if row.what == "input" and away]
+        kept = {number: away for number, (row, away) in places.items() if row.what in ("result", "saved")}
+        handles = [name for name, call in region.tape.records.items() if call.is_handle]
+        offloader = region.options.offloader or chosen.get()
+        least = CpuOffloader().min_bytes if offloader is None else getattr(offloader, "min_bytes", 0)
+        by_policy = kept if region.options.policy is not None else None
+        return Prices(notes.steps, self._sizes, inputs_away, by_policy, handles, least)
+
+
+def _others(op: OpNotes, prices: Prices, decisions: Mapping[str, CheckpointPolicy], now: Cost) -> Iterator[Alternative]:
+    """Yield what the other policies of an op would cost."""
+    for policy in CheckpointPolicy:
+        if policy is not op.policy:
+            cost = prices.under({**decisions, op.name: policy})
+            if cost.refused is not None:
+                step, call = cost.refused
+                out = next((seen.label for seen in op.outputs), "out")
+                what = f"{step.op} at {step.line} reads {qualified_name(None, call, out)}"
+                yield Alternative(policy.value, 0, 0, 0, what)
+            else:
+                change = cost.bytes - now.bytes, cost.offloaded_bytes - now.offloaded_bytes, cost.flops - now.flops
+                yield Alternative(policy.value, *change)
+
 
 _FORM = "remat.explain(function)(*args, **kwargs)"
 

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 from weakref import ref
 
@@ -19,19 +18,28 @@ from torch_remat._text import format_bytes, plural, unit_of
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.region.region import Region, live_regions
 from torch_remat.errors import UsageError
-from torch_remat.reports.count import BUFFER, PARAMETER, Counted, report_of
-from torch_remat.reports.data import KeptTensor, NodeReport, ParameterReport, RegionReport, Sums
+from torch_remat.reports.data import (
+    BUFFER,
+    PARAMETER,
+    Counted,
+    KeptTensor,
+    NodeReport,
+    ParameterReport,
+    RegionReport,
+    Sums,
+    report_of,
+)
 from torch_remat.reports.fold import fold
 from torch_remat.reports.graph import checkpoints_below, collect_nodes, nodes_below, parameters_below, regions_below
-from torch_remat.reports.pictures import GREY, INK, LIGHT, finished, new_figure
-from torch_remat.reports.report import Block, Report, as_text, format_sum, sum_of
+from torch_remat.reports.pictures import GREY, INK, LIGHT, new_figure
+from torch_remat.reports.report import Block, Pictured, as_text, format_sum, sum_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
-class MemoryReport(Report, Sums):
+class MemoryReport(Pictured, Sums):
     """What is kept for backward.
 
     Attributes:
@@ -85,18 +93,8 @@ class MemoryReport(Report, Sums):
             blocks.append(Block(head, [_node_cells(node) for node in self.outside], indent=2))
         return blocks
 
-    def plot(self, path: str | Path | None = None) -> Figure:
-        """Draw a bar for each region, or for each group of regions that are alike, and one for what is saved outside.
-
-        Args:
-            path: Where to write the picture; the ending tells the format. None writes nothing.
-
-        Returns:
-            The matplotlib figure; it is not shown.
-
-        Raises:
-            UsageError: matplotlib is not installed.
-        """
+    def draw(self) -> Figure:
+        """Draw a bar for each group of regions that are alike, and one for each type of node outside."""
         bars = _bars(self)
         labels = [label for label, _ in bars]
         width = 6.0 + 0.085 * max(map(len, labels), default=0)  # long names leave the bars their room
@@ -121,7 +119,7 @@ class MemoryReport(Report, Sums):
         axes.set_xlabel(f"{name}; each storage counted once")
         if bars:
             figure.legend(loc="outside lower center", ncols=4, frameon=False)
-        return finished(figure, path)
+        return figure
 
 
 # What a bar is made of, from the left: name, fill, hatch, and the kinds of tensors that it shows. Fill and hatch are

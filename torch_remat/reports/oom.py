@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import cache
 from typing import TextIO
 
@@ -20,12 +21,12 @@ from torch_remat.dispatch.mode import current_mode
 from torch_remat.reports.memory import memory_report
 
 
+@dataclass(eq=False)
 class _Watch:
     """One `report_on_oom` that is active."""
 
-    def __init__(self, file: TextIO | None) -> None:
-        self.file = file
-        self.told = False  # by the allocator, about the error that is on its way
+    file: TextIO | None
+    told: bool = False  # by the allocator, about the error that is on its way
 
 
 _active: list[_Watch] = []

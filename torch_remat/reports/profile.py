@@ -30,23 +30,16 @@ Block = tuple[str, int]  # the device and the address
 
 
 class Event(NamedTuple):
-    """One event of a profile; times are in microseconds.
-
-    Attributes:
-        block: Of an allocation or a release where that is.
-        bytes: Its size, negative if it is released.
-        number: Of an autograd node that the engine runs its sequence number; else -1.
-        is_outermost: Whether nothing but the trace itself is around it.
-    """
+    """One event of a profile; times are in microseconds."""
 
     name: str
     start: float
     end: float
     thread: int = 0
-    block: Block | None = None
-    bytes: int = 0
-    number: int = -1
-    is_outermost: bool = False
+    block: Block | None = None  # of an allocation or a release where that is
+    bytes: int = 0  # its size, negative if it is released
+    number: int = -1  # of an autograd node that the engine runs its sequence number
+    is_outermost: bool = False  # whether nothing but the trace itself is around it
 
 
 def events_in(roots: Iterable[Any]) -> list[Event]:

@@ -22,8 +22,7 @@ from torch_remat.dispatch.keeping import keeping
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.observe import WatchedOp
 from torch_remat.dispatch.region.region import Region, live_regions
-from torch_remat.reports.count import report_of
-from torch_remat.reports.data import Sums
+from torch_remat.reports.data import Sums, report_of
 from torch_remat.reports.observer import Observer
 from torch_remat.reports.spans import BudgetState, GivenUp, Phase
 

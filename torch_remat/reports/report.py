@@ -10,9 +10,14 @@ from abc import abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from html import escape
-from typing import Any, ClassVar, NamedTuple, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from torch_remat._text import aligned, format_bytes
+from torch_remat.reports.pictures import finished
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 class Block(NamedTuple):
@@ -29,18 +34,6 @@ class Block(NamedTuple):
     rows: Sequence[Sequence[str]] = ()
     right: Collection[int] = (1,)
     indent: int = 0
-
-
-class HasSums(Protocol):
-    """A part of a report."""
-
-    @property
-    def bytes(self) -> int:
-        """Bytes in place."""
-
-    @property
-    def offloaded_bytes(self) -> int:
-        """Bytes elsewhere."""
 
 
 class Report:
@@ -85,6 +78,28 @@ class Report:
         return f"<table><tbody>{''.join(f'<tr>{row}</tr>' for row in rows)}</tbody></table>"
 
 
+class Pictured(Report):
+    """A report that has a picture."""
+
+    @abstractmethod
+    def draw(self) -> Figure:
+        """Return the picture."""
+
+    def plot(self, path: str | Path | None = None) -> Figure:
+        """Draw the report, for which matplotlib is loaded.
+
+        Args:
+            path: Where to write the picture; the ending tells the format. None writes nothing.
+
+        Returns:
+            The matplotlib figure; it is not shown.
+
+        Raises:
+            UsageError: matplotlib is not installed.
+        """
+        return finished(self.draw(), path)
+
+
 def as_text(blocks: Iterable[Block]) -> str:
     """Return blocks as text for terminals."""
     lines: list[str] = []
@@ -117,7 +132,7 @@ def format_sum(bytes_kept: int, offloaded_bytes: int) -> str:
     return f"{format_bytes(bytes_kept)}{more}"
 
 
-def sum_of(parts: Iterable[HasSums]) -> str:
+def sum_of(parts: Iterable[Any]) -> str:
     """Return the same of parts of a report, together."""
     kept = list(parts)
     return format_sum(sum(part.bytes for part in kept), sum(part.offloaded_bytes for part in kept))

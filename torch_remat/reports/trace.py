@@ -18,10 +18,10 @@ from torch_remat._text import format_bytes, unit_of
 from torch_remat.dispatch.observe import observed_by
 from torch_remat.errors import UsageError
 from torch_remat.reports.fold import fold_series
-from torch_remat.reports.pictures import GREY, INK, LIGHT, finished, new_figure
+from torch_remat.reports.pictures import GREY, INK, LIGHT, new_figure
 from torch_remat.reports.profile import events_in, timeline_of
 from torch_remat.reports.recorder import MARK, Recorder
-from torch_remat.reports.report import Block, Report, sum_of
+from torch_remat.reports.report import Block, Pictured, sum_of
 from torch_remat.reports.spans import BudgetState, GivenUp, Phase, Sample, Span
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ _LANES: dict[Phase, tuple[str, str]] = {"forward": (LIGHT, ""), "replay": ("whit
 
 
 @dataclass(eq=False, repr=False)
-class Trace(Report):
+class Trace(Pictured):
     """What `torch_remat.trace` has recorded. It is empty until the ``with`` block has been left.
 
     Attributes:
@@ -147,18 +147,8 @@ class Trace(Report):
     def _repr_html_(self) -> str:
         return super()._repr_html_() if self._is_over else f"<p>{_RECORDS}</p>"
 
-    def plot(self, path: str | Path | None = None) -> Figure:
-        """Draw live bytes over time, and below them when the regions ran, by phase.
-
-        Args:
-            path: Where to write the picture; the ending tells the format. None writes nothing.
-
-        Returns:
-            The matplotlib figure; it is not shown.
-
-        Raises:
-            UsageError: matplotlib is not installed.
-        """
+    def draw(self) -> Figure:
+        """Draw live bytes over time, and below them when the regions ran, by phase."""
         self._check()
         figure = new_figure(10.0, 5.2, "Live bytes over one trace")
         curve, lanes = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1.2])
@@ -168,7 +158,7 @@ class Trace(Report):
         lanes.set_xlabel("milliseconds")
         if curve.get_legend_handles_labels()[0]:
             figure.legend(loc="outside lower center", ncols=2, frameon=False)
-        return finished(figure, path)
+        return figure
 
 
 @eager_only
