@@ -438,3 +438,52 @@ def test_regions_of_other_threads_are_not_explained():
     assert all(
         len(op.alternatives) == 2 and not any(one.error for one in op.alternatives) for op in explanation.regions[0].ops
     )
+
+
+class Layer(nn.Module):
+    """Two calls of methods, between plain ops, as in a transformer."""
+
+    def __init__(self, policies):
+        super().__init__()
+        self.qkv, self.up, self.down = nn.Linear(8, 24), nn.Linear(8, 32), nn.Linear(32, 8)
+        self.norms = nn.ModuleList(nn.LayerNorm(8) for _ in range(2))
+        self.policies = policies
+
+    def attend(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return (q @ k.transpose(-1, -2)).softmax(-1) @ v
+
+    def mlp(self, x):
+        return self.down(nn.functional.gelu(self.up(x)))
+
+    def forward(self, x):
+        for name, norm in zip(("attend", "mlp"), self.norms, strict=True):
+            x = x + remat.op(getattr(self, name), name, policy=self.policies[name])(norm(x))
+        return x
+
+
+@pytest.mark.parametrize("attend", [SAVE, RECOMPUTE])
+@pytest.mark.parametrize("mlp", [SAVE, RECOMPUTE])
+def test_prices_of_calls_that_name_nothing_are_those_of_a_real_run(attend, mlp):
+    layer, x = Layer({"attend": attend, "mlp": mlp}), leaf(2, 4, 8)
+
+    def run(**changed):
+        layer.policies = {"attend": attend, "mlp": mlp} | changed
+        with FlopCounterMode(display=False) as counter:
+            loss = checkpointed(layer, preserve_rng_state=False)(x * 1).sum()
+            kept = sum(region.bytes for region in remat.memory_report(loss, layer).regions)
+            loss.backward()
+        return kept, counter.get_total_flops()
+
+    now = run()
+    (told,) = remat.explain(checkpointed(layer, preserve_rng_state=False))(x * 1).regions
+    for one in told.ops:
+        (other,) = (other for other in one.alternatives if other.policy in ("save", "recompute"))
+        kept, flops = run(**{one.name: remat.CheckpointPolicy(other.policy)})
+        assert (other.bytes_change, other.flops_change) == (kept - now[0], flops - now[1])
+
+
+def test_calls_under_a_policy_for_aten_ops_have_no_prices():
+    function = checkpointed(Layer({"attend": SAVE, "mlp": RECOMPUTE}), policy=[torch.ops.aten.addmm.default])
+    (told,) = remat.explain(function)(leaf(2, 4, 8)).regions
+    assert [one.alternatives for one in told.ops] == [(), ()]

@@ -256,22 +256,24 @@ class Notes(Observer, TorchDispatchMode):
         cost = prices.under(decisions)
         reasons = Reasons(region, rows, report, self.numbers_in, cost.ran)
         told.by_policy = tuple(reasons.by_policy())
-        is_recomputed = current_mode() is not None or (region.hooks is not None and is_of_checkpoint(region.hooks[1]))
+        # Of a call that a policy for aten ops would look into, or that what is around recomputes, the log has no price.
+        hooks, policy = region.hooks, region.options.policy
+        is_priced = current_mode() is None and policy is None and not (hooks and is_of_checkpoint(hooks[1]))
         for op in notes.ops.values():
             op.told.tensors = tuple(reasons.of(op))
-            if self._alternatives and not is_recomputed:
+            if self._alternatives and is_priced:
                 op.told.alternatives = tuple(_others(op, prices, decisions, cost))
         notes.steps = []
 
     def _prices_of(self, region: Region, notes: RegionNotes, rows: Sequence[Kept]) -> Prices:
-        places = {
-            number: (row, any(piece.offloaded for piece in pieces_in(row.value, row.made_on)))
+        kinds = ("result", "saved")
+        kept = {number for row in rows if not row.op and row.what in kinds for number in self.numbers_in(row.value)}
+        inputs_away = {
+            number
             for row in rows
-            if not row.op
+            if row.what == "input" and any(piece.offloaded for piece in pieces_in(row.value, row.made_on))
             for number in self.numbers_in(row.value)
         }
-        inputs_away = [number for number, (row, away) in places.items() if row.what == "input" and away]
-        kept = {number: away for number, (row, away) in places.items() if row.what in ("result", "saved")}
         handles = [name for name, call in region.tape.records.items() if call.is_handle]
         offloader = region.options.offloader or chosen.get()
         least = CpuOffloader().min_bytes if offloader is None else getattr(offloader, "min_bytes", 0)
@@ -309,7 +311,8 @@ def explain(function: Callable[..., Any], *, alternatives: bool = True) -> Calla
     For each op it also says what the other policies would cost: the log of this one run tells which storages each op
     reads, makes and saves, how large they are, and how many FLOPs it has. So these are computed, not measured. Not in
     them is random state. OFFLOAD is priced as if all tensors left that are as large as the offloader's ``min_bytes``.
-    Ops of regions inside other regions have no prices.
+    Ops have no prices in regions inside other regions, and in those with a policy for aten ops, which would decide
+    about the ops inside a call that is recomputed.
 
     Args:
         function: What contains the regions, such as a model; called with the arguments of the second call.
@@ -342,10 +345,7 @@ def explain(function: Callable[..., Any], *, alternatives: bool = True) -> Calla
         [('x', 'elided'), ('out', 'not kept')]
     """
     if not callable(function):
-        raise UsageError(
-            f"explain() cannot run a {type(function).__name__}",
-            remedy=f"The form is {_FORM}.",
-        )
+        raise UsageError(f"explain() cannot run a {type(function).__name__}", remedy=f"The form is {_FORM}.")
 
     def explained(*args: Any, **kwargs: Any) -> Explanation:
         if current_mode() is not None:

@@ -70,7 +70,7 @@ class Prices(NamedTuple):
     steps: Sequence[Step]
     sizes: Mapping[int, int]  # the bytes of each storage
     inputs_away: Collection[int]  # the region's inputs that are elsewhere
-    by_policy: Mapping[int, bool] | None  # what a policy for aten ops keeps, and whether elsewhere; None without one
+    by_policy: Collection[int] | None  # what a policy for aten ops keeps; None without one
     handles: Collection[str]  # the calls whose results only calls may read in replay
     least: int  # from how many bytes on tensors are offloaded
 
@@ -78,15 +78,15 @@ class Prices(NamedTuple):
         """Return what the region costs with policies for its calls, by name."""
         lacks: dict[int, Step] = {}  # what skipped steps have made
         kept: set[tuple[int, bool]] = {(number, True) for number in self.inputs_away}
-        kept_by_policy = self.by_policy or {}
+        kept_by_policy = self.by_policy or ()
 
         def keep(number: int, step: Step) -> None:
             away = policies.get(step.call) is CheckpointPolicy.OFFLOAD and self.sizes[number] >= self.least
-            kept.add((number, away if step.call else kept_by_policy.get(number, False)))
+            kept.add((number, away))
 
         def skips(step: Step) -> bool:
-            if step.call:
-                return policies.get(step.call) is not CheckpointPolicy.RECOMPUTE
+            if step.call and policies.get(step.call) is not CheckpointPolicy.RECOMPUTE:
+                return True
             return any(number in kept_by_policy for number in step.makes)
 
         for step in self.steps:
