@@ -33,32 +33,16 @@ from torch_remat.dispatch.observe import WatchedOp, observed_by
 from torch_remat.dispatch.placeholder import is_placeholder
 from torch_remat.dispatch.region.region import Region
 from torch_remat.errors import UsageError, qualified_name, user_line
-from torch_remat.offload.cpu import CpuOffloader
 from torch_remat.offload.protocol import chosen
+from torch_remat.offload.sender import default_offloader
 from torch_remat.policies.decision import CheckpointPolicy
 from torch_remat.reports.data import report_of
 from torch_remat.reports.explanation import Alternative, Explanation, OpExplanation, RegionExplanation
 from torch_remat.reports.graph import is_of_checkpoint, is_released, nodes_below
 from torch_remat.reports.observer import Observer
-from torch_remat.reports.reasons import Cost, Prices, Reasons, Seen, Step, never_needed
+from torch_remat.reports.reasons import Cost, OpNotes, Prices, Reasons, Seen, Step, never_needed
 
 Look = tuple[torch.Size, torch.dtype]
-
-
-@dataclass
-class OpNotes:
-    """One op."""
-
-    told: OpExplanation
-    policy: CheckpointPolicy
-    place: int  # how many tensors the region had saved when it began
-    saved: list[Seen] = field(default_factory=list)  # what it saved by names of its own
-    outputs: list[Seen] = field(default_factory=list)
-
-    @property
-    def name(self) -> str:
-        """Its name."""
-        return self.told.name
 
 
 @dataclass
@@ -151,7 +135,7 @@ class Notes(Observer, TorchDispatchMode):
         found.saved = [self._look_at(label, tensor) for label, tensor in op.named.items() if tensor is not None]
         if found.saved and found.policy is CheckpointPolicy.RECOMPUTE:
             notes.seen[0] = max(notes.seen[0], found.place + len(found.saved))  # these will come, or have come
-        step = Step("", found.name, after={seen.number for seen in found.saved if not seen.parameter})
+        step = Step("", found.told.name, after={seen.number for seen in found.saved if not seen.parameter})
         notes.note_saves(region, step)
         notes.steps.append(step)
 
@@ -228,7 +212,7 @@ class Notes(Observer, TorchDispatchMode):
             step = steps[region.serial][1]
             around = notes.ops.get(step.call)
             if found is not None and (around is None or around.policy is CheckpointPolicy.RECOMPUTE):
-                step.call = found.name  # in the body of a skipped op all is part of that
+                step.call = found.told.name  # in the body of a skipped op all is part of that
         return list(steps.values())
 
     def finish(self, region: Region, boundary: object) -> None:
@@ -276,7 +260,7 @@ class Notes(Observer, TorchDispatchMode):
         }
         handles = [name for name, call in region.tape.records.items() if call.is_handle]
         offloader = region.options.offloader or chosen.get()
-        least = CpuOffloader().min_bytes if offloader is None else getattr(offloader, "min_bytes", 0)
+        least = getattr(offloader or default_offloader(), "min_bytes", 0)
         by_policy = kept if region.options.policy is not None else None
         return Prices(notes.steps, self._sizes, inputs_away, by_policy, handles, least)
 
@@ -285,7 +269,7 @@ def _others(op: OpNotes, prices: Prices, decisions: Mapping[str, CheckpointPolic
     """Yield what the other policies of an op would cost."""
     for policy in CheckpointPolicy:
         if policy is not op.policy:
-            cost = prices.under({**decisions, op.name: policy})
+            cost = prices.under({**decisions, op.told.name: policy})
             if cost.refused is not None:
                 step, call = cost.refused
                 out = next((seen.label for seen in op.outputs), "out")

@@ -59,15 +59,6 @@ class TorchCheckpoint:
         frame = _closure(hook).get("frame")
         return None if frame is None else cls(frame)
 
-    @staticmethod
-    def with_those_around(found: Iterable[TorchCheckpoint]) -> list[TorchCheckpoint]:
-        """Return checkpoints, each once, and those around them, which recompute the arguments of those inside."""
-        once = list(dict.fromkeys(found))
-        for checkpoint in once:  # grows meanwhile
-            around = (value for _, value in checkpoint.kept() if isinstance(value, TorchCheckpoint))
-            once += [one for one in dict.fromkeys(around) if one not in once]
-        return once
-
 
 def packed_in(saved: Any) -> Any:
     """Return what stands in a saved tensor of autograd: a tensor, or what hooks made of it; None if it is released."""
@@ -140,7 +131,9 @@ def checkpoints_below(nodes: Iterable[Node], regions: Iterable[Region]) -> list[
     found = [packed for node in nodes for _, packed in saved_in(node) if isinstance(packed, TorchCheckpoint)]
     hooks = [region.hooks[1] for region in regions if region.hooks is not None]
     found += [checkpoint for hook in hooks if (checkpoint := TorchCheckpoint.behind(hook)) is not None]
-    return TorchCheckpoint.with_those_around(found)
+    for checkpoint in found:  # grows meanwhile: those around recompute the arguments of those inside
+        found += [value for _, value in checkpoint.kept() if isinstance(value, TorchCheckpoint) and value not in found]
+    return list(dict.fromkeys(found))
 
 
 def parameters_below(nodes: Sequence[Node], checkpoints: Iterable[TorchCheckpoint]) -> Iterator[torch.Tensor]:

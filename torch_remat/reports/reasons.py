@@ -17,14 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch_remat._kept import Around, Kept, decisions_of
 from torch_remat.dispatch.region.region import Region
 from torch_remat.errors import qualified_name
 from torch_remat.policies.decision import CheckpointPolicy
 from torch_remat.reports.data import KeptTensor, RegionReport
-from torch_remat.reports.explanation import State, TensorExplanation
+from torch_remat.reports.explanation import OpExplanation, State, TensorExplanation
 from torch_remat.reports.graph import is_of_checkpoint
 
 
@@ -130,21 +130,21 @@ class Seen(NamedTuple):
     parameter: bool = False  # whether it is a parameter or a view of one
 
 
-class SeenOp(Protocol):
-    """What is asked of an op: its name, what it saved by names of its own, and what it returned."""
+@dataclass
+class OpNotes:
+    """What is known of an op when forward ends."""
 
-    saved: list[Seen]
-    outputs: list[Seen]
+    told: OpExplanation
+    policy: CheckpointPolicy
+    place: int  # how many tensors the region had saved when it began
+    saved: list[Seen] = field(default_factory=list)  # what it saved by names of its own
+    outputs: list[Seen] = field(default_factory=list)  # what it returned
 
-    @property
-    def name(self) -> str:
-        """Its name."""
 
-
-def never_needed(region: Region, op: SeenOp) -> Iterator[TensorExplanation]:
+def never_needed(region: Region, op: OpNotes) -> Iterator[TensorExplanation]:
     """Yield explanations for the tensors of an op in a region whose outputs need no gradient."""
     for seen in (*op.saved, *op.outputs):
-        name = qualified_name(region.name, op.name, seen.label)
+        name = qualified_name(region.name, op.told.name, seen.label)
         yield TensorExplanation(name, seen.label, "not kept", seen.bytes, f"no backward of {region.name} is to come")
 
 
@@ -192,38 +192,39 @@ class Reasons:
                 why = f"{reader} reads it"
                 yield TensorExplanation(tensor.name, tensor.label, state, tensor.bytes, why, tensor.shared_with)
 
-    def of(self, op: SeenOp) -> Iterator[TensorExplanation]:
+    def of(self, op: OpNotes) -> Iterator[TensorExplanation]:
         """Yield an explanation for each tensor that an op saved or returned."""
         for seen, state, why in self._told_of(op):
-            name = qualified_name(self._region.name, op.name, seen.label)
+            name = qualified_name(self._region.name, op.told.name, seen.label)
             shared = None
             if state in ("kept", "offloaded"):
                 first, _ = self._first.setdefault(seen.number, (name, state))
                 shared = self._counted[name][1] if name in self._counted else first
             yield TensorExplanation(name, seen.label, state, seen.bytes, why, None if shared == name else shared)
 
-    def _told_of(self, op: SeenOp) -> Iterator[tuple[Seen, State, str]]:
+    def _told_of(self, op: OpNotes) -> Iterator[tuple[Seen, State, str]]:
         """Yield the tensors of an op, the state of each, and the reason."""
-        rows = [row for row in self._rows if row.op == op.name]
+        name = op.told.name
+        rows = [row for row in self._rows if row.op == name]
         held = {row.tensor: row for row in rows if row.what in ("saved", "refilled", "empty")}
         slots = {row.tensor: row for row in rows if row.what == "slot"}
         known = {seen.label for seen in (*op.saved, *op.outputs)}
         # What a call saves without a name of its own, its holders tell.
         found = [(row, self._numbers_in(row.value)) for label, row in held.items() if label not in known]
         unnamed = [Seen(row.tensor, sum(memory.values()), next(iter(memory))) for row, memory in found if memory]
-        is_recomputed = self._decisions[op.name] is CheckpointPolicy.RECOMPUTE  # in a native region not its own policy
+        is_recomputed = self._decisions[name] is CheckpointPolicy.RECOMPUTE  # in a native region not its own policy
         for seen in (*op.saved, *unnamed):
             if is_recomputed and not seen.parameter:
-                yield seen, "recomputed", f"the replay of {op.name} makes it for its backward"
+                yield seen, "recomputed", f"the replay of {name} makes it for its backward"
             elif not is_recomputed and seen.label in held:
-                yield seen, *self._of_saved(op.name, held[seen.label])
+                yield seen, *self._of_saved(name, held[seen.label])
             else:
-                why = "a parameter: it exists anyway" if seen.parameter else f"no backward of {op.name} is to come"
+                why = "a parameter: it exists anyway" if seen.parameter else f"no backward of {name} is to come"
                 yield seen, "not kept", why
         for seen in op.outputs:
             slot, row = slots.get(seen.label), held.get(seen.label)
             if is_recomputed:
-                yield seen, "recomputed", f"the replay of {op.name} makes it again"
+                yield seen, "recomputed", f"the replay of {name} makes it again"
             elif slot is not None:
                 why = f"{self._reader_of(slot, seen.number)} reads it{self._why_it_stayed(slot)}"
                 yield seen, self._state_of(slot), why
