@@ -152,10 +152,9 @@ def _bars(report: MemoryReport) -> list[tuple[str, Counter[str]]]:
             bars.append((node.node, parts))
     if len(bars) <= _MOST_BARS:
         return bars
-    least = sorted(parts.total() for _, parts in bars)[-_MOST_BARS]
-    small = [parts for _, parts in bars if parts.total() <= least]
-    rest = f"{len(small)} smaller", sum(small, Counter[str]())
-    return [*(bar for bar in bars if bar[1].total() > least), rest]
+    small = sorted(range(len(bars)), key=lambda place: -bars[place][1].total())[_MOST_BARS - 1 :]
+    rest = sum((bars[place][1] for place in small), Counter[str]())
+    return [*(bar for place, bar in enumerate(bars) if place not in small), (f"{len(small)} smaller", rest)]
 
 
 def _region_block(label: str, regions: Sequence[RegionReport], indent: int = 0) -> Block:
