@@ -380,7 +380,13 @@ def test_layer_that_does_not_run_is_an_error():
 @pytest.mark.parametrize("tool", [remat.list_names, remat.explain])
 def test_arguments_beside_the_function_are_an_error_that_says_the_form(tool):
     x = torch.full((2, 8), 12345.0)
-    for wrong in (lambda: tool(chain, x), lambda: tool(chain, x, x), lambda: tool(chain, x=x), lambda: tool(3)):
+    for wrong in (
+        lambda: tool(chain, x),
+        lambda: tool(chain, x, x),
+        lambda: tool(chain, x=x),
+        lambda: tool(3),
+        lambda: tool(chain, [x]),
+    ):
         with pytest.raises(remat.UsageError) as caught:
             wrong()
         assert f"The form is remat.{tool.__name__}(function" in str(caught.value)

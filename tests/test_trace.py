@@ -478,3 +478,42 @@ def test_block_that_was_freed_unseen_counts_once():
     assert [(sample.time_us, sample.total_bytes) for sample in changes.samples(0)] == [
         (1, 100), (3, 0), (4, 50), (5, 0), (5, 60), (6, 160), (8, 60), (9, 90),
     ]  # fmt: skip
+
+
+def test_what_runs_outside_of_regions_is_told_as_forward_backward_or_the_optimizers_step():
+    w = leaf(64, 64)
+    optimizer = torch.optim.SGD([w], momentum=0.9)
+    with remat.trace() as forward:
+        big = torch.ones(256, 256)
+        del big
+        w.sin().sum().backward()
+    with remat.trace() as backward:
+        (w.sin().exp() * 2).sum().backward()
+        optimizer.step()
+    with remat.trace() as step:
+        optimizer.zero_grad()
+        w.grad = torch.ones_like(w)
+        optimizer.step()
+    assert " in forward, " in str(forward)
+    assert [phase for phase, _, _ in backward.phases] == ["backward", "the optimizer's step"]
+    begin, end = backward.phases[0][1:]
+    assert backward.at((begin + end) / 2) == "backward"
+    assert backward.at(begin - 1) == backward.at(end + 1) == "forward"
+    (_, begin, end) = step.phases[0]
+    assert step.at((begin + end) / 2) == "the optimizer's step"
+    assert "no region" not in str(forward) + str(backward) + str(step)
+    assert json.loads(backward.to_json())["phases"][0][0] == "backward"
+
+
+def test_picture_of_a_trace_has_no_text_over_text():
+    pytest.importorskip("matplotlib")
+    timeline = Timeline()
+    name = "model.decoder.layers.31.self_attention.with.a.rather.long.name"
+    timeline.fill(10_000, [span_of(name, 4000, 3000), span_of("b", 7100, 100)], [Sample(5000, {"cpu": 2**30})])
+    figure = timeline.plot()
+    figure.canvas.draw()
+    curve, lanes = figure.axes
+    texts = [figure._suptitle, curve._left_title, curve.yaxis.label, lanes.xaxis.label, *figure.legends[0].get_texts()]
+    texts += [*lanes.texts, *lanes.get_yticklabels(), *lanes.get_xticklabels(), *curve.get_yticklabels()]
+    boxes = [text.get_window_extent() for text in texts if text.get_text()]
+    assert not any(one.overlaps(two) for place, one in enumerate(boxes) for two in boxes[:place])

@@ -12,6 +12,7 @@ from torch.nn import Module
 from torch_remat._compat import as_written, eager_only
 from torch_remat._flops import flops_of
 from torch_remat._form import with_form
+from torch_remat._storages import tensors_in
 from torch_remat._text import aligned, plural
 from torch_remat.dispatch.log.entry import ONE, WRITTEN, Entry
 from torch_remat.dispatch.log.meta import Meta
@@ -129,7 +130,7 @@ def list_names(
     """
     if not callable(function):
         raise UsageError(f"list_names() cannot run a {type(function).__name__}", remedy=f"The form is {_FORM}.")
-    if isinstance(policy, torch.Tensor):
+    if any(True for _ in tensors_in(policy)):
         raise UsageError("a tensor is no policy: it belongs in the second call", remedy=f"The form is {_FORM}.")
     if not (layer is None or isinstance(layer, Module)):
         raise UsageError(f"layer takes a module, not a {type(layer).__name__}", remedy="Pass layer=model.layers[0].")
