@@ -146,10 +146,6 @@ class ParameterReport:
     bytes: int = 0
 
 
-PARAMETER, BUFFER = "parameter", "buffer"
-"""Kinds of tensors that exist anyway."""
-
-
 def row_of(piece: Piece, name: str, label: str, kind: Kind, needed_by: str, policy: str = "") -> KeptTensor:
     """Return the row for a kept tensor, before its bytes are counted."""
     look = (piece.shape, str(piece.dtype).removeprefix("torch."), piece.place)
@@ -170,20 +166,14 @@ class Counted:
 
     def __init__(self) -> None:
         self._ledger = Ledger()
-        self._owners: dict[Hashable, str] = {}  # names; PARAMETER or BUFFER for what exists anyway
+        self._owners: dict[Hashable, str] = {}  # names; "parameter" or "buffer" for what exists anyway
         self._alive: list[Any] = []  # no address may be used again meanwhile
-        self._existing: dict[str, dict[int, torch.Tensor]] = {PARAMETER: {}, BUFFER: {}}
-        self._existing_bytes = {PARAMETER: 0, BUFFER: 0}
 
-    def add_existing(self, tensors: Iterable[torch.Tensor], kind: str = PARAMETER) -> None:
+    def add_existing(self, tensors: Iterable[torch.Tensor], kind: str = "parameter") -> ParameterReport:
         """Count parameters, or buffers; what shares their storages counts as that from now on."""
-        for tensor in tensors:
-            self._existing[kind][id(tensor)] = tensor
-            self._existing_bytes[kind] += sum(self._hold(memory, kind) for memory in memory_of(tensor))
-
-    def existing(self, kind: str) -> ParameterReport:
-        """Return how many parameters, or buffers, were counted, and their bytes."""
-        return ParameterReport(len(self._existing[kind]), self._existing_bytes[kind])
+        known = {id(tensor): tensor for tensor in tensors}
+        memory = (one for tensor in known.values() for one in memory_of(tensor))
+        return ParameterReport(len(known), sum(self._hold(one, kind) for one in memory))
 
     def _hold(self, memory: Memory, owner: str) -> int:
         """Count a memory for an owner; return its bytes if no other has it already."""

@@ -157,21 +157,18 @@ def collect_nodes(
     and regions were counted before.
     """
     kept: dict[str, list[list[KeptTensor]]] = {}
-    for node in nodes:
-        kind = type(node).__name__
-        found = Rows()
-        for attribute, packed in saved_in(node):
+    sources = [(type(node).__name__, saved_in(node)) for node in nodes]
+    sources += [(_CHECKPOINT, checkpoint.kept()) for checkpoint in checkpoints]
+    for kind, saved in sources:
+        found, is_checkpoint = Rows(), kind is _CHECKPOINT
+        for label, packed in saved:
+            why: tuple[Kind, str] = ("saved", "replay" if is_checkpoint else f"backward of {kind}")
+            if is_checkpoint and label == "recomputed":
+                why = ("refilled", "backward")
             for piece in pieces_in(held_in(packed)):
-                saved = row_of(piece, f"{kind}.{attribute}", attribute, "saved", f"backward of {kind}")
-                counted.add(saved, piece.memory, found)
-        kept.setdefault(kind, []).append([row for row in found if row.bytes or row.shared_with is None])
-    for checkpoint in checkpoints:
-        found = Rows()
-        for label, packed in checkpoint.kept():
-            why: tuple[Kind, str] = ("refilled", "backward") if label == "recomputed" else ("saved", "replay")
-            for piece in pieces_in(held_in(packed)):
-                counted.add(row_of(piece, f"{_CHECKPOINT}.{label}", label, *why), piece.memory, found)
-        kept.setdefault(_CHECKPOINT, []).append([row for row in found if row.bytes])
+                counted.add(row_of(piece, f"{kind}.{label}", label, *why), piece.memory, found)
+        shown = [row for row in found if row.bytes or (row.shared_with is None and not is_checkpoint)]
+        kept.setdefault(kind, []).append(shown)
     reports = [
         NodeReport(kind, len(saving), tuple(chain(*saving)))
         for kind, by_node in kept.items()

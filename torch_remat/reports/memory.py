@@ -19,8 +19,6 @@ from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.region.region import Region, live_regions
 from torch_remat.errors import UsageError
 from torch_remat.reports.data import (
-    BUFFER,
-    PARAMETER,
     Counted,
     KeptTensor,
     NodeReport,
@@ -222,12 +220,9 @@ def memory_report(*roots: torch.Tensor | torch.nn.Module) -> MemoryReport:
           block: 64 B
             args[0]  64 B  float32[4, 4] cpu  input
     """
-    counted = Counted()
+    modules = [root for root in roots if isinstance(root, torch.nn.Module)]
     for root in roots:
-        if isinstance(root, torch.nn.Module):
-            counted.add_existing(root.parameters())
-            counted.add_existing(root.buffers(), BUFFER)
-        elif not isinstance(root, torch.Tensor):
+        if not isinstance(root, (torch.nn.Module, torch.Tensor)):
             raise UsageError(
                 f"memory_report() takes tensors and modules, not a {type(root).__name__}",
                 remedy="Pass the losses, and the model if it has buffers: remat.memory_report(loss, model).",
@@ -240,7 +235,10 @@ def memory_report(*roots: torch.Tensor | torch.nn.Module) -> MemoryReport:
     numbers = {node_number(node) for node in nodes}
     regions = [region for region in alive if region in asked or _is_in(region, numbers)]
     older = [region for region in alive if region not in regions]
-    counted.add_existing(chain(parameters_below(nodes, checkpoints), *map(parameters_of, alive)))
+    counted = Counted()
+    known = chain(parameters_below(nodes, checkpoints), *map(parameters_of, alive))
+    parameters = counted.add_existing(chain(*(module.parameters() for module in modules), known))
+    buffers = counted.add_existing(chain(*(module.buffers() for module in modules)), "buffer")
     reports = [report_of(region, counted, momentary=True) for region in regions]
     outside = collect_nodes(nodes, checkpoints, counted)
     others = [report_of(region, counted, momentary=True) for region in older]
@@ -248,8 +246,8 @@ def memory_report(*roots: torch.Tensor | torch.nn.Module) -> MemoryReport:
     return MemoryReport(
         tuple(report for report in reports if report.tensors or report.ops),
         outside,
-        counted.existing(PARAMETER),
-        counted.existing(BUFFER),
+        parameters,
+        buffers,
         tuple(line for one in dict.fromkeys(budgets) if (line := one.summary())),
         tuple(report for report in others if report.bytes or report.offloaded_bytes),
     )
