@@ -383,3 +383,11 @@ def test_what_a_call_saves_with_and_without_names_is_told_each_once(run_body):
     assert len({tensor.label for tensor in tensors}) == len(tensors)
     assert {"x", "y", "out"} < {tensor.label for tensor in tensors}
     assert sum(one.bytes for one in tensors if not one.shared_with) == told.kept_bytes - told.input_bytes
+
+
+def test_what_a_policy_keeps_as_an_op_left_it_has_a_reader():
+    def function(x):
+        return (torch.zeros(4, 8).add_(x.detach()).exp() + x).tanh() * x
+
+    told = reasons_of(function, leaf(4, 8), policy=remat.save_names("add__0_0"))
+    assert told["add__0_0"] == "an op in replay (exp) reads it"

@@ -15,7 +15,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, groupby
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
@@ -149,19 +149,14 @@ def timeline_of(
 
 def _phases_of(events: Sequence[Event]) -> Iterator[tuple[str, float, float]]:
     """Yield when the engine ran, whatever nodes, and when an optimizer did; forward is the rest."""
-    running: tuple[str, float, float] | None = None
+    outer = [one for one in events if one.is_outermost and one.block is None and one.name != f"{MARK}all"]
+    for is_engine, found in groupby(outer, lambda event: event.name.startswith(_ENGINE)):
+        if is_engine:
+            run = list(found)
+            yield "backward", run[0].start, run[-1].end
     for event in events:
-        if event.is_outermost and event.block is None and event.name != f"{MARK}all":
-            is_engine = event.name.startswith(_ENGINE)
-            if running is not None and not is_engine:
-                yield running
-                running = None
-            if is_engine:
-                running = "backward", event.start if running is None else running[1], event.end
         if event.name.startswith(_OPTIMIZER):
             yield "the optimizer's step", event.start, event.end
-    if running is not None:
-        yield running
 
 
 def _backward_of(mark: Mark, engine: Sequence[Event], replays: Sequence[Interval]) -> list[tuple[int, Interval]]:

@@ -184,11 +184,11 @@ class Reasons:
 
     def by_policy(self) -> Iterator[TensorExplanation]:
         """Yield why a policy for aten ops keeps what it keeps; see `checkpoint(policy=...)`."""
-        results = {row.tensor: row for row in self._rows if not row.op and row.what == "result"}
+        kept = {row.tensor: row for row in self._rows if not row.op and row.what in ("result", "slot")}
         for tensor in self._report.tensors:
             if tensor.kind in ("saved", "kept for replay"):
                 state: State = "offloaded" if tensor.offloaded else "kept"
-                reader = "backward" if tensor.kind == "saved" else self._reader_of(results[tensor.label])
+                reader = "backward" if tensor.kind == "saved" else self._reader_of(kept[tensor.label])
                 why = f"{reader} reads it"
                 yield TensorExplanation(tensor.name, tensor.label, state, tensor.bytes, why, tensor.shared_with)
 
