@@ -454,7 +454,8 @@ class Layer(nn.Module):
         return (q @ k.transpose(-1, -2)).softmax(-1) @ v
 
     def mlp(self, x):
-        return self.down(nn.functional.gelu(self.up(x)))
+        h = self.up(x)
+        return self.down(nn.functional.gelu(h) * h.detach().sigmoid())  # of two like factors one is saved
 
     def forward(self, x):
         for name, norm in zip(("attend", "mlp"), self.norms, strict=True):

@@ -5,8 +5,8 @@ of ``torch.utils.flop_counter``. It keeps numbers and names.
 
 NOTE [ Numbers of storages ]
 Addresses are used again, so each storage has a number, which is new when an op makes it. Which storage a saved tensor
-is in, autograd does not tell: what the tape got since the last op are results of that op, then arguments of this one,
-and they are told apart by shape and dtype. What a handle saves it names, and gives with its names.
+is in, the names of the node's attributes tell: they are those of the op's arguments, or of its results. What a handle
+saves it gives by names of its own; of any other custom Function shape and dtype tell, as far as they do.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 from weakref import ref
 
 import torch
+from torch.autograd.function import BackwardCFunction
 
 from torch_remat._compat import TorchDispatchMode, as_written, eager_only
 from torch_remat._flops import flops_of
@@ -38,7 +39,7 @@ from torch_remat.offload.sender import default_offloader
 from torch_remat.policies.decision import CheckpointPolicy
 from torch_remat.reports.data import report_of
 from torch_remat.reports.explanation import Alternative, Explanation, OpExplanation, RegionExplanation
-from torch_remat.reports.graph import is_of_checkpoint, is_released, nodes_below
+from torch_remat.reports.graph import is_of_checkpoint, is_released, nodes_below, saved_in
 from torch_remat.reports.observer import Observer
 from torch_remat.reports.reasons import Cost, OpNotes, Prices, Reasons, Seen, Step, never_needed
 
@@ -53,28 +54,23 @@ class RegionNotes:
     ops: dict[str, OpNotes] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
     looks: dict[Look, int] = field(default_factory=dict)  # by shape and dtype the storage that was seen last
-    seen: list[int] = field(default_factory=lambda: [0, 0])  # how much of the tape: all saved, and those with names
 
-    def note_saves(self, region: Region, step: Step, given: Sequence[tuple[Look, int]] = ()) -> None:
-        """Note what autograd saved since the last step, and of the arguments of this one."""
-        tape, last = region.tape, self.steps[-1] if self.steps else step
-        new = [*tape.saved[self.seen[0] :], *tape.holders[self.seen[1] :]]
-        self.seen = [max(self.seen[0], len(tape.saved)), len(tape.holders)]
-        waiting = list(given)
-        for entry in new[::-1]:
-            holder = entry() if isinstance(entry, ref) else None
-            if not isinstance(holder, Holder) or self._has_name(holder):
-                continue
-            look = holder.describe()[1:3]
-            place = next((place for place, one in enumerate(waiting) if one[0] == look), None)
-            if place is not None:
-                step.before.add(waiting.pop(place)[1])
-            elif look in self.looks:
-                last.after.add(self.looks[look])
-
-    def _has_name(self, holder: Holder) -> bool:
-        op = self.ops.get(holder.op or "")
-        return op is not None and any(seen.label == holder.name for seen in op.saved)
+    def note_saves(self) -> None:
+        """Note what autograd saved of the last step, which has its node by now."""
+        step = self.steps[-1] if self.steps else Step("", "")
+        for result in step.outs:
+            node = None if (tensor := result()) is None else tensor.grad_fn
+            named = isinstance(node, BackwardCFunction) and step.call and self.ops[step.call].saved
+            for label, packed in () if node is None or named else saved_in(node):
+                if not isinstance(packed, Holder):
+                    continue
+                if label in step.names:
+                    step.before.add(step.names[label])
+                elif label.startswith("result") and step.makes:
+                    step.after.update(step.makes)
+                elif (look := packed.describe()[1:3]) in self.looks:
+                    step.after.add(self.looks[look])
+        step.outs = ()
 
 
 class Notes(Observer, TorchDispatchMode):
@@ -97,11 +93,15 @@ class Notes(Observer, TorchDispatchMode):
         mine = get_ident() == self._thread
         if op is None and phase == "forward" and mine and mode is not None and not mode.recomputing:
             self.regions[region.serial] = RegionNotes(RegionExplanation(region.name))
+            given = tensors_in(region.inputs.given if region.inputs else ())
+            saved = {self._look_at("", tensor).number for tensor in given}
+            for _, step in self._steps_of("", ()):
+                step.before, step.inner = saved, True
         notes, found = self.regions.get(region.serial), None
         if notes is not None and op is not None:
             if phase == "forward":
                 told = OpExplanation(op.name, op.policy.value)
-                notes.ops.setdefault(op.name, OpNotes(told, op.policy, len(region.tape.saved)))
+                notes.ops.setdefault(op.name, OpNotes(told, op.policy))
             found = notes.ops.get(op.name)
         elif notes is not None and phase == "replay":
             notes.told.replays += 1
@@ -133,11 +133,9 @@ class Notes(Observer, TorchDispatchMode):
             if isinstance(one, torch.Tensor)
         ]
         found.saved = [self._look_at(label, tensor) for label, tensor in op.named.items() if tensor is not None]
-        if found.saved and found.policy is CheckpointPolicy.RECOMPUTE:
-            notes.seen[0] = max(notes.seen[0], found.place + len(found.saved))  # these will come, or have come
-        step = Step("", found.told.name, after={seen.number for seen in found.saved if not seen.parameter})
-        notes.note_saves(region, step)
-        notes.steps.append(step)
+        notes.note_saves()
+        after = {seen.number for seen in found.saved if not seen.parameter}
+        notes.steps.append(Step("", found.told.name, after=after))
 
     def _look_at(self, label: str, tensor: torch.Tensor) -> Seen:
         storages = storages_of(tensor)
@@ -171,8 +169,11 @@ class Notes(Observer, TorchDispatchMode):
         given = list(tensors_in((args, kwargs))) if running else []
         if op.is_view or not running or any(map(is_placeholder, given)):
             return op(*args, **kwargs)
-        forwards = [one for one in running if one[1] is not None and one[3] == "forward"]
-        steps = self._steps_of(op, forwards, given)
+        steps = self._steps_of(str(op), given)
+        names = {one.name: value for one, value in zip(op._schema.arguments, args, strict=False)} | dict(kwargs)
+        numbers = {
+            name: self._look_at("", value).number for name, value in names.items() if isinstance(value, torch.Tensor)
+        }
         out = op(*args, **kwargs)
         flops = flops_of(op, args, kwargs, out)
         for _, notes, found, phase in running:
@@ -188,27 +189,26 @@ class Notes(Observer, TorchDispatchMode):
             self._numbers.pop(key, None)
         made = {self._number(key, size) for key, size in new.items() if key not in keys}
         for notes, step in steps:
-            step.makes, step.flops = made, flops
+            step.makes, step.flops, step.names, step.outs = made, flops, numbers, list(map(ref, results))
             notes.looks.update(self._looks_of(results))
         return out
 
     def _looks_of(self, tensors: Sequence[torch.Tensor]) -> list[tuple[Look, int]]:
         return [((one.shape, one.dtype), self._look_at("", one).number) for one in tensors]
 
-    def _steps_of(
-        self, op: Any, running: Sequence[Any], given: Sequence[torch.Tensor]
-    ) -> list[tuple[RegionNotes, Step]]:
-        """Begin a step of each region whose forward runs, with what autograd has saved by now."""
-        looks, line = self._looks_of(given), user_line()
+    def _steps_of(self, op: str, given: Sequence[torch.Tensor]) -> list[tuple[RegionNotes, Step]]:
+        """Begin a step of each region whose forward runs in this thread."""
+        looks, (file, line) = self._looks_of(given), user_line()
+        running = [one for one in self._running[get_ident()] if one[1] is not None and one[3] == "forward"]
         steps: dict[int, tuple[RegionNotes, Step]] = {}
         for region, notes, found, _ in running:
+            assert notes is not None
             if region.serial not in steps:
-                where = f"{Path(line[0]).name}:{line[1]}"
-                step = Step(str(op), "", region is not running[-1][0], where, {number for _, number in looks})
-                notes.note_saves(region, step, looks)
+                inner, reads = region is not running[-1][0], {number for _, number in looks}
+                notes.note_saves()
                 notes.looks.update(looks)
-                notes.steps.append(step)
-                steps[region.serial] = notes, step
+                notes.steps.append(Step(op, "", inner, f"{Path(file).name}:{line}", reads))
+                steps[region.serial] = notes, notes.steps[-1]
             step = steps[region.serial][1]
             around = notes.ops.get(step.call)
             if found is not None and (around is None or around.policy is CheckpointPolicy.RECOMPUTE):
@@ -226,7 +226,7 @@ class Notes(Observer, TorchDispatchMode):
             for op in notes.ops.values():
                 op.told.tensors = tuple(never_needed(region, op))
             return
-        notes.note_saves(region, Step("", ""))
+        notes.note_saves()
         # Left out: ops in the body of a skipped op, which are part of that.
         notes.ops = {name: notes.ops[name] for name in decisions if name in notes.ops}
         told.ops = tuple(op.told for op in notes.ops.values())

@@ -18,6 +18,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
 
 from torch_remat._kept import Around, Kept, decisions_of
 from torch_remat.dispatch.region.region import Region
@@ -41,6 +44,8 @@ class Step:
     before: set[int] = field(default_factory=set)  # what autograd saved of its arguments, before it ran
     after: set[int] = field(default_factory=set)  # what it saved of results, or a call that ends here
     flops: int = 0
+    names: Mapping[str, int] = field(default_factory=dict)  # of its tensor arguments
+    outs: Sequence[ref[torch.Tensor]] = ()  # its results
 
     def as_reader(self) -> str:
         """Return in words what reads something here in replay."""
@@ -136,7 +141,6 @@ class OpNotes:
 
     told: OpExplanation
     policy: CheckpointPolicy
-    place: int  # how many tensors the region had saved when it began
     saved: list[Seen] = field(default_factory=list)  # what it saved by names of its own
     outputs: list[Seen] = field(default_factory=list)  # what it returned
 
