@@ -35,8 +35,8 @@ from benchmarks.budgets import Way, peak_bytes, unet
 from benchmarks.budgets import plain as plain_block
 from benchmarks.memory import allocations
 from torch_remat import _compat
+from torch_remat._kept import kept_by
 from torch_remat.budgets.kept import KeptRegion
-from torch_remat.reports.kept import kept_by
 
 KIB = 2**10
 

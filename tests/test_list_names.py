@@ -328,3 +328,77 @@ def test_modules_are_followed_without_hooks():
     rows_of(nn.Sequential(Asked()), leaf(2, 4))
     assert calls
     assert not any(calls)
+
+
+class NeedsMore(nn.Module):
+    """A layer that takes a mask and a position, as those of many models do."""
+
+    def __init__(self):
+        super().__init__()
+        self.query = nn.Linear(8, 8)
+        self.register_forward_pre_hook(lambda module, args: (args[0] * 2, *args[1:]))
+
+    def forward(self, x, mask, *, position):
+        return torch.softmax(self.query(x) + mask, -1) * position
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.layers = nn.Linear(8, 8), nn.ModuleList(NeedsMore() for _ in range(2))
+
+    def forward(self, x):
+        h = self.first(x)
+        for layer in self.layers:
+            h = layer(h, torch.zeros(8), position=torch.ones(8))
+        return h.sum()
+
+
+def test_layer_is_listed_by_a_run_of_its_model_and_its_names_can_be_pasted():
+    model, x = Model(), torch.randn(2, 8)
+    table = remat.list_names(model, layer=model.layers[1])(x)
+    assert table.names == ["query.t_0_0", "query.addmm_0_0", "add_0_0", "_softmax_0_0", "mul_0_0"]
+    assert [row.name for row in table if row.needed] == ["_softmax_0_0"]
+    with remat.checkpoint_modules(model, "layers.*", policy=remat.save_names("_softmax_0_0", "query.addmm_0_0")):
+        kept = remat.list_names(model, remat.save_names("_softmax_0_0"), layer=model.layers[0])(x)
+        assert [row.name for row in kept if row.kept] == ["_softmax_0_0"]
+        loss = model(x)
+        names = [one.label for one in remat.memory_report(loss).regions[0].tensors if one.kind == "saved"]
+        assert names == ["_softmax_0_0"]
+        loss.backward()
+    assert all(len(layer._forward_pre_hooks) == 1 for layer in model.layers)
+    assert_clean_state()
+
+
+def test_layer_that_does_not_run_is_an_error():
+    with pytest.raises(remat.UsageError, match="does not call the layer, a Linear"):
+        remat.list_names(Model(), layer=nn.Linear(1, 1))(torch.randn(2, 8))
+    with pytest.raises(remat.UsageError, match="layer takes a module, not a int"):
+        remat.list_names(Model(), layer=3)
+
+
+@pytest.mark.parametrize("tool", [remat.list_names, remat.explain])
+def test_arguments_beside_the_function_are_an_error_that_says_the_form(tool):
+    x = torch.full((2, 8), 12345.0)
+    for wrong in (
+        lambda: tool(chain, x),
+        lambda: tool(chain, x, x),
+        lambda: tool(chain, x=x),
+        lambda: tool(3),
+        lambda: tool(chain, [x]),
+    ):
+        with pytest.raises(remat.UsageError) as caught:
+            wrong()
+        assert f"The form is remat.{tool.__name__}(function" in str(caught.value)
+        assert ")(*args, **kwargs)" in str(caught.value)
+        assert "12345" not in str(caught.value)
+
+
+def test_flops_are_those_of_explain():
+    def attends(x):
+        return F.scaled_dot_product_attention(x @ x.transpose(-1, -2), x @ x.transpose(-1, -2), x @ x.transpose(-1, -2))
+
+    x = leaf(1, 2, 4, 4)
+    listed = sum(row.flops for row in remat.list_names(attends)(x))
+    (told,) = remat.explain(remat.checkpoint()(attends))(x).regions
+    assert listed == told.forward_flops > 4 * 2 * 2 * 4**3

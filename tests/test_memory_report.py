@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import torch_remat as remat
 from benchmarks.memory import allocations
+from torch_remat._text import format_bytes
 from torch_remat.reports.data import KeptTensor, ParameterReport, RegionReport
 from torch_remat.reports.fold import fold
 
@@ -191,10 +192,16 @@ def test_parameters_are_apart_and_counted_once():
     assert not any(tensor.shape == (8, 8) for tensor in report.all_tensors())
 
 
-def test_report_of_another_region_that_is_alive_is_there_without_roots():
+def test_regions_of_other_graphs_are_apart_and_without_roots_all_regions_are_told():
     first, second = (checkpointed(torch.sin, region_name=name)(leaf(3) * 2) for name in ("one", "two"))
     assert [region.name for region in remat.memory_report().regions] == ["one", "two"]
-    assert [region.name for region in remat.memory_report(second).regions] == ["one", "two"]
+    report = remat.memory_report(second)
+    assert ([region.name for region in report.regions], [region.name for region in report.older]) == (["two"], ["one"])
+    assert report.bytes == report.regions[0].bytes + sum(node.bytes for node in report.outside)
+    alive = f"older graphs that are alive: {format_bytes(report.older[0].bytes)} in 1 region"
+    assert str(report).splitlines()[1] == alive
+    assert alive in report._repr_html_()
+    assert report.to_dict()["older"][0]["bytes"] == report.older[0].bytes
     del first, second
     assert remat.memory_report().regions == ()
 

@@ -68,9 +68,7 @@ def get_handle(ctx: Any, op_name: str, remat_policy: CheckpointPolicy) -> RematH
     ops = None if mode is None else mode.ops or mode.ops_now()
     if mode is None or ops is None:
         return RematHandle(ctx, name)
-    observed = mode.observed
-    policy = remat_policy if observed is None else observed.policy_of(name, remat_policy)
-    handle: RematHandle = ops.begin(name, policy, ctx) or RematHandle(ctx, name)
-    if observed is not None:
-        observed.watch(handle, name, policy, ctx)
+    handle: RematHandle = ops.begin(name, remat_policy, ctx) or RematHandle(ctx, name)
+    if mode.observed is not None:
+        mode.observed.watch(handle, name, remat_policy, ctx)
     return handle

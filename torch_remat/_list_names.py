@@ -7,9 +7,13 @@ from dataclasses import asdict, dataclass
 from typing import Any, ParamSpec
 
 import torch
-from torch.utils.flop_counter import flop_registry
+from torch.nn import Module
 
-from torch_remat._compat import eager_only
+from torch_remat._compat import as_written, eager_only
+from torch_remat._flops import flops_of
+from torch_remat._form import with_form
+from torch_remat._storages import tensors_in
+from torch_remat._text import aligned, plural
 from torch_remat.dispatch.log.entry import CALL, ONE, WRITTEN, Entry
 from torch_remat.dispatch.log.meta import Meta, Raised
 from torch_remat.dispatch.mode import current_mode
@@ -75,18 +79,12 @@ class NameTable(Sequence[NamedResult]):
 
     def __str__(self) -> str:
         """Return the table as text."""
-        cells = [_HEADER, *(_cells(row) for row in self._rows)]
         kept = sum(row.bytes for row in self._rows if row.kept)
         needed = sum(row.bytes for row in self._rows if row.needed)
-        widths = [max(len(row[at]) for row in cells) for at in range(len(_HEADER))]
-        lines = [
-            "  ".join(cell.ljust(width) if at in _LEFT else cell.rjust(width)
-                      for at, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip()
-            for row in cells
-        ]  # fmt: skip
-        count = f"{len(self)} result{'s' * (len(self) != 1)}"
-        lines.insert(1, "  ".join("-" * width for width in widths))
-        return "\n".join([*lines, f"{count}; needed by backward: {needed:,} bytes; kept: {kept:,} bytes"])
+        cells = list(map(_cells, self._rows))
+        rule = ["-" * max(map(len, column)) for column in zip(_HEADER, *cells, strict=True)]
+        end = f"{plural(len(self), 'result')}; needed by backward: {needed:,} bytes; kept: {kept:,} bytes"
+        return "\n".join([*aligned([_HEADER, rule, *cells], right=_RIGHT), end])
 
     def __repr__(self) -> str:
         """Return the table as text."""
@@ -94,40 +92,55 @@ class NameTable(Sequence[NamedResult]):
 
 
 _HEADER = ("name", "op", "shape", "dtype", "bytes", "FLOPs", "needed", "kept")
-_LEFT = (0, 1, 2, 3)
+_RIGHT = (4, 5, 6, 7)
+_FORM = "remat.list_names(function, policy=None, layer=None)(*args, **kwargs)"
 
 
 @eager_only
-def list_names(function: Callable[P, Any], policy: Any = None) -> Callable[P, NameTable]:
+@with_form(_FORM)
+def list_names(
+    function: Callable[P, Any], policy: Any = None, *, layer: Module | None = None
+) -> Callable[P, NameTable]:
     """Run a function's forward once and list the results of its ops by name.
 
     Args:
         function: What shall be a checkpointed region; a module is the root of the names.
         policy: A policy for ``checkpoint(policy=...)``; the table shows what it keeps. Without one nothing is kept.
+        layer: A module that the function calls, which shall be the region instead. The function runs up to its first
+            call of the layer, and the layer on what it is given there. The names are those for a policy of the layer,
+            as in ``checkpoint_modules(model, "layers.*", policy=save_names(...))``.
 
     Returns:
         A callable that takes the function's arguments and returns the table.
 
     Raises:
-        UsageError: The function is not callable.
+        UsageError: The function is not callable, or its arguments stand beside it; or from the call, if the function
+            does not call the layer.
         PolicyError: ``policy`` is no policy; or from the call, if an entry of it matched nothing.
 
     Example:
         >>> import torch
+    from torch.nn import Module
         >>> import torch_remat as remat
         >>> block = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU())
         >>> table = remat.list_names(block)(torch.randn(4, 8))
         >>> table.names
         ['0.t_0_0', '0.addmm_0_0', '1.gelu_0_0']
+        >>> remat.list_names(block, layer=block[1])(torch.randn(4, 8)).names
+        ['gelu_0_0']
     """
     if not callable(function):
-        raise UsageError(
-            f"list_names() cannot run a {type(function).__name__}",
-            remedy="The form is list_names(function, policy=None)(*args, **kwargs).",
-        )
+        raise UsageError(f"list_names() cannot run a {type(function).__name__}", remedy=f"The form is {_FORM}.")
+    if any(True for _ in tensors_in(policy)):
+        raise UsageError("a tensor is no policy: it belongs in the second call", remedy=f"The form is {_FORM}.")
+    if not (layer is None or isinstance(layer, Module)):
+        raise UsageError(f"layer takes a module, not a {type(layer).__name__}", remedy="Pass layer=model.layers[0].")
     chosen = _nothing if policy is None else as_policy(policy)
 
     def run(*args: P.args, **kwargs: P.kwargs) -> NameTable:
+        if layer is not None:
+            given, named = _given_to(layer, function, args, kwargs)
+            return list_names(layer.forward, policy)(*given, **named)  # hooks are outside of a layer's region
         flops: list[int] = []
         entries: list[Sequence[Entry]] = []
         options = Options(region_name=default_name(function), policy=_Listed(chosen, flops))
@@ -177,8 +190,7 @@ class _ListedDecider(Decider):
         self._flops = flops
 
     def decide(self, context: OpContext, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Decision]:
-        formula = flop_registry.get(getattr(op, "overloadpacket", op))
-        self._flops.append(0 if formula is None else int(formula(*args, **kwargs, out_val=context.op_output)))
+        self._flops.append(flops_of(op, args, kwargs, context.op_output))
         return self._decider.decide(context, op, args, kwargs)
 
     def decide_name(self, name: str) -> Decision:
@@ -186,6 +198,35 @@ class _ListedDecider(Decider):
 
     def unmatched(self, names: Iterable[str]) -> PolicyError | None:
         return self._decider.unmatched(names)
+
+
+class _Reached(BaseException):
+    """Ends the function: it calls the layer, with these arguments."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.given = args, kwargs
+
+
+def _given_to(
+    layer: Module, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments that a layer's forward gets in a function's first call of it."""
+
+    def stop(_layer: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        raise _Reached(args, kwargs)
+
+    hook = layer.register_forward_pre_hook(stop, with_kwargs=True)
+    try:
+        with as_written(), torch.enable_grad():
+            function(*args, **kwargs)
+    except _Reached as reached:
+        return reached.given
+    finally:
+        hook.remove()
+    raise UsageError(
+        f"the function does not call the layer, a {type(layer).__name__}",
+        remedy="Pass a module of the model that is called; who calls its forward passes it by.",
+    )
 
 
 def _is_inference(leaf: Any) -> bool:

@@ -28,9 +28,10 @@ from torch_remat._compat import (
     top_saved_tensors_hooks,
 )
 from torch_remat._score import eviction_score
+from torch_remat._storages import Keys
+from torch_remat._text import format_bytes
 from torch_remat.budgets.fill import Filler
 from torch_remat.budgets.kept import LEAST_SECONDS, KeptRegion
-from torch_remat.budgets.ledger import Keys
 from torch_remat.budgets.plan import Plan, largest, plan_of
 from torch_remat.budgets.register import Inside, Register, lock, registers_around
 from torch_remat.budgets.repeats import Place, Repeats, what_is_given
@@ -42,7 +43,6 @@ from torch_remat.dispatch.naming import default_name
 from torch_remat.dispatch.options import DEFAULTS, Keeping, Options, keeping, observers
 from torch_remat.dispatch.reach import tensors_of
 from torch_remat.errors import RematWarning, UsageError, user_line
-from torch_remat.reports.text import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -40,7 +40,8 @@ from torch_remat._compat import (
     storage_key,
     without_dispatch_modes,
 )
-from torch_remat.budgets.ledger import Keys, Ledger, each, parts_of
+from torch_remat._kept import kept_by
+from torch_remat._storages import Keys, Ledger, each, parts_of
 from torch_remat.budgets.packing import pack_hook
 from torch_remat.budgets.repeats import Place
 from torch_remat.budgets.steps import Row
@@ -51,7 +52,6 @@ from torch_remat.dispatch.reach import reach
 from torch_remat.dispatch.region.forward import Recording
 from torch_remat.dispatch.region.region import Region
 from torch_remat.policies.decision import CheckpointPolicy
-from torch_remat.reports.kept import kept_by
 
 REPLAY_SECONDS = 1e-4
 """What a replay costs besides the ops that it runs."""

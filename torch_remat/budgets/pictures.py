@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch_remat._text import format_bytes
 from torch_remat.budgets.steps import Step
 from torch_remat.reports.pictures import GREY, INK, finished, new_figure
-from torch_remat.reports.text import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

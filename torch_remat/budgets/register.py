@@ -14,8 +14,8 @@ from typing import Any, Protocol
 from weakref import ref
 
 from torch_remat._compat import accelerator_type
+from torch_remat._storages import Keys, Ledger
 from torch_remat.budgets.kept import KeptRegion, Offer
-from torch_remat.budgets.ledger import Keys, Ledger
 from torch_remat.dispatch.options import Keeper, Keeping, Options, keeping
 from torch_remat.dispatch.region.region import Region
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from torch_remat._text import aligned, format_bytes
 from torch_remat.budgets.steps import Row, Step
-from torch_remat.reports.text import aligned, format_bytes
 
 _HEAD = ["", "calls", "kept", "given up", "offloaded", "replays", "replay ms"]
 

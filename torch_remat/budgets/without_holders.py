@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from torch_remat._compat import ProfilerRange, node_number, profiler_runs, sequence_number
-from torch_remat.budgets.ledger import Keys
+from torch_remat._storages import Keys
 from torch_remat.budgets.repeats import Place
 from torch_remat.dispatch.reach import boundary_nodes, node_of, tensors_of
 

@@ -127,9 +127,6 @@ class Watch(Protocol):
     def __exit__(self, *raised: object) -> None:
         """End the phase."""
 
-    def policy_of(self, name: str, policy: CheckpointPolicy) -> CheckpointPolicy:
-        """Return the policy that a call is to have instead of its own."""
-
     def watch(self, handle: Any, name: str, policy: CheckpointPolicy, ctx: Any) -> None:
         """Take note of an op with a handle, which begins."""
 

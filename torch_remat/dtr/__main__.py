@@ -13,6 +13,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, get_args
 
+from torch_remat._text import format_bytes
 from torch_remat.dtr import _chart
 from torch_remat.dtr._memory import Deallocation
 from torch_remat.dtr._pool import Search
@@ -21,7 +22,6 @@ from torch_remat.dtr.log import Log
 from torch_remat.dtr.recording import record
 from torch_remat.dtr.simulate import Simulation, simulate
 from torch_remat.errors import RematError, UsageError
-from torch_remat.reports.text import format_bytes
 
 _SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
 

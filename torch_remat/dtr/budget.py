@@ -12,6 +12,7 @@ import torch
 
 from torch_remat._bytes import parse_bytes
 from torch_remat._compat import as_written
+from torch_remat._text import format_bytes
 from torch_remat.dtr._block_memory import BlockMemory
 from torch_remat.dtr._memory import Deallocation
 from torch_remat.dtr._ops import Cost, Costs
@@ -19,7 +20,6 @@ from torch_remat.dtr._pool import Search
 from torch_remat.dtr._runtime import BlockRuntime
 from torch_remat.dtr.heuristics import Heuristic, resolve
 from torch_remat.errors import UsageError
-from torch_remat.reports.text import format_bytes
 
 _active = threading.local()
 

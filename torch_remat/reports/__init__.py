@@ -1,13 +1,13 @@
 """Seeing what is kept: memory reports, traces, explanations. Files import only those above them.
 
-    data, spans                                what reports and traces say, as plain data
-    fold, text, html, pictures                 the same for people; layers that are alike are told once
-    kept, ledger, torch_checkpoint, graph      gathering: what is kept, each storage counted once
-    memory, oom                                the memory report that users get, also when memory runs out
-    watch, observer                            what the runtime tells while it is watched, and to whom
-    recorder, profile, trace                   the trace that users get, and how it is recorded
-    explanation, reasons, notes, explain       the explanation: its data and text, why, watching a run, trials
-    debug_log                                  the ops of both phases, for errors with `debug=True`
+    pictures, report                what all reports can do: text, HTML, data, pictures, from the same blocks
+    data, fold                      what regions keep, counted, each storage once; layers that are alike are told once
+    graph                           what autograd and `torch.utils.checkpoint` keep outside of regions
+    memory, oom                     the memory report that users get, also when memory runs out
+    watch, observer                 what the runtime tells while it is watched, and to whom
+    spans, recorder, profile, trace the trace that users get, and how it is recorded
+    explanation, reasons, explain   the explanation: its data and text; why, and what else would cost; watching a run
+    debug_log                       the ops of both phases, for errors with `debug=True`
 
 Reports keep no tensor, and are never imported by the runtime. The face loads `debug_log` and `watch`, each
 when it is first needed, and no other.

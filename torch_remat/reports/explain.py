@@ -1,42 +1,290 @@
-"""`explain`: why each named tensor is kept or not, and what each op's other policies would cost."""
+"""`explain`: why each named tensor is kept or not, and what each op's other policies would cost.
+
+`Notes` watches the run: which ops ran in which phase, what each read, made and saved, and their FLOPs, which are those
+of ``torch.utils.flop_counter``. It keeps numbers and names.
+
+NOTE [ Numbers of storages ]
+Addresses are used again, so each storage has a number, which is new when an op makes it. Which storage a saved tensor
+is in, the names of the node's attributes tell: they are those of the op's arguments, or of its results. What a handle
+saves it gives by names of its own; of any other custom Function shape and dtype tell, as far as they do.
+"""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from operator import sub
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
 from threading import get_ident
 from typing import Any
+from weakref import ref
 
 import torch
+from torch.autograd.function import BackwardCFunction
 
-from torch_remat._compat import TorchDispatchMode, as_written, eager_only, set_version
-from torch_remat.dispatch.log.meta import key_of
-from torch_remat.dispatch.log.meta import tensors_in as arguments_in
-from torch_remat.dispatch.log.schema import argument, effects_of
+from torch_remat._compat import TorchDispatchMode, as_written, eager_only
+from torch_remat._flops import flops_of
+from torch_remat._form import with_form
+from torch_remat._kept import Kept, decisions_of, kept_by
+from torch_remat._storages import pieces_in, storages_of, tensors_in, viewed_parameter
+from torch_remat.dispatch.holder import Holder
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.placeholder import is_placeholder
-from torch_remat.dispatch.region.forward import run_region
-from torch_remat.dispatch.region.inputs import RegionInputs, leaves_of, with_leaves
 from torch_remat.dispatch.region.region import Region
-from torch_remat.errors import PlaceholderError, RematError, RematWarning, UsageError, qualified_name
-from torch_remat.offload.cpu import CpuOffloader
+from torch_remat.errors import UsageError, qualified_name, user_line
 from torch_remat.offload.protocol import chosen
+from torch_remat.offload.sender import default_offloader
 from torch_remat.policies.decision import CheckpointPolicy
-from torch_remat.reports.explanation import Alternative, Explanation
-from torch_remat.reports.graph import is_released, nodes_below
-from torch_remat.reports.ledger import report_of, tensors_in
-from torch_remat.reports.notes import CountAten, Notes, OpNotes, RegionNotes
+from torch_remat.reports.data import report_of
+from torch_remat.reports.explanation import Alternative, Explanation, OpExplanation, RegionExplanation
+from torch_remat.reports.graph import is_of_checkpoint, is_released, nodes_below, saved_in
 from torch_remat.reports.observer import Observer, observed_by
-from torch_remat.reports.torch_checkpoint import is_of_checkpoint
+from torch_remat.reports.reasons import Cost, OpNotes, Prices, Reasons, Seen, Step, never_needed
 from torch_remat.reports.watch import WatchedOp
 
-# Written by batch norms, of which not all schemas say so.
-_STATISTICS = {"running_mean", "running_var"}
+Look = tuple[torch.Size, torch.dtype]
+
+
+@dataclass
+class RegionNotes:
+    """One region, while its forward runs."""
+
+    told: RegionExplanation
+    ops: dict[str, OpNotes] = field(default_factory=dict)
+    steps: list[Step] = field(default_factory=list)
+    looks: dict[Look, int] = field(default_factory=dict)  # by shape and dtype the storage that was seen last
+
+    def note_saves(self) -> None:
+        """Note what autograd saved of the last step, which has its node by now."""
+        step = self.steps[-1] if self.steps else Step("", "")
+        for result in step.outs:
+            node = None if (tensor := result()) is None else tensor.grad_fn
+            named = isinstance(node, BackwardCFunction) and step.call and self.ops[step.call].saved
+            for label, packed in () if node is None or named else saved_in(node):
+                if not isinstance(packed, Holder):
+                    continue
+                if label in step.names:
+                    step.before.add(step.names[label])
+                elif label.startswith("result") and step.makes:
+                    step.after.update(step.makes)
+                elif (look := packed.describe()[1:3]) in self.looks:
+                    step.after.add(self.looks[look])
+        step.outs = ()
+
+
+class Notes(Observer, TorchDispatchMode):
+    """Takes notes of all regions whose forward this thread runs outside of replays, by their serial numbers."""
+
+    def __init__(self, alternatives: bool) -> None:
+        super().__init__()
+        self.regions: dict[int, RegionNotes] = {}
+        self._alternatives = alternatives
+        self._thread = get_ident()
+        # What runs, by thread, innermost last: the region, its notes if there are any, the op in it, and the phase.
+        self._running: dict[int, list[tuple[Region, RegionNotes | None, OpNotes | None, str]]] = defaultdict(list)
+        self._numbers: dict[Hashable, int] = {}
+        self._sizes: dict[int, int] = {}
+        self._new_number = count().__next__
+
+    def begin(self, region: Region, op: WatchedOp | None, phase: str) -> None:
+        """Begin to count for an op, or for a region."""
+        mode = current_mode()
+        mine = get_ident() == self._thread
+        if op is None and phase == "forward" and mine and mode is not None and not mode.recomputing:
+            self.regions[region.serial] = RegionNotes(RegionExplanation(region.name))
+            given = tensors_in(region.inputs.given if region.inputs else ())
+            saved = {self._look_at("", tensor).number for tensor in given}
+            for _, step in self._steps_of("", ()):
+                step.before, step.inner = saved, True
+        notes, found = self.regions.get(region.serial), None
+        if notes is not None and op is not None:
+            if phase == "forward":
+                told = OpExplanation(op.name, op.policy.value)
+                notes.ops.setdefault(op.name, OpNotes(told, op.policy))
+            found = notes.ops.get(op.name)
+        elif notes is not None and phase == "replay":
+            notes.told.replays += 1
+            for other in notes.ops.values():
+                other.told.replay = "not reached" if other.told.replay == "no replay" else other.told.replay
+        self._running[get_ident()].append((region, notes, found, phase))
+
+    def end(self, region: Region, op: WatchedOp | None, phase: str) -> None:
+        """Count for what is around again; note what an op saved and returned, and what a region holds after replay."""
+        self._running[get_ident()].pop()
+        notes = self.regions.get(region.serial)
+        if notes is None:
+            return
+        if op is None and phase == "replay":
+            report = report_of(region)
+            notes.told.refilled_bytes = max(notes.told.refilled_bytes, report.bytes + report.offloaded_bytes)
+        elif op is not None and (found := notes.ops.get(op.name)) is not None:
+            if phase == "replay":
+                found.told.replay = "skipped" if op.outputs is None else "ran"
+            elif op.outputs is not None and not found.outputs:
+                self._note_end(region, notes, found, op)
+
+    def _note_end(self, region: Region, notes: RegionNotes, found: OpNotes, op: WatchedOp) -> None:
+        """Note what an op saved and returned."""
+        made = enumerate(op.outputs or ())
+        found.outputs = [
+            self._look_at(str(place) if op.as_tuple else "out", one)
+            for place, one in made
+            if isinstance(one, torch.Tensor)
+        ]
+        found.saved = [self._look_at(label, tensor) for label, tensor in op.named.items() if tensor is not None]
+        notes.note_saves()
+        after = {seen.number for seen in found.saved if not seen.parameter}
+        notes.steps.append(Step("", found.told.name, after=after))
+
+    def _look_at(self, label: str, tensor: torch.Tensor) -> Seen:
+        storages = storages_of(tensor)
+        number = self._number(storages[0]._cdata, storages[0].nbytes()) if storages else -1
+        size = sum(storage.nbytes() for storage in storages)
+        return Seen(label, size, number, viewed_parameter(tensor) is not None)
+
+    def _number(self, key: Hashable, size: int) -> int:
+        """Return the number of a storage, which may not have been seen yet."""
+        if key not in self._numbers:
+            self._numbers[key] = self._new_number()
+        self._sizes.setdefault(self._numbers[key], size)
+        return self._numbers[key]
+
+    def numbers_in(self, value: Any) -> dict[int, int]:
+        """Return the numbers and bytes of the storages in a value of `kept_by`, in place or elsewhere."""
+        memory = [one for piece in pieces_in(value) if piece.besides is None for one in piece.memory]
+        return {self._number(one.key, one.bytes): one.bytes for one in memory}
+
+    def offload_began(self, tensor: torch.Tensor, key: int) -> None:
+        """Note which storage has left: its copy has its number."""
+        (storage,) = storages_of(tensor)
+        self._numbers["away", key] = self._number(storage._cdata, storage.nbytes())
+
+    def __torch_dispatch__(
+        self, op: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an op, and count it for every op and region that runs in this thread if it computes something."""
+        kwargs = kwargs or {}
+        running = self._running[get_ident()]
+        given = list(tensors_in((args, kwargs))) if running else []
+        if op.is_view or not running or any(map(is_placeholder, given)):
+            return op(*args, **kwargs)
+        steps = self._steps_of(str(op), given)
+        names = {one.name: value for one, value in zip(op._schema.arguments, args, strict=False)} | dict(kwargs)
+        numbers = {
+            name: self._look_at("", value).number for name, value in names.items() if isinstance(value, torch.Tensor)
+        }
+        out = op(*args, **kwargs)
+        flops = flops_of(op, args, kwargs, out)
+        for _, notes, found, phase in running:
+            told: Any = found.told if found is not None else notes.told if notes is not None else None
+            if found is None and notes is not None:
+                setattr(told, f"{phase}_ops", getattr(told, f"{phase}_ops") + 1)
+            if told is not None:
+                setattr(told, f"{phase}_flops", getattr(told, f"{phase}_flops") + flops)
+        keys = {storage._cdata for tensor in given for storage in storages_of(tensor)}
+        results = list(tensors_in(out))
+        new = {storage._cdata: storage.nbytes() for one in results for storage in storages_of(one)}
+        for key in new.keys() - keys:
+            self._numbers.pop(key, None)
+        made = {self._number(key, size) for key, size in new.items() if key not in keys}
+        for notes, step in steps:
+            step.makes, step.flops, step.names, step.outs = made, flops, numbers, list(map(ref, results))
+            notes.looks.update(self._looks_of(results))
+        return out
+
+    def _looks_of(self, tensors: Sequence[torch.Tensor]) -> list[tuple[Look, int]]:
+        return [((one.shape, one.dtype), self._look_at("", one).number) for one in tensors]
+
+    def _steps_of(self, op: str, given: Sequence[torch.Tensor]) -> list[tuple[RegionNotes, Step]]:
+        """Begin a step of each region whose forward runs in this thread."""
+        looks, (file, line) = self._looks_of(given), user_line()
+        running = [one for one in self._running[get_ident()] if one[1] is not None and one[3] == "forward"]
+        steps: dict[int, tuple[RegionNotes, Step]] = {}
+        for region, notes, found, _ in running:
+            assert notes is not None
+            if region.serial not in steps:
+                inner, reads = region is not running[-1][0], {number for _, number in looks}
+                notes.note_saves()
+                notes.looks.update(looks)
+                notes.steps.append(Step(op, "", inner, f"{Path(file).name}:{line}", reads))
+                steps[region.serial] = notes, notes.steps[-1]
+            step = steps[region.serial][1]
+            around = notes.ops.get(step.call)
+            if found is not None and (around is None or around.policy is CheckpointPolicy.RECOMPUTE):
+                step.call = found.told.name  # in the body of a skipped op all is part of that
+        return list(steps.values())
+
+    def finish(self, region: Region, boundary: object) -> None:
+        """Explain what the region keeps, now that its forward is over."""
+        notes = self.regions.get(region.serial)
+        if notes is None:
+            return
+        told, report, decisions = notes.told, report_of(region), decisions_of(region)
+        if region.last_number < 0:  # it does not outlive its forward
+            told.ops = tuple(op.told for op in notes.ops.values())
+            for op in notes.ops.values():
+                op.told.tensors = tuple(never_needed(region, op))
+            return
+        notes.note_saves()
+        # Left out: ops in the body of a skipped op, which are part of that.
+        notes.ops = {name: notes.ops[name] for name in decisions if name in notes.ops}
+        told.ops = tuple(op.told for op in notes.ops.values())
+        rows = list(kept_by(region))
+        told.unnamed = sum(row.what == "empty" and not row.op for row in rows)
+        inputs = [one for one in report.tensors if one.kind == "input"]
+        told.kept_bytes, told.offloaded_bytes = report.bytes, report.offloaded_bytes
+        told.input_bytes = sum(one.bytes for one in inputs if not one.offloaded)
+        told.offloaded_input_bytes = sum(one.bytes for one in inputs if one.offloaded)
+        prices = self._prices_of(region, notes, rows)
+        cost = prices.under(decisions)
+        reasons = Reasons(region, rows, report, self.numbers_in, cost.ran)
+        told.by_policy = tuple(reasons.by_policy())
+        # Of a call that a policy for aten ops would look into, or that what is around recomputes, the log has no price.
+        hooks, policy = region.hooks, region.options.policy
+        is_priced = current_mode() is None and policy is None and not (hooks and is_of_checkpoint(hooks[1]))
+        for op in notes.ops.values():
+            op.told.tensors = tuple(reasons.of(op))
+            if self._alternatives and is_priced:
+                op.told.alternatives = tuple(_others(op, prices, decisions, cost))
+        notes.steps = []
+
+    def _prices_of(self, region: Region, notes: RegionNotes, rows: Sequence[Kept]) -> Prices:
+        kinds = ("result", "saved")
+        kept = {number for row in rows if not row.op and row.what in kinds for number in self.numbers_in(row.value)}
+        inputs_away = {
+            number
+            for row in rows
+            if row.what == "input" and any(piece.offloaded for piece in pieces_in(row.value, row.made_on))
+            for number in self.numbers_in(row.value)
+        }
+        handles = [name for name, call in region.tape.records.items() if call.is_handle]
+        offloader = region.options.offloader or chosen.get()
+        least = getattr(offloader or default_offloader(), "min_bytes", 0)
+        by_policy = kept if region.options.policy is not None else None
+        return Prices(notes.steps, self._sizes, inputs_away, by_policy, handles, least)
+
+
+def _others(op: OpNotes, prices: Prices, decisions: Mapping[str, CheckpointPolicy], now: Cost) -> Iterator[Alternative]:
+    """Yield what the other policies of an op would cost."""
+    for policy in CheckpointPolicy:
+        if policy is not op.policy:
+            cost = prices.under({**decisions, op.told.name: policy})
+            if cost.refused is not None:
+                step, call = cost.refused
+                out = next((seen.label for seen in op.outputs), "out")
+                what = f"{step.op} at {step.line} reads {qualified_name(None, call, out)}"
+                yield Alternative(policy.value, 0, 0, 0, what)
+            else:
+                change = cost.bytes - now.bytes, cost.offloaded_bytes - now.offloaded_bytes, cost.flops - now.flops
+                yield Alternative(policy.value, *change)
+
+
+_FORM = "remat.explain(function)(*args, **kwargs)"
 
 
 @eager_only
+@with_form(_FORM)
 def explain(function: Callable[..., Any], *, alternatives: bool = True) -> Callable[..., Explanation]:
     """Run a function forward and backward once, and say why each named tensor in its regions is kept or not.
 
@@ -44,21 +292,21 @@ def explain(function: Callable[..., Any], *, alternatives: bool = True) -> Calla
     gradient, with ones; gradients are dropped, not accumulated. A function that calls backward itself, such as a
     training step, may return anything.
 
-    For each op the other policies are tried out: the forward and the replay of its region run once more with that
-    policy. That relies on what any checkpoint relies on, that a region's function may run again; what it changes in
-    place in tensors from outside, such as the statistics of a batch norm, is put back. Bytes are measured, FLOPs
-    counted. Regions that are alike (same code, ops and bytes) are tried out once; regions inside others are not.
-    OFFLOAD is tried out with the region's offloader, or that of `offload_to`, or a `CpuOffloader` for this alone.
+    For each op it also says what the other policies would cost: the log of this one run tells which storages each op
+    reads, makes and saves, how large they are, and how many FLOPs it has. So these are computed, not measured. Not in
+    them is random state. OFFLOAD is priced as if all tensors left that are as large as the offloader's ``min_bytes``.
+    Ops have no prices in regions inside other regions, and in those with a policy for aten ops, which would decide
+    about the ops inside a call that is recomputed.
 
     Args:
         function: What contains the regions, such as a model; called with the arguments of the second call.
-        alternatives: Whether other policies are tried out.
+        alternatives: Whether to say what other policies would cost.
 
     Returns:
         A callable that takes the function's arguments and returns the explanation: plain data, and text with ``print``.
 
     Raises:
-        UsageError: It was called inside a region, or ``function`` cannot be called.
+        UsageError: It was called inside a region, or ``function`` cannot be called, or its arguments stand beside it.
 
     Example:
         >>> import torch
@@ -81,18 +329,15 @@ def explain(function: Callable[..., Any], *, alternatives: bool = True) -> Calla
         [('x', 'elided'), ('out', 'not kept')]
     """
     if not callable(function):
-        raise UsageError(
-            f"explain() cannot run a {type(function).__name__}",
-            remedy="The form is remat.explain(function)(*args, **kwargs).",
-        )
+        raise UsageError(f"explain() cannot run a {type(function).__name__}", remedy=f"The form is {_FORM}.")
 
     def explained(*args: Any, **kwargs: Any) -> Explanation:
         if current_mode() is not None:
             raise UsageError("explain() was called inside a region", remedy="Call it around the whole model.")
-        notes = Notes(_Trials().try_others if alternatives else None)
-        with as_written(), torch.enable_grad(), observed_by(notes), CountAten(notes.count):
+        notes = Notes(alternatives)
+        with as_written(), torch.enable_grad(), observed_by(notes), notes:
             no_backward = _backward(function(*args, **kwargs))
-        return Explanation(tuple(region.explained() for region in notes.regions.values()), no_backward)
+        return Explanation(tuple(region.told for region in notes.regions.values()), no_backward)
 
     return explained
 
@@ -112,155 +357,3 @@ def _backward(output: Any) -> str | None:
         f"it found no tensor that needs a gradient in what the function returned ({type(output).__name__}). "
         "Return the loss, in a container or dataclass if need be, or run backward in the function."
     )
-
-
-class _Override(Observer):
-    """Gives ops other policies, by their names, in the first region that this thread begins."""
-
-    def __init__(self, policies: Mapping[str, CheckpointPolicy]) -> None:
-        self._policies = policies
-        self._thread = get_ident()
-        self.region: Region | None = None
-
-    def begin(self, region: Region, op: WatchedOp | None, phase: str) -> None:
-        if self.region is None and get_ident() == self._thread:
-            self.region = region
-
-    def policy_of(self, region: Region, name: str, policy: CheckpointPolicy) -> CheckpointPolicy:
-        return self._policies.get(name, policy) if region is self.region else policy
-
-
-class _Trials:
-    """Tries out other policies for the ops of a region, once for each kind of region."""
-
-    def __init__(self) -> None:
-        self._known: dict[Any, dict[str, tuple[Alternative, ...]]] = {}
-        self._offloader = CpuOffloader()
-
-    def try_others(self, region: Region, notes: RegionNotes) -> None:
-        if current_mode() is not None or not notes.ops or region.inputs is None:
-            return
-        if region.hooks is not None and is_of_checkpoint(region.hooks[1]):
-            return  # that would count what a trial saves
-        kind = _kind(region, notes)
-        if kind not in self._known:
-            same = self._measure(region, {})
-            self._known[kind] = {
-                # What cannot run as it is will fail in backward, with an error of its own.
-                name: () if isinstance(same, str) else tuple(self._others(region, op, same))
-                for name, op in notes.ops.items()
-            }
-        for name, found in self._known[kind].items():
-            notes.ops[name].alternatives = found
-
-    def _others(self, region: Region, op: OpNotes, same: tuple[int, int, int]) -> Iterator[Alternative]:
-        for policy in CheckpointPolicy:
-            if policy is not op.policy:
-                measured = self._measure(region, {op.name: policy})
-                if isinstance(measured, str):
-                    yield Alternative(policy.value, 0, 0, 0, measured)
-                else:
-                    yield Alternative(policy.value, *map(sub, measured, same))
-
-    def _measure(self, region: Region, policies: Mapping[str, CheckpointPolicy]) -> tuple[int, int, int] | str:
-        """Run a region's forward and replay; return kept and offloaded bytes and replay's FLOPs, or what went wrong."""
-        flops: list[int] = []
-        override = _Override(policies)
-        assert region.function is not None
-        assert region.inputs is not None
-        options = region.options
-        if options.offloader is None and chosen.get() is None:
-            options = options._replace(offloader=self._offloader)
-        try:
-            args, kwargs = _arguments_of(region, region.inputs)
-            with ExitStack() as stack:
-                stack.enter_context(warnings.catch_warnings())
-                warnings.filterwarnings("ignore", category=RematWarning, message=".*(CpuOffloader|DiskOffloader)")
-                if region.rng is not None:
-                    stack.enter_context(region.rng.replayed())
-                stack.enter_context(_Undo())
-                stack.enter_context(observed_by(override))
-                output = run_region(region.function, args, kwargs, options)
-                tried = override.region
-                assert tried is not None
-                report = report_of(tried)
-                stack.enter_context(CountAten(flops.append))
-                if empty := tried.tape.empty():
-                    tried.refill(empty[0])  # as a backward that reads all of its saved tensors would
-        except PlaceholderError as error:
-            return f"{error.consumer} at {error.line} reads {qualified_name(None, error.op, error.tensor)}"
-        except RematError as error:
-            return error.what
-        del output
-        return report.bytes, report.offloaded_bytes, sum(flops)
-
-
-def _arguments_of(region: Region, inputs: RegionInputs) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """Return a region's arguments; those that were offloaded are such that a new region offloads them, too."""
-    args, kwargs = inputs.restore(region)
-    leaves = leaves_of(args, kwargs)
-    copies = {id(leaves[place]): leaves[place].clone() for place in inputs.offloaded()}  # a leaf would not travel
-    return with_leaves(args, kwargs, [copies.get(id(leaf), leaf) for leaf in leaves]) if copies else (args, kwargs)
-
-
-def _kind(region: Region, notes: RegionNotes) -> Any:
-    """Return a key that is equal for two regions if a trial of one holds for the other as well."""
-    options, counts, report = region.options, notes.counts, notes.report
-    ops = tuple((op.name, op.policy, tuple((one.label, one.bytes) for one in op.outputs)) for op in notes.ops.values())
-    return (
-        *(type(region.function), getattr(region.function, "__code__", None)),
-        *(options._replace(region_name=None, offloader=None), id(options.offloader)),
-        *(counts["forward_flops"], counts["forward_ops"], ops, notes.unnamed),
-        *(report.bytes, report.offloaded_bytes),
-    )
-
-
-class _Undo(TorchDispatchMode):
-    """Puts back what a trial changes in place in tensors from before: running statistics, caches, counters.
-
-    It copies each storage from outside that an op writes, before that, and keeps the copies until the trial is over.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._made: set[int] = set()
-        self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
-        self._versions: list[tuple[torch.Tensor, int]] = []
-
-    def __torch_dispatch__(
-        self, op: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        given = {key_of(tensor) for tensor in arguments_in(args, kwargs)}
-        for tensor in _written(op, args, kwargs):
-            self._note(tensor)
-        result = op(*args, **kwargs)
-        results = result if isinstance(result, (list, tuple)) else (result,)
-        self._made.update(key for tensor in arguments_in(results, {}) if (key := key_of(tensor)) not in given)
-        return result
-
-    def _note(self, tensor: torch.Tensor) -> None:
-        if is_placeholder(tensor) or tensor.layout is not torch.strided or (key := key_of(tensor)) in self._made:
-            return
-        if key not in self._before:
-            storage = tensor.untyped_storage()
-            self._before[key] = storage, storage.clone()
-        if not tensor.is_inference():
-            self._versions.append((tensor, tensor._version))
-
-    def __exit__(self, *raised: Any) -> None:
-        """Put back what was changed."""
-        super().__exit__(*raised)
-        for storage, before in self._before.values():
-            if storage.nbytes() == before.nbytes():  # else it was resized: its tensor is another one now
-                storage.copy_(before)
-        for tensor, version in self._versions[::-1]:
-            set_version(tensor, version)
-
-
-def _written(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    effects = effects_of(op)
-    where = list(effects.written)
-    if "batch_norm" in effects.name:
-        where += [(place, one.name) for place, one in enumerate(op._schema.arguments) if one.name in _STATISTICS]
-    return arguments_in([argument(one, args, kwargs) for one in where], {})

@@ -8,13 +8,13 @@ Explanation
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from html import escape
 from typing import Any, Literal
 
+from torch_remat._text import format_bytes, format_flops, plural
 from torch_remat.reports.fold import fold_series
-from torch_remat.reports.text import aligned, format_bytes, format_flops, format_sum, plural
+from torch_remat.reports.report import Block, Report, format_sum
 
 State = Literal["kept", "offloaded", "elided", "recomputed", "not kept"]
 """Where a tensor is between forward and backward: in place; elsewhere; with what replay makes or has anyway; nowhere,
@@ -51,9 +51,9 @@ class Alternative:
 
     Attributes:
         policy: The other policy.
-        bytes_change: Bytes kept after forward, more (positive) or fewer; measured.
+        bytes_change: Bytes kept after forward, more (positive) or fewer.
         offloaded_bytes_change: The same for bytes kept elsewhere.
-        flops_change: Floating-point operations of replay, more or fewer; counted.
+        flops_change: Floating-point operations of replay, more or fewer.
         error: Why it is not possible; None if it is.
     """
 
@@ -64,7 +64,7 @@ class Alternative:
     error: str | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class OpExplanation:
     """One op.
 
@@ -80,14 +80,14 @@ class OpExplanation:
 
     name: str
     policy: str
-    replay: Replay
-    forward_flops: int
-    replay_flops: int
-    tensors: tuple[TensorExplanation, ...]
-    alternatives: tuple[Alternative, ...]
+    replay: Replay = "no replay"
+    forward_flops: int = 0
+    replay_flops: int = 0
+    tensors: tuple[TensorExplanation, ...] = ()
+    alternatives: tuple[Alternative, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass
 class RegionExplanation:
     """One region.
 
@@ -109,23 +109,23 @@ class RegionExplanation:
     """
 
     name: str
-    kept_bytes: int
-    offloaded_bytes: int
-    input_bytes: int
-    offloaded_input_bytes: int
-    unnamed: int
-    refilled_bytes: int
-    replays: int
-    forward_ops: int
-    replay_ops: int
-    forward_flops: int
-    replay_flops: int
-    by_policy: tuple[TensorExplanation, ...]
-    ops: tuple[OpExplanation, ...]
+    kept_bytes: int = 0
+    offloaded_bytes: int = 0
+    input_bytes: int = 0
+    offloaded_input_bytes: int = 0
+    unnamed: int = 0
+    refilled_bytes: int = 0
+    replays: int = 0
+    forward_ops: int = 0
+    replay_ops: int = 0
+    forward_flops: int = 0
+    replay_flops: int = 0
+    by_policy: tuple[TensorExplanation, ...] = ()
+    ops: tuple[OpExplanation, ...] = ()
 
 
 @dataclass(frozen=True)
-class Explanation:
+class Explanation(Report):
     """Why each tensor is kept or not, and what it would cost otherwise.
 
     Attributes:
@@ -136,30 +136,16 @@ class Explanation:
     regions: tuple[RegionExplanation, ...]
     no_backward: str | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the explanation as dicts, lists, strings and numbers."""
-        return asdict(self)
-
-    def to_json(self, *, indent: int | None = 2) -> str:
-        """Return `to_dict` as JSON.
-
-        Args:
-            indent: Spaces for each level, or None for one line.
-        """
-        return json.dumps(self.to_dict(), indent=indent)
-
-    def __str__(self) -> str:
-        """Return the explanation as text, regions that are alike told once."""
+    def blocks(self) -> list[Block]:
+        """Return the explanation, regions that are alike told once."""
         if not self.regions:
-            return "no region ran"
-        groups = fold_series(self.regions, lambda region: region.name, _facts)
-        texts = [_region_text(label, group[0], len(group)) for label, group in groups]
+            return [Block(["no region ran"])]
+        blocks = []
         if self.no_backward is not None and any(map(_waits, self.regions)):
-            texts.insert(0, f"explain() ran no backward: {self.no_backward}")
-        return "\n\n".join(texts)
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{escape(str(self))}</pre>"
+            blocks.append(Block([f"explain() ran no backward: {self.no_backward}", ""]))
+        for label, group in fold_series(self.regions, lambda region: region.name, _facts):
+            blocks += [*_region_blocks(label, group[0], len(group)), Block([""])]
+        return blocks[:-1]
 
 
 def _facts(region: RegionExplanation) -> Any:
@@ -168,7 +154,7 @@ def _facts(region: RegionExplanation) -> Any:
     return told.replace(json.dumps(region.name), "")
 
 
-def _region_text(label: str, region: RegionExplanation, count: int) -> str:
+def _region_blocks(label: str, region: RegionExplanation, count: int) -> Iterator[Block]:
     keeps = format_sum(region.kept_bytes, region.offloaded_bytes)
     keeps += f", of which {format_sum(region.input_bytes, region.offloaded_input_bytes)} inputs"
     forward = f"{plural(region.forward_ops, 'op')}, {format_flops(region.forward_flops)}"
@@ -180,15 +166,11 @@ def _region_text(label: str, region: RegionExplanation, count: int) -> str:
     lines = [head, f"  keeps {keeps}", f"  forward: {forward}; {replay}"]
     if region.unnamed:
         lines.append(f"  {plural(region.unnamed, 'saved tensor')} without a name: recomputed")
-    lines += [f"  {line}" for line in _tensor_lines(region, region.by_policy)]
+    yield Block(lines, _rows(region, region.by_policy), (2,), 2)
     for op in region.ops:
-        lines.append(
-            f"  {op.name}: {op.policy}, replay: {op.replay}, "
-            f"{format_flops(op.forward_flops)} in forward, {format_flops(op.replay_flops)} in replay"
-        )
-        lines += [f"    {line}" for line in _tensor_lines(region, op.tensors)]
-        lines += [f"    {_alternative_text(other)}" for other in op.alternatives]
-    return "\n".join(lines)
+        flops = f"{format_flops(op.forward_flops)} in forward, {format_flops(op.replay_flops)} in replay"
+        yield Block([f"  {op.name}: {op.policy}, replay: {op.replay}, {flops}"], _rows(region, op.tensors), (2,), 4)
+        yield Block([f"    {_alternative_text(other)}" for other in op.alternatives])
 
 
 def _waits(region: RegionExplanation) -> bool:
@@ -197,13 +179,13 @@ def _waits(region: RegionExplanation) -> bool:
     return region.replays == 0 and (region.unnamed > 0 or elided)
 
 
-def _tensor_lines(region: RegionExplanation, tensors: Sequence[TensorExplanation]) -> list[str]:
+def _rows(region: RegionExplanation, tensors: Sequence[TensorExplanation]) -> list[list[str]]:
     rows = []
     for one in tensors:
         other = (one.shared_with or "").removeprefix(f"{region.name}::")
         same = f" (same memory as {other})" if other and f"input {other}," not in one.why else ""
         rows.append([one.label, one.state, format_bytes(one.bytes), one.why + same])
-    return aligned(rows, right={2})
+    return rows
 
 
 def _alternative_text(other: Alternative) -> str:

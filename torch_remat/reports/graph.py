@@ -1,15 +1,19 @@
-"""The autograd graph: what it saves below some tensors, read without unpacking anything; and who reads a result.
+"""The autograd graph: what it saves below some tensors, read without unpacking anything.
 
-In: tensors with a graph. Kept: nothing. Out: saved tensors by node type, the parameters below, readers in words.
+In: tensors with a graph. Kept: nothing. Out: saved tensors by node type, the parameters and the regions below, and what
+``torch.utils.checkpoint`` keeps, beside and around our regions: its arguments and random state.
 
 Unpacking would start replays and call users' hooks, so what stands in a node is read as it is: a tensor, or what
-saved-tensor hooks made of it. Nodes are visited by hand, since a deep graph would exhaust the stack.
+saved-tensor hooks made of it. Nodes are visited by hand, since a deep graph would exhaust the stack. For what its
+checkpoints keep torch has no public way to ask; where their closures look otherwise, nothing is found, and nothing
+fails.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 from typing import Any
@@ -17,39 +21,109 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node
 
-from torch_remat._compat import node_number
-from torch_remat.dispatch.log.readers import is_view
+from torch_remat._kept import Kind, held_in, region_behind
+from torch_remat._storages import pieces_in, tensors_in, viewed_parameter
 from torch_remat.dispatch.region.region import Region
-from torch_remat.reports.data import KeptTensor, Kind, NodeReport
-from torch_remat.reports.kept import held_in
-from torch_remat.reports.ledger import Ledger, Rows, pieces_in, tensors_in, viewed_parameter
-from torch_remat.reports.torch_checkpoint import TorchCheckpoint, packed_in
+from torch_remat.reports.data import Counted, KeptTensor, NodeReport, Rows, row_of
 
-SOME_OP = "an op in replay"
-"""The reader of a tensor, where no more is known of it."""
-INNER_REGION = "the replay of an inner region"
-Stretch = tuple[int, int, str | None]
-"""The autograd nodes of an op, or of an inner region: the sequence number of the first, the one after the last, and in
-words what replay does there; None if it skips it."""
+_BEFORE_ARGUMENTS = 2  # an empty tensor and the keyword arguments
+
+
+@dataclass(frozen=True)
+class TorchCheckpoint:
+    """One call of ``torch.utils.checkpoint``, which keeps its arguments instead of saved tensors."""
+
+    frame: Any
+
+    def kept(self) -> Iterator[tuple[str, Any]]:
+        """Yield what the checkpoint keeps, with names: arguments, random state, what a backward has recomputed.
+
+        A value is a tensor, something that has tensors in it, what hooks around the checkpoint made of a tensor, or,
+        if that was a checkpoint, that one.
+        """
+        for index, argument in _arguments(self.frame):
+            yield f"args[{index}]", packed_in(argument) if hasattr(type(argument), "unpack_hook") else argument
+        for name, value in _closure(getattr(self.frame, "recompute_fn", None)).items():
+            if name == "kwargs" and isinstance(value, dict):
+                yield from ((f"kwargs[{key!r}]", argument) for key, argument in value.items())
+            elif isinstance(value, (torch.Tensor, list, tuple)):
+                yield "state", value
+        for made in list(getattr(self.frame, "recomputed", {}).values()):
+            yield "recomputed", list(made.data.values())
+
+    @classmethod
+    def behind(cls, hook: Any) -> TorchCheckpoint | None:
+        """Return the checkpoint that an unpack hook belongs to, if any."""
+        if not is_of_checkpoint(hook):
+            return None
+        frame = _closure(hook).get("frame")
+        return None if frame is None else cls(frame)
+
+
+def packed_in(saved: Any) -> Any:
+    """Return what stands in a saved tensor of autograd: a tensor, or what hooks made of it; None if it is released."""
+    try:
+        packed = saved.data
+        if packed is None or isinstance(packed, torch.Tensor):
+            return packed
+        return TorchCheckpoint.behind(saved.unpack_hook) or packed
+    except RuntimeError:  # released meanwhile
+        return None
+
+
+def is_of_checkpoint(hook: Any) -> bool:
+    """Whether an unpack hook is that of ``torch.utils.checkpoint``."""
+    return getattr(hook, "__module__", None) == "torch.utils.checkpoint"
+
+
+def _arguments(frame: Any) -> Iterator[tuple[int, Any]]:
+    saved = getattr(frame, "saved_args", None)
+    if isinstance(saved, list):
+        yield from enumerate(saved)
+        return
+    # Before 2.12 torch has them saved by an autograd node, among other things.
+    node: Any = getattr(getattr(frame, "input_saver", None), "grad_fn", None)
+    places = _closure(getattr(node, "get_args", None)).get("idx2saved_idx")
+    with suppress(RuntimeError):  # released
+        for place, at in places.items() if isinstance(places, dict) else ():
+            if place >= _BEFORE_ARGUMENTS:
+                yield place - _BEFORE_ARGUMENTS, node._raw_saved_tensors[at]
+
+
+def _closure(function: Any) -> dict[str, Any]:
+    names, cells = getattr(getattr(function, "__code__", None), "co_freevars", ()), getattr(function, "__closure__", ())
+    found = {}
+    for name, cell in zip(names, cells or (), strict=False):
+        with suppress(ValueError):  # it is not set
+            found[name] = cell.cell_contents
+    return found
+
+
 _CHECKPOINT = "torch.utils.checkpoint"
 
 
 def nodes_below(roots: Iterable[torch.Tensor]) -> list[Node]:
     """Return the nodes of the graph below tensors, each once; they live as long as the list does."""
-    return _nodes_from([root.grad_fn for root in roots])
-
-
-def _nodes_from(starts: Sequence[Node | None], first: int = 0) -> list[Node]:
-    """Return nodes and those below them, each once, but for those that were made before the number ``first``."""
-    waiting = list(starts[::-1])
+    waiting = [root.grad_fn for root in roots][::-1]
     visited: dict[Node, None] = {}
     while waiting:
         node = waiting.pop()
-        if node is None or node in visited or node_number(node) < first:
-            continue
-        visited[node] = None
-        waiting += [following for following, _ in node.next_functions[::-1]]
+        if node is not None and node not in visited:
+            visited[node] = None
+            waiting += [following for following, _ in node.next_functions[::-1]]
     return list(visited)
+
+
+def regions_below(nodes: Iterable[Node], checkpoints: Iterable[TorchCheckpoint] = ()) -> set[Region]:
+    """Return the regions that nodes or checkpoints lie in, and those around these."""
+    found: set[Region] = set()
+    waiting = [packed for _, packed in chain(*map(saved_in, nodes), *(one.kept() for one in checkpoints))]
+    while waiting:
+        region = region_behind(waiting.pop())
+        if region is not None and region not in found:
+            found.add(region)
+            waiting += [] if region.inputs is None else [leaf for _, leaf in region.inputs.kept()]
+    return found
 
 
 def checkpoints_below(nodes: Iterable[Node], regions: Iterable[Region]) -> list[TorchCheckpoint]:
@@ -57,7 +131,9 @@ def checkpoints_below(nodes: Iterable[Node], regions: Iterable[Region]) -> list[
     found = [packed for node in nodes for _, packed in saved_in(node) if isinstance(packed, TorchCheckpoint)]
     hooks = [region.hooks[1] for region in regions if region.hooks is not None]
     found += [checkpoint for hook in hooks if (checkpoint := TorchCheckpoint.behind(hook)) is not None]
-    return TorchCheckpoint.with_those_around(found)
+    for checkpoint in found:  # grows meanwhile: those around recompute the arguments of those inside
+        found += [value for _, value in checkpoint.kept() if isinstance(value, TorchCheckpoint) and value not in found]
+    return list(dict.fromkeys(found))
 
 
 def parameters_below(nodes: Sequence[Node], checkpoints: Iterable[TorchCheckpoint]) -> Iterator[torch.Tensor]:
@@ -73,7 +149,7 @@ def parameters_below(nodes: Sequence[Node], checkpoints: Iterable[TorchCheckpoin
 
 
 def collect_nodes(
-    nodes: Iterable[Node], checkpoints: Iterable[TorchCheckpoint], ledger: Ledger
+    nodes: Iterable[Node], checkpoints: Iterable[TorchCheckpoint], counted: Counted
 ) -> tuple[NodeReport, ...]:
     """Return what nodes save outside of regions, by type, the largest first.
 
@@ -81,21 +157,18 @@ def collect_nodes(
     and regions were counted before.
     """
     kept: dict[str, list[list[KeptTensor]]] = {}
-    for node in nodes:
-        kind = type(node).__name__
-        found = Rows()
-        for attribute, packed in saved_in(node):
+    sources = [(type(node).__name__, saved_in(node)) for node in nodes]
+    sources += [(_CHECKPOINT, checkpoint.kept()) for checkpoint in checkpoints]
+    for kind, saved in sources:
+        found, is_checkpoint = Rows(), kind is _CHECKPOINT
+        for label, packed in saved:
+            why: tuple[Kind, str] = ("saved", "replay" if is_checkpoint else f"backward of {kind}")
+            if is_checkpoint and label == "recomputed":
+                why = ("refilled", "backward")
             for piece in pieces_in(held_in(packed)):
-                saved = piece.kept_as(f"{kind}.{attribute}", attribute, "saved", f"backward of {kind}")
-                ledger.add(saved, piece.memory, found)
-        kept.setdefault(kind, []).append([row for row in found if row.bytes or row.shared_with is None])
-    for checkpoint in checkpoints:
-        found = Rows()
-        for label, packed in checkpoint.kept():
-            why: tuple[Kind, str] = ("refilled", "backward") if label == "recomputed" else ("saved", "replay")
-            for piece in pieces_in(held_in(packed)):
-                ledger.add(piece.kept_as(f"{_CHECKPOINT}.{label}", label, *why), piece.memory, found)
-        kept.setdefault(_CHECKPOINT, []).append([row for row in found if row.bytes])
+                counted.add(row_of(piece, f"{kind}.{label}", label, *why), piece.memory, found)
+        shown = [row for row in found if row.bytes or (row.shared_with is None and not is_checkpoint)]
+        kept.setdefault(kind, []).append(shown)
     reports = [
         NodeReport(kind, len(saving), tuple(chain(*saving)))
         for kind, by_node in kept.items()
@@ -145,36 +218,3 @@ def is_released(node: Node) -> bool:
 @cache
 def _raw_attributes(kind: type) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
-
-
-def readers_in_graph(
-    boundary: Sequence[Node | None],
-    region: Region,
-    made: Mapping[tuple[str, str], tuple[int, int]],
-    stretches: Sequence[Stretch],
-) -> dict[tuple[str, str], str]:
-    """Return in words, for results of ops, which op reads each first: replay comes to that one if to any.
-
-    A view reads nothing, but what reads the view does. ``boundary`` are the nodes of the region's outputs; ``made``
-    tells, by op and name, the number of a result's node, and which of the node's outputs it is.
-    """
-    readers: dict[int, list[tuple[int, Node]]] = defaultdict(list)  # of each node, by its outputs
-    for node in _nodes_from(boundary, region.first_number):
-        for child, place in node.next_functions:
-            if child is not None:
-                readers[node_number(child)].append((place, node))
-    told: dict[tuple[str, str], str] = {}
-    for result, (maker, output) in made.items():
-        phrases: dict[int, str] = {}
-        pending = [node for place, node in readers[maker] if place == output]
-        for reader in pending:  # grows meanwhile
-            number = node_number(reader)
-            own = f"{SOME_OP} ({reader.name()})"
-            phrase = next((phrase for first, end, phrase in stretches if first <= number < end), own)
-            if phrase is not None and is_view(reader.name()):
-                pending += [node for _, node in readers[number]]
-            elif phrase is not None:
-                phrases[number] = phrase
-        if phrases:
-            told[result] = phrases[min(phrases)]
-    return told

@@ -11,7 +11,6 @@ from torch.autograd.graph import Node
 from torch_remat.dispatch.options import observers
 from torch_remat.dispatch.region.region import Region
 from torch_remat.offload.sender import told
-from torch_remat.policies.decision import CheckpointPolicy
 from torch_remat.reports.watch import WatchedOp
 
 
@@ -26,10 +25,6 @@ class Observer:
 
     def finish(self, region: Region, boundary: Sequence[Node | None]) -> None:
         """The region's forward is over, and the tape is as it stays; ``boundary`` are the nodes of its outputs."""
-
-    def policy_of(self, region: Region, name: str, policy: CheckpointPolicy) -> CheckpointPolicy:
-        """Return the policy that an op is to have instead of its own."""
-        return policy
 
     def offload_began(self, tensor: torch.Tensor, key: int) -> None:
         """An offloader has taken a tensor's memory, now or under an earlier name.

@@ -9,23 +9,24 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import cache
 from typing import TextIO
 
 import torch
 
 from torch_remat._compat import accelerator_type, attach_oom_observer
+from torch_remat._text import format_bytes
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.reports.memory import memory_report
-from torch_remat.reports.text import format_bytes
 
 
+@dataclass(eq=False)
 class _Watch:
     """One `report_on_oom` that is active."""
 
-    def __init__(self, file: TextIO | None) -> None:
-        self.file = file
-        self.told = False  # by the allocator, about the error that is on its way
+    file: TextIO | None
+    told: bool = False  # by the allocator, about the error that is on its way
 
 
 _active: list[_Watch] = []

@@ -21,8 +21,7 @@ from torch_remat._compat import ProfilerRange, profiler_runs, sequence_number
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.options import keeping
 from torch_remat.dispatch.region.region import Region, live_regions
-from torch_remat.reports.data import Sums
-from torch_remat.reports.ledger import report_of
+from torch_remat.reports.data import Sums, report_of
 from torch_remat.reports.observer import Observer
 from torch_remat.reports.spans import BudgetState, GivenUp, Phase
 from torch_remat.reports.watch import WatchedOp
@@ -76,7 +75,14 @@ class Recorder(Observer):
         """Begin the span of an op, or of a region."""
         if op is None and region.keeper is not None:
             self._budgets.update(dict.fromkeys(region.keeper.owners))
-        mark = self._begin(Mark(region.name, None if op is None else op.name, phase, region.serial))
+        self.look_for_gone()
+        mark = Mark(region.name, None if op is None else op.name, phase, region.serial)
+        with self._lock:
+            entered = ProfilerRange(f"{MARK}{len(self.marks)}")
+            self.marks.append(mark)
+        if profiler_runs():
+            entered.__enter__()
+        self._open[get_ident()].append((mark, entered))
         mode = current_mode()
         if phase == "forward" and op is None and mode is not None and not mode.recomputing:
             mark.first_number = mark.end_number = region.first_number
@@ -86,7 +92,10 @@ class Recorder(Observer):
 
     def end(self, region: Region, op: WatchedOp | None, phase: str) -> None:
         """End the span of an op, or of a region."""
-        mark = self._end()
+        self.look_for_gone()
+        mark, entered = self._open[get_ident()].pop()
+        if profiler_runs():
+            entered.__exit__(None, None, None)
         if phase == "forward" and op is not None and region.serial in self._forwards:
             mark.first_number, mark.end_number = op.numbers
 
@@ -128,24 +137,6 @@ class Recorder(Observer):
                 for number in [number for number, storage in self._sent.items() if storage.expired()]:
                     del self._sent[number]
                     _note(f"{GONE}{number}")
-
-    def _begin(self, mark: Mark) -> Mark:
-        self.look_for_gone()
-        with self._lock:
-            number = len(self.marks)
-            self.marks.append(mark)
-        entered = ProfilerRange(f"{MARK}{number}")
-        if profiler_runs():
-            entered.__enter__()
-        self._open[get_ident()].append((mark, entered))
-        return mark
-
-    def _end(self) -> Mark:
-        self.look_for_gone()
-        mark, entered = self._open[get_ident()].pop()
-        if profiler_runs():
-            entered.__exit__(None, None, None)
-        return mark
 
 
 def _note(what: str) -> None:

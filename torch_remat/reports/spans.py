@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from torch_remat.errors import UsageError, qualified_name
+from torch_remat.errors import qualified_name
 
 Phase = Literal["forward", "replay", "backward"]
 
@@ -111,53 +110,3 @@ class BudgetState:
     kept_bytes: int
     limit_bytes: int
     budget_bytes: int
-
-
-class Timeline:
-    """What a `Trace` says; see there."""
-
-    spans: tuple[Span, ...] = ()
-    samples: tuple[Sample, ...] = ()
-    given_up: tuple[GivenUp, ...] = ()
-    budgets: tuple[BudgetState, ...] = ()
-    duration_us = 0.0
-    _over = False
-
-    def fill(
-        self,
-        spans: Sequence[Span],
-        samples: Sequence[Sample],
-        duration_us: float,
-        given_up: Sequence[GivenUp] = (),
-        budgets: Sequence[BudgetState] = (),
-    ) -> None:
-        """Take what was recorded."""
-        self.spans, self.samples, self.duration_us = tuple(spans), tuple(samples), duration_us
-        self.given_up, self.budgets = tuple(given_up), tuple(budgets)
-        self._over = True
-
-    def checked(self) -> Timeline:
-        """Return the trace itself, if it is over.
-
-        Raises:
-            UsageError: It still records.
-        """
-        if not self._over:
-            raise UsageError(
-                "the trace has not ended yet", remedy="Leave the `with remat.trace() as trace:` block first."
-            )
-        return self
-
-    @property
-    def peak(self) -> Sample | None:
-        """The moment at which the most bytes were alive; None if nothing was allocated."""
-        return max(self.checked().samples, key=lambda sample: sample.total_bytes, default=None)
-
-    def spans_at(self, time_us: float) -> list[Span]:
-        """Return the spans that ran at a moment, the innermost last.
-
-        Args:
-            time_us: Microseconds since the trace began.
-        """
-        running = [span for span in self.checked().spans if span.start_us <= time_us <= span.end_us]
-        return sorted(running, key=lambda span: -span.duration_us)

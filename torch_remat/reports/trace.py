@@ -3,61 +3,133 @@
 from __future__ import annotations
 
 import json
-import tempfile
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, fields
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch.profiler import ProfilerActivity, profile
 
 from torch_remat._compat import ProfilerRange, any_profiler_runs, eager_only
+from torch_remat._text import format_bytes, unit_of
 from torch_remat.errors import UsageError
-from torch_remat.reports.html import trace_as_html
+from torch_remat.reports.fold import fold_series
 from torch_remat.reports.observer import observed_by
-from torch_remat.reports.pictures import plot_trace
-from torch_remat.reports.profile import spans_and_samples
+from torch_remat.reports.pictures import GREY, INK, LIGHT, new_figure
+from torch_remat.reports.profile import events_in, timeline_of
 from torch_remat.reports.recorder import MARK, Recorder
-from torch_remat.reports.spans import Timeline
-from torch_remat.reports.text import format_trace, headline
+from torch_remat.reports.report import Block, Pictured, sum_of
+from torch_remat.reports.spans import BudgetState, GivenUp, Phase, Sample, Span
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_PROCESS = 1
-_SHOWN = ["call", "kept_bytes", "offloaded_bytes", "allocated_bytes", "freed_bytes", "live_bytes", "peak_bytes"]
+_PHASES: tuple[Phase, ...] = ("forward", "replay", "backward")
+_TIMES = [f"{phase} ms" for phase in _PHASES]
+_TRACE_HEAD = ["", "calls", *_TIMES, "kept", "given up", "offloaded", "freed in backward", "live", "peak"]
+_MOST_GIVEN = 12
+"""How many lines tell what budgets gave up."""
+_LEGEND = "times and bytes are means of the calls; live: at most after forward; peak: at most at any moment"
 
 
-class Trace(Timeline):
+_RECORDS = "it still records"
+# The width of a letter in a lane, as a share of the whole.
+_LETTER = 0.0075
+_LANES: dict[Phase, tuple[str, str]] = {"forward": (LIGHT, ""), "replay": ("white", "////"), "backward": (GREY, "")}
+
+
+@dataclass(eq=False, repr=False)
+class Trace(Pictured):
     """What `torch_remat.trace` has recorded. It is empty until the ``with`` block has been left.
 
     Attributes:
+        duration_us: How long the trace took.
         spans: Phases of regions and ops, in the order in which they began.
         samples: Live bytes, in order.
         given_up: What budgets gave up, in order.
+        phases: When autograd's engine ran (``"backward"``) and optimizers did, with begin and end in microseconds; the
+            rest is forward.
         budgets: How budgets stood at the end.
-        duration_us: How long the trace took.
     """
+
+    duration_us: float = 0.0
+    spans: Sequence[Span] = ()
+    samples: Sequence[Sample] = ()
+    given_up: Sequence[GivenUp] = ()
+    phases: Sequence[tuple[str, float, float]] = ()
+    budgets: Sequence[BudgetState] = ()
+
+    _is_over = False  # no field
+
+    def fill(self, *recorded: Any) -> None:
+        """Take what was recorded, in the order of the fields."""
+        told = (tuple(one) if isinstance(one, list) else one for one in recorded)
+        self.__dict__.update(zip([field.name for field in fields(self)], told, strict=False), _is_over=True)
+
+    def _check(self) -> None:
+        if not self._is_over:
+            remedy = "Leave the `with remat.trace() as trace:` block first."
+            raise UsageError("the trace has not ended yet", remedy=remedy)
+
+    @property
+    def peak(self) -> Sample | None:
+        """The moment at which the most bytes were alive; None if nothing was allocated."""
+        self._check()
+        return max(self.samples, key=lambda sample: sample.total_bytes, default=None)
+
+    def spans_at(self, time_us: float) -> list[Span]:
+        """Return the spans that ran at a moment, the innermost last.
+
+        Args:
+            time_us: Microseconds since the trace began.
+
+        Raises:
+            UsageError: It still records; so do all others but ``repr``.
+        """
+        self._check()
+        running = [span for span in self.spans if span.start_us <= time_us <= span.end_us]
+        return sorted(running, key=lambda span: -span.duration_us)
+
+    def at(self, time_us: float) -> str:
+        """Return what ran at a moment: ``the replay of layers.7::attention``; outside of regions ``forward``."""
+        if running := self.spans_at(time_us):
+            return f"the {running[-1].phase} of {running[-1].name}"
+        return next((phase for phase, start, end in self.phases if start <= time_us <= end), "forward")
+
+    def _headline(self) -> str:
+        """Return how long it took, when the most bytes were alive, and how many were in the end."""
+        text = f"{self.duration_us / 1000:.1f} ms"
+        if (peak := self.peak) is None:
+            return f"{text}, nothing allocated"
+        most = f"peak {format_bytes(peak.total_bytes)} at {peak.time_us / 1000:.1f} ms in {self.at(peak.time_us)}"
+        return f"{text}, {most}, {format_bytes(self.samples[-1].total_bytes)} alive at the end"
+
+    def blocks(self) -> list[Block]:
+        """Return a line for each region, and each op in it, what budgets gave up, and how they stood."""
+        blocks = [Block([self._headline()])]
+        if rows := _table(self):
+            blocks += [Block([""], rows, range(1, len(rows[0]))), Block([_LEGEND])]
+        if self.budgets:
+            told = [
+                f"budget of {format_bytes(one.budget_bytes)}, limit {format_bytes(one.limit_bytes)}: "
+                f"{format_bytes(one.kept_bytes)} kept by its regions at the end"
+                for one in self.budgets
+            ]
+            given, rest = self.given_up[:_MOST_GIVEN], self.given_up[_MOST_GIVEN:]
+            head = ["", *told, *(["given up:"] if given else [])]
+            blocks.append(Block(head, list(map(_given_cells, given)), (0, 2), 2))
+            if rest:
+                blocks.append(Block([f"  and {len(rest)} more times: {sum_of(rest)}"]))
+        return blocks
 
     def to_dict(self) -> dict[str, Any]:
         """Return the trace as dicts, lists, strings and numbers."""
-        self.checked()
-        return {
-            "duration_us": self.duration_us,
-            "spans": [asdict(span) for span in self.spans],
-            "samples": [asdict(sample) for sample in self.samples],
-            "given_up": [asdict(one) for one in self.given_up],
-            "budgets": [asdict(one) for one in self.budgets],
-        }
-
-    def to_json(self, *, indent: int | None = None) -> str:
-        """Return `to_dict` as JSON.
-
-        Args:
-            indent: Spaces for each level, or None for one line.
-        """
-        return json.dumps(self.to_dict(), indent=indent)
+        self._check()
+        return super().to_dict()
 
     def to_chrome_trace(self, path: str | Path) -> None:
         """Write a file that Perfetto (ui.perfetto.dev) and ``chrome://tracing`` open: spans, and live bytes as a curve.
@@ -65,32 +137,28 @@ class Trace(Timeline):
         Args:
             path: Where to; the usual ending is ``.json``.
         """
-        Path(path).write_text(json.dumps({"traceEvents": _chrome_events(self.checked()), "displayTimeUnit": "ms"}))
-
-    def __str__(self) -> str:
-        """Return a table: a line for each region, and each op in it, with times and bytes."""
-        return format_trace(self.checked())
+        self._check()
+        Path(path).write_text(json.dumps({"traceEvents": list(_chrome_events(self)), "displayTimeUnit": "ms"}))
 
     def __repr__(self) -> str:
         """Return the line above the table; it may be asked for while the trace still records."""
-        return f"<remat trace: {headline(self) if self._over else 'it still records'}>"
+        return f"<remat trace: {self._headline() if self._is_over else _RECORDS}>"
 
     def _repr_html_(self) -> str:
-        return trace_as_html(self) if self._over else "<p>it still records</p>"
+        return super()._repr_html_() if self._is_over else f"<p>{_RECORDS}</p>"
 
-    def plot(self, path: str | Path | None = None) -> Figure:
-        """Draw live bytes over time, and below them when the regions ran, by phase.
-
-        Args:
-            path: Where to write the picture; the ending tells the format. None writes nothing.
-
-        Returns:
-            The matplotlib figure; it is not shown.
-
-        Raises:
-            UsageError: matplotlib is not installed.
-        """
-        return plot_trace(self.checked(), path)
+    def draw(self) -> Figure:
+        """Draw live bytes over time, and below them when the regions ran, by phase."""
+        self._check()
+        figure = new_figure(10.0, 5.2, "Live bytes over one trace")
+        curve, lanes = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1.2])
+        _draw_curve(self, curve)
+        _draw_lanes(self, lanes)
+        lanes.set_xlim(0, self.duration_us / 1000)
+        lanes.set_xlabel("milliseconds")
+        if curve.get_legend_handles_labels()[0]:
+            figure.legend(loc="outside lower center", ncols=2, frameon=False)
+        return figure
 
 
 @eager_only
@@ -140,29 +208,141 @@ def trace() -> Iterator[Trace]:
 
 
 def _read(profiler: profile, recorder: Recorder, result: Trace) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "profile.json"
-        profiler.export_chrome_trace(str(path))
-        events = json.loads(path.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
-    result.fill(*spans_and_samples(events, recorder.marks, recorder.given), recorder.budgets())
+    profiled: Any = profiler.profiler
+    events = events_in(profiled.kineto_results.experimental_event_tree())
+    result.fill(*timeline_of(events, recorder.marks, recorder.given), recorder.budgets())
 
 
-def _chrome_events(trace: Timeline) -> list[dict[str, Any]]:
-    """Return a trace's events: spans, changes of live bytes, what budgets gave up, and names."""
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "name": "process_name", "pid": _PROCESS, "tid": 0, "args": {"name": "torch_remat"}}
-    ]
+def _chrome_events(trace: Trace) -> Iterator[dict[str, Any]]:
+    """Yield a trace's events: spans, changes of live bytes, what budgets gave up, and names."""
+    yield {"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {"name": "torch_remat"}}
     for span in trace.spans:
-        args = {name: getattr(span, name) for name in _SHOWN}
-        times = {"ts": span.start_us, "dur": span.duration_us}
-        what = {"ph": "X", "name": f"{span.name} [{span.phase}]", "cat": span.phase}
-        events.append({**what, "pid": _PROCESS, "tid": span.thread, **times, "args": args})
-    events += [
-        {"ph": "C", "name": "live bytes", "pid": _PROCESS, "tid": 0, "ts": sample.time_us, "args": sample.live_bytes}
-        for sample in trace.samples
-    ]
+        what = {"ph": "X", "name": f"{span.name} [{span.phase}]", "cat": span.phase, "args": asdict(span)}
+        yield {**what, "pid": 1, "tid": span.thread, "ts": span.start_us, "dur": span.duration_us}
+    for sample in trace.samples:
+        yield {"ph": "C", "name": "live bytes", "pid": 1, "tid": 0, "ts": sample.time_us, "args": sample.live_bytes}
     for one in trace.given_up:
-        args = {"bytes": one.bytes, "offloaded_bytes": one.offloaded_bytes, "kept_bytes": one.kept_bytes}
-        what = {"ph": "i", "name": f"{one.region} [given up]", "s": "p"}
-        events.append({**what, "pid": _PROCESS, "tid": 0, "ts": one.time_us, "args": args})
-    return events
+        what = {"ph": "i", "name": f"{one.region} [given up]", "s": "p", "args": asdict(one)}
+        yield {**what, "pid": 1, "tid": 0, "ts": one.time_us}
+
+
+def _given_cells(one: GivenUp) -> list[str]:
+    places = one.saved_tensors
+    runs = [[place for _, place in run] for _, run in groupby(enumerate(places), lambda pair: pair[1] - pair[0])]
+    ranges = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    which = f"saved tensor{'s' * (len(places) > 1)} {ranges}"
+    left = f"{format_bytes(one.kept_bytes)} kept then"
+    return [f"{one.time_us / 1000:.1f} ms", one.region, sum_of([one]), which, left]
+
+
+def _table(trace: Trace) -> list[list[str]]:
+    """Return the cells of a trace's table, its head first; nothing if no region ran. Ops are indented."""
+    groups = _groups(trace.spans)
+    if not groups:
+        return []
+    rows = [_TRACE_HEAD]
+    for label, spans in groups:
+        lines: dict[str | None, list[Span]] = {None: []}
+        for span in sorted(spans, key=lambda span: span.start_us):
+            lines.setdefault(span.op, []).append(span)
+        calls = {span.call for span in spans}
+        given = [one for one in trace.given_up if one.call in calls]
+        for op, line in lines.items():
+            cells = _trace_cells(line, given if op is None else [])
+            rows.append([label if op is None else f"  {op}", *cells])
+    offloads = any(one.offloaded_bytes for part in (trace.spans, trace.given_up) for one in part)
+    is_there = {"given up": bool(trace.given_up), "offloaded": offloads}
+    shown = [place for place, title in enumerate(_TRACE_HEAD) if is_there.get(title, True)]
+    return [[row[place] for place in shown] for row in rows]
+
+
+def _groups(spans: Sequence[Span]) -> list[tuple[str, list[Span]]]:
+    """Return spans by region, regions in a row that are alike as one, in the order of forward."""
+    by_region: dict[str, list[Span]] = {}
+    for span in sorted(spans, key=lambda span: span.call):
+        by_region.setdefault(span.region, []).append(span)
+    groups = fold_series(list(by_region), lambda name: name, lambda name: _shape(by_region[name]))
+    return [(label, [span for name in names for span in by_region[name]]) for label, names in groups]
+
+
+def _shape(spans: Sequence[Span]) -> set[tuple[str | None, Phase, int, int]]:
+    """Return what must be alike: which ops ran in which phase, and what they keep."""
+    ran = [span for span in spans if span.phase != "backward"]
+    return {(span.op, span.phase, span.kept_bytes, span.offloaded_bytes) for span in ran}
+
+
+def _trace_cells(spans: Sequence[Span], given: Sequence[GivenUp]) -> list[str]:
+    count = len({span.call for span in spans})
+    of = {phase: [span for span in spans if span.phase == phase] for phase in _PHASES}
+    ran, after = of["forward"], of["backward"]
+
+    def mean(sizes: Sequence[int]) -> str:
+        return format_bytes(sum(sizes) // count) if sizes else "-"
+
+    return [
+        str(count),
+        *(f"{sum(one.duration_us for one in of[p]) / count / 1000:.3f}" if of[p] else "-" for p in _PHASES),
+        mean([span.kept_bytes for span in ran]),
+        mean([one.bytes for one in given]),
+        mean([*(span.offloaded_bytes for span in ran), *(one.offloaded_bytes for one in given)]),
+        mean([span.freed_bytes for span in after]),
+        format_bytes(max(span.live_bytes for span in ran)) if ran else "-",
+        format_bytes(max((span.peak_bytes for span in spans), default=0)),
+    ]
+
+
+def _draw_curve(trace: Trace, axes: Axes) -> None:
+    peak = trace.peak
+    unit, name = unit_of(peak.total_bytes if peak else 1)
+    times = [0.0, *(sample.time_us / 1000 for sample in trace.samples), trace.duration_us / 1000]
+    live = [0.0, *(sample.total_bytes / unit for sample in trace.samples)]
+    axes.plot(times, [*live, live[-1]], drawstyle="steps-post", color=INK, linewidth=1.4)
+    axes.fill_between(times, [*live, live[-1]], step="post", color="#f0f0f0")
+    for span in trace.spans:
+        if span.op is None and span.phase == "replay":
+            start, end = span.start_us / 1000, span.end_us / 1000
+            axes.axvspan(start, end, facecolor="none", hatch="////", edgecolor="#b0b0b0", linewidth=0)
+    axes.set_ylabel(f"live {name} (since the trace began)")
+    marked: dict[str, Any] = {"color": GREY, "edgecolor": INK, "zorder": 3, "clip_on": False}
+    if trace.given_up:
+        when = [one.time_us / 1000 for one in trace.given_up]
+        at = [live[bisect_right(times, time) - 1] for time in when]
+        axes.scatter(when, at, label="a budget gave something up", marker="v", **marked)
+    if peak is not None:
+        told = f"peak {format_bytes(peak.total_bytes)}, in {trace.at(peak.time_us)}"
+        axes.scatter([peak.time_us / 1000], [peak.total_bytes / unit], label="peak", marker="o", **marked)
+        axes.set_title(told, loc="left", fontsize="medium", parse_math=False)  # a name may have dollar signs
+        axes.set_ylim(bottom=0)
+
+
+def _draw_lanes(trace: Trace, axes: Axes) -> None:
+    """Draw a lane for each phase; spans inside others are lower, and those with none inside have names that fit."""
+    whole = trace.duration_us or 1.0
+    short = _short_names({span.region for span in trace.spans})
+    for place, (phase, (fill, hatch)) in enumerate(_LANES.items()):
+        spans = [span for span in trace.spans if span.op is None and span.phase == phase]
+        for span in spans:
+            inside = [one for one in spans if span.start_us <= one.start_us and one.end_us <= span.end_us]
+            depth = sum(one.start_us <= span.start_us and span.end_us <= one.end_us for one in spans) - 1
+            bar: dict[str, Any] = {"color": fill, "hatch": hatch, "edgecolor": INK, "linewidth": 0.7}
+            start, width = span.start_us / 1000, span.duration_us / 1000
+            axes.barh(place, width, left=start, height=0.7 ** (depth + 1), **bar)
+            names = (span.region, short[span.region], span.region.rpartition(".")[2])
+            label = next((one for one in names if span.duration_us / whole > _LETTER * (len(one) + 1)), None)
+            if label is not None and len(inside) == 1:
+                box = {"facecolor": "white", "edgecolor": "none", "pad": 1.0} if hatch else None
+                look: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8, "bbox": box, "parse_math": False}
+                axes.text(start + width / 2, place, label, **look)
+    axes.set_yticks(range(len(_LANES)), list(_LANES))
+    axes.set_ylim(len(_LANES) - 0.5, -0.5)
+    axes.tick_params(axis="y", length=0)
+
+
+def _short_names(names: Collection[str]) -> dict[str, str]:
+    """Return names without the parts that all begin or end with: ``layers.0.attention`` becomes ``0``."""
+    parts = {name: name.split(".") for name in names}
+    for end in (0, -1):
+        while len({one[end] for one in parts.values()}) == 1 and min(map(len, parts.values())) > 1:
+            for one in parts.values():
+                del one[end]
+    return {name: ".".join(one) for name, one in parts.items()}

@@ -57,12 +57,6 @@ class PhaseWatch:
         """End the phase."""
         self.end(None)
 
-    def policy_of(self, name: str, policy: CheckpointPolicy) -> CheckpointPolicy:
-        """Return the policy that observers want an op to have."""
-        for observer in self.observers:
-            policy = observer.policy_of(self.region, name, policy)
-        return policy
-
     def watch(self, handle: Any, name: str, policy: CheckpointPolicy, ctx: Any) -> None:
         """Begin an op, and let its handle tell the rest."""
         op = WatchedOp(name, policy)
@@ -74,10 +68,10 @@ class PhaseWatch:
 
     def run_native(self, run: Callable[..., Any], name: str, policy: CheckpointPolicy, *call: Any) -> Any:
         """Run a native region by ``run(name, policy, *call)``."""
-        op, first = WatchedOp(name, self.policy_of(name, policy)), sequence_number()
+        op, first = WatchedOp(name, policy), sequence_number()
         self._begin(op)
         try:
-            result = run(name, op.policy, *call)
+            result = run(name, policy, *call)
             op.numbers = first, sequence_number()
             if self.phase == "forward" or op.policy is CheckpointPolicy.RECOMPUTE:
                 op.outputs, op.as_tuple = leaves_of((result,), {}), not isinstance(result, torch.Tensor)

@@ -1,4 +1,4 @@
-"""What a region keeps, as rows: the only file of the reports that reads the runtime's records for them.
+"""What a region keeps, as rows, for reports and budgets: the only file that reads the runtime's records for them.
 
 In: a region, in whatever state it is. Kept: nothing; a row holds its tensor as long as the row lives. Out: rows in a
 fixed order. Nothing is unpacked, brought back or replayed.
@@ -15,7 +15,7 @@ NOTE [ Names of what is kept ]
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 from weakref import ref
@@ -32,15 +32,29 @@ from torch_remat.dispatch.region.region import Region
 from torch_remat.offload.sender import Offloaded
 from torch_remat.offload.transfer import may_travel
 from torch_remat.policies.decision import CheckpointPolicy
-from torch_remat.reports.data import Kind
 
-# Besides the kinds of `KeptTensor`: a saved tensor that replay will make, which costs nothing; what replay needs as an
+Kind = Literal[
+    "input",
+    "saved",
+    "kept for replay",
+    "undecided",
+    "refilled",
+    "random state",
+    "determinism check",
+    "not gone yet",
+    "brought back",
+]
+"""Why a tensor is there: replay starts from it; backward needs it; replay needs it; a policy for ops holds it until the
+end of forward tells whether anything needs it; a replay has just made it; replay draws its numbers from this state;
+replay's value is compared with it; it is offloaded and is there as well: since it has not left, or since it has come
+back for a backward that goes on."""
+
+# Besides these kinds: a saved tensor that replay will make, which costs nothing; what replay needs as an
 # input: a result of an entry, what one wrote, or what a tensor was before; and a result of one aten op under a policy.
 What = Kind | Literal["empty", "slot", "result"]
 Why = Literal[
     "backward",  # the backward of the entry `by` reads it, or of some op if that is empty
-    "op",  # the aten op that made the result `by` reads it, or the call `at`, if that is not empty; replay runs it
-    "replay",  # nothing tells which op of replay reads it
+    "replay",  # an op of replay reads it
     "input of",  # not kept: replay takes it from input `at` (a number from 0) of the call `by`, or its memory
     "again",  # not kept: replay makes it again
 ]
@@ -99,11 +113,16 @@ def kept_by(region: Region) -> Iterator[Kept]:
 
 def held_in(packed: Any) -> Any:
     """Return the value of a row, from what an autograd node or a region keeps of a tensor."""
+    if region_behind(packed) is None:
+        return packed
+    return Around(None if isinstance(packed, Holder) else packed[0])
+
+
+def region_behind(packed: Any) -> Region | None:
+    """Return the region whose `Holder` or `Anchor` that is, if any."""
     if isinstance(packed, Holder):
-        return Around(None)
-    if type(packed) is tuple and len(packed) == 4 and isinstance(packed[2], Region):  # an `Anchor`
-        return Around(packed[0])
-    return packed
+        return packed.region  # type: ignore[return-value]
+    return packed[2] if type(packed) is tuple and len(packed) == 4 and isinstance(packed[2], Region) else None
 
 
 def _why_it_stayed(region: Region, value: Any) -> str:
@@ -158,13 +177,10 @@ def _of_records(region: Region) -> Iterator[Kept]:
 
 def _of_entries(region: Region, entries: Sequence[Entry]) -> Iterator[Kept]:
     """Yield what a policy for aten ops keeps, and the outputs of calls."""
-    readers = _readers_among(entries)
     for entry in entries:
         what: What = "slot" if isinstance(entry, Call) else "result"
         for place, slot in list(entry.kept.items()):
-            row = _of_slot(slot, entry.group, entry.label(place), what)
-            reader = readers.get((id(entry), place))
-            yield row if reader is None else row._replace(why="op", by=reader.label(0), at=reader.group)
+            yield _of_slot(slot, entry.group, entry.label(place), what)
         for slot in list(entry.written):
             yield _of_slot(slot, entry.group, entry.label(0))
         yield from _of_state(entry.before, entry.group)
@@ -187,22 +203,6 @@ def _undecided_in(region: Region) -> Iterator[Kept]:
     if isinstance(mode, Recording) and mode.ops is not None:
         for op, label, tensor, policy in mode.ops.undecided():  # not those of a replay
             yield Kept("undecided", op, label, tensor, decision=policy)
-
-
-def _readers_among(entries: Sequence[Entry]) -> Mapping[tuple[int, int], Entry]:
-    """Return, by the id of an entry and a result's place, the first later entry that replay runs and that reads it."""
-    found: dict[tuple[int, int], Entry] = {}
-    following: dict[int, Entry] = {}  # by storage
-    for entry in reversed(entries):
-        made = dict(entry.made)
-        for place in entry.kept:
-            if (reader := following.get(made.get(place, entry.storage))) is not None:
-                found[id(entry), place] = reader
-        for storage in (entry.storage, *made.values()):
-            following.pop(storage, None)  # what is read later is another tensor, at the same address
-        if entry.run:
-            following.update((storage, entry) for storage in entry.reads if storage)
-    return found
 
 
 def decisions_of(region: Region) -> dict[str, CheckpointPolicy]:
