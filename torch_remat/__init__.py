@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from torch_remat import reports as reports
     from torch_remat._drop_in import drop_in
     from torch_remat._hugging_face import enable_gradient_checkpointing
-    from torch_remat._list_names import list_names
     from torch_remat._modules import checkpoint_modules
     from torch_remat.budgets.budget import budget
     from torch_remat.offload.cpu import CpuOffloader
     from torch_remat.offload.disk import DiskOffloader
     from torch_remat.reports.explain import explain
     from torch_remat.reports.memory import format_current_memory_report, memory_report, print_current_memory_report
+    from torch_remat.reports.names import list_names
     from torch_remat.reports.oom import report_on_oom
     from torch_remat.reports.trace import trace
 
@@ -93,13 +93,13 @@ __all__ = [
 _LOADED_ON_USE = {
     "_drop_in": ("drop_in",),
     "_hugging_face": ("enable_gradient_checkpointing",),
-    "_list_names": ("list_names",),
     "_modules": ("checkpoint_modules",),
     "budgets.budget": ("budget",),
     "offload.cpu": ("CpuOffloader",),
     "offload.disk": ("DiskOffloader",),
     "reports.explain": ("explain",),
     "reports.memory": ("format_current_memory_report", "memory_report", "print_current_memory_report"),
+    "reports.names": ("list_names",),
     "reports.oom": ("report_on_oom",),
     "reports.trace": ("trace",),
     "budgets": ("budgets",),

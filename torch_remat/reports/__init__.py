@@ -6,6 +6,7 @@
     memory, oom                     the memory report that users get, also when memory runs out
     watch, observer                 what the runtime tells while it is watched, and to whom
     spans, recorder, profile, trace the trace that users get, and how it is recorded
+    names                           what a function's ops return, by name
     explanation, reasons, explain   the explanation: its data and text; why, and what else would cost; watching a run
     debug_log                       the ops of both phases, for errors with `debug=True`
 
@@ -20,9 +21,16 @@ from torch_remat._lazy import loaded_on_use
 if TYPE_CHECKING:
     from torch_remat.reports.explanation import Explanation
     from torch_remat.reports.memory import MemoryReport
+    from torch_remat.reports.names import NamedResult, NameTable
     from torch_remat.reports.trace import Trace
 
-__all__ = ["Explanation", "MemoryReport", "Trace"]
+__all__ = ["Explanation", "MemoryReport", "NameTable", "NamedResult", "Trace"]
 __getattr__ = loaded_on_use(
-    __name__, {"explanation": ("Explanation",), "memory": ("MemoryReport",), "trace": ("Trace",)}
+    __name__,
+    {
+        "explanation": ("Explanation",),
+        "memory": ("MemoryReport",),
+        "names": ("NameTable", "NamedResult"),
+        "trace": ("Trace",),
+    },
 )
