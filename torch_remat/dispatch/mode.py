@@ -108,6 +108,11 @@ class RematMode(DispatchMode):
         """Whether this phase, or one around it, is a replay."""
         return self.replaying or (self.parent is not None and self.parent.recomputing)
 
+    @property
+    def answers(self) -> bool:
+        """Whether each aten op that comes now is answered from the log; a placeholder asks, which is below this room."""
+        return self.replaying and self.watcher is not None and getattr(self.ops, "ops", None) is not None
+
     def is_in(self, region: RegionLike) -> bool:
         """Whether this phase is one of a region, or lies in one of it."""
         return self.region is region or (self.parent is not None and self.parent.is_in(region))
