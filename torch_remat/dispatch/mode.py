@@ -110,7 +110,7 @@ class RematMode(DispatchMode):
 
     @property
     def answers(self) -> bool:
-        """Whether each aten op that comes now is answered from the log; a placeholder asks, which is below this room."""
+        """Whether each aten op that comes now is answered from the log. Placeholders ask, which are below this room."""
         return self.replaying and self.watcher is not None and getattr(self.ops, "ops", None) is not None
 
     def is_in(self, region: RegionLike) -> bool:
