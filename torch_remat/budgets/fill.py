@@ -1,7 +1,7 @@
-"""What is to be given up is offered to an offloader first, as long as that keeps up.
+"""What is to be evicted is offered to an offloader first, as long as that keeps up.
 
-In: a saved tensor that a budget is about to give up. Kept: by its region, what stands for it; here weak references, to
-know what has not left yet. Out: the same, or None if the tensor is to be given up.
+In: a saved tensor that a budget is about to evict. Kept: by its region, what stands for it; here weak references, to
+know what has not left yet. Out: the same, or None if the tensor is to be evicted.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ was counted for them, so that it is taken off when they are gone. Out: the bytes
 
 from __future__ import annotations
 
-from _thread import RLock
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import inf
@@ -14,24 +13,20 @@ from typing import Any, Protocol
 from weakref import ref
 
 from torch_remat._compat import accelerator_type
-from torch_remat.budgets.kept import KeptRegion, Offer
-from torch_remat.budgets.ledger import Keys, Ledger
+from torch_remat.budgets.counted import Counted, lock
+from torch_remat.budgets.evict import Offer
+from torch_remat.budgets.kept import KeptRegion
+from torch_remat.budgets.ledger import Ledger
 from torch_remat.dispatch.keeping import Keeper, Keeping, keeping
-from torch_remat.dispatch.options import Options
 from torch_remat.dispatch.region.region import Region
 
-# One for all budgets: regions of one may count towards others. Forward takes it for each saved tensor; nothing else is
-# waited for inside.
-lock = RLock()
 
-
-class Entry(ref[Any]):
+class _Entry(ref[KeptRegion]):
     """A region of a budget; what was counted for it stays here when it is gone."""
 
-    __slots__ = ("fixed", "keys")
+    __slots__ = ("counted",)
 
-    keys: list[Keys]
-    fixed: list[int]
+    counted: Counted
 
 
 class Register:
@@ -39,10 +34,8 @@ class Register:
 
     Attributes:
         limit: The most that they are to keep.
-        offer: Takes tensors off the device that are about to be given up.
+        offer: Takes tensors off the device that are about to be evicted.
         ledger: What they keep.
-        regions: Those with holders.
-        without_holders: Those without; see `repeats`.
     """
 
     limit: float = inf
@@ -50,24 +43,14 @@ class Register:
 
     def __init__(self) -> None:
         self.ledger = Ledger(accelerator_type())
-        self.regions: set[Entry] = set()
-        self.without_holders: set[Entry] = set()
-        self._dead: deque[Entry] = deque()
+        self._regions: set[_Entry] = set()
+        self._dead: deque[_Entry] = deque()
 
-    def add(self, kept: KeptRegion, given: Sequence[Any]) -> None:
-        """Take a region that begins, with the values that it was given."""
-        self.regions.add(self._entry(kept, kept.keys, kept.fixed))
-
-    def _entry(self, one: object, keys: list[Keys], fixed: list[int]) -> Entry:
-        entry = Entry(one, self._dead.append)
-        entry.keys, entry.fixed = keys, fixed
-        return entry
-
-    def runner(
-        self, options: Options, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Callable[..., Any] | None:
-        """Return what runs a region that may run without holders; None if it has some."""
-        return None
+    def add(self, kept: KeptRegion) -> None:
+        """Take a region that begins."""
+        entry = _Entry(kept, self._dead.append)
+        entry.counted = kept.counted
+        self._regions.add(entry)
 
     def make_room(self) -> None:
         """The sum has passed the limit."""
@@ -88,14 +71,13 @@ class Register:
 
     def alive(self) -> Iterator[KeptRegion]:
         """Yield the regions."""
-        for entry in list(self.regions):
+        for entry in list(self._regions):
             if (kept := entry()) is not None:
                 yield kept
 
     def refresh(self) -> None:
         """Look up what regions keep now."""
         self.forget_dead()
-        self.ledger.settled()
         for kept in self.alive():
             kept.refresh()
 
@@ -103,10 +85,8 @@ class Register:
         """Take off what was counted for regions that are gone."""
         while self._dead:
             entry = self._dead.popleft()
-            self.regions.discard(entry)
-            self.without_holders.discard(entry)
-            self.ledger.remove_all(entry.keys)
-            self.ledger.remove_all(entry.fixed)
+            self._regions.discard(entry)
+            entry.counted.forget()
 
     @property
     def kept_bytes(self) -> int:
@@ -120,8 +100,8 @@ class Decided(Protocol):
     """What a plan says of a region."""
 
     @property
-    def given_tensors(self) -> int:
-        """How many of its first saved tensors are given up."""
+    def evicted_tensors(self) -> int:
+        """How many of its first saved tensors are evicted."""
 
 
 class Inside:
@@ -138,15 +118,7 @@ class Inside:
         self.registers = registers
         self.plan = plan
 
-    def runner(
-        self, options: Options, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Callable[..., Any] | None:
-        """Return what runs a region that may run without holders; None if it has some."""
-        if self.plan is not None or len(self.registers) != 1:
-            return None
-        return self.registers[0].runner(options, function, args, kwargs)
-
-    def begin(self, region: Region, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Keeper | None:
+    def begin(self, region: Region) -> Keeper | None:
         """Return what keeps a region's saved tensors; None for one that neither a plan nor a budget knows."""
         planned = None if self.plan is None else self.plan.get(region.name)
         registers = self.registers
@@ -156,11 +128,10 @@ class Inside:
             registers = (_unlimited,)
         with lock:
             for one in registers:
-                one.forget_dead()  # what is gone may have lain where the inputs lie now
-            always_empty = 0 if planned is None else planned.given_tensors
-            kept = KeptRegion(region, registers, lock, always_empty, registers[0].offer)
+                one.forget_dead()  # the inputs may be where something was that is gone
+            kept = KeptRegion(region, registers, 0 if planned is None else planned.evicted_tensors, registers[0].offer)
             for one in registers:
-                one.add(kept, (*args, *kwargs.values()))
+                one.add(kept)
         return kept
 
 

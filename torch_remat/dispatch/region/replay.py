@@ -293,7 +293,7 @@ class Filling(RematMode):
             holder = entry()
             if holder is None:
                 return value
-            metadata = holder.describe()
+            metadata = holder.metadata
             self._compare(position, holder, tensor, owner)
             if self.over:
                 return value
