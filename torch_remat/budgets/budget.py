@@ -23,9 +23,8 @@ from torch_remat._compat import after_backward, eager_only, graph_is_kept, graph
 from torch_remat.budgets.counted import lock
 from torch_remat.budgets.evict import score
 from torch_remat.budgets.fill import Filler
-from torch_remat.budgets.kept import KeptRegion
+from torch_remat.budgets.kept import Inside, KeptRegion, Register, registers_around
 from torch_remat.budgets.plan import Plan, largest, plan_of
-from torch_remat.budgets.register import Inside, Register, registers_around
 from torch_remat.budgets.reserve import Reserve
 from torch_remat.budgets.steps import Eviction, Row, Step
 from torch_remat.budgets.text import format_budget

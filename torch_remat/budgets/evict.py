@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from time import perf_counter
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 from weakref import ref
 
 import torch
@@ -31,6 +31,7 @@ from torch_remat.dispatch.holder import Holder, mark_changed
 from torch_remat.dispatch.log.slot import counter_of
 from torch_remat.dispatch.observe import observers
 from torch_remat.dispatch.region.region import Region
+from torch_remat.offload.sender import Offloaded
 
 REPLAY_SECONDS = 1e-4
 """What a replay costs besides the ops that it runs."""
@@ -38,15 +39,8 @@ _LEAST_SECONDS = 1e-6
 """The least staleness: that of the region that runs."""
 
 
-class Away(Protocol):
-    """What stands for a tensor that an offloader has."""
-
-    def load(self) -> Tensor:
-        """Return the tensor."""
-
-
-# Takes a saved tensor, by its region and place; None if it stays.
-Offer = Callable[[Region, int, Tensor], Away | None]
+# Sends a saved tensor away, given its region and place; None if it stays.
+Offer = Callable[[Region, int, Tensor], Offloaded | None]
 
 
 class Prefix(NamedTuple):
@@ -88,7 +82,7 @@ class Evictable:
         self._counted = counted
         self._row = row
         self._offer = offer
-        self._away: dict[int, Away] = {}
+        self._away: dict[int, Offloaded] = {}
         self._counters: list[tuple[ref[Holder], Tensor]] = []
         self._best: Prefix | None = None
         self._paid = 0.0  # how long a replay takes in any case, by what is evicted already
@@ -106,31 +100,35 @@ class Evictable:
         if not region.finished:
             self.last = self.stamps[-1] if self.stamps else self.begun
         if self._best is None or not region.finished:
-            self._best = min(self._prefixes(ledger), key=lambda one: one.seconds / one.bytes, default=_NONE)
+            prefixes = (prefix for prefix, _ in self._prefixes(ledger))
+            self._best = min(prefixes, key=lambda one: one.seconds / one.bytes, default=_NONE)
         return self._best if self._best.bytes else None
 
     def look_anew(self) -> None:
         """Look for the best prefix anew, at all holders: what else holds their storages may have changed."""
         self._best, self._first = None, 0
 
-    def _prefixes(self, ledger: Ledger) -> Iterator[Prefix]:
-        """Yield the prefixes that free something, shortest first."""
+    def _prefixes(self, ledger: Ledger) -> Iterator[tuple[Prefix, list[int]]]:
+        """Yield the prefixes that free something, shortest first, with the places in them that can be emptied."""
         keys, refs, freed = self._counted.keys, self._counted.refs, 0
         while self._first < len(keys) and not keys[self._first]:
             self._first += 1
-        met: dict[int, int] = {}
+        met: dict[int, list[int]] = {}  # places by storage
+        free: list[int] = []
         spent, fixed = self.begun + self._paid, 0.0 if self._paid else REPLAY_SECONDS
         for place in range(self._first, len(keys)):
             if not keys[place] or (holder := refs[place]()) is None or holder.value is None:
                 continue  # dead: `refresh` finds out
             found = 0
             for key in each(keys[place]):
-                count = met[key] = met.get(key, 0) + 1
-                if ledger.is_held_by(key, count):
+                places = met.setdefault(key, [])
+                places.append(place)
+                if ledger.is_held_by(key, len(places)):
                     found += ledger.sizes[key]
+                    free += places
             if found:
                 freed += found
-                yield Prefix(max(self.stamps[place] - spent, 0.0) + fixed, freed, place + 1)
+                yield Prefix(max(self.stamps[place] - spent, 0.0) + fixed, freed, place + 1), free
 
     def evict(self, ledger: Ledger, needed: int) -> Prefix | None:
         """Evict the best prefix, or as much of it as frees so many bytes; return what that was, if anything."""
@@ -140,40 +138,29 @@ class Evictable:
         try:
             if region.inputs is None or region.filling or (best := self.prefix(ledger)) is None:
                 return None
-            chosen = next(one for one in self._prefixes(ledger) if one.bytes >= needed or one.cut >= best.cut)
-            given = list(self._free(ledger, chosen.cut))
+            chosen, free = next(
+                found for found in self._prefixes(ledger) if found[0].bytes >= needed or found[0].cut >= best.cut
+            )
+            free = sorted(set(free))
             before = self._row.evicted_bytes, self._row.offloaded_bytes
-            freed = sum([self._empty(region, place, holder) for place, holder in given])
-            if given and observers():
-                places = [region.tape.position_of(holder) for _, holder in given]
-                gone = self._row.evicted_bytes - before[0], self._row.offloaded_bytes - before[1]
+            freed = sum([self._empty(region, place) for place in free])
+            gone = self._row.evicted_bytes - before[0], self._row.offloaded_bytes - before[1]
+            if observers():
+                holders = [holder for place in free if (holder := self._counted.refs[place]()) is not None]
                 for observer in observers():
-                    observer.gave_up(region, places, *gone, ledger.total)
+                    observer.gave_up(region, [*map(region.tape.position_of, holders)], *gone, ledger.total)
             return chosen._replace(bytes=freed) if freed else None
         finally:
             self._best = None
             region.lock.release()
 
-    def _free(self, ledger: Ledger, cut: int) -> Iterator[tuple[int, Holder]]:
-        """Yield the places of a prefix, with their holders, whose storages nothing else holds."""
-        keys, refs = self._counted.keys, self._counted.refs
-        met: dict[int, int] = {}
-        full = []
-        for place in range(self._first, cut):
-            if keys[place] and (holder := refs[place]()) is not None and holder.value is not None:
-                full.append((place, holder))
-                for key in each(keys[place]):
-                    met[key] = met.get(key, 0) + 1
-        free = {key for key, count in met.items() if ledger.is_held_by(key, count)}
-        for place, holder in full:
-            if free.issuperset(each(keys[place])):
-                yield place, holder
-
-    def _empty(self, region: Region, place: int, holder: Holder) -> int:
-        value = holder.value
-        assert value is not None
+    def _empty(self, region: Region, place: int) -> int:
+        entry = self._counted.refs[place]
+        holder = entry()
+        if holder is None or (value := holder.value) is None:
+            return 0
         if not region.finished:
-            self.watch(self._counted.refs[place], value)
+            self.watch(entry, value)
         elif value._version != holder.metadata[0]:
             mark_changed(holder)
         away = None if self._offer is None or region.hooks is not None else self._offer(region, place, value)

@@ -1,7 +1,8 @@
-"""One region in a budget: what the runtime asks of it, from forward to backward.
+"""Regions in a budget: what the runtime asks of each of them, from forward to backward, and how they get there.
 
-In: each saved tensor, as forward makes it. Kept: nothing strongly; holders own their values. Out: full holders, and
-what happened, for reports.
+In: regions whose forward begins in a block of `budget`, or by a plan; each of their saved tensors. Kept: weak
+references, and what was counted for a region, so that it is taken off when that is gone; holders own their values. Out:
+full holders, the bytes that all regions keep now, and what happened, for reports.
 
 NOTE [ Regions in a budget ]
 1. What the author decides stays: what is saved by name or by a policy is counted and never evicted, and what is named
@@ -12,39 +13,26 @@ NOTE [ Regions in a budget ]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import inf
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 from weakref import ref
 
 from torch import Tensor
 
-from torch_remat._compat import sequence_number
+from torch_remat._compat import accelerator_type, sequence_number
 from torch_remat.budgets.counted import Counted, lock
 from torch_remat.budgets.evict import Evictable, Offer
 from torch_remat.budgets.ledger import Ledger
-from torch_remat.budgets.steps import Row
+from torch_remat.budgets.steps import Planned, Row
 from torch_remat.dispatch.holder import Holder
+from torch_remat.dispatch.keeping import Keeper, Keeping, keeping
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.region.region import Region
 from torch_remat.policies.decision import CheckpointPolicy
-
-
-class Owner(Protocol):
-    """What a region asks of the budget that it is in."""
-
-    ledger: Ledger
-    limit: float
-
-    def make_room(self) -> None:
-        """The sum has passed the limit."""
-
-    def reached(self) -> None:
-        """Backward has come to a region."""
-
-    def finished(self, kept: KeptRegion) -> None:
-        """A region's forward is over."""
 
 
 class KeptRegion:
@@ -67,7 +55,7 @@ class KeptRegion:
                  "owners", "region", "row")  # fmt: skip
 
     def __init__(
-        self, region: Region, owners: Sequence[Owner], always_empty: int = 0, offer: Offer | None = None
+        self, region: Region, owners: Sequence[Register], always_empty: int = 0, offer: Offer | None = None
     ) -> None:
         self.region = ref(region)
         self.owners = owners
@@ -221,3 +209,131 @@ def _is_watched() -> bool:
             return True
         mode = mode.parent
     return False
+
+
+class _Entry(ref[KeptRegion]):
+    """A region of a budget; what was counted for it stays here when it is gone."""
+
+    __slots__ = ("counted",)
+
+    counted: Counted
+
+
+class Register:
+    """The regions of one budget; by itself, without a limit.
+
+    Attributes:
+        limit: The most that they are to keep.
+        offer: Takes tensors off the device that are about to be evicted.
+        ledger: What they keep.
+    """
+
+    limit: float = inf
+    offer: Offer | None = None
+
+    def __init__(self) -> None:
+        self.ledger = Ledger(accelerator_type())
+        self._regions: set[_Entry] = set()
+        self._dead: deque[_Entry] = deque()
+
+    def add(self, kept: KeptRegion) -> None:
+        """Take a region that begins."""
+        entry = _Entry(kept, self._dead.append)
+        entry.counted = kept.counted
+        self._regions.add(entry)
+
+    def make_room(self) -> None:
+        """The sum has passed the limit."""
+
+    def finished(self, kept: KeptRegion) -> None:
+        """A region's forward is over."""
+
+    def reached(self) -> None:
+        """Backward has come to a region."""
+
+    def summary(self) -> str:
+        """Return a line for reports of memory; empty where there is nothing to tell."""
+        return ""
+
+    def state(self) -> tuple[int, int, int] | None:
+        """Return the bytes kept now, the limit, and the budget, for traces; None without a limit."""
+        return None
+
+    def alive(self) -> Iterator[KeptRegion]:
+        """Yield the regions."""
+        for entry in list(self._regions):
+            if (kept := entry()) is not None:
+                yield kept
+
+    def refresh(self) -> None:
+        """Look up what regions keep now."""
+        self.forget_dead()
+        for kept in self.alive():
+            kept.refresh()
+
+    def forget_dead(self) -> None:
+        """Take off what was counted for regions that are gone."""
+        while self._dead:
+            entry = self._dead.popleft()
+            self._regions.discard(entry)
+            entry.counted.forget()
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that the regions keep now: inputs, saved tensors, and what replays have filled; each storage once."""
+        with lock:
+            self.refresh()
+            return self.ledger.total
+
+
+class Inside:
+    """What regions ask inside of blocks: the innermost budget, those around it, and plans.
+
+    Args:
+        registers: The budgets.
+        plan: The plan by which they run; only those that it names, where there is no budget.
+    """
+
+    __slots__ = ("plan", "registers")
+
+    def __init__(self, registers: Sequence[Register], plan: Mapping[str, Planned] | None = None) -> None:
+        self.registers = registers
+        self.plan = plan
+
+    def begin(self, region: Region) -> Keeper | None:
+        """Return what keeps a region's saved tensors; None for one that neither a plan nor a budget knows."""
+        planned = None if self.plan is None else self.plan.get(region.name)
+        registers = self.registers
+        if not registers:
+            if planned is None:
+                return None
+            registers = (_unlimited,)
+        with lock:
+            for one in registers:
+                one.forget_dead()  # the inputs may be where something was that is gone
+            kept = KeptRegion(region, registers, 0 if planned is None else planned.evicted_tensors, registers[0].offer)
+            for one in registers:
+                one.add(kept)
+        return kept
+
+
+def registers_around() -> Sequence[Register]:
+    """Return the budgets whose blocks this thread is in, innermost first."""
+    around: Keeping | None = keeping.get()
+    return around.registers if isinstance(around, Inside) else ()
+
+
+def run_planned(plan: Mapping[str, Planned], run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function whose regions keep what a plan says."""
+
+    def planned(*args: Any, **kwargs: Any) -> Any:
+        token = keeping.set(Inside(registers_around(), plan))
+        try:
+            return run(*args, **kwargs)
+        finally:
+            keeping.reset(token)
+
+    return planned
+
+
+_unlimited = Register()

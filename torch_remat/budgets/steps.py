@@ -158,3 +158,20 @@ class Step:
             "replay_seconds": self.sum_of("replay_seconds"),
             "regions": [row.to_dict() for row in self.rows],
         }
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What a region keeps.
+
+    Attributes:
+        evicted_tensors: How many of its saved tensors, in the order of forward, are evicted: replay recomputes them.
+        saved_tensors: How many it saves.
+        kept_bytes: What it keeps, its inputs apart.
+        spared_seconds: What its backward need not recompute therefore.
+    """
+
+    evicted_tensors: int
+    saved_tensors: int
+    kept_bytes: int
+    spared_seconds: float
