@@ -92,7 +92,7 @@ def reserve_bytes(model: Model, none: int, full: int) -> int:
         model.step()
     kept = max(step.most_bytes for step in budget.steps)
     least = max(step.sum_of("fixed_bytes") + max(row.saved_bytes for row in step.rows) for step in budget.steps)
-    return max(none - kept, full - least, 0)
+    return int(1.02 * max(none - kept, full - least, 0))
 
 
 def ways_of(model: Model, none: int, quick: bool) -> dict[str, Way]:

@@ -847,6 +847,22 @@ def test_regions_that_lost_all_in_two_steps_begin_empty_until_there_is_room():
     assert budget.kept_bytes == 0
 
 
+def test_what_a_replay_fills_of_a_region_that_began_empty_is_counted():
+    block, x = Mlp(), leaf(16, 8)
+    with remat.budget(1, reserve=0) as budget:
+        for _ in range(4):
+            y = checkpointed(block)(x)
+            assert budget.kept_bytes == x.nbytes
+            other = checkpointed(block)(x * 2)
+            first = torch.autograd.grad(y.sum(), x, retain_graph=True)
+            assert budget.kept_bytes == bytes_there(budget) == 2 * x.nbytes  # what was read is dropped again
+            assert_same(first, torch.autograd.grad(y.sum(), x))
+            assert_same(torch.autograd.grad(block(x * 2).sum(), x), torch.autograd.grad(other.sum(), x))
+            del y, other
+            assert budget.kept_bytes == 0
+        assert all(row.is_empty_from_start for row in budget.steps[-1].rows)
+
+
 def test_on_an_accelerator_the_allocators_peaks_tell_the_reserve(monkeypatch):
     """Played on the CPU: an allocator that has seen 500 B more than the step's regions kept."""
     allocated = {"now": 1000, "peak": 0}
@@ -978,12 +994,31 @@ def test_totals_are_plain_data():
     assert first["most_kept_bytes"] <= 3 * KIB + 1024
 
 
-def test_plot_is_written(tmp_path):
+@pytest.mark.parametrize("limit", ["3 KiB", "60%", 1, "1 GiB"])
+def test_the_picture_tells_which_region_was_evicted_when_and_why_without_text_over_text(limit, tmp_path):
     pytest.importorskip("matplotlib")
-    budget = remat.budget("3 KiB", reserve=0)
-    run_steps(budget)
-    budget.plot(tmp_path / "kept.png")
+    budget = remat.budget(limit)
+    run_steps(budget, steps=4)
+    figure = budget.plot(tmp_path / "kept.png")
     assert (tmp_path / "kept.png").stat().st_size > 1000
+    _, lanes = figure.axes
+    assert [label.get_text() for label in lanes.get_yticklabels()] == ["layers.0", "layers.1", "layers.2"]
+    step = budget.steps[-1]
+    for row, said in zip(step.rows, lanes.texts, strict=True):
+        assert ("evicted" in said.get_text()) == bool(row.evicted_bytes)
+    marks = [x for line in lanes.lines for x in line.get_xdata()]
+    assert sorted(marks) == sorted(one.seconds * 1e3 for one in step.evictions)
+    texts = [text for axes in figure.axes for text in (*axes.texts, *axes.get_xticklabels(), *axes.get_yticklabels())]
+    texts += [figure._suptitle, lanes.title, lanes.xaxis.label, *(axes.yaxis.label for axes in figure.axes)]
+    figure.canvas.draw()
+    boxes = [text.get_window_extent() for text in texts if text.get_visible() and text.get_text()]
+    for place, box in enumerate(boxes):
+        assert not any(box.overlaps(other) for other in boxes[:place])
+
+
+def test_a_budget_without_a_step_has_a_picture_too():
+    pytest.importorskip("matplotlib")
+    remat.budget("3 KiB").plot()
 
 
 # Plans

@@ -81,7 +81,8 @@ class Budget(Register):
         self.steps: deque[Step] = deque(maxlen=_STEPS)
         if offload not in (None, "fill"):
             raise UsageError(f"budget(offload={offload!r}) is not possible", remedy='It is None or "fill".')
-        self.offer = Filler(self.budget_bytes).offer if offload == "fill" else None
+        self._filler = Filler(self.budget_bytes)
+        self.offer = self._filler.offer if offload == "fill" else None
         self._reserve: Reserve | None = None
         if reserve == "auto" and self.share is None and self.ledger.device_type != "cpu":
             self._reserve = Reserve(self.budget_bytes)
@@ -139,7 +140,7 @@ class Budget(Register):
         if self.share is not None and 0 < self.share < 1 and last is not None:
             fixed = last.sum_of("fixed_bytes")
             self._measured = most, least = max(self._measured, (fixed + last.sum_of("saved_bytes"), fixed))
-            self.limit = self.budget_bytes = least + int(self.share * (most - least))
+            self.limit = self.budget_bytes = self._filler.budget_bytes = least + int(self.share * (most - least))
         if self._reserve is not None:
             if last is not None:
                 self._reserve.end(last)

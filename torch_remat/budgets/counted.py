@@ -66,15 +66,15 @@ class Counted:
     def add(self, holder: Holder, entry: ref[Holder], value: Tensor) -> int:
         """Count the value of a holder; return the bytes that are new to the first ledger."""
         self.refs.append(entry)
-        is_made = holder.producer is not NoneType
-        if is_made and self._only is not None and type(value) is Tensor:  # for speed: what `_count` does
+        may_be_buffer = self._outside is not None and holder.producer is NoneType
+        if self._only is not None and type(value) is Tensor and not may_be_buffer:  # for speed: what `_count` does
             try:
                 self.keys.append(key := storage_key(value))
             except (NotImplementedError, RuntimeError):  # sparse, or inside of a transform of functions
                 pass
             else:
                 return self._only.add(key, value)
-        if not is_made and self._outside is not None and self._is_buffer(value):
+        if may_be_buffer and self._is_buffer(value):
             self.keys.append(_EXISTS)
             return 0
         keys, size = self._count(value)

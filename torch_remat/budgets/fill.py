@@ -29,17 +29,17 @@ class _Sent(ref[Offloaded]):
 class Filler:
     """Offers tensors of one budget.
 
-    Args:
+    Attributes:
         budget_bytes: The budget.
     """
 
     def __init__(self, budget_bytes: int) -> None:
-        self._most = budget_bytes // _SHARE
+        self.budget_bytes = budget_bytes
         self._leaving: list[_Sent] = []
 
     def offer(self, region: Region, place: int, tensor: Tensor) -> Offloaded | None:
         """Send a tensor away; None if it stays, or if too much has not left yet."""
-        if tensor.is_sparse or self._bytes_leaving() + tensor.nbytes > self._most:
+        if tensor.is_sparse or self._bytes_leaving() + tensor.nbytes > self.budget_bytes // _SHARE:
             return None
         with torch.no_grad(), without_dispatch_modes():
             away = sender_of(region).send(tensor, None, f"saved tensor {place}", "residual")

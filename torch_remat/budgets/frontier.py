@@ -117,25 +117,22 @@ def frontier(function: Callable[..., Any], *args: Any, budgets: int = 6, steps: 
 
 
 def _measure(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], size: int, steps: int) -> Point:
+    on_accelerator = accelerator_type() != "cpu"
     with Budget(size, reserve=0) as budget:
         function(*args, **kwargs)  # the first step sees how long regions take
         times = []
         for _ in range(steps):
             begin = perf_counter()
             function(*args, **kwargs)
-            _wait()
+            if on_accelerator:
+                torch.accelerator.synchronize()
             times.append(perf_counter() - begin)
         replayed = budget.steps[-1].sum_of("replay_seconds")
         kept = max(step.most_bytes for step in budget.steps)
         peak = 0
-        if accelerator_type() != "cpu":
+        if on_accelerator:
             torch.accelerator.reset_peak_memory_stats()
             before = torch.accelerator.memory_allocated()
             function(*args, **kwargs)
             peak = int(torch.accelerator.max_memory_allocated()) - before
     return Point(size, kept, peak, median(times), replayed)
-
-
-def _wait() -> None:
-    if accelerator_type() != "cpu":
-        torch.accelerator.synchronize()

@@ -323,17 +323,4 @@ def registers_around() -> Sequence[Register]:
     return around.registers if isinstance(around, Inside) else ()
 
 
-def run_planned(plan: Mapping[str, Planned], run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function whose regions keep what a plan says."""
-
-    def planned(*args: Any, **kwargs: Any) -> Any:
-        token = keeping.set(Inside(registers_around(), plan))
-        try:
-            return run(*args, **kwargs)
-        finally:
-            keeping.reset(token)
-
-    return planned
-
-
 _unlimited = Register()

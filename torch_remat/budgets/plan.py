@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from typing import Any
 
-from torch_remat.budgets.kept import run_planned
+from torch_remat.budgets.kept import Inside, registers_around
 from torch_remat.budgets.steps import Planned as Planned
 from torch_remat.budgets.steps import Step
 from torch_remat.budgets.text import format_plan
+from torch_remat.dispatch.keeping import keeping
 from torch_remat.errors import UsageError
 
 _VERSION = 1
@@ -71,7 +72,15 @@ class Plan(dict[str, Planned]):
 
     def bind(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function whose regions keep what the plan says; `checkpoint_modules` asks this."""
-        return run_planned(self, run)
+
+        def planned(*args: Any, **kwargs: Any) -> Any:
+            token = keeping.set(Inside(registers_around(), self))
+            try:
+                return run(*args, **kwargs)
+            finally:
+                keeping.reset(token)
+
+        return planned
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain data."""
