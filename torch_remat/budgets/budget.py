@@ -11,19 +11,28 @@ import re
 import threading
 import warnings
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from contextvars import Token
 from math import inf
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import ref
 
 from torch_remat._bytes import parse_bytes
-from torch_remat._compat import after_backward, eager_only, graph_is_kept, graph_task, numbers_to_come
-from torch_remat.budgets.counted import lock
-from torch_remat.budgets.evict import score
+from torch_remat._compat import (
+    accelerator_type,
+    after_backward,
+    eager_only,
+    graph_is_kept,
+    graph_task,
+    numbers_to_come,
+)
+from torch_remat.budgets.counted import Counted, lock
+from torch_remat.budgets.evict import Offer, score
 from torch_remat.budgets.fill import Filler
-from torch_remat.budgets.kept import Inside, KeptRegion, Register, registers_around
+from torch_remat.budgets.kept import Inside, KeptRegion, registers_around
+from torch_remat.budgets.ledger import Ledger
 from torch_remat.budgets.plan import Plan, largest, plan_of
 from torch_remat.budgets.reserve import Reserve
 from torch_remat.budgets.steps import Eviction, Row, Step
@@ -53,10 +62,24 @@ _FORMS = (
 )
 
 
-class Budget(Register):
+class _Entry(ref[KeptRegion]):
+    """A region of a budget; what was counted for it stays here when it is gone."""
+
+    __slots__ = ("counted",)
+
+    counted: Counted
+
+
+class Budget:
     """Bytes that regions may keep; see `budget`.
 
     It may be entered again, and in several threads; what it learned stays.
+
+    Args:
+        budget_bytes: The budget.
+        share: The budget as a share, which is measured.
+        reserve_bytes: How much of it is held in reserve; None learns that on an accelerator.
+        fills: Whether what is to be evicted is offered to the offloader first.
 
     Attributes:
         budget_bytes: The budget; of a share, once it is measured.
@@ -69,29 +92,18 @@ class Budget(Register):
     """
 
     def __init__(
-        self,
-        limit: str | int | None = None,
-        *,
-        device_share: float | None = None,
-        reserve: str | int = "auto",
-        offload: Literal["fill"] | None = None,
+        self, budget_bytes: int, share: float | None = None, reserve_bytes: int | None = 0, fills: bool = False
     ) -> None:
-        self.share, self.budget_bytes = _limit_of(limit, device_share)
-        super().__init__()
+        self.budget_bytes, self.share = budget_bytes, share
+        self.ledger = Ledger(accelerator_type())
         self.steps: deque[Step] = deque(maxlen=_STEPS)
-        if offload not in (None, "fill"):
-            raise UsageError(f"budget(offload={offload!r}) is not possible", remedy='It is None or "fill".')
-        self._filler = Filler(self.budget_bytes)
-        self.offer = self._filler.offer if offload == "fill" else None
-        self._reserve: Reserve | None = None
-        if reserve == "auto" and self.share is None and self.ledger.device_type != "cpu":
-            self._reserve = Reserve(self.budget_bytes)
-        self.reserve_bytes = 0 if reserve in ("auto", 0) else _bytes_of(reserve)
-        if self.reserve_bytes >= self.budget_bytes or (self.reserve_bytes and self.share is not None):
-            raise UsageError(
-                f"a reserve of {self.reserve_bytes:,} B leaves nothing of the budget {limit!r}",
-                remedy="The reserve is a part of a budget in bytes: give less of it, or a larger budget.",
-            )
+        self._regions: set[_Entry] = set()
+        self._dead: deque[_Entry] = deque()
+        self._filler = Filler(budget_bytes)
+        self.offer: Offer | None = self._filler.offer if fills else None
+        learns = reserve_bytes is None and share is None and self.ledger.device_type != "cpu"
+        self._reserve = Reserve(budget_bytes) if learns else None
+        self.reserve_bytes = reserve_bytes or 0
         self.limit: float = self.budget_bytes - self.reserve_bytes
         self._entered = threading.local()
         self.step_count = 0
@@ -124,7 +136,9 @@ class Budget(Register):
 
     def add(self, kept: KeptRegion) -> None:
         """Take a region that begins."""
-        super().add(kept)
+        entry = _Entry(kept, self._dead.append)
+        entry.counted = kept.counted
+        self._regions.add(entry)
         self._changed = True
         if not self.steps or (self.steps[-1].has_backward and graph_task() < 0):
             self._begin_step(kept.row.input_bytes)
@@ -255,7 +269,33 @@ class Budget(Register):
             f"them. Nothing else comes of it.\n{shown}"
         )
 
+    def alive(self) -> Iterator[KeptRegion]:
+        """Yield the regions."""
+        for entry in list(self._regions):
+            if (kept := entry()) is not None:
+                yield kept
+
+    def refresh(self) -> None:
+        """Look up what regions keep now."""
+        self.forget_dead()
+        for kept in self.alive():
+            kept.refresh()
+
+    def forget_dead(self) -> None:
+        """Take off what was counted for regions that are gone."""
+        while self._dead:
+            entry = self._dead.popleft()
+            self._regions.discard(entry)
+            entry.counted.forget()
+
     # What users read.
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that the regions keep now: inputs, saved tensors, and what replays have filled; each storage once."""
+        with lock:
+            self.refresh()
+            return self.ledger.total
 
     @property
     def told(self) -> str:
@@ -404,4 +444,13 @@ def budget(
         >>> budget.kept_bytes
         0
     """
-    return Budget(limit, device_share=device_share, reserve=reserve, offload=offload)
+    share, budget_bytes = _limit_of(limit, device_share)
+    if offload not in (None, "fill"):
+        raise UsageError(f"budget(offload={offload!r}) is not possible", remedy='It is None or "fill".')
+    reserve_bytes = None if reserve == "auto" else _bytes_of(reserve) if reserve else 0
+    if reserve_bytes and (reserve_bytes >= budget_bytes or share is not None):
+        raise UsageError(
+            f"a reserve of {reserve_bytes:,} B leaves nothing of the budget {limit!r}",
+            remedy="The reserve is a part of a budget in bytes: give less of it, or a larger budget.",
+        )
+    return Budget(budget_bytes, share, reserve_bytes, fills=offload == "fill")

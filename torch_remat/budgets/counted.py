@@ -61,7 +61,7 @@ class Counted:
         assert region.inputs is not None
         self._fix(region.inputs.held())
         self._inputs = len(self.fixed)
-        self.input_bytes = sum([ledgers[0].sizes[key] for key in set(self.fixed)])
+        self.input_bytes = sum([ledgers[0].sizes[key] for key in set(self.fixed)]) if ledgers else 0
 
     def add(self, holder: Holder, entry: ref[Holder], value: Tensor) -> int:
         """Count the value of a holder; return the bytes that are new to the first ledger."""

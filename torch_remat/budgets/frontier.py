@@ -103,7 +103,7 @@ def frontier(function: Callable[..., Any], *args: Any, budgets: int = 6, steps: 
     """
     if budgets < 2 or steps < 1:
         raise UsageError("frontier() needs budgets=2 or more, and steps=1 or more", remedy="Leave the defaults.")
-    with Budget(UNLIMITED, reserve=0) as budget:
+    with Budget(UNLIMITED) as budget:
         function(*args, **kwargs)
         if not any(step.has_backward for step in budget.steps):
             raise UsageError(
@@ -118,7 +118,7 @@ def frontier(function: Callable[..., Any], *args: Any, budgets: int = 6, steps: 
 
 def _measure(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], size: int, steps: int) -> Point:
     on_accelerator = accelerator_type() != "cpu"
-    with Budget(size, reserve=0) as budget:
+    with Budget(size) as budget:
         function(*args, **kwargs)  # the first step sees how long regions take
         times = []
         for _ in range(steps):

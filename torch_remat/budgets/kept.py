@@ -13,17 +13,15 @@ NOTE [ Regions in a budget ]
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from math import inf
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 from weakref import ref
 
 from torch import Tensor
 
-from torch_remat._compat import accelerator_type, sequence_number
+from torch_remat._compat import sequence_number
 from torch_remat.budgets.counted import Counted, lock
 from torch_remat.budgets.evict import Evictable, Offer
 from torch_remat.budgets.ledger import Ledger
@@ -35,14 +33,36 @@ from torch_remat.dispatch.region.region import Region
 from torch_remat.policies.decision import CheckpointPolicy
 
 
+class Owner(Protocol):
+    """What a region asks of a budget that it is in."""
+
+    ledger: Ledger
+    limit: float
+    offer: Offer | None
+
+    def add(self, kept: KeptRegion) -> None:
+        """Take a region that begins."""
+
+    def make_room(self) -> None:
+        """The sum has passed the limit."""
+
+    def finished(self, kept: KeptRegion) -> None:
+        """A region's forward is over."""
+
+    def reached(self) -> None:
+        """Backward has come to a region."""
+
+    def forget_dead(self) -> None:
+        """Take off what was counted for regions that are gone."""
+
+
 class KeptRegion:
     """The keeper of one region.
 
     Args:
         region: The region.
-        owners: The budget, and those around it.
+        owners: The budget, and those around it; none for one that runs by a plan alone.
         always_empty: How many of its first saved tensors are never kept.
-        offer: Takes a tensor that is about to be evicted off the device; None where nothing does.
 
     Attributes:
         keeps: Whether it fills holders.
@@ -54,15 +74,13 @@ class KeptRegion:
     __slots__ = ("__weakref__", "_always_empty", "_let_go", "_like", "_recomputed", "counted", "evictable", "keeps",
                  "owners", "region", "row")  # fmt: skip
 
-    def __init__(
-        self, region: Region, owners: Sequence[Register], always_empty: int = 0, offer: Offer | None = None
-    ) -> None:
+    def __init__(self, region: Region, owners: Sequence[Owner], always_empty: int) -> None:
         self.region = ref(region)
         self.owners = owners
         self.keeps = region.options.policy is None and not _is_watched()
         self.counted = Counted(region, [owner.ledger for owner in owners], self.keeps)
         self.row = Row(region.name, self.counted.input_bytes)
-        self.evictable = Evictable(region, self.counted, self.row, offer)
+        self.evictable = Evictable(region, self.counted, self.row, owners[0].offer if owners else None)
         self._always_empty = always_empty
         self._let_go = 0  # how many saved tensors a backward inside of forward has found empty
         self._like: Row | None = None
@@ -211,81 +229,6 @@ def _is_watched() -> bool:
     return False
 
 
-class _Entry(ref[KeptRegion]):
-    """A region of a budget; what was counted for it stays here when it is gone."""
-
-    __slots__ = ("counted",)
-
-    counted: Counted
-
-
-class Register:
-    """The regions of one budget; by itself, without a limit.
-
-    Attributes:
-        limit: The most that they are to keep.
-        offer: Takes tensors off the device that are about to be evicted.
-        ledger: What they keep.
-    """
-
-    limit: float = inf
-    offer: Offer | None = None
-
-    def __init__(self) -> None:
-        self.ledger = Ledger(accelerator_type())
-        self._regions: set[_Entry] = set()
-        self._dead: deque[_Entry] = deque()
-
-    def add(self, kept: KeptRegion) -> None:
-        """Take a region that begins."""
-        entry = _Entry(kept, self._dead.append)
-        entry.counted = kept.counted
-        self._regions.add(entry)
-
-    def make_room(self) -> None:
-        """The sum has passed the limit."""
-
-    def finished(self, kept: KeptRegion) -> None:
-        """A region's forward is over."""
-
-    def reached(self) -> None:
-        """Backward has come to a region."""
-
-    def summary(self) -> str:
-        """Return a line for reports of memory; empty where there is nothing to tell."""
-        return ""
-
-    def state(self) -> tuple[int, int, int] | None:
-        """Return the bytes kept now, the limit, and the budget, for traces; None without a limit."""
-        return None
-
-    def alive(self) -> Iterator[KeptRegion]:
-        """Yield the regions."""
-        for entry in list(self._regions):
-            if (kept := entry()) is not None:
-                yield kept
-
-    def refresh(self) -> None:
-        """Look up what regions keep now."""
-        self.forget_dead()
-        for kept in self.alive():
-            kept.refresh()
-
-    def forget_dead(self) -> None:
-        """Take off what was counted for regions that are gone."""
-        while self._dead:
-            entry = self._dead.popleft()
-            self._regions.discard(entry)
-            entry.counted.forget()
-
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes that the regions keep now: inputs, saved tensors, and what replays have filled; each storage once."""
-        with lock:
-            self.refresh()
-            return self.ledger.total
-
-
 class Inside:
     """What regions ask inside of blocks: the innermost budget, those around it, and plans.
 
@@ -296,31 +239,25 @@ class Inside:
 
     __slots__ = ("plan", "registers")
 
-    def __init__(self, registers: Sequence[Register], plan: Mapping[str, Planned] | None = None) -> None:
+    def __init__(self, registers: Sequence[Owner], plan: Mapping[str, Planned] | None = None) -> None:
         self.registers = registers
         self.plan = plan
 
     def begin(self, region: Region) -> Keeper | None:
         """Return what keeps a region's saved tensors; None for one that neither a plan nor a budget knows."""
         planned = None if self.plan is None else self.plan.get(region.name)
-        registers = self.registers
-        if not registers:
-            if planned is None:
-                return None
-            registers = (_unlimited,)
+        if planned is None and not self.registers:
+            return None
         with lock:
-            for one in registers:
+            for one in self.registers:
                 one.forget_dead()  # the inputs may be where something was that is gone
-            kept = KeptRegion(region, registers, 0 if planned is None else planned.evicted_tensors, registers[0].offer)
-            for one in registers:
+            kept = KeptRegion(region, self.registers, 0 if planned is None else planned.evicted_tensors)
+            for one in self.registers:
                 one.add(kept)
         return kept
 
 
-def registers_around() -> Sequence[Register]:
+def registers_around() -> Sequence[Owner]:
     """Return the budgets whose blocks this thread is in, innermost first."""
     around: Keeping | None = keeping.get()
     return around.registers if isinstance(around, Inside) else ()
-
-
-_unlimited = Register()
