@@ -81,7 +81,7 @@ def frontier(function: Callable[..., Any], *args: Any, budgets: int = 6, steps: 
 
     Args:
         function: Runs a whole step: forward, backward, and what else belongs to it. It is called
-            ``1 + budgets * (steps + 2)`` times.
+            ``1 + budgets * (steps + 1)`` times, on an accelerator once more for each budget.
         *args: Its positional arguments.
         budgets: How many budgets; at least 2.
         steps: How many steps are timed at each.
