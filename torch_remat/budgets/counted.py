@@ -27,6 +27,7 @@ _OWN = ("saved", "slot", "result")
 """What a region keeps for its author."""
 _EXISTS: Keys = ()
 """In place of addresses: the tensor is a buffer of a module, which exists anyway."""
+_NONE: set[int] = set()
 
 
 class Counted:
@@ -46,13 +47,13 @@ class Counted:
     """
 
     __slots__ = (
-        "_inputs", "_ledgers", "_only", "_outside", "fills", "fixed", "fixed_bytes", "input_bytes", "keys", "refs",
+        "_buffers", "_inputs", "_ledgers", "_only", "fills", "fixed", "fixed_bytes", "input_bytes", "keys", "refs",
     )  # fmt: skip
 
     def __init__(self, region: Region, ledgers: Sequence[Ledger], fills: bool) -> None:
         self._ledgers = ledgers
         self._only = ledgers[0] if len(ledgers) == 1 else None
-        self._outside = region.outside
+        self._buffers = _NONE if region.outside is None else region.outside.buffers()
         self.fills = fills
         self.refs: list[ref[Holder]] = []
         self.keys: list[Keys] = []
@@ -66,15 +67,17 @@ class Counted:
     def add(self, holder: Holder, entry: ref[Holder], value: Tensor) -> int:
         """Count the value of a holder; return the bytes that are new to the first ledger."""
         self.refs.append(entry)
-        may_be_buffer = self._outside is not None and holder.producer is NoneType
-        if self._only is not None and type(value) is Tensor and not may_be_buffer:  # for speed: what `_count` does
+        is_made = holder.producer is not NoneType
+        if self._only is not None and type(value) is Tensor:  # for speed: what `_count` does
             try:
-                self.keys.append(key := storage_key(value))
+                key = storage_key(value)
             except (NotImplementedError, RuntimeError):  # sparse, or inside of a transform of functions
                 pass
             else:
-                return self._only.add(key, value)
-        if may_be_buffer and self._is_buffer(value):
+                if is_made or key not in self._buffers:
+                    self.keys.append(key)
+                    return self._only.add(key, value)
+        if not is_made and not self._buffers.isdisjoint(map(storage_key, parts_of(value))):
             self.keys.append(_EXISTS)
             return 0
         keys, size = self._count(value)
@@ -93,7 +96,6 @@ class Counted:
 
     def end(self, region: Region) -> None:
         """Forward is over: count what the region keeps for its author."""
-        self._outside = None
         self._fix(self._own(region))
 
     def refresh(self, region: Region | None) -> None:
@@ -135,10 +137,6 @@ class Counted:
                 own = row.what in _OWN or (row.what == "refilled" and (not self.fills or row.op))
                 if own and isinstance(row.value, Tensor):
                     yield row.value
-
-    def _is_buffer(self, value: Tensor) -> bool:
-        assert self._outside is not None
-        return any(self._outside.has_buffer(storage_key(part)) for part in parts_of(value))
 
     def _fix(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
