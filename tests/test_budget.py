@@ -31,12 +31,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import torch_remat as remat
-from benchmarks.budgets import Way, peak_bytes, unet
-from benchmarks.budgets import plain as plain_block
 from benchmarks.memory import allocations
 from torch_remat import _compat
 from torch_remat._kept import kept_by
-from torch_remat.budgets.kept import KeptRegion
+from torch_remat.budgets.reserve import Reserve
 
 KIB = 2**10
 
@@ -100,7 +98,7 @@ def test_every_share_gives_equal_gradients_within_the_budget(share):
     floor = max(sum(row.fixed_bytes for row in step.rows) for step in budget.steps)
     largest_result = 4 * 8 * 8 * 4 * 3
     assert all(step.forward_bytes <= max(share * most, floor + largest_result) for step in budget.steps)
-    assert any(row.given_bytes for row in budget.steps[-1].rows) == (share < 1)
+    assert any(row.evicted_bytes for row in budget.steps[-1].rows) == (share < 1)
 
 
 def test_nothing_is_replayed_where_all_has_room():
@@ -313,40 +311,6 @@ def test_change_in_place_after_forward_is_noticed_whether_or_not_it_is_given_up(
                 y.sum().backward()
 
 
-def test_bytes_are_counted_when_somebody_asks_and_not_tensor_by_tensor(monkeypatch):
-    counted = []
-    monkeypatch.setattr(KeptRegion, "_count", lambda kept, count=KeptRegion._count: (counted.append(1), count(kept)))
-    seen = []
-
-    def block(x):
-        for _ in range(50):
-            x = x.sin()
-        seen.append(budget.kept_bytes)
-        for _ in range(50):
-            x = x.sin()
-        return x
-
-    x = leaf(4, 8)
-    expected = torch.autograd.grad(block_of_sines(x).sum(), x)
-    with remat.budget("1 MiB", reserve=0) as budget:
-        y = checkpointed(block)(x)
-        assert seen == [50 * x.nbytes]
-        assert budget.kept_bytes == 100 * x.nbytes
-        assert len(counted) < 10
-        assert_same(expected, torch.autograd.grad(y.sum(), x))
-    seen.clear()
-    with remat.budget(60 * x.nbytes, reserve=0) as budget:
-        y = checkpointed(block)(x)
-        assert budget.steps[-1].most_bytes <= 61 * x.nbytes
-        assert_same(expected, torch.autograd.grad(y.sum(), x))
-
-
-def block_of_sines(x):
-    for _ in range(100):
-        x = x.sin()
-    return x
-
-
 @pytest.mark.parametrize("limit", [300, 400, 10**6])
 def test_full_tensors_beside_given_ones_are_compared_with_what_replay_makes(limit):
     held, first = [], [torch.sin]
@@ -433,7 +397,7 @@ def test_tensor_subclasses_keep_and_give_up(limit):
     with remat.budget(limit, reserve=0) as budget:
         y = checkpointed(block)(x)
         assert budget.kept_bytes % (2 * x.a.nbytes) == 0
-        assert budget.steps[-1].rows[0].given_bytes == (6 * x.a.nbytes if limit == 1 else 0)
+        assert budget.steps[-1].rows[0].evicted_bytes == (6 * x.a.nbytes if limit == 1 else 0)
         (actual,) = torch.autograd.grad(y.sum(), x)
     assert torch.equal(expected.a, actual.a)
     assert torch.equal(expected.b, actual.b)
@@ -625,7 +589,7 @@ def test_tensor_that_the_user_holds_is_not_given_up_in_vain():
     with remat.budget(2 * x.nbytes, reserve=0) as budget:
         y = checkpointed(block)(x)
         y = checkpointed(lambda y: y.exp())(y)
-    assert budget.steps[-1].rows[0].given_bytes == x.nbytes  # the cosine, but not the sine
+    assert budget.steps[-1].rows[0].evicted_bytes == x.nbytes  # the cosine, but not the sine
     del y
     held.clear()  # which its region's function owns
 
@@ -791,68 +755,6 @@ class Blocks(nn.Module):
         return F.cross_entropy(self.head(x), torch.zeros(len(x), dtype=torch.int64))
 
 
-def measured_step(model, x):
-    for parameter in model.parameters():
-        parameter.grad.zero_()
-    with allocations() as events:
-        model(x).backward()
-    most = total = 0
-    for size in events:
-        total += size
-        most = max(most, total)
-    return most
-
-
-def test_learned_reserve_keeps_the_peak_within_the_budget_from_the_second_step_on():
-    model, x = Blocks(), torch.randn(256, 64)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    whole = measured_step(model, x)
-    remat.checkpoint_modules(model, "layers.*")
-    least = measured_step(model, x)
-    for share in (0.9, 0.7, 0.5):
-        limit = max(int(share * whole), int(1.1 * least))
-        with remat.budget(limit) as budget:
-            for parameter in model.parameters():
-                parameter.grad.zero_()
-            model(x).backward()
-            assert budget.steps[-1].peak_bytes  # the first step is measured
-            assert measured_step(model, x) <= limit
-            for _ in range(4):
-                model(x).backward()
-            assert measured_step(model, x) <= limit
-            assert 0 < budget.reserve_bytes < limit
-
-
-def test_replays_of_early_regions_need_no_reserve():
-    model = unet()
-    limit = int(0.8 * peak_bytes(model, Way(plain_block)))
-    with remat.budget(limit) as budget:
-        way = Way(lambda place, block: checkpointed(block), lambda: budget, budget)
-        model.run[0] = way.run
-        for _ in range(5):
-            model.step()
-        rows = budget.steps[-1].rows
-        assert rows[0].given_bytes
-        assert rows[-1].given_bytes == 0  # the largest, to which backward comes first
-        assert all(step.peak_bytes <= limit for step in list(budget.steps)[1:])
-    assert peak_bytes(model, way) <= limit
-
-
-def test_what_was_reckoned_for_longer_inputs_is_forgotten_once_they_were_measured():
-    layer = nn.Sequential(nn.Linear(16, 4096), nn.GELU(), nn.Linear(4096, 16))
-    head = nn.Linear(16, 20_000)
-    with remat.budget("12 MiB") as budget:
-        for length in (4, 4, 4, 32, 32, 32, 32):
-            head(checkpointed(layer)(torch.randn(length, 16))).sum().backward()
-            head.zero_grad()  # of 1.3 MiB, whatever the length
-    limits = [step.limit_bytes for step in budget.steps]
-    assert limits[3] < 2**20  # eight times as much as before is expected
-    assert limits[-1] > 6 * 2**20
-    peak = max(step.peak_bytes for step in budget.steps)  # what is around the region, and all that it saves
-    assert budget.budget_bytes - limits[-1] > 0.95 * peak  # other lengths may come
-
-
 def test_replay_holds_nothing_that_is_there_already():
     held, gone = [], []
 
@@ -870,62 +772,117 @@ def test_replay_holds_nothing_that_is_there_already():
     x = leaf(16, 16)
     with remat.budget(3 * x.nbytes, reserve=0) as budget:
         y = checkpointed(block)(x) * 2
-        assert budget.steps[-1].rows[0].given_bytes == x.nbytes
+        assert budget.steps[-1].rows[0].evicted_bytes == x.nbytes
         (actual,) = torch.autograd.grad(y.sum(), x)
     held.clear()
     assert gone == [True]
     assert torch.equal(actual, torch.autograd.grad(((x * 2).sin().exp().exp().sin() * 2).sum(), x)[0])
 
 
-def test_longer_batches_fit_too():
-    model = Blocks()
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    whole = measured_step(model, torch.randn(256, 64))
-    remat.checkpoint_modules(model, "layers.*")
-    with remat.budget(int(0.7 * whole)) as budget:
-        for length in (32, 64, 256, 32, 256, 256):
-            model(torch.randn(length, 64)).backward()
-        assert measured_step(model, torch.randn(256, 64)) <= 0.7 * whole
-        model(torch.randn(32, 64)).backward()
-        assert not any(row.given_bytes for row in budget.steps[-1].rows)
-
-
-def test_measuring_leaves_no_profiler_behind():
-    model, x = Blocks(2), torch.randn(8, 64)
-    remat.checkpoint_modules(model, "layers.*")
-    with remat.budget("1 GiB"):
-        model(x).backward()
-        assert not torch.autograd._profiler_enabled()
-        with allocations():  # a profiler of the user's
-            model(x).backward()
-    model(x).backward()
-    assert not torch.autograd._profiler_enabled()
-
-
-def test_measuring_writes_nothing_to_standard_error_of_its_own(capfd):
-    model, x = Blocks(2), torch.randn(8, 64)
-    remat.checkpoint_modules(model, "layers.*")
-    with remat.budget("1 GiB") as budget:
+@pytest.mark.parametrize("percent", [0, 30, 60, 100])
+def test_a_share_is_measured_in_the_first_steps(percent):
+    x = torch.randn(4, 8, 8)
+    expected = stack_step(plain, x)
+    with remat.budget(2**40) as whole:
+        stack_step(checkpointed, x)
+    (step,) = whole.steps
+    most, least = step.most_bytes, step.sum_of("fixed_bytes")
+    with remat.budget(f"{percent}%") as budget:
         for _ in range(4):
-            model(x).backward()
-    assert [bool(step.peak_bytes) for step in budget.steps] == [True, True, True, False]
-    lines = capfd.readouterr().err.splitlines()
-    assert [line for line in lines if "Memory block of unknown size" not in line] == []  # torch's allocator, once
+            assert_same(expected, stack_step(checkpointed, x))
+    assert budget.share == percent / 100
+    if 0 < percent < 100:
+        assert budget.steps[0].most_bytes == most
+        assert budget.limit == budget.budget_bytes == least + int((most - least) * percent / 100)
+        assert f"budget of {percent}% (" in budget.report()
+    largest_result = 4 * 8 * 8 * 4 * 3
+    limit = least + (most - least) * percent / 100
+    assert all(step.forward_bytes <= limit + largest_result for step in list(budget.steps)[1:])
+    assert bool(budget.steps[-1].sum_of("evicted_bytes")) == (percent < 100)
 
 
-def test_the_measure_is_that_of_the_public_profiler():
-    model, x = Blocks(2), torch.randn(8, 64)
-    model(x).backward()
-    logs = []
-    for log in (_compat.log_allocations, _compat._log_by_public_profiler):
-        for parameter in model.parameters():
-            parameter.grad.zero_()
-        end = log()
-        model(x).backward()
-        logs.append(end())
-    assert logs[0] == logs[1]
-    assert sum(logs[0]) == 0 < max(logs[0])
+def test_a_share_grows_with_a_longer_batch():
+    block, limits = Mlp(), []
+    with remat.budget("50%") as budget:
+        for length in (4, 4, 32, 4):
+            checkpointed(block)(leaf(length, 8)).sum().backward()
+            limits.append(budget.limit)
+    assert limits[1] < limits[3] == pytest.approx(8 * limits[1], rel=0.01)
+
+
+def test_a_budget_in_which_no_region_ran_warns_once():
+    budget = remat.budget("1 GiB")
+    with pytest.warns(remat.RematWarning, match=r"(?s)no region ran.*checkpoint_modules") as caught, budget:
+        Mlp()(leaf(4, 8)).sum().backward()
+    assert Path(caught[0].filename) == Path(__file__)
+    with budget:
+        Mlp()(leaf(4, 8)).sum().backward()
+    with pytest.raises(ValueError, match="on purpose"), remat.budget("1 GiB"):
+        raise ValueError("on purpose")
+
+
+def test_regions_that_lost_all_in_two_steps_begin_empty_until_there_is_room():
+    blocks, x = [Mlp() for _ in range(4)], torch.randn(16, 8)
+
+    def step(wrap):
+        h = x
+        for place, block in enumerate(blocks):
+            h = wrap(block, region_name=f"layers.{place}")(h) if wrap is checkpointed else block(h)
+        return torch.autograd.grad(h.sum(), [p for block in blocks for p in block.parameters()])
+
+    expected = step(plain)
+    most = kept_without_limit(lambda: step(checkpointed))
+    with remat.budget(most // 2, reserve=0) as budget:
+        for _ in range(4):
+            assert_same(expected, step(checkpointed))
+        first, *_, last = budget.steps
+        assert not any(row.is_empty_from_start for row in first.rows)
+        assert [last.rows[place].is_empty_from_start for place in (0, -1)] == [True, False]
+        assert last.rows[0].evicted_bytes == first.rows[0].evicted_bytes > 0
+        assert last.most_bytes <= most // 2
+        budget.limit = most
+        for _ in range(2):
+            assert_same(expected, step(checkpointed))
+        assert not any(row.is_empty_from_start or row.evicted_bytes for row in budget.steps[-1].rows)
+    assert budget.kept_bytes == 0
+
+
+def test_what_a_replay_fills_of_a_region_that_began_empty_is_counted():
+    block, x = Mlp(), leaf(16, 8)
+    with remat.budget(1, reserve=0) as budget:
+        for _ in range(4):
+            y = checkpointed(block)(x)
+            assert budget.kept_bytes == x.nbytes
+            other = checkpointed(block)(x * 2)
+            first = torch.autograd.grad(y.sum(), x, retain_graph=True)
+            assert budget.kept_bytes == bytes_there(budget) == 2 * x.nbytes  # what was read is dropped again
+            assert_same(first, torch.autograd.grad(y.sum(), x))
+            assert_same(torch.autograd.grad(block(x * 2).sum(), x), torch.autograd.grad(other.sum(), x))
+            del y, other
+            assert budget.kept_bytes == 0
+        assert all(row.is_empty_from_start for row in budget.steps[-1].rows)
+
+
+def test_on_an_accelerator_the_allocators_peaks_tell_the_reserve(monkeypatch):
+    """Played on the CPU: an allocator that has seen 500 B more than the step's regions kept."""
+    allocated = {"now": 1000, "peak": 0}
+    monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda: allocated["now"])
+    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda: allocated["peak"])
+    budget, block, x = remat.budget("1 MiB"), Mlp(), leaf(4, 8)
+    budget._reserve = Reserve(budget.budget_bytes)
+    with budget:
+        for _ in range(4):
+            y = checkpointed(block)(x)
+            allocated["peak"] = 1500 + budget.kept_bytes
+            y.sum().backward()
+            del y
+    peaks = [step.peak_bytes - step.forward_bytes for step in budget.steps]
+    assert peaks == [500] * 4
+    reserves = [budget.budget_bytes - step.limit_bytes for step in budget.steps]
+    assert reserves[0] == 0
+    assert reserves[1] == 500 + budget.steps[0].rows[0].saved_bytes
+    assert reserves[2] == reserves[3] == 500 + budget.budget_bytes // 32
 
 
 def test_too_small_a_budget_warns_once():
@@ -943,9 +900,11 @@ def test_too_small_a_budget_warns_once():
     assert budget.step_count == 3
 
 
-@pytest.mark.parametrize("limit", [0, -1, 0.0, -0.5, "", "six", "6 XiB", None, True, float("nan"), [1]])
+@pytest.mark.parametrize(
+    "limit", [0, -1, 0.0, -0.5, "", "six", "6 XiB", None, True, float("nan"), [1], 0.6, 1.5, "52", "101%", "-1%"]
+)
 def test_nonsense_is_an_error_at_once(limit):
-    with pytest.raises(remat.UsageError, match="no budget"):
+    with pytest.raises(remat.UsageError, match=r'(?s)no budget.*"6 GiB".*"0%" to "100%".*device_share=0.6'):
         remat.budget(limit)
 
 
@@ -954,6 +913,13 @@ def test_other_nonsense_is_an_error_at_once():
         remat.budget(100, reserve=200)
     with pytest.raises(remat.UsageError):
         remat.budget(100, reserve=-1)
+    with pytest.raises(remat.UsageError, match="reserve"):
+        remat.budget("60%", reserve=10)
+    with pytest.raises(remat.UsageError, match="two budgets"):
+        remat.budget(100, device_share=0.5)
+    for share in (0, 1.5, -0.5, True, "60%"):
+        with pytest.raises(remat.UsageError, match="device_share"):
+            remat.budget(device_share=share)
     with pytest.raises(remat.UsageError, match="offload"):
         remat.budget(100, offload="all")
 
@@ -961,7 +927,7 @@ def test_other_nonsense_is_an_error_at_once():
 def test_sizes_are_read_as_they_are_written():
     assert remat.budget("6 GiB").budget_bytes == 6 * 2**30
     assert remat.budget(12345).budget_bytes == 12345
-    assert 2**20 < remat.budget(0.5).budget_bytes < remat.budget(1.0).budget_bytes
+    assert 2**20 < remat.budget(device_share=0.5).budget_bytes < remat.budget(device_share=1.0).budget_bytes
 
 
 @pytest.fixture
@@ -988,7 +954,7 @@ def test_without_a_driver_a_build_for_cuda_counts_what_is_on_the_cpu():
 
 @pytest.mark.usefixtures("built_for_cuda")
 def test_without_a_driver_a_share_is_one_of_the_memory_of_the_machine():
-    assert 2**20 < remat.budget(0.5).budget_bytes < remat.budget(1.0).budget_bytes
+    assert 2**20 < remat.budget(device_share=0.5).budget_bytes < remat.budget(device_share=1).budget_bytes
     with remat.dtr.budget(0.5) as runtime:
         assert runtime.budget_bytes > 2**20
 
@@ -1023,17 +989,36 @@ def test_totals_are_plain_data():
     assert data == json.loads(json.dumps(budget.to_dict()))
     (first, second) = data["steps"]
     assert [row["region"] for row in second["regions"]] == ["layers.0", "layers.1", "layers.2"]
-    assert second["given_up_bytes"] > 0
+    assert second["evicted_bytes"] > 0
     assert second["replay_seconds"] > 0
     assert first["most_kept_bytes"] <= 3 * KIB + 1024
 
 
-def test_plot_is_written(tmp_path):
+@pytest.mark.parametrize("limit", ["3 KiB", "60%", 1, "1 GiB"])
+def test_the_picture_tells_which_region_was_evicted_when_and_why_without_text_over_text(limit, tmp_path):
     pytest.importorskip("matplotlib")
-    budget = remat.budget("3 KiB", reserve=0)
-    run_steps(budget)
-    budget.plot(tmp_path / "kept.png")
+    budget = remat.budget(limit)
+    run_steps(budget, steps=4)
+    figure = budget.plot(tmp_path / "kept.png")
     assert (tmp_path / "kept.png").stat().st_size > 1000
+    _, lanes = figure.axes
+    assert [label.get_text() for label in lanes.get_yticklabels()] == ["layers.0", "layers.1", "layers.2"]
+    step = budget.steps[-1]
+    for row, said in zip(step.rows, lanes.texts, strict=True):
+        assert ("evicted" in said.get_text()) == bool(row.evicted_bytes)
+    marks = [x for line in lanes.lines for x in line.get_xdata()]
+    assert sorted(marks) == sorted(one.seconds * 1e3 for one in step.evictions)
+    texts = [text for axes in figure.axes for text in (*axes.texts, *axes.get_xticklabels(), *axes.get_yticklabels())]
+    texts += [figure._suptitle, lanes.title, lanes.xaxis.label, *(axes.yaxis.label for axes in figure.axes)]
+    figure.canvas.draw()
+    boxes = [text.get_window_extent() for text in texts if text.get_visible() and text.get_text()]
+    for place, box in enumerate(boxes):
+        assert not any(box.overlaps(other) for other in boxes[:place])
+
+
+def test_a_budget_without_a_step_has_a_picture_too():
+    pytest.importorskip("matplotlib")
+    remat.budget("3 KiB").plot()
 
 
 # Plans
@@ -1059,18 +1044,18 @@ def test_plan_keeps_what_the_budget_kept():
     plan = remat.budgets.Plan.from_json(budget.plan().to_json())
     assert plan == budget.plan()
     assert "layers.3: keeps" in str(plan)
-    assert any(entry.given_tensors for entry in plan.values())
+    assert any(entry.evicted_tensors for entry in plan.values())
     runs = []
     for layer in model.layers:
         layer.up.register_forward_hook(lambda *_: runs.append(remat.is_recomputing()))
     assert_same(expected, trained(model, x, remat.checkpoint_modules(model, "layers.*", plan=plan)))
-    assert sum(runs) == sum(entry.given_tensors > 0 for entry in plan.values())
+    assert sum(runs) == sum(entry.evicted_tensors > 0 for entry in plan.values())
     for name in plan:
         plan.keep(name)
     runs.clear()
     assert_same(expected, trained(model, x, remat.checkpoint_modules(model, "layers.*", plan=plan)))
     assert sum(runs) == 0
-    plan.give_up("layers.0")
+    plan.evict("layers.0")
     assert_same(expected, trained(model, x, remat.checkpoint_modules(model, "layers.*", plan=plan)))
     assert sum(runs) == 1
 
@@ -1094,7 +1079,7 @@ def test_frontier_goes_from_full_recomputation_to_none(tmp_path):
     assert kept == sorted(kept)
     assert measured.points[0].replay_seconds > 0
     assert measured.points[-1].replay_seconds == 0
-    assert measured.points[0].peak_bytes < measured.points[-1].peak_bytes
+    assert all(point.peak_bytes == 0 for point in measured.points)  # which an accelerator's allocator alone tells
     assert "a GiB buys" in str(measured)
     assert len(measured.to_dict()["points"]) == 3
     pytest.importorskip("matplotlib")
@@ -1138,7 +1123,7 @@ def test_regions_and_torch_checkpoints_in_each_other_are_equal(pattern, limit):
 def test_reports_of_memory_know_of_the_budget():
     with no_other_regions(), remat.budget("1 MiB", reserve=0):
         y = checkpointed(torch.exp)(leaf(16, 16))
-        assert "by regions: 2.0 KiB of a budget of 1.0 MiB, 0 B given up in this step" in str(remat.memory_report())
+        assert "by regions: 2.0 KiB of a budget of 1.0 MiB, 0 B evicted in this step" in str(remat.memory_report())
         with remat.trace() as trace:
             checkpointed(torch.exp, region_name="traced")(leaf(16, 16)).sum().backward()
         assert "2.0 KiB" in str(trace)
@@ -1158,7 +1143,7 @@ def test_trace_shows_what_a_budget_gave_up_and_how_it_stood(tmp_path):
             loss = step(x)
             loss.backward()
     rows = budget.steps[-1].rows
-    assert sum(one.bytes for one in trace.given_up) == sum(row.given_bytes for row in rows) > 0
+    assert sum(one.bytes for one in trace.given_up) == sum(row.evicted_bytes for row in rows) > 0
     by_region = {(one.region, one.call) for one in trace.given_up}
     assert by_region <= {("layers.0", 0), ("layers.1", 1), ("layers.2", 2)}
     for one in trace.given_up:
@@ -1178,7 +1163,8 @@ def test_trace_shows_what_a_budget_gave_up_and_how_it_stood(tmp_path):
     assert data["budgets"] == [{"kept_bytes": 0, "limit_bytes": 6144, "budget_bytes": 6144}]
     trace.to_chrome_trace(tmp_path / "step.json")
     events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
-    assert sum(event["args"]["bytes"] for event in events if event["ph"] == "i") == sum(row.given_bytes for row in rows)
+    marked = sum(event["args"]["bytes"] for event in events if event["ph"] == "i")
+    assert marked == sum(row.evicted_bytes for row in rows)
     pytest.importorskip("matplotlib")
     trace.plot(tmp_path / "step.png")
 

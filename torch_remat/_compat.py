@@ -7,7 +7,6 @@ which torch documents for use outside although its module has an underscore.
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache, partial
@@ -69,7 +68,6 @@ __all__ = [
     "is_traceable_wrapper",
     "keep_from_compiler",
     "kernel_of",
-    "log_allocations",
     "make_subclass",
     "make_wrapper_subclass",
     "negative_view",
@@ -228,42 +226,6 @@ def any_profiler_runs() -> bool:
     return profiler_runs() or bool(getattr(torch.autograd.profiler, "_is_profiler_enabled", False))
 
 
-def log_allocations() -> Callable[[], list[int]]:
-    """Log each allocation of this thread, and of the backwards it starts, on the CPU; return what ends the log.
-
-    That returns the bytes of each, in order, negative where freed. The public profiler does the same, but prints two
-    lines to standard error each time it runs, and takes twenty times as long to end; so it is used only where torch
-    lacks the older one.
-    """
-    torch_autograd: Any = torch.autograd
-    if not hasattr(torch_autograd, "_enable_profiler_legacy"):
-        return _log_by_public_profiler()
-    config = (False, True, False, False, False, torch._C._profiler._ExperimentalConfig())
-    torch_autograd._enable_profiler_legacy(torch_autograd.ProfilerConfig(torch_autograd.ProfilerState.CPU, *config))
-
-    def end() -> list[int]:
-        threads = torch_autograd._disable_profiler_legacy()
-        begin = next(record for records in threads for record in records if record.name() == "__start_profile")
-        found = [record for records in threads for record in records if record.kind() == "memory_alloc"]
-        if len(threads) > 1:
-            found.sort(key=begin.cpu_elapsed_us)
-        return [record.cpu_memory_usage() for record in found]
-
-    return end
-
-
-def _log_by_public_profiler() -> Callable[[], list[int]]:
-    profiler: Any = torch.autograd.profiler.profile(use_cpu=True, profile_memory=True, acc_events=True)
-    profiler.__enter__()
-
-    def end() -> list[int]:
-        profiler.__exit__(None, None, None)
-        found = [event for event in profiler.kineto_results.events() if event.name() == "[memory]"]
-        return [event.nbytes() for event in sorted(found, key=lambda event: event.start_ns())]
-
-    return end
-
-
 # A named range in a profile. The public record_function is itself an op, which dispatch modes would see, and takes
 # twenty times as long.
 ProfilerRange: Callable[[str], AbstractContextManager[Any]] = torch._C._profiler._RecordFunctionFast
@@ -331,23 +293,8 @@ storage_key: Callable[[torch.Tensor], int] = torch._C._storage_address  # type: 
 
 
 def after_backward(then: Callable[[], None]) -> None:
-    """Do something once the backward that runs in this thread has returned to Python; not if it raises.
-
-    The engine's own callbacks run while it still has the thread-local state of forward in place, where a profiler
-    cannot be ended. So the first event that Python's profiling hook sees outside of it is waited for. Where that hook
-    is in use nothing is done.
-    """
-
-    def returned(frame: object, event: str, argument: object) -> None:
-        if graph_task() < 0:
-            sys.setprofile(None)
-            then()
-
-    def ended() -> None:
-        if sys.getprofile() is None:
-            sys.setprofile(returned)
-
-    torch.autograd.Variable._execution_engine.queue_callback(ended)
+    """Do something once the backward that runs in this thread is over; not if it raises."""
+    torch.autograd.Variable._execution_engine.queue_callback(then)
 
 
 # How often the storage of this address, which must be alive, is held: by tensors, and by its Python object once it has

@@ -1,8 +1,8 @@
-"""Memory budgets for regions: everything is kept while there is room, and just enough is given up when there is not.
+"""Memory budgets for regions: everything is kept while there is room, and just enough is evicted when there is not.
 
-`budget` has the object and its context manager; `ledger` counts bytes by storage; `kept` is one region in a budget: its
-full holders, and which prefix of them to give up; `steps` notes what happened, for `text` and `pictures`; `reserve`
-learns what backward needs on top; `plan` makes decisions that last; `curve` measures what memory buys.
+`budget` has the object and its context manager; `kept` the regions in it, `counted` their bytes by storage,
+`evict` what of them may go; `steps` notes what happened, for `text` and `pictures`; `reserve` learns what backward
+needs on top; `plan` makes decisions that last; `curve` measures what memory buys.
 """
 
 from typing import TYPE_CHECKING

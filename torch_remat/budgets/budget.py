@@ -7,41 +7,38 @@ holders emptied, where the sum would pass the limit.
 from __future__ import annotations
 
 import json
+import re
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator
 from contextvars import Token
 from math import inf
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import ref
 
 from torch_remat._bytes import parse_bytes
 from torch_remat._compat import (
+    accelerator_type,
     after_backward,
     eager_only,
     graph_is_kept,
     graph_task,
     numbers_to_come,
-    sequence_number,
-    top_saved_tensors_hooks,
 )
-from torch_remat._score import eviction_score
-from torch_remat._storages import Keys
+from torch_remat._storages import Ledger
 from torch_remat._text import format_bytes
+from torch_remat.budgets.counted import Counted, lock
+from torch_remat.budgets.evict import Offer, score
 from torch_remat.budgets.fill import Filler
-from torch_remat.budgets.kept import LEAST_SECONDS, KeptRegion
+from torch_remat.budgets.kept import Inside, KeptRegion, registers_around
 from torch_remat.budgets.plan import Plan, largest, plan_of
-from torch_remat.budgets.register import Inside, Register, lock, registers_around
-from torch_remat.budgets.repeats import Place, Repeats, what_is_given
 from torch_remat.budgets.reserve import Reserve
-from torch_remat.budgets.steps import Step
+from torch_remat.budgets.steps import Eviction, Row, Step
 from torch_remat.budgets.text import format_budget
-from torch_remat.budgets.without_holders import WithoutHolders
-from torch_remat.dispatch.naming import default_name
-from torch_remat.dispatch.options import DEFAULTS, Keeping, Options, keeping, observers
-from torch_remat.dispatch.reach import tensors_of
+from torch_remat.dispatch.options import Keeping, keeping
 from torch_remat.errors import RematWarning, UsageError, user_line
 
 if TYPE_CHECKING:
@@ -49,18 +46,44 @@ if TYPE_CHECKING:
 
 _STEPS = 64
 """How many steps a budget remembers."""
-
 _NAMES = 4096
-"""Of how many regions the time of the fastest forward is known."""
+"""Of how many regions it is known what was evicted."""
+_NEARLY = 0.9
+"""A region of which more than this share was evicted in two steps begins empty in the next."""
+_LOOK = 32
+"""One step in so many begins with nothing known."""
+UNLIMITED = 2**62
+"""The bytes of a budget without a limit."""
+
+_PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?)\s*%\s*")
+_FORMS = (
+    'Give bytes as an int (6 * 2**30) or with a unit ("6 GiB"); a share of what the steps keep without checkpointing, '
+    'from "0%" to "100%"; or a share of the device\'s memory (device_share=0.6).'
+)
 
 
-class Budget(Register):
+class _Entry(ref[KeptRegion]):
+    """A region of a budget; what was counted for it stays here when it is gone."""
+
+    __slots__ = ("counted",)
+
+    counted: Counted
+
+
+class Budget:
     """Bytes that regions may keep; see `budget`.
 
     It may be entered again, and in several threads; what it learned stays.
 
-    Attributes:
+    Args:
         budget_bytes: The budget.
+        share: The budget as a share, which is measured.
+        reserve_bytes: How much of it is held in reserve; None learns that on an accelerator.
+        fills: Whether what is to be evicted is offered to the offloader first.
+
+    Attributes:
+        budget_bytes: The budget; of a share, once it is measured.
+        share: The budget as a share of what the steps keep without checkpointing; None if it is given in bytes.
         reserve_bytes: How much of it is held in reserve now.
         limit: The most that regions are to keep: the budget less the reserve.
         ledger: What they keep.
@@ -69,30 +92,27 @@ class Budget(Register):
     """
 
     def __init__(
-        self, limit: str | float, *, reserve: str | float = "auto", offload: Literal["fill"] | None = None
+        self, budget_bytes: int, share: float | None = None, reserve_bytes: int | None = 0, fills: bool = False
     ) -> None:
-        self.budget_bytes = parse_bytes(limit)
-        super().__init__()
+        self.budget_bytes, self.share = budget_bytes, share
+        self.ledger = Ledger(accelerator_type())
         self.steps: deque[Step] = deque(maxlen=_STEPS)
-        if offload not in (None, "fill"):
-            raise UsageError(f"budget(offload={offload!r}) is not possible", remedy='It is None or "fill".')
-        self.offer = Filler(self.budget_bytes).offer if offload == "fill" else None
-        self._reserve = Reserve(self.ledger.device_type, self.budget_bytes) if reserve == "auto" else None
-        self.reserve_bytes = 0 if reserve == "auto" or reserve == 0 else parse_bytes(reserve)
-        if self.reserve_bytes >= self.budget_bytes:
-            raise UsageError(
-                f"a reserve of {self.reserve_bytes:,} B leaves nothing of a budget of {self.budget_bytes:,} B",
-                remedy="The reserve is a part of the budget: give less of it, or a larger budget.",
-            )
+        self._regions: set[_Entry] = set()
+        self._dead: deque[_Entry] = deque()
+        self._filler = Filler(budget_bytes)
+        self.offer: Offer | None = self._filler.offer if fills else None
+        learns = reserve_bytes is None and share is None and self.ledger.device_type != "cpu"
+        self._reserve = Reserve(budget_bytes) if learns else None
+        self.reserve_bytes = reserve_bytes or 0
         self.limit: float = self.budget_bytes - self.reserve_bytes
         self._entered = threading.local()
         self.step_count = 0
-        self._repeats = Repeats()
         self._backward = -1  # the latest that has come to a region
         self._changed = False  # whether regions have begun, ended, or were read, since it was last looked
-        self._fastest: dict[tuple[str, int, int], float] = {}  # forwards of the same name and size, latest last
-        self._warned = False
-        self._too_much: int = 0
+        self._evicted: dict[tuple[str, int], tuple[int, Row]] = {}  # in how many steps nearly all was, and the latest
+        self._measured = (0, 0)  # what the step that keeps most keeps without checkpointing, and with all recomputed
+        self._warned = self._warned_unused = False
+        self._too_much = 0
 
     # The block.
 
@@ -102,216 +122,198 @@ class Budget(Register):
         tokens.append(keeping.set(inside))
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         keeping.reset(self._entered.tokens.pop())
-        self._end_step()
+        if kind is None and not self.step_count and not self._warned_unused:
+            self._warned_unused = True
+            _warn(
+                "no region ran in this block, so the budget had nothing to limit: only checkpointed code counts. Wrap "
+                "the model's layers first, with checkpoint_modules(model, patterns) or remat.checkpoint; in no_grad "
+                "and inference_mode nothing is kept."
+            )
 
     # What regions ask.
 
-    def add(self, kept: KeptRegion, given: Sequence[Any]) -> None:
-        """Take a region that begins, with the values that it was given."""
-        super().add(kept, given)
+    def add(self, kept: KeptRegion) -> None:
+        """Take a region that begins."""
+        entry = _Entry(kept, self._dead.append)
+        entry.counted = kept.counted
+        self._regions.add(entry)
         self._changed = True
-        if self._is_new_step():
-            self._begin_step(kept.row.fixed_bytes, given)
-        if len(kept.owners) == 1 and (region := kept.region()) is not None:
-            is_simple = kept.keep is not None and self._may_lack_holders(region.options)
-            known = what_is_given(region.name, given) if is_simple else None
-            kept.place, like = self._repeats.add(known, self.ledger.total, kept.row)
-            if like is not None:
-                kept.begin_empty(like)
-        if self.ledger.total > self.limit:
+        if not self.steps or (self.steps[-1].has_backward and graph_task() < 0):
+            self._begin_step(kept.row.input_bytes)
+        times, row = self._evicted.get((kept.row.name, kept.row.input_bytes), (0, kept.row))
+        if times > 1 and kept.keeps and len(kept.owners) == 1:
+            self.make_room(row.saved_bytes)  # for its replay
+            kept.begin_empty(row)
+        elif self.ledger.total > self.limit:
             self.make_room()
 
-    def runner(
-        self, options: Options, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Callable[..., Any] | None:
-        """Return what runs a region that may run without holders; None if it has some."""
-        if not self._repeats.may_expect(self._is_new_step()) or not self._may_lack_holders(options):
-            return None
-        values = (*args, *kwargs.values())
-        given = what_is_given(options.region_name or default_name(function), values)
-        with lock:
-            self.forget_dead()
-            if self._is_new_step():
-                self._repeats.end_step()
-                if (first := self._repeats.starts_with(given)) is None:
-                    return None
-                self._begin_step(first.fixed_bytes, values)
-            place = self._repeats.expects(given, self.ledger.settled())
-            if place is None:
-                return None
-            if self.ledger.total + place.alone > self.limit:
-                self.make_room(place.alone)
-                if self.ledger.total + place.alone > self.limit:
-                    return None
-            self._repeats.add_without(place)
-            region = WithoutHolders(self, place, self.ledger.add_bytes(place.alone))
-            self.without_holders.add(self._entry(region, region.keys, []))
-        return region.run
-
-    def ran(self, place: Place, nodes: int) -> None:
-        """A region without holders has run, and made so many autograd nodes."""
-        with lock:
-            self._repeats.ran(place, nodes)
-            step = self.steps[-1]
-            step.rows.append(place.row)
-            self._note(step.kept)
-
-    def _may_lack_holders(self, options: Options) -> bool:
-        """Whether a region that begins may be without holders, as far as its options and what is around it go."""
-        return (
-            options[2:] == DEFAULTS[2:]  # it may have a name, and draws no number twice
-            and top_saved_tensors_hooks() is None
-            and not observers
-        )
-
-    def _is_new_step(self) -> bool:
-        return not self.steps or (self.steps[-1].has_backward and graph_task() < 0)
-
-    def _begin_step(self, scale: int, given: Sequence[Any]) -> None:
-        self._end_step()
+    def _begin_step(self, scale: int) -> None:
+        last = self.steps[-1] if self.steps else None
+        if self.share is not None and 0 < self.share < 1 and last is not None:
+            fixed = last.sum_of("fixed_bytes")
+            self._measured = most, least = max(self._measured, (fixed + last.sum_of("saved_bytes"), fixed))
+            self.limit = self.budget_bytes = self._filler.budget_bytes = least + int(self.share * (most - least))
         if self._reserve is not None:
-            if self._reserve.wants(scale):
-                self._reserve.begin(self.ledger.total + _saved_below(given))
-            self.reserve_bytes = self._reserve.bytes_for(scale, self.steps[-1] if self.steps else None)
+            if last is not None:
+                self._reserve.end(last)
+            self.reserve_bytes = self._reserve.begin(scale, last)
             self.limit = max(self.budget_bytes - self.reserve_bytes, 0)
-        measures = self._reserve is not None and self._reserve.measurement.runs
-        self._repeats.begin_step(self.limit, not measures)
-        self.steps.append(Step(int(self.limit), perf_counter()))
+        if last is not None:
+            self._learn(last)
+        self.steps.append(Step(self.limit, perf_counter()))
         self.step_count += 1
 
-    def _end_step(self) -> None:
-        if self._reserve is not None and self._reserve.measurement.runs_here:
-            with lock:
-                step = self.steps[-1]
-                step.peak_bytes = peak = self._reserve.end(step)
-                if peak > self.budget_bytes and step.limit_bytes <= sum(row.fixed_bytes for row in step.rows):
-                    self._too_much = peak - self.budget_bytes
-            self._warn_once()
+    def _learn(self, step: Step) -> None:
+        """Note what was evicted of each region, so that it begins empty where it would lose all again.
+
+        That spares filling it and evicting it. Where there is room for it now it begins full: the costliest first.
+        """
+        if self.step_count % _LOOK == 0 or len(self._evicted) > _NAMES:
+            self._evicted.clear()
+        room = self.limit - step.most_bytes
+        for row in sorted(step.rows, key=lambda row: row.evicted_seconds / (row.evicted_bytes or 1), reverse=True):
+            key = row.name, row.input_bytes
+            is_gone = row.evicted_bytes > _NEARLY * row.saved_bytes and not row.offloaded_bytes
+            if row.is_empty_from_start and row.evicted_bytes <= room:
+                is_gone = False
+                room -= row.evicted_bytes
+            self._evicted[key] = (self._evicted.get(key, (0, row))[0] + 1 if is_gone else 0, row)
 
     def finished(self, kept: KeptRegion) -> None:
         """A region's forward is over."""
         with lock:
             self._changed = True
-            row = kept.row
-            usual = row.name, row.tensors, row.saved_bytes
-            fastest = self._fastest[usual] = min(row.forward_seconds, self._fastest.pop(usual, inf))
-            if len(self._fastest) > _NAMES:
-                del self._fastest[next(iter(self._fastest))]
-            kept.pace = fastest / row.forward_seconds
             step = self.steps[-1]
             step.rows.append(kept.row)
-            self._take_place(kept)
             if self.ledger.total > self.limit:
                 self.make_room()  # what its last op had in use
-            self._note(step.kept)
+            step.note(perf_counter(), self.ledger.total)
         self._warn_once()
 
-    def _take_place(self, kept: KeptRegion) -> None:
-        """Note what a region has done, if one like it may run without holders."""
-        region, place = kept.region(), kept.place
-        if region is not None and place is not None and place.given is not None and self._repeats.is_last(place):
-            tape = region.tape
-            if not (tape.records or tape.calls or tape.holders):
-                place.finish(sequence_number() - region.first_number, *kept.saved_bytes())
-
-    def reached(self, keys: list[Keys] | None = None) -> None:
-        """Backward has come to a region; to one without holders, which is counted by these keys."""
+    def reached(self) -> None:
+        """Backward has come to a region."""
         with lock:
             self.forget_dead()
             step = self.steps[-1]
             if not step.has_backward:
                 step.has_backward, step.forward_bytes = True, self.ledger.total
-            if keys and not graph_is_kept():
-                self.ledger.remove_all(keys)
-                keys.clear()
-            self._note(step.kept)
-            if graph_task() != self._backward:
-                self._backward = graph_task()
-                if not graph_is_kept() and (full := self._with_needless_inputs()):
-                    to_come = numbers_to_come()
-                    for one in full:
-                        one.let_inputs_go(to_come)
-                if self._reserve is not None and self._reserve.measurement.runs_here:
-                    after_backward(self._end_step)
+            step.note(perf_counter(), self.ledger.total)
+            if graph_task() == self._backward:
+                return
+            self._backward = graph_task()
+            full = [] if graph_is_kept() else [kept for kept in self.alive() if kept.has_needless_inputs(self.ledger)]
+            if full:
+                to_come = numbers_to_come()
+                for one in full:
+                    one.let_inputs_go(to_come)
+            if self._reserve is not None:
+                after_backward(self._end_backward)
 
-    def _with_needless_inputs(self) -> list[KeptRegion]:
-        return [kept for kept in self.alive() if kept.has_needless_inputs(self.ledger)]
+    def _end_backward(self) -> None:
+        with lock:
+            step = self.steps[-1]
+            if self._reserve is not None:
+                self._reserve.end(step)
+            if step.peak_bytes > self.budget_bytes and self.limit <= step.sum_of("fixed_bytes"):
+                self._too_much = step.peak_bytes - self.budget_bytes  # which the next region tells
 
     def make_room(self, more: int = 0) -> None:
-        """Give up what is best given up, until the sum and so many bytes are within the limit or nothing is left."""
+        """Evict what is best evicted, until the sum and so many bytes are within the limit or nothing is left."""
         self.forget_dead()
-        self.ledger.settled()
         passed_over: set[KeptRegion] = set()
-        while self.ledger.total + more > self.limit:
+        while (needed := self.ledger.total + more - self.limit) > 0:
             found = self._cheapest(passed_over)
             if found is not None:
-                cut = found.shortest(self.ledger, self.ledger.total + more - int(self.limit))
-                if found.give_up(self.ledger, cut):
-                    self._note(self.steps[-1].given)
-                else:
-                    passed_over.add(found)  # another thread has it, or something holds what it would give up
+                idle = perf_counter() - found.evictable.last
+                if (evicted := found.evictable.evict(self.ledger, int(needed))) is None:
+                    passed_over.add(found)  # another thread has it, or something holds what it would evict
+                    continue
+                step, now = self.steps[-1], perf_counter()
+                step.note(now, self.ledger.total)
+                told = self.ledger.total, evicted.bytes, evicted.seconds, idle
+                step.evictions.append(Eviction(found.row, now - step.begun, *told))
             elif self._changed:
                 self._changed = False  # until the next region begins, only the one that runs can change
                 self.refresh()
             else:
                 break
-        if self.ledger.total > self.limit and not self._warned:
-            needed = sum({key: self.ledger.sizes[key] for entry in self.regions for key in entry.fixed}.values())
-            if needed > self.budget_bytes:
-                self._too_much = max(self._too_much, needed - self.budget_bytes)
+        if self.ledger.total > self.limit and not self._warned and self.share is None:
+            fixed = {key: self.ledger.sizes[key] for kept in self.alive() for key in kept.counted.fixed}
+            self._too_much = max(self._too_much, sum(fixed.values()) - self.budget_bytes)
 
     def _cheapest(self, passed_over: Collection[KeptRegion]) -> KeptRegion | None:
-        """Return the region whose prefix has the least score: seconds over bytes and staleness."""
-        now, least = perf_counter(), inf
+        """Return the region whose prefix has the least score; of equal ones that which is idle for longest."""
+        now, least = perf_counter(), (inf, inf)
         found: KeptRegion | None = None
-        for entry in self.regions:
-            kept = entry()
-            if kept is None or kept in passed_over:
-                continue
-            if (prefix := kept.prefix(self.ledger)) is not None:
-                last = kept.last
-                score = eviction_score(prefix.seconds, prefix.bytes, max(now - last, LEAST_SECONDS))
-                if score < least or (score == least and found is not None and last < found.last):
-                    least, found = score, kept
+        for kept in self.alive():
+            if kept not in passed_over and (prefix := kept.evictable.prefix(self.ledger)) is not None:
+                last = kept.evictable.last
+                if (worth := (score(prefix, now - last), last)) < least:
+                    least, found = worth, kept
         return found
-
-    def _note(self, events: list[tuple[float, int]]) -> None:
-        step, total = self.steps[-1], self.ledger.total
-        events.append((perf_counter() - step.begun, total))
-        step.most_bytes = max(step.most_bytes, total)
 
     def _warn_once(self) -> None:
         """Warn, once, if full recomputation passes the budget, too."""
         too_much, self._too_much = self._too_much, 0
-        if not too_much or self._warned:
+        if too_much <= 0 or self._warned:
             return
         self._warned = True
         from torch_remat.reports.memory import memory_report
 
         shown = "\n".join(str(memory_report()).splitlines()[:12])
-        file, line = user_line()
-        warnings.warn_explicit(
+        _warn(
             f"the budget of {self.budget_bytes:,} B is passed by {too_much:,} B although regions recompute everything: "
             "what they need in any case are their inputs, what is saved by name, and in backward the tensors of one of "
-            f"them. Nothing else comes of it.\n{shown}",
-            RematWarning,
-            file,
-            line,
+            f"them. Nothing else comes of it.\n{shown}"
         )
+
+    def alive(self) -> Iterator[KeptRegion]:
+        """Yield the regions."""
+        for entry in list(self._regions):
+            if (kept := entry()) is not None:
+                yield kept
+
+    def refresh(self) -> None:
+        """Look up what regions keep now."""
+        self.forget_dead()
+        for kept in self.alive():
+            kept.refresh()
+
+    def forget_dead(self) -> None:
+        """Take off what was counted for regions that are gone."""
+        while self._dead:
+            entry = self._dead.popleft()
+            self._regions.discard(entry)
+            entry.counted.forget()
 
     # What users read.
 
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that the regions keep now: inputs, saved tensors, and what replays have filled; each storage once."""
+        with lock:
+            self.refresh()
+            return self.ledger.total
+
+    @property
+    def told(self) -> str:
+        """The budget as text."""
+        size = "" if self.budget_bytes == UNLIMITED else format_bytes(self.budget_bytes)
+        if self.share is None:
+            return size or "no limit"
+        return f"{self.share:.0%} ({size or 'not measured yet'})" if 0 < self.share < 1 else f"{self.share:.0%}"
+
     def summary(self) -> str:
         """Return a line for reports of memory."""
-        given = sum(row.given_bytes for row in self.steps[-1].rows) if self.steps else 0
-        kept = f"{format_bytes(self.ledger.total)} of a budget of {format_bytes(self.budget_bytes)}"
-        return f"by regions: {kept}, {format_bytes(given)} given up in this step"
+        evicted = self.steps[-1].sum_of("evicted_bytes") if self.steps else 0
+        kept = f"{format_bytes(self.ledger.total)} of a budget of {self.told}"
+        return f"by regions: {kept}, {format_bytes(evicted)} evicted in this step"
 
-    def state(self) -> tuple[int, int, int]:
-        """Return the bytes kept now, the limit, and the budget, for traces."""
-        return self.kept_bytes, int(self.limit), self.budget_bytes
+    def state(self) -> tuple[int, int, int] | None:
+        """Return the bytes kept now, the limit, and the budget, for traces; None without a limit."""
+        return None if self.limit >= UNLIMITED else (self.kept_bytes, int(self.limit), self.budget_bytes)
 
     def report(self) -> str:
         """Return what happened, as text: the latest steps, and for the last whole one a line for each region."""
@@ -321,6 +323,7 @@ class Budget(Register):
         """Return what happened as plain data: the budget, and the latest steps with their regions."""
         return {
             "budget_bytes": self.budget_bytes,
+            "share": self.share,
             "reserve_bytes": self.reserve_bytes,
             "limit_bytes": int(self.limit),
             "kept_bytes": self.kept_bytes,
@@ -333,7 +336,7 @@ class Budget(Register):
         return json.dumps(self.to_dict(), indent=indent)
 
     def plot(self, path: str | Path | None = None) -> Figure:
-        """Draw what regions kept over the last whole step, against the budget, and where something was given up.
+        """Draw the last whole step: what regions kept, against the budget, and which was evicted when and why.
 
         Args:
             path: Where to write the picture; the ending tells the format. None writes nothing.
@@ -365,31 +368,59 @@ class Budget(Register):
         return next((step for step in reversed(self.steps) if step.has_backward), None)
 
 
-def _saved_below(given: Sequence[Any]) -> int:
-    """Return the bytes that autograd has saved, outside of regions, below what a region was given."""
-    from torch_remat.reports.memory import memory_report
+def _limit_of(limit: str | int | None, device_share: float | None) -> tuple[float | None, int]:
+    """Return a budget as a share of what steps keep, None if it is none, and as bytes, as far as they are known."""
+    if (limit is None) == (device_share is None):
+        raise UsageError("no budget is given" if limit is None else "two budgets are given", remedy=_FORMS)
+    if device_share is not None:
+        if isinstance(device_share, bool) or not (isinstance(device_share, int | float) and 0 < device_share <= 1):
+            raise UsageError(f"device_share={device_share!r} is no budget", remedy="It is more than 0, at most 1.")
+        return None, parse_bytes(float(device_share))
+    percent = _PERCENT.fullmatch(limit) if isinstance(limit, str) else None
+    if percent is not None and float(percent[1]) <= 100:
+        share = float(percent[1]) / 100
+        return share, UNLIMITED if share else 1
+    return None, _bytes_of(limit)
 
-    report = memory_report(*tensors_of(list(given)))
-    return sum(node.bytes for node in report.outside)
+
+def _bytes_of(limit: object) -> int:
+    is_bytes = isinstance(limit, int) or (isinstance(limit, str) and not limit.strip().isdigit())
+    try:
+        return parse_bytes(limit if is_bytes else None)  # type: ignore[arg-type]
+    except UsageError:
+        raise UsageError(f"{limit!r} is no budget", remedy=_FORMS) from None
+
+
+def _warn(text: str) -> None:
+    file, line = user_line()
+    warnings.warn_explicit(text, RematWarning, file, line)
 
 
 @eager_only
-def budget(limit: str | float, *, reserve: str | float = "auto", offload: Literal["fill"] | None = None) -> Budget:
-    """Return a memory budget for regions: inside of its block they keep everything, and give up just enough.
+def budget(
+    limit: str | int | None = None,
+    *,
+    device_share: float | None = None,
+    reserve: str | int = "auto",
+    offload: Literal["fill"] | None = None,
+) -> Budget:
+    """Return a memory budget for regions: inside of its block they keep everything, and evict just enough.
 
     A region in the block starts with all that autograd saves, so that backward recomputes nothing. When the sum over
-    all regions would pass the limit, some is given up: the start of a region, which its replay makes again. The choice
-    is that of dynamic rematerialization: what costs least time for its bytes and was not used for longest. Gradients
-    are those of the same code without a budget, bit for bit. Outside of the block regions recompute everything; a graph
+    all regions would pass the limit, some is evicted: the start of a region, which its replay recomputes. The choice is
+    that of dynamic rematerialization: what costs least time for its bytes and was not used for longest. Gradients are
+    those of the same code without a budget, bit for bit. Outside of the block regions recompute everything; a graph
     that was made inside stays counted until it is freed.
 
     Args:
-        limit: Bytes; a text with a unit (``"6 GiB"``); or a float up to 1, a share of the device's memory, of the
-            machine's on the CPU.
-        reserve: How much of it is left for what backward needs besides: bytes, or ``"auto"``, which measures the first
-            steps, so that from the second step on the peak stays within the budget. The peak is the most bytes
-            above those at the step's start.
-        offload: ``"fill"`` offers what is to be given up to the offloader first, as long as it keeps up.
+        limit: Bytes, as an int or with a unit (``"6 GiB"``); or a share of what the steps keep without checkpointing
+            (``"60%"``), measured in the first of them, which keep everything. ``"0%"`` recomputes all, ``"100%"``
+            keeps all.
+        device_share: In place of ``limit`` a share of the device's memory, more than 0 and at most 1; on the CPU of
+            the machine's.
+        reserve: How much of a budget in bytes is left for what backward needs besides: bytes, as above. ``"auto"`` is
+            0 on the CPU and for a share; on an accelerator the allocator's peaks in the latest steps tell.
+        offload: ``"fill"`` offers what is to be evicted to the offloader first, as long as it keeps up.
 
     Returns:
         A context manager, which tells what it did: ``kept_bytes``, ``report()``, ``plot(path)``, ``to_dict()``,
@@ -399,13 +430,13 @@ def budget(limit: str | float, *, reserve: str | float = "auto", offload: Litera
         UsageError: A limit or a reserve is zero, negative or nonsense, or ``offload`` is unknown.
 
     Warns:
-        RematWarning: Once, where the budget is passed although everything is recomputed.
+        RematWarning: Once, where the budget is passed although everything is recomputed, and where no region ran.
 
     Example:
         >>> import torch
         >>> import torch_remat as remat
         >>> block = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8))
-        >>> with remat.budget("1 MiB", reserve=0) as budget:
+        >>> with remat.budget("1 MiB") as budget:
         ...     y = remat.checkpoint(region_name="block")(block)(torch.randn(4, 8))
         ...     print(budget.kept_bytes)
         1152
@@ -413,4 +444,13 @@ def budget(limit: str | float, *, reserve: str | float = "auto", offload: Litera
         >>> budget.kept_bytes
         0
     """
-    return Budget(limit, reserve=reserve, offload=offload)
+    share, budget_bytes = _limit_of(limit, device_share)
+    if offload not in (None, "fill"):
+        raise UsageError(f"budget(offload={offload!r}) is not possible", remedy='It is None or "fill".')
+    reserve_bytes = None if reserve == "auto" else _bytes_of(reserve) if reserve else 0
+    if reserve_bytes and (reserve_bytes >= budget_bytes or share is not None):
+        raise UsageError(
+            f"a reserve of {reserve_bytes:,} B leaves nothing of the budget {limit!r}",
+            remedy="The reserve is a part of a budget in bytes: give less of it, or a larger budget.",
+        )
+    return Budget(budget_bytes, share, reserve_bytes, fills=offload == "fill")

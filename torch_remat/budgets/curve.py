@@ -1,4 +1,4 @@
-"""`frontier`: how long a step takes at which peak, from full recomputation to none."""
+"""`frontier`: how long a step takes with how much memory, from full recomputation to none."""
 
 from __future__ import annotations
 
@@ -13,16 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torch_remat._compat import accelerator_type, eager_only
-from torch_remat.budgets.budget import Budget
-from torch_remat.budgets.measure import Measurement
+from torch_remat.budgets.budget import UNLIMITED, Budget
 from torch_remat.budgets.pictures import plot_frontier
 from torch_remat.budgets.text import format_frontier
 from torch_remat.errors import UsageError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-_ENOUGH = 2**62
 
 
 @dataclass(frozen=True)
@@ -32,7 +29,7 @@ class Point:
     Attributes:
         budget_bytes: What regions were to keep at most.
         kept_bytes: What they kept at most.
-        peak_bytes: The most that was allocated above what was there before the step; 0 if another profiler ran.
+        peak_bytes: The most that an accelerator's allocator gave above what was there before the step; 0 on the CPU.
         seconds: The median of the steps.
         replay_seconds: How much of it replays took, in the last of them.
     """
@@ -67,7 +64,7 @@ class Frontier:
         return json.dumps(self.to_dict(), indent=indent)
 
     def plot(self, path: str | Path | None = None) -> Figure:
-        """Draw step time against peak.
+        """Draw step time against the peak, or against what regions keep where no peak is known.
 
         Args:
             path: Where to write the picture; the ending tells the format. None writes nothing.
@@ -80,18 +77,18 @@ class Frontier:
 
 @eager_only
 def frontier(function: Callable[..., Any], *args: Any, budgets: int = 6, steps: int = 3, **kwargs: Any) -> Frontier:
-    """Run a step at budgets from full recomputation to none, and measure its time and its peak.
+    """Run a step at budgets from full recomputation to none; measure its time, what it keeps, and its peak.
 
     Args:
         function: Runs a whole step: forward, backward, and what else belongs to it. It is called
-            ``1 + budgets * (steps + 2)`` times.
+            ``1 + budgets * (steps + 1)`` times, on an accelerator once more for each budget.
         *args: Its positional arguments.
         budgets: How many budgets; at least 2.
         steps: How many steps are timed at each.
         **kwargs: Its keyword arguments.
 
     Returns:
-        A point for each budget, whose ``str`` is a table and whose ``plot(path)`` draws step time against peak.
+        A point for each budget, whose ``str`` is a table and whose ``plot(path)`` draws step time against memory.
 
     Raises:
         UsageError: No region runs in the function, or a number is too small.
@@ -106,36 +103,36 @@ def frontier(function: Callable[..., Any], *args: Any, budgets: int = 6, steps: 
     """
     if budgets < 2 or steps < 1:
         raise UsageError("frontier() needs budgets=2 or more, and steps=1 or more", remedy="Leave the defaults.")
-    with Budget(_ENOUGH, reserve=0) as budget:
+    with Budget(UNLIMITED) as budget:
         function(*args, **kwargs)
-    if not budget.steps or not any(step.has_backward for step in budget.steps):
-        raise UsageError(
-            "frontier() has found no region whose backward ran",
-            remedy="The function runs a whole step, with regions in it: remat.checkpoint or checkpoint_modules.",
-        )
+        if not any(step.has_backward for step in budget.steps):
+            raise UsageError(
+                "frontier() has found no region whose backward ran",
+                remedy="The function runs a whole step, with regions in it: remat.checkpoint or checkpoint_modules.",
+            )
     most = max(step.most_bytes for step in budget.steps)
-    least = max(sum(row.fixed_bytes for row in step.rows) for step in budget.steps)
+    least = max(step.sum_of("fixed_bytes") for step in budget.steps)
     sizes = [least + (most - least) * place // (budgets - 1) for place in range(budgets)]
     return Frontier(tuple(_measure(function, args, kwargs, max(size, 1), steps) for size in sizes))
 
 
 def _measure(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], size: int, steps: int) -> Point:
-    with Budget(size, reserve=0) as budget:
+    on_accelerator = accelerator_type() != "cpu"
+    with Budget(size) as budget:
         function(*args, **kwargs)  # the first step sees how long regions take
         times = []
         for _ in range(steps):
             begin = perf_counter()
             function(*args, **kwargs)
-            _wait()
+            if on_accelerator:
+                torch.accelerator.synchronize()
             times.append(perf_counter() - begin)
-        replayed = sum(row.replay_seconds for row in budget.steps[-1].rows)
+        replayed = budget.steps[-1].sum_of("replay_seconds")
         kept = max(step.most_bytes for step in budget.steps)
-        measurement = Measurement(budget.ledger.device_type)
-        if measurement.begin():
+        peak = 0
+        if on_accelerator:
+            torch.accelerator.reset_peak_memory_stats()
+            before = torch.accelerator.memory_allocated()
             function(*args, **kwargs)
-    return Point(size, kept, measurement.end(), median(times), replayed)
-
-
-def _wait() -> None:
-    if accelerator_type() != "cpu":
-        torch.accelerator.synchronize()
+            peak = int(torch.accelerator.max_memory_allocated()) - before
+    return Point(size, kept, peak, median(times), replayed)

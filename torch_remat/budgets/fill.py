@@ -1,7 +1,7 @@
-"""What is to be given up is offered to an offloader first, as long as that keeps up.
+"""What is to be evicted is offered to an offloader first, as long as that keeps up.
 
-In: a saved tensor that a budget is about to give up. Kept: by its region, what stands for it; here weak references, to
-know what has not left yet. Out: the same, or None if the tensor is to be given up.
+In: a saved tensor that a budget is about to evict. Kept: by its region, what stands for it; here weak references, to
+know what has not left yet. Out: the same, or None if the tensor is to be evicted.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ class _Sent(ref[Offloaded]):
 class Filler:
     """Offers tensors of one budget.
 
-    Args:
+    Attributes:
         budget_bytes: The budget.
     """
 
     def __init__(self, budget_bytes: int) -> None:
-        self._most = budget_bytes // _SHARE
+        self.budget_bytes = budget_bytes
         self._leaving: list[_Sent] = []
 
     def offer(self, region: Region, place: int, tensor: Tensor) -> Offloaded | None:
         """Send a tensor away; None if it stays, or if too much has not left yet."""
-        if tensor.is_sparse or self._bytes_leaving() + tensor.nbytes > self._most:
+        if tensor.is_sparse or self._bytes_leaving() + tensor.nbytes > self.budget_bytes // _SHARE:
             return None
         with torch.no_grad(), without_dispatch_modes():
             away = region.sender().send(tensor, None, f"saved tensor {place}", "residual")

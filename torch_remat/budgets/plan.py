@@ -1,48 +1,31 @@
 """`Plan`: decisions of a budget that last, by region name.
 
-In: what a budget has decided in a step. Kept: names and numbers. Out: regions that keep and give up the same in each
+In: what a budget has decided in a step. Kept: names and numbers. Out: regions that keep and evict the same in each
 step, on each rank, whatever their forwards take.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, fields, replace
+from typing import Any
 
-from torch_remat.budgets.register import run_planned
+from torch_remat.budgets.kept import Inside, registers_around
+from torch_remat.budgets.steps import Planned as Planned
+from torch_remat.budgets.steps import Step
 from torch_remat.budgets.text import format_plan
+from torch_remat.dispatch.options import keeping
 from torch_remat.errors import UsageError
-
-if TYPE_CHECKING:
-    from torch_remat.budgets.steps import Step
 
 _VERSION = 1
 _FORM = "A plan comes from budget.plan(), or from Plan.from_json(text) with the text that to_json() gave."
 
 
-@dataclass(frozen=True)
-class Planned:
-    """What a region keeps.
-
-    Attributes:
-        given_tensors: How many of its saved tensors, in the order of forward, are given up: replay makes them.
-        saved_tensors: How many it saves.
-        kept_bytes: What it keeps, its inputs apart.
-        spared_seconds: What its backward need not recompute therefore.
-    """
-
-    given_tensors: int
-    saved_tensors: int
-    kept_bytes: int
-    spared_seconds: float
-
-
-class Plan(Mapping[str, Planned]):
+class Plan(dict[str, Planned]):
     """Which saved tensors regions keep, by region name; see `Budget.plan`.
 
-    Its text is a list of prices. It is changed by `keep` and `give_up`, and used by
+    Its text is a list of prices. It is changed by `keep` and `evict`, and used by
     ``checkpoint_modules(model, patterns, plan=plan)``.
 
     Args:
@@ -59,22 +42,13 @@ class Plan(Mapping[str, Planned]):
 
     def __init__(self, entries: Mapping[str, Planned]) -> None:
         for name, entry in entries.items():
-            if not (isinstance(name, str) and isinstance(entry, Planned) and entry.given_tensors >= 0):
+            if not (isinstance(name, str) and isinstance(entry, Planned) and entry.evicted_tensors >= 0):
                 raise UsageError(f"{name!r}: {entry!r} is no entry of a plan", remedy=_FORM)
-        self._entries = dict(entries)
-
-    def __getitem__(self, name: str) -> Planned:
-        return self._entries[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
+        super().__init__(entries)
 
     def __str__(self) -> str:
         """Return a line for each region: what it keeps, and what that spares."""
-        return format_plan(self._entries.items())
+        return format_plan(self.items())
 
     def __repr__(self) -> str:
         return f"<plan of {len(self)} regions>"
@@ -85,20 +59,28 @@ class Plan(Mapping[str, Planned]):
         Raises:
             KeyError: The plan has no such region.
         """
-        self._entries[name] = replace(self[name], given_tensors=0)
+        self[name] = replace(self[name], evicted_tensors=0)
 
-    def give_up(self, name: str, tensors: int | None = None) -> None:
-        """Have a region give up its first saved tensors, by default all.
+    def evict(self, name: str, tensors: int | None = None) -> None:
+        """Have a region evict its first saved tensors, by default all.
 
         Raises:
             KeyError: The plan has no such region.
         """
         entry = self[name]
-        self._entries[name] = replace(entry, given_tensors=entry.saved_tensors if tensors is None else tensors)
+        self[name] = replace(entry, evicted_tensors=entry.saved_tensors if tensors is None else tensors)
 
     def bind(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function whose regions keep what the plan says; `checkpoint_modules` asks this."""
-        return run_planned(self, run)
+
+        def planned(*args: Any, **kwargs: Any) -> Any:
+            token = keeping.set(Inside(registers_around(), self))
+            try:
+                return run(*args, **kwargs)
+            finally:
+                keeping.reset(token)
+
+        return planned
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain data."""
@@ -127,12 +109,12 @@ class Plan(Mapping[str, Planned]):
 
 
 def plan_of(step: Step) -> Plan:
-    """Return what was decided in a step; where a name stands for several calls, what gives up most."""
+    """Return what was decided in a step; where a name stands for several calls, what evicts most."""
     entries = {}
     for name, rows in step.by_name():
         most = max(rows, key=lambda row: row.cut)
-        spared = most.forward_seconds - most.given_seconds
-        kept = sum(row.saved_bytes - row.given_bytes for row in rows)
+        spared = most.forward_seconds - most.evicted_seconds
+        kept = sum(row.saved_bytes - row.evicted_bytes for row in rows)
         entries[name] = Planned(most.cut, most.tensors, kept, max(spared, 0.0) * len(rows))
     return Plan(entries)
 

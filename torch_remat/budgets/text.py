@@ -8,12 +8,12 @@ from typing import Any
 from torch_remat._text import aligned, format_bytes
 from torch_remat.budgets.steps import Row, Step
 
-_HEAD = ["", "calls", "kept", "given up", "offloaded", "replays", "replay ms"]
+_HEAD = ["", "calls", "kept", "evicted", "offloaded", "replays", "replay ms"]
 
 
 def format_budget(budget: Any, step: Step | None) -> str:
     """Return a budget's report: sums, and a line for each region of a step."""
-    head = f"budget of {format_bytes(budget.budget_bytes)}, {format_bytes(budget.reserve_bytes)} of it in reserve; "
+    head = f"budget of {budget.told}, {format_bytes(budget.reserve_bytes)} of it in reserve; "
     lines = [head + f"{budget.step_count} step{'s' * (budget.step_count != 1)}"]
     if step is None:
         return lines[0]
@@ -26,16 +26,16 @@ def format_budget(budget: Any, step: Step | None) -> str:
 
 def _steps(steps: Iterable[Step]) -> list[str]:
     """Return a line for each of the latest steps."""
-    cells = [["the latest steps", "kept at most", "given up", "replay ms", "peak"]]
+    cells = [["the latest steps", "kept at most", "evicted", "replay ms", "peak"]]
     for step in list(steps)[-6:]:
-        given, replayed = sum(row.given_bytes for row in step.rows), sum(row.replay_seconds for row in step.rows)
+        evicted, replayed = step.sum_of("evicted_bytes"), step.sum_of("replay_seconds")
         peak = format_bytes(step.peak_bytes) if step.peak_bytes else "not measured"
-        cells.append(["", format_bytes(step.most_bytes), format_bytes(given), f"{replayed * 1e3:.1f}", peak])
+        cells.append(["", format_bytes(step.most_bytes), format_bytes(evicted), f"{replayed * 1e3:.1f}", peak])
     return ["", *(f"  {line}".rstrip() for line in aligned(cells, right={1, 2, 3, 4}))]
 
 
 def _cells(name: str, rows: Sequence[Row]) -> list[str]:
-    sums = [sum(getattr(row, field) for row in rows) for field in ("kept_bytes", "given_bytes", "offloaded_bytes")]
+    sums = [sum(getattr(row, field) for row in rows) for field in ("kept_bytes", "evicted_bytes", "offloaded_bytes")]
     replays, seconds = sum(row.replays for row in rows), sum(row.replay_seconds for row in rows)
     return [name, str(len(rows)), *map(format_bytes, sums), str(replays), f"{seconds * 1e3:.1f}"]
 
@@ -45,8 +45,8 @@ def format_plan(entries: Iterable[tuple[str, Any]]) -> str:
     cells = []
     for name, entry in entries:
         what = f"keeps {format_bytes(entry.kept_bytes)}, spares {entry.spared_seconds * 1e3:.1f} ms"
-        if entry.given_tensors:
-            what += f"; gives up {entry.given_tensors} of {entry.saved_tensors} saved tensors"
+        if entry.evicted_tensors:
+            what += f"; evicts {entry.evicted_tensors} of {entry.saved_tensors} saved tensors"
         cells.append(f"{name}: {what}")
     return "\n".join(cells)
 

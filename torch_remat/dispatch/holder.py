@@ -154,8 +154,6 @@ class OpenRegionLike(RegionLike, Protocol):
 
 # The version of a tensor that was changed in place after it was saved: no read accepts it.
 CHANGED = -1
-# The metadata of a full holder whose value tells all else; see `Holder.describe`.
-UNREAD: Any = (0, None, None, None)
 
 AUTOCAST_DTYPES = frozenset((torch.bfloat16, torch.float16))
 
@@ -199,12 +197,6 @@ class Holder:
     def name(self) -> str:
         """The holder's place in the region, as error messages name it."""
         return f"saved tensor {self.region.tape.position_of(self)}"
-
-    def describe(self) -> tuple[int, torch.Size, torch.dtype, torch.device]:
-        """Note what the value is, before it goes; return the metadata."""
-        if self.metadata is UNREAD and self.value is not None:
-            self.metadata = (0, *metadata_of(self.value)[1:])
-        return self.metadata
 
     def expect_version_of(self, value: torch.Tensor) -> None:
         """Expect the version of a value that counts its changes for itself."""
@@ -352,7 +344,6 @@ def read(packed: Any) -> Any:
         and not region.filling
         and graph_exec_group() is None
     ):
-        packed.describe()
         packed.value = None
     return kept
 

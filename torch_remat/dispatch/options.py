@@ -7,7 +7,7 @@ empty; and its `Watch`, while a profiler or an observer such as `trace` watches,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
@@ -62,18 +62,24 @@ class Keeper(Protocol):
 
     Attributes:
         owners: The budgets that the region is in.
-        keep: Gives a holder its value, unless it is to be empty, and looks for later changes in place; None where no
-            holder is kept. The arguments: the holder, the tape's weak reference to it, the value, the region's ops.
+        keeps: Whether it fills holders; if not, the region's forward runs as outside of a budget.
     """
 
     owners: Sequence[Any]
-    keep: Callable[[Any, ref[Any], torch.Tensor, Any], None] | None
+    keeps: bool
 
-    def pack_hook(self, mode: Any, general: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
-        """Return, for a forward and its pack hook, one that does itself what is usual."""
+    def keep(self, holder: Any, entry: ref[Any], value: torch.Tensor, ops: Any) -> None:
+        """Give a holder its value, unless it is to be empty.
+
+        Args:
+            holder: The holder.
+            entry: The tape's weak reference to it.
+            value: The saved tensor, detached.
+            ops: The region's calls and ops, if it has any so far.
+        """
 
     def end(self) -> None:
-        """The function has ended: mark those holders whose tensors were changed in place and are given up."""
+        """The function has ended: mark the evicted holders whose tensors were modified in place."""
 
     def let_go(self) -> None:
         """Empty what was kept since the last time: a backward inside of forward reads it, and finds it as outside."""
@@ -100,13 +106,8 @@ class Keeping(Protocol):
 
     registers: Sequence[Any]
 
-    def runner(
-        self, options: Options, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Callable[..., Any] | None:
-        """Return what runs a function as it is, with its arguments; None for one that runs as a region."""
-
-    def begin(self, region: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Keeper | None:
-        """Return the keeper of a region whose forward begins, with the arguments as they were given."""
+    def begin(self, region: Any) -> Keeper | None:
+        """Return the keeper of a region whose forward begins."""
 
 
 # What the regions of this thread ask; None outside of budgets.

@@ -68,7 +68,7 @@ class RegionNotes:
                     step.before.add(step.names[label])
                 elif label.startswith("result") and step.makes:
                     step.after.update(step.makes)
-                elif (look := packed.describe()[1:3]) in self.looks:
+                elif (look := packed.metadata[1:3]) in self.looks:
                     step.after.add(self.looks[look])
         step.outs = ()
 

@@ -57,8 +57,6 @@ from torch_remat.dispatch.region.replay import Filling
 def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options) -> Any:
     """Run a function as a checkpointed region and return its output."""
     parent, budget = current_mode(), keeping.get()
-    if budget is not None and parent is None and (run := budget.runner(options, function, args, kwargs)) is not None:
-        return run(function, args, kwargs)
     is_part = False
     observed = None
     if isinstance(parent, Recording) and parent.region.inputs is not None:
@@ -69,7 +67,7 @@ def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
             args, kwargs = parent.ops.enter_region(args, kwargs)
     region = Region(function, args, kwargs, options, Filling, is_part)
     if budget is not None and (parent is None or not parent.recomputing):
-        region.keeper = budget.begin(region, args, kwargs)
+        region.keeper = budget.begin(region)
     mode = Recording(region)
     try:
         contexts: Sequence[AbstractContextManager[Any]] = () if options is DEFAULTS else mode.contexts()
@@ -127,7 +125,7 @@ class Recording(RematMode):
         self.region = region  # type: ignore[assignment]  # forward runs
         self._counters: list[torch.Tensor] = []
         self._casts: list[tuple[ref[Holder], torch.Tensor, int]] = []  # each with its leaf, and that one's version
-        if region.keeper is not None:
+        if region.keeper is not None and region.keeper.keeps:
             self._keep = region.keeper.keep
         if region.options is not DEFAULTS:
             check = region.options.determinism_check
@@ -227,7 +225,7 @@ class Recording(RematMode):
                 keep(holder, entry, self.alias_of(tensor), ops)
             return holder
 
-        return pack if keep is None or region.keeper is None else region.keeper.pack_hook(self, pack)
+        return pack
 
     def pack(self, tensor: torch.Tensor) -> Holder | Anchor:
         """Do what the pack hook does, for any tensor that is not saved by a SAVE op."""

@@ -204,10 +204,14 @@ class Outside:
                 is_trained = is_small and module.training
                 self._noted.append(Noted(State(place, tensor, version_of(tensor), copy), is_trained))
 
-    def has_buffer(self, key: int) -> bool:
-        """Whether a storage is that of a buffer of a module that the region reaches."""
+    def buffers(self) -> set[int]:
+        """Return the storages of the buffers of modules that the region reaches."""
         buffers = [noted.place.tensor for noted in self._noted if noted.place.module is not None]
-        return any(buffer is not None and key in keys_of(buffer) for buffer in buffers)
+        return {key for buffer in buffers if buffer is not None for key in keys_of(buffer)}
+
+    def has_buffer(self, key: int) -> bool:
+        """Whether a storage is that of such a buffer."""
+        return key in self.buffers()
 
     def states(self) -> list[State]:
         """Return the state of each place, before a call that replay skips."""

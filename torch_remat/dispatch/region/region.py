@@ -153,7 +153,6 @@ class Tape:
     def forget_values(self) -> None:
         """Empty all holders that a replay can fill again."""
         for holder in self._alive():
-            holder.describe()
             holder.value = None
 
     def drawn_by_ops(self) -> list[RngState]:

@@ -286,7 +286,7 @@ class Filling(Replaying):
             holder = entry()
             if holder is None:
                 return value
-            metadata = holder.describe()
+            metadata = holder.metadata
             self._compare(position, holder, tensor, owner)
             if self.over:
                 return value
