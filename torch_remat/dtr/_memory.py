@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
 from torch_remat.dtr._pool import Search, make_pool
@@ -40,29 +41,25 @@ class RunOutError(Exception):
     """There is no room, and nothing to evict."""
 
 
+@dataclass(eq=False, slots=True)
 class View:
     """A view of a storage that is made by an op of its own."""
 
-    __slots__ = ("defined", "op", "storage")
-
-    def __init__(self, storage: Storage, op: Any) -> None:
-        self.storage = storage
-        self.op = op
-        self.defined = False
+    storage: Storage
+    op: Any = None
+    defined: bool = False
 
     def fill(self, data: Any) -> None:
         """Be there."""
         self.defined = True
 
 
+@dataclass(eq=False, slots=True)
 class _Frame:
     """An op that is to run, and its missing inputs, the next one last; it holds the others."""
 
-    __slots__ = ("missing", "op")
-
-    def __init__(self, op: Any) -> None:
-        self.op = op
-        self.missing: list[Any] | None = None  # until it begins
+    op: Any
+    missing: list[Any] | None = None  # until it begins
 
 
 class Memory:
