@@ -71,11 +71,9 @@ _TINY = 8  # bytes of what is pinned: a loss gains nothing by eviction, and woul
 
 def _at_plain_leaf() -> bool:
     node: Any = current_node()
-    return (
-        node is not None
-        and node.name() == "torch::autograd::AccumulateGrad"
-        and type(node.variable) is not EvictableTensor
-    )
+    if node is None or node.name() != "torch::autograd::AccumulateGrad":
+        return False
+    return type(node.variable) is not EvictableTensor
 
 
 class BlockRuntime(DispatchMode):
@@ -153,8 +151,7 @@ class BlockRuntime(DispatchMode):
         self._own(tensor)
         with without_dispatch_modes():
             func(*args, **kwargs)
-        tensor._handle.place = place_of(tensor)
-        tensor._handle.look = look_of(tensor)
+        tensor._handle.move(tensor, look_of(tensor))
         return tensor
 
     def compute(
@@ -162,12 +159,7 @@ class BlockRuntime(DispatchMode):
     ) -> Any:
         """Run and record an op that makes new tensors and does nothing else.
 
-        Args:
-            kind: What is known of the op.
-            func: The op.
-            args: Its arguments.
-            kwargs: Its keyword arguments.
-            gradient: Whether autograd makes the gradient of a leaf from outside with it, which is plain, and stays.
+        With ``gradient`` autograd makes the gradient of a leaf from outside: it is plain, and nothing is recorded.
         """
         if kind.factory and type(args[0]) is EvictableTensor:
             args, kwargs = of_metadata(args, kwargs)
@@ -204,7 +196,9 @@ class BlockRuntime(DispatchMode):
         with memory.held(found.inputs):
             for target in outside:
                 self.outside.before_write(target)
-            why = self._why_pinned(op, found, outside if not trains else [])
+            why = self._of_gradients(found) or next((one.pin for one in op.written if one.op is None), "")
+            if outside and not trains:
+                why = f"made by {op.name}, which wrote to a tensor from outside"
             self._reserve(op, op.known.bytes < 0 and -1 in kind.returned)
             with memory.to_write(op.written, kind.name) as roots:
                 result, cost, given = self._run(op, roots)
@@ -266,13 +260,8 @@ class BlockRuntime(DispatchMode):
             self.memory.hand_over(op.inputs[0])
         return result
 
-    def _why_pinned(self, op: Op, found: Found, outside: Sequence[torch.Tensor]) -> str:
-        """Return why an op that writes must not run again, empty if it may."""
-        if outside:
-            return f"made by {op.name}, which wrote to a tensor from outside"
-        return self._of_gradients(found) or next((one.pin for one in op.written if one.op is None), "")
-
     def _of_gradients(self, found: Found) -> str:
+        """Return why an op must not run again that read a plain gradient, empty if it did not."""
         if any(const.address in self.memory.handed for const in found.consts):
             return "made from the gradient of a leaf"
         return ""
@@ -314,8 +303,7 @@ class BlockRuntime(DispatchMode):
         """Give a tensor the shape that an op has given its value, as ``out=`` and ``resize_`` do."""
         if value.shape == tensor.shape and value.stride() == tensor.stride():
             return
-        handle = tensor._handle
-        root = handle.buffer.storage.tensor
+        root = tensor._handle.buffer.storage.tensor
         if root is None or storage_key(root) != storage_key(value):
             raise RematError(
                 f"{kind.name} would give a tensor of a budget's block the memory of another one",
@@ -323,8 +311,7 @@ class BlockRuntime(DispatchMode):
             )
         with without_dispatch_modes():
             tensor.data = make_tensor(value)
-        handle.place = place_of(value)
-        handle.look = look_of(value)
+        tensor._handle.move(value, look_of(value))
 
     def once(self, kind: Kind, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run an op that must not run twice, and may write whatever it gets."""
@@ -380,19 +367,16 @@ class BlockRuntime(DispatchMode):
         memory = self.memory
         memory.soft = True
         failure: BaseException | None = None
-        attempts = 2  # an interrupt must not leave anything behind
-        while attempts:
+        for _ in range(2):  # an interrupt must not leave anything behind
             try:
                 self.forget()
-                leaving: list[torch.Tensor] = [
-                    tensor for weak in list(self.tensors.values()) if (tensor := weak()) is not None
-                ]
+                alive = [weak() for weak in list(self.tensors.values())]
+                leaving: list[torch.Tensor] = [tensor for tensor in alive if tensor is not None]
                 failure = make_plain(memory, leaving) or failure
                 self.left = [ref(tensor) for tensor in leaving if type(tensor) in (LeftTensor, LostTensor)]
                 break
             except BaseException as error:
                 failure = failure or error
-                attempts -= 1
         for storage in memory.storages:
             storage.op = None
             storage.children.clear()
@@ -444,13 +428,8 @@ class BlockRuntime(DispatchMode):
     ) -> Any:
         """Make tensors of the block of an op's results, and record the op.
 
-        Args:
-            op: The op.
-            result: What it returned.
-            found: Its arguments.
-            cost: What it cost.
-            passed: For each part of the result the written argument that it is, or None.
-            pin: Why the op must not run again, empty if it may.
+        ``passed`` says for each part of the result which written argument it is, if any; ``pin`` why the op must not
+        run again, empty if it may.
         """
         memory = self.memory
         clock = memory.clock
