@@ -186,16 +186,11 @@ class Memory:
     def evict(self, storage: Any) -> None:
         """Drop the data of a storage that can be made again."""
         self.withdraw(storage)
-        self.free(storage)
-        self.heuristic.evicted(storage)
-
-    def free(self, storage: Any) -> None:
-        """Drop a resident storage's data."""
         self.live -= storage.size_bytes
         storage.drop()
-        if storage.views:
-            for view in storage.views:
-                view.defined = False
+        for view in storage.views:
+            view.defined = False
+        self.heuristic.evicted(storage)
 
     # What nothing needs
 
@@ -222,7 +217,8 @@ class Memory:
                 self.withdraw(one)
             self.heuristic.removed(one)
             if one.resident:
-                self.free(one)
+                self.live -= one.size_bytes
+                one.drop()
             if one.children:
                 for child in tuple(one.children):
                     self.withdraw(child)
