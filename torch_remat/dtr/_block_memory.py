@@ -141,11 +141,6 @@ class BlockMemory(Memory):
         super().pin(storage, why)
         self.remove(self.cut(storage))
 
-    def supersede(self, storage: Version) -> None:
-        """Take out a storage whose memory and op go on as a part of its next version."""
-        storage.names = storage.locks = 0
-        self.remove([storage])
-
     # Gradients
 
     def hand_over(self, storage: Version) -> None:

@@ -2,8 +2,7 @@
 
 In: ops of the dispatcher, with arguments in which storages stand for tensors that the block made. Kept: one `Kind` for
 each op seen; of each run its arguments, the random state and the dispatch state in which it ran. Out: the op's results
-once more, bit for bit; costs and sizes by op and shapes. All that this package needs of the runtime of regions is
-imported here.
+once more, bit for bit; costs and sizes by op and shapes.
 """
 
 from __future__ import annotations
@@ -31,11 +30,9 @@ from torch_remat._compat import (
     without_dispatch_modes,
 )
 from torch_remat.dispatch.ambient import Ambient, RngState, capture_ambient
-from torch_remat.dispatch.log.schema import LIFT, WRITES_WITHOUT_SAYING, argument, effects_of
+from torch_remat.dispatch.log.schema import LIFT, WRITES_WITHOUT_SAYING, effects_of
 from torch_remat.dtr._storage import Alias, Version, derive
 from torch_remat.errors import MutationError, UsageError
-
-__all__ = ["Kind", "RngState", "argument", "capture_ambient", "kind_of"]
 
 _SAMPLES = 15  # runs of an op at the same shapes of which the median is taken
 _MOST_KNOWN = 100_000

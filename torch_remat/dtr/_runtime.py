@@ -36,6 +36,7 @@ from torch_remat._compat import (
     storage_key,
     without_dispatch_modes,
 )
+from torch_remat.dispatch.log.schema import argument
 from torch_remat.dtr._block_memory import BlockMemory, Outside
 from torch_remat.dtr._leaving import make_plain, value_of
 from torch_remat.dtr._ops import (
@@ -48,7 +49,6 @@ from torch_remat.dtr._ops import (
     Op,
     Spare,
     adds_many,
-    argument,
     bytes_on_meta,
     generators,
     kind_of,
@@ -287,7 +287,8 @@ class BlockRuntime(DispatchMode):
                     new.pin = "a sum of many terms"
                 else:
                     self.memory.link(op, new)
-                self.memory.supersede(old)
+                old.names = old.locks = 0  # its memory and its op go on as a part of the next version
+                self.memory.remove([old])
             else:
                 if not why:
                     self.memory.link(op, new)
