@@ -37,7 +37,7 @@ from torch_remat._compat import (
     without_dispatch_modes,
 )
 from torch_remat.dispatch.log.schema import argument
-from torch_remat.dtr._block_memory import BlockMemory, Outside
+from torch_remat.dtr._block_memory import BlockMemory
 from torch_remat.dtr._leaving import make_plain, value_of
 from torch_remat.dtr._ops import (
     NO_ROOTS,
@@ -84,7 +84,6 @@ class BlockRuntime(DispatchMode):
         self.memory = memory
         self.dropped: deque[Handle] = deque()
         self.tensors: dict[int, ref[EvictableTensor]] = {}  # by id of the handle
-        self.outside = Outside(memory)
         self.thread = get_ident()
         self.recorder: Any = None
         self.left: list[ref[torch.Tensor]] = []  # when the block has ended: what could not be made plain
@@ -195,7 +194,7 @@ class BlockRuntime(DispatchMode):
         outside = [target for target in targets if type(target) is not EvictableTensor]
         with memory.held(found.inputs):
             for target in outside:
-                self.outside.before_write(target)
+                memory.before_write(target)
             why = self._of_gradients(found) or next((one.pin for one in op.written if one.op is None), "")
             if outside and not trains:
                 why = f"made by {op.name}, which wrote to a tensor from outside"
@@ -385,7 +384,7 @@ class BlockRuntime(DispatchMode):
         memory.storages.clear()
         memory.handed.clear()
         memory.pool = ScanPool(memory.heuristic)
-        self.outside.readers.clear()
+        memory.readers.clear()
         self.tensors.clear()
         self.dropped.clear()
         return failure
@@ -456,7 +455,7 @@ class BlockRuntime(DispatchMode):
                 memory.link(op, storage)
                 memory.born(storage)
                 if op.consts:
-                    self.outside.watch(op)
+                    self.memory.watch(op)
                 offset = result.storage_offset()
                 made = make_wrapper_subclass(
                     EvictableTensor, look.shape, look.stride, offset, None, look.dtype, torch.strided, look.device
@@ -472,11 +471,10 @@ class BlockRuntime(DispatchMode):
             if root is not None:
                 buffers[storage_key(root)] = tensor._handle.buffer
         made: list[Any] = []
-        slots: list[int] = []
-        outputs = []
-        fresh, size_bytes = 0, 0
+        fresh: list[bool] = []
+        outputs: list[tuple[int, Look]] = []
         for at, leaf in enumerate(leaves(result)):
-            slots.append(-1)
+            fresh.append(False)
             if at < len(passed) and passed[at] is not None:
                 made.append(passed[at])
                 continue
@@ -491,8 +489,7 @@ class BlockRuntime(DispatchMode):
                 continue
             size = leaf.untyped_storage().nbytes()
             storage = Version(leaf, size, cost, memory.clock, pin or ("too small to evict" if size <= _TINY else ""))
-            slots[-1] = fresh
-            fresh += 1
+            fresh[-1] = True
             if not storage.pin:
                 self.memory.link(op, storage)
             else:
@@ -501,13 +498,12 @@ class BlockRuntime(DispatchMode):
             look = look_of(leaf)
             made.append(self._whole(make_tensor(leaf), storage, look))
             buffers[address] = made[-1]._handle.buffer
-            size_bytes += size
             outputs.append((size, look))
-        known.bytes = size_bytes
+        known.bytes = sum(size for size, _ in outputs)
         known.outputs = outputs
-        op.slots = slots
+        op.fresh = fresh
         if op.alive:
-            self.outside.watch(op)
+            self.memory.watch(op)
         if isinstance(result, (tuple, list)):
             return refilled(result, iter(made))
         return made[0]
