@@ -141,7 +141,7 @@ class BlockMemory(Memory):
     def pin(self, storage: Version, why: str) -> None:
         """Keep a resident storage for good, and forget how it was made."""
         super().pin(storage, why)
-        self.remove(self.cut(storage))
+        self.remove([*self.cut(storage)])
 
     # Gradients
 

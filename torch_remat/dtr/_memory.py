@@ -203,9 +203,9 @@ class Memory:
         elif self.deallocation == "eager" and storage.resident and not storage.pin:
             self.evict(storage)
 
-    def remove(self, storages: Iterable[Any]) -> None:
-        """Remove those storages for good that nothing needs, and those that only they needed."""
-        todo, banishes = list(storages), self.deallocation == "banish"
+    def remove(self, todo: list[Any]) -> None:
+        """Remove those storages of a list for good that nothing needs, and those that only they needed."""
+        banishes = self.deallocation == "banish"
         while todo:
             one = todo.pop()
             if one.names or one.locks or one not in self.storages:

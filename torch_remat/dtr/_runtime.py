@@ -460,7 +460,9 @@ class BlockRuntime(DispatchMode):
                 made = make_wrapper_subclass(
                     EvictableTensor, look.shape, look.stride, offset, None, look.dtype, torch.strided, look.device
                 )
-                return self._whole(made, storage, look)
+                handle = made._handle = Handle(Buffer(storage, self), None, look)
+                self.tensors[id(handle)] = ref(made)
+                return made
         return self._any_results(op, result, found, cost, passed, pin)
 
     def _any_results(self, op: Op, result: Any, found: Found, cost: float, passed: Sequence[Any], pin: str) -> Any:
@@ -496,8 +498,11 @@ class BlockRuntime(DispatchMode):
                 op.outputs.append(None)
             memory.born(storage)
             look = look_of(leaf)
-            made.append(self._whole(make_tensor(leaf), storage, look))
-            buffers[address] = made[-1]._handle.buffer
+            buffer = buffers[address] = Buffer(storage, self)
+            whole: EvictableTensor = make_tensor(leaf)
+            made.append(whole)
+            handle = whole._handle = Handle(buffer, None, look)
+            self.tensors[id(handle)] = ref(whole)
             outputs.append((size, look))
         known.bytes = sum(size for size, _ in outputs)
         known.outputs = outputs
@@ -507,12 +512,6 @@ class BlockRuntime(DispatchMode):
         if isinstance(result, (tuple, list)):
             return refilled(result, iter(made))
         return made[0]
-
-    def _whole(self, made: EvictableTensor, storage: Version, look: Look) -> EvictableTensor:
-        """Let a tensor be all of a new storage."""
-        handle = made._handle = Handle(Buffer(storage, self), None, look)
-        self.tensors[id(handle)] = ref(made)
-        return made
 
     def _alias(self, buffer: Buffer, like: torch.Tensor) -> EvictableTensor:
         """Return a tensor that lies in a buffer as another one does."""

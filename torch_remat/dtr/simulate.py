@@ -111,10 +111,12 @@ class _LogStorage(Storage):
     """A storage of a log."""
 
     names = 0
+    storage: Any = None  # itself: looked up often
     users = 1  # a log's op can run again until the log ends
 
     def __init__(self, size_bytes: int) -> None:
         super().__init__(size_bytes)
+        self.storage = self
         self.parents: dict[_LogStorage, None] = {}
 
 
