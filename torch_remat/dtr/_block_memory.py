@@ -43,6 +43,7 @@ class BlockMemory(Memory):
         soft: Whether to go past the limit rather than fail: while tensors leave the block.
         again: By op: how often it ran again, and what that cost.
         handed: By address: plain gradients, which are counted while they live.
+        readers: By address of a tensor that the block did not make: the recorded ops that read it.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class BlockMemory(Memory):
         self.soft = False
         self.again: dict[str, tuple[int, float]] = {}
         self.handed: dict[int, Handed] = {}
+        self.readers: dict[int, list[Op]] = {}
 
     # Room
 
@@ -139,12 +141,7 @@ class BlockMemory(Memory):
     def pin(self, storage: Version, why: str) -> None:
         """Keep a resident storage for good, and forget how it was made."""
         super().pin(storage, why)
-        self.remove(self.cut(storage))
-
-    def supersede(self, storage: Version) -> None:
-        """Take out a storage whose memory and op go on as a part of its next version."""
-        storage.names = storage.locks = 0
-        self.remove([storage])
+        self.remove([*self.cut(storage)])
 
     # Gradients
 
@@ -222,13 +219,7 @@ class BlockMemory(Memory):
                 if storage.resident:
                     self.evict(storage)
 
-
-class Outside:
-    """Who has read the tensors from outside."""
-
-    def __init__(self, memory: BlockMemory) -> None:
-        self.memory = memory
-        self.readers: dict[int, list[Op]] = {}  # by address
+    # Tensors from outside
 
     def watch(self, op: Op) -> None:
         """Take note of which tensors from outside a recorded op read."""
@@ -241,8 +232,7 @@ class Outside:
     def before_write(self, target: torch.Tensor) -> None:
         """See to it that no op that read a tensor from outside will read what is to be written to it."""
         address = storage_key(target)
-        memory = self.memory
-        memory.take_back(address)
+        self.take_back(address)
         readers = [op for op in self.readers.pop(address, ()) if not op.gone]
         if not readers:
             return
@@ -250,13 +240,13 @@ class Outside:
         size = target.untyped_storage().nbytes()
         if sum(one.size_bytes for one in dependents) <= size:
             for one in dependents:
-                with memory.held([one]):
-                    memory.pin(one, "computed from a tensor from outside that was written since")
+                with self.held([one]):
+                    self.pin(one, "computed from a tensor from outside that was written since")
             readers = [op for op in readers if not op.gone]
         if readers:
-            memory.reserve(size, "a copy of a tensor from outside that is written")
+            self.reserve(size, "a copy of a tensor from outside that is written")
             copied = copy_memory(target)
-            memory.count(copied, "what a tensor from outside was before it was written")
+            self.count(copied, "what a tensor from outside was before it was written")
             for op in readers:
                 _redirect(op, address, copied)
 

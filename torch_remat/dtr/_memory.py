@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
 from torch_remat.dtr._pool import Search, make_pool
@@ -40,29 +41,25 @@ class RunOutError(Exception):
     """There is no room, and nothing to evict."""
 
 
+@dataclass(eq=False, slots=True)
 class View:
     """A view of a storage that is made by an op of its own."""
 
-    __slots__ = ("defined", "op", "storage")
-
-    def __init__(self, storage: Storage, op: Any) -> None:
-        self.storage = storage
-        self.op = op
-        self.defined = False
+    storage: Storage
+    op: Any = None
+    defined: bool = False
 
     def fill(self, data: Any) -> None:
         """Be there."""
         self.defined = True
 
 
+@dataclass(eq=False, slots=True)
 class _Frame:
     """An op that is to run, and its missing inputs, the next one last; it holds the others."""
 
-    __slots__ = ("missing", "op")
-
-    def __init__(self, op: Any) -> None:
-        self.op = op
-        self.missing: list[Any] | None = None  # until it begins
+    op: Any
+    missing: list[Any] | None = None  # until it begins
 
 
 class Memory:
@@ -189,16 +186,11 @@ class Memory:
     def evict(self, storage: Any) -> None:
         """Drop the data of a storage that can be made again."""
         self.withdraw(storage)
-        self.free(storage)
-        self.heuristic.evicted(storage)
-
-    def free(self, storage: Any) -> None:
-        """Drop a resident storage's data."""
         self.live -= storage.size_bytes
         storage.drop()
-        if storage.views:
-            for view in storage.views:
-                view.defined = False
+        for view in storage.views:
+            view.defined = False
+        self.heuristic.evicted(storage)
 
     # What nothing needs
 
@@ -211,9 +203,9 @@ class Memory:
         elif self.deallocation == "eager" and storage.resident and not storage.pin:
             self.evict(storage)
 
-    def remove(self, storages: Iterable[Any]) -> None:
-        """Remove those storages for good that nothing needs, and those that only they needed."""
-        todo, banishes = list(storages), self.deallocation == "banish"
+    def remove(self, todo: list[Any]) -> None:
+        """Remove those storages of a list for good that nothing needs, and those that only they needed."""
+        banishes = self.deallocation == "banish"
         while todo:
             one = todo.pop()
             if one.names or one.locks or one not in self.storages:
@@ -225,7 +217,8 @@ class Memory:
                 self.withdraw(one)
             self.heuristic.removed(one)
             if one.resident:
-                self.free(one)
+                self.live -= one.size_bytes
+                one.drop()
             if one.children:
                 for child in tuple(one.children):
                     self.withdraw(child)

@@ -2,8 +2,7 @@
 
 In: ops of the dispatcher, with arguments in which storages stand for tensors that the block made. Kept: one `Kind` for
 each op seen; of each run its arguments, the random state and the dispatch state in which it ran. Out: the op's results
-once more, bit for bit; costs and sizes by op and shapes. All that this package needs of the runtime of regions is
-imported here.
+once more, bit for bit; costs and sizes by op and shapes.
 """
 
 from __future__ import annotations
@@ -31,11 +30,9 @@ from torch_remat._compat import (
     without_dispatch_modes,
 )
 from torch_remat.dispatch.ambient import Ambient, RngState, capture_ambient
-from torch_remat.dispatch.log.schema import LIFT, WRITES_WITHOUT_SAYING, argument, effects_of
+from torch_remat.dispatch.log.schema import LIFT, WRITES_WITHOUT_SAYING, effects_of
 from torch_remat.dtr._storage import Alias, Version, derive
 from torch_remat.errors import MutationError, UsageError
-
-__all__ = ["Kind", "RngState", "argument", "capture_ambient", "kind_of"]
 
 _SAMPLES = 15  # runs of an op at the same shapes of which the median is taken
 _MOST_KNOWN = 100_000
@@ -253,7 +250,7 @@ class Op:
         written: Those of them that it wrote; a run begins with a copy, and the first outputs are what came of them.
         outputs: The storages that it made; None for those that are gone.
         alive: How many of them are not.
-        slots: For each part of its result which of the outputs behind the written ones it is, -1 for none.
+        fresh: For each part of its result whether it is one of the outputs behind the written ones.
         gone: Whether the last output is gone.
         terms: How many terms it adds up, of an addition.
         before: The op whose only result this one wrote, where they run as one: see NOTE [Writes in a row].
@@ -269,11 +266,11 @@ class Op:
     alive = 0
     before: Op | None = None
     consts: Sequence[Const] = ()
+    fresh: Sequence[bool] = (True,)
     dispatch: tuple[Ambient, Any] = (Ambient((), None, None), None)
     gone = False
     has_run = True
     random: RngState | None = None
-    slots: Sequence[int] = (0,)
     terms = 1
     through: Version | None = None
     written: tuple[Version, ...] = ()
@@ -339,8 +336,8 @@ class Op:
 
     def made(self, result: Sequence[Any], roots: Mapping[Version, torch.Tensor]) -> list[torch.Tensor | None]:
         """Return the data of the outputs, from the parts of a result."""
-        fresh = [leaf for leaf, slot in zip(result, self.slots, strict=True) if slot >= 0]
-        return [*(roots[one] for one in self.written), *fresh]
+        made = [leaf for leaf, fresh in zip(result, self.fresh, strict=True) if fresh]
+        return [*(roots[one] for one in self.written), *made]
 
     def run(self, roots: Mapping[Version, torch.Tensor]) -> list[Any]:
         """Run the op again; return the parts of its result.

@@ -36,7 +36,8 @@ from torch_remat._compat import (
     storage_key,
     without_dispatch_modes,
 )
-from torch_remat.dtr._block_memory import BlockMemory, Outside
+from torch_remat.dispatch.log.schema import argument
+from torch_remat.dtr._block_memory import BlockMemory
 from torch_remat.dtr._leaving import make_plain, value_of
 from torch_remat.dtr._ops import (
     NO_ROOTS,
@@ -48,7 +49,6 @@ from torch_remat.dtr._ops import (
     Op,
     Spare,
     adds_many,
-    argument,
     bytes_on_meta,
     generators,
     kind_of,
@@ -71,11 +71,9 @@ _TINY = 8  # bytes of what is pinned: a loss gains nothing by eviction, and woul
 
 def _at_plain_leaf() -> bool:
     node: Any = current_node()
-    return (
-        node is not None
-        and node.name() == "torch::autograd::AccumulateGrad"
-        and type(node.variable) is not EvictableTensor
-    )
+    if node is None or node.name() != "torch::autograd::AccumulateGrad":
+        return False
+    return type(node.variable) is not EvictableTensor
 
 
 class BlockRuntime(DispatchMode):
@@ -86,7 +84,6 @@ class BlockRuntime(DispatchMode):
         self.memory = memory
         self.dropped: deque[Handle] = deque()
         self.tensors: dict[int, ref[EvictableTensor]] = {}  # by id of the handle
-        self.outside = Outside(memory)
         self.thread = get_ident()
         self.recorder: Any = None
         self.left: list[ref[torch.Tensor]] = []  # when the block has ended: what could not be made plain
@@ -153,8 +150,7 @@ class BlockRuntime(DispatchMode):
         self._own(tensor)
         with without_dispatch_modes():
             func(*args, **kwargs)
-        tensor._handle.place = place_of(tensor)
-        tensor._handle.look = look_of(tensor)
+        tensor._handle.move(tensor, look_of(tensor))
         return tensor
 
     def compute(
@@ -162,12 +158,7 @@ class BlockRuntime(DispatchMode):
     ) -> Any:
         """Run and record an op that makes new tensors and does nothing else.
 
-        Args:
-            kind: What is known of the op.
-            func: The op.
-            args: Its arguments.
-            kwargs: Its keyword arguments.
-            gradient: Whether autograd makes the gradient of a leaf from outside with it, which is plain, and stays.
+        With ``gradient`` autograd makes the gradient of a leaf from outside: it is plain, and nothing is recorded.
         """
         if kind.factory and type(args[0]) is EvictableTensor:
             args, kwargs = of_metadata(args, kwargs)
@@ -203,8 +194,10 @@ class BlockRuntime(DispatchMode):
         outside = [target for target in targets if type(target) is not EvictableTensor]
         with memory.held(found.inputs):
             for target in outside:
-                self.outside.before_write(target)
-            why = self._why_pinned(op, found, outside if not trains else [])
+                memory.before_write(target)
+            why = self._of_gradients(found) or next((one.pin for one in op.written if one.op is None), "")
+            if outside and not trains:
+                why = f"made by {op.name}, which wrote to a tensor from outside"
             self._reserve(op, op.known.bytes < 0 and -1 in kind.returned)
             with memory.to_write(op.written, kind.name) as roots:
                 result, cost, given = self._run(op, roots)
@@ -266,13 +259,8 @@ class BlockRuntime(DispatchMode):
             self.memory.hand_over(op.inputs[0])
         return result
 
-    def _why_pinned(self, op: Op, found: Found, outside: Sequence[torch.Tensor]) -> str:
-        """Return why an op that writes must not run again, empty if it may."""
-        if outside:
-            return f"made by {op.name}, which wrote to a tensor from outside"
-        return self._of_gradients(found) or next((one.pin for one in op.written if one.op is None), "")
-
     def _of_gradients(self, found: Found) -> str:
+        """Return why an op must not run again that read a plain gradient, empty if it did not."""
         if any(const.address in self.memory.handed for const in found.consts):
             return "made from the gradient of a leaf"
         return ""
@@ -298,7 +286,8 @@ class BlockRuntime(DispatchMode):
                     new.pin = "a sum of many terms"
                 else:
                     self.memory.link(op, new)
-                self.memory.supersede(old)
+                old.names = old.locks = 0  # its memory and its op go on as a part of the next version
+                self.memory.remove([old])
             else:
                 if not why:
                     self.memory.link(op, new)
@@ -314,8 +303,7 @@ class BlockRuntime(DispatchMode):
         """Give a tensor the shape that an op has given its value, as ``out=`` and ``resize_`` do."""
         if value.shape == tensor.shape and value.stride() == tensor.stride():
             return
-        handle = tensor._handle
-        root = handle.buffer.storage.tensor
+        root = tensor._handle.buffer.storage.tensor
         if root is None or storage_key(root) != storage_key(value):
             raise RematError(
                 f"{kind.name} would give a tensor of a budget's block the memory of another one",
@@ -323,8 +311,7 @@ class BlockRuntime(DispatchMode):
             )
         with without_dispatch_modes():
             tensor.data = make_tensor(value)
-        handle.place = place_of(value)
-        handle.look = look_of(value)
+        tensor._handle.move(value, look_of(value))
 
     def once(self, kind: Kind, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run an op that must not run twice, and may write whatever it gets."""
@@ -380,19 +367,16 @@ class BlockRuntime(DispatchMode):
         memory = self.memory
         memory.soft = True
         failure: BaseException | None = None
-        attempts = 2  # an interrupt must not leave anything behind
-        while attempts:
+        for _ in range(2):  # an interrupt must not leave anything behind
             try:
                 self.forget()
-                leaving: list[torch.Tensor] = [
-                    tensor for weak in list(self.tensors.values()) if (tensor := weak()) is not None
-                ]
+                alive = [weak() for weak in list(self.tensors.values())]
+                leaving: list[torch.Tensor] = [tensor for tensor in alive if tensor is not None]
                 failure = make_plain(memory, leaving) or failure
                 self.left = [ref(tensor) for tensor in leaving if type(tensor) in (LeftTensor, LostTensor)]
                 break
             except BaseException as error:
                 failure = failure or error
-                attempts -= 1
         for storage in memory.storages:
             storage.op = None
             storage.children.clear()
@@ -400,7 +384,7 @@ class BlockRuntime(DispatchMode):
         memory.storages.clear()
         memory.handed.clear()
         memory.pool = ScanPool(memory.heuristic)
-        self.outside.readers.clear()
+        memory.readers.clear()
         self.tensors.clear()
         self.dropped.clear()
         return failure
@@ -444,13 +428,8 @@ class BlockRuntime(DispatchMode):
     ) -> Any:
         """Make tensors of the block of an op's results, and record the op.
 
-        Args:
-            op: The op.
-            result: What it returned.
-            found: Its arguments.
-            cost: What it cost.
-            passed: For each part of the result the written argument that it is, or None.
-            pin: Why the op must not run again, empty if it may.
+        ``passed`` says for each part of the result which written argument it is, if any; ``pin`` why the op must not
+        run again, empty if it may.
         """
         memory = self.memory
         clock = memory.clock
@@ -476,12 +455,14 @@ class BlockRuntime(DispatchMode):
                 memory.link(op, storage)
                 memory.born(storage)
                 if op.consts:
-                    self.outside.watch(op)
+                    self.memory.watch(op)
                 offset = result.storage_offset()
                 made = make_wrapper_subclass(
                     EvictableTensor, look.shape, look.stride, offset, None, look.dtype, torch.strided, look.device
                 )
-                return self._whole(made, storage, look)
+                handle = made._handle = Handle(Buffer(storage, self), None, look)
+                self.tensors[id(handle)] = ref(made)
+                return made
         return self._any_results(op, result, found, cost, passed, pin)
 
     def _any_results(self, op: Op, result: Any, found: Found, cost: float, passed: Sequence[Any], pin: str) -> Any:
@@ -492,11 +473,10 @@ class BlockRuntime(DispatchMode):
             if root is not None:
                 buffers[storage_key(root)] = tensor._handle.buffer
         made: list[Any] = []
-        slots: list[int] = []
-        outputs = []
-        fresh, size_bytes = 0, 0
+        fresh: list[bool] = []
+        outputs: list[tuple[int, Look]] = []
         for at, leaf in enumerate(leaves(result)):
-            slots.append(-1)
+            fresh.append(False)
             if at < len(passed) and passed[at] is not None:
                 made.append(passed[at])
                 continue
@@ -511,32 +491,27 @@ class BlockRuntime(DispatchMode):
                 continue
             size = leaf.untyped_storage().nbytes()
             storage = Version(leaf, size, cost, memory.clock, pin or ("too small to evict" if size <= _TINY else ""))
-            slots[-1] = fresh
-            fresh += 1
+            fresh[-1] = True
             if not storage.pin:
                 self.memory.link(op, storage)
             else:
                 op.outputs.append(None)
             memory.born(storage)
             look = look_of(leaf)
-            made.append(self._whole(make_tensor(leaf), storage, look))
-            buffers[address] = made[-1]._handle.buffer
-            size_bytes += size
+            buffer = buffers[address] = Buffer(storage, self)
+            whole: EvictableTensor = make_tensor(leaf)
+            made.append(whole)
+            handle = whole._handle = Handle(buffer, None, look)
+            self.tensors[id(handle)] = ref(whole)
             outputs.append((size, look))
-        known.bytes = size_bytes
+        known.bytes = sum(size for size, _ in outputs)
         known.outputs = outputs
-        op.slots = slots
+        op.fresh = fresh
         if op.alive:
-            self.outside.watch(op)
+            self.memory.watch(op)
         if isinstance(result, (tuple, list)):
             return refilled(result, iter(made))
         return made[0]
-
-    def _whole(self, made: EvictableTensor, storage: Version, look: Look) -> EvictableTensor:
-        """Let a tensor be all of a new storage."""
-        handle = made._handle = Handle(Buffer(storage, self), None, look)
-        self.tensors[id(handle)] = ref(made)
-        return made
 
     def _alias(self, buffer: Buffer, like: torch.Tensor) -> EvictableTensor:
         """Return a tensor that lies in a buffer as another one does."""

@@ -101,6 +101,10 @@ class Handle:
         self.used = False  # whether an op has read the tensor, so that autograd's graph may know it
         buffer.handles += 1
 
+    def move(self, like: torch.Tensor, look: Any) -> None:
+        """Let the tensor lie as another one does, which looks so."""
+        self.place, self.look = place_of(like), look
+
     def __del__(self) -> None:
         self.buffer.owner.dropped.append(self)
 

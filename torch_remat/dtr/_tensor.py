@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.nn import Parameter
@@ -24,6 +24,8 @@ from torch_remat._compat import (
 from torch_remat.dtr._ops import leaves, refilled
 from torch_remat.dtr._storage import Handle, derive, place_of
 from torch_remat.errors import RematError
+
+Form = TypeVar("Form", bound=torch.Tensor)
 
 
 class BlockTensor(torch.Tensor):
@@ -179,10 +181,10 @@ def foreign_thread(reader: str) -> RematError:
     )
 
 
-def make_tensor(like: torch.Tensor) -> EvictableTensor:
+def make_tensor(like: torch.Tensor, form: type[Form] = EvictableTensor) -> Form:  # type: ignore[assignment]
     """Return a tensor without data that looks like another one, by position, which takes a sixth less time."""
-    made: EvictableTensor = make_wrapper_subclass(
-        EvictableTensor, like.shape, like.stride(), like.storage_offset(), None, like.dtype, torch.strided, like.device
+    made: Form = make_wrapper_subclass(
+        form, like.shape, like.stride(), like.storage_offset(), None, like.dtype, torch.strided, like.device
     )
     if like.is_conj():
         set_conj(made, True)

@@ -16,8 +16,8 @@ def optimal_chain(length: int, budget: int) -> int:
     """Return how many forward ops the best schedule runs again; none can do with fewer.
 
     The best schedule is that of Griewank and Walther's *revolve*: if each layer of a stretch is passed ``r`` times at
-    most, with ``c`` results held at most, the stretch can have ``comb(c + r, c)`` layers. The chain's last gradient
-    needs nothing of the layers before it, and the first layer reads no result.
+    most, with ``c`` results held at most, the stretch can have ``comb(c + r, c)`` layers. While the last layers run
+    there is no gradient above them, so that a chain is a stretch of one layer less, whose first pass counts as its own.
 
     Args:
         length: Layers of the chain.

@@ -193,13 +193,14 @@ class Random(Heuristic):
         return self._draw.random()
 
 
-class _ExactNeighbourhood(RatioHeuristic):
-    """What counts the evicted neighbourhood exactly.
+class Dtr(RatioHeuristic):
+    """``(c + cost of e*) / (m s)``, with the exact neighbourhood.
 
     A resident storage's `note` is the cost of its neighbourhood, None until it is asked for and when it has changed:
     that is, when a storage was evicted or came back that is reached from it through evicted ones.
     """
 
+    decays = True
     downwards: ClassVar[bool] = True
 
     def neighbourhood(self, storage: Storage) -> float:
@@ -246,23 +247,20 @@ class _ExactNeighbourhood(RatioHeuristic):
         return inside, border
 
 
-class Dtr(_ExactNeighbourhood):
-    """``(c + cost of e*) / (m s)``, with the exact neighbourhood."""
-
-    decays = True
-
-
-class EStar(_ExactNeighbourhood):
+class EStar(Dtr):
     """``c + cost of e*``: the reduced heuristic of the theorem, for storages of one size."""
+
+    decays = False
 
     def ratio(self, storage: Storage) -> tuple[float, float]:
         """Return c with its neighbourhood, and 1."""
         return storage.cost + self.neighbourhood(storage), 1
 
 
-class Msps(_ExactNeighbourhood):
+class Msps(Dtr):
     """``(c + cost of the evicted ancestors) / m``, without staleness."""
 
+    decays = False
     downwards = False
 
 

@@ -14,10 +14,10 @@ import optree
 import torch
 
 from torch_remat._checkpoint import checkpoint
-from torch_remat._compat import make_wrapper_subclass
-from torch_remat.dtr._ops import Const, RngState, capture_ambient, kind_of
-from torch_remat.dtr._storage import place_of
-from torch_remat.dtr._tensor import EvictableTensor
+from torch_remat.dispatch.ambient import RngState, capture_ambient
+from torch_remat.dispatch.log.schema import argument
+from torch_remat.dtr._ops import Const, kind_of
+from torch_remat.dtr._tensor import EvictableTensor, make_tensor
 from torch_remat.dtr.budget import active_runtime
 from torch_remat.errors import RematError
 
@@ -73,13 +73,11 @@ class RecomputableTensor(EvictableTensor):
             return _make(args[0], args[0]._recipe, args[0]._index)
         given: Any = (tuple(args), dict(kwargs or {}))
         kind = kind_of(func)
-        for _, written in kind.written:
-            names = [argument.name for argument in func._schema.arguments]
-            if type(dict(zip(names, args, strict=False)).get(written, (kwargs or {}).get(written))) is cls:
-                raise RematError(
-                    f"{kind.name} would write to a recomputable tensor, which has no data to change",
-                    remedy="Write to a .clone() of it.",
-                )
+        if any(type(argument(where, args, kwargs or {})) is cls for where in kind.written):
+            raise RematError(
+                f"{kind.name} would write to a recomputable tensor, which has no data to change",
+                remedy="Write to a .clone() of it.",
+            )
         computed: dict[Recipe, list[Any]] = {}
 
         def value(leaf: Any) -> Any:
@@ -129,35 +127,20 @@ def recomputable(function: Callable[..., Any], *args: Any) -> Any:
         runtime._block.evict_all(leaf for leaf in optree.tree_leaves(result) if type(leaf) is EvictableTensor)
         return result
     recipe = Recipe(function, args)
-    forms: list[Any] = []
-
-    def tensors_of_call(*args: Any) -> list[torch.Tensor]:
-        flat, form = optree.tree_flatten(function(*args))
-        forms.append((flat, form))
-        return [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
-
-    called: Callable[..., list[torch.Tensor]] = tensors_of_call
+    called: Callable[..., Any] = function
     if torch.is_grad_enabled():
-        called = checkpoint(region_name=getattr(function, "__name__", None))(tensors_of_call)
-    tensors = iter(called(*args))
+        called = checkpoint(region_name=getattr(function, "__name__", None))(function)
+    flat, form = optree.tree_flatten(called(*args))
     recipe.has_run()
-    flat, form = forms.pop()
-    emptied = []
     for index, leaf in enumerate(flat):
-        if not isinstance(leaf, torch.Tensor):
-            emptied.append(leaf)
-            continue
-        tensor = next(tensors)
-        graph = tensor.requires_grad and torch.is_grad_enabled()
-        emptied.append(_Emptied.apply(tensor, recipe, index) if graph else _make(tensor, recipe, index))
-    return optree.tree_unflatten(form, emptied)
+        if isinstance(leaf, torch.Tensor):
+            graph = leaf.requires_grad and torch.is_grad_enabled()
+            flat[index] = (_Emptied.apply if graph else _make)(leaf, recipe, index)
+    return optree.tree_unflatten(form, flat)
 
 
 def _make(like: torch.Tensor, recipe: Recipe, index: int) -> RecomputableTensor:
-    shape, stride, offset, dtype, *_ = place_of(like)
-    made: RecomputableTensor = make_wrapper_subclass(
-        RecomputableTensor, shape, stride, offset, None, dtype, torch.strided, like.device
-    )
+    made = make_tensor(like, RecomputableTensor)
     made._recipe = recipe
     made._index = index
     return made

@@ -111,25 +111,25 @@ class _LogStorage(Storage):
     """A storage of a log."""
 
     names = 0
+    storage: Any = None  # itself: looked up often
     users = 1  # a log's op can run again until the log ends
 
     def __init__(self, size_bytes: int) -> None:
         super().__init__(size_bytes)
+        self.storage = self
         self.parents: dict[_LogStorage, None] = {}
 
 
+@dataclass(eq=False, slots=True)
 class _LogOp:
     """An op of a log, with its tensors."""
 
-    __slots__ = ("cost", "has_run", "inputs", "name", "outputs", "size_bytes")
-
-    def __init__(self, name: str, cost: float, inputs: Sequence[Any]) -> None:
-        self.name = name
-        self.cost = cost
-        self.inputs = inputs
-        self.outputs: list[Any] = []
-        self.size_bytes = 0
-        self.has_run = False
+    name: str
+    cost: float
+    inputs: Sequence[Any]
+    outputs: Sequence[Any]
+    size_bytes: int
+    has_run: bool = False
 
 
 class _LogMemory(Memory):
@@ -183,15 +183,14 @@ def _objects(log: Log) -> tuple[list[Any], list[_LogOp]]:
     """Return an object for each tensor and op of a log; the storage stands for the tensor that makes it."""
     storages = [_LogStorage(size_bytes) for size_bytes in log.sizes_bytes]
     tensors: list[Any] = [
-        View(storages[storage], None) if view else storages[storage]
+        View(storages[storage]) if view else storages[storage]
         for storage, view in zip(log.storage_of, log.view, strict=True)
     ]
     ops = []
     for op in log.ops:
-        made = _LogOp(op.name, op.cost, [tensors[tensor] for tensor in op.inputs])
-        made.outputs = [tensors[tensor] for tensor in op.outputs]
-        made.size_bytes = sum(tensor.size_bytes for tensor in made.outputs if tensor is tensor.storage)
-        for tensor in made.outputs:
-            tensor.op = made
-        ops.append(made)
+        outputs = [tensors[tensor] for tensor in op.outputs]
+        size_bytes = sum(log.sizes_bytes[log.storage_of[tensor]] for tensor in op.outputs if not log.view[tensor])
+        ops.append(_LogOp(op.name, op.cost, [tensors[tensor] for tensor in op.inputs], outputs, size_bytes))
+        for tensor in outputs:
+            tensor.op = ops[-1]
     return tensors, ops
