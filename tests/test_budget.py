@@ -7,6 +7,7 @@ import json
 import random
 import sys
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,7 @@ from benchmarks.memory import allocations
 from torch_remat import _compat
 from torch_remat._kept import kept_by
 from torch_remat.budgets.reserve import Reserve
+from torch_remat.dispatch.region.region import live_regions
 
 KIB = 2**10
 
@@ -1188,3 +1190,103 @@ def test_trace_without_a_budget_says_nothing_of_one():
     assert trace.budgets == trace.given_up == ()
     assert "given up" not in str(trace)
     assert "budget" not in str(trace)
+
+
+# Regions without holders, where all fits
+
+
+def model_of_blocks(count=3, width=16):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Mlp(width) for _ in range(count)))
+    remat.checkpoint_modules(model, [str(place) for place in range(count)])
+    return model
+
+
+def regions_in(budget, program):
+    """Return how many regions a program leaves alive before its backward, in a budget."""
+    with budget:
+        loss = program()
+    count = sum(region.inputs is not None for region in live_regions())
+    return count, loss
+
+
+def test_where_all_fits_regions_run_as_plain_autograd_and_are_counted_all_the_same():
+    model, x = model_of_blocks(), torch.randn(4, 16)
+    model(x).sum().backward()
+    expected = parameter_gradients(model)
+    budget, counts, kept = remat.budget(2**30, reserve=0), [], []
+    for _ in range(5):
+        model.zero_grad()
+        count, loss = regions_in(budget, lambda: model(x).sum())
+        counts.append(count)
+        kept.append(budget.kept_bytes)
+        loss.backward()
+        assert_same(expected, parameter_gradients(model))
+        del loss
+    assert counts == [3, 3, 0, 0, 0]
+    assert len(set(kept)) == 1
+    assert [len(step.rows) for step in budget.steps] == [3] * 5
+    assert "0.0" in budget.report()
+
+
+def test_a_larger_input_has_holders_and_what_does_not_fit_is_evicted():
+    model, small, large = model_of_blocks(), torch.randn(4, 16), torch.randn(64, 16)
+    with remat.budget(2**40, reserve=0) as free:
+        model(small).sum().backward()
+    budget = remat.budget(4 * max(step.most_bytes for step in free.steps), reserve=0)
+    for _ in range(4):
+        count, loss = regions_in(budget, lambda: model(small).sum())
+        loss.backward()
+        del loss
+    assert count == 0
+    model.zero_grad()
+    count, loss = regions_in(budget, lambda: model(large).sum())
+    assert count == 3
+    assert budget.steps[-1].evictions
+    loss.backward()
+    actual = parameter_gradients(model)
+    model.zero_grad()
+    model(large).sum().backward()
+    assert_same(parameter_gradients(model), actual)
+    assert regions_in(budget, lambda: model(small).sum())[0] == 3  # something was evicted
+
+
+def test_graphs_that_are_not_done_stay_counted():
+    model, x = model_of_blocks(), torch.randn(4, 16)
+    budget = remat.budget(2**30, reserve=0)
+    for _ in range(3):
+        regions_in(budget, lambda: model(x).sum())[1].backward()
+    _, first = regions_in(budget, lambda: model(x).sum())
+    one = budget.kept_bytes
+    _, second = regions_in(budget, lambda: model(x).sum())
+    assert budget.kept_bytes == 2 * one > 0
+    second.backward()
+    _, third = regions_in(budget, lambda: model(x).sum())
+    assert budget.kept_bytes == 2 * one  # the second is done, the first is not
+    third.backward(retain_graph=True)
+    _, fourth = regions_in(budget, lambda: model(x).sum())
+    assert budget.kept_bytes == 3 * one
+    del first, second, third, fourth
+    assert budget.kept_bytes == 0
+
+
+@pytest.mark.parametrize("what", ["named", "policy", "training", "trace"])
+def test_what_a_region_asks_for_besides_is_not_passed_over(what):
+    def block(x):
+        return remat.op(torch.sin, "sin")(x).exp() if what == "named" else x.sin().exp()
+
+    options = {"policy": [torch.ops.aten.sin.default]} if what == "policy" else {}
+    x, budget = leaf(4, 4), remat.budget(2**30, reserve=0)
+    module = nn.Dropout(0.5)
+    counts = []
+    for step in range(5):
+        run = block
+        if what == "training":
+            module.train(step == 4)
+            run = module
+        with remat.trace() if what == "trace" and step == 4 else nullcontext():
+            count, y = regions_in(budget, lambda run=run: remat.checkpoint(**options)(run)(x))
+        counts.append(count)
+        y.sum().backward()
+        del y
+    assert counts[4] == 1

@@ -9,7 +9,7 @@ saying so has to be looked up before the sum is believed: see `KeptRegion.refres
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from itertools import count
@@ -44,24 +44,15 @@ class Ledger:
         counts: How many holders and inputs hold a storage, by its address.
         sizes: Its bytes.
         total: The sum of these.
-        settle: Counts what the region keeps that may keep without asking, and ends that; None if no region may.
     """
 
-    __slots__ = ("counts", "device_type", "settle", "sizes", "total")
+    __slots__ = ("counts", "device_type", "sizes", "total")
 
     def __init__(self, device_type: str = "") -> None:
         self.device_type = device_type
         self.counts: dict[Any, int] = {}
         self.sizes: dict[Any, int] = {}
         self.total = 0
-        self.settle: Callable[[], None] | None = None
-
-    def settled(self) -> int:
-        """Return the sum, with what the region keeps that runs and may keep without asking, which ends."""
-        if self.settle is not None:
-            settle, self.settle = self.settle, None
-            settle()
-        return self.total
 
     def add(self, key: int, tensor: Tensor) -> int:
         """Count a storage that a tensor is in; return its bytes if it is new."""

@@ -11,7 +11,7 @@ import re
 import threading
 import warnings
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextvars import Token
 from math import inf
 from pathlib import Path
@@ -34,6 +34,7 @@ from torch_remat.budgets.counted import Counted, lock
 from torch_remat.budgets.evict import Offer, score
 from torch_remat.budgets.fill import Filler
 from torch_remat.budgets.kept import Inside, KeptRegion, registers_around
+from torch_remat.budgets.plain import Entry, Fitting, Key, PlainRegion
 from torch_remat.budgets.plan import Plan, largest, plan_of
 from torch_remat.budgets.reserve import Reserve
 from torch_remat.budgets.steps import Eviction, Row, Step
@@ -52,6 +53,8 @@ _NEARLY = 0.9
 """A region of which more than this share was evicted in two steps begins empty in the next."""
 _LOOK = 32
 """One step in so many begins with nothing known."""
+_QUIET = 2
+"""After so many steps without an eviction, regions run without holders."""
 UNLIMITED = 2**62
 """The bytes of a budget without a limit."""
 
@@ -105,6 +108,9 @@ class Budget:
         self._reserve = Reserve(budget_bytes) if learns else None
         self.reserve_bytes = reserve_bytes or 0
         self.limit: float = self.budget_bytes - self.reserve_bytes
+        self._fitting = Fitting(_QUIET, _LOOK)
+        self._plain: set[Entry] = set()
+        self._gone: deque[Entry] = deque()
         self._entered = threading.local()
         self.step_count = 0
         self._backward = -1  # the latest that has come to a region
@@ -140,7 +146,7 @@ class Budget:
         entry.counted = kept.counted
         self._regions.add(entry)
         self._changed = True
-        if not self.steps or (self.steps[-1].has_backward and graph_task() < 0):
+        if self._is_new_step():
             self._begin_step(kept.row.input_bytes)
         times, row = self._evicted.get((kept.row.name, kept.row.input_bytes), (0, kept.row))
         if times > 1 and kept.keeps and len(kept.owners) == 1:
@@ -149,8 +155,36 @@ class Budget:
         elif self.ledger.total > self.limit:
             self.make_room()
 
+    def runner(self, key: Key) -> Callable[..., Any] | None:
+        """Return what runs a region without holders; None if it has some. See NOTE [ Regions without holders ]."""
+        with lock:
+            if (row := self._fitting.like(key)) is None:
+                return None
+            self.forget_dead()
+            if self._is_new_step():
+                self._begin_step(row.input_bytes)
+            size = row.fixed_bytes + row.saved_bytes
+            if self.ledger.total + size > self.limit or not self._fitting.may_lack_holders(self.step_count):
+                return None
+            counted = PlainRegion(self)
+            entry = Entry(counted, self._gone.append)
+            entry.key = self.ledger.add_bytes(size)
+            self._plain.add(entry)
+            step = self.steps[-1]
+            step.rows.append(row)
+            step.note(perf_counter(), self.ledger.total)
+        return counted.run
+
+    def _is_new_step(self) -> bool:
+        return not self.steps or (self.steps[-1].has_backward and graph_task() < 0)
+
     def _begin_step(self, scale: int) -> None:
         last = self.steps[-1] if self.steps else None
+        for entry in list(self._plain):
+            if (plain := entry()) is None or plain.is_over:
+                self._forget_plain(entry)
+        if last is not None:
+            self._fitting.end_step(bool(last.evictions) or last.most_bytes > last.limit_bytes)
         if self.share is not None and 0 < self.share < 1 and last is not None:
             fixed = last.sum_of("fixed_bytes")
             self._measured = most, least = max(self._measured, (fixed + last.sum_of("saved_bytes"), fixed))
@@ -187,6 +221,8 @@ class Budget:
             self._changed = True
             step = self.steps[-1]
             step.rows.append(kept.row)
+            if kept.key is not None:
+                self._fitting.learn(kept.key, kept.row)
             if self.ledger.total > self.limit:
                 self.make_room()  # what its last op had in use
             step.note(perf_counter(), self.ledger.total)
@@ -281,8 +317,15 @@ class Budget:
         for kept in self.alive():
             kept.refresh()
 
+    def _forget_plain(self, entry: Entry) -> None:
+        if entry in self._plain:
+            self._plain.discard(entry)
+            self.ledger.remove(entry.key)
+
     def forget_dead(self) -> None:
         """Take off what was counted for regions that are gone."""
+        while self._gone:
+            self._forget_plain(self._gone.popleft())
         while self._dead:
             entry = self._dead.popleft()
             self._regions.discard(entry)

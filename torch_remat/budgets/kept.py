@@ -25,10 +25,11 @@ from torch_remat._compat import sequence_number
 from torch_remat._storages import Ledger
 from torch_remat.budgets.counted import Counted, lock
 from torch_remat.budgets.evict import Evictable, Offer
+from torch_remat.budgets.plain import Key, key_of, key_of_call
 from torch_remat.budgets.steps import Planned, Row
 from torch_remat.dispatch.holder import Holder
 from torch_remat.dispatch.mode import current_mode
-from torch_remat.dispatch.options import Keeper, Keeping, keeping
+from torch_remat.dispatch.options import Keeper, Keeping, Options, keeping
 from torch_remat.dispatch.region.forward import Recording
 from torch_remat.dispatch.region.region import Region
 from torch_remat.policies.decision import CheckpointPolicy
@@ -40,6 +41,9 @@ class Owner(Protocol):
     ledger: Ledger
     limit: float
     offer: Offer | None
+
+    def runner(self, key: Key) -> Callable[..., Any] | None:
+        """Return what runs a region without holders; None if it has some."""
 
     def add(self, kept: KeptRegion) -> None:
         """Take a region that begins."""
@@ -70,10 +74,11 @@ class KeptRegion:
         counted: What is counted for it.
         evictable: What may be evicted of it.
         row: What reports know of it.
+        key: What is equal for regions that keep the same; None if it cannot be without holders.
     """
 
-    __slots__ = ("__weakref__", "_always_empty", "_let_go", "_like", "_recomputed", "counted", "evictable", "keeps",
-                 "owners", "region", "row")  # fmt: skip
+    __slots__ = ("__weakref__", "_always_empty", "_let_go", "_like", "_recomputed", "counted", "evictable",
+                 "keeps", "key", "owners", "region", "row")  # fmt: skip
 
     def __init__(self, region: Region, owners: Sequence[Owner], always_empty: int) -> None:
         self.region = ref(region)
@@ -86,10 +91,15 @@ class KeptRegion:
         self._let_go = 0  # how many saved tensors a backward inside of forward has found empty
         self._like: Row | None = None
         self._recomputed = _Recomputed()
+        self.key: Key | None = None
+        if self.keeps and len(owners) == 1 and not always_empty and current_mode() is None:
+            assert region.inputs is not None
+            self.key = key_of(region.name, region.function, region.inputs.given)
 
     def begin_empty(self, like: Row) -> None:
         """Keep nothing, as outside of a budget: a region like it, with this row, has had all evicted."""
         self.keeps = self.counted.fills = False
+        self.key = None
         self._like = like
 
     # What the runtime asks.
@@ -141,6 +151,8 @@ class KeptRegion:
             self.counted.end(region)
             row.fixed_bytes = self.counted.fixed_bytes
             row.tensors = len(self.counted.keys)
+            if region.tape.records:
+                self.key = None
             if self._like is not None:
                 row.again(self._like)
             evictable.look_anew()
@@ -243,6 +255,18 @@ class Inside:
     def __init__(self, registers: Sequence[Owner], plan: Mapping[str, Planned] | None = None) -> None:
         self.registers = registers
         self.plan = plan
+
+    def runner(
+        self, options: Options, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Callable[..., Any] | None:
+        """Return what runs a function as plain autograd; None for one that runs as a region."""
+        if (
+            self.plan is not None
+            or len(self.registers) != 1
+            or (key := key_of_call(options, function, args, kwargs)) is None
+        ):
+            return None
+        return self.registers[0].runner(key)
 
     def begin(self, region: Region) -> Keeper | None:
         """Return what keeps a region's saved tensors; None for one that neither a plan nor a budget knows."""

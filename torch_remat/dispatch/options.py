@@ -7,7 +7,7 @@ empty; and its `Watch`, while a profiler or an observer such as `trace` watches,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
@@ -105,6 +105,11 @@ class Keeping(Protocol):
     """
 
     registers: Sequence[Any]
+
+    def runner(
+        self, options: Options, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Callable[..., Any] | None:
+        """Return what runs a function as it is, with its arguments; None for one that runs as a region."""
 
     def begin(self, region: Any) -> Keeper | None:
         """Return the keeper of a region whose forward begins."""

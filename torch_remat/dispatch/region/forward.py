@@ -57,6 +57,8 @@ from torch_remat.dispatch.region.replay import Filling
 def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options) -> Any:
     """Run a function as a checkpointed region and return its output."""
     parent, budget = current_mode(), keeping.get()
+    if budget is not None and parent is None and (run := budget.runner(options, function, args, kwargs)) is not None:
+        return run(function, args, kwargs)
     is_part = False
     observed = None
     if isinstance(parent, Recording) and parent.region.inputs is not None:

@@ -1,0 +1,132 @@
+"""Regions that run as plain autograd, since all of them fit: a region costs its inputs, and each holder a microsecond.
+
+In: a region that is about to begin, and what one like it kept in an earlier step. Kept: what it is counted with, until
+its backward has come or its graph is gone. Out: its output, with a hook that tells when backward comes.
+
+NOTE [ Regions without holders ]
+1. Only where nothing was evicted in two steps in a row, and only a region that is like one of these: the same name, the
+   same shapes, dtypes and mode, no options that ask for more, nothing named inside. One step in many has holders all
+   the same, so that what is counted is measured anew.
+2. It is counted with the bytes that the one like it was counted with. Where these no longer fit it is a region again,
+   and what runs from then on in the step has the room that is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+from weakref import ref
+
+from torch import Tensor
+from torch.nn import Module
+
+from torch_remat._compat import (
+    any_autocast_enabled,
+    graph_is_kept,
+    node_number,
+    sequence_number,
+    top_saved_tensors_hooks,
+)
+from torch_remat.budgets.steps import Row
+from torch_remat.dispatch.naming import default_name
+from torch_remat.dispatch.options import Options, is_watched
+from torch_remat.dispatch.reach import boundary_nodes, tensors_of
+from torch_remat.dispatch.region.inputs import leaves_of
+
+Key = tuple[Any, ...]
+
+
+def key_of(name: str, function: Any, leaves: Sequence[Any]) -> Key:
+    """Return what is equal for regions that keep the same, as far as can be told before they run."""
+    owner = function if isinstance(function, Module) else getattr(function, "__self__", None)
+    given = tuple([(leaf.shape, leaf.dtype, leaf.requires_grad) for leaf in leaves if isinstance(leaf, Tensor)])
+    return name, getattr(owner, "training", None), any_autocast_enabled(), given
+
+
+def key_of_call(options: Options, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Key | None:
+    """Return the key of a region that is about to begin; None if it cannot be without holders."""
+    if (
+        options.policy is not None
+        or options.context_fn is not None
+        or options.determinism_check != "default"
+        or options.debug
+        or options.offload_inputs
+        or is_watched()
+        or top_saved_tensors_hooks() is not None
+    ):
+        return None
+    return key_of(options.region_name or default_name(function), function, leaves_of(args, kwargs))
+
+
+class Owner(Protocol):
+    """What the regions without holders of a budget ask of it."""
+
+    def reached(self) -> None:
+        """Backward has come to a region."""
+
+
+class PlainRegion:
+    """One region without holders, as long as its graph lives.
+
+    Attributes:
+        is_over: Whether a backward has come to it that frees its graph.
+    """
+
+    __slots__ = ("__weakref__", "_owner", "is_over")
+
+    def __init__(self, owner: Owner) -> None:
+        self._owner = owner
+        self.is_over = False
+
+    def run(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call its function and return the output, whose graph holds this from now on."""
+        first_number = sequence_number()
+        output = function(*args, **kwargs)
+        for node in boundary_nodes(tensors_of(output)):
+            if node_number(node) >= first_number:
+                node.register_prehook(self._reach)
+        return output
+
+    def _reach(self, _grad_outputs: object) -> None:
+        self.is_over = not graph_is_kept()
+        self._owner.reached()
+
+
+class Entry(ref[PlainRegion]):
+    """A region without holders in its budget; what stands for its bytes in the ledger stays here when it is gone."""
+
+    __slots__ = ("key",)
+
+    key: int
+
+
+class Fitting:
+    """What is known of regions that fitted.
+
+    Args:
+        steps: How many steps in a row must have evicted nothing.
+        look: One step in so many has holders.
+    """
+
+    def __init__(self, steps: int, look: int) -> None:
+        self._steps, self._look = steps, look
+        self._quiet = 0
+        self._known: dict[Key, Row] = {}
+
+    def end_step(self, evicted: bool) -> None:
+        """Note that a step is over, and whether anything was evicted in it."""
+        self._quiet = 0 if evicted else self._quiet + 1
+        if evicted:
+            self._known.clear()
+
+    def learn(self, key: Key, row: Row) -> None:
+        """Note what a region kept."""
+        self._known[key] = row
+
+    def like(self, key: Key) -> Row | None:
+        """Return what a region like this kept in a step that evicted nothing; None if there was none."""
+        return self._known.get(key)
+
+    def may_lack_holders(self, step_count: int) -> bool:
+        """Whether regions of the present step may run without holders."""
+        return self._quiet >= self._steps and step_count % self._look > 0
