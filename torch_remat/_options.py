@@ -64,14 +64,19 @@ def says_form(form: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def _of_another_form(function: Any, args: tuple[Any, ...], options: dict[str, Any], form: str) -> UsageError:
-    known = [name for name, one in signature(function).parameters.items() if one.kind is one.KEYWORD_ONLY]
+    parameters = signature(function).parameters.values()
+    known = [one.name for one in parameters if one.kind is not one.POSITIONAL_ONLY]
     for option in options:
         if option not in known:
             return unknown_option(function.__name__, option, known, form)
-    return UsageError(
-        f"{function.__name__}() takes no function and no positional arguments",
-        remedy=f"{form} {_DROP_IN}",
-    )
+    if all(one.kind is one.KEYWORD_ONLY for one in parameters):
+        what = f"{function.__name__}() takes no function and no positional arguments"
+        return UsageError(what, remedy=f"{form} {_DROP_IN}")
+    try:
+        signature(function).bind(*args, **options)
+    except TypeError as error:
+        return UsageError(f"{function.__name__}(): {error}", remedy=form)
+    raise AssertionError("the call fits")
 
 
 _DROP_IN = "remat.drop_in(**options) returns a function that is called as torch.utils.checkpoint.checkpoint is."

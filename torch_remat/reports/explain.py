@@ -25,8 +25,8 @@ from torch.autograd.function import BackwardCFunction
 
 from torch_remat._compat import TorchDispatchMode, as_written, eager_only
 from torch_remat._flops import flops_of
-from torch_remat._form import with_form
 from torch_remat._kept import Kept, decisions_of, kept_by
+from torch_remat._options import says_form
 from torch_remat._storages import pieces_in, storages_of, tensors_in, viewed_parameter
 from torch_remat.dispatch.holder import Holder
 from torch_remat.dispatch.mode import current_mode
@@ -284,7 +284,7 @@ _FORM = "remat.explain(function)(*args, **kwargs)"
 
 
 @eager_only
-@with_form(_FORM)
+@says_form(f"The form is {_FORM}.")
 def explain(function: Callable[..., Any], *, alternatives: bool = True) -> Callable[..., Explanation]:
     """Run a function forward and backward once, and say why each named tensor in its regions is kept or not.
 

@@ -254,10 +254,16 @@ def memory_report(*roots: torch.Tensor | torch.nn.Module) -> MemoryReport:
 
 
 def _is_in(region: Region, numbers: Collection[int]) -> bool:
-    """Whether a region runs now; or is kept by hooks on nodes with these numbers alone, which nothing shows."""
+    """Whether a region runs now; or is kept by hooks on nodes with these numbers alone, which nothing shows.
+
+    One that raised in forward may live on with the traceback, and runs no more.
+    """
+    if not region.finished:
+        mode = current_mode()
+        return mode is not None and mode.is_in(region)
     held = any(isinstance(entry, ref) and entry() is not None for entry in (*region.tape.saved, *region.tape.holders))
     its_own = range(region.first_number, region.end_number)
-    return not region.finished or (not held and any(number in its_own for number in numbers))
+    return not held and any(number in its_own for number in numbers)
 
 
 @eager_only

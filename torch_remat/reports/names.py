@@ -11,7 +11,7 @@ from torch.nn import Module
 
 from torch_remat._compat import as_written, eager_only
 from torch_remat._flops import flops_of
-from torch_remat._form import with_form
+from torch_remat._options import says_form
 from torch_remat._storages import tensors_in
 from torch_remat._text import aligned, plural
 from torch_remat.dispatch.log.entry import CALL, ONE, WRITTEN, Entry
@@ -97,7 +97,7 @@ _FORM = "remat.list_names(function, policy=None, layer=None)(*args, **kwargs)"
 
 
 @eager_only
-@with_form(_FORM)
+@says_form(f"The form is {_FORM}.")
 def list_names(
     function: Callable[P, Any], policy: Any = None, *, layer: Module | None = None
 ) -> Callable[P, NameTable]:
@@ -120,7 +120,6 @@ def list_names(
 
     Example:
         >>> import torch
-    from torch.nn import Module
         >>> import torch_remat as remat
         >>> block = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU())
         >>> table = remat.list_names(block)(torch.randn(4, 8))
