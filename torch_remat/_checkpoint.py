@@ -9,8 +9,8 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 import torch
+from torch.compiler import is_compiling
 
-from torch_remat._compat import is_compiling
 from torch_remat._compiled import compiled_region
 from torch_remat._offload import OFFLOADER, is_offloader
 from torch_remat._options import CheckpointOptions, require_options, says_form

@@ -52,6 +52,7 @@ __all__ = [
     "detached",
     "dispatch_state",
     "eager_only",
+    "faster",
     "forbid_data_access",
     "function_mode_depth",
     "graph_exec_group",
@@ -62,7 +63,6 @@ __all__ = [
     "has_returned",
     "in_autocast",
     "is_compiled",
-    "is_compiling",
     "is_dispatched",
     "is_refused",
     "is_traceable_wrapper",
@@ -75,9 +75,11 @@ __all__ = [
     "node_number",
     "numbers_to_come",
     "past_the_compiler",
+    "pop_in_public",
     "pop_mode",
     "pop_saved_tensors_hooks",
     "profiler_runs",
+    "push_in_public",
     "push_mode",
     "push_saved_tensors_hooks",
     "sequence_number",
@@ -85,7 +87,6 @@ __all__ = [
     "set_grad_enabled",
     "set_neg",
     "set_version",
-    "shares_storage",
     "storage_key",
     "storage_uses",
     "swap_identity",
@@ -103,6 +104,14 @@ __all__ = [
     "without_torch_function_ever",
     "would_run",
 ]
+
+
+def faster(path: str, public: Any) -> Any:
+    """Return a symbol of ``torch._C`` that only saves microseconds, or the public way where a release lacks it."""
+    found: Any = torch._C
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    return public if found is None else found
 
 
 @cache
@@ -133,7 +142,7 @@ sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 # The depth of the torch-function mode stack: zero means that no device context can be active, which spares the
 # slow public torch.get_default_device().
-function_mode_depth: Callable[[], int] = torch._C._len_torch_function_stack
+function_mode_depth: Callable[[], int] = faster("_len_torch_function_stack", lambda: 1)
 
 
 SavedTensorHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
@@ -144,12 +153,23 @@ SavedTensorHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Te
 top_saved_tensors_hooks: Callable[[], SavedTensorHooks | None]
 top_saved_tensors_hooks = partial(torch._C._autograd._top_saved_tensors_default_hooks, False)
 
+
+def push_in_public(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
+    """Put a pair of saved-tensor hooks on the stack by the public context manager."""
+    torch.autograd.graph.saved_tensors_hooks(pack, unpack).__enter__()
+
+
+def pop_in_public() -> None:
+    """Take the innermost pair off."""
+    torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor).__exit__()
+
+
 # What the context managers torch.autograd.graph.saved_tensors_hooks and torch.enable_grad call, for a third of their
 # time: each region enters both twice. A pop must follow each push in the same thread, so they stand in try/finally.
 push_saved_tensors_hooks: Callable[[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]], None]
-push_saved_tensors_hooks = torch._C._autograd._push_saved_tensors_default_hooks
-pop_saved_tensors_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
-set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+push_saved_tensors_hooks = faster("_autograd._push_saved_tensors_default_hooks", push_in_public)
+pop_saved_tensors_hooks: Callable[[], None] = faster("_autograd._pop_saved_tensors_default_hooks", pop_in_public)
+set_grad_enabled: Callable[[bool], object] = faster("_set_grad_enabled", torch.set_grad_enabled)
 
 # The active torch.utils.checkpoint.GraphExecGroup, whose backwards share one replay; torch has no public way to ask.
 graph_exec_group: Callable[[], object | None] = getattr(
@@ -228,7 +248,8 @@ def any_profiler_runs() -> bool:
 
 # A named range in a profile. The public record_function is itself an op, which dispatch modes would see, and takes
 # twenty times as long.
-ProfilerRange: Callable[[str], AbstractContextManager[Any]] = torch._C._profiler._RecordFunctionFast
+ProfilerRange: Callable[[str], AbstractContextManager[Any]]
+ProfilerRange = faster("_profiler._RecordFunctionFast", torch.profiler.record_function)
 
 # Runs a function on placeholders as on plain tensors; torch's own protocol would make real results placeholders.
 without_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
@@ -317,11 +338,6 @@ _set_strategy = getattr(torch._C._dynamo.eval_frame, "set_code_exec_strategy", N
 
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-def is_compiling() -> bool:
-    """Whether ``torch.compile`` or ``torch.export`` traces; `torch.compiler.is_compiling` takes twice the time."""
-    return torch.compiler.is_dynamo_compiling() or torch.compiler._is_compiling_flag
 
 
 def eager_only(function: F) -> F:
@@ -508,7 +524,7 @@ def in_autocast() -> bool:
 active_modes: Callable[[], list[TorchDispatchMode]] = torch.utils._python_dispatch._get_current_dispatch_mode_stack
 
 # How many these are, in a call that costs next to nothing.
-count_of_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+count_of_modes: Callable[[], int] = faster("_len_torch_dispatch_stack", lambda: len(active_modes()))
 
 # Whether autocast is on for any device type; the public function asks for one.
 any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
@@ -533,10 +549,6 @@ def with_dispatch_state(state: DispatchState) -> AbstractContextManager[Any]:
     present = torch._C._dispatch_tls_local_include_set()
     guard: AbstractContextManager[Any] = torch._C._ForceDispatchKeyGuard(included | present, excluded)
     return guard
-
-
-# Whether two tensors share their storage; the public way makes two storage objects in Python.
-shares_storage: Callable[[torch.Tensor, torch.Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
 
 
 def with_shared_versions() -> AbstractContextManager[Any]:

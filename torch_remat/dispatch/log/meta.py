@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, strided
 from torch.nn import Parameter
 
-from torch_remat._compat import is_traceable_wrapper, shares_storage, storage_key, without_torch_function
+from torch_remat._compat import is_traceable_wrapper, storage_key, without_torch_function
 from torch_remat.dispatch.placeholder import (
     Geometry,
     Placeholder,
@@ -117,11 +117,7 @@ def _described_tensor(tensor: torch.Tensor, first: Any) -> Any:
 
 
 def _is_alias(tensor: torch.Tensor, first: Any) -> bool:
-    if not isinstance(first, torch.Tensor):
-        return False
-    if type(first) in USUAL and type(tensor) in USUAL:
-        return shares_storage(first, tensor)
-    return key_of(first) == key_of(tensor)
+    return isinstance(first, torch.Tensor) and key_of(first) == key_of(tensor)
 
 
 def stand_in(meta: Any, source: Source) -> torch.Tensor:
