@@ -451,7 +451,8 @@ class SkippedOp(ReplayOp):
             call.drawn.restore()
         made = []
         for place, meta in enumerate(metas if type(metas) is list else (metas,)):
-            source = new_tuple(Source, (ops.region_name, call.name, call.label(place), id(ops.region)))
+            label = call.label(place) if call.template else "out"
+            source = new_tuple(Source, (ops.region_name, call.name, label, id(ops.region)))
             is_real = place in call.kept and (ops.ops is not None or place in call.shown)
             made.append(kept_or_stand_in(ops, call, place) if is_real else stand_in(meta, source))
         if call.plain:

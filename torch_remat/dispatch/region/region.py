@@ -163,7 +163,8 @@ class Tape:
         """Drop what only a further replay would need."""
         self.calls = self.inner = self.roots = ()
         for call in self.records.values():
-            call.forget()
+            if call.kept or call.drawn is not None or call.answers is not None:  # of most handles nothing is
+                call.forget()
 
     def may_need(self, place: int, hooks: object) -> bool:
         """Whether, at the end of forward, a replay may have to fill the holder at a place.
