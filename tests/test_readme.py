@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 import torch
+import torch._dynamo
 
 ROOT = Path(__file__).parent.parent
 FILES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -38,6 +39,7 @@ def test_python_blocks_of_a_text_run_in_their_order(path, tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     module = ModuleType("readme")
     monkeypatch.setitem(sys.modules, "readme", module)  # the compiler imports the module of what it compiles
+    torch._dynamo.reset()  # it compiles one code for so many functions, and other tests may have used them up
     for line, code in blocks(path.read_text(encoding="utf-8")):
         torch.manual_seed(0)
         padded = "\n" * (line - 1) + code
