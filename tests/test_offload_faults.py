@@ -390,3 +390,23 @@ def test_bytes_of_released_tensors_are_not_counted_while_another_thread_has_the_
     assert offloader.offloaded_bytes == 0
     holder.join()
     assert [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size == 400] == []
+
+
+SLOW = """
+import time, torch
+import torch_remat as remat
+from torch_remat.offload import files
+write = files.write
+files.write = lambda path, content: (time.sleep(0.5), write(path, content))[1]
+offloader = remat.DiskOffloader({directory!r}, min_bytes=0, threads=1)
+block, x = remat.checkpoint(offloader=offloader, offload_inputs=True)(torch.sin), torch.ones(9, requires_grad=True)
+kept = [block(x * step) for step in range(120)]
+"""
+
+
+def test_leaving_the_process_does_not_wait_for_what_is_queued(tmp_path):
+    """To write it all would take a minute."""
+    code = SLOW.format(directory=str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=45, check=False)
+    assert done.returncode == 0, done.stderr
+    assert list(tmp_path.iterdir()) == []

@@ -305,6 +305,8 @@ class _Store(Shared):
 
     def _write(self, ticket: DiskTicket) -> None:
         """Write a file, in a thread."""
+        if getattr(threading, "_SHUTTING_DOWN", False):
+            return  # Python waits for the threads of a pool when the process leaves, and nobody will read
         failure = ""
         try:
             if ticket.tensor is not None:
