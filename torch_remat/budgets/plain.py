@@ -34,13 +34,15 @@ from torch_remat.dispatch.reach import boundary_nodes, tensors_of
 from torch_remat.dispatch.region.inputs import leaves_of
 
 Key = tuple[Any, ...]
+_SWITCHES = frozenset((bool, str, type(None)))
 
 
 def key_of(name: str, function: Any, leaves: Sequence[Any]) -> Key:
     """Return what is equal for regions that keep the same, as far as can be told before they run."""
     owner = function if isinstance(function, Module) else getattr(function, "__self__", None)
     given = tuple([(leaf.shape, leaf.dtype, leaf.requires_grad) for leaf in leaves if isinstance(leaf, Tensor)])
-    return name, getattr(owner, "training", None), any_autocast_enabled(), given
+    switches = tuple([leaf for leaf in leaves if type(leaf) in _SWITCHES])  # numbers may count steps
+    return name, getattr(owner, "training", None), any_autocast_enabled(), given, switches
 
 
 def key_of_call(options: Options, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Key | None:
