@@ -110,6 +110,7 @@ class Budget:
         self.limit: float = self.budget_bytes - self.reserve_bytes
         self._fitting = Fitting(_QUIET, _LOOK)
         self._plain: set[Entry] = set()
+        self._fixed_bytes = 0  # what all regions of the latest step kept in any case
         self._gone: deque[Entry] = deque()
         self._entered = threading.local()
         self.step_count = 0
@@ -158,13 +159,15 @@ class Budget:
     def runner(self, key: Key) -> Callable[..., Any] | None:
         """Return what runs a region without holders; None if it has some. See NOTE [ Regions without holders ]."""
         with lock:
-            if (row := self._fitting.like(key)) is None:
+            if (row := self._fitting.latest(key)) is None:
                 return None
             self.forget_dead()
             if self._is_new_step():
                 self._begin_step(row.input_bytes)
+            if (row := self._fitting.like(key, self.step_count)) is None:
+                return None
             size = row.fixed_bytes + row.saved_bytes
-            if self.ledger.total + size > self.limit or not self._fitting.may_lack_holders(self.step_count):
+            if self.ledger.total + size + self._fixed_bytes > self.limit:
                 return None
             counted = PlainRegion(self)
             entry = Entry(counted, self._gone.append)
@@ -183,8 +186,8 @@ class Budget:
         for entry in list(self._plain):
             if (plain := entry()) is None or plain.is_over:
                 self._forget_plain(entry)
-        if last is not None:
-            self._fitting.end_step(bool(last.evictions) or last.most_bytes > last.limit_bytes)
+        self._fitting.end_step()
+        self._fixed_bytes = 0 if last is None else last.sum_of("fixed_bytes")
         if self.share is not None and 0 < self.share < 1 and last is not None:
             fixed = last.sum_of("fixed_bytes")
             self._measured = most, least = max(self._measured, (fixed + last.sum_of("saved_bytes"), fixed))

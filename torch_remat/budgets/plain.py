@@ -4,11 +4,11 @@ In: a region that is about to begin, and what one like it kept in an earlier ste
 its backward has come or its graph is gone. Out: its output, with a hook that tells when backward comes.
 
 NOTE [ Regions without holders ]
-1. Only where nothing was evicted in two steps in a row, and only a region that is like one of these: the same name, the
-   same shapes, dtypes and mode, no options that ask for more, nothing named inside. One step in many has holders all
-   the same, so that what is counted is measured anew.
-2. It is counted with the bytes that the one like it was counted with. Where these no longer fit it is a region again,
-   and what runs from then on in the step has the room that is left.
+1. Only a region of the like of which nothing was evicted in two steps in a row: the same name, shapes, dtypes and mode,
+   no options that ask for more, nothing named inside. One step in many has holders all the same, so that what is
+   counted is measured anew.
+2. It is counted with the bytes that the one like it was counted with. It must leave room for what all regions keep in
+   any case; where it does not, it is a region again. So what comes after it can always be evicted down to that.
 """
 
 from __future__ import annotations
@@ -106,29 +106,39 @@ class Fitting:
     """What is known of regions that fitted.
 
     Args:
-        steps: How many steps in a row must have evicted nothing.
+        steps: In how many steps in a row nothing of a region must have been evicted.
         look: One step in so many has holders.
     """
 
     def __init__(self, steps: int, look: int) -> None:
         self._steps, self._look = steps, look
-        self._quiet = 0
-        self._known: dict[Key, Row] = {}
+        self._seen: dict[Key, list[Row]] = {}  # in the present step
+        self._known: dict[Key, tuple[int, Row]] = {}  # in how many steps in a row it fitted, and the latest
 
-    def end_step(self, evicted: bool) -> None:
-        """Note that a step is over, and whether anything was evicted in it."""
-        self._quiet = 0 if evicted else self._quiet + 1
-        if evicted:
-            self._known.clear()
+    def end_step(self) -> None:
+        """Note that a step is over."""
+        for key, rows in self._seen.items():
+            is_whole = not any(row.evicted_bytes or row.offloaded_bytes for row in rows)
+            times = self._known[key][0] + 1 if key in self._known else 1
+            if is_whole:
+                self._known[key] = times, max(rows, key=_bytes_of)
+            else:
+                self._known.pop(key, None)
+        self._seen.clear()
 
     def learn(self, key: Key, row: Row) -> None:
-        """Note what a region kept."""
-        self._known[key] = row
+        """Note a region that had holders."""
+        self._seen.setdefault(key, []).append(row)
 
-    def like(self, key: Key) -> Row | None:
-        """Return what a region like this kept in a step that evicted nothing; None if there was none."""
-        return self._known.get(key)
+    def like(self, key: Key, step_count: int) -> Row | None:
+        """Return what a region like this kept, if it may run without holders."""
+        times, row = self._known.get(key, (0, None))
+        return row if times >= self._steps and step_count % self._look else None
 
-    def may_lack_holders(self, step_count: int) -> bool:
-        """Whether regions of the present step may run without holders."""
-        return self._quiet >= self._steps and step_count % self._look > 0
+    def latest(self, key: Key) -> Row | None:
+        """Return what a region like this kept, if nothing of it was evicted in the latest step that had it."""
+        return self._known[key][1] if key in self._known else None
+
+
+def _bytes_of(row: Row) -> int:
+    return row.fixed_bytes + row.saved_bytes
