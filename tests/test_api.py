@@ -84,6 +84,8 @@ VALUES = {
     "names": lambda t: remat.save_names("a", t),
     "list": lambda t: remat.checkpoint(policy=[t]),
     "offloader": lambda t: remat.checkpoint(offloader=t),
+    "budget": lambda t: remat.budget(t),
+    "device share": lambda t: remat.budget(device_share=t),
     "segments": lambda t: remat.checkpoint_sequential([chain], t, leaf(3)),
 }
 

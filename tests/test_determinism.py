@@ -488,3 +488,17 @@ def test_recurrent_layer_without_a_gradient_has_no_workspace(frozen):
     expected = torch.autograd.grad(block(x).sum(), x)
     found = torch.autograd.grad(remat.checkpoint(determinism_check="bitwise")(block)(x).sum(), x)
     assert_same(expected, found)
+
+
+def test_error_shows_no_values_of_tensors_that_a_check_returned():
+    state = []
+
+    def function(x):
+        state.append(0)
+        return (x + 3.25 * len(state)).sin().exp()
+
+    y = remat.checkpoint(determinism_check=lambda tensor: tensor.sum())(function)(torch.zeros(3, requires_grad=True))
+    with pytest.raises(remat.MismatchError, match="other values in replay") as caught:
+        y.sum().backward()
+    assert "a Tensor of shape ()" in str(caught.value)
+    assert "tensor(" not in str(caught.value)

@@ -40,7 +40,7 @@ from torch_remat.budgets.reserve import Reserve
 from torch_remat.budgets.steps import Eviction, Row, Step
 from torch_remat.budgets.text import format_budget
 from torch_remat.dispatch.options import Keeping, keeping
-from torch_remat.errors import RematWarning, UsageError, user_line
+from torch_remat.errors import RematWarning, UsageError, shown, user_line
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -301,11 +301,11 @@ class Budget:
         self._warned = True
         from torch_remat.reports.memory import memory_report
 
-        shown = "\n".join(str(memory_report()).splitlines()[:12])
+        report = "\n".join(str(memory_report()).splitlines()[:12])
         _warn(
             f"the budget of {self.budget_bytes:,} B is passed by {too_much:,} B although regions recompute everything: "
             "what they need in any case are their inputs, what is saved by name, and in backward the tensors of one of "
-            f"them. Nothing else comes of it.\n{shown}"
+            f"them. Nothing else comes of it.\n{report}"
         )
 
     def alive(self) -> Iterator[KeptRegion]:
@@ -420,7 +420,7 @@ def _limit_of(limit: str | int | None, device_share: float | None) -> tuple[floa
         raise UsageError("no budget is given" if limit is None else "two budgets are given", remedy=_FORMS)
     if device_share is not None:
         if isinstance(device_share, bool) or not (isinstance(device_share, int | float) and 0 < device_share <= 1):
-            raise UsageError(f"device_share={device_share!r} is no budget", remedy="It is more than 0, at most 1.")
+            raise UsageError(f"device_share={shown(device_share)} is no budget", remedy="It is more than 0, at most 1.")
         return None, parse_bytes(float(device_share))
     percent = _PERCENT.fullmatch(limit) if isinstance(limit, str) else None
     if percent is not None and float(percent[1]) <= 100:
@@ -434,7 +434,7 @@ def _bytes_of(limit: object) -> int:
     try:
         return parse_bytes(limit if is_bytes else None)  # type: ignore[arg-type]
     except UsageError:
-        raise UsageError(f"{limit!r} is no budget", remedy=_FORMS) from None
+        raise UsageError(f"{shown(limit)} is no budget", remedy=_FORMS) from None
 
 
 def _warn(text: str) -> None:
@@ -492,11 +492,11 @@ def budget(
     """
     share, budget_bytes = _limit_of(limit, device_share)
     if offload not in (None, "fill"):
-        raise UsageError(f"budget(offload={offload!r}) is not possible", remedy='It is None or "fill".')
+        raise UsageError(f"budget(offload={shown(offload)}) is not possible", remedy='It is None or "fill".')
     reserve_bytes = None if reserve == "auto" else _bytes_of(reserve) if reserve else 0
     if reserve_bytes and (reserve_bytes >= budget_bytes or share is not None):
         raise UsageError(
-            f"a reserve of {reserve_bytes:,} B leaves nothing of the budget {limit!r}",
+            f"a reserve of {reserve_bytes:,} B leaves nothing of the budget {shown(limit)}",
             remedy="The reserve is a part of a budget in bytes: give less of it, or a larger budget.",
         )
     return Budget(budget_bytes, share, reserve_bytes, fills=offload == "fill")

@@ -35,6 +35,7 @@ from torch_remat.dispatch.region.inputs import leaves_of
 
 Key = tuple[Any, ...]
 _SWITCHES = frozenset((bool, str, type(None)))
+_KEYS = 4096  # of so many kinds of regions it is known what they kept
 
 
 def key_of(name: str, function: Any, leaves: Sequence[Any]) -> Key:
@@ -125,6 +126,8 @@ class Fitting:
             else:
                 self._known.pop(key, None)
         self._seen.clear()
+        if len(self._known) > _KEYS:  # lengths that never come again
+            self._known.clear()
 
     def learn(self, key: Key, row: Row) -> None:
         """Note a region that had holders."""

@@ -32,7 +32,7 @@ from torch_remat._compat import (
 from torch_remat.dispatch.ambient import Ambient, RngState, capture_ambient
 from torch_remat.dispatch.log.schema import LIFT, WRITES_WITHOUT_SAYING, effects_of
 from torch_remat.dtr._storage import Alias, Version, derive
-from torch_remat.errors import MutationError, UsageError
+from torch_remat.errors import MutationError, UsageError, shown
 
 _SAMPLES = 15  # runs of an op at the same shapes of which the median is taken
 _MOST_KNOWN = 100_000
@@ -451,7 +451,7 @@ class Costs:
             self._function, self._count = function, _arity(function)
         elif not self.measured:
             raise UsageError(
-                f"cost={cost!r} is no way to tell what ops cost",
+                f"cost={shown(cost)} is no way to tell what ops cost",
                 remedy='It is "measured", "flops", or a function of an op, its args, its kwargs and its result.',
             )
 

@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any, ClassVar
 
 from torch_remat._score import eviction_score
-from torch_remat.errors import UsageError
+from torch_remat.errors import UsageError, shown
 
 
 class Storage:
@@ -367,7 +367,7 @@ def resolve(heuristic: str | type[Heuristic] | Heuristic) -> Heuristic:
             return HEURISTICS[heuristic]()
         raise unknown_name("heuristic", heuristic, HEURISTICS)
     raise UsageError(
-        f"a heuristic is a name, a subclass of remat.dtr.Heuristic or an instance of one, not {heuristic!r}",
+        f"a heuristic is a name, a subclass of remat.dtr.Heuristic or an instance of one, not {shown(heuristic)}",
         remedy=f"Names are: {', '.join(HEURISTICS)}.",
     )
 

@@ -16,7 +16,7 @@ from torch_remat.dtr._memory import Deallocation, Memory, RunOutError, View
 from torch_remat.dtr._pool import Search
 from torch_remat.dtr.heuristics import Heuristic, Storage, resolve
 from torch_remat.dtr.log import Log, Step
-from torch_remat.errors import UsageError
+from torch_remat.errors import UsageError, shown
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def simulate(
         1.0
     """
     if isinstance(budget_bytes, bool) or not isinstance(budget_bytes, numbers.Real) or not budget_bytes >= 0:
-        raise UsageError(f"budget_bytes is a number of bytes, not {budget_bytes!r}")
+        raise UsageError(f"budget_bytes is a number of bytes, not {shown(budget_bytes)}")
     base = log.base_compute
     memory = _LogMemory(budget_bytes, resolve(heuristic), deallocation, search, seed)
     memory.most_again = (max_overhead - 1) * base

@@ -25,7 +25,7 @@ from torch_remat.dispatch.log.meta import parts_of
 from torch_remat.dispatch.log.schema import WRITES_WITHOUT_SAYING, effects_of
 from torch_remat.dispatch.mode import unseen
 from torch_remat.dispatch.placeholder import Placeholder
-from torch_remat.errors import RematError, UsageError
+from torch_remat.errors import RematError, UsageError, shown
 
 ValueOf = Callable[[torch.Tensor], Any]
 
@@ -179,8 +179,8 @@ def difference(region: RegionLike, holder: Holder, value: Any) -> RematError | N
         )
     if same:
         return None
-    shown = "" if isinstance(value, bytes) else f" ({before!r} in forward, {value!r} in replay)"
-    what = f"the saved {described(holder)} has other values in replay than in forward{shown}"
+    told = "" if isinstance(value, bytes) else f" ({shown(before)} in forward, {shown(value)} in replay)"
+    what = f"the saved {described(holder)} has other values in replay than in forward{told}"
     return differs_at(region, holder, f"{what}; this is the first difference", SAME_OPS + _NOT_DETERMINISTIC)
 
 
