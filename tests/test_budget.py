@@ -1329,3 +1329,31 @@ def test_limit_holds_whatever_lengths_come_after_steps_without_holders(seed):
         assert budget.kept_bytes <= max(budget.limit, fixed) + 64 * 16 * 4 * 4
         loss.backward()
         del loss
+
+
+def test_regions_without_holders_leave_room_for_the_inputs_of_all():
+    """Else what comes after them could not be evicted down to the limit."""
+    model, x = model_of_blocks(count=4), torch.randn(64, 16)
+    with remat.budget(2**40, reserve=0) as free:
+        model(x).sum().backward()
+    (step,) = free.steps
+    budget = remat.budget(step.most_bytes + step.sum_of("fixed_bytes") // 2, reserve=0)
+    for _ in range(5):
+        count, loss = regions_in(budget, lambda: model(x).sum())
+        loss.backward()
+        del loss
+    assert 0 < count < 4
+    assert not budget.steps[-1].evictions
+
+
+def test_region_with_another_switch_is_not_like_the_one_before():
+    class Block(nn.Module):
+        def forward(self, x, wide):
+            return (x.sin().exp().tanh() if wide else x.sin()) * x
+
+    block, x, budget = Block(), leaf(4, 4), remat.budget(2**30, reserve=0)
+    for wide, expected in ((False, 1), (False, 1), (False, 0), (True, 1), (True, 1), (True, 0), (False, 0)):
+        count, y = regions_in(budget, lambda wide=wide: remat.checkpoint()(block)(x, wide))
+        assert count == expected, wide
+        y.sum().backward()
+        del y

@@ -449,3 +449,15 @@ def test_bytes_on_the_device_are_those_that_its_allocator_has_given():
     loss = make()
     report = remat.memory_report(loss)
     assert report.bytes_by_device == {"cuda:0": torch.cuda.memory_allocated() - before - 512}  # the loss
+
+
+def test_region_that_raised_in_forward_is_not_in_the_report_of_another_graph():
+    def raising(x):
+        x.sin().exp()
+        raise ValueError("of the user")
+
+    with pytest.raises(ValueError, match="of the user") as caught:
+        remat.checkpoint(region_name="raised")(raising)(torch.ones(3, requires_grad=True))
+    loss = remat.checkpoint(region_name="whole")(lambda x: x.sin().exp())(torch.ones(3, requires_grad=True)).sum()
+    assert caught.traceback  # which holds the region that raised
+    assert [region.name for region in remat.memory_report(loss).regions] == ["whole"]

@@ -1397,3 +1397,15 @@ def test_view_of_no_complex_numbers_or_of_one(view, shape):
     for policy in (None, lambda *args, **kwargs: RECOMPUTE):
         block = remat.checkpoint(policy=policy)(lambda z: remat.op(view, "k")(z * 1.0).exp().abs().sum())
         assert_same(torch.autograd.grad(view(z * 1.0).exp().abs().sum(), z), torch.autograd.grad(block(z), z))
+
+
+def test_call_of_another_checkpointed_function_is_noticed():
+    """All of them are of one class; what they run tells them apart."""
+    functions = [remat.checkpoint()(torch.sin), remat.checkpoint()(torch.cos)]
+
+    def block(x):
+        return remat.op(functions[remat.is_recomputing()], "f")(x).exp()
+
+    y = remat.checkpoint()(block)(torch.ones(3, requires_grad=True))
+    with pytest.raises(remat.MismatchError, match="of another function"):
+        y.sum().backward()

@@ -205,6 +205,10 @@ def test_packet_means_all_its_overloads_and_an_overload_itself_alone():
     function = lambda x: (x * 2).sin().exp()  # noqa: E731
     for listed, count in ((aten.mul, 0), (aten.mul.Tensor, 0), (aten.mul.Scalar, 1)):
         assert replayed_ops(function, region([listed]), (leaf(3),)).get("mul", 0) == count, listed
+    overloads = aten.sum.overloads()
+    for function, overload in ((lambda x: x.sum().sin(), "default"), (lambda x: x.sum(0).sin(), "dim_IntList")):
+        assert overload in overloads
+        assert "sum" not in replayed_ops(function, region([aten.sum]), (leaf(3, 3),)), overload
 
 
 def test_error_of_an_unmatched_entry_frees_everything():
