@@ -24,7 +24,6 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +44,6 @@ class LogError(RematError):
     def __init__(self, what: str, *, line: int) -> None:
         self.line = line
         super().__init__(f"line {line}: {what}")
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Say how to make the error again, for pickle and copy."""
-        return partial(LogError, line=self.line), ("",), self.__dict__ | {"args": self.args}
 
 
 class Step(enum.Enum):
