@@ -179,3 +179,45 @@ def test_hooks_around_a_region_may_give_its_arguments_back_with_other_strides(po
 
     assert_same(program(plain), program(remat.checkpoint(policy=policy)))
     assert len(set(strides)) == 1 < len(strides)
+
+
+def scaled_under_no_grad(x):
+    with torch.no_grad():
+        x.mul_(0.9)
+    return x
+
+
+WRITERS = {
+    "op": lambda x: remat.op(scaled_under_no_grad, "write")(x),
+    "native": lambda x: remat.native_save_region("write", scaled_under_no_grad, x),
+    "native in op": lambda x: remat.op(WRITERS["native"], "outer")(x),
+    "recomputed": scaled_under_no_grad,
+    "inner region": lambda x: remat.checkpoint()(scaled_under_no_grad)(x),
+}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("read", ["result", "argument"])
+@pytest.mark.parametrize("given", ["leaf", "intermediate", "constant"])
+@pytest.mark.parametrize("policy", [None, [torch.ops.aten.mul_.Tensor]], ids=["plain", "policy"])
+@pytest.mark.filterwarnings("ignore:.*replay runs this call once more:torch_remat.RematWarning")
+def test_argument_that_a_call_writes_and_hooks_have_copied_is_written_in_replay(writer, read, given, policy):
+    """Replay gets the copy that the hooks made when the region began, before the call modified the argument."""
+
+    def train(wrap, write):
+        torch.manual_seed(0)
+        x, other = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+        argument = {"leaf": lambda: x, "intermediate": lambda: x * 1.0, "constant": lambda: x.detach().clone()}[given]
+
+        def function(a, b):
+            h = write(a)
+            return (h if read == "result" else a).tanh() * b.sin()
+
+        y = wrap(function)(argument(), other)
+        y.sum().backward()
+        return y.detach(), x.grad, other.grad
+
+    expected = train(plain, scaled_under_no_grad)
+    with saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        actual = train(remat.checkpoint(policy=policy), WRITERS[writer])
+    assert_same(expected, actual)

@@ -158,6 +158,10 @@ class RegionInputs:
         """Whether a storage is that of an argument; asked only while forward runs."""
         return any(isinstance(leaf, Tensor) and key in keys_of(leaf) for leaf in self.given)
 
+    def is_packed(self, key: int) -> bool:
+        """Whether a storage is that of an argument which saved-tensor hooks around the region hold."""
+        return key in self._storages
+
     def is_made_as(self, tensor: torch.Tensor, node: Any) -> bool:
         """Whether an argument has this history: what autograd unpacks of one that was saved is another object."""
         return any(
