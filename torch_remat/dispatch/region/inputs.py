@@ -298,7 +298,8 @@ class RegionInputs:
             if same is not None and not same.requires_grad and _place(same) == _place(kept):
                 leaves[index] = same  # backward of a custom Function may look at what it is
                 continue
-            if requires_grad and (index in self._written or (self._made is not None and index in self._made)):
+            is_written = index in self._written or index in self._inside  # a leaf cannot be modified in place
+            if requires_grad and (is_written or (self._made is not None and index in self._made)):
                 leaves[index] = with_history(kept)
             else:
                 leaves[index] = alias = kept.detach()
