@@ -160,7 +160,7 @@ class _LogMemory(Memory):
                 progress(done)
         for tensor, names in zip(tensors, named, strict=True):
             if names:
-                if not tensor.defined:
+                if not tensor.resident:
                     self.perform(tensor.op)
                 self.pin(tensor.storage, "named at the end")
 
