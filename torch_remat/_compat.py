@@ -490,6 +490,26 @@ def has_effect(op: object) -> bool:
         return bool(has_effects(op, (), {}))  # type: ignore[call-arg]
 
 
+def ranks_of_group(group: Any) -> tuple[int, ...]:
+    """Return the global ranks of a process group, as an op of a collective gets it: by name, or in a torch object."""
+    import torch.distributed as dist
+
+    if isinstance(group, str):
+        group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[attr-defined, arg-type]
+    elif isinstance(group, torch.ScriptObject):
+        group = dist.ProcessGroup.unbox(group)
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def without_work(value: Any) -> Any:
+    """Return a finished work for that of a collective, which holds tensors, and any other value itself."""
+    if type(value) is not torch.ScriptObject or value._type().qualified_name() != "__torch__.torch.classes.c10d.Work":
+        return value
+    future: torch.futures.Future[list[Any]] = torch.futures.Future()
+    future.set_result([])
+    return torch._C._distributed_c10d._create_work_from_future(future).boxed()  # type: ignore[attr-defined]
+
+
 def past_the_compiler(error: Exception) -> Exception:
     """Return an error that reaches the caller of compiled code as what it is.
 
