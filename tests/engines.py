@@ -260,7 +260,7 @@ class Collectives(TorchDispatchMode):
         if any(issubclass(kind, (DTensor, funcol.AsyncCollectiveTensor)) for kind in types):
             return NotImplemented  # let them come apart first
         name = func.overloadpacket.__name__
-        if func.namespace in ("c10d", "_c10d_functional") and name != "wait_tensor":
+        if func.namespace.lstrip("_").startswith("c10d") and name not in ("wait_tensor", "_wrap_tensor_autograd"):
             self.names.append(name)
         return func(*args, **(kwargs or {}))
 
