@@ -10,12 +10,12 @@ import torch
 from offloaders import Counting, Declining
 
 import torch_remat as remat
-from torch_remat import testing
+from torch_remat.testing import offloaders
 
 
 @pytest.fixture(autouse=True)
 def _little_patience(monkeypatch):
-    monkeypatch.setattr(testing, "_PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(offloaders, "_PATIENCE_SECONDS", 0.3)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "CpuOffloader moves tensors to host memory")
         yield
@@ -237,7 +237,7 @@ def test_broken_offloader_is_told_which_rule_it_breaks(kind, rule):
 def test_offloader_whose_calls_take_their_time_keeps_the_contract():
     class Slow(Base):
         def offload(self, tensor, info):
-            threading.Event().wait(testing._PATIENCE_SECONDS / 30)
+            threading.Event().wait(offloaders._PATIENCE_SECONDS / 30)
             return super().offload(tensor, info)
 
     assert remat.testing.check_offloader(Slow()) == 27

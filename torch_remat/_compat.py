@@ -82,6 +82,7 @@ __all__ = [
     "push_in_public",
     "push_mode",
     "push_saved_tensors_hooks",
+    "ranks_of_group",
     "sequence_number",
     "set_conj",
     "set_grad_enabled",
@@ -621,6 +622,17 @@ def has_effect(op: object) -> bool:
         return bool(has_effects(op))
     except TypeError:  # earlier releases asked for the arguments too
         return bool(has_effects(op, (), {}))  # type: ignore[call-arg]
+
+
+def ranks_of_group(group: Any) -> tuple[int, ...]:
+    """Return the global ranks of a process group, as an op of a collective gets it: by name, or in a torch object."""
+    import torch.distributed as dist
+
+    if isinstance(group, str):
+        group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[attr-defined, arg-type]
+    elif isinstance(group, torch.ScriptObject):
+        group = dist.ProcessGroup.unbox(group)
+    return tuple(dist.get_process_group_ranks(group))
 
 
 def past_the_compiler(error: Exception) -> Exception:

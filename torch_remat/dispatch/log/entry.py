@@ -62,6 +62,7 @@ class Entry:
         storage: That of its one new result, if its kind is `ONE`.
         saved: The places of the results that are to be kept if replay needs them.
         away: Those of them that leave the device.
+        barred: The places of the results that the policy leaves out by name.
         always: Whether replay runs it whatever it is needed for.
         run: Whether replay runs it.
         before: The random generators before it, if replay must set them.
@@ -91,6 +92,7 @@ class Entry:
     storage = 0
     saved: frozenset[int] = NOTHING
     away: frozenset[int] = NOTHING
+    barred: frozenset[int] = NOTHING
     whole = True
     always = run = repeats = False
     before: RngState | None = None

@@ -1,4 +1,4 @@
-"""What users need to test their own extensions of the library."""
+"""The check of an offloader against the contract of `torch_remat.Offloader`."""
 
 from __future__ import annotations
 
