@@ -74,6 +74,7 @@ class Transformer(nn.Module):
 
     def __init__(self, sizes: Sizes, stage: int = 0, stages: int = 1) -> None:
         super().__init__()
+        self.sizes = sizes
         self.embedding = nn.Embedding(sizes.vocabulary, sizes.width) if stage == 0 else nn.Identity()
         first, last = (sizes.blocks * place // stages for place in (stage, stage + 1))
         self.blocks = nn.ModuleDict({str(index): Block(sizes) for index in range(first, last)})
@@ -87,6 +88,12 @@ class Transformer(nn.Module):
         for block in self.blocks.values():
             x = block(x)
         return self.head(self.norm(x))
+
+    def stage(self, stage: int, stages: int) -> Transformer:
+        """Return a stage of this model, with a copy of its weights."""
+        part = Transformer(self.sizes, stage, stages)
+        part.load_state_dict(self.state_dict(), strict=False)  # its names are those of the whole model
+        return part
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
