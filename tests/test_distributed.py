@@ -53,3 +53,7 @@ def test_layers_chosen_by_a_pattern_and_sharded_have_gradients_equal_to_plain_tr
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_blocks_of_split_tensors_have_gradients_equal_to_plain_training_under_all_policies(tmp_path, world_size):
     run_workers(world_size, tmp_path / "rendezvous", "dtensor_worker.py")
+
+
+def test_replay_communicates_only_what_is_not_kept_in_one_order_on_all_ranks(tmp_path):
+    run_workers(2, tmp_path / "rendezvous", "collectives_worker.py")

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from helpers import assert_equal_gradients, leaf
 from native_programs import aten, region, replayed_ops, retained_bytes
 from torch.distributed import _functional_collectives as collectives
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import torch_remat as remat
 from torch_remat import policies
@@ -127,3 +128,48 @@ def test_both_forms_can_be_copied(copied):
     for policy in (policies.save_collectives, EVERYTHING):
         assert copied(policy) is policy
         assert repr(copied(policy | policies.save_matmuls)) == repr(policy | policies.save_matmuls)
+
+
+# Those that write their arguments, of which their schemas say nothing
+
+
+def writes(collective):
+    """Return a function with a collective into a new tensor, and what notes the storages that it makes."""
+    storages = []
+
+    def function(x):
+        given, result = x.detach().sin(), torch.empty(4, 4)
+        if not remat.is_recomputing():
+            storages[:] = [StorageWeakRef(one.untyped_storage()) for one in (given, result)]
+        collective(result, given)
+        return (x * (given if collective is reduced else result)).exp().sin()
+
+    return function, storages
+
+
+def reduced(result, given):
+    dist.all_reduce(given, async_op=True).wait()
+
+
+WRITES = {
+    "allgather_": lambda result, given: dist.all_gather([result], given),
+    "_allgather_base_": lambda result, given: dist.all_gather_into_tensor(result, given),
+    "alltoall_base_": lambda result, given: dist.all_to_all_single(result, given),
+    "gather_": lambda result, given: dist.gather(given, [result], dst=0),
+    "scatter_": lambda result, given: dist.scatter(result, [given], src=0),
+    "allreduce_": reduced,
+}
+
+
+@pytest.mark.parametrize("policy", [nothing, EVERYTHING])
+@pytest.mark.parametrize("op", WRITES)
+def test_what_a_collective_writes_is_kept_or_written_again(op, policy):
+    function, storages = writes(WRITES[op])
+    assert_equal_gradients(function, region(policy)(function), [leaf(4, 4)])
+    counts = replayed_ops(function, region(policy), [leaf(4, 4)])
+    assert sum(count for name, count in counts.items() if name.split(".")[-1] == op) == (policy is nothing)
+    y = region(policy)(function)(leaf(4, 4))
+    alive = [not storage.expired() for storage in storages]
+    kept = policy is EVERYTHING
+    assert alive == ([kept, False] if op == "allreduce_" else [False, kept]), "a pending work keeps what it was given"
+    y.sum().backward()

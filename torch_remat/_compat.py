@@ -103,6 +103,7 @@ __all__ = [
     "without_modes_for",
     "without_torch_function",
     "without_torch_function_ever",
+    "without_work",
     "would_run",
 ]
 
@@ -633,6 +634,15 @@ def ranks_of_group(group: Any) -> tuple[int, ...]:
     elif isinstance(group, torch.ScriptObject):
         group = dist.ProcessGroup.unbox(group)
     return tuple(dist.get_process_group_ranks(group))
+
+
+def without_work(value: Any) -> Any:
+    """Return a finished work for that of a collective, which holds tensors, and any other value itself."""
+    if type(value) is not torch.ScriptObject or value._type().qualified_name() != "__torch__.torch.classes.c10d.Work":
+        return value
+    future: torch.futures.Future[list[Any]] = torch.futures.Future()
+    future.set_result([])
+    return torch._C._distributed_c10d._create_work_from_future(future).boxed()  # type: ignore[attr-defined]
 
 
 def past_the_compiler(error: Exception) -> Exception:

@@ -275,9 +275,7 @@ def written_arguments(effects: Effects, args: Sequence[Any], kwargs: Mapping[str
     """Return the tensors that an op writes."""
     found: list[torch.Tensor] = []
     for where in effects.written:
-        value = argument(where, args, kwargs)
-        values = value if isinstance(value, (list, tuple)) else [value]
-        found += [item for item in values if isinstance(item, torch.Tensor)]
+        found += tensors_in((argument(where, args, kwargs),), {})
     return found
 
 

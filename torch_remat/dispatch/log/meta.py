@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, strided
 from torch.nn import Parameter
 
-from torch_remat._compat import is_traceable_wrapper, storage_key, without_torch_function
+from torch_remat._compat import is_traceable_wrapper, storage_key, without_torch_function, without_work
 from torch_remat.dispatch.placeholder import (
     Geometry,
     Placeholder,
@@ -97,7 +97,7 @@ def described(result: Any, first: Any, given: Sequence[torch.Tensor] = ()) -> An
         return _described_tensor(result, first)
     if type(result) in (tuple, list):
         return [described(item, first, given) for item in result]
-    return result
+    return without_work(result)
 
 
 def _described_tensor(tensor: torch.Tensor, first: Any) -> Any:
@@ -182,6 +182,8 @@ def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch
             for item in arg:
                 if isinstance(item, torch.Tensor):
                     yield item
+                elif isinstance(item, (list, tuple)):  # of collectives
+                    yield from tensors_in(item, {})
 
 
 def without_lists(args: Sequence[Any]) -> list[Any]:
