@@ -7,9 +7,10 @@ which torch documents for use outside although its module has an underscore.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import cache, partial
+from functools import cache, partial, wraps
 from operator import attrgetter, methodcaller
 from threading import Lock
 from types import CodeType
@@ -83,6 +84,7 @@ __all__ = [
     "push_mode",
     "push_saved_tensors_hooks",
     "ranks_of_group",
+    "run_fsdp_in",
     "sequence_number",
     "set_conj",
     "set_grad_enabled",
@@ -665,3 +667,37 @@ def same_memory(tensor: torch.Tensor) -> torch.Tensor:
     with without_dispatch_modes():
         alias: torch.Tensor = torch.ops.aten._unsafe_view(tensor, tensor.shape)
     return alias
+
+
+# What FSDP does to parameters, by module, class and methods: it gathers them and frees them, in hooks of the modules
+# that it shards. Where such a module is in a region, its hooks run the same ops as user code does, and only in the
+# phase that finds the parameters sharded. Neither torch nor the ops tell which ops these are.
+_FSDP_WORK = {
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group": (
+        "FSDPParamGroup",
+        ("lazy_init", "unshard", "wait_for_unshard", "reshard"),
+    ),
+    "torch.distributed.fsdp._flat_param": (
+        "FlatParamHandle",
+        ("pre_unshard", "unshard", "post_unshard", "reshard", "post_reshard"),
+    ),
+}
+
+
+def run_fsdp_in(context: Callable[[], AbstractContextManager[Any]]) -> None:
+    """Have FSDP's work on parameters run in a context from now on, if FSDP is in use; the first call counts."""
+    for name in [name for name in _FSDP_WORK if name in sys.modules] if torch.distributed.is_initialized() else ():
+        kind, methods = _FSDP_WORK.pop(name)
+        owner = getattr(sys.modules[name], kind, None)
+        for method in methods:
+            if (work := getattr(owner, method, None)) is not None:
+                setattr(owner, method, _within(context, work))
+
+
+def _within(context: Callable[[], AbstractContextManager[Any]], work: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(work)
+    def work_in_context(*args: Any, **kwargs: Any) -> Any:
+        with context():
+            return work(*args, **kwargs)
+
+    return work_in_context

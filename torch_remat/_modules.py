@@ -235,11 +235,16 @@ def _checked(patterns: Any) -> list[tuple[str, Mapping[str, Any]]]:
 
 
 def _callable_modules(model: Module) -> Iterator[tuple[str, Module]]:
-    """Yield the submodules that have a forward, by each of their names; what ``torch.compile`` returned is not one."""
+    """Yield the submodules that have a forward, by each of their names, but no wrappers of torch's around another."""
     for path, module in model.named_modules(remove_duplicate=False):
-        name = ".".join(part for part in path.split(".") if part != "_orig_mod")
-        if name and "_orig_mod" not in module._modules and _has_forward(module):
+        name = ".".join(part for part in path.split(".") if part not in _WRAPPED)
+        if name and _WRAPPED.isdisjoint(module._modules) and _has_forward(module):
             yield name, module
+
+
+# What `torch.compile` and the first FSDP call the module that they wrap. A region goes inside of FSDP's wrapper, as if
+# it had been made before: what FSDP does to parameters runs once a phase then, and the region's inputs are its own.
+_WRAPPED = frozenset(("_orig_mod", "_fsdp_wrapped_module"))
 
 
 def _has_forward(module: Module) -> bool:

@@ -156,7 +156,7 @@ def check_parameters(region: RegionLike) -> dict[int, MakeError]:
         The error about each that is another one now, or has other values, by its id: replay may not read it.
 
     Raises:
-        MismatchError: A parameter is gone.
+        MismatchError: A parameter is None now.
     """
     before: Sequence[torch.Tensor | None] = region.parameters
     if not before:
@@ -168,16 +168,24 @@ def check_parameters(region: RegionLike) -> dict[int, MakeError]:
         return {}
     others: dict[int, MakeError] = {}
     known = set() if len(now) == len(before) else set(map(id, before))  # which only stand elsewhere
-    for place, (one, other) in enumerate(zip_longest(before, now)):
+    leaves, leaves_now = _leaves(before), _leaves(now)
+    for place, (one, other) in enumerate(zip_longest(leaves, leaves_now)):
         if one is not other and not _may_stand_for(one, other):
             if other is None:
-                raise _replaced(region, place, one, other)
+                if place < len(leaves_now):
+                    raise _replaced(region, place, one, other)
+                continue  # no module lists it any more, as FSDP1 has it in backward; if replay asks for it, that raises
             if id(other) not in known:
                 others[id(other)] = partial(_replaced, region, place, one, other)
     for place, (one, old, new) in enumerate(zip(before, region.versions, versions, strict=True)):
-        if one is not None and old != new and id(one) not in others:
+        if one is not None and old != new and id(one) not in others and one.is_leaf:
             others[id(one)] = partial(_changed, region, place, one)
     return others
+
+
+def _leaves(parameters: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Return the parameters without what FSDP1 lists in their place: views, which it makes anew for each forward."""
+    return [one for one in parameters if one is None or one.is_leaf]
 
 
 def _reached(region: RegionLike, parameters_alone: bool = False) -> Reached:

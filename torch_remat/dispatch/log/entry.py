@@ -305,9 +305,9 @@ def answered(
     is_there = not (has_placeholder(base) if effects.viewed is None else isinstance(base, Placeholder))
     if isinstance(base, torch.Tensor) and is_there:
         return entry.op(*args, **kwargs)  # views of a tensor that is there
+    given = list(tensors_in(args, kwargs)) if several or type(results) is WrapperMeta else ()
     if not several:
-        return _of_base(base, _answered_item(results, 0, (), make))
-    given = list(tensors_in(args, kwargs))
+        return _of_base(base, _answered_item(results, 0, given, make))
     made = [
         _fitted(argument(effects.written[effects.returned[place]], args, kwargs), item)
         if place < len(effects.returned) and effects.returned[place] >= 0
@@ -336,6 +336,8 @@ def _of_base(base: Any, view: Any) -> Any:
 def _answered_item(
     item: Any, place: int, given: Sequence[torch.Tensor], make: Callable[[int, Any], torch.Tensor]
 ) -> Any:
+    if type(item) is WrapperMeta:
+        item = item.around(given)
     if type(item) in (Meta, WrapperMeta):
         return make(place, item)
     if type(item) is Given:
