@@ -57,3 +57,10 @@ def test_blocks_of_split_tensors_have_gradients_equal_to_plain_training_under_al
 
 def test_replay_communicates_only_what_is_not_kept_in_one_order_on_all_ranks(tmp_path):
     run_workers(2, tmp_path / "rendezvous", "collectives_worker.py")
+
+
+@pytest.mark.slow
+def test_accelerate_shards_a_model_with_regions_by_both_versions_of_fsdp(tmp_path):
+    for name in ("accelerate", "transformers"):
+        pytest.importorskip(name)
+    run_workers(2, tmp_path / "rendezvous", "accelerate_worker.py")
