@@ -268,15 +268,22 @@ class Collectives(TorchDispatchMode):
 class Peak(LiveStorages):
     """Notes the most bytes of what is made while it is entered that were alive at once."""
 
-    peak = 0
+    peak = at_most = 0  # the second: of what is alive now, and what has died since it was last looked at
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, (DTensor, funcol.AsyncCollectiveTensor)) for kind in types):
             return NotImplemented
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        self.seen = {key: one for key, one in self.seen.items() if not one[0].expired()}
-        self.peak = max(self.peak, self.bytes())
+        if self.at_most > self.peak:
+            self.seen = {key: one for key, one in self.seen.items() if not one[0].expired()}
+            self.at_most = self.bytes()
+            self.peak = max(self.peak, self.at_most)
         return out
+
+    def watch(self, tensor: Tensor) -> None:
+        """Count this tensor's storage too."""
+        super().watch(tensor)
+        self.at_most += tensor.untyped_storage().nbytes()
 
 
 # The engines: each is made of a way, and runs steps.

@@ -66,16 +66,17 @@ def main() -> int:
     """Run the table and print it."""
     sys.path.insert(0, str(HERE))
     from engines import ENGINES, WAYS
+    from engines_checks import CHECKS
 
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("engines", nargs="*", default=list(ENGINES))
+    parser.add_argument("engines", nargs="*", default=[*ENGINES, "check"])
     parser.add_argument("--ways", nargs="*", default=list(WAYS))
     parser.add_argument("--world", type=int, default=2)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--seconds", type=int, default=30, help="the limit of a cell")
     parser.add_argument("--verbose", action="store_true")
     given = parser.parse_args()
-    cells = [f"{engine}:{way}" for engine in given.engines for way in given.ways]
+    cells = [f"{engine}:{way}" for engine in given.engines for way in (CHECKS if engine == "check" else given.ways)]
     failed = 0
     for cell, told, texts in run_cells(given.world, cells, given.steps, given.seconds):
         failed += not told.startswith("equal")

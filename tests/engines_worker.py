@@ -1,9 +1,9 @@
 """One process of the tests over ranks: `engines_worker.py RANK WORLD_SIZE RENDEZVOUS SECONDS STEPS CELL...`.
 
-Runs cells, each an engine and a way: `fsdp2:matmuls`. A cell trains for some steps with updates of the parameters and
-compares loss and gradients of each with those of the engine without checkpointing, bit for bit; one more step counts
-collectives and the peak of what is alive. One line a cell; the process ends at the first that fails, or takes longer
-than SECONDS.
+Runs cells, each an engine and a way, `fsdp2:matmuls`, or a check, `check:dtr_is_refused`. A cell trains for some steps
+with updates of the parameters and compares loss and gradients of each with those of the engine without checkpointing,
+bit for bit; one more step counts collectives and the peak of what is alive. One line a cell; the process ends at the
+first that fails, or takes longer than SECONDS.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import warnings
 import torch
 import torch.distributed as dist
 from engines import ENGINES, WAYS, Collectives, Engine, Peak
+from engines_checks import CHECKS
 
 import torch_remat as remat
 
@@ -47,6 +48,9 @@ def measure(engine: Engine) -> tuple[list[str], int]:
 def run(cell: str, steps: int) -> str:
     """Run a cell; return what is to be told of it."""
     name, _, way = cell.partition(":")
+    if name == "check":
+        CHECKS[way]()
+        return "equal"
     if name not in _expected:
         _expected[name] = train(ENGINES[name](WAYS["none"]), steps)
     engine = ENGINES[name](WAYS[way])

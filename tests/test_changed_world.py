@@ -420,10 +420,15 @@ def test_function_that_closes_over_itself_and_modules_in_a_circle_come_to_an_end
     assert_same(torch.autograd.grad(block(x).sum(), x), torch.autograd.grad(checkpointed(block)(x).sum(), x))
 
 
-def test_a_bias_that_is_none_in_replay_is_an_error():
+@pytest.mark.parametrize("is_deleted", [False, True])
+def test_a_bias_that_is_none_or_no_parameter_in_replay_is_an_error(is_deleted):
     layer = nn.Linear(4, 4)
     y = remat.checkpoint()(lambda x: layer(x).sin())(torch.randn(2, 4, requires_grad=True))
-    layer.bias = None
+    if is_deleted:
+        del layer.bias
+        layer.__dict__["bias"] = torch.zeros(4)
+    else:
+        layer.bias = None
     with pytest.raises(remat.MismatchError, match=r"parameter 1.*then none"):
         y.sum().backward()
 

@@ -30,6 +30,8 @@ __all__ = [
     "PYTREE_NAMESPACE",
     "SELECTIVE_CONTEXTS",
     "USES_BY_PYTHON",
+    "WRAPPED_BY_COMPILE",
+    "WRAPPED_BY_FSDP1",
     "ZERO_TENSOR",
     "CompiledCode",
     "DispatchMode",
@@ -67,6 +69,7 @@ __all__ = [
     "is_dispatched",
     "is_refused",
     "is_traceable_wrapper",
+    "is_wrapper_of_fsdp1",
     "keep_from_compiler",
     "kernel_of",
     "make_subclass",
@@ -682,6 +685,15 @@ _FSDP_WORK = {
         ("pre_unshard", "unshard", "post_unshard", "reshard", "post_reshard"),
     ),
 }
+
+
+# What the first FSDP, and `torch.compile`, call the module that they wrap.
+WRAPPED_BY_FSDP1, WRAPPED_BY_COMPILE = "_fsdp_wrapped_module", "_orig_mod"
+
+
+def is_wrapper_of_fsdp1(module: torch.nn.Module) -> bool:
+    """Whether a module is the first FSDP's wrapper; its class would import all of FSDP."""
+    return WRAPPED_BY_FSDP1 in module._modules
 
 
 def run_fsdp_in(context: Callable[[], AbstractContextManager[Any]]) -> None:

@@ -12,6 +12,7 @@ from torch.compiler import is_compiling
 from torch.nn import Module
 
 from torch_remat._checkpoint import checkpoint
+from torch_remat._compat import WRAPPED_BY_COMPILE, WRAPPED_BY_FSDP1
 from torch_remat._of_module import OfModule
 from torch_remat._options import ModulesOptions, require_options
 from torch_remat.errors import UsageError, shown
@@ -242,9 +243,9 @@ def _callable_modules(model: Module) -> Iterator[tuple[str, Module]]:
             yield name, module
 
 
-# What `torch.compile` and the first FSDP call the module that they wrap. A region goes inside of FSDP's wrapper, as if
-# it had been made before: what FSDP does to parameters runs once a phase then, and the region's inputs are its own.
-_WRAPPED = frozenset(("_orig_mod", "_fsdp_wrapped_module"))
+# Of such a wrapper the module inside is what a pattern means. A region inside of FSDP's is as if it had been made
+# before: what FSDP does to parameters lies outside of it.
+_WRAPPED = frozenset((WRAPPED_BY_COMPILE, WRAPPED_BY_FSDP1))
 
 
 def _has_forward(module: Module) -> bool:

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import torch
 from torch.nn import Parameter
 
-from torch_remat._compat import CompiledCode, DispatchMode
+from torch_remat._compat import CompiledCode, DispatchMode, is_wrapper_of_fsdp1
 from torch_remat.dispatch.check.compare import REPLACED, described
 from torch_remat.dispatch.holder import RegionLike
 from torch_remat.dispatch.log.entry import written_arguments
@@ -156,14 +156,15 @@ def check_parameters(region: RegionLike) -> dict[int, MakeError]:
         The error about each that is another one now, or has other values, by its id: replay may not read it.
 
     Raises:
-        MismatchError: A parameter is None now.
+        MismatchError: A parameter is gone.
     """
     before: Sequence[torch.Tensor | None] = region.parameters
     if not before:
         return {}
     # A forward that is not over has noted nothing yet.
     versions = versions_of(before) if region.finished else region.versions
-    now = _reached(region, parameters_alone=True).parameters
+    reached = _reached(region, parameters_alone=True)
+    now = reached.parameters
     if versions == region.versions and len(now) == len(before) and all(map(is_, before, now)):
         return {}
     others: dict[int, MakeError] = {}
@@ -172,9 +173,9 @@ def check_parameters(region: RegionLike) -> dict[int, MakeError]:
     for place, (one, other) in enumerate(zip_longest(leaves, leaves_now)):
         if one is not other and not _may_stand_for(one, other):
             if other is None:
-                if place < len(leaves_now):
-                    raise _replaced(region, place, one, other)
-                continue  # no module lists it any more, as FSDP1 has it in backward; if replay asks for it, that raises
+                if place >= len(leaves_now) and any(map(is_wrapper_of_fsdp1, reached.modules)):
+                    continue  # it lists no parameters in backward, and has views in their place
+                raise _replaced(region, place, one, other)
             if id(other) not in known:
                 others[id(other)] = partial(_replaced, region, place, one, other)
     for place, (one, old, new) in enumerate(zip(before, region.versions, versions, strict=True)):

@@ -102,7 +102,7 @@ def _read(op: Any) -> Effects:
     )
     names = {value.name for value in schema.arguments}
     random = torch.Tag.nondeterministic_seeded in op.tags or op.namespace != "aten"
-    ignored = op in _IGNORED
+    ignored = op in _IGNORED or namespace == "profiler"  # a named range: FSDP has some in one phase only
     viewed = None if written else _viewed(schema)
     factory = (
         viewed is None and not written
@@ -163,9 +163,8 @@ _ALIASING = frozenset(("_unsafe_view", "unsafe_split", "unsafe_split_with_sizes"
 # What a mode sees of a tensor made from Python values (``torch.tensor``): its memory is new, though no op has made it.
 LIFT = torch.ops.aten.lift_fresh.default
 _TENSOR_OPTIONS = {"dtype", "layout", "device", "pin_memory"}
-# The hooks of checkpointing detach tensors, not equally often in both phases, and FSDP names ranges of a profile in one
-# of them; the others only ask for metadata, or make a zero without memory, which forward-mode derivatives know by its
-# dispatch key.
+# The hooks of checkpointing detach tensors, not equally often in both phases; the others only ask for metadata, or make
+# a zero without memory, which forward-mode derivatives know by its dispatch key.
 _IGNORED = frozenset(
     op
     for op in (
@@ -186,9 +185,5 @@ _IGNORED = frozenset(
         torch.ops.aten.sym_numel.default,
         torch.ops.aten.dim.default,
         torch.ops.prim.layout.default,
-        torch.ops.profiler._record_function_enter.default,
-        torch.ops.profiler._record_function_enter_new.default,
-        torch.ops.profiler._record_function_exit.default,
-        torch.ops.profiler._record_function_exit._RecordFunction,
     )
 )
