@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from workers import run_workers
+from test_distributed import run_workers
 
 
 @pytest.mark.slow

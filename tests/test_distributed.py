@@ -6,8 +6,17 @@ By default a few cells in a world of one process and one of two; all engines by 
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from engines_table import run_cells
+
+HERE = Path(__file__).parent
+TIMEOUT_SECONDS = 240
+
 
 # A few cells that differ: the children of a block sharded, wrappers made before and after, collectives inside.
 FEW = ["fsdp2_children:titan", "fsdp1:modules", "fsdp1_after:drop_in_policy", "sp:collectives", "cp:titan"]
@@ -71,3 +80,31 @@ def test_all_ways_have_the_gradients_of_the_engine_and_run_no_more_collectives_t
     results = assert_equal(2, cells, steps=6)
     counts = {cell: int(told.split("collectives=")[1].split()[0]) for cell, told in zip(cells, results, strict=True)}
     assert max(counts.values()) == counts[f"{engine}:torch"], counts
+
+
+def run_workers(world_size: int, rendezvous: Path, worker: str, *more: str) -> None:
+    """Run one worker for each rank, with more arguments, and assert that all end well."""
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join([str(HERE), *sys.path]), OMP_NUM_THREADS="1")
+    workers = [
+        subprocess.Popen(
+            [sys.executable, str(HERE / worker), str(rank), str(world_size), str(rendezvous), *more],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world_size)
+    ]
+    try:
+        texts = [process.communicate(timeout=TIMEOUT_SECONDS)[0] for process in workers]
+    finally:
+        for process in workers:
+            process.kill()
+            process.wait()
+    for rank, (process, text) in enumerate(zip(workers, texts, strict=True)):
+        assert process.returncode == 0, f"rank {rank}:\n{text}"
+        assert "all equal" in text
+
+
+def test_replay_communicates_only_what_is_not_kept_in_one_order_on_all_ranks(tmp_path):
+    run_workers(2, tmp_path / "rendezvous", "collectives_worker.py")

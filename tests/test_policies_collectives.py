@@ -130,6 +130,26 @@ def test_both_forms_can_be_copied(copied):
         assert repr(copied(policy | policies.save_matmuls)) == repr(policy | policies.save_matmuls)
 
 
+def test_list_of_torchtitan_keeps_no_all_gather():
+    """The composition of docs/policies.md."""
+    functional = torch.ops._c10d_functional
+    policy = [aten.topk, functional.reduce_scatter_tensor, functional.all_to_all_single] | policies.save_attention
+    assert repeated(REDUCE_SCATTER, policy) == 0
+    assert repeated(ALL_GATHER, policy) == 1
+    assert repeated(ALL_REDUCE, policy) == 1
+
+
+@pytest.mark.parametrize("policy", [policies.save_collectives, EVERYTHING], ids=repr)
+def test_compiled_region_keeps_what_the_same_policy_keeps(policy):
+    torch._dynamo.reset()
+
+    def function(x):
+        return (collectives.all_reduce(x.detach().sin(), "sum", dist.group.WORLD) * x).exp().sin()
+
+    compiled = torch.compile(remat.checkpoint(policy=policy)(function), backend="aot_eager")
+    assert_equal_gradients(function, compiled, [leaf(4, 4)])
+
+
 # Those that write their arguments, of which their schemas say nothing
 
 

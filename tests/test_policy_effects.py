@@ -392,3 +392,57 @@ def test_saved_write_to_what_replay_makes_again_is_put_back_and_not_run():
     inputs = leaf(4, 4), leaf(4, 4)
     assert_equal_gradients(function, region(writes)(function), inputs)
     assert "addmm_" not in replayed_ops(function, region(writes), inputs)
+
+
+class Averaged(nn.Module):
+    """A buffer that follows a mean."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.rand(4, 4) + 0.5)
+
+    def follow(self, x):
+        with torch.no_grad():
+            self.mean.mul_(0.5).add_(x.detach().abs().mean(0))
+
+    def scale(self, x, reads):
+        self.follow(x)
+        return x * self.mean.clone() if reads else x * 2
+
+
+@pytest.mark.parametrize("call", ["op", "native"])
+@pytest.mark.parametrize("also", ["before", "after", "both"])
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.filterwarnings("ignore:.*replay runs this call once more:torch_remat.RematWarning")
+def test_buffer_that_a_call_which_runs_whole_and_the_region_both_write(call, also, reads):
+    """It is written once, or what reads it in replay is refused."""
+
+    def train(wrap):
+        torch.manual_seed(0)
+        module, x = Averaged(), torch.randn(4, 4, requires_grad=True)
+
+        def function(x):
+            h = x * 1.0
+            if also != "after":
+                module.follow(x)
+            if not wrap:
+                r = module.scale(h, reads)
+            elif call == "op":
+                r = remat.op(module.scale, "scale")(h, reads)
+            else:
+                r = remat.native_save_region("scale", module.scale, h, reads)
+            if also != "before":
+                module.follow(h)
+            r[0].mul_(0.5)
+            return r.sin() * h
+
+        region = remat.checkpoint(policy=[torch.ops.aten.mm.default])(function) if wrap else function
+        region(x).sum().backward()
+        return x.grad, module.mean
+
+    expected = train(False)
+    if reads:
+        with pytest.raises(remat.MutationError, match="mean"):
+            train(True)
+    else:
+        assert_same(train(True), expected)

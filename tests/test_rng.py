@@ -412,3 +412,44 @@ def test_policy_leaves_generators_alone_that_the_region_did_not_draw_from(functi
     torch.testing.assert_close(
         x.grad, torch.autograd.grad(function(x, generator.manual_seed(0)).sum(), x)[0], rtol=0, atol=0
     )
+
+
+def run(name, function, *args):
+    return function(*args)
+
+
+DRAWING_CALLS = {
+    "op": lambda name, f, *args: remat.op(f, name)(*args),
+    "opaque": lambda name, f, *args: remat.op(f, name, opaque=True)(*args),
+    "native": remat.native_save_region,
+    "recomputed": lambda name, f, *args: remat.op(f, name, policy=remat.CheckpointPolicy.RECOMPUTE)(*args),
+    "inner region": lambda name, f, *args: remat.checkpoint()(f)(*args),
+}
+
+
+@pytest.mark.parametrize("way", DRAWING_CALLS)
+@pytest.mark.parametrize("torch_own", [False, True])
+@pytest.mark.parametrize("earlier", [0, 1, 3])
+@pytest.mark.filterwarnings("ignore:.*replay runs this call once more:torch_remat.RematWarning")
+def test_call_that_runs_whole_draws_what_it_drew_after_ops_that_a_policy_skips(way, torch_own, earlier):
+    dropout = torch.dropout if torch_own else lambda x, p, train: F.dropout(x, p, train)
+
+    def train(wrap, call):
+        def function(x):
+            for _ in range(earlier):
+                skipped = F.dropout(x, 0.3)  # nothing reads it, or the policy saves what is read
+                x = x + skipped.sum() if earlier == 3 else x
+            h = call("dropped", dropout, x, 0.3, True)
+            y = h.softmax(-1)
+            h.mul_(0.9)  # so the call runs whole
+            return y * F.dropout(x, 0.3)
+
+        torch.manual_seed(0)
+        x = torch.randn(4, 4, requires_grad=True)
+        y = wrap(function)(x)
+        (y * torch.arange(16.0).reshape(4, 4)).sum().backward()
+        return y.detach(), x.grad, torch.get_rng_state()
+
+    policy = [torch.ops.aten.mul.Tensor, torch.ops.aten.sum.default]
+    checkpointed = train(remat.checkpoint(policy=policy), DRAWING_CALLS[way])
+    assert_same(checkpointed, train(lambda function: function, run))

@@ -18,6 +18,7 @@ from helpers import (
     watch,
 )
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import torch_remat as remat
 
@@ -179,3 +180,86 @@ def test_hooks_around_a_region_may_give_its_arguments_back_with_other_strides(po
 
     assert_same(program(plain), program(remat.checkpoint(policy=policy)))
     assert len(set(strides)) == 1 < len(strides)
+
+
+def scaled_under_no_grad(x):
+    with torch.no_grad():
+        x.mul_(0.9)
+    return x
+
+
+WRITERS = {
+    "op": lambda x: remat.op(scaled_under_no_grad, "write")(x),
+    "native": lambda x: remat.native_save_region("write", scaled_under_no_grad, x),
+    "native in op": lambda x: remat.op(WRITERS["native"], "outer")(x),
+    "recomputed": scaled_under_no_grad,
+    "inner region": lambda x: remat.checkpoint()(scaled_under_no_grad)(x),
+}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("read", ["result", "argument"])
+@pytest.mark.parametrize("given", ["leaf", "intermediate", "constant"])
+@pytest.mark.parametrize("policy", [None, [torch.ops.aten.mul_.Tensor]], ids=["plain", "policy"])
+@pytest.mark.filterwarnings("ignore:.*replay runs this call once more:torch_remat.RematWarning")
+def test_argument_that_a_call_writes_and_hooks_have_copied_is_written_in_replay(writer, read, given, policy):
+    """Replay gets the copy that the hooks made when the region began, before the call modified the argument."""
+
+    def train(wrap, write):
+        torch.manual_seed(0)
+        x, other = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+        argument = {"leaf": lambda: x, "intermediate": lambda: x * 1.0, "constant": lambda: x.detach().clone()}[given]
+
+        def function(a, b):
+            h = write(a)
+            return (h if read == "result" else a).tanh() * b.sin()
+
+        y = wrap(function)(argument(), other)
+        y.sum().backward()
+        return y.detach(), x.grad, other.grad
+
+    expected = train(plain, scaled_under_no_grad)
+    with saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        actual = train(remat.checkpoint(policy=policy), WRITERS[writer])
+    assert_same(expected, actual)
+
+
+@pytest.mark.parametrize("around", ["hooks", "saved call", "native region", "torch's checkpoint", "nothing"])
+@pytest.mark.parametrize(
+    "write", [lambda a: a.mul_(0.9), lambda a: a[0].mul_(0.5), torch.relu_], ids=["all", "row", "relu_"]
+)
+@pytest.mark.filterwarnings("ignore:.*replay runs this call once more:torch_remat.RematWarning")
+def test_region_that_writes_its_argument_is_right_where_it_gets_another_copy_of_it(around, write):
+    """Elsewhere replay has the argument as the region left it, and refuses."""
+
+    def train(wrap):
+        def inner(a):
+            write(a)
+            return a.sin() * 2
+
+        def outer(x):
+            return (remat.checkpoint()(inner) if wrap else inner)(x * 1.0)
+
+        ways = {
+            "saved call": lambda x: remat.op(outer, "call")(x),
+            "native region": lambda x: remat.native_save_region("call", outer, x),
+        }
+        torch.manual_seed(0)
+        x = torch.randn(4, 4, requires_grad=True)
+        if not wrap or around == "nothing":
+            y = outer(x)
+        elif around == "hooks":
+            with saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+                y = outer(x)
+        elif around == "torch's checkpoint":
+            y = torch_checkpoint(outer, x, use_reentrant=False)
+        else:
+            y = remat.checkpoint()(ways[around])(x)
+        y.sum().backward()
+        return y.detach(), x.grad
+
+    if around in ("hooks", "torch's checkpoint"):
+        assert_same(train(True), train(False))
+    else:
+        with pytest.raises(remat.MutationError, match=r"changed (this input )?in place"):
+            train(True)

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from workers import run_workers
+from test_distributed import run_workers
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "docs" / "examples"))
 

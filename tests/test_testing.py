@@ -106,6 +106,24 @@ class Locks(Base):
             pass
 
 
+class LocksLate(Base):
+    """The lock is held in one line of many, of a method that is called least."""
+
+    def prefetch(self, ticket):
+        total = 0
+        total += 1
+        total += 2
+        total += 3
+        total += 4
+        total += 5
+        with self.lock:
+            total += 6
+
+    def release(self, ticket):
+        with self.lock:
+            pass
+
+
 class Graph(Base):
     def onload(self, ticket):
         return ticket.clone().requires_grad_(ticket.is_floating_point())
@@ -214,6 +232,7 @@ class CountsWithoutLock(Base):
         (KeepsSource, "tensor that was offloaded is not kept"),
         (KeepsResults, "result of onload is not kept"),
         (Locks, "does not wait for a lock"),
+        (LocksLate, "does not wait for a lock"),
         (Graph, "plain contiguous"),
         (Strides, "plain contiguous"),
         (ChangesSource, "offload leaves the tensor as it is"),

@@ -1,4 +1,4 @@
-"""The only file that names private torch symbols; each has its reason here.
+"""The only file that names private torch symbols; each says what breaks without it.
 
 Everything else of this package uses torch's public API, plus ``torch.utils._python_dispatch.TorchDispatchMode``,
 which torch documents for use outside although its module has an underscore.
@@ -19,98 +19,10 @@ from typing import Any, TypeVar
 import optree
 import torch
 import torch.utils.checkpoint
-from torch._ops import OperatorBase, OpOverloadPacket  # the types of what torch.ops gives; no public place has them
-from torch.utils import _python_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._ops import OperatorBase as OperatorBase  # the types of what torch.ops gives; no public place has them
+from torch._ops import OpOverloadPacket as OpOverloadPacket
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import SUPPORTED_NODES
-
-__all__ = [
-    "BATCH_NORM",
-    "NORM",
-    "PYTREE_NAMESPACE",
-    "SELECTIVE_CONTEXTS",
-    "USES_BY_PYTHON",
-    "WRAPPED_BY_COMPILE",
-    "WRAPPED_BY_FSDP1",
-    "ZERO_TENSOR",
-    "CompiledCode",
-    "DispatchMode",
-    "Handler",
-    "OpOverloadPacket",
-    "OperatorBase",
-    "ProfilerRange",
-    "SavedTensorHooks",
-    "TorchDispatchMode",
-    "accelerator_type",
-    "active_modes",
-    "adopt_pytree_node",
-    "after_backward",
-    "any_autocast_enabled",
-    "any_profiler_runs",
-    "as_written",
-    "attach_oom_observer",
-    "below_autograd",
-    "count_of_modes",
-    "current_node",
-    "detached",
-    "dispatch_state",
-    "eager_only",
-    "faster",
-    "forbid_data_access",
-    "function_mode_depth",
-    "graph_exec_group",
-    "graph_is_kept",
-    "graph_task",
-    "has_effect",
-    "has_one_output",
-    "has_returned",
-    "in_autocast",
-    "is_compiled",
-    "is_dispatched",
-    "is_refused",
-    "is_traceable_wrapper",
-    "is_wrapper_of_fsdp1",
-    "keep_from_compiler",
-    "kernel_of",
-    "make_subclass",
-    "make_wrapper_subclass",
-    "negative_view",
-    "node_behind",
-    "node_number",
-    "numbers_to_come",
-    "past_the_compiler",
-    "pop_in_public",
-    "pop_mode",
-    "pop_saved_tensors_hooks",
-    "profiler_runs",
-    "push_in_public",
-    "push_mode",
-    "push_saved_tensors_hooks",
-    "ranks_of_group",
-    "run_fsdp_in",
-    "sequence_number",
-    "set_conj",
-    "set_grad_enabled",
-    "set_neg",
-    "set_version",
-    "storage_key",
-    "storage_uses",
-    "swap_identity",
-    "top_saved_tensors_hooks",
-    "torch_checkpoint_switches",
-    "torch_function_is_on",
-    "use_count",
-    "with_dispatch_state",
-    "with_shared_versions",
-    "with_torch_function",
-    "without_dispatch_modes",
-    "without_modes",
-    "without_modes_for",
-    "without_torch_function",
-    "without_torch_function_ever",
-    "without_work",
-    "would_run",
-]
 
 
 def faster(path: str, public: Any) -> Any:
@@ -136,15 +48,16 @@ def accelerator_type() -> str:
 # README is that retain_graph is detected without an opt-in, and this is the one place where torch tells.
 graph_is_kept: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 
-# Which backward this thread runs, -1 for none: a region with several outputs is replayed once for each.
+# Which backward this thread runs, -1 for none. Without it a region with several outputs would be replayed once for each
+# of them, or not again in the next backward.
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 # Whether the backward that runs now comes to a node; `RuntimeError` for a leaf for which ``autograd.grad`` was called.
-# It tells in time whether a gradient taken inside of a region leaves that region.
+# Without it nothing would say so when a gradient that is taken inside of a region leaves it, and it would be wrong.
 would_run: Callable[[torch.autograd.graph.Node], bool] = torch._C._will_engine_execute_node
 
-# The number that the next autograd node of this thread will get. It tells nodes made inside a region from older
-# ones, and one op's saved tensors from the next op's, without walking the graph.
+# The number that the next autograd node of this thread will get. Without it the graph would have to be walked to tell
+# nodes made inside a region from older ones, and one op's saved tensors from the next op's.
 sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 # The depth of the torch-function mode stack: zero means that no device context can be active, which spares the
@@ -155,8 +68,8 @@ function_mode_depth: Callable[[], int] = faster("_len_torch_function_stack", lam
 SavedTensorHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
-# The innermost pair of saved-tensor hooks, or None. A region hands its inputs to the hooks around it without adding a
-# node to the graph, and torch has no public way to ask for them.
+# The innermost pair of saved-tensor hooks, or None. Without it a region could not hand its inputs to the hooks around
+# it: they would stay where they are, and a checkpoint around would keep them.
 top_saved_tensors_hooks: Callable[[], SavedTensorHooks | None]
 top_saved_tensors_hooks = partial(torch._C._autograd._top_saved_tensors_default_hooks, False)
 
@@ -176,9 +89,8 @@ def pop_in_public() -> None:
 push_saved_tensors_hooks: Callable[[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]], None]
 push_saved_tensors_hooks = faster("_autograd._push_saved_tensors_default_hooks", push_in_public)
 pop_saved_tensors_hooks: Callable[[], None] = faster("_autograd._pop_saved_tensors_default_hooks", pop_in_public)
-set_grad_enabled: Callable[[bool], object] = faster("_set_grad_enabled", torch.set_grad_enabled)
 
-# The active torch.utils.checkpoint.GraphExecGroup, whose backwards share one replay; torch has no public way to ask.
+# The active torch.utils.checkpoint.GraphExecGroup, whose backwards share one replay; without it each has its own.
 graph_exec_group: Callable[[], object | None] = getattr(
     getattr(torch.utils.checkpoint, "GraphExecGroup", None), "_get_current_group", lambda: None
 )
@@ -239,12 +151,13 @@ ZERO_TENSOR: Any = torch.ops.aten._efficientzerotensor.default
 # The sequence number of an autograd node; see `sequence_number`. Called for each saved tensor.
 node_number: Callable[[torch.autograd.graph.Node], int] = methodcaller("_sequence_nr")
 
-# Has a function called when an allocation fails, before the allocator raises; None in builds without CUDA. torch.cuda's
-# public memory history cannot call anything.
+# Has a function called when an allocation fails, before the allocator raises; None in builds without CUDA. Without it
+# `report_on_oom` would report when what filled the memory is gone: torch.cuda's public memory history calls nothing.
 attach_oom_observer: Callable[[Callable[[int, int, int, int], None]], None] | None
 attach_oom_observer = getattr(torch._C, "_cuda_attachOutOfMemoryObserver", None)
 
-# Whether a profiler records in this thread (torch.profiler, or emit_nvtx and emit_itt); torch has no public way to ask.
+# Whether a profiler records in this thread (torch.profiler, or emit_nvtx and emit_itt). Without it every region would
+# have to enter its ranges always, also where nothing records them.
 profiler_runs: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
@@ -258,13 +171,13 @@ def any_profiler_runs() -> bool:
 ProfilerRange: Callable[[str], AbstractContextManager[Any]]
 ProfilerRange = faster("_profiler._RecordFunctionFast", torch.profiler.record_function)
 
-# Runs a function on placeholders as on plain tensors; torch's own protocol would make real results placeholders.
+# Runs a function on placeholders as on plain tensors: by torch's own protocol real results would become placeholders.
 without_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
 
 # As the `__torch_function__` of a subclass: ops leave the class of their results alone, for no time at all.
 without_torch_function_ever: Any = torch._C._disabled_torch_function_impl
 
-# Makes a write to the data pointer of a tensor without data an error in C++ code too, instead of a crash.
+# Makes a write to the data pointer of a tensor without data an error in C++ code too; without it that is a crash.
 forbid_data_access: Callable[[torch.Tensor], None] = torch._C._set_throw_on_mutable_data_ptr
 
 # The only way to make a tensor subclass without data; documented for subclass authors, though named as private.
@@ -293,7 +206,8 @@ use_count: Callable[[torch.Tensor], int] = methodcaller("_use_count")
 # Runs ops as a dispatch mode's handler does, below autograd, where there is no handler.
 below_autograd: Callable[[], AbstractContextManager[Any]] = torch._C._AutoDispatchBelowAutograd
 
-# The node of the backward that runs now in this thread, None outside of one; torch has no public way to ask.
+# The node of the backward that runs now in this thread, None outside of one. Without it budgets could not tell which
+# nodes are still to come, nor `dtr` the ops of a backward from others.
 current_node: Callable[[], torch.autograd.graph.Node | None] = torch._C._current_autograd_node
 
 
@@ -307,16 +221,17 @@ def numbers_to_come() -> set[int]:
             if child is not None and child not in seen and child.next_functions:  # torch tells of no leaves
                 seen.add(child)
                 todo.append(child)
-    return {node_number(one) for one in todo if torch._C._will_engine_execute_node(one)}
+    return {node_number(one) for one in todo if would_run(one)}
 
 
-# The lazy conjugate and negative bits of a tensor, which a placeholder shows as the tensor that it stands for.
+# The lazy conjugate and negative bits of a tensor. Without them a placeholder would show others than the tensor that it
+# stands for.
 set_conj: Callable[[torch.Tensor, bool], None] = torch._C._set_conj
 set_neg: Callable[[torch.Tensor, bool], None] = torch._C._set_neg
 
 
 # The address of a tensor's storage object: the identity of what views share, also where it is empty. The public way
-# makes a storage object in Python.
+# makes a storage object in Python, which counts as one that holds the storage: see `storage_uses`.
 storage_key: Callable[[torch.Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
 
 
@@ -326,7 +241,7 @@ def after_backward(then: Callable[[], None]) -> None:
 
 
 # How often the storage of this address, which must be alive, is held: by tensors, and by its Python object once it has
-# one.
+# one. Without it a budget would evict what something else holds, which frees nothing.
 storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
 
 
@@ -340,7 +255,8 @@ def _uses_by_python() -> int:
 USES_BY_PYTHON = _uses_by_python()
 
 
-# Tells the compiler's frame evaluation what to do with a code object; missing in some releases.
+# Tells the compiler's frame evaluation what to do with a code object. Where a release lacks it, modes are as slow as
+# torch's own.
 _set_strategy = getattr(torch._C._dynamo.eval_frame, "set_code_exec_strategy", None)
 
 
@@ -399,79 +315,15 @@ class DispatchMode(TorchDispatchMode):
             keep_from_compiler(cls.__torch_dispatch__)
 
 
-# What torch keeps, besides the stack, of the modes that are on it: in module variables, which other releases name
-# otherwise.
-_FLAGS = (
-    "_is_in_torch_dispatch_mode",
-    "_is_in_non_infra_torch_dispatch_mode",
-    "_is_in_any_mode_without_ignore_compile_internals",
-)
-_knows_flags = all(
-    hasattr(_python_dispatch, name) for name in (*_FLAGS, "set_is_in_mode_without_ignore_compile_internals")
-)
-
-
-def push_mode(mode: DispatchMode) -> tuple[bool, bool, bool] | None:
-    """Put a mode on the stack, as ``with mode:`` does in five functions; return what `pop_mode` is to be given."""
-    if not _knows_flags:
-        mode.__enter__()
-        return None
-    modules: Any = _python_dispatch
-    before = (
-        modules._is_in_torch_dispatch_mode,
-        modules._is_in_non_infra_torch_dispatch_mode,
-        modules._is_in_any_mode_without_ignore_compile_internals,
-    )
-    modules._is_in_torch_dispatch_mode = modules._is_in_non_infra_torch_dispatch_mode = True
-    if not (before[2] or mode.lets_compiled_code_run):
-        modules._is_in_any_mode_without_ignore_compile_internals = True
-        modules.set_is_in_mode_without_ignore_compile_internals(True)
-    torch._C._push_on_torch_dispatch_stack(mode)
-    return before
-
-
-def pop_mode(mode: DispatchMode, before: tuple[bool, bool, bool] | None) -> None:
-    """Take a mode off the stack again."""
-    if before is None:
-        mode.__exit__(None, None, None)
-        return
-    modules: Any = _python_dispatch
-    torch._C._pop_torch_dispatch_stack(None)
-    modules._is_in_torch_dispatch_mode, modules._is_in_non_infra_torch_dispatch_mode = before[:2]
-    if modules._is_in_any_mode_without_ignore_compile_internals != before[2]:
-        modules._is_in_any_mode_without_ignore_compile_internals = before[2]
-        modules.set_is_in_mode_without_ignore_compile_internals(before[2])
-
-
 # Counts the compiled frames that this thread runs, from 0 on; -1 stops. Torch has no public way to notice that compiled
 # code runs, which no dispatch mode sees: of its ops only those that it takes from libraries. Missing before torch 2.13.
 _count_frames: Callable[[int], int] | None
 _count_frames = getattr(torch._C._dynamo.eval_frame, "set_fullgraph_compiled_frame_count", None)
 
 
-class _ForcedEager:
-    """Sets the compiler's stance, which all threads share, for as long as at least one thread is inside."""
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._inside = 0
-        self._stance: Any = None
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if not self._inside:
-                self._stance = torch.compiler.set_stance("force_eager")
-                self._stance.__enter__()
-            self._inside += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._inside -= 1
-            if not self._inside:
-                self._stance.__exit__(None, None, None)
-
-
-_forced_eager = _ForcedEager()
+# All threads share the compiler's stance, so the first that enters sets it, and the last that leaves puts it back.
+_eager_lock = Lock()
+_forced_eager: list[Any] = []
 
 
 @contextlib.contextmanager
@@ -483,10 +335,18 @@ def as_written() -> Iterator[None]:
     graph: so the compiler is switched off for this thread first.
     """
     before = torch._C._dynamo.eval_frame.set_eval_frame(None)
+    with _eager_lock:
+        stance: Any = _forced_eager[0] if _forced_eager else torch.compiler.set_stance("force_eager")
+        if not _forced_eager:
+            stance.__enter__()
+        _forced_eager.append(stance)
     try:
-        with _forced_eager:
-            yield
+        yield
     finally:
+        with _eager_lock:
+            _forced_eager.pop()
+            if not _forced_eager:
+                stance.__exit__(None, None, None)
         torch._C._dynamo.eval_frame.set_eval_frame(before)
 
 
@@ -533,11 +393,15 @@ active_modes: Callable[[], list[TorchDispatchMode]] = torch.utils._python_dispat
 # How many these are, in a call that costs next to nothing.
 count_of_modes: Callable[[], int] = faster("_len_torch_dispatch_stack", lambda: len(active_modes()))
 
-# Whether autocast is on for any device type; the public function asks for one.
+# Whether autocast is on for any device type. The public function asks for one, and a region may use several.
 any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
-# What an op of torch's own calls, without the Python function around it, which is a tenth of what a small op costs.
-kernel_of: Callable[[Any], Callable[..., Any]] = attrgetter("_op")
+
+def kernel_of(op: Any) -> Callable[..., Any]:
+    """Return what an op of torch's own calls, without the Python function around it: a tenth of a small op's time."""
+    kernel: Callable[..., Any] = getattr(op, "_op", op)
+    return kernel
+
 
 DispatchState = tuple[Any, Any]
 
@@ -608,14 +472,11 @@ SELECTIVE_CONTEXTS = (
 def torch_checkpoint_switches() -> dict[str, bool]:
     """Return what ``set_checkpoint_early_stop`` and ``set_checkpoint_debug_enabled`` have set.
 
-    Both set global variables of ``torch.utils.checkpoint``, which torch has no public way to read.
+    Both set global variables of ``torch.utils.checkpoint``. Without these `drop_in` would not follow the two functions.
     """
-    early_stop = getattr(torch.utils.checkpoint, "_enable_checkpoint_early_stop", None)
-    debug = getattr(torch.utils.checkpoint, "_checkpoint_debug_enabled", None)
-    if early_stop is None and debug is None:
-        return {}
-    switches = {"early_stop": early_stop, "debug": debug}
-    return {name: value for name, value in switches.items() if value is not None}
+    switches = (("early_stop", "_enable_checkpoint_early_stop"), ("debug", "_checkpoint_debug_enabled"))
+    found = {option: getattr(torch.utils.checkpoint, name, None) for option, name in switches}
+    return {option: value for option, value in found.items() if value is not None}
 
 
 def has_effect(op: object) -> bool:

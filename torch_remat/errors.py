@@ -23,7 +23,6 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -66,6 +65,14 @@ class RematError(RuntimeError):
         if self.remedy is None:
             return text
         return f"{text.rstrip('.')}.\n{self.remedy}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Say how to make the error again, for pickle and copy, whatever its class takes."""
+        return _unmade, (type(self),), self.__dict__ | {"args": self.args}
+
+
+def _unmade(kind: type[RematError]) -> RematError:
+    return kind.__new__(kind)
 
 
 class UsageError(RematError, TypeError):
@@ -125,11 +132,6 @@ class PlaceholderError(RematError):
         line: The line of user code that asked for it, ``file.py:12``.
     """
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Say how to make the error again, for pickle and copy."""
-        made = partial(PlaceholderError, region="", op="", output="", consumer="", line="")
-        return made, (), self.__dict__ | {"args": self.args}
-
     def __init__(self, *, region: str, op: str, output: str, consumer: str, line: str) -> None:
         self.consumer = consumer
         self.line = line
@@ -178,11 +180,6 @@ class BudgetError(RematError):
             op=op,
             remedy=f"A budget of {needed_bytes:,} B would have passed here.",
         )
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Say how to make the error again, for pickle and copy."""
-        made = partial(BudgetError, op="", needed_bytes=0, budget_bytes=0, pinned=())
-        return made, (), self.__dict__ | {"args": self.args}
 
 
 class RematWarning(UserWarning):

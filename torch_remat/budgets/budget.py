@@ -6,7 +6,6 @@ holders emptied, where the sum would pass the limit.
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 import warnings
@@ -14,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextvars import Token
 from math import inf
-from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import ref
@@ -41,6 +39,7 @@ from torch_remat.budgets.steps import Eviction, Row, Step
 from torch_remat.budgets.text import format_budget
 from torch_remat.dispatch.options import Keeping, keeping
 from torch_remat.errors import RematWarning, UsageError, shown, user_line
+from torch_remat.reports.report import Data, Pictured
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -73,7 +72,7 @@ class _Entry(ref[KeptRegion]):
     counted: Counted
 
 
-class Budget:
+class Budget(Data, Pictured):
     """Bytes that regions may keep; see `budget`.
 
     It may be entered again, and in several threads; what it learned stays.
@@ -377,25 +376,11 @@ class Budget:
             "steps": [step.to_dict() for step in self.steps],
         }
 
-    def to_json(self, *, indent: int | None = 2) -> str:
-        """Return `to_dict` as JSON."""
-        return json.dumps(self.to_dict(), indent=indent)
+    def draw(self) -> Figure:
+        """Draw the last whole step: what regions kept, against the budget, and which was evicted when and why."""
+        from torch_remat.budgets.pictures import draw_budget
 
-    def plot(self, path: str | Path | None = None) -> Figure:
-        """Draw the last whole step: what regions kept, against the budget, and which was evicted when and why.
-
-        Args:
-            path: Where to write the picture; the ending tells the format. None writes nothing.
-
-        Returns:
-            The matplotlib figure; it is not shown.
-
-        Raises:
-            UsageError: matplotlib is not installed.
-        """
-        from torch_remat.budgets.pictures import plot_budget
-
-        return plot_budget(self, self._last_step(), path)
+        return draw_budget(self, self._last_step())
 
     def plan(self) -> Plan:
         """Return the decisions of a step as a plan: of the latest of those whose regions would keep most.

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -13,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torch_remat._compat import accelerator_type, eager_only
+from torch_remat._text import format_bytes
 from torch_remat.budgets.budget import UNLIMITED, Budget
-from torch_remat.budgets.pictures import plot_frontier
-from torch_remat.budgets.text import format_frontier
 from torch_remat.errors import UsageError
+from torch_remat.reports.pictures import INK, new_figure
+from torch_remat.reports.report import Block, Pictured, Report
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -42,7 +41,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Frontier:
+class Frontier(Report, Pictured):
     """What `frontier` has measured, from the smallest budget to the largest.
 
     Attributes:
@@ -51,28 +50,31 @@ class Frontier:
 
     points: tuple[Point, ...]
 
-    def __str__(self) -> str:
-        """Return a line for each budget."""
-        return format_frontier(self.points)
+    def blocks(self) -> list[Block]:
+        """Return a line for each budget, and what a GiB buys."""
+        rows = [["kept", "peak", "step ms", "replay ms"]]
+        for one in self.points:
+            peak = format_bytes(one.peak_bytes) if one.peak_bytes else "not measured"
+            times = [f"{seconds * 1e3:.1f}" for seconds in (one.seconds, one.replay_seconds)]
+            rows.append([format_bytes(one.kept_bytes), peak, *times])
+        blocks = [Block((), rows, range(4))]
+        least, most = self.points[0], self.points[-1]
+        if (gained := most.kept_bytes - least.kept_bytes) > 0:
+            spared = (least.seconds - most.seconds) / (gained / 2**30)
+            blocks.append(Block([f"a GiB buys {spared * 1e3:,.1f} ms a step, on the whole way"]))
+        return blocks
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the points as plain data."""
-        return {"points": [asdict(point) for point in self.points]}
-
-    def to_json(self, *, indent: int | None = 2) -> str:
-        """Return `to_dict` as JSON."""
-        return json.dumps(self.to_dict(), indent=indent)
-
-    def plot(self, path: str | Path | None = None) -> Figure:
-        """Draw step time against the peak, or against what regions keep where no peak is known.
-
-        Args:
-            path: Where to write the picture; the ending tells the format. None writes nothing.
-
-        Raises:
-            UsageError: matplotlib is not installed.
-        """
-        return plot_frontier(self.points, path)
+    def draw(self) -> Figure:
+        """Draw step time against the peak, or against what regions keep where no peak is known."""
+        measured = all(point.peak_bytes for point in self.points)
+        figure = new_figure(7.0, 4.0, "What memory buys")
+        axes = figure.add_subplot()
+        sizes = [point.peak_bytes if measured else point.kept_bytes for point in self.points]
+        axes.plot([size / 2**20 for size in sizes], [one.seconds * 1e3 for one in self.points], color=INK, marker="o")
+        axes.set_xlabel("peak of the step, MiB" if measured else "kept by regions, MiB")
+        axes.set_ylabel("milliseconds a step")
+        axes.set_ylim(bottom=0)
+        return figure
 
 
 @eager_only

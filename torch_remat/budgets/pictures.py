@@ -1,14 +1,13 @@
-"""The pictures of budgets and frontiers, for which matplotlib is loaded; they survive black-and-white print."""
+"""The picture of a budget, for which matplotlib is loaded; they survive black-and-white print."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch_remat._text import format_bytes
 from torch_remat.budgets.steps import Eviction, Row, Step
-from torch_remat.reports.pictures import GREY, INK, finished, new_figure
+from torch_remat.reports.pictures import GREY, INK, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,7 +18,7 @@ _LANES = 16
 """How many regions have a lane: of more, those of which most was evicted."""
 
 
-def plot_budget(budget: Any, step: Step | None, path: str | Path | None) -> Figure:
+def draw_budget(budget: Any, step: Step | None) -> Figure:
     """Draw a step: above what regions kept, below a lane for each region, with what was evicted of it and why."""
     rows = [] if step is None else _rows(step)
     figure = new_figure(10.0, 3.4 + 0.28 * len(rows), f"Kept by regions within a budget of {budget.told}")
@@ -35,7 +34,7 @@ def plot_budget(budget: Any, step: Step | None, path: str | Path | None) -> Figu
     axes.set_ylabel("MiB kept")
     axes.set_ylim(bottom=0)
     lanes.set_xlabel("milliseconds of the step")
-    return finished(figure, path)
+    return figure
 
 
 def _rows(step: Step) -> list[Row]:
@@ -77,16 +76,3 @@ def _why(row: Row, evictions: Sequence[Eviction]) -> str:
     freed = format_bytes(sum(one.freed_bytes for one in evictions))
     cost, idle = sum(one.replay_seconds for one in evictions), evictions[-1].idle_seconds
     return f"evicted {freed}: {cost * 1e3:.1f} ms to recompute, unused for {idle * 1e3:.1f} ms"
-
-
-def plot_frontier(points: Sequence[Any], path: str | Path | None) -> Figure:
-    """Draw step time against the peak, or against what regions keep where no peak was measured."""
-    measured = all(point.peak_bytes for point in points)
-    figure = new_figure(7.0, 4.0, "What memory buys")
-    axes = figure.add_subplot()
-    xs = [(point.peak_bytes if measured else point.kept_bytes) / _MIB for point in points]
-    axes.plot(xs, [point.seconds * 1e3 for point in points], color=INK, marker="o")
-    axes.set_xlabel("peak of the step, MiB" if measured else "kept by regions, MiB")
-    axes.set_ylabel("milliseconds a step")
-    axes.set_ylim(bottom=0)
-    return finished(figure, path)

@@ -17,12 +17,13 @@ from torch_remat.budgets.steps import Step
 from torch_remat.budgets.text import format_plan
 from torch_remat.dispatch.options import keeping
 from torch_remat.errors import UsageError
+from torch_remat.reports.report import Data
 
 _VERSION = 1
 _FORM = "A plan comes from budget.plan(), or from Plan.from_json(text) with the text that to_json() gave."
 
 
-class Plan(dict[str, Planned]):
+class Plan(dict[str, Planned], Data):
     """Which saved tensors regions keep, by region name; see `Budget.plan`.
 
     Its text is a list of prices. It is changed by `keep` and `evict`, and used by
@@ -85,10 +86,6 @@ class Plan(dict[str, Planned]):
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain data."""
         return {"version": _VERSION, "regions": {name: asdict(entry) for name, entry in self.items()}}
-
-    def to_json(self, *, indent: int | None = 2) -> str:
-        """Return `to_dict` as JSON."""
-        return json.dumps(self.to_dict(), indent=indent)
 
     @staticmethod
     def from_json(text: str) -> Plan:

@@ -1,4 +1,4 @@
-"""Reports of budgets, plans and frontiers as text."""
+"""Reports of budgets and plans as text."""
 
 from __future__ import annotations
 
@@ -49,19 +49,3 @@ def format_plan(entries: Iterable[tuple[str, Any]]) -> str:
             what += f"; evicts {entry.evicted_tensors} of {entry.saved_tensors} saved tensors"
         cells.append(f"{name}: {what}")
     return "\n".join(cells)
-
-
-def format_frontier(points: Sequence[Any]) -> str:
-    """Return a frontier as a table, and what a GiB buys."""
-    cells = [["kept", "peak", "step ms", "replay ms"]]
-    cells += [
-        [format_bytes(p.kept_bytes), format_bytes(p.peak_bytes) if p.peak_bytes else "not measured",
-         f"{p.seconds * 1e3:.1f}", f"{p.replay_seconds * 1e3:.1f}"]
-        for p in points
-    ]  # fmt: skip
-    lines = aligned(cells, right={0, 1, 2, 3})
-    least, most = points[0], points[-1]
-    if (gained := most.kept_bytes - least.kept_bytes) > 0:
-        spared = (least.seconds - most.seconds) / (gained / 2**30)
-        lines.append(f"a GiB buys {spared * 1e3:,.1f} ms a step, on the whole way")
-    return "\n".join(lines)

@@ -119,7 +119,7 @@ class Keeping(Protocol):
 keeping: ContextVar[Keeping | None] = ContextVar("torch_remat_keeping", default=None)
 
 
-# Who watches all regions of this process; see `reports.observer`. Not of a thread: backward runs in threads of its own,
+# Who watches all regions of this process; see `reports.watch`. Not of a thread: backward runs in threads of its own,
 # which have no context variables of their callers.
 observers: list[Any] = []
 

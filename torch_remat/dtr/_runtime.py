@@ -439,7 +439,7 @@ class BlockRuntime(DispatchMode):
         changed = memory.heuristic.changed
         for storage in found.inputs:
             storage.last_access = clock
-            if changed is not None and storage.pooled:
+            if changed is not None and storage.place >= 0:
                 changed.add(storage.place)
         if not pin:
             pin = self._of_gradients(found) if memory.handed else ""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-_NAMESPACES = frozenset(("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"))
+_NAMESPACES = frozenset(
+    ("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem")
+)
 # They communicate nothing. What waits hands on the memory of the collective's result, which is kept with that.
 _NO_COMMUNICATION = frozenset(("wait_tensor", "_wrap_tensor_autograd", "check_for_nan"))
 

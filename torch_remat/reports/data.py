@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import torch
 
 from torch_remat._kept import Around, Kept, Kind, decisions_of, kept_by, parameters_of
-from torch_remat._storages import Ledger, Memory, Piece, memory_of, pieces_in
+from torch_remat._storages import Memory, Piece, memory_of, pieces_in
 from torch_remat.dispatch.region.region import Region
 from torch_remat.errors import qualified_name
 
@@ -167,7 +167,6 @@ class Counted:
     """Counts each storage once, and each offloaded tensor once, under the name that it was met with first."""
 
     def __init__(self) -> None:
-        self._ledger = Ledger()
         self._owners: dict[Hashable, str] = {}  # names; "parameter" or "buffer" for what exists anyway
         self._alive: list[Any] = []  # no address may be used again meanwhile
 
@@ -179,9 +178,11 @@ class Counted:
 
     def _hold(self, memory: Memory, owner: str) -> int:
         """Count a memory for an owner; return its bytes if no other has it already."""
-        self._owners.setdefault(memory.key, owner)
+        if memory.key in self._owners:
+            return 0
+        self._owners[memory.key] = owner
         self._alive.append(memory.owner)
-        return self._ledger.hold(memory.key, memory.bytes)
+        return memory.bytes
 
     def add(self, tensor: KeptTensor, memory: Sequence[Memory], rows: Rows) -> None:
         """Count a tensor, and append it to ``rows``, unless it shares the memory of one that is there."""

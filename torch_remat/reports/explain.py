@@ -39,9 +39,8 @@ from torch_remat.policies.decision import CheckpointPolicy
 from torch_remat.reports.data import report_of
 from torch_remat.reports.explanation import Alternative, Explanation, OpExplanation, RegionExplanation
 from torch_remat.reports.graph import is_of_checkpoint, is_released, nodes_below, saved_in
-from torch_remat.reports.observer import Observer, observed_by
 from torch_remat.reports.reasons import Cost, OpNotes, Prices, Reasons, Seen, Step, never_needed
-from torch_remat.reports.watch import WatchedOp
+from torch_remat.reports.watch import Observer, WatchedOp, observed_by
 
 Look = tuple[torch.Size, torch.dtype]
 

@@ -30,14 +30,14 @@ from torch_remat.reports.data import (
 from torch_remat.reports.fold import fold
 from torch_remat.reports.graph import checkpoints_below, collect_nodes, nodes_below, parameters_below, regions_below
 from torch_remat.reports.pictures import GREY, INK, LIGHT, new_figure
-from torch_remat.reports.report import Block, Pictured, as_text, format_sum, sum_of
+from torch_remat.reports.report import Block, Pictured, Report, as_text, format_sum, sum_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
-class MemoryReport(Pictured, Sums):
+class MemoryReport(Report, Pictured, Sums):
     """What is kept for backward.
 
     Attributes:

@@ -1,7 +1,8 @@
 """Reads a profile: times of the spans that a recorder marked, backward's nodes, and each allocation.
 
 In: the profiler's event tree and the recorder's marks. Out: spans and samples. All three have one clock, so nothing has
-to be aligned. The tables of ``torch.profiler`` add bytes up by op, which would lose the peak; the tree has each block.
+to be aligned. The public events of ``torch.profiler`` add bytes up by op and have no addresses: they would lose the
+peak, and what is alive of what was allocated since the trace began. The tree has each block.
 
 NOTE [ Which backward belongs to a region ]
 Autograd numbers its nodes as they are made, and the profiler tells the number of each node that the engine runs. A

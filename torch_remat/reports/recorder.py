@@ -22,9 +22,8 @@ from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.options import keeping
 from torch_remat.dispatch.region.region import Region, live_regions
 from torch_remat.reports.data import Sums, report_of
-from torch_remat.reports.observer import Observer
 from torch_remat.reports.spans import BudgetState, GivenUp, Phase
-from torch_remat.reports.watch import WatchedOp
+from torch_remat.reports.watch import Observer, WatchedOp
 
 MARK = "torch_remat.trace "
 GIVEN = "torch_remat.given "

@@ -36,7 +36,49 @@ class Block(NamedTuple):
     indent: int = 0
 
 
-class Report:
+class Data:
+    """What gives itself away as plain data."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as dicts, lists, strings and numbers."""
+
+    def to_json(self, *, indent: int | None = 2) -> str:
+        """Return `to_dict` as JSON.
+
+        Args:
+            indent: Spaces for each level, or None for one line.
+        """
+        return json.dumps(self.to_dict(), indent=indent)
+
+
+class Pictured:
+    """What has a picture."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def draw(self) -> Figure:
+        """Return the picture."""
+
+    def plot(self, path: str | Path | None = None) -> Figure:
+        """Draw it, for which matplotlib is loaded.
+
+        Args:
+            path: Where to write the picture; the ending tells the format. None writes nothing.
+
+        Returns:
+            The matplotlib figure; it is not shown.
+
+        Raises:
+            UsageError: matplotlib is not installed.
+        """
+        return finished(self.draw(), path)
+
+
+class Report(Data):
     """A report, as text, HTML and data; a dataclass.
 
     Attributes:
@@ -54,14 +96,6 @@ class Report:
         told: dict[str, Any] = as_data(self)
         return told
 
-    def to_json(self, *, indent: int | None = 2) -> str:
-        """Return `to_dict` as JSON.
-
-        Args:
-            indent: Spaces for each level, or None for one line.
-        """
-        return json.dumps(self.to_dict(), indent=indent)
-
     def __str__(self) -> str:
         """Return the report as text, with layers that are alike told once."""
         return as_text(self.blocks())
@@ -76,28 +110,6 @@ class Report:
                 sides = (_RIGHT if column in block.right else _LEFT for column in range(len(row)))
                 rows.append("".join(f"<td {side}>{_cell(cell)}</td>" for side, cell in zip(sides, row, strict=True)))
         return f"<table><tbody>{''.join(f'<tr>{row}</tr>' for row in rows)}</tbody></table>"
-
-
-class Pictured(Report):
-    """A report that has a picture."""
-
-    @abstractmethod
-    def draw(self) -> Figure:
-        """Return the picture."""
-
-    def plot(self, path: str | Path | None = None) -> Figure:
-        """Draw the report, for which matplotlib is loaded.
-
-        Args:
-            path: Where to write the picture; the ending tells the format. None writes nothing.
-
-        Returns:
-            The matplotlib figure; it is not shown.
-
-        Raises:
-            UsageError: matplotlib is not installed.
-        """
-        return finished(self.draw(), path)
 
 
 def as_text(blocks: Iterable[Block]) -> str:

@@ -17,12 +17,12 @@ from torch_remat._compat import ProfilerRange, any_profiler_runs, eager_only
 from torch_remat._text import format_bytes, unit_of
 from torch_remat.errors import UsageError
 from torch_remat.reports.fold import fold_series
-from torch_remat.reports.observer import observed_by
 from torch_remat.reports.pictures import GREY, INK, LIGHT, new_figure
 from torch_remat.reports.profile import events_in, timeline_of
 from torch_remat.reports.recorder import MARK, Recorder
-from torch_remat.reports.report import Block, Pictured, sum_of
+from torch_remat.reports.report import Block, Pictured, Report, sum_of
 from torch_remat.reports.spans import BudgetState, GivenUp, Phase, Sample, Span
+from torch_remat.reports.watch import observed_by
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,7 +43,7 @@ _LANES: dict[Phase, tuple[str, str]] = {"forward": (LIGHT, ""), "replay": ("whit
 
 
 @dataclass(eq=False, repr=False)
-class Trace(Pictured):
+class Trace(Report, Pictured):
     """What `torch_remat.trace` has recorded. It is empty until the ``with`` block has been left.
 
     Attributes:

@@ -1,13 +1,13 @@
 """Watches a phase of a region for a profiler and for observers, and tells them what runs.
 
 In: the calls of the runtime, see `options.Watch`. Kept: nothing once the phase is over. Out: ranges named
-``remat::region::op [phase]`` while a profiler runs, and calls of observers; `reports.observer` lists these.
+``remat::region::op [phase]`` while a profiler runs, and calls of each `Observer` that `observed_by` lets watch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from types import MappingProxyType
 from typing import Any
@@ -22,6 +22,7 @@ from torch_remat.dispatch.options import observers
 from torch_remat.dispatch.region.inputs import leaves_of
 from torch_remat.dispatch.region.region import Region
 from torch_remat.errors import qualified_name
+from torch_remat.offload.sender import told
 from torch_remat.policies.decision import CheckpointPolicy
 
 
@@ -36,6 +37,44 @@ class WatchedOp:
     def __init__(self, name: str, policy: CheckpointPolicy) -> None:
         self.name = name
         self.policy = policy
+
+
+class Observer:
+    """What the runtime and budgets tell; each method does nothing here. It may keep no tensor past the phase."""
+
+    def begin(self, region: Region, op: WatchedOp | None, phase: str) -> None:
+        """An op of a region, or without one the region's function, begins to run in ``"forward"`` or ``"replay"``."""
+
+    def end(self, region: Region, op: WatchedOp | None, phase: str) -> None:
+        """It has ended, or has raised; an op may have been skipped."""
+
+    def finish(self, region: Region, boundary: Sequence[Node | None]) -> None:
+        """The region's forward is over, and the tape is as it stays; ``boundary`` are the nodes of its outputs."""
+
+    def offload_began(self, tensor: torch.Tensor, key: int) -> None:
+        """An offloader has taken a tensor's memory, now or under an earlier name.
+
+        It may free that on a thread that no profiler sees. ``key`` is the id of the `StoredCopy`.
+        """
+
+    def gave_up(self, region: Region, places: Sequence[int], freed: int, offloaded: int, kept: int) -> None:
+        """A budget has emptied holders of a region.
+
+        ``places`` are those of its saved tensors; ``freed`` the bytes that replay makes again, ``offloaded`` those that
+        an offloader has taken, and ``kept`` those that the budget's regions keep from now on.
+        """
+
+
+@contextmanager
+def observed_by(observer: Observer) -> Iterator[None]:
+    """Let an observer watch all regions of this process."""
+    observers.append(observer)
+    told.append(observer.offload_began)
+    try:
+        yield
+    finally:
+        observers[:] = [one for one in observers if one is not observer]
+        told[:] = [one for one in told if one != observer.offload_began]
 
 
 class PhaseWatch:

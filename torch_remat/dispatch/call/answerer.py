@@ -231,6 +231,8 @@ class Answerer:
         args, kwargs = self.values_of(args, kwargs, call.name)
         if call.waiting:  # what the call saved of its arguments before it modified them
             self.fill_waiting(call, given)
+        if call.before is not None and self.region.rng is not None:
+            call.before.restore(among=self.region.rng)
         hooks = top_saved_tensors_hooks()
         own = call.answers is None and hooks is not None and hooks[1] is unpack  # else inner hooks take what is saved
         try:

@@ -515,6 +515,7 @@ class Recorder:
             self._hold_outputs(call)
         self.calling = running
         before = None if is_builtin or self.region.outside is None else self.region.outside.states()
+        drawn = None if self.watch is None else self.watch.drawn_so_far()
         try:
             if not (opaque or is_whole):
                 result = self.mode.watched(running.watch, function, args, kwargs)
@@ -526,6 +527,8 @@ class Recorder:
             if before is not None:
                 self._note_outside(call, before)
             running.returns(result)
+            if self.watch is not None and drawn is not None:
+                self.watch.note_draws(call, drawn)
         except BaseException as error:
             running.left_by(error)
             raise
@@ -607,10 +610,11 @@ class Recorder:
     def _outlives(self, tensor: Tensor, key: int) -> bool:
         """Whether a modified tensor outlives the region, as far as that is known."""
         region, owner = self.region, tensor if tensor._base is None else tensor._base
+        if region.inputs.is_packed(key):  # replay gets it from elsewhere, as it was when the region began
+            return region.outside is not None and region.outside.holds(key)
         if owner.is_leaf and owner.requires_grad:
             return True
-        is_input = region.hooks is None and region.inputs.lies_with(key)  # else replay gets it from elsewhere
-        return is_input or (region.outside is not None and region.outside.holds(key))
+        return region.inputs.lies_with(key) or (region.outside is not None and region.outside.holds(key))
 
     def check_inputs(self, call: Call, inputs: Sequence[tuple[Tensor, int]]) -> None:
         """Refuse a saved handle that has modified an input which the region made."""

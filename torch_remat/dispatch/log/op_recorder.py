@@ -18,6 +18,7 @@ from torch_remat._compat import CompiledCode, Handler, in_autocast, keep_from_co
 from torch_remat.dispatch.ambient import RngState
 from torch_remat.dispatch.holder import OpenRegionLike, RegionLike
 from torch_remat.dispatch.log.entry import (
+    CALL,
     FIRST,
     NOTHING,
     ODD,
@@ -335,6 +336,16 @@ class OpRecorder:
             entry.early = [storage for storage in entry.early if storage.cdata not in keys]
         return writers
 
+    def drawn_so_far(self) -> RngState | None:
+        """Return the present state of the random generators; None if no op has drawn yet that replay might skip."""
+        return self._owner.rng_now() if self.random else None
+
+    def note_draws(self, call: Call, before: RngState) -> None:
+        """Note where the generators stood before a call, which may run whole after ops that replay skips."""
+        if call.drawn is not None:
+            call.before = before
+            self.random.append(call)
+
     def finish(self) -> None:
         """Keep the random state that replay needs."""
         if self.random:
@@ -360,7 +371,7 @@ def keep_random(region: RegionLike, random: Sequence[Entry]) -> None:
     for entry in random:
         if not (entry.run and any_skipped):
             entry.before = None
-        any_skipped = any_skipped or not entry.run
+        any_skipped = any_skipped or not (entry.run or entry.kind == CALL)  # replay draws what a skipped call drew
     if region.tape.drawn_by_ops():
         return
     if not any(entry.run for entry in random) and all(e.effects.namespace == "aten" for e in random):

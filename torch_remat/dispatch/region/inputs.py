@@ -158,6 +158,10 @@ class RegionInputs:
         """Whether a storage is that of an argument; asked only while forward runs."""
         return any(isinstance(leaf, Tensor) and key in keys_of(leaf) for leaf in self.given)
 
+    def is_packed(self, key: int) -> bool:
+        """Whether a storage is that of an argument which saved-tensor hooks around the region hold."""
+        return key in self._storages
+
     def is_made_as(self, tensor: torch.Tensor, node: Any) -> bool:
         """Whether an argument has this history: what autograd unpacks of one that was saved is another object."""
         return any(
@@ -294,7 +298,8 @@ class RegionInputs:
             if same is not None and not same.requires_grad and _place(same) == _place(kept):
                 leaves[index] = same  # backward of a custom Function may look at what it is
                 continue
-            if requires_grad and (index in self._written or (self._made is not None and index in self._made)):
+            is_written = index in self._written or index in self._inside  # a leaf cannot be modified in place
+            if requires_grad and (is_written or (self._made is not None and index in self._made)):
                 leaves[index] = with_history(kept)
             else:
                 leaves[index] = alias = kept.detach()

@@ -243,12 +243,13 @@ class Outside:
         for noted in self._noted:
             if name in noted.names:
                 changed = True
-                if noted.names == [name]:
-                    noted.runs_again()
-                else:
-                    noted.last = inf
                 tensor = noted.place.tensor
-                noted.classify(tensor is not None and log_knows(tensor), self._has_policy)
+                is_known = tensor is not None and log_knows(tensor)
+                if noted.names == [name] and not is_known:
+                    noted.runs_again()
+                else:  # others have changed it too, which replay does not repeat
+                    noted.last = inf
+                noted.classify(is_known, self._has_policy)
         return changed
 
     def holds(self, key: int) -> bool:
