@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, ParamSpec
 
 import torch
@@ -13,6 +13,7 @@ from torch_remat._compat import as_written, eager_only
 from torch_remat._flops import flops_of
 from torch_remat._options import says_form
 from torch_remat._storages import tensors_in
+from torch_remat._table import Table
 from torch_remat._text import aligned, plural
 from torch_remat.dispatch.log.entry import CALL, ONE, WRITTEN, Entry
 from torch_remat.dispatch.log.meta import Meta, Raised, WrapperMeta
@@ -54,28 +55,13 @@ class NamedResult:
     kept: bool
 
 
-class NameTable(Sequence[NamedResult]):
+class NameTable(Table[NamedResult]):
     """The results of all ops of a function, in order; prints as a table."""
-
-    def __init__(self, rows: Sequence[NamedResult]) -> None:
-        self._rows = tuple(rows)
-
-    def __getitem__(self, index: Any) -> Any:
-        """Return a row, or a tuple of rows."""
-        return self._rows[index]
-
-    def __len__(self) -> int:
-        """Return the number of rows."""
-        return len(self._rows)
 
     @property
     def names(self) -> list[str]:
         """The names, in order."""
         return [row.name for row in self._rows]
-
-    def to_dicts(self) -> list[dict[str, Any]]:
-        """Return the rows as plain dicts."""
-        return [asdict(row) for row in self._rows]
 
     def __str__(self) -> str:
         """Return the table as text."""
@@ -85,10 +71,6 @@ class NameTable(Sequence[NamedResult]):
         rule = ["-" * max(map(len, column)) for column in zip(_HEADER, *cells, strict=True)]
         end = f"{plural(len(self), 'result')}; needed by backward: {needed:,} bytes; kept: {kept:,} bytes"
         return "\n".join([*aligned([_HEADER, rule, *cells], right=_RIGHT), end])
-
-    def __repr__(self) -> str:
-        """Return the table as text."""
-        return str(self)
 
 
 _HEADER = ("name", "op", "shape", "dtype", "bytes", "FLOPs", "needed", "kept")

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from torch_remat._compat import DispatchMode, graph_task, ranks_of_group
+from torch_remat._table import Table
 from torch_remat._text import aligned, format_bytes, plural
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.errors import UsageError
@@ -61,28 +62,13 @@ class Collective:
         return f"{self.op} {self.tensors} ({where})"
 
 
-class Collectives(Sequence[Collective]):
+class Collectives(Table[Collective]):
     """The collectives of a block, in order; prints as a table."""
-
-    def __init__(self) -> None:
-        self._rows: list[Collective] = []
-
-    def __getitem__(self, index: Any) -> Any:
-        """Return a row, or a list of rows."""
-        return self._rows[index]
-
-    def __len__(self) -> int:
-        """Return the number of rows."""
-        return len(self._rows)
 
     @property
     def names(self) -> list[str]:
         """The ops, in order."""
         return [row.op for row in self._rows]
-
-    def to_dicts(self) -> list[dict[str, Any]]:
-        """Return the rows as plain dicts."""
-        return [asdict(row) for row in self._rows]
 
     def difference(self, group: Any = None) -> str | None:
         """Tell from which call on the ranks differ, after the block.
@@ -109,10 +95,6 @@ class Collectives(Sequence[Collective]):
         total = format_bytes(sum(row.bytes for row in self._rows))
         end = f"{plural(len(self), 'collective')}{': ' * bool(phases)}{phases}; {total}"
         return "\n".join([*aligned([_HEADER, *cells], right=(0, 3)), end])
-
-    def __repr__(self) -> str:
-        """Return the table as text."""
-        return str(self)
 
 
 _HEADER = ("call", "collective", "tensors", "bytes", "ranks", "phase", "region")
