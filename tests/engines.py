@@ -506,3 +506,6 @@ ENGINES: dict[str, Callable[[Apply], Engine]] = {
     "zero_bubble": lambda apply: Pipeline(apply, ScheduleInterleavedZeroBubble, stages=2),
     "zbv": lambda apply: Pipeline(apply, ScheduleZBVZeroBubble, stages=2),
 }
+
+# Torch's composable checkpoint cannot be in a pipeline with zero bubble, whatever is inside of it.
+IMPOSSIBLE = {f"{engine}:composable" for engine in ("zero_bubble", "zbv")}

@@ -175,10 +175,10 @@ def _peak(name: str, way: str) -> int:
 
 
 def zero_bubble_needs_less_than_without_checkpointing() -> None:
-    """The peak of schedules with zero bubble: torch's checkpoint is above that without any, ours is below."""
+    """The peak of schedules with zero bubble: ours is below that without checkpointing, and below torch's."""
     for name in ("zero_bubble", "zbv"):
         peaks = {way: _peak(name, way) for way in ("none", "torch", "modules", "matmuls")}
-        assert peaks["modules"] < peaks["matmuls"] < peaks["none"] < peaks["torch"], (name, peaks)
+        assert peaks["modules"] < peaks["matmuls"] < min(peaks["none"], peaks["torch"]), (name, peaks)
 
 
 DDP_SETTINGS: list[dict[str, Any]] = [

@@ -1,7 +1,8 @@
 """The table of engines by ways: `python -m tests.engines_table --world 2 [ENGINE ...] [--ways WAY ...]`.
 
 Prints one row a cell. A cell that fails, or hangs for longer than its limit, ends its processes; new ones go on with
-the next. All cells with worlds of two and four take about a quarter of an hour. The command ends with 1 if one failed.
+the next. All cells with two processes take a quarter of an hour on two cores. Rows of torch's own ways may fail, where
+torch does: the command ends with 1 if one of ours failed.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def _run_processes(world: int, cells: Sequence[str], steps: int, limit_seconds: 
 def main() -> int:
     """Run the table and print it."""
     sys.path.insert(0, str(HERE))
-    from engines import ENGINES, WAYS
+    from engines import ENGINES, IMPOSSIBLE, THEIRS, WAYS
     from engines_checks import CHECKS
 
     parser = argparse.ArgumentParser(description=__doc__)
@@ -76,14 +77,16 @@ def main() -> int:
     parser.add_argument("--seconds", type=int, default=30, help="the limit of a cell")
     parser.add_argument("--verbose", action="store_true")
     given = parser.parse_args()
-    cells = [f"{engine}:{way}" for engine in given.engines for way in (CHECKS if engine == "check" else given.ways)]
     failed = 0
-    for cell, told, texts in run_cells(given.world, cells, given.steps, given.seconds):
-        failed += not told.startswith("equal")
-        sys.stdout.write(f"{given.world}  {cell:<36} {told[:240]}\n")
-        for text in texts if given.verbose else ():
-            sys.stdout.write(text[-3000:])
-        sys.stdout.flush()
+    for engine in given.engines:  # in processes of their own: rows are printed when they end
+        ways = CHECKS if engine == "check" else given.ways
+        cells = [cell for way in ways if (cell := f"{engine}:{way}") not in IMPOSSIBLE]
+        for cell, told, texts in run_cells(given.world, cells, given.steps, given.seconds):
+            failed += not (told.startswith("equal") or cell.split(":")[1] in THEIRS)
+            sys.stdout.write(f"{given.world}  {cell:<36} {told[:240]}\n")
+            for text in texts if given.verbose else ():
+                sys.stdout.write(text[-3000:])
+            sys.stdout.flush()
     return int(failed > 0)
 
 

@@ -559,8 +559,9 @@ def is_wrapper_of_fsdp1(module: torch.nn.Module) -> bool:
 
 def run_fsdp_in(context: Callable[[], AbstractContextManager[Any]]) -> None:
     """Have FSDP's work on parameters run in a context from now on, if FSDP is in use; the first call counts."""
-    for name in [name for name in _FSDP_WORK if name in sys.modules] if torch.distributed.is_initialized() else ():
-        kind, methods = _FSDP_WORK.pop(name)
+    imported = [name for name in _FSDP_WORK if name in sys.modules]
+    for name in imported if imported and torch.distributed.is_initialized() else ():
+        kind, methods = _FSDP_WORK.pop(name, ("", ()))  # another thread may be faster
         owner = getattr(sys.modules[name], kind, None)
         for method in methods:
             if (work := getattr(owner, method, None)) is not None:
