@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import no_other_regions
 from test_distributed import run_workers
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "docs" / "examples"))
@@ -22,6 +23,13 @@ LAYOUTS = {
     "tensor": lambda ranks: scale.Layout(tensor=ranks),
     "sequence": lambda ranks: scale.Layout(tensor=ranks, sequence=True),
 }
+
+
+@pytest.fixture(autouse=True)
+def alone():
+    """Reports of all regions are of these alone."""
+    with no_other_regions():
+        yield
 
 
 def text(schedule, ranks, microbatches):
