@@ -12,10 +12,10 @@ PIP := $(VENV_PYTHON) -m pip -qq --disable-pip-version-check --no-input
 INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint format coverage bench demo clean FORCE
+.PHONY: help setup test lint format coverage bench demo demo-distributed clean FORCE
 
 help:  ## show this text
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@echo
 	@echo 'Variables: PYTHON (now: $(PYTHON)), TORCH (now: $(TORCH)), PYTEST_ARGS, BENCH_ARGS, DEMO_ARGS'
 
@@ -42,6 +42,9 @@ bench: .venv/.bench  ## run the benchmarks; BENCH_ARGS=--help lists their option
 
 demo: $(INSTALLED)  ## run docs/examples/demo.py
 	$(VENV_PYTHON) docs/examples/demo.py $(DEMO_ARGS)
+
+demo-distributed: $(INSTALLED)  ## run docs/examples/train_distributed.py on two processes; DEMO_ARGS='--parallel sp'
+	$(VENV_PYTHON) -m torch.distributed.run --standalone --nproc-per-node 2 docs/examples/train_distributed.py $(DEMO_ARGS)
 
 clean:  ## remove caches and build output; .venv stays
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov
