@@ -10,9 +10,10 @@ DEMO_ARGS ?=
 VENV_PYTHON := .venv/bin/python
 PIP := $(VENV_PYTHON) -m pip -qq --disable-pip-version-check --no-input
 INSTALLED := .venv/.installed
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV_PYTHON) -m mkdocs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint format coverage bench demo clean FORCE
+.PHONY: help setup test lint format coverage bench demo docs docs-serve clean FORCE
 
 help:  ## show this text
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -43,8 +44,14 @@ bench: .venv/.bench  ## run the benchmarks; BENCH_ARGS=--help lists their option
 demo: $(INSTALLED)  ## run docs/examples/demo.py
 	$(VENV_PYTHON) docs/examples/demo.py $(DEMO_ARGS)
 
+docs: .venv/.docs  ## build the site into site/; warnings and broken links are errors
+	$(MKDOCS) build --strict
+
+docs-serve: .venv/.docs  ## show the site, and build it again when a page changes
+	$(MKDOCS) serve
+
 clean:  ## remove caches and build output; .venv stays
-	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov
+	rm -rf build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov
 	find benchmarks docs tests torch_remat -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # pip is the last thing that venv installs, so a half-made .venv is completed on the next call.
@@ -64,4 +71,9 @@ $(INSTALLED): pyproject.toml .venv/.torch | .venv/bin/pip
 # Real models to measure; large, so only where they are asked for.
 .venv/.bench: $(INSTALLED)
 	$(PIP) install --editable '.[bench]'
+	@touch $@
+
+# What builds the site; the tests need nothing of it.
+.venv/.docs: $(INSTALLED)
+	$(PIP) install --editable '.[docs]'
 	@touch $@

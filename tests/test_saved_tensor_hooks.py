@@ -261,5 +261,5 @@ def test_region_that_writes_its_argument_is_right_where_it_gets_another_copy_of_
     if around in ("hooks", "torch's checkpoint"):
         assert_same(train(True), train(False))
     else:
-        with pytest.raises(remat.MutationError, match="changed (this input )?in place"):
+        with pytest.raises(remat.MutationError, match=r"changed (this input )?in place"):
             train(True)
