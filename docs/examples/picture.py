@@ -21,7 +21,7 @@ _WIDTHS = {"forward": 1.0, "backward": 2.0, "optimizer": 0.4}
 # Readable without colour. The thick line lies under the dashed one, so that both show where they agree.
 _STYLES = (
     {"color": "#777777", "linewidth": 1.5, "zorder": 2},
-    {"color": "#ff9d3b", "linewidth": 1.4, "zorder": 5, "linestyle": (0, (4, 2))},
+    {"color": "#d95f02", "linewidth": 1.4, "zorder": 5, "linestyle": (0, (4, 2))},
     {"color": "#1f4e9c", "linewidth": 2.8, "zorder": 4},
     {"color": "#2a9d5c", "linewidth": 1.5, "zorder": 3},
 )
