@@ -13,10 +13,10 @@ INSTALLED := .venv/.installed
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV_PYTHON) -m mkdocs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint format coverage bench demo docs docs-serve clean FORCE
+.PHONY: help setup test lint format coverage bench demo docs docs-serve release-check clean FORCE
 
 help:  ## show this text
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@echo
 	@echo 'Variables: PYTHON (now: $(PYTHON)), TORCH (now: $(TORCH)), PYTEST_ARGS, BENCH_ARGS, DEMO_ARGS'
 
@@ -50,6 +50,9 @@ docs: .venv/.docs  ## build the site into site/; warnings and broken links are e
 docs-serve: .venv/.docs  ## show the site, and build it again when a page changes
 	$(MKDOCS) serve
 
+release-check: .venv/.release  ## build wheel and sdist, install them in a clean environment, test them there
+	.ci/release-check $(VENV_PYTHON) '$(TORCH)'
+
 clean:  ## remove caches and build output; .venv stays
 	rm -rf build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov
 	find benchmarks docs tests torch_remat -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -76,4 +79,9 @@ $(INSTALLED): pyproject.toml .venv/.torch | .venv/bin/pip
 # What builds the site; the tests need nothing of it.
 .venv/.docs: $(INSTALLED)
 	$(PIP) install --editable '.[docs]'
+	@touch $@
+
+# What builds and checks a release.
+.venv/.release: $(INSTALLED)
+	$(PIP) install --editable '.[release]'
 	@touch $@
