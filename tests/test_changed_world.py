@@ -10,6 +10,7 @@ from helpers import assert_same, checkpointed, leaf
 from torch import nn
 
 import torch_remat as remat
+from torch_remat.dispatch.check import unread
 
 
 def assert_right_or_refused(build, change):
@@ -417,3 +418,36 @@ def test_function_that_closes_over_itself_and_modules_in_a_circle_come_to_an_end
 
     x = leaf(2, 4)
     assert_same(torch.autograd.grad(block(x).sum(), x), torch.autograd.grad(checkpointed(block)(x).sum(), x))
+
+
+@pytest.mark.parametrize("is_deleted", [False, True])
+def test_a_bias_that_is_none_or_no_parameter_in_replay_is_an_error(is_deleted):
+    layer = nn.Linear(4, 4)
+    y = remat.checkpoint()(lambda x: layer(x).sin())(torch.randn(2, 4, requires_grad=True))
+    if is_deleted:
+        del layer.bias
+        layer.__dict__["bias"] = torch.zeros(4)
+    else:
+        layer.bias = None
+    with pytest.raises(remat.MismatchError, match=r"parameter 1.*then none"):
+        y.sum().backward()
+
+
+def test_views_listed_as_parameters_in_forward_and_attributes_in_replay_are_no_other_parameters(monkeypatch):
+    """As the first FSDP has them, with `use_orig_params=True`; the replay watches no op for them."""
+    monkeypatch.setattr(unread.Unread, "add", lambda *_: pytest.fail("the replay is watched"))
+    flat = nn.Parameter(torch.randn(20))
+    layer = nn.Linear(4, 4)
+    del layer.weight, layer.bias
+    weight, bias = flat[:16].view(4, 4), flat[16:]
+    layer._parameters.update(weight=weight, bias=bias)
+    x = torch.randn(2, 4, requires_grad=True)
+    gradients = []
+    for wrap in (lambda function: function, remat.checkpoint()):
+        layer._parameters.update(weight=weight, bias=bias)
+        y = wrap(lambda x: layer(x).sin().sin())(x)
+        layer._parameters.clear()
+        layer.__dict__.update(weight=weight, bias=bias)
+        gradients.append(torch.autograd.grad(y.sum(), [x, flat], retain_graph=True))
+    for one, other in zip(*gradients, strict=True):
+        assert torch.equal(one, other)

@@ -147,7 +147,7 @@ def test_ten_thousand_ops_come_back_without_recursion() -> None:
             x = x + 1
         memory = runtime._memory
         for storage in list(memory.storages):
-            if storage.pooled:
+            if storage.place >= 0:
                 memory.evict(storage)
         assert x[0].item() == 10_000
         del first
@@ -192,7 +192,7 @@ def test_sizes_and_types_are_read_without_data() -> None:
         memory = runtime._memory
         runtime.live_bytes  # noqa: B018
         for storage in list(memory.storages):
-            if storage.pooled:
+            if storage.place >= 0:
                 memory.evict(storage)
         assert (x.shape, x.stride(), x.dtype, x.device.type) == ((4, 6), (1, 4), torch.float32, "cpu")
         x.view(torch.int32).t().reshape(-1)[:3].unsqueeze(0)

@@ -74,7 +74,7 @@ class EvictAll(torch.utils._python_dispatch.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for storage in list(self._memory.storages):
-            if storage.pooled:
+            if storage.place >= 0:
                 self._memory.evict(storage)
         return func(*args, **(kwargs or {}))
 

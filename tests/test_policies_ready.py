@@ -29,7 +29,7 @@ def sine_chain(x, w):
 
 def test_all_are_there():
     names = {"save_attention", "save_matmuls", "save_every_other_matmul", "save_discrete", "never_replay_effects"}
-    assert names <= set(dir(policies))
+    assert {*names, "save_collectives"} == set(policies.__all__) <= set(dir(policies))
     assert remat.policies is policies
 
 

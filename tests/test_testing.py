@@ -10,12 +10,12 @@ import torch
 from offloaders import Counting, Declining
 
 import torch_remat as remat
-from torch_remat import testing
+from torch_remat.testing import offloaders
 
 
 @pytest.fixture(autouse=True)
 def _little_patience(monkeypatch):
-    monkeypatch.setattr(testing, "_PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(offloaders, "_PATIENCE_SECONDS", 0.3)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "CpuOffloader moves tensors to host memory")
         yield
@@ -100,6 +100,24 @@ class Locks(Base):
     def offload(self, tensor, info):
         with self.lock:
             return tensor.clone()
+
+    def release(self, ticket):
+        with self.lock:
+            pass
+
+
+class LocksLate(Base):
+    """The lock is held in one line of many, of a method that is called least."""
+
+    def prefetch(self, ticket):
+        total = 0
+        total += 1
+        total += 2
+        total += 3
+        total += 4
+        total += 5
+        with self.lock:
+            total += 6
 
     def release(self, ticket):
         with self.lock:
@@ -214,6 +232,7 @@ class CountsWithoutLock(Base):
         (KeepsSource, "tensor that was offloaded is not kept"),
         (KeepsResults, "result of onload is not kept"),
         (Locks, "does not wait for a lock"),
+        (LocksLate, "does not wait for a lock"),
         (Graph, "plain contiguous"),
         (Strides, "plain contiguous"),
         (ChangesSource, "offload leaves the tensor as it is"),
@@ -237,7 +256,7 @@ def test_broken_offloader_is_told_which_rule_it_breaks(kind, rule):
 def test_offloader_whose_calls_take_their_time_keeps_the_contract():
     class Slow(Base):
         def offload(self, tensor, info):
-            threading.Event().wait(testing._PATIENCE_SECONDS / 30)
+            threading.Event().wait(offloaders._PATIENCE_SECONDS / 30)
             return super().offload(tensor, info)
 
     assert remat.testing.check_offloader(Slow()) == 27

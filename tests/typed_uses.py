@@ -31,6 +31,9 @@ def right(plan: Plan) -> None:
     y = remat.checkpoint(region_name="block", determinism_check="bitwise", policy=[aten.mm.default])(block)(x)
     y = remat.checkpoint(policy=policy, determinism_check=torch.sum)(block)(x)
     y = remat.checkpoint(policy=remat.policies.save_matmuls | remat.save_names("mm_*"), offload_inputs=True)(block)(x)
+    policies = remat.policies.save_collectives(all_gathers=True) | remat.policies.save_collectives
+    y = remat.checkpoint(policy=policies & ~remat.save_names("gate.*"))(block)(x)
+    y = remat.checkpoint(policy=[aten.mm.default] & ~remat.save_names("gate.*"))(block)(x)
     y = remat.op(block, "block", policy=remat.CheckpointPolicy.OFFLOAD)(x, scale=2.0)
     y = remat.native_save_region("block", block, x)
     y = remat.checkpoint_sequential([block, block], 2, x, early_stop=False)
@@ -71,4 +74,7 @@ def wrong() -> None:
     remat.op(block, "block")(x, scal=1.0)  # error: call-arg
     remat.op(block, "block", policy="save")  # error: call-overload
     named(x, 3)  # error: call-arg
+    remat.checkpoint(policy=~remat.save_names("gate.*"))  # error: arg-type
+    remat.policies.save_matmuls & remat.save_names("gate.*")  # error: operator
+    ~remat.offload_names("gate.*")  # error: operator
     remat.save_names(3)  # error: arg-type

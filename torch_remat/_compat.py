@@ -7,9 +7,10 @@ which torch documents for use outside although its module has an underscore.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import cache, partial
+from functools import cache, partial, wraps
 from operator import attrgetter, methodcaller
 from threading import Lock
 from types import CodeType
@@ -490,6 +491,26 @@ def has_effect(op: object) -> bool:
         return bool(has_effects(op, (), {}))  # type: ignore[call-arg]
 
 
+def ranks_of_group(group: Any) -> tuple[int, ...]:
+    """Return the global ranks of a process group, as an op of a collective gets it: by name, or in a torch object."""
+    import torch.distributed as dist
+
+    if isinstance(group, str):
+        group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[attr-defined, arg-type]
+    elif isinstance(group, torch.ScriptObject):
+        group = dist.ProcessGroup.unbox(group)
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def without_work(value: Any) -> Any:
+    """Return a finished work for that of a collective, which holds tensors, and any other value itself."""
+    if type(value) is not torch.ScriptObject or value._type().qualified_name() != "__torch__.torch.classes.c10d.Work":
+        return value
+    future: torch.futures.Future[list[Any]] = torch.futures.Future()
+    future.set_result([])
+    return torch._C._distributed_c10d._create_work_from_future(future).boxed()  # type: ignore[attr-defined]
+
+
 def past_the_compiler(error: Exception) -> Exception:
     """Return an error that reaches the caller of compiled code as what it is.
 
@@ -510,3 +531,47 @@ def same_memory(tensor: torch.Tensor) -> torch.Tensor:
     with without_dispatch_modes():
         alias: torch.Tensor = torch.ops.aten._unsafe_view(tensor, tensor.shape)
     return alias
+
+
+# What FSDP does to parameters, by module, class and methods: it gathers them and frees them, in hooks of the modules
+# that it shards. Where such a module is in a region, its hooks run the same ops as user code does, and only in the
+# phase that finds the parameters sharded. Neither torch nor the ops tell which ops these are.
+_FSDP_WORK = {
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group": (
+        "FSDPParamGroup",
+        ("lazy_init", "unshard", "wait_for_unshard", "reshard"),
+    ),
+    "torch.distributed.fsdp._flat_param": (
+        "FlatParamHandle",
+        ("pre_unshard", "unshard", "post_unshard", "reshard", "post_reshard"),
+    ),
+}
+
+
+# What the first FSDP, and `torch.compile`, call the module that they wrap.
+WRAPPED_BY_FSDP1, WRAPPED_BY_COMPILE = "_fsdp_wrapped_module", "_orig_mod"
+
+
+def is_wrapper_of_fsdp1(module: torch.nn.Module) -> bool:
+    """Whether a module is the first FSDP's wrapper; its class would import all of FSDP."""
+    return WRAPPED_BY_FSDP1 in module._modules
+
+
+def run_fsdp_in(context: Callable[[], AbstractContextManager[Any]]) -> None:
+    """Have FSDP's work on parameters run in a context from now on, if FSDP is in use; the first call counts."""
+    imported = [name for name in _FSDP_WORK if name in sys.modules]
+    for name in imported if imported and torch.distributed.is_initialized() else ():
+        kind, methods = _FSDP_WORK.pop(name, ("", ()))  # another thread may be faster
+        owner = getattr(sys.modules[name], kind, None)
+        for method in methods:
+            if (work := getattr(owner, method, None)) is not None:
+                setattr(owner, method, _within(context, work))
+
+
+def _within(context: Callable[[], AbstractContextManager[Any]], work: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(work)
+    def work_in_context(*args: Any, **kwargs: Any) -> Any:
+        with context():
+            return work(*args, **kwargs)
+
+    return work_in_context

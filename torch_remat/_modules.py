@@ -12,6 +12,7 @@ from torch.compiler import is_compiling
 from torch.nn import Module
 
 from torch_remat._checkpoint import checkpoint
+from torch_remat._compat import WRAPPED_BY_COMPILE, WRAPPED_BY_FSDP1
 from torch_remat._of_module import OfModule
 from torch_remat._options import ModulesOptions, require_options
 from torch_remat.errors import UsageError, shown
@@ -235,11 +236,16 @@ def _checked(patterns: Any) -> list[tuple[str, Mapping[str, Any]]]:
 
 
 def _callable_modules(model: Module) -> Iterator[tuple[str, Module]]:
-    """Yield the submodules that have a forward, by each of their names; what ``torch.compile`` returned is not one."""
+    """Yield the submodules that have a forward, by each of their names, but no wrappers of torch's around another."""
     for path, module in model.named_modules(remove_duplicate=False):
-        name = ".".join(part for part in path.split(".") if part != "_orig_mod")
-        if name and "_orig_mod" not in module._modules and _has_forward(module):
+        name = ".".join(part for part in path.split(".") if part not in _WRAPPED)
+        if name and _WRAPPED.isdisjoint(module._modules) and _has_forward(module):
             yield name, module
+
+
+# Of such a wrapper the module inside is what a pattern means. A region inside of FSDP's is as if it had been made
+# before: what FSDP does to parameters lies outside of it.
+_WRAPPED = frozenset((WRAPPED_BY_COMPILE, WRAPPED_BY_FSDP1))
 
 
 def _has_forward(module: Module) -> bool:

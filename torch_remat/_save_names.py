@@ -10,7 +10,7 @@ from torch_remat.policies.kinds import Decision, OpPolicy
 from torch_remat.policies.names import NamePolicy
 
 
-def save_names(*patterns: str) -> OpPolicy:
+def save_names(*patterns: str) -> NamePolicy:
     """Return a policy that saves results by name.
 
     Each result of an op in a region has an automatic name, the same in each run: the path of its module from the
@@ -21,8 +21,9 @@ def save_names(*patterns: str) -> OpPolicy:
         *patterns: Shell patterns (``*``, ``?``, ``[...]``) that are compared with the whole name, case included.
 
     Returns:
-        A policy for ``checkpoint(policy=...)``; ``|`` combines it with others. A pattern that matches nothing is an
-        error at the end of the region's forward.
+        A policy for ``checkpoint(policy=...)``; ``|`` combines it with others. ``policy & ~save_names(...)`` leaves the
+        names out of any policy: they are recomputed, whatever the parts of it say. A pattern that matches nothing is
+        an error at the end of the region's forward.
 
     Raises:
         PolicyError: There is no pattern, or one is no string or empty.
@@ -30,9 +31,11 @@ def save_names(*patterns: str) -> OpPolicy:
     Example:
         >>> import torch
         >>> import torch_remat as remat
-        >>> block = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU())
+        >>> block = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 8))
         >>> x = torch.randn(4, 8, requires_grad=True)
         >>> y = remat.checkpoint(policy=remat.save_names("0.addmm_*"))(block)(x)
+        >>> policy = remat.policies.save_matmuls & ~remat.save_names("2.*")
+        >>> y = remat.checkpoint(policy=policy)(block)(x)
     """
     return NamePolicy(_checked("save_names", patterns), Decision.MUST_SAVE)
 

@@ -198,6 +198,7 @@ class Piece(NamedTuple):
     offloaded: bool = False  # whether it lies elsewhere than where it was made
     # Why it is there, too, although it is offloaded; another piece stands for that.
     besides: Literal["not gone yet", "brought back"] | None = None
+    shard: bool = False  # whether it is what this process has of a DTensor
 
 
 def pieces_in(value: Any, made_on: torch.device | None = None) -> Iterator[Piece]:
@@ -211,7 +212,9 @@ def pieces_in(value: Any, made_on: torch.device | None = None) -> Iterator[Piece
     for leaf in leaves:
         if isinstance(leaf, Tensor):
             moved = made_on is not None and leaf.device != made_on
-            yield Piece(tuple(leaf.shape), leaf.dtype, str(leaf.device), memory_of(leaf), moved)
+            shard = hasattr(leaf, "to_local")
+            shape = next(iter(parts_of(leaf)), leaf).shape if shard else leaf.shape
+            yield Piece(tuple(shape), leaf.dtype, str(leaf.device), memory_of(leaf), moved, shard=shard)
 
 
 def _pieces_of_away(away: Offloaded) -> Iterator[Piece]:

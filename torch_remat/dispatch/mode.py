@@ -42,6 +42,7 @@ from torch_remat._compat import (
     detached,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
+    run_fsdp_in,
 )
 from torch_remat.dispatch.holder import Holder, RegionLike
 from torch_remat.dispatch.options import Watch
@@ -206,6 +207,7 @@ class RematMode(DispatchMode):
         self, watcher: Handler, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Run a function and show every aten op in it to a watcher; which returns its result."""
+        run_fsdp_in(unseen)
         previous = self.watcher
         self.show_ops_to(watcher)
         try:

@@ -106,7 +106,6 @@ class BlockMemory(Memory):
         if self.live > self.peak:
             self.peak = self.live
         if not storage.pin:
-            storage.pooled = True
             self.pool.add(storage)
 
     def link(self, op: Op, storage: Version) -> None:

@@ -47,11 +47,11 @@ class View:
 
     storage: Storage
     op: Any = None
-    defined: bool = False
+    resident: bool = False
 
     def fill(self, data: Any) -> None:
         """Be there."""
-        self.defined = True
+        self.resident = True
 
 
 @dataclass(eq=False, slots=True)
@@ -99,7 +99,8 @@ class Memory:
     def record(self, op: Any) -> None:
         """Connect the storages that an op has made for the first time with those that it read."""
         op.has_run = True
-        read = dict.fromkeys(tensor.storage for tensor in op.inputs)
+        read = {tensor.storage: None for tensor in op.inputs}
+        made = {tensor.storage: None for tensor in op.outputs}
         for tensor in op.outputs:
             storage = tensor.storage
             storage.names += 1
@@ -107,7 +108,7 @@ class Memory:
                 self.storages[storage] = None
             else:
                 storage.views = (*storage.views, tensor)
-        for storage in dict.fromkeys(tensor.storage for tensor in op.outputs):
+        for storage in made:
             storage.cost += op.cost
             storage.last_access = self.clock
             for parent in read:
@@ -151,21 +152,13 @@ class Memory:
 
     def offer(self, storage: Any) -> None:
         """Put a storage into the pool, if it can be evicted now."""
-        if not (storage.pooled or storage.locks or storage.pin) and storage.resident:
-            storage.pooled = True
+        if storage.place < 0 and storage.resident and not (storage.locks or storage.pin):
             self.pool.add(storage)
-
-    def withdraw(self, storage: Any) -> None:
-        """Take a storage out of the pool, before anything about it changes."""
-        if storage.pooled:
-            storage.pooled = False
-            self.pool.discard(storage)
 
     def lock(self, storage: Any) -> None:
         """Keep a storage where it is, resident or to become so."""
         storage.locks += 1
-        if storage.pooled:
-            self.withdraw(storage)
+        self.pool.discard(storage)
 
     def unlock(self, tensors: Iterable[Any]) -> None:
         """Take one lock off the storage of each tensor; what nothing needs any more is removed."""
@@ -173,23 +166,22 @@ class Memory:
             storage = tensor.storage
             storage.locks -= 1
             if not storage.locks:
-                if not storage.pin:
-                    self.offer(storage)
+                self.offer(storage)
                 if not (storage.names or storage.users):
                     self.remove([storage])
 
     def pin(self, storage: Any, why: str) -> None:
         """Keep a resident storage for good."""
-        self.withdraw(storage)
+        self.pool.discard(storage)
         storage.pin = why
 
     def evict(self, storage: Any) -> None:
         """Drop the data of a storage that can be made again."""
-        self.withdraw(storage)
+        self.pool.discard(storage)
         self.live -= storage.size_bytes
         storage.drop()
         for view in storage.views:
-            view.defined = False
+            view.resident = False
         self.heuristic.evicted(storage)
 
     # What nothing needs
@@ -213,15 +205,14 @@ class Memory:
             if one.users and not (banishes and not any(child.misses(one) for child in one.children)):
                 continue
             del self.storages[one]
-            if one.pooled:
-                self.withdraw(one)
+            self.pool.discard(one)
             self.heuristic.removed(one)
             if one.resident:
                 self.live -= one.size_bytes
                 one.drop()
             if one.children:
                 for child in tuple(one.children):
-                    self.withdraw(child)
+                    self.pool.discard(child)
                     child.pin = "what made it was banished"
                     todo += self.cut(child, one)
             todo += self.cut(one)
@@ -257,7 +248,7 @@ class Memory:
                 frame = stack[-1]
                 op = frame.op
                 missing = self._begin(frame) if frame.missing is None else frame.missing
-                while missing and missing[-1].defined:
+                while missing and missing[-1].resident:
                     self.lock(missing.pop().storage)
                 if missing:
                     stack.append(_Frame(missing[-1].op))
@@ -282,10 +273,8 @@ class Memory:
         for tensor in frame.op.inputs:
             storage = tensor.storage
             storage.last_access = self.clock
-            if tensor.defined:
-                storage.locks += 1
-                if storage.pooled:
-                    self.withdraw(storage)
+            if tensor.resident:
+                self.lock(storage)
             else:
                 missing.append(tensor)
                 self.pool.touch(storage)
@@ -317,14 +306,13 @@ class Memory:
             for tensor, data in zip(op.outputs, made, strict=True):
                 if tensor is None or (storage := tensor.storage) not in self.storages:
                     continue
-                if not tensor.defined:
+                if not tensor.resident:
                     tensor.fill(data)
                     if tensor is storage:
                         spare -= storage.size_bytes
                         if again:
                             self.heuristic.rematerialized(storage)
-                if not (storage.pooled or storage.locks or storage.pin):
-                    self.offer(storage)
+                self.offer(storage)
         finally:
             if spare:
                 self.grow(-spare)

@@ -44,7 +44,7 @@ _KEEP = (
 NO_ROOTS: Mapping[Version, torch.Tensor] = {}
 
 Cost = Literal["measured", "flops"] | Callable[..., float]
-_COLLECTIVES = frozenset(("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "symm_mem"))
+_ONCE = frozenset(("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "symm_mem", "profiler"))
 # Batch norms in training write their running statistics and do not read them: (name, place of `training`, or -1 for
 # one that always trains). Their other results can be made again without writing the statistics twice.
 _BATCH_NORMS = {
@@ -93,7 +93,7 @@ class Kind:
         self.written = _STATISTICS if effects.name in WRITES_WITHOUT_SAYING else effects.written
         self.returned = effects.returned
         self.random = effects.random
-        self.once = self.higher or effects.namespace in _COLLECTIVES or (not torchs and has_effect(op))
+        self.once = self.higher or effects.namespace in _ONCE or (not torchs and has_effect(op))
         self.lifts = op is LIFT
         self.training = _BATCH_NORMS.get(effects.name)
         self.adds = op is torch.ops.aten.add.Tensor

@@ -70,10 +70,13 @@ class ScanPool:
     def add(self, storage: Storage) -> None:
         """Take in a storage that became evictable."""
         self._storages[storage] = None
+        storage.place = 0
 
     def discard(self, storage: Storage) -> None:
         """Let go of a storage, if it is here."""
-        self._storages.pop(storage, None)
+        if storage.place >= 0:
+            storage.place = -1
+            self._storages.pop(storage, None)
 
     def touch(self, storage: Storage) -> None:
         """Take note that a storage's last access has changed, if it is here; who asks for scores anew need not."""

@@ -59,6 +59,7 @@ from torch_remat.dtr._ops import (
     refilled,
 )
 from torch_remat.dtr._pool import ScanPool
+from torch_remat.dtr._ranks import refuse_op, refuse_type
 from torch_remat.dtr._storage import Alias, Buffer, Handle, Version, copy_memory, derive, place_of
 from torch_remat.dtr._tensor import EvictableTensor, LeftTensor, LostTensor, foreign_thread, make_tensor
 from torch_remat.errors import RematError
@@ -97,6 +98,7 @@ class BlockRuntime(DispatchMode):
         kwargs = kwargs or {}
         for form in types:
             if form is not EvictableTensor and form not in _OURS:
+                refuse_type(form)
                 return NotImplemented  # another subclass takes it apart first, under this mode
         kind = kind_of(func)
         gradient = kind.accumulates and graph_task() >= 0 and _at_plain_leaf()
@@ -110,6 +112,7 @@ class BlockRuntime(DispatchMode):
                 self.memory.count(result, "made of Python values")
             return result
         if kind.once:
+            refuse_op(kind.name, args)
             return self.once(kind, func, args, kwargs)
         if kind.written:
             return self.write(kind, func, args, kwargs)
@@ -436,7 +439,7 @@ class BlockRuntime(DispatchMode):
         changed = memory.heuristic.changed
         for storage in found.inputs:
             storage.last_access = clock
-            if changed is not None and storage.pooled:
+            if changed is not None and storage.place >= 0:
                 changed.add(storage.place)
         if not pin:
             pin = self._of_gradients(found) if memory.handed else ""

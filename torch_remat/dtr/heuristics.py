@@ -35,8 +35,7 @@ class Storage:
         parents: Storages that its ops read, each once, without itself.
         children: Storages whose ops read this one, each once, without itself.
         note: The heuristic's own: None at first, free for use, dropped with the storage.
-        place: The pool's own: where the storage is in its index, -1 outside.
-        pooled: Whether it is in the pool of what can be evicted.
+        place: The pool's own: where the storage is among those that can be evicted, -1 outside.
         op: What makes it (again).
         views: Its views that are made by ops of their own.
         users: How many ops that can run again read it.
@@ -53,7 +52,6 @@ class Storage:
     parents: Any = ()
     pin = ""
     place = -1
-    pooled = False
     resident = False
     users = 0
     views: Sequence[Any] = ()
@@ -63,11 +61,6 @@ class Storage:
         self.cost = cost
         self.last_access = clock
         self.children: dict[Any, None] = {}
-
-    @property
-    def defined(self) -> bool:
-        """Whether the tensor for which it stands has data."""
-        return self.resident
 
     @property
     def storage(self) -> Any:
@@ -85,7 +78,7 @@ class Storage:
     def misses(self, parent: Storage) -> bool:
         """Whether making it whole takes another storage."""
         return not self.resident or any(
-            not view.defined and any(tensor.storage is parent for tensor in view.op.inputs) for view in self.views
+            not view.resident and any(tensor.storage is parent for tensor in view.op.inputs) for view in self.views
         )
 
 

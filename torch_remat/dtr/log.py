@@ -78,6 +78,7 @@ class Log:
         view: For each tensor whether it is a view in a storage that another tensor made.
         op_of: For each tensor the number of the op that makes it, -1 for a constant.
         sizes_bytes: For each storage its size.
+        named: The tensors that the program still names at the end, in the order in which they were first made.
         base_compute: Nanoseconds that the ops take, each once.
         peak_bytes: The most bytes alive, constants included, where each storage is freed with its last name.
 
@@ -96,6 +97,7 @@ class Log:
         self.view: list[bool] = []
         self.op_of: list[int] = []
         self.sizes_bytes: list[int] = []
+        self.named: list[int] = []
         self.base_compute: float = 0
         self.peak_bytes = 0
 
@@ -215,6 +217,7 @@ class _Reader:
             if kind not in readers:
                 raise record.broken(f"there is no instruction {kind!r}")
             readers[kind](record)
+        self._log.named = sorted(set(self._tensors.values()))
 
     def _constant(self, record: _Record) -> None:
         name = record.text("NAME")

@@ -7,7 +7,8 @@ program that is alive. Out: the file, sound line by line, whatever happens in th
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from torch_remat.dtr.log import LogWriter
 from torch_remat.errors import UsageError
 
 
-class record:
+@contextmanager
+def record(path: str | Path) -> Iterator[Runtime]:
     """Write the log of all that a block does with tensors, for `simulate`.
 
     Inside the block of a budget it writes what that block does; elsewhere it is such a block itself, without a limit.
@@ -41,33 +43,19 @@ class record:
         >>> len(remat.dtr.Log.load(path).ops) > 0
         True
     """
-
-    def __init__(self, path: str | Path) -> None:
-        self._path = path
-        self._runtime: Runtime | None = None
-        self._own = False
-
-    def __enter__(self) -> Runtime:
-        runtime = active_runtime()
-        if runtime is not None and runtime._block.recorder is not None:
-            raise UsageError("this block is being recorded already", remedy="Record it once.")
-        self._writer = LogWriter(self._path)
+    runtime = active_runtime()
+    if runtime is not None and runtime._block.recorder is not None:
+        raise UsageError("this block is being recorded already", remedy="Record it once.")
+    with ExitStack() as stack:
+        writer = stack.enter_context(LogWriter(path))
         if runtime is None:
-            self._own = True
-            runtime = Runtime(BlockMemory(math.inf, resolve("lru"), Costs("measured")))._begin()
-        self._runtime = runtime
-        runtime._block.recorder = Recorder(self._writer, seconds=runtime._memory.costs.measured)
-        return runtime
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        assert self._runtime is not None
-        try:
-            self._runtime._block.forget()
-        finally:
-            self._runtime._block.recorder = None
-            self._writer.close()
-            if self._own:
-                self._runtime._end(error)
+            runtime = own = Runtime(BlockMemory(math.inf, resolve("lru"), Costs("measured")))._begin()
+            stack.push(lambda kind, error, trace: own._end(error))
+        block = runtime._block
+        block.recorder = Recorder(writer, seconds=runtime._memory.costs.measured)
+        stack.callback(setattr, block, "recorder", None)
+        stack.callback(block.forget)
+        yield runtime
 
 
 class Recorder:

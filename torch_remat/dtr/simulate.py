@@ -140,29 +140,26 @@ class _LogMemory(Memory):
     def run_log(self, log: Log, progress: Callable[[int], Any] | None) -> None:
         """Run a whole log."""
         tensors, ops = _objects(log)
-        named = [0] * len(tensors)
         run, constant, drop = Step.RUN, Step.CONSTANT, Step.DROP
         for done, (step, number) in enumerate(log.steps):
             if step is run:
                 self.perform(ops[number])
-                for tensor in log.ops[number].outputs:
-                    named[tensor] += 1
+            elif step is drop:
+                storage = tensors[number].storage
+                storage.names -= 1
+                self.release(storage)
             else:
                 storage = tensors[number].storage
-                change = -1 if step is drop else 1
-                named[number] += change
-                storage.names += change
+                storage.names += 1
                 if step is constant:
                     self._begin_constant(storage)
-                elif step is drop:
-                    self.release(storage)
             if progress is not None and not done % 64:
                 progress(done)
-        for tensor, names in zip(tensors, named, strict=True):
-            if names:
-                if not tensor.defined:
-                    self.perform(tensor.op)
-                self.pin(tensor.storage, "named at the end")
+        for number in log.named:
+            tensor = tensors[number]
+            if not tensor.resident:
+                self.perform(tensor.op)
+            self.pin(tensor.storage, "named at the end")
 
     def _begin_constant(self, storage: _LogStorage) -> None:
         self.reserve(storage.size_bytes, "a constant")

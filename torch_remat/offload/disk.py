@@ -332,9 +332,6 @@ class _Store(Shared):
         ticket.folder.remove_file(ticket.path)
         if not ticket.released:
             self._used_bytes -= ticket.info.bytes
-        if ticket.folder is self._folder and self._folder.is_gone():
-            self._folder.remove()  # the next tensor gets a new one
-            self._folder = None
         self._failure = self._failure or (
             f"DiskOffloader({self.directory!r}): no file could be written for {ticket.info.name} "
             f"({ticket.info.bytes:,} bytes): {failure}. It stays in memory, as other tensors may; training goes on."

@@ -58,10 +58,6 @@ class Folder:
             with suppress(OSError):
                 os.unlink(path)
 
-    def is_gone(self) -> bool:
-        """Whether somebody else has removed it."""
-        return not os.path.isdir(self._path)
-
     def remove(self) -> None:
         """Remove the directory with all files, if it is of this process."""
         os.close(self._lock)

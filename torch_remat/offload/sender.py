@@ -111,7 +111,7 @@ class Sender:
             return None
         sent = self._sent.get(id(offloader))
         if sent is None:
-            sent = self._sent[id(offloader)] = RegionTransfers(table.prefetcher)
+            sent = self._sent[id(offloader)] = RegionTransfers(table.of_thread.prefetcher)
         _tell(tensor, id(transfer.copy))
         return Offloaded(sent, transfer, tensor, info)
 

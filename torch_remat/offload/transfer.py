@@ -23,7 +23,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
-from weakref import finalize, ref
+from weakref import finalize
 
 import torch
 
@@ -141,33 +141,32 @@ class Transfer:
     """
 
     __slots__ = (
-        *("__weakref__", "_arrival", "_counter", "_form", "_not_in", "_owner", "_version"),
+        *("__weakref__", "_arrival", "_counter", "_form", "_not_in", "_version"),
         *("copy", "span", "value"),
     )
 
-    def __init__(self, copy: StoredCopy, flat: torch.Tensor, owner: torch.Tensor, span: Span) -> None:
+    def __init__(self, copy: StoredCopy, flat: torch.Tensor, span: Span) -> None:
         self.copy = copy
         self.span = span
         self.value: torch.Tensor | None = None
         self._arrival: Arrival | None = None
-        self._owner = ref(owner)
         self._form = flat.numel(), flat.dtype, flat.device  # what has to come back
         self._not_in = 0
         self._version = flat._version
         self._counter = flat.detach()
         self._counter.data = _NOTHING
 
-    def shared_by(self, tensor: torch.Tensor, placement: Placement, owner: torch.Tensor) -> Transfer:
+    def shared_by(self, tensor: torch.Tensor, placement: Placement) -> Transfer:
         """Return another transfer of the same copy, for a tensor with the same memory and perhaps another counter."""
-        other = Transfer(self.copy, flattened(tensor, placement.span), owner, self.span)
+        other = Transfer(self.copy, flattened(tensor, placement.span), self.span)
         other._form = self._form
         # What comes back may be the first tensor itself, with that one's counter.
         other._not_in = storage_key(tensor)
         return other
 
-    def serves(self, owner: torch.Tensor, version: int, placement: Placement) -> bool:
-        """Whether a tensor can be rebuilt from this."""
-        return self._owner() is owner and self._version == version and self._holds(placement)
+    def serves(self, version: int, placement: Placement) -> bool:
+        """Whether a view of the same tensor can be rebuilt from this."""
+        return self._version == version and self._holds(placement)
 
     def is_unchanged(self, placement: Placement) -> bool:
         """Whether another view of the storage that travelled can be rebuilt from this as it is now."""

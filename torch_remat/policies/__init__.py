@@ -16,9 +16,18 @@ from __future__ import annotations
 from typing import Any
 
 from torch_remat._compat import has_effect
+from torch_remat.errors import PolicyError, shown
+from torch_remat.policies.collectives import is_all_gather, is_collective, is_of_collectives
 from torch_remat.policies.kinds import FunctionPolicy, OpContext
 
-__all__ = ["never_replay_effects", "save_attention", "save_discrete", "save_every_other_matmul", "save_matmuls"]
+__all__ = [
+    "never_replay_effects",
+    "save_attention",
+    "save_collectives",
+    "save_discrete",
+    "save_every_other_matmul",
+    "save_matmuls",
+]
 
 _MATMULS = frozenset((
     "mm", "addmm", "bmm", "baddbmm", "addbmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm", "mv", "addmv", "dot",
@@ -29,7 +38,6 @@ _DISCRETE = frozenset((
     "unique_consecutive", "nonzero", "nonzero_static", "multinomial", "searchsorted", "bucketize", "histc",
     "msort",
 ))  # fmt: skip
-_COLLECTIVES = frozenset(("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"))
 
 
 def _packet(op: Any) -> str:
@@ -71,4 +79,37 @@ def save_discrete(ctx: OpContext, op: Any, *args: Any, **kwargs: Any) -> bool:
 @FunctionPolicy
 def never_replay_effects(ctx: OpContext, op: Any, *args: Any, **kwargs: Any) -> bool:
     """Save the results of collectives and of ops with ordered effects, so that replay does not repeat them."""
-    return getattr(op, "namespace", "") in _COLLECTIVES or has_effect(op)
+    return is_of_collectives(op) or has_effect(op)
+
+
+@FunctionPolicy
+def _save_collectives_and_all_gathers(ctx: OpContext, op: Any, *args: Any, **kwargs: Any) -> bool:
+    """Save the results of all collectives."""
+    return is_collective(op)
+
+
+class _SaveCollectives(FunctionPolicy):
+    """The ready policy that takes an option: ``save_collectives(all_gathers=True)``."""
+
+    def __call__(self, *call: Any, all_gathers: bool = False, **kwargs: Any) -> Any:
+        """Decide about an op; without one, return the policy with this option."""
+        if call:
+            return self._function(*call, **kwargs)
+        if kwargs or not isinstance(all_gathers, bool):
+            given = ", ".join(
+                f"{name}={shown(value)}" for name, value in {**kwargs, "all_gathers": all_gathers}.items()
+            )
+            raise PolicyError(
+                f"save_collectives({given}) is not possible",
+                remedy="The form is save_collectives, or save_collectives(all_gathers=True).",
+            )
+        return _save_collectives_and_all_gathers if all_gathers else self
+
+
+@_SaveCollectives
+def save_collectives(ctx: OpContext, op: Any, *args: Any, **kwargs: Any) -> bool:
+    """Save the results of collectives, so that replay does not communicate: reduce-scatter, all-to-all, all-reduce, ...
+
+    Those of all-gathers are as large as all that was gathered; ``save_collectives(all_gathers=True)`` saves them too.
+    """
+    return is_collective(op) and not is_all_gather(op)

@@ -39,6 +39,7 @@ class Decision(IntEnum):
     MUST_RECOMPUTE = 3
     MUST_OFFLOAD = 4
     MUST_SAVE = 5
+    LEFT_OUT = 6
 
     keeps: bool
     offloads: bool
@@ -122,7 +123,7 @@ class OpContext:
 class OpPolicy(ABC):
     """A policy for the ops of a region; ``|`` combines it with another of any kind, and the stronger decision holds.
 
-    Stronger is: MUST before PREFER, then saving before offloading before recomputing.
+    Stronger is: leaving out by name, then MUST before PREFER, then saving before offloading before recomputing.
     """
 
     @abstractmethod
@@ -363,7 +364,7 @@ class Combined(OpPolicy):
         self._policies = policies
 
     def __repr__(self) -> str:
-        return " | ".join(map(repr, self._policies))
+        return " | ".join(map(repr, self._policies)).replace("| ~", "& ~")
 
     def begin(self) -> Decider:
         """Begin one forward."""
@@ -379,6 +380,7 @@ class _CombinedDecider(Decider):
         super().__init__()
         self._deciders = deciders
         self.reads_names = any(decider.reads_names for decider in deciders)
+        self.notes_packed = any(decider.notes_packed for decider in deciders)
 
     def decide(self, context: OpContext, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Decision]:
         found = [decider.decide(context, op, args, kwargs) for decider in self._deciders]
@@ -415,5 +417,5 @@ def as_policy(policy: Any) -> OpPolicy:
     raise PolicyError(
         f"{shown(policy)} is no policy for the ops of a region",
         remedy="A policy is a function (ctx, op, *args, **kwargs), a list of ops, remat.save_names(...), one "
-        "of remat.policies, or several of these with | between them.",
+        "of remat.policies, or several of these with | between them; policy & ~remat.save_names(...) leaves names out.",
     )

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from torch_remat.errors import PolicyError
-from torch_remat.policies.kinds import Decider, Decision, OpContext, OpPolicy
+from torch_remat.policies.kinds import Combined, Decider, Decision, OpContext, OpPolicy, as_policy
 
 
 class NamePolicy(OpPolicy):
@@ -24,7 +24,17 @@ class NamePolicy(OpPolicy):
 
     def __repr__(self) -> str:
         kind = "offload_names" if self._decision.offloads else "save_names"
-        return f"{kind}({', '.join(map(repr, self._patterns))})"
+        mark = "~" if self._decision is Decision.LEFT_OUT else ""
+        return f"{mark}{kind}({', '.join(map(repr, self._patterns))})"
+
+    def __invert__(self) -> LeftOut:
+        """Return what leaves these names out of a policy: ``policy & ~save_names("*.gate.*")``."""
+        if self._decision.offloads:
+            raise PolicyError(
+                f"~{self!r} is not possible",
+                remedy='Leave names out by policy & ~remat.save_names("*.gate.*"), also of what is offloaded.',
+            )
+        return LeftOut(self._patterns)
 
     def parts(self) -> tuple[Any, ...]:
         """Return the kind and the patterns."""
@@ -35,6 +45,20 @@ class NamePolicy(OpPolicy):
         return _NameDecider(self._patterns, self._decision)
 
 
+class LeftOut:
+    """Names that a policy is to leave out: its one use is ``policy & ~save_names(...)``."""
+
+    def __init__(self, patterns: Sequence[str]) -> None:
+        self._patterns = patterns
+
+    def __rand__(self, policy: Any) -> OpPolicy:
+        """Return the policy without these names."""
+        return Combined((as_policy(policy), NamePolicy(self._patterns, Decision.LEFT_OUT)))
+
+    def __repr__(self) -> str:
+        return f"~save_names({', '.join(map(repr, self._patterns))})"
+
+
 class _NameDecider(Decider):
     reads_names = True
 
@@ -43,6 +67,7 @@ class _NameDecider(Decider):
         self._patterns = patterns
         self._left = dict.fromkeys(patterns)
         self._decision = decision
+        self.notes_packed = decision is Decision.LEFT_OUT  # a name by hand comes late
 
     def decide(self, context: OpContext, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Decision]:
         return [self.decide_name(name) for name in context.names]

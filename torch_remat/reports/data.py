@@ -45,6 +45,7 @@ class KeptTensor:
         shared_with: Where the storage is counted, if not here: a name, or ``"parameter"`` or ``"buffer"``.
         offloaded: Whether it lies elsewhere than on the device where it was made.
         policy: The policy of what it belongs to, ``"save"``, ``"offload"`` or ``"recompute"``; empty without one.
+        shard: Whether it is the local shard of a DTensor: shape and bytes are those of what this process has.
     """
 
     name: str
@@ -59,6 +60,7 @@ class KeptTensor:
     shared_with: str | None = None
     offloaded: bool = False
     policy: str = ""
+    shard: bool = False
 
 
 class Sums:
@@ -149,7 +151,7 @@ class ParameterReport:
 def row_of(piece: Piece, name: str, label: str, kind: Kind, needed_by: str, policy: str = "") -> KeptTensor:
     """Return the row for a kept tensor, before its bytes are counted."""
     look = (piece.shape, str(piece.dtype).removeprefix("torch."), piece.place)
-    told = (piece.besides or kind, 0, *look, (needed_by,), (), None, piece.offloaded, policy)
+    told = (piece.besides or kind, 0, *look, (needed_by,), (), None, piece.offloaded, policy, piece.shard)
     return KeptTensor(name, label, *told)
 
 

@@ -179,6 +179,8 @@ def _cells(tensor: KeptTensor, label: str) -> list[str]:
         notes.append(f"counted as {tensor.shared_with}")
     if tensor.offloaded:
         notes.append("offloaded")
+    if tensor.shard:
+        notes.append("local shard")
     what = f"{tensor.dtype}{list(tensor.shape)} {tensor.device}"
     return [label, format_bytes(tensor.bytes), what, ", ".join(note for note in notes if note)]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, ParamSpec
 
 import torch
@@ -13,9 +13,10 @@ from torch_remat._compat import as_written, eager_only
 from torch_remat._flops import flops_of
 from torch_remat._options import says_form
 from torch_remat._storages import tensors_in
+from torch_remat._table import Table
 from torch_remat._text import aligned, plural
 from torch_remat.dispatch.log.entry import CALL, ONE, WRITTEN, Entry
-from torch_remat.dispatch.log.meta import Meta, Raised
+from torch_remat.dispatch.log.meta import Meta, Raised, WrapperMeta
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.naming import default_name
 from torch_remat.dispatch.options import Options
@@ -34,7 +35,7 @@ class NamedResult:
     Attributes:
         name: Its automatic name, or that given by `checkpoint_name`.
         op: The op, as ``aten.mm.default``.
-        shape: Its shape.
+        shape: Its shape; of a DTensor that of the local tensor, as in all other columns.
         dtype: Its dtype.
         bytes: Its size in bytes; 0 for a view, which owns no memory. What an op changes in place, or is given by
             ``out=``, is counted there if backward needs it or the policy keeps it as that op left it, else 0.
@@ -54,28 +55,13 @@ class NamedResult:
     kept: bool
 
 
-class NameTable(Sequence[NamedResult]):
+class NameTable(Table[NamedResult]):
     """The results of all ops of a function, in order; prints as a table."""
-
-    def __init__(self, rows: Sequence[NamedResult]) -> None:
-        self._rows = tuple(rows)
-
-    def __getitem__(self, index: Any) -> Any:
-        """Return a row, or a tuple of rows."""
-        return self._rows[index]
-
-    def __len__(self) -> int:
-        """Return the number of rows."""
-        return len(self._rows)
 
     @property
     def names(self) -> list[str]:
         """The names, in order."""
         return [row.name for row in self._rows]
-
-    def to_dicts(self) -> list[dict[str, Any]]:
-        """Return the rows as plain dicts."""
-        return [asdict(row) for row in self._rows]
 
     def __str__(self) -> str:
         """Return the table as text."""
@@ -85,10 +71,6 @@ class NameTable(Sequence[NamedResult]):
         rule = ["-" * max(map(len, column)) for column in zip(_HEADER, *cells, strict=True)]
         end = f"{plural(len(self), 'result')}; needed by backward: {needed:,} bytes; kept: {kept:,} bytes"
         return "\n".join([*aligned([_HEADER, rule, *cells], right=_RIGHT), end])
-
-    def __repr__(self) -> str:
-        """Return the table as text."""
-        return str(self)
 
 
 _HEADER = ("name", "op", "shape", "dtype", "bytes", "FLOPs", "needed", "kept")
@@ -239,16 +221,23 @@ def _rows(call: Entry, flops: int) -> Iterator[NamedResult]:
     made = {0} if call.kind == ONE else {place for place, _ in call.made}
     returned = call.effects.returned
     for place, meta in enumerate(results):
-        if type(meta) is Meta:
+        if parts := _dense_parts(meta):
             changed = place < len(returned) and returned[place] >= 0
             booked = WRITTEN if changed else place
             needed = booked in call.packed
             kept = booked in call.saved and (needed or (bool(call.written) if changed else place in call.kept))
             owns = (needed or kept) if changed else (call.effects.viewed is None and place in made)
-            shape, dtype = meta.geometry[0], str(meta.dtype).removeprefix("torch.")
-            size = meta.dtype.itemsize * shape.numel() if owns else 0
+            shape, dtype = parts[0].geometry[0], str(parts[0].dtype).removeprefix("torch.")
+            size = sum(part.dtype.itemsize * part.geometry[0].numel() for part in parts) if owns else 0
             yield NamedResult(call.label(place), str(call.op), tuple(shape), dtype, size, flops, needed, kept)
             flops = 0
+
+
+def _dense_parts(meta: Any) -> list[Meta]:
+    """Return a result that is a tensor, or the tensors inside of one that wraps others."""
+    if type(meta) is WrapperMeta:
+        return [part for one in meta.parts.values() for part in _dense_parts(one)]
+    return [meta] if type(meta) is Meta else []
 
 
 def _cells(row: NamedResult) -> tuple[str, ...]:

@@ -33,6 +33,7 @@ from torch.nn import Parameter
 from torch_remat._compat import (
     SavedTensorHooks,
     detached,
+    is_traceable_wrapper,
     node_behind,
     node_number,
     sequence_number,
@@ -349,6 +350,8 @@ class Recorder:
         if found is None or found[1].layout is not strided:
             return False
         place, source = found
+        if source is not tensor and (is_traceable_wrapper(source) or is_traceable_wrapper(tensor)):
+            return False  # a wrapper is no strided view of what it wraps
         origin = source if source._base is None else source._base
         if self.region.inputs.shares(origin):
             return False  # a view without a base, such as a detached one, does

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import torch
 from torch.nn import Parameter
 
-from torch_remat._compat import CompiledCode, DispatchMode
+from torch_remat._compat import CompiledCode, DispatchMode, is_wrapper_of_fsdp1
 from torch_remat.dispatch.check.compare import REPLACED, described
 from torch_remat.dispatch.holder import RegionLike
 from torch_remat.dispatch.log.entry import written_arguments
@@ -163,21 +163,30 @@ def check_parameters(region: RegionLike) -> dict[int, MakeError]:
         return {}
     # A forward that is not over has noted nothing yet.
     versions = versions_of(before) if region.finished else region.versions
-    now = _reached(region, parameters_alone=True).parameters
+    reached = _reached(region, parameters_alone=True)
+    now = reached.parameters
     if versions == region.versions and len(now) == len(before) and all(map(is_, before, now)):
         return {}
     others: dict[int, MakeError] = {}
     known = set() if len(now) == len(before) else set(map(id, before))  # which only stand elsewhere
-    for place, (one, other) in enumerate(zip_longest(before, now)):
+    leaves, leaves_now = _leaves(before), _leaves(now)
+    for place, (one, other) in enumerate(zip_longest(leaves, leaves_now)):
         if one is not other and not _may_stand_for(one, other):
             if other is None:
+                if place >= len(leaves_now) and any(map(is_wrapper_of_fsdp1, reached.modules)):
+                    continue  # it lists no parameters in backward, and has views in their place
                 raise _replaced(region, place, one, other)
             if id(other) not in known:
                 others[id(other)] = partial(_replaced, region, place, one, other)
     for place, (one, old, new) in enumerate(zip(before, region.versions, versions, strict=True)):
-        if one is not None and old != new and id(one) not in others:
+        if one is not None and old != new and id(one) not in others and one.is_leaf:
             others[id(one)] = partial(_changed, region, place, one)
     return others
+
+
+def _leaves(parameters: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Return the parameters without what FSDP1 lists in their place: views, which it makes anew for each forward."""
+    return [one for one in parameters if one is None or one.is_leaf]
 
 
 def _reached(region: RegionLike, parameters_alone: bool = False) -> Reached:

@@ -62,6 +62,7 @@ class Entry:
         storage: That of its one new result, if its kind is `ONE`.
         saved: The places of the results that are to be kept if replay needs them.
         away: Those of them that leave the device.
+        barred: The places of the results that the policy leaves out by name.
         always: Whether replay runs it whatever it is needed for.
         run: Whether replay runs it.
         before: The random generators before it, if replay must set them.
@@ -91,6 +92,7 @@ class Entry:
     storage = 0
     saved: frozenset[int] = NOTHING
     away: frozenset[int] = NOTHING
+    barred: frozenset[int] = NOTHING
     whole = True
     always = run = repeats = False
     before: RngState | None = None
@@ -273,9 +275,7 @@ def written_arguments(effects: Effects, args: Sequence[Any], kwargs: Mapping[str
     """Return the tensors that an op writes."""
     found: list[torch.Tensor] = []
     for where in effects.written:
-        value = argument(where, args, kwargs)
-        values = value if isinstance(value, (list, tuple)) else [value]
-        found += [item for item in values if isinstance(item, torch.Tensor)]
+        found += tensors_in((argument(where, args, kwargs),), {})
     return found
 
 
@@ -305,9 +305,9 @@ def answered(
     is_there = not (has_placeholder(base) if effects.viewed is None else isinstance(base, Placeholder))
     if isinstance(base, torch.Tensor) and is_there:
         return entry.op(*args, **kwargs)  # views of a tensor that is there
+    given = list(tensors_in(args, kwargs)) if several or type(results) is WrapperMeta else ()
     if not several:
-        return _of_base(base, _answered_item(results, 0, (), make))
-    given = list(tensors_in(args, kwargs))
+        return _of_base(base, _answered_item(results, 0, given, make))
     made = [
         _fitted(argument(effects.written[effects.returned[place]], args, kwargs), item)
         if place < len(effects.returned) and effects.returned[place] >= 0
@@ -336,6 +336,8 @@ def _of_base(base: Any, view: Any) -> Any:
 def _answered_item(
     item: Any, place: int, given: Sequence[torch.Tensor], make: Callable[[int, Any], torch.Tensor]
 ) -> Any:
+    if type(item) is WrapperMeta:
+        item = item.around(given)
     if type(item) in (Meta, WrapperMeta):
         return make(place, item)
     if type(item) is Given:

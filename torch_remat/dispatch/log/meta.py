@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, strided
 from torch.nn import Parameter
 
-from torch_remat._compat import is_traceable_wrapper, storage_key, without_torch_function
+from torch_remat._compat import is_traceable_wrapper, storage_key, without_torch_function, without_work
 from torch_remat.dispatch.placeholder import (
     Geometry,
     Placeholder,
@@ -58,7 +58,7 @@ class WrapperMeta(NamedTuple):
 
     Attributes:
         kind: The subclass.
-        parts: The `Meta` or `WrapperMeta` of each tensor inside, by attribute.
+        parts: The `Meta` or `WrapperMeta` of each tensor inside, by attribute; `Given` of one that was an argument.
         context: What the subclass needs besides to be made again.
         geometry: Shape and strides of the wrapper.
         alias: As in `Meta`.
@@ -69,6 +69,18 @@ class WrapperMeta(NamedTuple):
     context: Any
     geometry: Geometry
     alias: bool
+
+    def around(self, given: Sequence[torch.Tensor]) -> WrapperMeta:
+        """Return the same with the arguments in place of what only names them: they keep their history in replay."""
+        parts = {
+            name: given[part.place]
+            if type(part) is Given
+            else part.around(given)
+            if type(part) is WrapperMeta
+            else part
+            for name, part in self.parts.items()
+        }
+        return self._replace(parts=parts)
 
 
 class Given(NamedTuple):
@@ -94,13 +106,13 @@ def described(result: Any, first: Any, given: Sequence[torch.Tensor] = ()) -> An
         for place, tensor in enumerate(given):
             if tensor is result:
                 return Given(place)
-        return _described_tensor(result, first)
+        return _described_tensor(result, first, given)
     if type(result) in (tuple, list):
         return [described(item, first, given) for item in result]
-    return result
+    return without_work(result)
 
 
-def _described_tensor(tensor: torch.Tensor, first: Any) -> Any:
+def _described_tensor(tensor: torch.Tensor, first: Any, given: Sequence[torch.Tensor] = ()) -> Any:
     kind = type(tensor)
     if kind in _DENSE and tensor.layout is strided:
         lazy = tensor.is_conj(), tensor.is_neg()  # the imaginary part of a conjugate is a negative, too
@@ -109,7 +121,7 @@ def _described_tensor(tensor: torch.Tensor, first: Any) -> Any:
         names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         values = {name: getattr(tensor, name) for name in names}  # of DTensor also its mesh, which is no tensor
         parts = {
-            name: _described_tensor(part, None) if isinstance(part, torch.Tensor) else part
+            name: described(part, None, given) if isinstance(part, torch.Tensor) else part
             for name, part in values.items()
         }
         return WrapperMeta(kind, parts, context, geometry_of(tensor), _is_alias(tensor, first))
@@ -182,6 +194,8 @@ def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch
             for item in arg:
                 if isinstance(item, torch.Tensor):
                     yield item
+                elif isinstance(item, (list, tuple)):  # of collectives
+                    yield from tensors_in(item, {})
 
 
 def without_lists(args: Sequence[Any]) -> list[Any]:

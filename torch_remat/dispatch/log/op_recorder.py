@@ -20,6 +20,7 @@ from torch_remat.dispatch.holder import OpenRegionLike, RegionLike
 from torch_remat.dispatch.log.entry import (
     CALL,
     FIRST,
+    NOTHING,
     ODD,
     ONE,
     VIEW,
@@ -254,11 +255,14 @@ class OpRecorder:
                 entry.saved = FIRST if type(entry.results) is not list and not entry.writes else entry.all_places()
                 if said[0].offloads:
                     entry.away = entry.saved
+            elif said[0] is Decision.LEFT_OUT:
+                entry.saved, entry.barred = NOTHING, entry.all_places()
         else:
             places = [place for place, decision in enumerate(said) if decision.keeps]
             if places:
                 entry.saved = frozenset((WRITTEN, *places))
                 entry.away = frozenset(place for place in places if said[place].offloads)
+            entry.barred = frozenset(place for place, decision in enumerate(said) if decision is Decision.LEFT_OUT)
 
     def give_name(self, tensor: torch.Tensor, name: str) -> None:
         """Give a tensor a name by hand, and keep it if the policy says so."""
@@ -268,12 +272,31 @@ class OpRecorder:
             return
         entry, place = writer
         entry.names = {**entry.names, place: name}
-        if not decision.keeps or (place == WRITTEN and place not in entry.saved and len(entry.writes) > 1):
+        if decision is Decision.LEFT_OUT:
+            self._leave_out(entry, place, name)
+        if not decision.keeps or place in entry.barred:
+            return
+        if place == WRITTEN and place not in entry.saved and len(entry.writes) > 1:
             return  # of several that an op has written, all would have to be at hand
         entry.saved |= {place}
         if decision.offloads:
             entry.away |= {place}
         self._results.note_named(entry, place, tensor)
+
+    def _leave_out(self, entry: Entry, place: int, name: str) -> None:
+        """Keep a result no longer; what a call returned and what is written outside stay, since these run once."""
+        if isinstance(entry, Call) or entry.outside:
+            return
+        if place in entry.saved and place in entry.packed:
+            automatic = entry.labels()[max(place, 0)]
+            raise PolicyError(
+                f"{name!r} cannot be left out: it was kept for backward before it got this name",
+                region=self._owner.region.name,
+                tensor=automatic,
+                remedy=f"Leave it out by its automatic name, {automatic!r}, or name it before anything reads it.",
+            )
+        entry.barred |= {place}
+        entry.saved -= {place}
 
     def check_matched(self) -> None:
         """Raise `PolicyError` if an entry of the policy has matched nothing."""

@@ -87,20 +87,22 @@ def _read(op: Any) -> Effects:
     writes = [
         (place, value) for place, value in arguments if value.alias_info is not None and value.alias_info.is_write
     ]
+    if namespace == "c10d" and name.endswith("_") and not writes:
+        writes = arguments[:1]  # the result, or what is reduced, comes first, though the schemas do not say so
     tensors = [value.name for value in schema.arguments if "Tensor" in str(value.type)]
     # All ops with the tag that take no other tensor, but for those that may give theirs another storage.
     reshapes = torch.Tag.inplace_view in op.tags and tensors == ["self"] and packet not in ("set_", "resize_")
     if reshapes:
         writes = []
     written = tuple((place, value.name) for place, value in writes)
-    sets = [value.alias_info.before_set for _, value in writes]
+    sets = [value.alias_info.before_set if value.alias_info else set() for _, value in writes]
     returned = tuple(
         next((at for at, names in enumerate(sets) if value.alias_info and value.alias_info.before_set & names), -1)
         for value in schema.returns
     )
     names = {value.name for value in schema.arguments}
     random = torch.Tag.nondeterministic_seeded in op.tags or op.namespace != "aten"
-    ignored = op in _IGNORED
+    ignored = op in _IGNORED or namespace == "profiler"  # a named range: FSDP has some in one phase only
     viewed = None if written else _viewed(schema)
     factory = (
         viewed is None and not written
