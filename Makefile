@@ -13,10 +13,10 @@ INSTALLED := .venv/.installed
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV_PYTHON) -m mkdocs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint format coverage bench demo docs docs-serve release-check clean FORCE
+.PHONY: help setup test lint format coverage bench demo clean FORCE
 
 help:  ## show this text
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@echo
 	@echo 'Variables: PYTHON (now: $(PYTHON)), TORCH (now: $(TORCH)), PYTEST_ARGS, BENCH_ARGS, DEMO_ARGS'
 
@@ -38,11 +38,7 @@ coverage: $(INSTALLED)  ## run the tests and show the branches that they miss
 	$(VENV_PYTHON) -m coverage run -m pytest $(PYTEST_ARGS)
 	$(VENV_PYTHON) -m coverage report
 
-bench: .venv/.bench  ## run the benchmarks; BENCH_ARGS=--help lists their options
-	$(VENV_PYTHON) -m benchmarks $(BENCH_ARGS)
-
-demo: $(INSTALLED)  ## run docs/examples/demo.py
-	$(VENV_PYTHON) docs/examples/demo.py $(DEMO_ARGS)
+.PHONY: docs docs-serve release-check
 
 docs: .venv/.docs  ## build the site into site/; warnings and broken links are errors
 	$(MKDOCS) build --strict
@@ -52,6 +48,12 @@ docs-serve: .venv/.docs  ## show the site, and build it again when a page change
 
 release-check: .venv/.release  ## build wheel and sdist, install them in a clean environment, test them there
 	.ci/release-check $(VENV_PYTHON) '$(TORCH)'
+
+bench: .venv/.bench  ## run the benchmarks; BENCH_ARGS=--help lists their options
+	$(VENV_PYTHON) -m benchmarks $(BENCH_ARGS)
+
+demo: $(INSTALLED)  ## run docs/examples/demo.py
+	$(VENV_PYTHON) docs/examples/demo.py $(DEMO_ARGS)
 
 clean:  ## remove caches and build output; .venv stays
 	rm -rf build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov
