@@ -10,6 +10,7 @@ DEMO_ARGS ?=
 VENV_PYTHON := .venv/bin/python
 PIP := $(VENV_PYTHON) -m pip -qq --disable-pip-version-check --no-input
 INSTALLED := .venv/.installed
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV_PYTHON) -m mkdocs
 
 .DEFAULT_GOAL := help
 .PHONY: help setup test lint format coverage bench demo demo-distributed clean FORCE
@@ -37,6 +38,17 @@ coverage: $(INSTALLED)  ## run the tests and show the branches that they miss
 	$(VENV_PYTHON) -m coverage run -m pytest $(PYTEST_ARGS)
 	$(VENV_PYTHON) -m coverage report
 
+.PHONY: docs docs-serve release-check
+
+docs: .venv/.docs  ## build the site into site/; warnings and broken links are errors
+	$(MKDOCS) build --strict
+
+docs-serve: .venv/.docs  ## show the site, and build it again when a page changes
+	$(MKDOCS) serve
+
+release-check: .venv/.release  ## build wheel and sdist, install them in a clean environment, test them there
+	.ci/release-check $(VENV_PYTHON) '$(TORCH)'
+
 bench: .venv/.bench  ## run the benchmarks; BENCH_ARGS=--help lists their options
 	$(VENV_PYTHON) -m benchmarks $(BENCH_ARGS)
 
@@ -47,7 +59,7 @@ demo-distributed: $(INSTALLED)  ## run docs/examples/train_distributed.py on two
 	$(VENV_PYTHON) -m torch.distributed.run --standalone --nproc-per-node 2 docs/examples/train_distributed.py $(DEMO_ARGS)
 
 clean:  ## remove caches and build output; .venv stays
-	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov
+	rm -rf build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov
 	find benchmarks docs tests torch_remat -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # pip is the last thing that venv installs, so a half-made .venv is completed on the next call.
@@ -67,4 +79,14 @@ $(INSTALLED): pyproject.toml .venv/.torch | .venv/bin/pip
 # Real models to measure; large, so only where they are asked for.
 .venv/.bench: $(INSTALLED)
 	$(PIP) install --editable '.[bench]'
+	@touch $@
+
+# What builds the site; the tests need nothing of it.
+.venv/.docs: $(INSTALLED)
+	$(PIP) install --editable '.[docs]'
+	@touch $@
+
+# What builds and checks a release.
+.venv/.release: $(INSTALLED)
+	$(PIP) install --editable '.[release]'
 	@touch $@

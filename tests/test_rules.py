@@ -67,7 +67,7 @@ def layer(module: str) -> int:
         return 5  # the package itself gathers the public names
     if parts[0] == "dtr":
         return 6  # the bench: nothing imports it
-    if parts[0] in {"errors", "_compat", "_version"}:
+    if parts[0] in {"errors", "_compat", "_requires", "_version"}:
         return 0
     return {"policies": 1, "offload": 1, "dispatch": 2, "reports": 4, "budgets": 4}.get(parts[0], 3)
 

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from torch_remat import _requires as _requires  # first: it says so where torch is too old
 from torch_remat import policies
 from torch_remat._auto_forward import auto_forward
 from torch_remat._checkpoint import checkpoint, checkpoint_sequential, is_recomputing

@@ -1,3 +1,3 @@
 """The version of this package, and the only place that states it."""
 
-__version__ = "0.1.0"
+__version__ = "0.3.0.dev0"

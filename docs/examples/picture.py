@@ -21,28 +21,29 @@ _WIDTHS = {"forward": 1.0, "backward": 2.0, "optimizer": 0.4}
 # Readable without colour. The thick line lies under the dashed one, so that both show where they agree.
 _STYLES = (
     {"color": "#777777", "linewidth": 1.5, "zorder": 2},
-    {"color": "#ff9d3b", "linewidth": 1.4, "zorder": 5, "linestyle": (0, (4, 2))},
+    {"color": "#d95f02", "linewidth": 1.4, "zorder": 5, "linestyle": (0, (4, 2))},
     {"color": "#1f4e9c", "linewidth": 2.8, "zorder": 4},
     {"color": "#2a9d5c", "linewidth": 1.5, "zorder": 3},
 )
 
 
 def draw_live_bytes(
-    memories: Mapping[str, StepMemory], step_ms: Mapping[str, float], path: Path, subtitle: str
+    memories: Mapping[str, StepMemory], step_ms: Mapping[str, float] | None, path: Path, subtitle: str
 ) -> None:
     """Write the picture to ``path``.
 
     Args:
-        memories: One recorded step for each way, by name; an arrow leads from the peak of the first to the lowest.
-        step_ms: The milliseconds that a step takes, by name.
+        memories: One recorded step for each of up to four ways, by name; an arrow leads from the peak of the first to
+            the lowest.
+        step_ms: The milliseconds that a step takes, by name; None leaves times out.
         path: A ``.png`` file, or any other format that matplotlib knows by its ending.
         subtitle: What was trained, in a few words.
     """
     figure, axes = plt.subplots(figsize=(9.0, 5.2), constrained_layout=True)
     plain, *others = memories.values()
-    for (name, memory), style in zip(memories.items(), _STYLES, strict=True):
+    for (name, memory), style in zip(memories.items(), _STYLES, strict=False):
         sizes = f"kept {memory.kept_bytes / _MIB:.1f}, peak {memory.peak_bytes / _MIB:.1f} MiB"
-        label = f"{name}: {sizes}, {step_ms[name]:.0f} ms"
+        label = f"{name}: {sizes}" + (f", {step_ms[name]:.0f} ms" if step_ms else "")
         axes.plot(*_curve(memory), drawstyle="steps-post", label=label, **style)
     axes.fill_between(*_curve(plain), step="post", color="#eeeeee", zorder=0)
     axes.axhline(
@@ -55,7 +56,8 @@ def draw_live_bytes(
         "one training step, allocation by allocation; each phase has the same width in all ways", fontsize=9
     )
     _mark_phases(axes)
-    _mark_saving(axes, plain, min(others, key=lambda memory: memory.peak_bytes))
+    if others:
+        _mark_saving(axes, plain, min(others, key=lambda memory: memory.peak_bytes))
     figure.suptitle("Live bytes over one training step", fontweight="bold")
     axes.set_title(subtitle, fontsize=10)
     axes.legend(loc="upper right", framealpha=1.0)
