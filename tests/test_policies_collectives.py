@@ -197,3 +197,14 @@ def test_what_a_collective_writes_is_kept_or_written_again(op, policy):
         time.sleep(0.01)
     assert alive == expected, "a pending work keeps what it was given"
     y.sum().backward()
+
+
+def test_a_region_with_collectives_keeps_no_random_state():
+    """Also where replay runs one after another that is kept."""
+
+    def function(x):
+        reduced = collectives.all_reduce(x.detach().sin(), "sum", dist.group.WORLD) * x
+        return (collectives.all_gather_tensor(reduced.detach(), 0, dist.group.WORLD) * x).exp()
+
+    y = region(policies.save_collectives)(function)(leaf(4, 4))
+    assert "random state" not in str(remat.memory_report(y))

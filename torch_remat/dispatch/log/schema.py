@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torch_remat._compat import ZERO_TENSOR
+from torch_remat.policies.collectives import is_of_collectives
 
 Argument = tuple[int, str]  # where an argument stands, by place and by name
 
@@ -101,7 +102,8 @@ def _read(op: Any) -> Effects:
         for value in schema.returns
     )
     names = {value.name for value in schema.arguments}
-    random = torch.Tag.nondeterministic_seeded in op.tags or op.namespace != "aten"
+    foreign = namespace != "aten"  # nobody knows whether it draws, or returns its argument
+    random = torch.Tag.nondeterministic_seeded in op.tags or (foreign and not is_of_collectives(op))
     ignored = op in _IGNORED or namespace == "profiler"  # a named range: FSDP has some in one phase only
     viewed = None if written else _viewed(schema)
     factory = (
@@ -109,7 +111,7 @@ def _read(op: Any) -> Effects:
         and tensors == ["self"] and names >= _TENSOR_OPTIONS and "non_blocking" not in names
     )  # fmt: skip
     cast = name == "_to_copy"
-    pure = not (written or reshapes or random or ignored or cast or name in WRITES_WITHOUT_SAYING)
+    pure = not (written or reshapes or random or foreign or ignored or cast or name in WRITES_WITHOUT_SAYING)
     positional = not any("Tensor" in str(value.type) and value.kwarg_only for value in schema.arguments)
     new = bool(returned) and all(str(value.type) == "Tensor" for value in schema.returns)
     plain = pure and positional and viewed is None and new
