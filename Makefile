@@ -13,7 +13,7 @@ INSTALLED := .venv/.installed
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV_PYTHON) -m mkdocs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint format coverage bench demo clean FORCE
+.PHONY: help setup test lint format coverage bench demo demo-distributed clean FORCE
 
 help:  ## show this text
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -54,6 +54,9 @@ bench: .venv/.bench  ## run the benchmarks; BENCH_ARGS=--help lists their option
 
 demo: $(INSTALLED)  ## run docs/examples/demo.py
 	$(VENV_PYTHON) docs/examples/demo.py $(DEMO_ARGS)
+
+demo-distributed: $(INSTALLED)  ## run docs/examples/train_distributed.py on two processes; DEMO_ARGS='--parallel sp'
+	$(VENV_PYTHON) -m torch.distributed.run --standalone --nproc-per-node 2 docs/examples/train_distributed.py $(DEMO_ARGS)
 
 clean:  ## remove caches and build output; .venv stays
 	rm -rf build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov

@@ -446,3 +446,44 @@ def test_buffer_that_a_call_which_runs_whole_and_the_region_both_write(call, als
             train(True)
     else:
         assert_same(train(True), expected)
+
+
+@pytest.mark.parametrize("given", ["argument", "variable"])
+@pytest.mark.parametrize("call", ["op", "native"])
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.filterwarnings("ignore:.*replay:torch_remat.RematWarning")
+def test_call_that_runs_after_all_refuses_what_was_changed_after_it(given, call, autocast):
+    """NumPy reads a placeholder in a native region: replay starts over, and the region's input is another by then."""
+
+    def train(wrap):
+        def scaled(b):
+            h = torch.where(b > 0, b, b * 2)
+            h * float(h.detach().numpy().mean())  # in a native region this runs in replay
+            return h
+
+        def function(a, b):
+            args = (b,) if given == "argument" else ()
+            part = scaled if args else lambda: scaled(b)
+            if not wrap:
+                h = part(*args)
+            else:
+                h = remat.op(part, "c")(*args) if call == "op" else remat.native_save_region("c", part, *args)
+            y = a @ h
+            if call == "op":
+                y = y * float(h.detach().numpy().mean())
+            with torch.no_grad():
+                b.mul_(0.9)
+            return y
+
+        torch.manual_seed(0)
+        a, b = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = (remat.checkpoint(policy=[torch.ops.aten.sigmoid.default])(function) if wrap else function)(a, b)
+        y.float().sum().backward()
+        return a.grad, b.grad
+
+    if call == "op":  # its result is kept, since recomputed code reads it
+        assert_same(train(True), train(False))
+    else:
+        with pytest.raises(remat.MutationError, match="c runs again in replay and reads"):
+            train(True)

@@ -229,6 +229,10 @@ class Answerer:
     ) -> Any:
         """Run a call once more; forward's holders have what its backward needs."""
         args, kwargs = self.values_of(args, kwargs, call.name)
+        if call.early and self.ops is not None:
+            leaves = leaves_of(args, kwargs)
+            reached = [place.tensor for place in variables_of(function, leaves)]
+            self.ops.refuse_early(call, [*leaves, *reached], {})
         if call.waiting:  # what the call saved of its arguments before it modified them
             self.fill_waiting(call, given)
         if call.before is not None and self.region.rng is not None:

@@ -218,7 +218,7 @@ class OpAnswerer:
                 self._suppressed.add(written, outside)
                 return answered(entry, args, kwargs, partial(self._make, entry))
         if entry.early:
-            self._refuse_early(entry, args, kwargs)
+            self.refuse_early(entry, args, kwargs)
         result = entry.op(*without_statistics(effects, args), **kwargs)
         if not entry.kept:
             return result
@@ -229,14 +229,14 @@ class OpAnswerer:
             made[place] = self._value(entry, place, slot)
         return made if isinstance(result, list) else tuple(made)
 
-    def _refuse_early(self, entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Raise if an op that runs again reads a tensor from outside that forward changed after it."""
+    def refuse_early(self, entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Raise if an op or call that runs again reads a tensor from outside that forward changed after it."""
         changed = still_there(entry.early)
         for at, tensor in enumerate(tensors_in(args, kwargs)):
             if not changed.isdisjoint(keys_of(tensor)):
                 raise MutationError(
-                    f"{entry.op} runs again in replay and reads a tensor created outside the region (argument {at}, "
-                    f"shape {tuple(tensor.shape)}), which the region changes in place after it",
+                    f"{entry.group or entry.op} runs again in replay and reads a tensor created outside the region "
+                    f"(argument {at}, shape {tuple(tensor.shape)}), which the region changes in place after it",
                     region=self._region_name,
                     op=entry.group,
                     tensor=entry.label(0),

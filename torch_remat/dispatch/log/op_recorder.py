@@ -6,7 +6,7 @@ the end of forward tells which of them replay or backward need (`needs`). Out: r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import attrgetter
 from sys import _getframe
 from typing import Any, Protocol
@@ -18,7 +18,6 @@ from torch_remat._compat import CompiledCode, Handler, in_autocast, keep_from_co
 from torch_remat.dispatch.ambient import RngState
 from torch_remat.dispatch.holder import OpenRegionLike, RegionLike
 from torch_remat.dispatch.log.entry import (
-    CALL,
     FIRST,
     NOTHING,
     ODD,
@@ -360,7 +359,10 @@ def note_early_reads(entries: Sequence[Entry]) -> None:
     written: dict[int, StorageWeakRef] = {}
     for entry in reversed(entries):
         if written and not (entry.is_view() or entry.effects.factory):
-            entry.early = [written[key] for key in entry.reads if key in written]
+            known: Collection[int] = entry.reads
+            if isinstance(entry, Call):  # it may read whatever its function reaches; what it writes is unread
+                known = written.keys() - {storage.cdata for storage in entry.outside}
+            entry.early = [written[key] for key in known if key in written]
         for storage in entry.outside:
             written[storage.cdata] = storage
 
@@ -371,7 +373,7 @@ def keep_random(region: RegionLike, random: Sequence[Entry]) -> None:
     for entry in random:
         if not (entry.run and any_skipped):
             entry.before = None
-        any_skipped = any_skipped or not (entry.run or entry.kind == CALL)  # replay draws what a skipped call drew
+        any_skipped = any_skipped or not (entry.run or isinstance(entry, Call))  # replay draws what a skipped call drew
     if region.tape.drawn_by_ops():
         return
     if not any(entry.run for entry in random) and all(e.effects.namespace == "aten" for e in random):
