@@ -1,7 +1,7 @@
 """What MkDocs calls while it builds the site.
 
 Three texts stand where a repository has them, outside of ``docs/``; here they become pages. So links to them, and
-theirs to pages, are rewritten.
+theirs to pages, are rewritten. Lists in lists, which the texts indent by two columns, get the four that MkDocs needs.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ PAGES = {
 }
 """Files of the repository, and where they are on the site; the front page stands for both READMEs."""
 
+_CODE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
+_INNER_ITEM = re.compile(r"^( {2,})(?=[-*] )", re.MULTILINE)
 _LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)\s#]*)")
 
 
@@ -35,10 +37,14 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Rewrite the links that lead out of ``docs/`` or into it."""
+    """Rewrite the links that lead out of ``docs/`` or into it, and the indentation of lists in lists."""
     on_site = page.file.src_uri
     in_repository = next((source for source, name in PAGES.items() if name == on_site and name != "index.md"), None)
-    return relinked(markdown, on_site, in_repository or f"docs/{on_site}")
+    parts = _CODE.split(markdown)
+    for index in range(0, len(parts), 2):
+        text = _INNER_ITEM.sub(lambda match: 2 * match.group(1), parts[index])
+        parts[index] = relinked(text, on_site, in_repository or f"docs/{on_site}")
+    return "".join(parts)
 
 
 def relinked(markdown: str, on_site: str, in_repository: str) -> str:
