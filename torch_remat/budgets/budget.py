@@ -34,7 +34,7 @@ from torch_remat.budgets.counted import Counted, lock
 from torch_remat.budgets.evict import Offer, score
 from torch_remat.budgets.fill import Filler
 from torch_remat.budgets.kept import Inside, KeptRegion, registers_around
-from torch_remat.budgets.plain import Entry, Fitting, Key, PlainRegion
+from torch_remat.budgets.plain import Fitting, Key, PlainBytes, PlainRegion
 from torch_remat.budgets.plan import Plan, largest, plan_of
 from torch_remat.budgets.reserve import Reserve
 from torch_remat.budgets.steps import Eviction, Row, Step
@@ -65,12 +65,12 @@ _FORMS = (
 )
 
 
-class _Entry(ref[KeptRegion]):
-    """A region of a budget; what was counted for it stays here when it is gone."""
+class _Entry(ref[Any]):
+    """A region of a budget, with holders or without; what was counted for it stays here when it is gone."""
 
     __slots__ = ("counted",)
 
-    counted: Counted
+    counted: Counted | PlainBytes
 
 
 class Budget:
@@ -91,6 +91,7 @@ class Budget:
         limit: The most that regions are to keep: the budget less the reserve.
         ledger: What they keep.
         steps: What happened in the latest steps.
+        backward: The latest backward that has come to a region, as `graph_task` tells it.
         step_count: How many steps there were in all.
     """
 
@@ -109,12 +110,11 @@ class Budget:
         self.reserve_bytes = reserve_bytes or 0
         self.limit: float = self.budget_bytes - self.reserve_bytes
         self._fitting = Fitting(_QUIET, _LOOK)
-        self._plain: set[Entry] = set()
+        self._plain: set[_Entry] = set()
         self._fixed_bytes = 0  # what all regions of the latest step kept in any case
-        self._gone: deque[Entry] = deque()
         self._entered = threading.local()
         self.step_count = 0
-        self._backward = -1  # the latest that has come to a region
+        self.backward = -1
         self._changed = False  # whether regions have begun, ended, or were read, since it was last looked
         self._evicted: dict[tuple[str, int], tuple[int, Row]] = {}  # in how many steps nearly all was, and the latest
         self._measured = (0, 0)  # what the step that keeps most keeps without checkpointing, and with all recomputed
@@ -159,33 +159,33 @@ class Budget:
     def runner(self, key: Key) -> Callable[..., Any] | None:
         """Return what runs a region without holders; None if it has some. See NOTE [ Regions without holders ]."""
         with lock:
-            if (row := self._fitting.latest(key)) is None:
-                return None
             self.forget_dead()
             if self._is_new_step():
+                if (row := self._fitting.latest(key)) is None:
+                    return None
                 self._begin_step(row.input_bytes)
             if (row := self._fitting.like(key, self.step_count)) is None:
                 return None
             size = row.fixed_bytes + row.saved_bytes
             if self.ledger.total + size + self._fixed_bytes > self.limit:
                 return None
-            counted = PlainRegion(self)
-            entry = Entry(counted, self._gone.append)
-            entry.key = self.ledger.add_bytes(size)
+            plain = PlainRegion(self)
+            entry = _Entry(plain, self._dead.append)
+            entry.counted = PlainBytes(self.ledger, size)
             self._plain.add(entry)
             step = self.steps[-1]
             step.rows.append(row)
             step.note(perf_counter(), self.ledger.total)
-        return counted.run
+        return plain.run
 
     def _is_new_step(self) -> bool:
         return not self.steps or (self.steps[-1].has_backward and graph_task() < 0)
 
     def _begin_step(self, scale: int) -> None:
         last = self.steps[-1] if self.steps else None
-        for entry in list(self._plain):
-            if (plain := entry()) is None or plain.is_over:
-                self._forget_plain(entry)
+        for entry in [entry for entry in self._plain if (plain := entry()) is not None and plain.is_over]:
+            self._plain.discard(entry)
+            entry.counted.forget()
         self._fitting.end_step()
         self._fixed_bytes = 0 if last is None else last.sum_of("fixed_bytes")
         if self.share is not None and 0 < self.share < 1 and last is not None:
@@ -239,9 +239,9 @@ class Budget:
             if not step.has_backward:
                 step.has_backward, step.forward_bytes = True, self.ledger.total
             step.note(perf_counter(), self.ledger.total)
-            if graph_task() == self._backward:
+            if graph_task() == self.backward:
                 return
-            self._backward = graph_task()
+            self.backward = graph_task()
             full = [] if graph_is_kept() else [kept for kept in self.alive() if kept.has_needless_inputs(self.ledger)]
             if full:
                 to_come = numbers_to_come()
@@ -320,18 +320,12 @@ class Budget:
         for kept in self.alive():
             kept.refresh()
 
-    def _forget_plain(self, entry: Entry) -> None:
-        if entry in self._plain:
-            self._plain.discard(entry)
-            self.ledger.remove(entry.key)
-
     def forget_dead(self) -> None:
         """Take off what was counted for regions that are gone."""
-        while self._gone:
-            self._forget_plain(self._gone.popleft())
         while self._dead:
             entry = self._dead.popleft()
             self._regions.discard(entry)
+            self._plain.discard(entry)
             entry.counted.forget()
 
     # What users read.
