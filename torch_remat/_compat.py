@@ -73,7 +73,6 @@ __all__ = [
     "negative_view",
     "node_behind",
     "node_number",
-    "numbers_to_come",
     "past_the_compiler",
     "pop_in_public",
     "pop_mode",
@@ -288,19 +287,6 @@ below_autograd: Callable[[], AbstractContextManager[Any]] = torch._C._AutoDispat
 
 # The node of the backward that runs now in this thread, None outside of one; torch has no public way to ask.
 current_node: Callable[[], torch.autograd.graph.Node | None] = torch._C._current_autograd_node
-
-
-def numbers_to_come() -> set[int]:
-    """Return the numbers of the nodes below the current one that the backward of this thread comes to."""
-    node: Any = current_node()
-    todo = [] if node is None else [node]
-    seen = set(todo)
-    for one in todo:  # which grows meanwhile
-        for child, _ in one.next_functions:
-            if child is not None and child not in seen and child.next_functions:  # torch tells of no leaves
-                seen.add(child)
-                todo.append(child)
-    return {node_number(one) for one in todo if torch._C._will_engine_execute_node(one)}
 
 
 # The lazy conjugate and negative bits of a tensor, which a placeholder shows as the tensor that it stands for.

@@ -24,9 +24,7 @@ from torch_remat._compat import (
     accelerator_type,
     after_backward,
     eager_only,
-    graph_is_kept,
     graph_task,
-    numbers_to_come,
 )
 from torch_remat._storages import Ledger
 from torch_remat._text import format_bytes
@@ -242,11 +240,6 @@ class Budget:
             if graph_task() == self.backward:
                 return
             self.backward = graph_task()
-            full = [] if graph_is_kept() else [kept for kept in self.alive() if kept.has_needless_inputs(self.ledger)]
-            if full:
-                to_come = numbers_to_come()
-                for one in full:
-                    one.let_inputs_go(to_come)
             if self._reserve is not None:
                 after_backward(self._end_backward)
 

@@ -109,17 +109,13 @@ class Counted:
                 self.remove(place)
                 self.keys[place] = self._count(value)[0]
         if region is None or region.inputs is None:
-            self.forget_inputs()
+            self._unfix(0, self._inputs)
+            self._inputs = 0
         own = [] if region is None or not region.finished else list(self._own(region))
         if [key for tensor in own for key in map(storage_key, parts_of(tensor))] != self.fixed[self._inputs :]:
             self._unfix(self._inputs, len(self.fixed))
             for tensor in own:
                 self.fixed += each(self._count(tensor)[0])
-
-    def forget_inputs(self) -> None:
-        """Take off the inputs."""
-        self._unfix(0, self._inputs)
-        self._inputs = 0
 
     def forget(self) -> None:
         """Take off everything: the region is gone."""

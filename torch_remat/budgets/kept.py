@@ -4,16 +4,13 @@ In: regions whose forward begins in a block of `budget`, or by a plan; each of t
 references, and what was counted for a region, so that it is taken off when that is gone; holders own their values. Out:
 full holders, the bytes that all regions keep now, and what happened, for reports.
 
-NOTE [ Regions in a budget ]
-1. What the author decides stays: what is saved by name or by a policy is counted and never evicted, and what is named
-   RECOMPUTE is never kept. A region with a policy for its ops keeps what that saves, and nothing else.
-2. A region that is full when a backward begins that will come to it needs its inputs no more, and lets them go: plain
-   autograd might never have kept them. It is then what it is once backward has come.
+What the author decides stays: what is saved by name or by a policy is counted and never evicted, and what is named
+RECOMPUTE is never kept. A region with a policy for its ops keeps what that saves, and nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any, Protocol
@@ -184,27 +181,6 @@ class KeptRegion:
         """Compare what is counted with what is there."""
         self.counted.refresh(self.region())
         self.evictable.look_anew()
-
-    def has_needless_inputs(self, ledger: Ledger) -> bool:
-        """Whether its forward is over, it may be full, and it alone holds some of its inputs."""
-        region, fixed = self.region(), self.counted.fixed
-        if region is None or region.inputs is None or not region.finished or not self.keeps:
-            return False
-        tape = region.tape
-        if tape.records or tape.calls or tape.holders:
-            return False  # what is kept for its author is counted as its inputs are
-        return any(ledger.is_held_by(key, fixed.count(key)) for key in fixed)
-
-    def let_inputs_go(self, to_come: Collection[int]) -> None:
-        """Release the region, if it is full and its last node is one of those to which this backward comes."""
-        region = self.region()
-        if region is not None and region.last_number in to_come and region.lock.acquire(blocking=False):
-            try:
-                if region.inputs is not None and not region.filling and region.tape.last_needed() < 0:
-                    region.release()
-                    self.counted.forget_inputs()
-            finally:
-                region.lock.release()
 
 
 class _Recomputed:
