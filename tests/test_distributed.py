@@ -13,12 +13,12 @@ HERE = Path(__file__).parent
 TIMEOUT_SECONDS = 120
 
 
-def run_workers(world_size: int, rendezvous: Path, worker: str = "ddp_worker.py") -> None:
-    """Run one worker for each rank and assert that all end well."""
+def run_workers(world_size: int, rendezvous: Path, worker: str = "ddp_worker.py", *arguments: str) -> None:
+    """Run one worker for each rank, with more arguments, and assert that all end well."""
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join([str(HERE), *sys.path]), OMP_NUM_THREADS="1")
     workers = [
         subprocess.Popen(
-            [sys.executable, str(HERE / worker), str(rank), str(world_size), str(rendezvous)],
+            [sys.executable, str(HERE / worker), str(rank), str(world_size), str(rendezvous), *arguments],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -47,8 +47,10 @@ __all__ = [
     "as_written",
     "attach_oom_observer",
     "below_autograd",
+    "collective_counter",
     "count_of_modes",
     "current_node",
+    "default_store",
     "detached",
     "dispatch_state",
     "eager_only",
@@ -77,6 +79,7 @@ __all__ = [
     "pop_in_public",
     "pop_mode",
     "pop_saved_tensors_hooks",
+    "process_groups",
     "profiler_runs",
     "push_in_public",
     "push_mode",
@@ -297,6 +300,37 @@ set_neg: Callable[[torch.Tensor, bool], None] = torch._C._set_neg
 # The address of a tensor's storage object: the identity of what views share, also where it is empty. The public way
 # makes a storage object in Python.
 storage_key: Callable[[torch.Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
+
+
+def collective_counter() -> Callable[[], int] | None:
+    """Return what counts the collectives of this process with others; None where it is the only rank.
+
+    Without it a budget under tensor parallelism waits for ever instead of raising.
+    """
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return None
+    counts: dict[int, Callable[[], int]] = {}
+    for group in distributed.distributed_c10d._world.pg_map:
+        for device in group._device_types if group.size() > 1 else ():
+            backend: Any = group._get_backend(device)
+            with contextlib.suppress(RuntimeError):  # some backends do not count
+                backend._get_sequence_number_for_group()
+                counts[id(backend)] = backend._get_sequence_number_for_group
+    return (lambda: sum([count() for count in counts.values()])) if counts else None
+
+
+def process_groups() -> set[tuple[str, int]]:
+    """Return the descriptions and sizes of the groups that this process is in; there is no public list."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return set()
+    return {(group.group_desc, group.size()) for group in distributed.distributed_c10d._world.pg_map}
+
+
+def default_store() -> Any:
+    """Return the store by which the ranks have met; without it nobody learns why a rank does not come."""
+    return torch.distributed.distributed_c10d._get_default_store()
 
 
 def after_backward(then: Callable[[], None]) -> None:

@@ -117,6 +117,16 @@ class Counted:
             for tensor in own:
                 self.fixed += each(self._count(tensor)[0])
 
+    def filled(self, region: Region) -> tuple[int, int]:
+        """Return how many saved tensors a replay has filled, and the bytes of what nothing else of the region keeps."""
+        holders = [holder for entry in region.tape.saved if type(entry) is ref and (holder := entry()) is not None]
+        values = [holder.value for holder in holders if isinstance(holder.value, Tensor)]
+        found = Ledger(self._ledgers[0].device_type)
+        for part in [part for value in values for part in parts_of(value)]:
+            if (key := storage_key(part)) not in self.fixed and key not in self._buffers:
+                found.add(key, part)
+        return len(values), found.total
+
     def forget(self) -> None:
         """Take off everything: the region is gone."""
         for ledger in self._ledgers:

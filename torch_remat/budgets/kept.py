@@ -18,8 +18,9 @@ from weakref import ref
 
 from torch import Tensor
 
-from torch_remat._compat import sequence_number
+from torch_remat._compat import collective_counter, sequence_number
 from torch_remat._storages import Ledger
+from torch_remat.budgets.collectives import Collectives
 from torch_remat.budgets.counted import Counted, lock
 from torch_remat.budgets.evict import Evictable, Offer
 from torch_remat.budgets.plain import Key, key_of, key_of_call
@@ -38,6 +39,7 @@ class Owner(Protocol):
     ledger: Ledger
     limit: float
     offer: Offer | None
+    decides_alone: bool
 
     def runner(self, key: Key) -> Callable[..., Any] | None:
         """Return what runs a region without holders; None if it has some."""
@@ -72,10 +74,11 @@ class KeptRegion:
         evictable: What may be evicted of it.
         row: What reports know of it.
         key: What is equal for regions that keep the same; None if it cannot be without holders.
+        collectives: Sees whether it communicates; None where that is allowed, or there is nobody.
     """
 
-    __slots__ = ("__weakref__", "_always_empty", "_let_go", "_like", "_recomputed", "counted", "evictable",
-                 "keeps", "key", "owners", "region", "row")  # fmt: skip
+    __slots__ = ("__weakref__", "_always_empty", "_let_go", "_like", "_measures", "_recomputed", "collectives",
+                 "counted", "evictable", "keeps", "key", "owners", "region", "row")  # fmt: skip
 
     def __init__(self, region: Region, owners: Sequence[Owner], always_empty: int) -> None:
         self.region = ref(region)
@@ -87,14 +90,17 @@ class KeptRegion:
         self._always_empty = always_empty
         self._let_go = 0  # how many saved tensors a backward inside of forward has found empty
         self._like: Row | None = None
+        self._measures = False
         self._recomputed = _Recomputed()
+        self.collectives: Collectives | None = None
         self.key: Key | None = None
         if self.keeps and len(owners) == 1 and not always_empty and current_mode() is None:
             assert region.inputs is not None
             self.key = key_of(region.name, region.function, region.inputs.given)
 
-    def begin_empty(self, like: Row) -> None:
-        """Keep nothing, as outside of a budget: a region like it, with this row, has had all evicted."""
+    def begin_empty(self, like: Row | None) -> None:
+        """Keep nothing, as outside of a budget, like the region with this row; None has its replays measured."""
+        self._measures = self.keeps and like is None
         self.keeps = self.counted.fills = False
         self.key = None
         self._like = like
@@ -104,6 +110,8 @@ class KeptRegion:
     def keep(self, holder: Holder, entry: ref[Holder], value: Tensor, ops: Any) -> None:
         """Give a holder its value, unless it is to be empty."""
         counted, evictable = self.counted, self.evictable
+        if self.collectives is not None and type(value) is not Tensor:
+            self.collectives.saw(type(value))
         with lock:
             evictable.stamps.append(perf_counter())
             if len(evictable.stamps) <= self._always_empty or (ops is not None and self._recomputed.saves(ops)):
@@ -144,6 +152,8 @@ class KeptRegion:
         """Forward is over."""
         region, row, evictable = self.region(), self.row, self.evictable
         assert region is not None
+        if self.collectives is not None:
+            self.collectives.raise_if_any()
         with lock:
             self.counted.end(region)
             row.fixed_bytes = self.counted.fixed_bytes
@@ -174,6 +184,8 @@ class KeptRegion:
             self.evictable.last = perf_counter()
             self.row.replay_seconds += self.evictable.last - begin
             self.row.replays += 1
+        if self._measures and (region := self.region()) is not None:
+            self.row.filled(*self.counted.filled(region))
 
     # What its budgets ask.
 
@@ -226,11 +238,12 @@ class Inside:
         plan: The plan by which they run; only those that it names, where there is no budget.
     """
 
-    __slots__ = ("plan", "registers")
+    __slots__ = ("_count", "plan", "registers")
 
     def __init__(self, registers: Sequence[Owner], plan: Mapping[str, Planned] | None = None) -> None:
         self.registers = registers
         self.plan = plan
+        self._count = collective_counter() if any(one.decides_alone for one in registers) else None
 
     def runner(
         self, options: Options, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -253,6 +266,8 @@ class Inside:
             for one in self.registers:
                 one.forget_dead()  # the inputs may be where something was that is gone
             kept = KeptRegion(region, self.registers, 0 if planned is None else planned.evicted_tensors)
+            if self._count is not None and kept.keeps:
+                kept.collectives = Collectives(self._count, region.name, region.function)
             for one in self.registers:
                 one.add(kept)
         return kept
