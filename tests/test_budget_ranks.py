@@ -14,7 +14,7 @@ from torch_remat.budgets.agreed import bucket_of, chosen
 @pytest.mark.parametrize(
     "cases",
     [
-        pytest.param(["tensor_parallel", "mismatch", "growing", "raising"], id="agreement"),
+        pytest.param(["tensor_parallel", "refuse_one", "mismatch", "growing", "raising"], id="agreement"),
         *[
             pytest.param([case, *more], id=case, marks=pytest.mark.slow)
             for case, *more in (

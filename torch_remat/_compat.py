@@ -305,14 +305,16 @@ storage_key: Callable[[torch.Tensor], int] = torch._C._storage_address  # type: 
 def collective_counter() -> Callable[[], int] | None:
     """Return what counts the collectives of this process with others; None where it is the only rank.
 
+    Those of its accelerator, if there is one: threads that save checkpoints may run some on the CPU at any time.
     Without it a budget under tensor parallelism waits for ever instead of raising.
     """
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
         return None
     counts: dict[int, Callable[[], int]] = {}
+    kind = accelerator_type()
     for group in distributed.distributed_c10d._world.pg_map:
-        for device in group._device_types if group.size() > 1 else ():
+        for device in [device for device in group._device_types if device.type == kind and group.size() > 1]:
             backend: Any = group._get_backend(device)
             with contextlib.suppress(RuntimeError):  # some backends do not count
                 backend._get_sequence_number_for_group()
