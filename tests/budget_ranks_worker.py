@@ -32,6 +32,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import torch_remat as remat
+from torch_remat.budgets import group
 
 WIDTH, DEPTH = 16, 4
 
@@ -245,6 +246,17 @@ def raising(mesh: DeviceMesh, rank: int) -> None:
     assert torch.equal(torch.autograd.grad(y.sum(), x)[0], x.cos())
 
 
+def waiting(mesh: DeviceMesh, rank: int) -> None:
+    """Have one rank come late: the other says what it waits for."""
+    patience, group.PATIENCE_SECONDS = group.PATIENCE_SECONDS, 0.1
+    budget, x = remat.budget("50%", group=mesh), torch.randn(2, 8, WIDTH, requires_grad=True)
+    if rank:
+        time.sleep(0.5)
+    with nullcontext() if rank else pytest.warns(remat.RematWarning, match="waited for other ranks"), budget:
+        remat.checkpoint()(torch.sin)(x).sum().backward()
+    group.PATIENCE_SECONDS = patience
+
+
 def mismatch(mesh: DeviceMesh, rank: int) -> None:
     """Have one rank run one region less."""
     model = regions(model_of())
@@ -276,7 +288,7 @@ def growing(mesh: DeviceMesh, rank: int) -> None:
 
 CASES = {
     **{name: lambda mesh, rank, name=name: agree(name, mesh, rank) for name in ENGINES},
-    **{case.__name__: case for case in (alternating, refuse, refuse_one, raising, mismatch, growing)},
+    **{case.__name__: case for case in (alternating, refuse, refuse_one, waiting, raising, mismatch, growing)},
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import Mlp
 from test_distributed import run_workers
 
 import torch_remat as remat
@@ -14,7 +15,7 @@ from torch_remat.budgets.agreed import bucket_of, chosen
 @pytest.mark.parametrize(
     "cases",
     [
-        pytest.param(["tensor_parallel", "refuse_one", "mismatch", "growing", "raising"], id="agreement"),
+        pytest.param(["tensor_parallel", "refuse_one", "waiting", "mismatch", "growing", "raising"], id="agreement"),
         *[
             pytest.param([case, *more], id=case, marks=pytest.mark.slow)
             for case, *more in (
@@ -59,5 +60,23 @@ def test_group_that_is_none_is_an_error(tmp_path):
                 remat.checkpoint(region_name="sin")(torch.sin)(torch.randn(4, requires_grad=True)).sum().backward()
         assert list(budget.plan()) == ["sin"]
         assert budget.plan()["sin"].evicted_tensors == 0
+        look_at_measured_bytes(Mlp(), torch.randn(4, 8))
     finally:
         dist.destroy_process_group()
+
+
+def look_at_measured_bytes(block, x):
+    """Compare what replays tell of a region with what it keeps."""
+    agreed, alone = remat.budget("100%", group=dist.group.WORLD), remat.budget("100%")
+    for budget in (agreed, alone):
+        for _ in range(4):
+            with budget:
+                y = remat.checkpoint(region_name="block")(block)(x)
+                loss = remat.checkpoint(region_name="square")(torch.square)(y).sum()
+                loss.backward()
+    rows = alone.steps[0].rows
+    assert [(row.name, row.saved_bytes) for row in rows] == [
+        (name, entry.kept_bytes) for name, entry in agreed.plan().items()
+    ]
+    assert [row.replays for row in agreed.steps[-1].rows] == [0, 0]
+    assert agreed.steps[-1].most_bytes == alone.steps[-1].most_bytes

@@ -150,7 +150,7 @@ class AgreedBudget(Budget):
     def _end_block(self, bucket: _Bucket, names: Sequence[str], over: int, blocks: Sequence[int]) -> None:
         """Take what the block before was like, and agree on a plan if it is time; ``over`` is the most of all ranks."""
         if bucket.plan is not None:
-            if over:
+            if over and any(not entry.evicted_tensors for entry in bucket.plan.values()):
                 bucket.over, bucket.plan = bucket.over + over, None
             return
         bucket.measure(list(self.steps)[self._first_step - self.step_count :])
@@ -159,7 +159,7 @@ class AgreedBudget(Budget):
         mine = [number for name in names for number in bucket.numbers.get(name, _UNKNOWN)]
         *numbers, least = self._ranks.most([*mine, -self.limit], blocks)
         fixed, saved, tensors, times = (numbers[first::4] for first in range(4))
-        if self.share is None:
+        if self.share is None or self.share >= 1:
             bucket.limit = -least - bucket.over
         else:
             bucket.limit = sum(fixed) + self.share * sum(saved) - bucket.over
