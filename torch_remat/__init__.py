@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch_remat._drop_in import drop_in
     from torch_remat._hugging_face import enable_gradient_checkpointing
     from torch_remat._modules import checkpoint_modules
-    from torch_remat.budgets.budget import budget
+    from torch_remat.budgets.limit import budget
     from torch_remat.offload.cpu import CpuOffloader
     from torch_remat.offload.disk import DiskOffloader
     from torch_remat.reports.explain import explain
@@ -95,7 +95,7 @@ _LOADED_ON_USE = {
     "_drop_in": ("drop_in",),
     "_hugging_face": ("enable_gradient_checkpointing",),
     "_modules": ("checkpoint_modules",),
-    "budgets.budget": ("budget",),
+    "budgets.limit": ("budget",),
     "offload.cpu": ("CpuOffloader",),
     "offload.disk": ("DiskOffloader",),
     "reports.explain": ("explain",),

@@ -211,19 +211,6 @@ below_autograd: Callable[[], AbstractContextManager[Any]] = torch._C._AutoDispat
 current_node: Callable[[], torch.autograd.graph.Node | None] = torch._C._current_autograd_node
 
 
-def numbers_to_come() -> set[int]:
-    """Return the numbers of the nodes below the current one that the backward of this thread comes to."""
-    node: Any = current_node()
-    todo = [] if node is None else [node]
-    seen = set(todo)
-    for one in todo:  # which grows meanwhile
-        for child, _ in one.next_functions:
-            if child is not None and child not in seen and child.next_functions:  # torch tells of no leaves
-                seen.add(child)
-                todo.append(child)
-    return {node_number(one) for one in todo if would_run(one)}
-
-
 # The lazy conjugate and negative bits of a tensor. Without them a placeholder would show others than the tensor that it
 # stands for.
 set_conj: Callable[[torch.Tensor, bool], None] = torch._C._set_conj
@@ -233,6 +220,39 @@ set_neg: Callable[[torch.Tensor, bool], None] = torch._C._set_neg
 # The address of a tensor's storage object: the identity of what views share, also where it is empty. The public way
 # makes a storage object in Python, which counts as one that holds the storage: see `storage_uses`.
 storage_key: Callable[[torch.Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
+
+
+def collective_counter() -> Callable[[], int] | None:
+    """Return what counts the collectives of this process with others; None where it is the only rank.
+
+    Those of its accelerator, if there is one: threads that save checkpoints may run some on the CPU at any time.
+    Without it a budget under tensor parallelism waits for ever instead of raising.
+    """
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return None
+    counts: dict[int, Callable[[], int]] = {}
+    kind = accelerator_type()
+    for group in distributed.distributed_c10d._world.pg_map:
+        for device in [device for device in group._device_types if device.type == kind and group.size() > 1]:
+            backend: Any = group._get_backend(device)
+            with contextlib.suppress(RuntimeError):  # some backends do not count
+                backend._get_sequence_number_for_group()
+                counts[id(backend)] = backend._get_sequence_number_for_group
+    return (lambda: sum([count() for count in counts.values()])) if counts else None
+
+
+def process_groups() -> set[tuple[str, int]]:
+    """Return the descriptions and sizes of the groups that this process is in; there is no public list."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return set()
+    return {(group.group_desc, group.size()) for group in distributed.distributed_c10d._world.pg_map}
+
+
+def default_store() -> Any:
+    """Return the store by which the ranks have met; without it nobody learns why a rank does not come."""
+    return torch.distributed.distributed_c10d._get_default_store()
 
 
 def after_backward(then: Callable[[], None]) -> None:

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
-from itertools import count
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
@@ -25,7 +24,6 @@ from torch_remat.dispatch.placeholder import is_placeholder
 from torch_remat.offload.sender import Offloaded
 
 Keys = int | tuple[int, ...]  # addresses of what is counted for a tensor: 0 for none; several for a subclass
-_next_number = count(-1, -1).__next__
 _SIMPLE = (Tensor, str, bytes, int, float, complex, type(None), type)
 
 
@@ -71,12 +69,6 @@ class Ledger:
         self.counts[key], self.sizes[key] = 1, size
         self.total += size
         return size
-
-    def add_bytes(self, size: int) -> int:
-        """Count bytes whose storages are not known; return what stands for their address."""
-        key = _next_number()
-        self.hold(key, size)
-        return key
 
     def resize(self, key: int, size: int) -> None:
         """Note the bytes of a storage that is counted: what was at its address may be gone without having said so."""

@@ -1,4 +1,4 @@
-"""`budget`: regions that keep everything while there is room.
+"""`Budget`: regions keep everything while there is room.
 
 In: regions, whose forward runs inside of the block. Kept: weak references to what they keep, and what happened. Out:
 holders emptied, where the sum would pass the limit.
@@ -6,39 +6,34 @@ holders emptied, where the sum would pass the limit.
 
 from __future__ import annotations
 
-import re
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextvars import Token
 from math import inf
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
-from torch_remat._bytes import parse_bytes
 from torch_remat._compat import (
     accelerator_type,
     after_backward,
-    eager_only,
-    graph_is_kept,
     graph_task,
-    numbers_to_come,
 )
 from torch_remat._storages import Ledger
 from torch_remat._text import format_bytes
 from torch_remat.budgets.counted import Counted, lock
 from torch_remat.budgets.evict import Offer, score
 from torch_remat.budgets.fill import Filler
-from torch_remat.budgets.kept import Inside, KeptRegion, registers_around
-from torch_remat.budgets.plain import Entry, Fitting, Key, PlainRegion
+from torch_remat.budgets.kept import Inside, KeptRegion, Owner, registers_around
+from torch_remat.budgets.plain import Fitting, Key, PlainBytes, PlainRegion
 from torch_remat.budgets.plan import Plan, largest, plan_of
 from torch_remat.budgets.reserve import Reserve
 from torch_remat.budgets.steps import Eviction, Row, Step
 from torch_remat.budgets.text import format_budget
 from torch_remat.dispatch.options import Keeping, keeping
-from torch_remat.errors import RematWarning, UsageError, shown, user_line
+from torch_remat.errors import RematWarning, UsageError, user_line
 from torch_remat.reports.report import Data, Pictured
 
 if TYPE_CHECKING:
@@ -57,19 +52,13 @@ _QUIET = 2
 UNLIMITED = 2**62
 """The bytes of a budget without a limit."""
 
-_PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?)\s*%\s*")
-_FORMS = (
-    'Give bytes as an int (6 * 2**30) or with a unit ("6 GiB"); a share of what the steps keep without checkpointing, '
-    'from "0%" to "100%"; or a share of the device\'s memory (device_share=0.6).'
-)
 
-
-class _Entry(ref[KeptRegion]):
-    """A region of a budget; what was counted for it stays here when it is gone."""
+class _Entry(ref[Any]):
+    """A region of a budget, with holders or without; what was counted for it stays here when it is gone."""
 
     __slots__ = ("counted",)
 
-    counted: Counted
+    counted: Counted | PlainBytes
 
 
 class Budget(Data, Pictured):
@@ -86,10 +75,12 @@ class Budget(Data, Pictured):
     Attributes:
         budget_bytes: The budget; of a share, once it is measured.
         share: The budget as a share of what the steps keep without checkpointing; None if it is given in bytes.
+        decides_alone: Whether it evicts by the clock of this process.
         reserve_bytes: How much of it is held in reserve now.
         limit: The most that regions are to keep: the budget less the reserve.
         ledger: What they keep.
         steps: What happened in the latest steps.
+        backward: The latest backward that has come to a region, as `graph_task` tells it.
         step_count: How many steps there were in all.
     """
 
@@ -97,6 +88,7 @@ class Budget(Data, Pictured):
         self, budget_bytes: int, share: float | None = None, reserve_bytes: int | None = 0, fills: bool = False
     ) -> None:
         self.budget_bytes, self.share = budget_bytes, share
+        self.decides_alone = budget_bytes < UNLIMITED or (share is not None and share < 1)
         self.ledger = Ledger(accelerator_type())
         self.steps: deque[Step] = deque(maxlen=_STEPS)
         self._regions: set[_Entry] = set()
@@ -108,12 +100,11 @@ class Budget(Data, Pictured):
         self.reserve_bytes = reserve_bytes or 0
         self.limit: float = self.budget_bytes - self.reserve_bytes
         self._fitting = Fitting(_QUIET, _LOOK)
-        self._plain: set[Entry] = set()
+        self._plain: set[_Entry] = set()
         self._fixed_bytes = 0  # what all regions of the latest step kept in any case
-        self._gone: deque[Entry] = deque()
         self._entered = threading.local()
         self.step_count = 0
-        self._backward = -1  # the latest that has come to a region
+        self.backward = -1
         self._changed = False  # whether regions have begun, ended, or were read, since it was last looked
         self._evicted: dict[tuple[str, int], tuple[int, Row]] = {}  # in how many steps nearly all was, and the latest
         self._measured = (0, 0)  # what the step that keeps most keeps without checkpointing, and with all recomputed
@@ -123,10 +114,14 @@ class Budget(Data, Pictured):
     # The block.
 
     def __enter__(self) -> Budget:
-        inside = Inside((self, *(one for one in registers_around() if one is not self)))
+        around = [one for one in registers_around() if one is not self]
         tokens: list[Token[Keeping | None]] = self._entered.__dict__.setdefault("tokens", [])
-        tokens.append(keeping.set(inside))
+        tokens.append(keeping.set(self.inside(around)))
         return self
+
+    def inside(self, around: Sequence[Owner]) -> Inside:
+        """Return what regions in a block ask, given the budgets around it."""
+        return Inside((self, *around))
 
     def __exit__(self, kind: object, *_: object) -> None:
         keeping.reset(self._entered.tokens.pop())
@@ -142,12 +137,7 @@ class Budget(Data, Pictured):
 
     def add(self, kept: KeptRegion) -> None:
         """Take a region that begins."""
-        entry = _Entry(kept, self._dead.append)
-        entry.counted = kept.counted
-        self._regions.add(entry)
-        self._changed = True
-        if self._is_new_step():
-            self._begin_step(kept.row.input_bytes)
+        self.take(kept)
         times, row = self._evicted.get((kept.row.name, kept.row.input_bytes), (0, kept.row))
         if times > 1 and kept.keeps and len(kept.owners) == 1:
             self.make_room(row.saved_bytes)  # for its replay
@@ -155,39 +145,48 @@ class Budget(Data, Pictured):
         elif self.ledger.total > self.limit:
             self.make_room()
 
+    def take(self, kept: KeptRegion) -> None:
+        """Count a region from now on."""
+        entry = _Entry(kept, self._dead.append)
+        entry.counted = kept.counted
+        self._regions.add(entry)
+        self._changed = True
+        if self._is_new_step():
+            self._begin_step(kept.row.input_bytes)
+
     def runner(self, key: Key) -> Callable[..., Any] | None:
         """Return what runs a region without holders; None if it has some. See NOTE [ Regions without holders ]."""
         with lock:
-            if (row := self._fitting.latest(key)) is None:
-                return None
             self.forget_dead()
             if self._is_new_step():
+                if (row := self._fitting.latest(key)) is None:
+                    return None
                 self._begin_step(row.input_bytes)
             if (row := self._fitting.like(key, self.step_count)) is None:
                 return None
             size = row.fixed_bytes + row.saved_bytes
             if self.ledger.total + size + self._fixed_bytes > self.limit:
                 return None
-            counted = PlainRegion(self)
-            entry = Entry(counted, self._gone.append)
-            entry.key = self.ledger.add_bytes(size)
+            plain = PlainRegion(self)
+            entry = _Entry(plain, self._dead.append)
+            entry.counted = PlainBytes(self.ledger, size)
             self._plain.add(entry)
             step = self.steps[-1]
             step.rows.append(row)
             step.note(perf_counter(), self.ledger.total)
-        return counted.run
+        return plain.run
 
     def _is_new_step(self) -> bool:
         return not self.steps or (self.steps[-1].has_backward and graph_task() < 0)
 
     def _begin_step(self, scale: int) -> None:
         last = self.steps[-1] if self.steps else None
-        for entry in list(self._plain):
-            if (plain := entry()) is None or plain.is_over:
-                self._forget_plain(entry)
+        for entry in [entry for entry in self._plain if (plain := entry()) is not None and plain.is_over]:
+            self._plain.discard(entry)
+            entry.counted.forget()
         self._fitting.end_step()
         self._fixed_bytes = 0 if last is None else last.sum_of("fixed_bytes")
-        if self.share is not None and 0 < self.share < 1 and last is not None:
+        if self.share is not None and 0 < self.share < 1 and last is not None and self.decides_alone:
             fixed = last.sum_of("fixed_bytes")
             self._measured = most, least = max(self._measured, (fixed + last.sum_of("saved_bytes"), fixed))
             self.limit = self.budget_bytes = self._filler.budget_bytes = least + int(self.share * (most - least))
@@ -238,14 +237,9 @@ class Budget(Data, Pictured):
             if not step.has_backward:
                 step.has_backward, step.forward_bytes = True, self.ledger.total
             step.note(perf_counter(), self.ledger.total)
-            if graph_task() == self._backward:
+            if graph_task() == self.backward:
                 return
-            self._backward = graph_task()
-            full = [] if graph_is_kept() else [kept for kept in self.alive() if kept.has_needless_inputs(self.ledger)]
-            if full:
-                to_come = numbers_to_come()
-                for one in full:
-                    one.let_inputs_go(to_come)
+            self.backward = graph_task()
             if self._reserve is not None:
                 after_backward(self._end_backward)
 
@@ -277,6 +271,10 @@ class Budget(Data, Pictured):
                 self.refresh()
             else:
                 break
+        self.note_too_much()
+
+    def note_too_much(self) -> None:
+        """Note by how much the budget is passed although everything is recomputed, which the next region tells."""
         if self.ledger.total > self.limit and not self._warned and self.share is None:
             fixed = {key: self.ledger.sizes[key] for kept in self.alive() for key in kept.counted.fixed}
             self._too_much = max(self._too_much, sum(fixed.values()) - self.budget_bytes)
@@ -319,18 +317,12 @@ class Budget(Data, Pictured):
         for kept in self.alive():
             kept.refresh()
 
-    def _forget_plain(self, entry: Entry) -> None:
-        if entry in self._plain:
-            self._plain.discard(entry)
-            self.ledger.remove(entry.key)
-
     def forget_dead(self) -> None:
         """Take off what was counted for regions that are gone."""
-        while self._gone:
-            self._forget_plain(self._gone.popleft())
         while self._dead:
             entry = self._dead.popleft()
             self._regions.discard(entry)
+            self._plain.discard(entry)
             entry.counted.forget()
 
     # What users read.
@@ -399,89 +391,6 @@ class Budget(Data, Pictured):
         return next((step for step in reversed(self.steps) if step.has_backward), None)
 
 
-def _limit_of(limit: str | int | None, device_share: float | None) -> tuple[float | None, int]:
-    """Return a budget as a share of what steps keep, None if it is none, and as bytes, as far as they are known."""
-    if (limit is None) == (device_share is None):
-        raise UsageError("no budget is given" if limit is None else "two budgets are given", remedy=_FORMS)
-    if device_share is not None:
-        if isinstance(device_share, bool) or not (isinstance(device_share, int | float) and 0 < device_share <= 1):
-            raise UsageError(f"device_share={shown(device_share)} is no budget", remedy="It is more than 0, at most 1.")
-        return None, parse_bytes(float(device_share))
-    percent = _PERCENT.fullmatch(limit) if isinstance(limit, str) else None
-    if percent is not None and float(percent[1]) <= 100:
-        share = float(percent[1]) / 100
-        return share, UNLIMITED if share else 1
-    return None, _bytes_of(limit)
-
-
-def _bytes_of(limit: object) -> int:
-    is_bytes = isinstance(limit, int) or (isinstance(limit, str) and not limit.strip().isdigit())
-    try:
-        return parse_bytes(limit if is_bytes else None)  # type: ignore[arg-type]
-    except UsageError:
-        raise UsageError(f"{shown(limit)} is no budget", remedy=_FORMS) from None
-
-
 def _warn(text: str) -> None:
     file, line = user_line()
     warnings.warn_explicit(text, RematWarning, file, line)
-
-
-@eager_only
-def budget(
-    limit: str | int | None = None,
-    *,
-    device_share: float | None = None,
-    reserve: str | int = "auto",
-    offload: Literal["fill"] | None = None,
-) -> Budget:
-    """Return a memory budget for regions: inside of its block they keep everything, and evict just enough.
-
-    A region in the block starts with all that autograd saves, so that backward recomputes nothing. When the sum over
-    all regions would pass the limit, some is evicted: the start of a region, which its replay recomputes. The choice is
-    that of dynamic rematerialization: what costs least time for its bytes and was not used for longest. Gradients are
-    those of the same code without a budget, bit for bit. Outside of the block regions recompute everything; a graph
-    that was made inside stays counted until it is freed.
-
-    Args:
-        limit: Bytes, as an int or with a unit (``"6 GiB"``); or a share of what the steps keep without checkpointing
-            (``"60%"``), measured in the first of them, which keep everything. ``"0%"`` recomputes all, ``"100%"``
-            keeps all.
-        device_share: In place of ``limit`` a share of the device's memory, more than 0 and at most 1; on the CPU of
-            the machine's.
-        reserve: How much of a budget in bytes is left for what backward needs besides: bytes, as above. ``"auto"`` is
-            0 on the CPU and for a share; on an accelerator the allocator's peaks in the latest steps tell.
-        offload: ``"fill"`` offers what is to be evicted to the offloader first, as long as it keeps up.
-
-    Returns:
-        A context manager, which tells what it did: ``kept_bytes``, ``report()``, ``plot(path)``, ``to_dict()``,
-        ``plan()``.
-
-    Raises:
-        UsageError: A limit or a reserve is zero, negative or nonsense, or ``offload`` is unknown.
-
-    Warns:
-        RematWarning: Once, where the budget is passed although everything is recomputed, and where no region ran.
-
-    Example:
-        >>> import torch
-        >>> import torch_remat as remat
-        >>> block = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8))
-        >>> with remat.budget("1 MiB") as budget:
-        ...     y = remat.checkpoint(region_name="block")(block)(torch.randn(4, 8))
-        ...     print(budget.kept_bytes)
-        1152
-        >>> y.sum().backward()
-        >>> budget.kept_bytes
-        0
-    """
-    share, budget_bytes = _limit_of(limit, device_share)
-    if offload not in (None, "fill"):
-        raise UsageError(f"budget(offload={shown(offload)}) is not possible", remedy='It is None or "fill".')
-    reserve_bytes = None if reserve == "auto" else _bytes_of(reserve) if reserve else 0
-    if reserve_bytes and (reserve_bytes >= budget_bytes or share is not None):
-        raise UsageError(
-            f"a reserve of {reserve_bytes:,} B leaves nothing of the budget {shown(limit)}",
-            remedy="The reserve is a part of a budget in bytes: give less of it, or a larger budget.",
-        )
-    return Budget(budget_bytes, share, reserve_bytes, fills=offload == "fill")

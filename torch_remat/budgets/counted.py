@@ -109,17 +109,23 @@ class Counted:
                 self.remove(place)
                 self.keys[place] = self._count(value)[0]
         if region is None or region.inputs is None:
-            self.forget_inputs()
+            self._unfix(0, self._inputs)
+            self._inputs = 0
         own = [] if region is None or not region.finished else list(self._own(region))
         if [key for tensor in own for key in map(storage_key, parts_of(tensor))] != self.fixed[self._inputs :]:
             self._unfix(self._inputs, len(self.fixed))
             for tensor in own:
                 self.fixed += each(self._count(tensor)[0])
 
-    def forget_inputs(self) -> None:
-        """Take off the inputs."""
-        self._unfix(0, self._inputs)
-        self._inputs = 0
+    def filled(self, region: Region) -> tuple[int, int]:
+        """Return how many saved tensors a replay has filled, and the bytes of what nothing else of the region keeps."""
+        holders = [holder for entry in region.tape.saved if type(entry) is ref and (holder := entry()) is not None]
+        values = [holder.value for holder in holders if isinstance(holder.value, Tensor)]
+        found = Ledger(self._ledgers[0].device_type)
+        for part in [part for value in values for part in parts_of(value)]:
+            if (key := storage_key(part)) not in self.fixed and key not in self._buffers:
+                found.add(key, part)
+        return len(values), found.total
 
     def forget(self) -> None:
         """Take off everything: the region is gone."""

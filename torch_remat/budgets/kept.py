@@ -4,16 +4,13 @@ In: regions whose forward begins in a block of `budget`, or by a plan; each of t
 references, and what was counted for a region, so that it is taken off when that is gone; holders own their values. Out:
 full holders, the bytes that all regions keep now, and what happened, for reports.
 
-NOTE [ Regions in a budget ]
-1. What the author decides stays: what is saved by name or by a policy is counted and never evicted, and what is named
-   RECOMPUTE is never kept. A region with a policy for its ops keeps what that saves, and nothing else.
-2. A region that is full when a backward begins that will come to it needs its inputs no more, and lets them go: plain
-   autograd might never have kept them. It is then what it is once backward has come.
+What the author decides stays: what is saved by name or by a policy is counted and never evicted, and what is named
+RECOMPUTE is never kept. A region with a policy for its ops keeps what that saves, and nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any, Protocol
@@ -21,8 +18,9 @@ from weakref import ref
 
 from torch import Tensor
 
-from torch_remat._compat import sequence_number
+from torch_remat._compat import collective_counter, sequence_number
 from torch_remat._storages import Ledger
+from torch_remat.budgets.collectives import Collectives
 from torch_remat.budgets.counted import Counted, lock
 from torch_remat.budgets.evict import Evictable, Offer
 from torch_remat.budgets.plain import Key, key_of, key_of_call
@@ -41,6 +39,7 @@ class Owner(Protocol):
     ledger: Ledger
     limit: float
     offer: Offer | None
+    decides_alone: bool
 
     def runner(self, key: Key) -> Callable[..., Any] | None:
         """Return what runs a region without holders; None if it has some."""
@@ -75,10 +74,11 @@ class KeptRegion:
         evictable: What may be evicted of it.
         row: What reports know of it.
         key: What is equal for regions that keep the same; None if it cannot be without holders.
+        collectives: Sees whether it communicates; None where that is allowed, or there is nobody.
     """
 
-    __slots__ = ("__weakref__", "_always_empty", "_let_go", "_like", "_recomputed", "counted", "evictable",
-                 "keeps", "key", "owners", "region", "row")  # fmt: skip
+    __slots__ = ("__weakref__", "_always_empty", "_let_go", "_like", "_measures", "_recomputed", "collectives",
+                 "counted", "evictable", "keeps", "key", "owners", "region", "row")  # fmt: skip
 
     def __init__(self, region: Region, owners: Sequence[Owner], always_empty: int) -> None:
         self.region = ref(region)
@@ -90,14 +90,17 @@ class KeptRegion:
         self._always_empty = always_empty
         self._let_go = 0  # how many saved tensors a backward inside of forward has found empty
         self._like: Row | None = None
+        self._measures = False
         self._recomputed = _Recomputed()
+        self.collectives: Collectives | None = None
         self.key: Key | None = None
         if self.keeps and len(owners) == 1 and not always_empty and current_mode() is None:
             assert region.inputs is not None
             self.key = key_of(region.name, region.function, region.inputs.given)
 
-    def begin_empty(self, like: Row) -> None:
-        """Keep nothing, as outside of a budget: a region like it, with this row, has had all evicted."""
+    def begin_empty(self, like: Row | None) -> None:
+        """Keep nothing, as outside of a budget, like the region with this row; None has its replays measured."""
+        self._measures = self.keeps and like is None
         self.keeps = self.counted.fills = False
         self.key = None
         self._like = like
@@ -107,6 +110,8 @@ class KeptRegion:
     def keep(self, holder: Holder, entry: ref[Holder], value: Tensor, ops: Any) -> None:
         """Give a holder its value, unless it is to be empty."""
         counted, evictable = self.counted, self.evictable
+        if self.collectives is not None and type(value) is not Tensor:
+            self.collectives.saw(type(value))
         with lock:
             evictable.stamps.append(perf_counter())
             if len(evictable.stamps) <= self._always_empty or (ops is not None and self._recomputed.saves(ops)):
@@ -147,6 +152,8 @@ class KeptRegion:
         """Forward is over."""
         region, row, evictable = self.region(), self.row, self.evictable
         assert region is not None
+        if self.collectives is not None:
+            self.collectives.raise_if_any()
         with lock:
             self.counted.end(region)
             row.fixed_bytes = self.counted.fixed_bytes
@@ -177,6 +184,8 @@ class KeptRegion:
             self.evictable.last = perf_counter()
             self.row.replay_seconds += self.evictable.last - begin
             self.row.replays += 1
+        if self._measures and (region := self.region()) is not None:
+            self.row.filled(*self.counted.filled(region))
 
     # What its budgets ask.
 
@@ -184,27 +193,6 @@ class KeptRegion:
         """Compare what is counted with what is there."""
         self.counted.refresh(self.region())
         self.evictable.look_anew()
-
-    def has_needless_inputs(self, ledger: Ledger) -> bool:
-        """Whether its forward is over, it may be full, and it alone holds some of its inputs."""
-        region, fixed = self.region(), self.counted.fixed
-        if region is None or region.inputs is None or not region.finished or not self.keeps:
-            return False
-        tape = region.tape
-        if tape.records or tape.calls or tape.holders:
-            return False  # what is kept for its author is counted as its inputs are
-        return any(ledger.is_held_by(key, fixed.count(key)) for key in fixed)
-
-    def let_inputs_go(self, to_come: Collection[int]) -> None:
-        """Release the region, if it is full and its last node is one of those to which this backward comes."""
-        region = self.region()
-        if region is not None and region.last_number in to_come and region.lock.acquire(blocking=False):
-            try:
-                if region.inputs is not None and not region.filling and region.tape.last_needed() < 0:
-                    region.release()
-                    self.counted.forget_inputs()
-            finally:
-                region.lock.release()
 
 
 class _Recomputed:
@@ -250,11 +238,12 @@ class Inside:
         plan: The plan by which they run; only those that it names, where there is no budget.
     """
 
-    __slots__ = ("plan", "registers")
+    __slots__ = ("_count", "plan", "registers")
 
     def __init__(self, registers: Sequence[Owner], plan: Mapping[str, Planned] | None = None) -> None:
         self.registers = registers
         self.plan = plan
+        self._count = collective_counter() if any(one.decides_alone for one in registers) else None
 
     def runner(
         self, options: Options, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -277,6 +266,8 @@ class Inside:
             for one in self.registers:
                 one.forget_dead()  # the inputs may be where something was that is gone
             kept = KeptRegion(region, self.registers, 0 if planned is None else planned.evicted_tensors)
+            if self._count is not None and kept.keeps:
+                kept.collectives = Collectives(self._count, region.name, region.function)
             for one in self.registers:
                 one.add(kept)
         return kept

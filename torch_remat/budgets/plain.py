@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
-from weakref import ref
 
 from torch import Tensor
 from torch.nn import Module
@@ -23,10 +22,12 @@ from torch.nn import Module
 from torch_remat._compat import (
     any_autocast_enabled,
     graph_is_kept,
+    graph_task,
     node_number,
     sequence_number,
     top_saved_tensors_hooks,
 )
+from torch_remat._storages import Ledger
 from torch_remat.budgets.steps import Row
 from torch_remat.dispatch.naming import default_name
 from torch_remat.dispatch.options import Options, is_watched
@@ -64,6 +65,8 @@ def key_of_call(options: Options, function: Any, args: Sequence[Any], kwargs: Ma
 class Owner(Protocol):
     """What the regions without holders of a budget ask of it."""
 
+    backward: int
+
     def reached(self) -> None:
         """Backward has come to a region."""
 
@@ -92,15 +95,28 @@ class PlainRegion:
 
     def _reach(self, _grad_outputs: object) -> None:
         self.is_over = not graph_is_kept()
-        self._owner.reached()
+        if graph_task() != self._owner.backward:
+            self._owner.reached()
 
 
-class Entry(ref[PlainRegion]):
-    """A region without holders in its budget; what stands for its bytes in the ledger stays here when it is gone."""
+class PlainBytes:
+    """The bytes that a region without holders is counted with.
 
-    __slots__ = ("key",)
+    Args:
+        ledger: That of its budget.
+        size: How many.
+    """
 
-    key: int
+    __slots__ = ("_ledger", "_size")
+
+    def __init__(self, ledger: Ledger, size: int) -> None:
+        self._ledger, self._size = ledger, size
+        ledger.total += size
+
+    def forget(self) -> None:
+        """Take them off, once."""
+        self._ledger.total -= self._size
+        self._size = 0
 
 
 class Fitting:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from typing import Any
 
+from torch_remat._compat import process_groups
 from torch_remat.budgets.kept import Inside, registers_around
 from torch_remat.budgets.steps import Planned as Planned
 from torch_remat.budgets.steps import Step
@@ -23,6 +24,9 @@ _VERSION = 1
 _FORM = "A plan comes from budget.plan(), or from Plan.from_json(text) with the text that to_json() gave."
 
 
+World = tuple[int, tuple[tuple[str, int], ...]]  # how many ranks, and the names and sizes of groups
+
+
 class Plan(dict[str, Planned], Data):
     """Which saved tensors regions keep, by region name; see `Budget.plan`.
 
@@ -31,6 +35,8 @@ class Plan(dict[str, Planned], Data):
 
     Args:
         entries: What each region keeps.
+        world: How many ranks there were, and the names and sizes of the groups that agreed on it: it is refused
+            where these are others. None for one of a single rank, or for any.
 
     Example:
         >>> import torch_remat as remat
@@ -41,11 +47,14 @@ class Plan(dict[str, Planned], Data):
         True
     """
 
-    def __init__(self, entries: Mapping[str, Planned]) -> None:
+    _fits = False  # whether it was found that the ranks are those that it is for
+
+    def __init__(self, entries: Mapping[str, Planned], world: World | None = None) -> None:
         for name, entry in entries.items():
             if not (isinstance(name, str) and isinstance(entry, Planned) and entry.evicted_tensors >= 0):
                 raise UsageError(f"{name!r}: {entry!r} is no entry of a plan", remedy=_FORM)
         super().__init__(entries)
+        self.world = world
 
     def __str__(self) -> str:
         """Return a line for each region: what it keeps, and what that spares."""
@@ -75,6 +84,7 @@ class Plan(dict[str, Planned], Data):
         """Return a function whose regions keep what the plan says; `checkpoint_modules` asks this."""
 
         def planned(*args: Any, **kwargs: Any) -> Any:
+            self.raise_in_another_world()
             token = keeping.set(Inside(registers_around(), self))
             try:
                 return run(*args, **kwargs)
@@ -83,9 +93,28 @@ class Plan(dict[str, Planned], Data):
 
         return planned
 
+    def raise_in_another_world(self) -> None:
+        """Raise if the ranks are not those that have agreed on this plan.
+
+        Raises:
+            UsageError: There are more or fewer, or the groups have other sizes.
+        """
+        if self.world is None or self._fits:
+            return
+        groups = process_groups()
+        ranks = max((size for _, size in groups), default=1)
+        if ranks != self.world[0] or not groups.issuperset(self.world[1]):
+            told = ", ".join(f"{name}: {size}" for name, size in self.world[1])
+            raise UsageError(
+                f"this plan is of a world of {self.world[0]} ranks ({told}); this one has {ranks}, or other groups",
+                remedy="Make a plan for this one: run steps in remat.budget(limit, group=...), and ask its plan().",
+            )
+        self._fits = True
+
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain data."""
-        return {"version": _VERSION, "regions": {name: asdict(entry) for name, entry in self.items()}}
+        world = {} if self.world is None else {"world": {"ranks": self.world[0], "groups": dict(self.world[1])}}
+        return {"version": _VERSION, **world, "regions": {name: asdict(entry) for name, entry in self.items()}}
 
     @staticmethod
     def from_json(text: str) -> Plan:
@@ -100,7 +129,9 @@ class Plan(dict[str, Planned], Data):
             if data["version"] != _VERSION:
                 raise ValueError(f"version {data['version']!r}")
             rows = {name: {key: row[key] for key in names} for name, row in data["regions"].items()}
-            return Plan({name: Planned(**row) for name, row in rows.items()})
+            world = data.get("world")
+            made_for = None if world is None else (int(world["ranks"]), tuple(world["groups"].items()))
+            return Plan({name: Planned(**row) for name, row in rows.items()}, made_for)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UsageError(f"this text is no plan: {error!r}", remedy=_FORM) from None
 

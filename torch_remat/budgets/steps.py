@@ -51,6 +51,12 @@ class Row:
         self.evicted_seconds = row.evicted_seconds
         self.is_empty_from_start = True
 
+    def filled(self, tensors: int, size: int) -> None:
+        """Note that a replay has filled all: so much was not kept."""
+        self.is_empty_from_start = True
+        self.tensors = self.cut = max(self.tensors, tensors)
+        self.saved_bytes = self.evicted_bytes = max(self.saved_bytes, size)
+
     def evicted(self, place: int, freed: int, seconds: float) -> None:
         """Note that a saved tensor was evicted."""
         self.evicted_bytes += freed
