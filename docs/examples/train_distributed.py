@@ -15,6 +15,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -91,6 +92,14 @@ def pp(model: Transformer, mesh: DeviceMesh, policy: Any) -> Step:
 WAYS = {"ddp": ddp, "fsdp": fsdp, "tp": tp, "sp": sp, "pp": pp}
 
 
+def budget_of(mebibytes: float | None, parallel: str, mesh: DeviceMesh) -> AbstractContextManager[Any]:
+    """Return a budget for the regions of this rank. Ranks whose regions communicate agree on what is evicted."""
+    if mebibytes is None:
+        return nullcontext()
+    limit_bytes = int(mebibytes * 2**20)
+    return remat.budget(limit_bytes, group=mesh) if parallel in ("tp", "sp") else remat.budget(limit_bytes)
+
+
 def step_of_a_part(model: nn.Module, mesh: DeviceMesh) -> Step:
     """Return the step of a rank that has a part of the batch. DDP and FSDP average the gradients."""
 
@@ -124,13 +133,14 @@ def step_in_parts(model: nn.Module, parts: int) -> Step:
     return step
 
 
-def train(model: nn.Module, step: Step) -> list[float]:
-    """Return the losses of some steps, on batches that are the same on all ranks."""
+def train(model: nn.Module, step: Step, budget: AbstractContextManager[Any]) -> list[float]:
+    """Return the losses of some steps, on batches that are the same on all ranks; each is a block of the budget."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     batches = Batches(standard_library(), batch=BATCH, context=SIZES.context, seed=0, device=torch.device("cpu"))
     losses = []
     for _ in range(STEPS):
-        losses.append(step(*batches.next()).item())
+        with budget:
+            losses.append(step(*batches.next()).item())
         optimizer.step()
         optimizer.zero_grad()
     return losses
@@ -144,13 +154,13 @@ class Seen(NamedTuple):
     collectives: str
 
 
-def look(model: Transformer, step: Step) -> Seen:
+def look(model: Transformer, step: Step, budget: AbstractContextManager[Any]) -> Seen:
     """Take one more step; tell what regions keep when they keep most, and the collectives."""
     reports = []
     last = list(model.blocks.values())[-1]
     hook = last.register_forward_hook(lambda *_: reports.append(remat.memory_report()))
     tokens = torch.zeros(BATCH, SIZES.context, dtype=torch.int64)
-    with remat.testing.collectives() as calls:
+    with remat.testing.collectives() as calls, budget:
         step(tokens, tokens)
     hook.remove()
     counts = Counter((call.op, call.phase) for call in calls)
@@ -164,6 +174,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--parallel", choices=tuple(WAYS), default="fsdp", help="what is split")
     parser.add_argument("--keep", choices=tuple(KEEP), default="none", help="what regions keep beside their inputs")
+    parser.add_argument("--budget", type=float, help="MiB that regions keep everything in, as far as it goes")
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -174,11 +185,12 @@ def main() -> int:
     alone = Transformer(SIZES)
     model = alone.stage(dist.get_rank(), ranks) if options.parallel == "pp" else alone.stage(0, 1)  # copies the weights
     parts = {"ddp": ranks, "fsdp": ranks, "pp": 2 * ranks}.get(options.parallel, 1)
-    expected = train(alone, step_in_parts(alone, parts))
+    expected = train(alone, step_in_parts(alone, parts), nullcontext())
     step = WAYS[options.parallel](model, mesh, KEEP[options.keep])
-    losses = train(model, step)
+    budget = budget_of(options.budget, options.parallel, mesh)
+    losses = train(model, step, budget)
     seen: list[Any] = [None] * ranks
-    dist.all_gather_object(seen, look(model, step))
+    dist.all_gather_object(seen, look(model, step, budget))
     exact = options.parallel == "pp" or (ranks == 2 and options.parallel in ("ddp", "fsdp"))
     equal = losses == expected if exact else torch.allclose(torch.tensor(losses), torch.tensor(expected), rtol=1e-5)
     if dist.get_rank() == 0:
