@@ -33,6 +33,7 @@ from torch_remat.dispatch.ambient import Ambient, RngState, capture_ambient
 from torch_remat.dispatch.log.schema import LIFT, WRITES_WITHOUT_SAYING, effects_of
 from torch_remat.dtr._storage import Alias, Version, derive
 from torch_remat.errors import MutationError, UsageError, shown
+from torch_remat.policies.collectives import is_of_collectives
 
 _SAMPLES = 15  # runs of an op at the same shapes of which the median is taken
 _MOST_KNOWN = 100_000
@@ -44,7 +45,6 @@ _KEEP = (
 NO_ROOTS: Mapping[Version, torch.Tensor] = {}
 
 Cost = Literal["measured", "flops"] | Callable[..., float]
-_ONCE = frozenset(("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "symm_mem", "profiler"))
 # Batch norms in training write their running statistics and do not read them: (name, place of `training`, or -1 for
 # one that always trains). Their other results can be made again without writing the statistics twice.
 _BATCH_NORMS = {
@@ -93,7 +93,8 @@ class Kind:
         self.written = _STATISTICS if effects.name in WRITES_WITHOUT_SAYING else effects.written
         self.returned = effects.returned
         self.random = effects.random
-        self.once = self.higher or effects.namespace in _ONCE or (not torchs and has_effect(op))
+        runs_once = is_of_collectives(op) or effects.namespace == "profiler"
+        self.once = self.higher or runs_once or (not torchs and has_effect(op))
         self.lifts = op is LIFT
         self.training = _BATCH_NORMS.get(effects.name)
         self.adds = op is torch.ops.aten.add.Tensor
