@@ -232,11 +232,12 @@ class OpAnswerer:
     def refuse_early(self, entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raise if an op or call that runs again reads a tensor from outside that forward changed after it."""
         changed = still_there(entry.early)
+        where = "argument or variable" if entry.group else "argument"
         for at, tensor in enumerate(tensors_in(args, kwargs)):
             if not changed.isdisjoint(keys_of(tensor)):
                 raise MutationError(
                     f"{entry.group or entry.op} runs again in replay and reads a tensor created outside the region "
-                    f"(argument {at}, shape {tuple(tensor.shape)}), which the region changes in place after it",
+                    f"({where} {at}, shape {tuple(tensor.shape)}), which the region changes in place after it",
                     region=self._region_name,
                     op=entry.group,
                     tensor=entry.label(0),
