@@ -411,3 +411,27 @@ def test_leaving_the_process_does_not_wait_for_what_is_queued(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=45, check=False)
     assert done.returncode == 0, done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_offloader_that_goes_while_a_file_is_written_waits_for_nothing(tmp_path, monkeypatch):
+    """A collection may come in the middle of a thread's start, where to wait for a thread would be for ever."""
+    begun, go, write = threading.Event(), threading.Event(), files.write
+
+    def slowly(path, content):
+        begun.set()
+        assert go.wait(10)
+        return write(path, content)
+
+    monkeypatch.setattr(files, "write", slowly)
+    offloader = remat.DiskOffloader(tmp_path, min_bytes=0, threads=1)
+    ticket = offloader.offload(torch.ones(8), remat.offload.OffloadInfo("block", "b", "y", "output", 32))
+    assert begun.wait(10)
+    with monkeypatch.context() as within:
+        within.setattr(threading.Thread, "join", lambda *args: pytest.fail("it waits for a thread"))
+        within.setattr(threading.Thread, "start", lambda *args: pytest.fail("it starts a thread"))
+        del offloader
+        gc.collect()
+    assert len(list(tmp_path.iterdir())) == 1, "a thread writes there"
+    go.set()
+    assert soon(lambda: not list(tmp_path.iterdir()))
+    del ticket

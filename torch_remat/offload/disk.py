@@ -196,6 +196,8 @@ class _Store(Shared):
         self._queued_bytes = 0  # of these
         self._ahead: dict[DiskTicket, Future[torch.Tensor | None]] = {}
         self._folder: files.Folder | None = None
+        self._writing = 0  # how many threads write now
+        self._is_closed = False
 
     @locked
     def used_bytes(self) -> int:
@@ -262,12 +264,16 @@ class _Store(Shared):
             self._progress.wait()
 
     def close(self) -> None:
-        """Stop the threads, remove the files, and tell what nobody was told yet."""
-        if threading.current_thread().name.startswith(_THREADS):  # a garbage collection came there
-            threading.Thread(target=self.close, daemon=True).start()  # since it cannot wait for itself
-            return
+        """Stop the threads, remove the files, and tell what nobody was told yet.
+
+        It waits for nothing, and starts no thread: a garbage collection may come in the middle of a thread's start. Of
+        files that are being written the last one to end removes the folder.
+        """
         for pool in (self._writers, self._readers):
-            pool.shutdown(cancel_futures=True)
+            pool.shutdown(wait=False, cancel_futures=True)
+        self.release(None)  # which stands for all
+
+    def _end(self) -> None:
         if self._folder is not None:
             self._folder.remove()
         if os.path.isdir(self.directory):  # else its owner was done with it, as with a temporary one
@@ -281,7 +287,12 @@ class _Store(Shared):
                 self._used_bytes -= ticket.info.bytes
         self._start_empty()
 
-    def _forget(self, ticket: DiskTicket) -> None:
+    def _forget(self, ticket: DiskTicket | None) -> None:
+        if ticket is None:
+            self._is_closed = True
+            if not self._writing:
+                self._end()
+            return
         ticket.released = True
         if not ticket.stays:
             self._used_bytes -= ticket.info.bytes
@@ -307,6 +318,8 @@ class _Store(Shared):
         """Write a file, in a thread."""
         if getattr(threading, "_SHUTTING_DOWN", False):
             return  # Python waits for the threads of a pool when the process leaves, and nobody will read
+        if not self._begins_to_write():
+            return
         failure = ""
         try:
             if ticket.tensor is not None:
@@ -316,7 +329,18 @@ class _Store(Shared):
         self._has_written(ticket, failure)
 
     @locked
+    def _begins_to_write(self) -> bool:
+        self._writing += not self._is_closed
+        return not self._is_closed
+
+    @locked
     def _has_written(self, ticket: DiskTicket, failure: str) -> None:
+        self._writing -= 1
+        self._note_written(ticket, failure)
+        if self._is_closed and not self._writing:
+            self._end()
+
+    def _note_written(self, ticket: DiskTicket, failure: str) -> None:
         if ticket not in self._unwritten:
             return
         self._is_over(ticket)
