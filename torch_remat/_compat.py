@@ -21,6 +21,7 @@ import torch
 import torch.utils.checkpoint
 from torch._ops import OperatorBase as OperatorBase  # the types of what torch.ops gives; no public place has them
 from torch._ops import OpOverloadPacket as OpOverloadPacket
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import SUPPORTED_NODES
 
@@ -211,6 +212,8 @@ below_autograd: Callable[[], AbstractContextManager[Any]] = torch._C._AutoDispat
 current_node: Callable[[], torch.autograd.graph.Node | None] = torch._C._current_autograd_node
 
 
+set_grad_enabled: Callable[[bool], object] = faster("_set_grad_enabled", torch.set_grad_enabled)
+
 # The lazy conjugate and negative bits of a tensor. Without them a placeholder would show others than the tensor that it
 # stands for.
 set_conj: Callable[[torch.Tensor, bool], None] = torch._C._set_conj
@@ -333,6 +336,50 @@ class DispatchMode(TorchDispatchMode):
         super().__init_subclass__()
         if "__torch_dispatch__" in cls.__dict__:
             keep_from_compiler(cls.__torch_dispatch__)
+
+
+# What torch keeps, besides the stack, of the modes that are on it: in module variables, which other releases name
+# otherwise.
+_FLAGS = (
+    "_is_in_torch_dispatch_mode",
+    "_is_in_non_infra_torch_dispatch_mode",
+    "_is_in_any_mode_without_ignore_compile_internals",
+)
+_knows_flags = all(
+    hasattr(_python_dispatch, name) for name in (*_FLAGS, "set_is_in_mode_without_ignore_compile_internals")
+)
+
+
+def push_mode(mode: DispatchMode) -> tuple[bool, bool, bool] | None:
+    """Put a mode on the stack, as ``with mode:`` does in five functions; return what `pop_mode` is to be given."""
+    if not _knows_flags:
+        mode.__enter__()
+        return None
+    modules: Any = _python_dispatch
+    before = (
+        modules._is_in_torch_dispatch_mode,
+        modules._is_in_non_infra_torch_dispatch_mode,
+        modules._is_in_any_mode_without_ignore_compile_internals,
+    )
+    modules._is_in_torch_dispatch_mode = modules._is_in_non_infra_torch_dispatch_mode = True
+    if not (before[2] or mode.lets_compiled_code_run):
+        modules._is_in_any_mode_without_ignore_compile_internals = True
+        modules.set_is_in_mode_without_ignore_compile_internals(True)
+    torch._C._push_on_torch_dispatch_stack(mode)
+    return before
+
+
+def pop_mode(mode: DispatchMode, before: tuple[bool, bool, bool] | None) -> None:
+    """Take a mode off the stack again."""
+    if before is None:
+        mode.__exit__(None, None, None)
+        return
+    modules: Any = _python_dispatch
+    torch._C._pop_torch_dispatch_stack(None)
+    modules._is_in_torch_dispatch_mode, modules._is_in_non_infra_torch_dispatch_mode = before[:2]
+    if modules._is_in_any_mode_without_ignore_compile_internals != before[2]:
+        modules._is_in_any_mode_without_ignore_compile_internals = before[2]
+        modules.set_is_in_mode_without_ignore_compile_internals(before[2])
 
 
 # Counts the compiled frames that this thread runs, from 0 on; -1 stops. Torch has no public way to notice that compiled
@@ -579,8 +626,9 @@ def is_wrapper_of_fsdp1(module: torch.nn.Module) -> bool:
 
 def run_fsdp_in(context: Callable[[], AbstractContextManager[Any]]) -> None:
     """Have FSDP's work on parameters run in a context from now on, if FSDP is in use; the first call counts."""
-    imported = [name for name in _FSDP_WORK if name in sys.modules]
-    for name in imported if imported and torch.distributed.is_initialized() else ():
+    if not any(map(sys.modules.__contains__, _FSDP_WORK)) or not torch.distributed.is_initialized():
+        return
+    for name in [name for name in _FSDP_WORK if name in sys.modules]:
         kind, methods = _FSDP_WORK.pop(name, ("", ()))  # another thread may be faster
         owner = getattr(sys.modules[name], kind, None)
         for method in methods:

@@ -40,7 +40,9 @@ from torch_remat._compat import (
     SavedTensorHooks,
     active_modes,
     detached,
+    pop_mode,
     pop_saved_tensors_hooks,
+    push_mode,
     push_saved_tensors_hooks,
     run_fsdp_in,
 )
@@ -212,8 +214,11 @@ class RematMode(DispatchMode):
         self.show_ops_to(watcher)
         try:
             if previous is None or not any(mode is self for mode in active_modes()):
-                with self:
+                before = push_mode(self)
+                try:
                     return function(*args, **kwargs)
+                finally:
+                    pop_mode(self, before)
             if self.lets_compiled_code_run:
                 with _Uncompiled():
                     return function(*args, **kwargs)

@@ -21,6 +21,7 @@ from torch_remat._compat import (
     detached,
     keep_from_compiler,
     sequence_number,
+    set_grad_enabled,
     set_version,
 )
 from torch_remat.dispatch.ambient import capture_ambient
@@ -117,7 +118,7 @@ class Filling(Replaying):
             contexts = self._go_back()
             self._sees_modes_of_forward = not contexts and region.modes == count_of_modes()
             args, kwargs = region.inputs.restore(region)
-            torch.set_grad_enabled(True)
+            set_grad_enabled(True)
             try:
                 if (
                     region.ambient is not capture_ambient()
@@ -139,7 +140,7 @@ class Filling(Replaying):
                 if not self.over:
                     add_note(error, region.name)
                     raise
-            torch.set_grad_enabled(grad_enabled)
+            set_grad_enabled(grad_enabled)
             self._check()
             if self.ops is not None:
                 self.ops.warn()
@@ -147,7 +148,7 @@ class Filling(Replaying):
             region.tape.forget_values()
             raise
         finally:
-            torch.set_grad_enabled(grad_enabled)
+            set_grad_enabled(grad_enabled)
             if self._before:
                 put_back(self._before)
             if self.ops is not None:
