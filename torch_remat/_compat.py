@@ -34,6 +34,13 @@ def faster(path: str, public: Any) -> Any:
     return public if found is None else found
 
 
+# The namespaces of ops that communicate, most of them private. Without them a policy could not keep what collectives
+# return, and random state would be kept for each of them.
+COLLECTIVES = frozenset(
+    ("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem")
+)
+
+
 @cache
 def accelerator_type() -> str:
     """Return the type of the accelerator that this machine has, ``"cpu"`` where it has none.

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-_NAMESPACES = frozenset(
-    ("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem")
-)
+from torch_remat._compat import COLLECTIVES
+
 # They communicate nothing. What waits hands on the memory of the collective's result, which is kept with that.
 _NO_COMMUNICATION = frozenset(("wait_tensor", "_wrap_tensor_autograd", "check_for_nan"))
 
 
 def is_of_collectives(op: Any) -> bool:
     """Whether an op is a collective, or waits for one."""
-    return getattr(op, "namespace", "") in _NAMESPACES
+    return getattr(op, "namespace", "") in COLLECTIVES
 
 
 def is_collective(op: Any) -> bool:

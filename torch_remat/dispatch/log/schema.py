@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torch_remat._compat import ZERO_TENSOR
-from torch_remat.policies.collectives import is_of_collectives
+from torch_remat._compat import COLLECTIVES, ZERO_TENSOR
 
 Argument = tuple[int, str]  # where an argument stands, by place and by name
 
@@ -103,7 +102,7 @@ def _read(op: Any) -> Effects:
     )
     names = {value.name for value in schema.arguments}
     foreign = namespace != "aten"  # nobody knows whether it draws, or returns its argument
-    random = torch.Tag.nondeterministic_seeded in op.tags or (foreign and not is_of_collectives(op))
+    random = torch.Tag.nondeterministic_seeded in op.tags or (foreign and namespace not in COLLECTIVES)
     ignored = op in _IGNORED or namespace == "profiler"  # a named range: FSDP has some in one phase only
     viewed = None if written else _viewed(schema)
     factory = (
