@@ -77,10 +77,9 @@ def test_what_is_computed_is_what_processes_measure_within_two_percent(tmp_path,
         computed = [peak for peak in peaks for _ in range(tensor)]
         if tensor == 1:
             assert [one[schedule] for one in measured] == pytest.approx(computed, rel=0.02), schedule
-        for one, peak in zip(
-            measured, computed, strict=True
-        ):  # gloo's threads may hold what they gathered a bit longer
-            assert 0.98 * peak < one[schedule] < 1.02 * peak + INPUT, schedule
+        late = 2 * INPUT  # gloo's threads may hold what they gathered a bit longer
+        for one, peak in zip(measured, computed, strict=True):
+            assert 0.98 * peak < one[schedule] < 1.02 * peak + late, schedule
     for name, regions in REGIONS.items() if tensor == 1 else ():
         for way, layout_of in LAYOUTS.items():
             inner = scale.record(SIZES, layout_of(ranks), scale.MICROBATCH, regions)[1]
