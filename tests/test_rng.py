@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import torch_remat as remat
+from torch_remat.dispatch.ambient import RngState
 
 
 def noisy(x):
@@ -453,3 +454,22 @@ def test_call_that_runs_whole_draws_what_it_drew_after_ops_that_a_policy_skips(w
     policy = [torch.ops.aten.mul.Tensor, torch.ops.aten.sum.default]
     checkpointed = train(remat.checkpoint(policy=policy), DRAWING_CALLS[way])
     assert_same(checkpointed, train(lambda function: function, run))
+
+
+def test_random_state_of_calls_is_gone_after_backward():
+    def function(x):
+        x = x + F.dropout(x, 0.3).sum()
+        h = remat.op(lambda x: F.dropout(x, 0.3), "dropped")(x)
+        y = h.softmax(-1)
+        h.mul_(0.9)
+        return y * x
+
+    gc.collect()
+    y = remat.checkpoint(policy=[torch.ops.aten.mul.Tensor, torch.ops.aten.sum.default])(function)(leaf(4, 4))
+    states = [one for one in gc.get_objects() if isinstance(one, RngState)]
+    assert len(states) >= 2
+    before = {id(one) for one in states}
+    with pytest.warns(remat.RematWarning, match="runs this call once more"):
+        y.sum().backward()
+    del states
+    assert not [one for one in gc.get_objects() if isinstance(one, RngState) and id(one) in before]

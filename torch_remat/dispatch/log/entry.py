@@ -244,7 +244,7 @@ class Call(Entry):
     def forget(self) -> None:
         """Drop what only a further replay would need; reports still ask for the saved tensors that replay has."""
         if self.drawn is not None:
-            self.drawn = None
+            self.drawn = self.before = None
         if self.kept:
             self.kept = _NONE
         if self.answers is not None:
