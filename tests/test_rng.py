@@ -466,13 +466,15 @@ def test_random_state_of_calls_is_gone_after_backward():
         h.mul_(0.9)
         return y * x
 
+    def alive(cls):
+        return [one for one in gc.get_objects() if type(one) is cls]
+
     gc.collect()
+    others = alive(RngState)  # of tests that ran before in this process; held, so that no new one has their ids
     y = remat.checkpoint(policy=[torch.ops.aten.mul.Tensor, torch.ops.aten.sum.default])(function)(leaf(4, 4))
-    states = [one for one in gc.get_objects() if type(one) is RngState]
+    states = {id(one) for one in alive(RngState)} - {id(one) for one in others}
     assert len(states) == 3, "at the start, before the call, after it"
-    before = {id(one) for one in states}
-    regions = [one for one in gc.get_objects() if type(one) is Region]  # which something else may hold
-    del states
+    regions = alive(Region)  # which something else may hold
     y.sum().backward()
     assert regions
-    assert not [one for one in gc.get_objects() if type(one) is RngState and id(one) in before]
+    assert not states & {id(one) for one in alive(RngState)}
