@@ -18,7 +18,7 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV_PYTHON) -m mkdocs
 help:  ## show this text
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@echo
-	@echo 'Variables: PYTHON (now: $(PYTHON)), TORCH (now: $(TORCH)), PYTEST_ARGS, BENCH_ARGS, DEMO_ARGS'
+	@echo 'Variables: PYTHON (now: $(PYTHON)), TORCH (now: $(TORCH)), PYTEST_ARGS, BENCH_ARGS, DEMO_ARGS, MATRIX'
 
 setup: $(INSTALLED)  ## make .venv and install what all other commands need
 
@@ -38,7 +38,7 @@ coverage: $(INSTALLED)  ## run the tests and show the branches that they miss
 	$(VENV_PYTHON) -m coverage run -m pytest $(PYTEST_ARGS)
 	$(VENV_PYTHON) -m coverage report
 
-.PHONY: docs docs-serve release-check
+.PHONY: docs docs-serve matrix release-check
 
 docs: .venv/.docs  ## build the site into site/; warnings and broken links are errors
 	$(MKDOCS) build --strict
@@ -48,6 +48,9 @@ docs-serve: .venv/.docs  ## show the site, and build it again when a page change
 
 release-check: .venv/.release  ## build wheel and sdist, install them in a clean environment, test them there
 	.ci/release-check $(VENV_PYTHON) '$(TORCH)'
+
+matrix:  ## run the tests on several versions of Python and torch; the environments stay in .matrix/
+	.ci/matrix $(MATRIX)
 
 bench: .venv/.bench  ## run the benchmarks; BENCH_ARGS=--help lists their options
 	$(VENV_PYTHON) -m benchmarks $(BENCH_ARGS)
