@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import torch_remat as remat
-from tests.helpers import CountOps, assert_same, checkpointed, leaf, plain, refused_if
+from tests.helpers import CountOps, assert_same, checkpointed, leaf, name_of, pairwise, plain, refused_if
 
 aten = torch.ops.aten
 SAVE, RECOMPUTE = remat.CheckpointPolicy.SAVE, remat.CheckpointPolicy.RECOMPUTE
@@ -109,9 +109,7 @@ def result(program):
     return y, x.grad, w.grad, torch.get_rng_state()
 
 
-@pytest.mark.parametrize("gradient", GRADIENTS, ids=lambda gradient: gradient.__name__)
-@pytest.mark.parametrize("inner", [None, *REGIONS])
-@pytest.mark.parametrize("outer", REGIONS)
+@pairwise(outer=REGIONS, inner=[None, *REGIONS], gradient=GRADIENTS, ids=name_of)
 def test_gradient_inside_of_an_inner_region(outer, inner, gradient):
     wrap = plain if inner is None else REGIONS[inner]
     for name, body in BODIES.items():
@@ -127,9 +125,7 @@ def test_gradient_inside_of_an_inner_region(outer, inner, gradient):
             assert_same(result(program), actual, name)
 
 
-@pytest.mark.parametrize("gradient", GRADIENTS, ids=lambda gradient: gradient.__name__)
-@pytest.mark.parametrize("inner", REGIONS)
-@pytest.mark.parametrize("outer", REGIONS)
+@pairwise(outer=REGIONS, inner=REGIONS, gradient=GRADIENTS, ids=name_of)
 def test_gradient_through_an_inner_region(outer, inner, gradient):
     for name, body in BODIES.items():
 
@@ -154,16 +150,14 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("gradient", GRADIENTS, ids=lambda gradient: gradient.__name__)
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("inner", [None, *REGIONS])
-@pytest.mark.parametrize("outer", REGIONS)
+def can_keep(outer, inner, **_):
+    """A kept call needs a region of ours; torch's region inside of one repeats the call, whose name is then taken."""
+    return (outer, inner) != ("torch", None) and (inner != "torch" or outer == "torch")
+
+
+@pairwise(outer=REGIONS, inner=[None, *REGIONS], call=CALLS, gradient=GRADIENTS, given=can_keep, ids=name_of)
 def test_gradient_by_what_is_kept(outer, inner, call, gradient):
-    """Of two regions in each other the inner one unpacks what the outer one has made anew."""
-    if (outer, inner) == ("torch", None):
-        return  # a kept call needs a region of ours
-    if inner == "torch" and outer != "torch":
-        return  # it makes the call again inside of the same region, whose name is taken
+    """Of two nested regions the inner one unpacks what the outer one has recomputed."""
     wrap = plain if inner is None else REGIONS[inner]
 
     def program(h, w, outer=plain, inner=plain, keep=called):
