@@ -33,6 +33,7 @@ from tests.helpers import (
     collector_off,
     leaf,
     no_other_regions,
+    pairwise,
     watch,
 )
 from tests.native_programs import SAVE, keep, retained_bytes
@@ -656,6 +657,9 @@ def test_equals_autograd_and_runs_its_python_again_only_where_it_warns(name):
     caught = compared(name, "save", remat.checkpoint())
     assert bool(caught) == PROGRAMS[name][1], caught
     assert caught or True not in RUNS, RUNS  # replay may end before it comes to a call that it would run
+    caught = compared(name, "save", remat.checkpoint(policy=lambda *_, **__: RECOMPUTE))
+    assert caught or True not in RUNS, RUNS
+    assert not caught or PROGRAMS[name][1], caught
 
 
 @pytest.mark.parametrize("opaque", [False, True])
@@ -707,13 +711,6 @@ def test_an_op_before_a_call_that_only_forward_runs_is_a_mismatch_under_a_policy
         y.sum().backward()
 
 
-@pytest.mark.parametrize("name", programs())
-def test_equals_autograd_and_runs_its_python_again_only_where_it_warns_under_a_policy(name):
-    caught = compared(name, "save", remat.checkpoint(policy=lambda *_, **__: RECOMPUTE))
-    assert caught or True not in RUNS, RUNS
-    assert not caught or PROGRAMS[name][1], caught
-
-
 @pytest.mark.parametrize("name", sorted(REFUSED))
 @pytest.mark.parametrize("policy", [None, lambda *_, **__: RECOMPUTE])
 def test_a_call_that_leaves_a_tensor_otherwise_than_by_its_result_is_refused_in_forward(name, policy):
@@ -723,10 +720,10 @@ def test_a_call_that_leaves_a_tensor_otherwise_than_by_its_result_is_refused_in_
     compared(name, "native", remat.checkpoint(policy=policy))  # whose Python runs again
 
 
-@pytest.mark.parametrize("name", programs())
 @pytest.mark.parametrize("mode", ["double", "kept"])
-def test_equals_autograd_in_several_backward_passes(name, mode):
-    compared(name, "save", remat.checkpoint(), mode)
+def test_equals_autograd_in_several_backward_passes(mode):
+    for name in programs():
+        compared(name, "save", remat.checkpoint(), mode)
 
 
 SURROUNDINGS = {
@@ -739,32 +736,25 @@ SURROUNDINGS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", programs())
 @pytest.mark.parametrize("wrap", SURROUNDINGS)
-def test_equals_autograd_with_each_option(name, wrap):
-    compared(name, "save", SURROUNDINGS[wrap])
+def test_equals_autograd_with_each_option(wrap):
+    for name in programs():
+        compared(name, "save", SURROUNDINGS[wrap])
 
 
-@pytest.mark.parametrize("name", programs(WRITES))
-@pytest.mark.parametrize("how", ["recompute", "offload"])
-def test_other_policies_equal_autograd(name, how):
-    if name in ("call in a call", "native in a call"):
-        pytest.skip("a recomputed call does not own the names inside")
+OWNS = frozenset(["call in a call", "native in a call"])  # a recomputed call does not own the names inside
+
+
+@pytest.mark.parametrize("how", ["recompute", "offload", "opaque"])
+def test_other_policies_equal_autograd(how):
     wrap = SURROUNDINGS["offloader"] if how == "offload" else remat.checkpoint()
-    compared(name, how, wrap)
-
-
-@pytest.mark.parametrize("name", programs(WRITES))
-def test_opaque_calls_equal_autograd(name):
-    compared(name, "opaque", remat.checkpoint())
+    for name in programs(WRITES | (frozenset() if how == "opaque" else OWNS)):
+        compared(name, how, wrap)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", programs(WRITES))
 @pytest.mark.parametrize("how", ["save", "recompute"])
-def test_a_region_in_a_region_and_in_a_native_region(name, how):
-    if how == "recompute" and name in ("call in a call", "native in a call"):
-        pytest.skip("a recomputed call does not own the names inside")
+def test_a_region_in_a_region_and_in_a_native_region(how):
 
     def twice(function: Callable) -> Callable:
         return remat.checkpoint()(lambda x: remat.checkpoint()(function)(x * 1.0).sin())
@@ -773,18 +763,19 @@ def test_a_region_in_a_region_and_in_a_native_region(name, how):
         return remat.checkpoint()(lambda x: keep("outer", function, x * 1.0).sin())
 
     for wrap in (twice, native):
-        compared(name, how, wrap, around=lambda f: lambda x: f(x * 1.0).sin())
+        for name in programs(WRITES | (OWNS if how == "recompute" else frozenset())):
+            compared(name, how, wrap, around=lambda f: lambda x: f(x * 1.0).sin())
 
 
-@pytest.mark.parametrize("name", programs(WRITES))
-def test_a_region_in_one_of_torch(name):
+def test_a_region_in_one_of_torch():
     def wrap(function: Callable) -> Callable:
         def outer(x: Tensor) -> Tensor:
             return remat.checkpoint()(function)(x * 1.0).sin()
 
         return lambda x: torch_checkpoint(outer, x, use_reentrant=False)
 
-    compared(name, "save", wrap, around=lambda f: lambda x: f(x * 1.0).sin())
+    for name in programs(WRITES):
+        compared(name, "save", wrap, around=lambda f: lambda x: f(x * 1.0).sin())
 
 
 HOLDS_ITSELF = frozenset(["left_in_an_attribute"])  # the region's function reaches what the region left
@@ -810,15 +801,14 @@ def lives(name: str, how: str, backward: bool) -> int:
         return live.count()
 
 
-@pytest.mark.parametrize("name", programs(HOLDS_ITSELF))
 @pytest.mark.parametrize("backward", [False, True])
-def test_nothing_outlives_its_graph(name, backward):
-    assert lives(name, "save", backward) == 0
+def test_nothing_outlives_its_graph(backward):
+    assert [name for name in programs(HOLDS_ITSELF) if lives(name, "save", backward)] == []
 
 
-@pytest.mark.parametrize("name", programs(WRITES | HOLDS_ITSELF | {"no result"}))
-def test_nothing_outlives_the_graph_of_an_opaque_call(name):
-    assert lives(name, "opaque", backward=False) == 0
+def test_nothing_outlives_the_graph_of_an_opaque_call():
+    names = programs(WRITES | HOLDS_ITSELF | {"no result"})
+    assert [name for name in names if lives(name, "opaque", backward=False)] == []
 
 
 def test_keeps_what_a_native_region_keeps():
@@ -1376,9 +1366,11 @@ COMPLEX_REGIONS = {
 }
 
 
-@pytest.mark.parametrize("made", ["by a call", "by an opaque call", "in a native region", "as it is"])
-@pytest.mark.parametrize("options", COMPLEX_REGIONS)
-@pytest.mark.parametrize("view", COMPLEX_VIEWS)
+@pairwise(
+    view=COMPLEX_VIEWS,
+    options=COMPLEX_REGIONS,
+    made=["by a call", "by an opaque call", "in a native region", "as it is"],
+)
 def test_view_of_complex_numbers_is_one_in_replay(view, options, made):
     calls = {
         "by a call": lambda function: remat.op(function, "k"),
