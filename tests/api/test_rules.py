@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections.abc import Callable
 from pathlib import Path
-
-import pytest
 
 PACKAGE = Path(__file__).parents[2] / "torch_remat"
 NAME = "torch_remat"
@@ -177,36 +176,41 @@ def test_package_has_files_in_each_room():
     assert {0, 1, 2, 3} <= rooms
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_file_keeps_to_the_import_direction(path):
-    source, module, is_package = path.read_text(encoding="utf-8"), module_of(path), path.name == "__init__.py"
-    assert wrong_directions(source, module, is_package) == []
-    if layer(module) < 3:
-        assert takes_names_from_the_face(source, module, is_package) == []
+def assert_none(found: Callable[[str, str, bool], object], allowed: tuple[str, ...] = ()) -> None:
+    """Assert that a rule finds nothing in any file; it takes the source, the module and whether that is a package."""
+    wrong = {
+        str(path.relative_to(PACKAGE)): breaks
+        for path in FILES
+        if path.name not in allowed
+        and (breaks := found(path.read_text(encoding="utf-8"), module_of(path), path.name == "__init__.py"))
+    }
+    assert wrong == {}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_only_compat_names_private_torch_symbols(path):
-    found = private_names(path.read_text(encoding="utf-8"))
-    assert found == [] or path.name == "_compat.py"
+def test_files_keep_to_the_import_direction():
+    assert_none(wrong_directions)
+    assert_none(
+        lambda source, module, is_package: layer(module) < 3 and takes_names_from_the_face(source, module, is_package)
+    )
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_only_compat_asks_which_accelerator_there_is(path):
-    found = asks_for_accelerator(path.read_text(encoding="utf-8"))
-    assert found == [] or path.name == "_compat.py"
+def test_only_compat_names_private_torch_symbols():
+    assert_none(lambda source, *_: private_names(source), allowed=("_compat.py",))
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_file_imports_nothing_but_torch_optree_and_the_standard_library(path):
-    assert foreign_modules(path.read_text(encoding="utf-8"), module_of(path)) == []
+def test_only_compat_asks_which_accelerator_there_is():
+    assert_none(lambda source, *_: asks_for_accelerator(source), allowed=("_compat.py",))
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_file_says_what_it_is_for_and_its_functions_are_short(path):
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    assert ast.get_docstring(tree)
-    assert [name for name, lines in lines_of_functions(tree) if lines > MAX_FUNCTION_LINES] == []
+def test_files_import_nothing_but_torch_optree_and_the_standard_library():
+    assert_none(lambda source, module, _: foreign_modules(source, module))
+
+
+def test_files_say_what_they_are_for_and_their_functions_are_short():
+    assert_none(lambda source, *_: not ast.get_docstring(ast.parse(source)))
+    assert_none(
+        lambda source, *_: [name for name, lines in lines_of_functions(ast.parse(source)) if lines > MAX_FUNCTION_LINES]
+    )
 
 
 def test_no_files_import_each_other_in_a_circle():
