@@ -332,14 +332,17 @@ def name_of(value: Any) -> str | None:
 
 
 def pairwise(
-    *, given: Callable[..., bool] = lambda **_: True, ids: Callable[[Any], str] | None = None, **axes: Iterable[Any]
+    *,
+    possible: Callable[..., bool] = lambda **_: True,
+    ids: Callable[[Any], str | None] = name_of,
+    **axes: Iterable[Any],
 ) -> pytest.MarkDecorator:
     """Parametrize a test by rows in which each two values of different arguments meet; the other rows are `slow`.
 
     Most faults need two causes, not five: the full product finds little more, and takes minutes.
 
     Args:
-        given: Takes a row as keywords, and tells whether there is such a case.
+        possible: Takes a row as keywords, and tells whether there is such a case.
         ids: Makes names of values, as `ids` of `pytest.mark.parametrize`.
         **axes: The values of each argument; of a dict the keys.
     """
@@ -347,7 +350,7 @@ def pairwise(
     rows = [
         row
         for row in itertools.product(*(range(len(axis)) for axis in values))
-        if given(**{name: axis[place] for name, axis, place in zip(names, values, row, strict=True)})
+        if possible(**{name: axis[place] for name, axis, place in zip(names, values, row, strict=True)})
     ]
     met: set[Any] = set()
     chosen = []

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import torch_remat as remat
-from tests.helpers import assert_same
+from tests.helpers import assert_same, pairwise
 
 ATEN = torch.ops.aten
 
@@ -57,12 +57,10 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("around", ["region", "body", "part"])
+@pairwise(policy=POLICIES, program=PROGRAMS, around=["region", "body", "part"])
 @pytest.mark.parametrize(
     "call", [remat.op, lambda f, name: partial(remat.native_save_region, name, f)], ids=["call", "native"]
 )
-@pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize("policy", POLICIES)
 def test_gradients_are_equal_whether_arguments_are_leaves_or_not(policy, program, call, around):
     torch.manual_seed(0)
     x, w = (torch.randn(4, 4, requires_grad=True) for _ in range(2))

@@ -18,6 +18,7 @@ from tests.helpers import (
     chain,
     checkpointed,
     leaf,
+    pairwise,
     parameter_gradients,
     plain,
     refused_if,
@@ -208,8 +209,7 @@ WHOLE_CALLS = {
 }
 
 
-@pytest.mark.parametrize("early_stop", [True, False])
-@pytest.mark.parametrize("name", WHOLE_CALLS)
+@pairwise(name=WHOLE_CALLS, early_stop=[True, False])
 def test_gradient_taken_inside_a_region_through_a_call_of_torchs_own_is_refused(name, early_stop):
     def program(wrap):
         x, w = leaf(3, 3), leaf(3, 3)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.testing._internal.two_tensor import TwoTensor
 
 import torch_remat as remat
-from tests.helpers import assert_same, assert_same_program, leaf, plain
+from tests.helpers import assert_same, assert_same_program, leaf, name_of, pairwise, plain
 from torch_remat.dispatch.region.region import live_regions
 
 
@@ -221,8 +221,7 @@ ODD = {
 @pytest.mark.filterwarnings(
     "ignore:Sparse", "ignore:The PyTorch API of nested", "ignore:.*it wrote a tensor in place that is neither"
 )
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", ODD)
+@pairwise(kind=ODD, way=WAYS)
 def test_buffers_of_any_kind(kind, way):
     """Below the dispatch of a wrapper there is no memory; a sparse tensor has no size in bytes."""
 
@@ -269,9 +268,9 @@ SAVED = {
 }
 
 
-@pytest.mark.parametrize("policy", [None, lambda ctx, op, *args, **kwargs: False])
-@pytest.mark.parametrize("where", ["before", "after", "inside"])
-@pytest.mark.parametrize("name", SAVED)
+@pairwise(
+    name=SAVED, where=["before", "after", "inside"], policy=[None, lambda ctx, op, *args, **kwargs: False], ids=name_of
+)
 def test_module_that_changes_its_buffers_beside_what_is_saved_in_the_region(name, where, policy):
     """It reads what it changes; the log of what is saved knows nothing of that."""
 
@@ -450,9 +449,7 @@ SAVING = {
 }
 
 
-@pytest.mark.parametrize("gradient", ["of a copy", "kept graph", "second order"])
-@pytest.mark.parametrize("named", NAMED)
-@pytest.mark.parametrize("options", SAVING)
+@pairwise(options=SAVING, named=NAMED, gradient=["of a copy", "kept graph", "second order"])
 @pytest.mark.filterwarnings("ignore::torch_remat.RematWarning")
 def test_replay_inside_forward_starts_from_buffers_as_forward_found_them(options, named, gradient):
     """They have changed by then, and change again afterwards."""
@@ -537,9 +534,7 @@ def test_gradient_taken_through_a_module_with_spectral_norm(normed, options):
 NOTHING = {"policy": lambda *args, **kwargs: remat.CheckpointPolicy.RECOMPUTE}
 
 
-@pytest.mark.parametrize("outer", [*SAVING, "nothing"])
-@pytest.mark.parametrize("inner", [*SAVING, "nothing"])
-@pytest.mark.parametrize("around", [False, True])
+@pairwise(around=[False, True], inner=[*SAVING, "nothing"], outer=[*SAVING, "nothing"])
 def test_module_with_spectral_norm_in_an_inner_region_and_around_it(outer, inner, around):
     """What the inner region read is as it was for the replay of the outer one, whoever changes it afterwards."""
     options = {**SAVING, "some": MULTIPLICATIONS, "nothing": NOTHING}
@@ -567,9 +562,7 @@ SPARED = {
 }
 
 
-@pytest.mark.parametrize("by", ["the result", "the argument"])
-@pytest.mark.parametrize("spared", SPARED)
-@pytest.mark.parametrize("options", SAVING)
+@pairwise(options=SAVING, spared=SPARED, by=["the result", "the argument"])
 @pytest.mark.filterwarnings("ignore::torch_remat.RematWarning")
 def test_gradient_taken_after_a_call_of_a_module_with_spectral_norm(options, spared, by):
     """The call is made again, though it was to be left out, on what the buffers were."""

@@ -7,10 +7,7 @@ import torch
 from torch.nn import functional as F
 
 import torch_remat as remat
-from tests.helpers import (
-    assert_same_program,
-    leaf,
-)
+from tests.helpers import assert_same_program, leaf, pairwise
 
 RRELUS = {
     "alone": lambda x: F.rrelu(x, training=True),
@@ -25,8 +22,7 @@ RRELUS = {
 }
 
 
-@pytest.mark.parametrize("early_stop", [True, False])
-@pytest.mark.parametrize("name", RRELUS)
+@pairwise(name=RRELUS, early_stop=[True, False])
 def test_rrelu_that_saves_its_noise_before_it_fills_it_is_equal(name, early_stop):
     def program(wrap):
         x = leaf(50)

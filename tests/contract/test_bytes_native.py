@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import torch_remat as remat
-from tests.helpers import LiveStorages, alive, assert_same, leaf, plain, watch
+from tests.helpers import LiveStorages, alive, assert_same, leaf, pairwise, plain, watch
 from tests.native_programs import (
     ATTENTION,
     MATMULS,
@@ -220,8 +220,7 @@ BY_HAND = {
 }
 
 
-@pytest.mark.parametrize("keeps_graph", [False, True])
-@pytest.mark.parametrize("function", BY_HAND, ids=lambda f: f.__name__)
+@pairwise(function=BY_HAND, keeps_graph=[False, True])
 def test_native_regions_keep_what_was_counted_by_hand(function, keeps_graph):
     x, w, marks = leaf(4, 4), nn.Parameter(torch.randn(4, 4)), Marks()
     expected = set(BY_HAND[function].split())

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch.autograd.graph import saved_tensors_hooks
 
 from tests.handle_ops import POLICIES, RECOMPUTE, SAVE, STYLES, Kernel, Trace, call, policy_ids
-from tests.helpers import LiveStorages, assert_same, checkpointed, collector_off, leaf
+from tests.helpers import LiveStorages, assert_same, checkpointed, collector_off, leaf, pairwise
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -166,9 +166,7 @@ def test_the_model_agrees_with_what_was_computed_by_hand(shape, policies, patter
     assert expected(shape([SAVE if p == "S" else RECOMPUTE for p in policies], pattern)) == set(kept.split())
 
 
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("policies", ASSIGNMENTS, ids=policy_ids)
-@pytest.mark.parametrize("shape", [chain, diamond])
+@pairwise(shape=[chain, diamond], policies=ASSIGNMENTS, style=STYLES)
 def test_region_keeps_the_minimum_for_every_assignment_of_policies(shape, policies, style):
     for pattern in PATTERNS:
         check(shape(policies, pattern, style))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import torch_remat as remat
-from tests.helpers import assert_same, checkpointed, leaf
+from tests.helpers import assert_same, checkpointed, leaf, pairwise
 from torch_remat.dispatch.check import unread
 
 
@@ -196,8 +196,7 @@ def exchange(model, layer):
     layers[0].bias, layers[1].bias = layers[1].bias, layers[0].bias
 
 
-@pytest.mark.parametrize("reach", REACHING.values(), ids=REACHING.keys())
-@pytest.mark.parametrize("input_needs_grad", [True, False])
+@pairwise(input_needs_grad=[True, False], reach=REACHING.values())
 @pytest.mark.parametrize(
     ("change", "kind"), [(step, remat.MutationError), (replace, remat.MismatchError), (exchange, remat.MismatchError)]
 )
@@ -374,8 +373,7 @@ def change_in_place(parameter):
         parameter.add_(0.5)
 
 
-@pytest.mark.parametrize("outputs", [lambda y: y, lambda y: {"y": [y, None]}])
-@pytest.mark.parametrize("name", FAR_AWAY)
+@pairwise(name=FAR_AWAY, outputs=[lambda y: y, lambda y: {"y": [y, None]}])
 def test_parameter_that_autograd_does_not_save_is_missed_nowhere_when_it_changes(name, outputs):
     function, parameter = far_away()[name]
     check = "bitwise" if name in TOO_FAR else "default"

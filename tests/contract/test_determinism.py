@@ -22,6 +22,7 @@ from tests.helpers import (
     checkpointed,
     collector_off,
     leaf,
+    pairwise,
     parameter_gradients,
 )
 
@@ -319,9 +320,7 @@ STATISTICS = {
 }
 
 
-@pytest.mark.parametrize("check", ["bitwise", lambda tensor: tensor.sum().item()])
-@pytest.mark.parametrize("train", [True, False])
-@pytest.mark.parametrize("name", STATISTICS)
+@pairwise(name=STATISTICS, train=[True, False], check=["bitwise", lambda tensor: tensor.sum().item()])
 def test_running_statistics_that_training_changes_and_its_backward_does_not_read_are_not_compared(name, train, check):
     def program(wrap):
         torch.manual_seed(0)

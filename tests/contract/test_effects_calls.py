@@ -18,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import torch_remat as remat
+from tests.helpers import pairwise
 
 CALLS: dict[str, Callable[[Callable], Callable]] = {
     "function": lambda function: remat.op(function, "c"),
@@ -246,9 +247,7 @@ AROUND = {
 }
 
 
-@pytest.mark.parametrize("around", AROUND)
-@pytest.mark.parametrize("how", CALLS)
-@pytest.mark.parametrize("name", LEAKS)
+@pairwise(name=LEAKS, how=CALLS, around=AROUND)
 def test_what_leaks_is_refused_in_forward(name, how, around):
     """Replay would go on with another tensor, or without one."""
     if how != "native":
@@ -261,8 +260,7 @@ def test_what_leaks_is_refused_in_forward(name, how, around):
     assert torch.equal(expected, run(LEAKS[name], CALLS[how], AROUND[around], counts)[0])
 
 
-@pytest.mark.parametrize("how", CALLS)
-@pytest.mark.parametrize("name", LEFT)
+@pairwise(name=LEFT, how=CALLS)
 def test_what_does_not_reach_the_region_is_left_once(name, how):
     counts = [0]
     expected, _ = run(LEFT[name], plain, plain, counts)
@@ -273,8 +271,7 @@ def test_what_does_not_reach_the_region_is_left_once(name, how):
     assert counts[0] <= (2 if how == "native" else 1)
 
 
-@pytest.mark.parametrize("how", CALLS)
-@pytest.mark.parametrize("odd", ODD)
+@pairwise(odd=ODD, how=CALLS)
 def test_a_result_that_is_no_tree_is_refused_in_forward(odd, how):
     def block(call, h):
         result = call(ODD[odd])(h)
@@ -404,10 +401,12 @@ WRITES = {
 }
 
 
-@pytest.mark.parametrize("policy", [None, torch.ops.aten.mul.Tensor, torch.ops.aten.mm.default], ids=str)
-@pytest.mark.parametrize("history", [False, True])
-@pytest.mark.parametrize("how", WRITES)
-@pytest.mark.parametrize("who", WRITERS)
+@pairwise(
+    who=WRITERS,
+    how=WRITES,
+    history=[False, True],
+    policy=[None, torch.ops.aten.mul.Tensor, torch.ops.aten.mm.default],
+)
 @pytest.mark.filterwarnings("ignore::torch_remat.RematWarning")
 def test_a_call_that_writes_its_argument_is_right_or_refused(who, how, history, policy):
     def gradient(writer, wrap):
@@ -471,9 +470,7 @@ SURROUNDINGS: dict[str, Callable[[Callable, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("around", SURROUNDINGS)
-@pytest.mark.parametrize("returns", ["the input", "another"])
-@pytest.mark.parametrize("how", [*CALLS, "plain code"])
+@pairwise(how=[*CALLS, "plain code"], returns=["the input", "another"], around=SURROUNDINGS)
 @pytest.mark.filterwarnings("ignore::torch_remat.RematWarning")  # it runs whole
 def test_a_call_that_writes_the_input_of_its_region(how, returns, around):
     def write(v):

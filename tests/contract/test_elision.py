@@ -15,6 +15,8 @@ from tests.helpers import (
     checkpointed,
     collector_off,
     leaf,
+    name_of,
+    pairwise,
     plain,
     shown,
 )
@@ -119,18 +121,12 @@ def check_keeper(style, producer, view, where, dtype=torch.float32):
     assert_same(values, values_region)
 
 
-@pytest.mark.parametrize("where", ["caller", "body"])
-@pytest.mark.parametrize("producer", ["input", "op"])
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("name", VIEWS)
+@pairwise(name=VIEWS, style=STYLES, producer=["input", "op"], where=["caller", "body"])
 def test_saved_view_of_what_replay_has_keeps_nothing_and_is_exact(name, style, producer, where):
     check_keeper(style, producer, VIEWS[name], where)
 
 
-@pytest.mark.parametrize("where", ["caller", "body"])
-@pytest.mark.parametrize("producer", ["input", "op"])
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("name", COMPLEX_VIEWS)
+@pairwise(name=COMPLEX_VIEWS, style=STYLES, producer=["input", "op"], where=["caller", "body"])
 def test_saved_complex_view_of_what_replay_has_keeps_nothing_and_is_exact(name, style, producer, where):
     check_keeper(style, producer, COMPLEX_VIEWS[name], where, torch.complex64)
 
@@ -359,10 +355,9 @@ OTHER = {
 }
 
 
-@pytest.mark.parametrize("where", ["caller", "body"])
-@pytest.mark.parametrize("check", ["default", "bitwise", "none", torch.sum], ids=shown)
-@pytest.mark.parametrize("style", ["auto"])
-@pytest.mark.parametrize("name", OTHER)
+@pairwise(
+    name=OTHER, style=["auto"], check=["default", "bitwise", "none", torch.sum], where=["caller", "body"], ids=name_of
+)
 def test_saved_input_that_differs_in_replay_is_an_error_of_the_op_that_saved_it(name, style, check, where):
     keeper = Kernel(
         "keeper",
@@ -452,9 +447,7 @@ def replace_data(h):
 
 
 @pytest.mark.parametrize("policy", [None, remat.policies.save_matmuls], ids=["", "policy"])
-@pytest.mark.parametrize("early_stop", [True, False])
-@pytest.mark.parametrize("write", [halve_data, halve_in_numpy, replace_data])
-@pytest.mark.parametrize("style", STYLES)
+@pairwise(style=STYLES, write=[halve_data, halve_in_numpy, replace_data], early_stop=[True, False])
 def test_write_that_no_version_counts_before_a_saved_op_saves_the_tensor_gives_equal_gradients(
     style, write, early_stop, policy
 ):

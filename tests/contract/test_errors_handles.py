@@ -11,7 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy as TorchPolicy
 
 import torch_remat as remat
 from tests.handle_ops import POLICIES, RECOMPUTE, SAVE, STYLES, Affine, Both, Inner, Trace, call, policy_ids
-from tests.helpers import assert_same, chain, checkpointed, leaf, plain, run_with_gradients
+from tests.helpers import assert_same, chain, checkpointed, leaf, pairwise, plain, run_with_gradients
 
 
 class Scripted(Function):
@@ -95,8 +95,7 @@ BAD_STEPS = {
 }
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=policy_ids)
-@pytest.mark.parametrize("name", BAD_STEPS)
+@pairwise(name=BAD_STEPS, policy=POLICIES)
 def test_method_called_twice_or_out_of_turn_is_an_error(name, policy):
     script = script_of(*BAD_STEPS[name])
     error = raised_by(with_replay(lambda x: Scripted.apply(x, script, "it", policy)), remat.UsageError)

@@ -20,6 +20,7 @@ from tests.helpers import (
     checkpointed,
     collector_off,
     leaf,
+    pairwise,
     watch,
 )
 
@@ -250,11 +251,8 @@ def with_else(x):
         del x
 
 
-@pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("early_stop", [True, False])
-@pytest.mark.parametrize(
-    "block",
-    [
+@pairwise(
+    block=[
         caught,
         wrapped_error,
         with_finally,
@@ -264,6 +262,8 @@ def with_else(x):
         with_loop,
         with_else,
     ],
+    early_stop=[True, False],
+    nested=[False, True],
 )
 def test_code_that_catches_exceptions_is_right_under_early_stop(block, early_stop, nested):
     def program(wrap):

@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import torch_remat as remat
-from tests.helpers import CountOps, assert_same, checkpointed, leaf, name_of, pairwise, plain, refused_if
+from tests.helpers import CountOps, assert_same, checkpointed, leaf, pairwise, plain, refused_if
 
 aten = torch.ops.aten
 SAVE, RECOMPUTE = remat.CheckpointPolicy.SAVE, remat.CheckpointPolicy.RECOMPUTE
@@ -109,7 +109,7 @@ def result(program):
     return y, x.grad, w.grad, torch.get_rng_state()
 
 
-@pairwise(outer=REGIONS, inner=[None, *REGIONS], gradient=GRADIENTS, ids=name_of)
+@pairwise(outer=REGIONS, inner=[None, *REGIONS], gradient=GRADIENTS)
 def test_gradient_inside_of_an_inner_region(outer, inner, gradient):
     wrap = plain if inner is None else REGIONS[inner]
     for name, body in BODIES.items():
@@ -125,7 +125,7 @@ def test_gradient_inside_of_an_inner_region(outer, inner, gradient):
             assert_same(result(program), actual, name)
 
 
-@pairwise(outer=REGIONS, inner=REGIONS, gradient=GRADIENTS, ids=name_of)
+@pairwise(outer=REGIONS, inner=REGIONS, gradient=GRADIENTS)
 def test_gradient_through_an_inner_region(outer, inner, gradient):
     for name, body in BODIES.items():
 
@@ -155,7 +155,7 @@ def can_keep(outer, inner, **_):
     return (outer, inner) != ("torch", None) and (inner != "torch" or outer == "torch")
 
 
-@pairwise(outer=REGIONS, inner=[None, *REGIONS], call=CALLS, gradient=GRADIENTS, given=can_keep, ids=name_of)
+@pairwise(outer=REGIONS, inner=[None, *REGIONS], call=CALLS, gradient=GRADIENTS, possible=can_keep)
 def test_gradient_by_what_is_kept(outer, inner, call, gradient):
     """Of two nested regions the inner one unpacks what the outer one has recomputed."""
     wrap = plain if inner is None else REGIONS[inner]

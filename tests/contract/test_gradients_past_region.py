@@ -17,7 +17,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import torch_remat as remat
-from tests.helpers import assert_same, checkpointed, collector_off, leaf, plain, refused_if
+from tests.helpers import assert_same, checkpointed, collector_off, leaf, pairwise, plain, refused_if
 
 SAVE, RECOMPUTE = remat.CheckpointPolicy.SAVE, remat.CheckpointPolicy.RECOMPUTE
 
@@ -129,14 +129,12 @@ def assert_equal_in_all_ways(function, wrap, around=plain, may_refuse=False):
             assert_same(expected, program(function, wrap, given, is_leaf), f"{given}, leaf: {is_leaf}")
 
 
-@pytest.mark.parametrize("region", REGIONS)
-@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
+@pairwise(function=FUNCTIONS, region=REGIONS)
 def test_gradient_that_leaves_the_region(function, region):
     assert_equal_in_all_ways(function, REGIONS[region], may_refuse=region in REFUSING)
 
 
-@pytest.mark.parametrize("outer", NESTED, ids=" around ".join)
-@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
+@pairwise(function=FUNCTIONS, outer=NESTED)
 def test_gradient_that_leaves_an_inner_region(function, outer):
     def around(function):
         return lambda *args: function(*args) * 1.0
@@ -146,9 +144,7 @@ def test_gradient_that_leaves_an_inner_region(function, outer):
     assert_equal_in_all_ways(function, lambda function: wraps[0](around(wraps[1](function))), around, may_refuse)
 
 
-@pytest.mark.parametrize("region", ["plain", "nothing"])
-@pytest.mark.parametrize("kept", KEPT)
-@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
+@pairwise(function=FUNCTIONS, kept=KEPT, region=["plain", "nothing"])
 def test_gradient_that_leaves_what_is_kept(function, kept, region):
     def around(function):
         return lambda *args: function(*args).sin()

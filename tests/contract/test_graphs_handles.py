@@ -31,7 +31,7 @@ from tests.handle_ops import (
     call,
     policy_ids,
 )
-from tests.helpers import assert_same, assert_same_program, checkpointed, leaf, plain
+from tests.helpers import assert_same, assert_same_program, checkpointed, leaf, pairwise, plain
 
 PAIRS = list(itertools.product(POLICIES, repeat=2))
 TRIPLES = list(itertools.product(POLICIES, repeat=3))
@@ -99,8 +99,7 @@ def test_second_order_through_each_saved_kernel_is_equal(kernel):
     assert_same_program(program)
 
 
-@pytest.mark.parametrize("policies", TRIPLES, ids=policy_ids)
-@pytest.mark.parametrize("wanted", ["x", "w", "v", "inner"])
+@pairwise(wanted=["x", "w", "v", "inner"], policies=TRIPLES)
 def test_gradients_of_some_inputs_only_are_equal(wanted, policies):
     def program(wrap):
         x, w, v = leaf(3), leaf(3), leaf(3)
@@ -119,8 +118,7 @@ def test_gradients_of_some_inputs_only_are_equal(wanted, policies):
     assert_same_program(program)
 
 
-@pytest.mark.parametrize("policies", PAIRS, ids=policy_ids)
-@pytest.mark.parametrize("order", ["first", "second", "both", "one by one", "reversed", "first dropped"])
+@pairwise(order=["first", "second", "both", "one by one", "reversed", "first dropped"], policies=PAIRS)
 def test_several_region_outputs_in_any_order_are_equal(order, policies):
     def program(wrap):
         x, w = leaf(3), leaf(3)

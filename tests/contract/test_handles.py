@@ -26,7 +26,7 @@ from tests.handle_ops import (
     call,
     policy_ids,
 )
-from tests.helpers import Calls, assert_same, assert_same_program, checkpointed, leaf, plain
+from tests.helpers import Calls, assert_same, assert_same_program, checkpointed, leaf, pairwise, plain
 
 
 def my_op_fwd1(x):
@@ -105,9 +105,7 @@ def test_policies_are_recompute_and_save():
     assert SAVE is not RECOMPUTE
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=policy_ids)
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+@pairwise(kernel=KERNELS, style=STYLES, policy=POLICIES)
 def test_op_outside_a_region_is_plain_autograd(kernel, style, policy):
     results = []
     for form in ("plain", style):
@@ -120,9 +118,7 @@ def test_op_outside_a_region_is_plain_autograd(kernel, style, policy):
     assert_same(*results)
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=policy_ids)
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+@pairwise(kernel=KERNELS, style=STYLES, policy=POLICIES)
 def test_op_inside_a_region_is_equal_and_its_body_runs_once_or_twice(kernel, style, policy):
     traces = []
 

@@ -26,7 +26,7 @@ from tests.handle_ops import (
     call,
     policy_ids,
 )
-from tests.helpers import LiveStorages, alive, checkpointed, collector_off, leaf, plain, watch
+from tests.helpers import LiveStorages, alive, checkpointed, collector_off, leaf, pairwise, plain, watch
 
 pytestmark = pytest.mark.usefixtures("_without_collector")
 TRIPLES = list(itertools.product(POLICIES, repeat=3))
@@ -117,8 +117,7 @@ def test_graph_of_second_order_frees_everything_when_dropped(policies):
     assert live.bytes() == 0
 
 
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+@pairwise(kernel=KERNELS, style=STYLES)
 def test_no_form_of_any_kernel_makes_a_cycle(kernel, style):
     for policy, backward in itertools.product(POLICIES, [False, True]):
         trace = Trace()

@@ -12,7 +12,16 @@ from torch import nn
 from torch.func import functional_call
 
 import torch_remat as remat
-from tests.helpers import Mlp, assert_same, assert_same_program, chain, checkpointed, leaf, parameter_gradients
+from tests.helpers import (
+    Mlp,
+    assert_same,
+    assert_same_program,
+    chain,
+    checkpointed,
+    leaf,
+    pairwise,
+    parameter_gradients,
+)
 
 
 def differing(forward, replay):
@@ -290,9 +299,11 @@ OTHER_VIEWS = {
 }
 
 
-@pytest.mark.parametrize("policy", [None, remat.policies.save_matmuls, lambda ctx, op, *args, **kwargs: False])
-@pytest.mark.parametrize("place", other_view(first, first))
-@pytest.mark.parametrize("name", OTHER_VIEWS)
+@pairwise(
+    name=OTHER_VIEWS,
+    place=other_view(first, first),
+    policy=[None, remat.policies.save_matmuls, lambda ctx, op, *args, **kwargs: False],
+)
 def test_replay_that_takes_another_view_of_the_same_shape_is_never_silently_wrong(name, place, policy):
     one, other = OTHER_VIEWS[name]
     x, w = leaf(8, 4), nn.Parameter(torch.randn(8, 4))

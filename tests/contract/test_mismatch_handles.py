@@ -20,7 +20,7 @@ from tests.handle_ops import (
     as_tuple,
     call,
 )
-from tests.helpers import assert_same, checkpointed, leaf, plain
+from tests.helpers import assert_same, checkpointed, leaf, pairwise, plain
 
 
 def run_list(style, ops, x):
@@ -68,9 +68,7 @@ DIFFERENCES = {
 }
 
 
-@pytest.mark.parametrize("early_stop", [True, False])
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("name", DIFFERENCES)
+@pairwise(name=DIFFERENCES, style=STYLES, early_stop=[True, False])
 def test_op_that_differs_in_replay_is_an_error_that_names_it(name, style, early_stop):
     forward, replay, op = DIFFERENCES[name]
     error = mismatch(style, forward, replay, early_stop=early_stop)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import torch_remat as remat
-from tests.helpers import leaf
+from tests.helpers import leaf, pairwise
 
 
 def by_phase(forward, replay):
@@ -82,8 +82,7 @@ def gradient(function, x, **options):
     return torch.autograd.grad(y.sum(), x)[0]
 
 
-@pytest.mark.parametrize("name", DIFFERENCES)
-@pytest.mark.parametrize("check", ["default", "bitwise", "policy"])
+@pairwise(check=["default", "bitwise", "policy"], name=DIFFERENCES)
 def test_difference_is_noticed_as_the_limits_say(name, check):
     forward, replay, noticed_by = DIFFERENCES[name]
     x = leaf(4, 4)

@@ -7,7 +7,7 @@ import torch
 
 import torch_remat as remat
 from tests.handle_ops import RECOMPUTE, SAVE, STYLES, Both, Trace, call
-from tests.helpers import assert_same_program, checkpointed, leaf, plain
+from tests.helpers import assert_same_program, checkpointed, leaf, pairwise, plain
 
 OFFLOAD = remat.CheckpointPolicy.OFFLOAD
 A, B, C = ("a", SAVE), ("b", SAVE), ("c", SAVE)
@@ -75,9 +75,7 @@ def run_differing(run, forward, replay, depth=1, run_that_differs=2, **options):
     return caught.value
 
 
-@pytest.mark.parametrize("early_stop", [True, False])
-@pytest.mark.parametrize("style", [*STYLES, "native"])
-@pytest.mark.parametrize("name", DIFFERENCES)
+@pairwise(name=DIFFERENCES, style=[*STYLES, "native"], early_stop=[True, False])
 def test_op_of_an_inner_region_that_differs_in_the_outer_replay_is_an_error_that_names_it(name, style, early_stop):
     forward, replay, op = DIFFERENCES[name]
     run = native if style == "native" else lambda ops, x: run_ops(style, ops, x)

@@ -11,7 +11,7 @@ from torch import nn
 
 import torch_remat as remat
 from tests.batches import OptreeBatch, TorchBatch
-from tests.helpers import Mlp, assert_same, assert_same_program, chain, checkpointed, leaf, plain
+from tests.helpers import Mlp, assert_same, assert_same_program, chain, checkpointed, leaf, pairwise, plain
 
 Pair = namedtuple("Pair", ["one", "two"])
 
@@ -73,8 +73,7 @@ def tensors_anywhere(*args, **kwargs):
     return product(*found)
 
 
-@pytest.mark.parametrize("needs_grad", [True, False])
-@pytest.mark.parametrize("place", CALLS)
+@pairwise(place=CALLS, needs_grad=[True, False])
 def test_region_input_changed_before_backward_is_an_error_that_names_it(place, needs_grad):
     call, index, words = CALLS[place]
     w = leaf(3)

@@ -11,13 +11,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.testing._internal.two_tensor import TwoTensor
 
 import torch_remat as remat
-from tests.helpers import (
-    assert_same,
-    assert_same_program,
-    leaf,
-    parameter_gradients,
-    plain,
-)
+from tests.helpers import assert_same, assert_same_program, leaf, name_of, pairwise, parameter_gradients, plain
 from tests.native_programs import aten, keep, region
 
 
@@ -103,10 +97,9 @@ def stateful_program(function, run, how, wrap, retain=False):
 # Native regions
 
 
-@pytest.mark.parametrize("retain", [False, True])
-@pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("function", STATEFUL, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("options", [{}, {"early_stop": False}, {"debug": True}], ids=str)
+@pairwise(
+    options=[{}, {"early_stop": False}, {"debug": True}], function=STATEFUL, how=HOWS, retain=[False, True], ids=name_of
+)
 def test_argument_that_a_native_region_changes_is_changed_once(function, how, retain, options):
     if function in READING_EARLY:
         with pytest.raises(remat.MutationError, match=r"this call modifies|the region changed"):
@@ -199,9 +192,7 @@ def everything(ctx, op, *args, **kwargs):
 POLICIES = {"matmuls": [aten.mm.default], "nothing": nothing, "everything": everything}
 
 
-@pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("function", [*STATEFUL, *READERS], ids=lambda f: f.__name__)
+@pairwise(function=[*STATEFUL, *READERS], policy=POLICIES, how=HOWS)
 def test_region_with_a_policy_reads_what_was_and_changes_it_once(function, policy, how):
     for run in (_plainly, keep):
         for options in ({}, {"allow_cache_entry_mutation": True}):
@@ -221,8 +212,7 @@ def runs_early_reader(function, policy):
     return reads_early and policy != "everything"  # a number is in the log, whatever the policy says
 
 
-@pytest.mark.parametrize("around", ["save_on_cpu", "the same policy", "another policy"])
-@pytest.mark.parametrize("function", [*STATEFUL, *READERS], ids=lambda f: f.__name__)
+@pairwise(function=[*STATEFUL, *READERS], around=["save_on_cpu", "the same policy", "another policy"])
 def test_early_reads_are_refused_under_hooks_around_the_region_too(function, around):
     inner = region([aten.mm.default])
     outer = region(nothing if around == "another policy" else [aten.mm.default])
@@ -328,9 +318,11 @@ def _doubled_past_autograd(x):
     return x.sin()
 
 
-@pytest.mark.parametrize("is_read_after", [False, True])
-@pytest.mark.parametrize("way", ["native", "nothing", "everything", "sin"])
-@pytest.mark.parametrize("write", [_doubled, _part_doubled, _doubled_past_autograd])
+@pairwise(
+    write=[_doubled, _part_doubled, _doubled_past_autograd],
+    way=["native", "nothing", "everything", "sin"],
+    is_read_after=[False, True],
+)
 def test_argument_that_needs_a_gradient_may_be_changed_where_replay_leaves_that_out(write, way, is_read_after):
     def block(x, write=write):
         y = write(x)

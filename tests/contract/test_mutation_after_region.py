@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import torch_remat as remat
-from tests.helpers import assert_same, leaf
+from tests.helpers import assert_same, leaf, pairwise
 
 SAVE, OFFLOAD = remat.CheckpointPolicy.SAVE, remat.CheckpointPolicy.OFFLOAD
 
@@ -57,12 +57,12 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"determinism_check": "bitwise"}, {"early_stop": False}, {"policy": remat.policies.save_matmuls}]
+@pairwise(
+    maker=MAKERS,
+    change=CHANGES,
+    call=CALLS,
+    options=[{}, {"determinism_check": "bitwise"}, {"early_stop": False}, {"policy": remat.policies.save_matmuls}],
 )
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("maker", MAKERS)
 def test_saved_result_that_is_changed_afterwards_is_made_again(maker, change, call, options):
     """Also where the change is counted by an alias alone, as that which `F.linear` returns without a bias."""
 
@@ -87,10 +87,12 @@ def attention_with_dropout(x):
     return F.scaled_dot_product_attention(x, x, x, dropout_p=0.2), F.dropout(x, 0.3)
 
 
-@pytest.mark.parametrize("options", [{}, {"determinism_check": "bitwise"}, {"early_stop": False}])
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("which", [0, 1])
-@pytest.mark.parametrize("function", [two_dropouts, three_draws, attention_with_dropout])
+@pairwise(
+    function=[two_dropouts, three_draws, attention_with_dropout],
+    which=[0, 1],
+    call=CALLS,
+    options=[{}, {"determinism_check": "bitwise"}, {"early_stop": False}],
+)
 def test_what_draws_again_draws_the_same_numbers(function, which, call, options):
     def block(x, run):
         results = run("drawn", function, x)

@@ -10,7 +10,7 @@ import torch
 
 import torch_remat as remat
 from tests.handle_ops import SAVE, Inner, Trace, call
-from tests.helpers import assert_same, assert_same_program, leaf
+from tests.helpers import assert_same, assert_same_program, leaf, pairwise
 from tests.native_programs import aten, keep
 
 VIEWS_WRITTEN = {
@@ -126,9 +126,11 @@ REWRITES = {
 }
 
 
-@pytest.mark.parametrize("seen", ["itself", "a view before", "a view after", "both"])
-@pytest.mark.parametrize("maker", ["call", "function", "region"])
-@pytest.mark.parametrize("name", REWRITES)
+@pairwise(
+    name=REWRITES,
+    maker=["call", "function", "region"],
+    seen=["itself", "a view before", "a view after", "both"],
+)
 def test_saved_result_that_a_later_native_region_changes_and_does_not_return(name, maker, seen):
     make = {
         "call": lambda h: keep("made", torch.sin, h),

@@ -21,6 +21,7 @@ from tests.helpers import (
     assert_same_program,
     checkpointed,
     leaf,
+    pairwise,
     tensors_in,
 )
 from tests.native_programs import RECOMPUTE, SAVE, ComputeOps, keep, region, replayed_ops, wrapped_natively
@@ -244,8 +245,7 @@ BODIES = {
 }
 
 
-@pytest.mark.parametrize("early_stop", [True, False])
-@pytest.mark.parametrize("name", BODIES)
+@pairwise(name=BODIES, early_stop=[True, False])
 def test_gradients_are_those_of_plain_autograd(name, early_stop):
     function = framed(BODIES[name])
     inputs = leaf(SIDE, SIDE), leaf(SIDE, SIDE)

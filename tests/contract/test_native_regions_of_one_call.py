@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_remat as remat
-from tests.helpers import assert_same
+from tests.helpers import assert_same, pairwise
 from tests.native_programs import retained_bytes
 
 keep = remat.native_save_region
@@ -74,8 +74,7 @@ def program(name, k):
     return function
 
 
-@pytest.mark.parametrize("retain", [False, True])
-@pytest.mark.parametrize("name", CALLS)
+@pairwise(name=CALLS, retain=[False, True])
 def test_gradients_and_generators_are_those_of_plain_autograd(name, retain):
     x, w = leaf(4, 4), leaf(4, 4)
     torch.manual_seed(1)

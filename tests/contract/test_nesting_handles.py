@@ -27,7 +27,16 @@ from tests.handle_ops import (
     call,
     policy_ids,
 )
-from tests.helpers import LiveStorages, assert_clean_state, assert_same, assert_same_program, checkpointed, leaf, plain
+from tests.helpers import (
+    LiveStorages,
+    assert_clean_state,
+    assert_same,
+    assert_same_program,
+    checkpointed,
+    leaf,
+    pairwise,
+    plain,
+)
 
 PAIRS = list(itertools.product(POLICIES, repeat=2))
 OPTIONS = [
@@ -41,8 +50,7 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("policies", PAIRS, ids=policy_ids)
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pairwise(options=OPTIONS, policies=PAIRS)
 def test_ops_are_equal_and_bodies_run_as_often_under_every_option(options, policies):
     traces = []
 
@@ -152,8 +160,7 @@ VIEWS = {
 }
 
 
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("name", VIEWS)
+@pairwise(name=VIEWS, style=STYLES)
 def test_views_of_skipped_outputs_are_given_back_exactly(name, style):
     seen = []
 

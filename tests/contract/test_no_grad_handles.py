@@ -7,7 +7,7 @@ import torch
 
 import torch_remat as remat
 from tests.handle_ops import POLICIES, RECOMPUTE, SAVE, STYLES, Affine, Both, Inner, Result, Trace, call, policy_ids
-from tests.helpers import assert_same, assert_same_program, checkpointed, leaf
+from tests.helpers import assert_same, assert_same_program, checkpointed, leaf, pairwise
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -131,10 +131,7 @@ def test_inner_region_may_take_the_saved_output_of_an_op_without_gradients_next(
 INFERENCE_CHAINS = ["R", "S", "O", "SR", "OR", "RS", "SRS", "RSSR"]
 
 
-@pytest.mark.parametrize("early_stop", [True, False])
-@pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("chain", INFERENCE_CHAINS)
-@pytest.mark.parametrize("style", STYLES)
+@pairwise(style=STYLES, chain=INFERENCE_CHAINS, nested=[False, True], early_stop=[True, False])
 def test_ops_in_inference_mode_inside_a_region_are_equal_and_saved_ones_run_once(style, chain, nested, early_stop):
     policies = {"R": RECOMPUTE, "S": SAVE, "O": remat.CheckpointPolicy.OFFLOAD}
     traces = []

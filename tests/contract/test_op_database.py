@@ -104,7 +104,10 @@ def references(op, database):
 
 
 def check(op, database):
-    """Compare each way with plain autograd; a policy may save what the op then changes in place, which is refused."""
+    """Compare each way with plain autograd; a policy may save what the op then changes in place, which is refused.
+
+    Returns whether there was something to compare: plain autograd may have no gradient, or another one each time.
+    """
     compared = False
     for sample, expected in references(op, database):
         compared = True
@@ -112,30 +115,21 @@ def check(op, database):
             try:
                 actual = outcome(op, sample, wrap, way)
             except remat.MutationError:
-                assert name in ("everything", "one half", "other half"), name
+                assert name in ("everything", "one half", "other half"), (database.formatted_name, name)
                 continue
-            assert_same(expected, actual, name)
-    if not compared:
-        pytest.skip("plain autograd has no gradient for these samples, or another one each time")
-
-
-def name_of(op):
-    return f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name
+            assert_same(expected, actual, f"{database.formatted_name}, {name}")
+    return compared
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("database", OPS, ids=name_of)
-def test_op_is_equal_to_plain_autograd(database):
-    check(database.op, database)
+@pytest.mark.parametrize("part", range(8))
+def test_op_is_equal_to_plain_autograd(part):
+    ops = OPS[part::8]
+    assert sum(check(database.op, database) for database in ops) > 0.8 * len(ops)
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("database", IN_PLACE, ids=name_of)
-def test_in_place_op_is_equal_to_plain_autograd(database):
-    check(database.inplace_variant, database)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_most_ops_take_part():
-    counted = [next(references(database.op, database), None) is not None for database in OPS[::10]]
-    assert sum(counted) > 0.8 * len(counted)
+@pytest.mark.parametrize("part", range(4))
+def test_in_place_op_is_equal_to_plain_autograd(part):
+    ops = IN_PLACE[part::4]
+    assert sum(check(database.inplace_variant, database) for database in ops) > 0.5 * len(ops)

@@ -26,7 +26,7 @@ from tests.handle_ops import (
     call,
     policy_ids,
 )
-from tests.helpers import assert_same_program, checkpointed, leaf
+from tests.helpers import assert_same_program, checkpointed, leaf, pairwise
 
 TRIPLES = list(itertools.product(POLICIES, repeat=3))
 
@@ -35,8 +35,7 @@ def metadata(tensor):
     return tensor.shape, tensor.dtype, tensor.device, tensor.stride(), tensor.requires_grad, tensor.is_leaf
 
 
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+@pairwise(kernel=KERNELS, style=STYLES)
 def test_replay_shows_of_the_outputs_of_a_skipped_op_what_forward_showed(kernel, style):
     shown = []
 
@@ -87,9 +86,7 @@ def test_gradients_that_are_missing_are_none_where_the_op_asked_for_it(use, poli
     assert_same_program(program)
 
 
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("policies", TRIPLES, ids=policy_ids)
-@pytest.mark.parametrize("kernel", [Identity, Transpose], ids=str)
+@pairwise(kernel=[Identity, Transpose], policies=TRIPLES, style=STYLES)
 def test_outputs_that_are_inputs_or_views_of_them_are_equal(kernel, policies, style):
     def program(wrap):
         x, w = leaf(3, 3), leaf(3, 3)
@@ -111,9 +108,7 @@ def test_outputs_that_are_inputs_or_views_of_them_are_equal(kernel, policies, st
     assert_same_program(program, replays=1)
 
 
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("policies", TRIPLES, ids=policy_ids)
-@pytest.mark.parametrize("kernel", [Identity, Transpose], ids=str)
+@pairwise(kernel=[Identity, Transpose], policies=TRIPLES, style=STYLES)
 def test_native_views_of_outputs_that_are_views_of_inputs_are_equal(kernel, policies, style):
     """Such a view may look just like what the op was given, but replay has data of only one of them."""
 
@@ -143,9 +138,7 @@ def test_native_views_of_outputs_that_are_views_of_inputs_are_equal(kernel, poli
     assert_same_program(program, replays=1)
 
 
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("policies", TRIPLES, ids=policy_ids)
-@pytest.mark.parametrize("kernel", [Identity, Transpose], ids=str)
+@pairwise(kernel=[Identity, Transpose], policies=TRIPLES, style=STYLES)
 def test_outputs_that_are_inputs_without_gradients_are_equal(kernel, policies, style):
     """Without gradients, autograd gives back the very tensor that the op was given."""
 

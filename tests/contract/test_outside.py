@@ -20,6 +20,7 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 import torch_remat as remat
+from tests.helpers import pairwise
 
 SAVE, RECOMPUTE = remat.CheckpointPolicy.SAVE, remat.CheckpointPolicy.RECOMPUTE
 ROWS = {"small buffer": 4, "large buffer": 2080}  # of 8 floats: 128 bytes, and a little more than 64 KiB
@@ -453,8 +454,7 @@ def is_limit(cell: Cell) -> bool:
     return "before" in cell.read or cell.read == "both"
 
 
-@pytest.mark.parametrize("what", HOLDERS)
-@pytest.mark.parametrize("who", WRITERS)
+@pairwise(who=WRITERS, what=HOLDERS)
 def test_outside(who, what):
     """Right or loud, in each cell that is no limit."""
     found = {cell: verdict(cell) for cell in cells(who, what) if not is_limit(cell)}

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from weakref import ref
 
-import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.helpers import assert_same, checkpointed, leaf
+from tests.helpers import assert_same, checkpointed, leaf, pairwise
 from torch_remat.dispatch.region import forward, replay
 from torch_remat.dispatch.region.region import live_regions
 
@@ -62,8 +61,7 @@ def run(function, general, monkeypatch, weight):
         return [*leaves, *present], noted, [region.tape.layouts for region in made]
 
 
-@pytest.mark.parametrize("kind", ["parameter", "leaf", "frozen", "result", "view"])
-@pytest.mark.parametrize("name", PROGRAMS)
+@pairwise(name=PROGRAMS, kind=["parameter", "leaf", "frozen", "result", "view"])
 def test_short_way_and_general_one_note_and_give_the_same(name, kind, monkeypatch):
     torch.manual_seed(1)
     data = torch.randn(4, 4)

@@ -20,6 +20,7 @@ from tests.helpers import (
     assert_same,
     assert_same_program,
     leaf,
+    pairwise,
     parameter_gradients,
     plain,
     watch,
@@ -126,16 +127,13 @@ TELLS_OUTPUT = hasattr(SelectiveCheckpointContext(is_recompute=False), "op_outpu
 POLICIES_OF_PEER = [name for name in POLICIES if name != "output" or TELLS_OUTPUT]
 
 
-@pytest.mark.parametrize("early_stop", [True, False])
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
+@pairwise(function=FUNCTIONS, policy=POLICIES, early_stop=[True, False])
 def test_gradients_are_those_of_plain_autograd(function, policy, early_stop):
     inputs = leaf(4, 4), leaf(4, 4)
     assert_equal_gradients(function, region(POLICIES[policy](), early_stop=early_stop)(function), inputs)
 
 
-@pytest.mark.parametrize("policy", POLICIES_OF_PEER)
-@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
+@pairwise(function=FUNCTIONS, policy=POLICIES_OF_PEER)
 def test_never_more_ops_in_replay_than_the_peer(function, policy):
     inputs = leaf(4, 4), leaf(4, 4)
     ours = replayed_ops(function, region(POLICIES[policy]()), inputs)
@@ -143,8 +141,7 @@ def test_never_more_ops_in_replay_than_the_peer(function, policy):
     assert not Counter(ours) - Counter(peer), (ours, peer)
 
 
-@pytest.mark.parametrize("policy", POLICIES_OF_PEER)
-@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
+@pairwise(function=FUNCTIONS, policy=POLICIES_OF_PEER)
 def test_never_more_bytes_than_the_peer(function, policy):
     inputs = leaf(4, 4), leaf(4, 4)
     ours = kept(region(POLICIES[policy]())(function), inputs).bytes
@@ -154,8 +151,7 @@ def test_never_more_bytes_than_the_peer(function, policy):
     assert ours <= retained_bytes(sac(POLICIES[policy]())(function), inputs)
 
 
-@pytest.mark.parametrize("policy", POLICIES_OF_PEER)
-@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
+@pairwise(function=FUNCTIONS, policy=POLICIES_OF_PEER)
 def test_peak_is_not_above_the_peers(function, policy):
     inputs = leaf(32, 4), leaf(4, 4)
     if function is not sine_chain:
@@ -543,8 +539,7 @@ RANDOM = {
 }
 
 
-@pytest.mark.parametrize("policy", [[aten.rand_like.default], everything, nothing, None])
-@pytest.mark.parametrize("draw", RANDOM)
+@pairwise(draw=RANDOM, policy=[[aten.rand_like.default], everything, nothing, None])
 def test_saved_random_op_leaves_later_ones_right(draw, policy):
     def program(wrap):
         x, w = leaf(4, 4), leaf(4, 4)

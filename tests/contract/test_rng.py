@@ -19,6 +19,7 @@ from tests.helpers import (
     checkpointed,
     collector_off,
     leaf,
+    pairwise,
     parameter_gradients,
     plain,
 )
@@ -429,9 +430,7 @@ DRAWING_CALLS = {
 }
 
 
-@pytest.mark.parametrize("way", DRAWING_CALLS)
-@pytest.mark.parametrize("torch_own", [False, True])
-@pytest.mark.parametrize("earlier", [0, 1, 3])
+@pairwise(earlier=[0, 1, 3], torch_own=[False, True], way=DRAWING_CALLS)
 @pytest.mark.filterwarnings("ignore:.*replay runs this call once more:torch_remat.RematWarning")
 def test_call_that_runs_whole_draws_what_it_drew_after_ops_that_a_policy_skips(way, torch_own, earlier):
     dropout = torch.dropout if torch_own else lambda x, p, train: F.dropout(x, p, train)

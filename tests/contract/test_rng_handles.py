@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.handle_ops import POLICIES, RECOMPUTE, SAVE, STYLES, Affine, Both, Kernel, Noise, Trace, call, policy_ids
-from tests.helpers import assert_same, assert_same_program, checkpointed, collector_off, leaf, plain
+from tests.helpers import assert_same, assert_same_program, checkpointed, collector_off, leaf, pairwise, plain
 
 ORDERS = list(itertools.product(POLICIES, repeat=3))
 
@@ -102,8 +102,7 @@ def draw_forked(x):
         return torch.rand_like(x)
 
 
-@pytest.mark.parametrize("name", DRAWS)
-@pytest.mark.parametrize("style", STYLES)
+@pairwise(style=STYLES, name=DRAWS)
 def test_generator_stands_after_a_skipped_op_where_forward_left_it(style, name):
     kernel = custom(DRAWS[name])
 

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 import torch_remat as remat
-from tests.helpers import assert_same, assert_same_program, leaf
+from tests.helpers import assert_same, assert_same_program, leaf, pairwise
 from tests.native_programs import ComputeOps, keep, region
 
 DRAWS = {
@@ -24,9 +24,7 @@ DRAWS = {
 }
 
 
-@pytest.mark.parametrize("early_stop", [True, False])
-@pytest.mark.parametrize("inside", DRAWS)
-@pytest.mark.parametrize("outside", ["dropout", "rand", "nothing"])
+@pairwise(outside=["dropout", "rand", "nothing"], inside=DRAWS, early_stop=[True, False])
 def test_draws_around_and_inside_are_those_of_plain_autograd(inside, outside, early_stop):
     def program(wrap):
         x, w = leaf(3, 3), leaf(3, 3)

@@ -17,6 +17,7 @@ from tests.helpers import (
     checkpointed,
     collector_off,
     leaf,
+    pairwise,
     parameter_gradients,
     plain,
     watch,
@@ -159,9 +160,11 @@ IN_OTHER_ORDER = {
 }
 
 
-@pytest.mark.parametrize("pack", IN_OTHER_ORDER)
-@pytest.mark.parametrize("view", SLICES)
-@pytest.mark.parametrize("policy", [None, [torch.ops.aten.sin.default], lambda *args, **kwargs: True])
+@pairwise(
+    policy=[None, [torch.ops.aten.sin.default], lambda *args, **kwargs: True],
+    view=SLICES,
+    pack=IN_OTHER_ORDER,
+)
 def test_hooks_around_a_region_may_give_its_arguments_back_with_other_strides(policy, view, pack):
     """As ``save_on_cpu`` does with parts of tensors on a GPU: replay gets them as forward did."""
     strides = []
@@ -197,9 +200,7 @@ WRITERS = {
 }
 
 
-@pytest.mark.parametrize("writer", WRITERS)
-@pytest.mark.parametrize("read", ["result", "argument"])
-@pytest.mark.parametrize("given", ["leaf", "intermediate", "constant"])
+@pairwise(given=["leaf", "intermediate", "constant"], read=["result", "argument"], writer=WRITERS)
 @pytest.mark.parametrize("policy", [None, [torch.ops.aten.mul_.Tensor]], ids=["plain", "policy"])
 @pytest.mark.filterwarnings("ignore:.*replay runs this call once more:torch_remat.RematWarning")
 def test_argument_that_a_call_writes_and_hooks_have_copied_is_written_in_replay(writer, read, given, policy):

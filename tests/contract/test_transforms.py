@@ -14,7 +14,17 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import FlopCounterMode
 
 import torch_remat as remat
-from tests.helpers import Calls, Mlp, assert_same, assert_same_program, chain, checkpointed, leaf, parameter_gradients
+from tests.helpers import (
+    Calls,
+    Mlp,
+    assert_same,
+    assert_same_program,
+    chain,
+    checkpointed,
+    leaf,
+    pairwise,
+    parameter_gradients,
+)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
@@ -211,8 +221,7 @@ _UNDER_MODES = {
 }
 
 
-@pytest.mark.parametrize("active", ["never", "in forward", "in backward"])
-@pytest.mark.parametrize("name", _UNDER_MODES)
+@pairwise(name=_UNDER_MODES, active=["never", "in forward", "in backward"])
 def test_ops_that_write_in_place_only_where_no_dispatch_mode_is_active_are_equal(name, active):
     torch.manual_seed(0)
     linear, norm = nn.Linear(8, 8), nn.BatchNorm2d(8)

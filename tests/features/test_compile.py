@@ -25,6 +25,7 @@ from tests.helpers import (
     checkpointed,
     leaf,
     no_other_regions,
+    pairwise,
     parameter_gradients,
     plain,
     shown,
@@ -321,8 +322,7 @@ def one_graph(function, *args, backend="aot_eager"):
     return gradients
 
 
-@pytest.mark.parametrize("kind", POLICIES)
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pairwise(backend=["aot_eager", "inductor"], kind=POLICIES)
 def test_region_with_a_policy_compiles_to_one_graph(kind, backend):
     model, x = mlp(), leaf(4, 8)
     gradients = one_graph(lambda x: remat.checkpoint(policy=POLICIES[kind]())(model)(x.sin()).cos(), x, backend=backend)
@@ -442,8 +442,7 @@ FORMS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("where", ["alone", "in a region", "in a region with a policy", "in two regions"])
+@pairwise(where=["alone", "in a region", "in a region with a policy", "in two regions"], form=FORMS)
 def test_form_compiles_to_one_graph(form, where):
     def program(x):
         def body(x):
@@ -813,9 +812,7 @@ AROUND_COMPILED = {
 
 @pytest.mark.skipif(not CompiledCode.is_noticed, reason="before torch 2.13 it runs as it is written")
 @pytest.mark.filterwarnings("ignore:Using `torch.compile:UserWarning")  # of torch, where hooks follow the modules
-@pytest.mark.parametrize("around", AROUND_COMPILED)
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
-@pytest.mark.parametrize("warm", [False, True])
+@pairwise(warm=[False, True], backend=["eager", "aot_eager", "inductor"], around=AROUND_COMPILED)
 def test_compiled_code_in_a_region_runs_compiled(around, backend, warm):
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.5), nn.Linear(16, 8))
     compiled, x, runs = torch.compile(model, backend=backend), leaf(4, 8), CompiledCode()

@@ -19,6 +19,7 @@ from tests.helpers import (
     assert_same,
     assert_same_program,
     leaf,
+    pairwise,
     parameter_gradients,
     plain,
 )
@@ -457,8 +458,7 @@ IN_PLACE = {
 }
 
 
-@pytest.mark.parametrize("retain", [False, True])
-@pytest.mark.parametrize("name", IN_PLACE)
+@pairwise(name=IN_PLACE, retain=[False, True])
 def test_name_by_hand_after_an_op_in_place_that_saves_its_own_result(name, retain):
     function, inputs = IN_PLACE[name], (leaf(4, 4), leaf(4, 4))
     for policy in (remat.save_names("act"), remat.offload_names("act")):

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import torch_remat as remat
-from tests.helpers import CountOps, assert_same
+from tests.helpers import CountOps, assert_same, pairwise
 from tests.integrations.hugging_face_models import FAMILIES
 from tests.integrations.hugging_face_models import build as build_transformer
 from tests.integrations.hugging_face_models import train_step as train_transformer
@@ -121,9 +121,8 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("pattern", [BLOCKS, "features.*"])
+@pairwise(name=NETWORKS, pattern=[BLOCKS, "features.*"])
 @pytest.mark.parametrize(("autocast", "policy"), SETTINGS)
-@pytest.mark.parametrize("name", NETWORKS)
 def test_gradients_are_those_of_torch(name, autocast, policy, pattern):
     """Running statistics play no part in them: batch norm uses those of the batch."""
     model, x = build(name)
@@ -171,8 +170,7 @@ def test_an_activation_that_is_a_region_and_changes_its_input_is_an_error_in_tor
 TRANSFORMERS = [name for name, family in FAMILIES.items() if family.statistics]
 
 
-@pytest.mark.parametrize("policy", [None, "save_matmuls", "never_replay_effects"])
-@pytest.mark.parametrize("name", [*NETWORKS, *TRANSFORMERS])
+@pairwise(name=[*NETWORKS, *TRANSFORMERS], policy=[None, "save_matmuls", "never_replay_effects"])
 def test_running_statistics_change_once_a_step(name, policy):
     """Those of a step without checkpointing; torch's own checkpoint changes them twice."""
     pattern, step = BLOCKS, train_step

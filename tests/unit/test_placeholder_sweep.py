@@ -251,15 +251,16 @@ def sweep(op: Any, dtypes: tuple[torch.dtype, ...], samples: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("op", OPS, ids=lambda op: op.formatted_name)
-def test_each_op_passes_on_a_view_or_needs_only_metadata_or_raises(op):
-    assert not sweep(op, DTYPES, samples=5)
+@pytest.mark.parametrize("part", range(8))
+def test_each_op_passes_on_a_view_or_needs_only_metadata_or_raises(part):
+    wrong = {op.formatted_name: found for op in OPS[part::8] if (found := sweep(op, DTYPES, samples=3))}
+    assert wrong == {}
 
 
 @pytest.mark.slow
 def test_each_op_does_so_for_more_samples_and_dtypes():
     wrong = {op.formatted_name: found for op in OPS if (found := sweep(op, ALL_DTYPES, samples=25))}
-    assert not wrong
+    assert wrong == {}
 
 
 def has_call(op: Any) -> bool:

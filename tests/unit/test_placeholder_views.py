@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import torch_remat as remat
-from tests.helpers import tensors_in
+from tests.helpers import pairwise, tensors_in
 from torch_remat.dispatch.placeholder import Source, make_placeholder
 
 SOURCE = Source("block", "op", "out")
@@ -157,7 +157,7 @@ def arguments_of(schema: Any, like: Tensor) -> tuple[list, dict]:
     return args, kwargs
 
 
-@pytest.mark.parametrize("schema", SCHEMAS, ids=name_of)
+@pytest.mark.parametrize("schema", SCHEMAS)
 @pytest.mark.filterwarnings("ignore")
 def test_what_torch_calls_a_view_is_passed_on(schema):
     calls = calls_of(schema)
@@ -242,8 +242,7 @@ def test_view_has_the_metadata_of_the_true_view(view, requires_grad):
     assert_passed_on(view(like), view(placeholder))
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
-@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+@pairwise(view=VIEWS.values(), mode=[torch.no_grad, torch.enable_grad, torch.inference_mode])
 def test_view_made_under_another_grad_mode_is_passed_on(view, mode):
     like, placeholder = pair()
     if mode is torch.inference_mode and view is VIEWS["dropout in evaluation"]:

@@ -28,6 +28,7 @@ from tests.helpers import (
     in_threads,
     leaf,
     no_other_regions,
+    pairwise,
     parameter_gradients,
     plain,
     watch,
@@ -1095,8 +1096,7 @@ def test_what_would_be_given_up_is_offered_to_the_offloader_first(tmp_path):
     offloader.close() if hasattr(offloader, "close") else None
 
 
-@pytest.mark.parametrize("limit", [1, 100, 200, 300, 500, 1000, 10**6])
-@pytest.mark.parametrize("pattern", ["to", "oto", "ttoo", "totot"])
+@pairwise(pattern=["to", "oto", "ttoo", "totot"], limit=[1, 100, 200, 300, 500, 1000, 10**6])
 def test_regions_and_torch_checkpoints_in_each_other_are_equal(pattern, limit):
     with remat.budget(limit, reserve=0):
         test_nesting.test_regions_and_torch_checkpoints_in_each_other_have_equal_gradients(pattern)

@@ -13,7 +13,7 @@ from torch.distributed import _functional_collectives as collectives
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import torch_remat as remat
-from tests.helpers import assert_equal_gradients, leaf
+from tests.helpers import assert_equal_gradients, leaf, pairwise
 from tests.native_programs import aten, region, replayed_ops, retained_bytes
 from torch_remat import policies
 
@@ -76,8 +76,10 @@ def nothing(ctx, op, *args, **kwargs):
 EVERYTHING = policies.save_collectives(all_gathers=True)
 
 
-@pytest.mark.parametrize("function", [REDUCE_SCATTER, ALL_REDUCE, ALL_GATHER, in_place, gathered_into])
-@pytest.mark.parametrize("policy", [policies.save_collectives, EVERYTHING, policies.never_replay_effects, nothing])
+@pairwise(
+    policy=[policies.save_collectives, EVERYTHING, policies.never_replay_effects, nothing],
+    function=[REDUCE_SCATTER, ALL_REDUCE, ALL_GATHER, in_place, gathered_into],
+)
 def test_collectives_that_are_saved_are_not_repeated(function, policy):
     assert_equal_gradients(function, region(policy)(function), [leaf(4, 4)])
     is_saved = policy is not nothing

@@ -16,6 +16,7 @@ import torch
 from torch.autograd import forward_ad
 
 import torch_remat as remat
+from tests.helpers import pairwise
 
 Program = Callable[[Callable[[], Any]], list[Any]]
 
@@ -77,8 +78,7 @@ USES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize("make", [_with_a_view, _read_by_the_graph, _saved_by_the_graph])
+@pairwise(make=[_with_a_view, _read_by_the_graph, _saved_by_the_graph], use=USES)
 def test_what_leaves_a_block_is_used_like_any_tensor(make: Callable[[], torch.Tensor], use: str) -> None:
     made = make()
     _assert_plain(made)

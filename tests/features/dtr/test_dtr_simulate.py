@@ -13,6 +13,7 @@ import pytest
 import torch_remat as remat
 from tests.features.dtr.dtr_logs import LogText, chain, random_program, recurrent
 from tests.features.dtr.dtr_reference import Reference
+from tests.helpers import pairwise
 from torch_remat.dtr import Heuristic, Log, RatioHeuristic, simulate
 from torch_remat.errors import UsageError
 
@@ -26,8 +27,7 @@ def outcome(result):
     return figures
 
 
-@pytest.mark.parametrize("heuristic", RATIOS)
-@pytest.mark.parametrize("deallocation", KINDS)
+@pairwise(deallocation=KINDS, heuristic=RATIOS)
 def test_random_programs_run_as_in_the_reference(heuristic, deallocation):
     ended = 0
     for seed in range(8):
@@ -45,8 +45,7 @@ def test_random_programs_run_as_in_the_reference(heuristic, deallocation):
     assert ended > 0  # the programs are of a kind that tells
 
 
-@pytest.mark.parametrize("heuristic", RATIOS)
-@pytest.mark.parametrize("deallocation", KINDS)
+@pairwise(deallocation=KINDS, heuristic=RATIOS)
 def test_index_finds_what_a_scan_finds_on_longer_runs(heuristic, deallocation):
     for log, share in ((recurrent(15).log(), 0.6), (recurrent(15).log(), 0.45), (chain(120).log(), 0.2)):
         index, scan = (

@@ -33,6 +33,7 @@ from tests.helpers import (
     assert_same,
     checkpointed,
     leaf,
+    pairwise,
     parameter_gradients,
     plain,
     run_with_gradients,
@@ -52,8 +53,7 @@ def three_ops(style, policies, trace):
     return block
 
 
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("policies", list(itertools.product(remat.CheckpointPolicy, repeat=3)), ids=ids)
+@pairwise(policies=list(itertools.product(remat.CheckpointPolicy, repeat=3)), style=STYLES)
 def test_gradients_equal_those_of_plain_autograd_for_every_assignment(policies, style):
     inputs = [leaf(4, 4), leaf(4, 4)]
     expected = run_with_gradients(lambda x, w: three_ops("plain", policies, Trace())(x * 1, w * 1), inputs)
@@ -68,8 +68,7 @@ def test_gradients_equal_those_of_plain_autograd_for_every_assignment(policies, 
         offloader.assert_all_released_once()
 
 
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+@pairwise(kernel=KERNELS, style=STYLES)
 def test_every_kernel_gives_the_gradients_of_save(kernel: Kernel, style):
     index = torch.tensor([[1, 0, 1]] * 3)
     inputs = [leaf(3, 3), leaf(3, 3)]

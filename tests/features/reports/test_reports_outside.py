@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import torch_remat as remat
 from tests.features.reports.test_memory_report import assert_exact, retained_bytes
-from tests.helpers import checkpointed, leaf, no_other_regions
+from tests.helpers import checkpointed, leaf, no_other_regions, pairwise
 
 
 @pytest.fixture(autouse=True)
@@ -161,8 +161,10 @@ INSIDE_EACH_OTHER = {
 }
 
 
-@pytest.mark.parametrize("run", [lambda f: f(made(4, 16)).sum(), with_graph_kept, after_partial_backward])
-@pytest.mark.parametrize("program", INSIDE_EACH_OTHER)
+@pairwise(
+    program=INSIDE_EACH_OTHER,
+    run=[lambda f: f(made(4, 16)).sum(), with_graph_kept, after_partial_backward],
+)
 def test_torchs_checkpoints_inside_each_other_are_all_counted(program, run):
     assert_exact(lambda: run(INSIDE_EACH_OTHER[program]))
 
