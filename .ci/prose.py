@@ -1,6 +1,6 @@
 """Finds sentences that the style sheet of CONTRIBUTING.md says otherwise, and prints ``file:line: write X, not Y``.
 
-The table there is the one place with the patterns: what is in backticks in its second column is a regular expression.
+The table there is the one place with the phrases; the text above it explains their form.
 Pages are searched without their code, Python files in their comments and strings.
 """
 
@@ -11,6 +11,7 @@ import re
 import sys
 import tokenize
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 
 FILES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/**/*.md", "benchmarks/*.md")
@@ -30,13 +31,16 @@ def split(contributing: str) -> tuple[str, str]:
 
 
 def pairs(sheet: str) -> list[tuple[str, re.Pattern[str]]]:
-    """Return what to write, and the pattern of what not to write, for each pattern of the style sheet."""
-    found = []
-    for write, instead in _ROW.findall(sheet):
-        for pattern in re.findall(r"`([^`]+)`", instead):
-            spaced = pattern.replace(r"\|", "|").replace(" ", r"\s+")
-            found.append((write, re.compile(rf"\b(?:{spaced})(?!\w)", re.IGNORECASE)))
-    return found
+    """Return what to write, and a pattern of what not to write, for each phrase in backticks on the right side."""
+    rows = _ROW.findall(sheet)
+    return [(write, pattern_of(phrase)) for write, instead in rows for phrase in re.findall(r"`([^`]+)`", instead)]
+
+
+def pattern_of(phrase: str) -> re.Pattern[str]:
+    """Return the pattern of a phrase, of which only the first letter may be a capital: "is None" is not "is none"."""
+    first, *rest = (f"(?:{word.replace('/', '|')})" for word in phrase.rstrip(".").split())
+    first = re.sub(r"(?<=[:|])\w", r"(?i:\g<0>)", first)
+    return re.compile(r"\b" + r"\s+".join([first, *rest]) + (r"(?=[.,;:)])" if phrase.endswith(".") else r"\b"))
 
 
 def blank(match: re.Match[str]) -> str:
@@ -47,7 +51,7 @@ def blank(match: re.Match[str]) -> str:
 def of_python(source: str) -> str:
     """Return the comments and strings of a Python file in their places; no pattern matches across other code."""
     lines = source.splitlines(keepends=True)
-    starts = [sum(map(len, lines[:row])) for row in range(len(lines))]
+    starts = list(accumulate(map(len, lines), initial=0))
     kept = list(re.sub(r"\S", "\0", source))
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type in _PROSE:
