@@ -37,7 +37,7 @@ def write(data: Mapping[str, Any], root: Path = ROOT) -> None:
 def figures(data: Mapping[str, Any]) -> str:
     """Return what the page of performance shows: what was run, and a chart and a table for each contender."""
     texts = [
-        f"Version {data['version']}, measured {data['measured'][:10]} in {data['rounds']} rounds: "
+        f"Version {data['version']}, measured {data['measured'][:10]} in {data['rounds']} rounds, "
         f"torch {data['torch']}, Python {data['python']}, {data['machine']}.",
         *([data["note"]] if "note" in data else []),
         *([f"Could not run: {'; '.join(data['not run'])}."] if data["not run"] else []),
