@@ -67,28 +67,32 @@ def newest(count: int, folder: Path = FOLDER) -> list[Path]:
     files = sorted(folder.glob("*.json"), key=lambda path: str(read(path)["measured"]))
     if len(files) < count:
         raise SystemExit(
-            f"{folder.name} has {len(files)} of {count} files; write one with `python -m benchmarks --json`"
+            f"benchmarks/{folder.name} has {len(files)} of {count} files; "
+            "`python -m benchmarks --quick --json FILE` writes one"
         )
     return files[-count:]
 
 
 def moved_table(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    """Return all rows of two runs side by side; ``moved`` marks those whose spreads do not overlap."""
+    """Return the rows of a run beside those of an older one; ``moved`` marks those whose spreads do not overlap."""
     before, after = _by_key(old), _by_key(new)
     rows, moved = [], 0
-    for key in {**before, **after}:
-        then, now = before.get(key), after.get(key)
+    for key, now in after.items():
+        then = before.get(key)
         mark, change = "", ""
-        if then and now:
+        if then:
             change = f"{100 * (now['ratio'] / then['ratio'] - 1):+.1f} %"
             apart = now["spread"][0] > then["spread"][1] or now["spread"][1] < then["spread"][0]
             mark = "moved" if apart else ""
             moved += apart
-        rows.append([mark, *key, *map(_shown, (then, now)), change])
+        rows.append([mark, *key, _shown(then) if then else "", _shown(now), change])
     header = ["", "row", "to", "of", f"old: {old['version']}", f"new: {new['version']}", "change"]
     runs = "\n".join(f"- {name}: {_run(data)}" for name, data in (("old", old), ("new", new)))
-    both = len(before.keys() & after.keys())
-    return f"{runs}\n\n{markdown(header, rows, left=4)}\n\n{moved} of {both} rows moved beyond their spread."
+    counts = (
+        f"{moved} of {len(before.keys() & after.keys())} rows moved beyond their spread; "
+        f"{len(after.keys() - before.keys())} are new, {len(before.keys() - after.keys())} are in the old run only."
+    )
+    return f"{runs}\n\n{markdown(header, rows, left=4)}\n\n{counts}"
 
 
 def _bytes(results: Mapping[str, Result]) -> Iterator[dict[str, Any]]:
@@ -125,9 +129,7 @@ def _by_key(data: Mapping[str, Any]) -> dict[tuple[str, str, str], dict[str, Any
     return {(row["name"], row["contender"], row["unit"]): row for row in data["rows"]}
 
 
-def _shown(row: Mapping[str, Any] | None) -> str:
-    if row is None:
-        return ""
+def _shown(row: Mapping[str, Any]) -> str:
     low, high = row["spread"]
     spread = f" ({low:.3f} - {high:.3f})" if row["unit"] == TIME else ""
     return f"{row['ratio']:.3f}{spread}"
