@@ -13,7 +13,7 @@ INSTALLED := .venv/.installed
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV_PYTHON) -m mkdocs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint format coverage bench demo demo-distributed clean FORCE
+.PHONY: help setup test lint format coverage bench bench-compare demo demo-distributed clean FORCE
 
 help:  ## show this text
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -54,6 +54,9 @@ matrix:  ## run the tests on several versions of Python and torch; the environme
 
 bench: .venv/.bench  ## run the benchmarks; BENCH_ARGS=--help lists their options
 	$(VENV_PYTHON) -m benchmarks $(BENCH_ARGS)
+
+bench-compare: .venv/.bench  ## compare the newest two results; BENCH_ARGS=--quick compares a fresh run with the newest
+	$(VENV_PYTHON) -m benchmarks.compare $(BENCH_ARGS)
 
 demo: $(INSTALLED)  ## run docs/examples/demo.py
 	$(VENV_PYTHON) docs/examples/demo.py $(DEMO_ARGS)

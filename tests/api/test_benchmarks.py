@@ -12,14 +12,17 @@ import pytest
 import torch
 
 import torch_remat as remat
-from benchmarks import budget_models, budgets, contenders, peers
+from benchmarks import budget_models, budgets, compare, contenders, page, peers, results
 from benchmarks.__main__ import GROUPS
+from benchmarks.__main__ import main as run_benchmarks
 from benchmarks.bars import BARS, only_judged
-from benchmarks.contenders import NONE, OURS, REENTRANT, TORCH
-from benchmarks.measure import GradientMismatchError, check_gradients
+from benchmarks.contenders import NONE, OURS, OURS_FUNCTION, OURS_POLICY, REENTRANT, SAC, TORCH
+from benchmarks.measure import GradientMismatchError, Measurement, Result, check_gradients
+from benchmarks.results import PEAK, RETAINED, TIME
 from benchmarks.tables import MARKS, write_between
 from benchmarks.workloads import Workload
 from tests.helpers import assert_same, leaf
+from torch_remat._version import __version__
 
 ROOT = Path(__file__).parents[2]
 
@@ -104,10 +107,99 @@ def test_folder_without_the_package_is_refused(tmp_path):
         peers.load_checkout(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["performance.md", "budget.md"])
+def of_time(ratio, low, high, name="transformer"):
+    return {"name": name, "contender": TORCH, "unit": TIME, "ratio": ratio, "spread": [low, high]}
+
+
+def run_of(*rows, version="1", measured="2026-01-01T00:00Z"):
+    about = {"torch": "2.13", "python": "3.11", "machine": "one", "rounds": 4, "not run": []}
+    return {"version": version, "measured": measured, **about, "bars": {"passed": 1, "of": 1}, "rows": list(rows)}
+
+
+def test_recorded_rows_are_the_ratios_of_rounds_and_of_bytes():
+    times = {OURS_POLICY: (1.0, 2.0, 3.0), OURS_FUNCTION: (2.0, 4.0, 6.0), SAC: (2.0, 2.0, 2.0), NONE: (1.0, 1.0, 1.0)}
+    sizes = {OURS_POLICY: (50, 100), OURS_FUNCTION: (100, 150), SAC: (100, 200), NONE: (0, 0)}
+    workload = replace(simple(), name="policies-overhead", ours=(OURS_POLICY, OURS_FUNCTION), twin=SAC)
+    measurements = {name: Measurement(taken, *sizes[name]) for name, taken in times.items()}
+    data = results.record({workload.name: Result(workload, measurements, {name: {} for name in times}, {})})
+    found = {(row["name"], row["unit"]): (row["ratio"], row["spread"]) for row in data["rows"]}
+    assert found == {
+        ("policies-overhead, ours policy", TIME): (1.0, [0.75, 1.25]),
+        ("policies-overhead, ours policy function", TIME): (2.0, [1.5, 2.5]),
+        ("policies-overhead, ours policy", RETAINED): (0.5, [0.5, 0.5]),
+        ("policies-overhead, ours policy", PEAK): (0.5, [0.5, 0.5]),
+        ("policies-overhead, ours policy function", RETAINED): (1.0, [1.0, 1.0]),
+        ("policies-overhead, ours policy function", PEAK): (0.75, [0.75, 0.75]),
+    }
+    assert {row["contender"] for row in data["rows"]} == {SAC}
+    assert (data["version"], data["torch"], data["rounds"]) == (__version__, torch.__version__, 3)
+
+
+def test_written_results_are_read_again_and_the_newest_is_found(tmp_path):
+    runs = {"0.9": run_of(of_time(1, 1, 1)), "0.10": run_of(measured="2026-02-01T00:00Z")}
+    for version, data in runs.items():
+        results.write(data, tmp_path / f"{version}.json")
+        assert results.read(tmp_path / f"{version}.json") == data
+    assert [path.stem for path in results.newest(2, tmp_path)] == ["0.9", "0.10"]
+    assert [path.stem for path in results.newest(1, tmp_path)] == ["0.10"]
+    with pytest.raises(SystemExit, match="2 of 3 files"):
+        results.newest(3, tmp_path)
+
+
+def test_rows_whose_spreads_do_not_overlap_moved():
+    old = run_of(of_time(1, 0.9, 1.1, "a"), of_time(1, 0.9, 1.1, "b"), of_time(1, 0.9, 1.1, "gone"), version="old")
+    new = run_of(of_time(1.2, 1.05, 1.3, "a"), of_time(0.8, 0.7, 0.85, "b"), of_time(1, 1, 1, "new"), version="now")
+    table = results.moved_table(old, new)
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if "| time |" in line]
+    assert [(row[0], row[1], row[-1]) for row in cells] == [
+        ("", "a", "+20.0 %"),
+        ("moved", "b", "-20.0 %"),
+        ("", "new", ""),
+    ]
+    assert table.endswith("1 of 2 rows moved beyond their spread; 1 are new, 1 are in the old run only.")
+
+
+def test_run_is_written_as_json_and_compared_with_an_earlier_one(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    run_benchmarks(["policies-overhead", "--quick", "--rounds", "2", "--json", "before.json"])
+    before = results.read(tmp_path / "before.json")
+    assert before["rounds"] == 2
+    names = {f"policies-overhead, {ours}" for ours in (OURS_POLICY, OURS_FUNCTION)}
+    assert {(row["name"], row["unit"]) for row in before["rows"]} == {
+        (name, unit) for name in names for unit in (TIME, RETAINED, PEAK)
+    }
+    compare.main(["policies-overhead", "--quick", "--rounds", "2", "--old", "before.json"])
+    assert "of 6 rows moved" in capsys.readouterr().out
+    compare.main(["--old", "before.json", "--new", "before.json"])
+    assert "0 of 6 rows moved" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        compare.main(["--quick", "--new", "before.json"])
+
+
+@pytest.mark.parametrize(
+    ("document", "text"), [("docs/performance.md", page.figures), ("benchmarks/README.md", page.targets)]
+)
+def test_figures_in_the_docs_are_those_of_the_newest_results(document, text):
+    written = (ROOT / document).read_text().split(MARKS[0])[1].split(MARKS[1])[0]
+    assert written.strip() == text(results.read(results.newest(1)[0]))
+
+
+def test_results_and_charts_of_each_contender_are_written(tmp_path):
+    pytest.importorskip("matplotlib")
+    for name in ("docs/performance.md", "benchmarks/README.md"):
+        (tmp_path / name).parent.mkdir()
+        shutil.copy(ROOT / name, tmp_path / name)
+    page.write(run_of(of_time(0.5, 0.4, 0.6), version="now"), tmp_path)
+    assert "| transformer | 0.500 (0.400-0.600) |" in (tmp_path / "docs" / "performance.md").read_text()
+    assert "| must | transformer |" not in (tmp_path / "benchmarks" / "README.md").read_text()
+    assert "| aim | transformer |" in (tmp_path / "benchmarks" / "README.md").read_text()
+    assert {path.name for path in (tmp_path / "docs" / "pictures").iterdir()} == set(page.CHARTS.values())
+
+
+@pytest.mark.parametrize("name", ["docs/performance.md", "benchmarks/README.md", "docs/budget.md"])
 def test_figures_in_the_docs_have_a_place(name, tmp_path):
-    document = tmp_path / name
-    shutil.copy(ROOT / "docs" / name, document)
+    document = tmp_path / "page.md"
+    shutil.copy(ROOT / name, document)
     text = document.read_text()
     assert 0 < text.find(MARKS[0]) < text.find(MARKS[1])
     write_between(document, ["| new |"])
