@@ -141,7 +141,7 @@ READERS = [reading_before, reading_in_between, reading_a_number_before, reading_
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("function", READERS, ids=lambda f: f.__name__)
 def test_read_of_what_a_native_region_changes_later_is_refused_by_name(function, how):
-    with pytest.raises(remat.MutationError, match=r"shape \(4, 4\).* at test_read_before_write.py:\d+") as caught:
+    with pytest.raises(remat.MutationError, match=r"shape \(4, 4\).* at test_mutation_after_read.py:\d+") as caught:
         stateful_program(function, keep, how, region(region_name="block"))
     assert caught.value.region == "block"
     assert caught.value.tensor == ("variable 'state'" if how == "closure" else "written")
