@@ -11,7 +11,7 @@ rules are those of `_memory`, and of a log:
 4. An in-place write is an op that reads its arguments and makes new storages of the full size, of views too. The names
    that were written mean the new tensors, and the old versions are released.
 
-A block recomputes by the same rules, but a view takes no op, a storage that no op reads any more is forgotten, and what
+A block recomputes by the same rules, but a view takes no op, a storage that no op reads is forgotten, and what
 was there before the block is not counted.
 """
 
