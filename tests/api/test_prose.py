@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / ".ci" / "prose.py"
 SHEET = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
