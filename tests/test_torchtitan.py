@@ -1,4 +1,4 @@
-"""`RematAC` in `docs/migrating.md`, on a stand-in for TorchTitan's module with the same classes and methods."""
+"""`RematAC` of `docs/examples/torchtitan_ac.py`, on a stand-in for TorchTitan with the same classes and methods."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from types import ModuleType
 import pytest
 import torch
 from helpers import CountOps, no_other_regions
-from test_readme import FENCE
 from torch import nn
 
 import torch_remat as remat
 
 aten = torch.ops.aten
-TEXT = (Path(__file__).parent.parent / "docs" / "migrating.md").read_text(encoding="utf-8")
+EXAMPLE = Path(__file__).parent.parent / "docs" / "examples" / "torchtitan_ac.py"
 
 
 class SelectiveAC:
@@ -52,10 +51,9 @@ def of_docs(monkeypatch):
     module.SelectiveAC = SelectiveAC
     for name in ("torchtitan", "torchtitan.distributed", module.__name__):
         monkeypatch.setitem(sys.modules, name, module)
-    (code,) = [match.group(1) for match in FENCE.finditer(TEXT) if "class RematAC" in match.group(1)]
     names = {"__name__": "of_docs"}
     monkeypatch.setitem(sys.modules, "of_docs", ModuleType("of_docs"))  # dataclasses look the module up
-    exec(compile(code, "migrating.md", "exec"), names)
+    exec(compile(EXAMPLE.read_text(encoding="utf-8"), str(EXAMPLE), "exec"), names)
     return names["RematAC"]
 
 
