@@ -25,10 +25,11 @@ setup: $(INSTALLED)  ## make .venv and install what all other commands need
 test: lint  ## lint, then run the tests; PYTEST_ARGS='-k name' picks some
 	$(VENV_PYTHON) -m pytest -n auto --dist loadfile $(PYTEST_ARGS)
 
-lint: $(INSTALLED)  ## ruff and mypy; changes nothing
+lint: $(INSTALLED)  ## ruff, mypy and the style sheet; changes nothing
 	$(VENV_PYTHON) -m ruff check .
 	$(VENV_PYTHON) -m ruff format --check .
 	$(VENV_PYTHON) -m mypy torch_remat
+	$(VENV_PYTHON) .ci/prose.py
 
 format: $(INSTALLED)  ## let ruff repair and format the code
 	$(VENV_PYTHON) -m ruff check --fix .

@@ -134,7 +134,7 @@ def test_both_forms_can_be_copied(copied):
 
 
 def test_list_of_torchtitan_keeps_no_all_gather():
-    """The composition of docs/policies.md."""
+    """A list as TorchTitan has it."""
     functional = torch.ops._c10d_functional
     policy = [aten.topk, functional.reduce_scatter_tensor, functional.all_to_all_single] | policies.save_attention
     assert repeated(REDUCE_SCATTER, policy) == 0
