@@ -353,9 +353,9 @@ def changed_in_place(
 ) -> MutationError:
     """Return the error about a saved tensor that was changed in place."""
     return MutationError(
-        f"a {kind} of shape {tuple(shape)} that backward needs was changed in place after it was saved",
+        f"a {kind} of shape {tuple(shape)} that backward needs was modified in place after it was saved",
         region=region.name,
         op=op or None,
         tensor=name or kind,
-        remedy="Use the out-of-place form of the op that changes it, or change it after backward.",
+        remedy="Use the out-of-place form of the op that modifies it, or modify it after backward.",
     )

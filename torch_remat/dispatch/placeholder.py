@@ -314,7 +314,7 @@ def add_note(error: Exception, region: str) -> None:
     note = f"This was raised while region {region!r} was replayed in backward."
     if not isinstance(error, PlaceholderError) and any(text in str(error) for text in TORCH_SAYS):
         note += (
-            " The data that C++ code found missing may be that of a placeholder: the output of a SAVE op, which replay "
+            " C++ code may have needed the data of a placeholder, which has none: the output of a SAVE op that replay "
             "skips. Wrap the code that reads it in remat.native_save_region, move it into a custom autograd Function "
             "with remat.auto_forward, or give the op the policy RECOMPUTE."
         )

@@ -199,7 +199,7 @@ class Answerer:
             ]
             if all(same):  # they lie outside the region, and are modified already
                 if call.must_run:
-                    what = "this call modified a buffer, and a tensor from outside that the region does not reach"
+                    what = "this call modified a buffer, and a tensor created outside that the region does not reach"
                     remedy = "Pass the tensor to the region as an argument."
                     self.replay.fail(UsageError(what, region=self.region_name, op=call.name, remedy=remedy))
                 return False
@@ -218,8 +218,8 @@ class Answerer:
     def come_to(self, call: Call) -> None:
         """Come to a saved call, which under a policy has its place among the ops."""
         if call.touched and not self.region.finished:
-            what = "a gradient is taken in the region after this call changed a tensor from outside"
-            remedy = "Take the gradient before it, or outside of the region."
+            what = "a gradient is taken in the region after this call modified a tensor created outside the region"
+            remedy = "Take the gradient before this call, or outside the region."
             self.replay.fail(UsageError(what, region=self.region_name, op=call.name, remedy=remedy))
         if self.ops is not None and self.native is None and self.whole is None:
             self.ops.pass_over(call)
@@ -339,7 +339,7 @@ class Answerer:
 
     def fail_returned(self, call: Call) -> NoReturn:
         """End the replay, since an op returned whose body has raised in forward."""
-        what = "this op raised an exception in forward and returned in replay"
+        what = "this op raised an exception in forward but returned in replay"
         raise self.replay.fail(mismatched(self.region, what, SAME_ORDER, op=call.name))
 
     # What is asked while replay runs.
@@ -446,17 +446,17 @@ class Answerer:
         if (refusal := self._refusal) is not None:
             source, consumer, file, line = refusal
             name = qualified_name(self.region_name, source.op, source.output)
-            what = f"{consumer} reads this result in replay, which forward was not seen to need and did not keep"
+            what = f"{consumer} reads this result in replay, but forward did not keep it: no op was seen to need it"
         else:
             place = raised_at(error)
             name = qualified_name(self.region_name)
-            what = f"replay cannot pass over what is saved or needed by nothing with placeholders ({place}: {error})"
+            what = f"code in replay cannot use the placeholder of a saved or unneeded result ({place}: {error})"
             file, _, at = place.rpartition(":")
             line = int(at or 0)
         warnings.warn_explicit(
-            f"{name}: {what}: replay starts over and runs every saved call and op once more. {promise(self.region)}To "
-            "spare the second run, let a native region contain the reader too, let the policy save the tensor, read it "
-            "by an op, or name it to remat.recompute_needs_tensor.",
+            f"{name}: {what}; replay starts over and recomputes every saved call and op. {promise(self.region)}To "
+            "avoid the second run, put the reader into a native region too, let the policy save the tensor, read it "
+            "with an op, or pass it to remat.recompute_needs_tensor.",
             RematWarning,
             file,
             line,
@@ -473,7 +473,7 @@ class Answerer:
     def check_passed(self, last: int) -> None:
         """Raise if a call has not come that had begun in forward before the tensor at a place was saved."""
         if self.begun < len(self._calls) and (missing := self._calls[self.begun]).saved_before <= last:
-            raise mismatched(self.region, "this op of forward is missing in replay", SAME_ORDER, op=missing.name)
+            raise mismatched(self.region, "forward ran this op, but replay did not", SAME_ORDER, op=missing.name)
 
     def forget(self) -> None:
         """At the end of the replay: let go of what placeholders that outlive it may know."""
@@ -489,13 +489,13 @@ class Answerer:
 
 def _read_too_early(region: str, name: str, tensor: Tensor) -> MutationError:
     return MutationError(
-        f"replay reads a tensor of shape {tuple(tensor.shape)} created outside the region{at_user_line()}, which this "
-        "call modifies in place later in the region; replay does not undo that, so that the reader would get another "
-        "value than in forward",
+        f"replay reads a tensor created outside the region (shape {tuple(tensor.shape)}){at_user_line()}, but this "
+        "call modifies it in place later in the region; replay does not undo the modification, so the reader would get "
+        "a different value than in forward",
         region=region,
         op=name,
         tensor="written",
-        remedy="Read it inside that call too, or read a clone of it that is made before the region is called.",
+        remedy="Read the tensor inside this call too, or read a clone made before the region is called.",
     )
 
 

@@ -555,16 +555,16 @@ class RunningCall(Running):
             self.outputs = {(node, leaf.output_nr) for leaf in tensors if (node := node_behind(leaf)) is not None}
         if self._state and is_changed(self._state, ops.region.function):
             raise self._cannot_be_skipped(
-                "it changed a variable, container or iterator of the region, which holds other tensors now",
+                "it changed which tensors a variable, container or iterator of the region holds",
                 "Return the tensors",
             )
         now = list(map(version_of, self._given))
         if now != self._versions and not self.written:
             raise UsageError(
-                "this call is skipped in replay, and modified an argument in place, which nobody watched",
+                "this call modified an argument in place unwatched, and replay skips the call",
                 region=ops.region.name,
                 op=call.name,
-                remedy="Return the new value from it, give it the policy RECOMPUTE, or leave out opaque=True.",
+                remedy="Return the new value, give the call the policy RECOMPUTE, or remove opaque=True.",
             )
         if self.written:
             ops.note_writes(self)

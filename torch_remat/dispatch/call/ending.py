@@ -117,7 +117,7 @@ class _Ending:
         several = [run for run in self._log.runs if run.outputs is not None]
         if several and (run := call_left_by_a_tensor(several, self._graph())) is not None:
             raise cannot_be_skipped(
-                self._region, run.call, "the region goes on with a tensor of it that it did not return", "Return it"
+                self._region, run.call, "the region uses a tensor that the call made but did not return", "Return it"
             )
 
     def _check_unknown(self) -> None:
@@ -136,7 +136,7 @@ class _Ending:
                 raise cannot_be_skipped(
                     self._region,
                     call,
-                    "it modified in place a tensor of the region that is neither an argument, nor a variable of its "
+                    "it modified in place a tensor of the region that is neither an argument nor a variable of its "
                     "function",
                     "Pass the tensor as an argument",
                 )
@@ -149,7 +149,7 @@ class _Ending:
         is_written = self._log.results.is_any_written
         for entry in self._log.entries:
             if type(entry) is Call and not entry.why and entry.function is not None and is_written(entry):
-                entry.why = "a result of it was modified in place after it"
+                entry.why = "a result of it was modified in place afterwards"
 
     def _is_not_repeated(self, tensor: Tensor, times: int) -> bool:
         """Whether replay repeats none of so many changes of an input of the region."""
@@ -165,7 +165,7 @@ class _Ending:
         for call in run:
             if type(call) is not Call or (call.is_handle and not self._log.has_policy):
                 continue
-            call.why = call.why or "replay needs a result of it that was modified in place after it"
+            call.why = call.why or "replay needs a result of it that was modified in place afterwards"
             if call.modified:  # replay knows whether these are the region's own
                 call.must_run = outside is not None and outside.runs_again(call.name, has_changed)
                 continue
@@ -173,7 +173,7 @@ class _Ending:
                 raise cannot_be_skipped(
                     region,
                     call,
-                    f"{call.why}, so that replay has to run it again, and it modified {call.wrote[0]}, too",
+                    f"{call.why}, so replay must recompute it, but it also modified {call.wrote[0]}",
                     "Use the out-of-place form",
                 )
             if outside is not None:
@@ -262,8 +262,8 @@ def warn_of_second_run(region: RegionLike, call: Call) -> None:
     """Warn, once for each place where one is defined, of a call that replay runs whole."""
     file, line = defined_at(call.function) or user_line()
     warnings.warn_explicit(
-        f"{qualified_name(region.name, call.name)}: replay runs this call once more, since {call.why}. "
-        f"{promise(region)}To spare the second run, use the out-of-place form of the op that modifies the tensor.",
+        f"{qualified_name(region.name, call.name)}: replay recomputes this call, since {call.why}. "
+        f"{promise(region)}To avoid the second run, use the out-of-place form of the op that modifies the tensor.",
         RematWarning,
         file,
         line,

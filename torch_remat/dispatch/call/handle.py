@@ -115,13 +115,13 @@ class RematHandle:
         self._step = 2
         if type(saved_tensors) is not dict and not isinstance(saved_tensors, Mapping):
             raise self.misused(
-                f"save_for_backward takes a dict of names to tensors, not a {type(saved_tensors).__name__}"
+                f"save_for_backward needs a dict that maps names to tensors, not a {type(saved_tensors).__name__}"
             )
         for key, tensor in saved_tensors.items():
             if not isinstance(key, str) or not key or "." in key:
-                raise self.misused(f"{key!r} is no name for a saved tensor: a non-empty string without '.'")
+                raise self.misused(f"a saved tensor cannot be named {key!r}: use a non-empty string without '.'")
             if not isinstance(tensor, Tensor) and tensor is not None:
-                raise self.misused(f"the saved value is a {type(tensor).__name__}, neither a tensor nor None", key)
+                raise self.misused(f"the saved value must be a tensor or None, not a {type(tensor).__name__}", key)
         self._ctx.save_for_backward(*saved_tensors.values())
         self._named = saved_tensors
 
@@ -152,7 +152,7 @@ class RematHandle:
         for out in outs:
             if not isinstance(out, Tensor):
                 place = next(place for place, value in enumerate(outs) if value is out)
-                raise self.misused(f"output {place} is a {type(out).__name__}, not a tensor", str(place))
+                raise self.misused(f"output {place} must be a tensor, not a {type(out).__name__}", str(place))
         return outs
 
     def _out_of_order(self, step: int) -> UsageError:
@@ -299,7 +299,7 @@ class ForwardOp(RematHandle):
         """Raise if the body returned without its outputs being recorded; one that raised may be forgotten."""
         if has_returned(self._ctx):
             raise UsageError(
-                "the op's forward returned without handle.record_outputs",
+                "the op's forward returned without calling handle.record_outputs",
                 region=self.ops.region.name,
                 op=self.call.name,
                 remedy="End the forward with `return handle.record_outputs(out)`.",
@@ -354,7 +354,7 @@ class SavedOp(ForwardOp):
         ops.opened = self.outer
         if ctx.dirty_tensors:
             raise UsageError(
-                f"an op with policy {call.policy.name} cannot mark inputs as dirty: replay would not change them again",
+                f"an op with policy {call.policy.name} cannot mark inputs as dirty: replay would not modify them",
                 region=ops.region.name,
                 op=call.name,
                 remedy="Return a new tensor instead, or give the op the policy RECOMPUTE.",

@@ -478,10 +478,10 @@ class Recorder:
         calls = self.region.tape.records
         if call.name in calls:
             raise UsageError(
-                "the region already has an op of this name",
+                "the region already has an op with this name",
                 region=self.region.name,
                 op=call.name,
-                remedy="Give each call a name of its own; remat.name_scope('block.0') prefixes the names inside it.",
+                remedy="Give each call its own name; remat.name_scope('block.0') prefixes the names inside it.",
             )
         calls[call.name] = call
         call.saved_before = len(self.region.tape.saved)
@@ -626,7 +626,7 @@ class Recorder:
                 continue
             if not self._outlives(tensor, key_of(tensor)):
                 raise UsageError(
-                    "a saved op modified an input in place, which replay would not repeat",
+                    "this saved op modified an input in place, and replay, which skips the op, would not modify it",
                     region=self.region.name,
                     op=call.name,
                     remedy="Return a new tensor instead, or give the op the policy RECOMPUTE.",

@@ -44,7 +44,7 @@ _PLAIN = (
 )  # fmt: skip
 _FLAT = frozenset((*USUAL, int, float, bool, str, complex, type(None)))
 _NAMESPACE = "torch_remat.results"  # of optree: results are looked into further than arguments
-SAME = "A region must make the same calls in both phases, on tensors that lie in memory in the same way."
+SAME = "The function must make the same calls in both phases, on tensors with the same memory layout."
 
 
 class Passed(NamedTuple):
@@ -129,9 +129,9 @@ def refused(leaves: Sequence[Any]) -> str:
     """Return why a call that returned these leaves cannot be skipped; empty if it can."""
     for leaf in leaves:
         if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
-            return f"it returned an object of type {type(leaf).__name__}, of which replay can make no other"
+            return f"it returned an object of type {type(leaf).__name__}, which replay cannot create"
         if is_refused(leaf):
-            return "it returned a view that was made without gradients and whose base has a grad_fn now"
+            return "it returned a view created without gradients whose base now has a grad_fn"
     return ""
 
 
@@ -187,7 +187,7 @@ def _passed(replay: Loading, call: Call, form: Passed, source: Any) -> Any:
         return source
     value = form.view.value(source, form.has_history) if isinstance(source, torch.Tensor) else None
     if value is None:
-        raise mismatched(replay.region, "replay returned a view of a tensor that lies otherwise", SAME, op=call.name)
+        raise mismatched(replay.region, "the base of a returned view has another layout in replay", SAME, op=call.name)
     if not form.is_view:  # a detached alias; or of unsafe_split, whose results may be written in place
         value = same_memory(value) if form.has_history else value.detach()
         replay.note_loaded(value)
@@ -196,7 +196,7 @@ def _passed(replay: Loading, call: Call, form: Passed, source: Any) -> Any:
 
 def another_call(region: RegionLike, call: Call, same_function: bool) -> MismatchError:
     """Return the error about a call that is not that of forward."""
-    how = "with tensors of other shapes or strides" if same_function else "of another function"
+    how = "with tensors of different shapes or strides" if same_function else "with a different function"
     return mismatched(region, f"replay made this call {how}", SAME, op=call.name)
 
 

@@ -56,8 +56,8 @@ SAME_ORDER = (
     "code's structure, not from counters or other state."
 )
 REPLACED = (
-    "Was a parameter replaced between forward and backward (torch.func.functional_call around the region, a module "
-    "attribute that was set anew)? Run backward while it is still in place, or pass the tensor to the region as an "
+    "Was a parameter replaced between forward and backward (torch.func.functional_call around the region, a reassigned "
+    "module attribute)? Run backward while forward's parameter is in place, or pass the tensor to the region as an "
     "argument."
 )
 
@@ -95,28 +95,28 @@ def another_op(
     """Return the error about an op with a name that forward did not run here."""
     place = at_user_line()
     if expected is not None and expected.name == name:
-        what = f"this op has policy {policy.name} in {replay}{place} and had {expected.policy.name} in forward"
+        what = f"this op has policy {policy.name} in {replay}{place}, but had {expected.policy.name} in forward"
     elif expected is not None and is_known:
-        what = f"{replay} runs this op{place} where forward ran {expected.name!r}"
+        what = f"{replay} runs this op{place}, but forward ran {expected.name!r}"
     else:
-        what = f"{replay} runs this op{place}, forward did not"
+        what = f"{replay} runs this op{place}, but forward did not"
     return mismatched(region, what, SAME_ORDER, op=name)
 
 
 def other_source(region: RegionLike, holder: OpHolder, tensor: Any, is_input: bool) -> MismatchError:
     """Return the error about a SAVE op's input, or another op's output, of which the op saved a view in forward."""
-    verb = "is given" if is_input else "that made it returns"
+    verb = "gets" if is_input else "that made it returns"
     found = described(tensor) if isinstance(tensor, torch.Tensor) else "no tensor"
-    found += f" in replay{at_user_line()}, of which that cannot be taken"
-    return differs_at(region, holder, f"forward saved {described(holder)} here, the op {verb} {found}")
+    found += f" in replay{at_user_line()}, from which that tensor cannot be taken"
+    return differs_at(region, holder, f"forward saved {described(holder)} here, but the op {verb} {found}")
 
 
 def another_parameter(
     region: RegionLike, place: str, op: str | None, parameter: torch.Tensor | None, tensor: torch.Tensor
 ) -> MismatchError:
     """Return the error about a parameter, or another tensor from outside the region, that forward did not use."""
-    used = "another tensor" if parameter is None else f"a parameter {described(parameter)}, or a view of it,"
-    what = f"forward used {used} from outside the region here, replay {described(tensor)} from elsewhere"
+    used = "a tensor" if parameter is None else f"a parameter {described(parameter)}, or a view of it,"
+    what = f"forward used {used} created outside the region here, but replay used another one, {described(tensor)}"
     return mismatched(region, f"{what}{at_user_line()}", REPLACED, place, op)
 
 
@@ -125,7 +125,7 @@ def saved_otherwise(region: RegionLike, replayed: int, missing: Holder | None = 
     what = f"replay saved {replayed} tensor{'s' * (replayed != 1)} where forward saved {len(region.tape.saved)}"
     if missing is None:
         return mismatched(region, what, SAME_OPS)
-    return differs_at(region, missing, f"{what}; the first one missing is {described(missing)}")
+    return differs_at(region, missing, f"{what}; the first missing tensor is {described(missing)}")
 
 
 def what_differs(
@@ -157,11 +157,11 @@ def what_differs(
         return another_parameter(region, holder.name, holder.op, None, tensor)
     if region.options.determinism_check in _COMPARING:
         if metadata != [tensor.shape, tensor.dtype, tensor.device]:
-            what = f"forward saved {described(holder)} here, replay {described(tensor)}{at_user_line()}"
+            what = f"forward saved {described(holder)} here, but replay saved {described(tensor)}{at_user_line()}"
             return differs_at(region, holder, what)
         if not loaded and _is_by_another_op(holder, owner):
             before, now = _op_behind(holder.producer), _op_behind(type(owner.grad_fn))
-            what = f"forward saved {described(holder)} made by {before} here, replay one made by {now}"
+            what = f"forward saved {described(holder)} made by {before} here, but replay saved one made by {now}"
             return differs_at(region, holder, f"{what}{at_user_line()}")
     if version != tensor._version:
         # Inputs that hooks around the region restored may count their versions anew, and so does what was kept for
@@ -173,12 +173,12 @@ def what_differs(
             or (region.inputs is not None and region.inputs.packed)
         ):
             return MutationError(
-                f"this {described(holder)}, which the region saves for backward, was changed in place between forward "
-                f"and replay (or another number of times in replay), which reads it{at_user_line()}",
+                f"this {described(holder)}, which the region saves for backward and replay reads{at_user_line()}, was "
+                "modified in place between forward and replay (or a different number of times in replay)",
                 region=region.name,
                 op=holder.op,
                 tensor=holder.name,
-                remedy="Buffers and other tensors that the region reads must stay as they are until backward: change "
+                remedy="Buffers and other tensors that the region reads must stay unmodified until backward: modify "
                 "a clone, or pass a clone to the region as an argument.",
             )
         if region.finished:  # else forward has yet to compare it with what its own tensor counts
@@ -281,10 +281,10 @@ def lies_otherwise(
     if (before[2:] != now[2:]) if before and now else region.inputs is None or not region.inputs.as_given:
         return None
     forward, replay = (
-        "a view with strides {} from element {} on".format(*layout) if layout else "all of a tensor as it is"
+        "a view with strides {} and offset {}".format(*layout) if layout else "a whole tensor"
         for layout in (before, now)
     )
-    what = f"forward saved {forward} here, replay {replay}{at_user_line()}"
+    what = f"forward saved {forward} here, but replay saved {replay}{at_user_line()}"
     return mismatched(region, what, SAME_OPS, f"saved tensor {position}")
 
 
@@ -323,15 +323,15 @@ class Around:
             replay.inner_next = at + 1
         elif expected is not None or replay.region.finished:  # else a backward inside forward, which has come so far
             name, policy, place = op
-            what = f"the replay of region {replay.region.name!r} around it runs this op{at_user_line()}"
+            what = f"the replay of the enclosing region {replay.region.name!r} runs this op{at_user_line()}"
             if expected is None:
-                what += ", forward did not"
+                what += ", but forward did not"
             elif expected[:2] == op[:2]:
-                what += f" after {place} saved tensors, forward after {expected[2]}"
+                what += f" after {place} saved tensors, but forward after {expected[2]}"
             elif expected[0] == name:
-                what += f" with policy {policy.name}, forward with {expected[1].name}"
+                what += f" with policy {policy.name}, but forward with {expected[1].name}"
             else:
-                what += f" where forward ran {expected[0]!r}"
+                what += f", but forward ran {expected[0]!r}"
             error = mismatched(replay.region, what, SAME_ORDER, op=name)
             error.region = self._name
             replay.fail(error)
@@ -346,5 +346,5 @@ def check_all_came(replay: Replaying) -> None:
     region = replay.region
     if replay.inner_next < len(region.tape.inner):
         name = region.tape.inner[replay.inner_next][0]
-        what = f"this op of forward is missing in the replay of region {region.name!r} around it"
+        what = f"forward ran this op, but the replay of the enclosing region {region.name!r} did not"
         raise mismatched(region, what, SAME_ORDER, op=name)

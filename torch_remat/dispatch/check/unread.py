@@ -93,10 +93,10 @@ class Unread(DispatchMode):
         errors = [error() for error in self._parameters.values()]
         errors += [error(torch.empty(0)) for *_, error in self._storages.values()]
         return MutationError(
-            "compiled code ran in this replay, and may have read a tensor that is not as forward left it",
+            "compiled code ran in this replay and may have read a tensor that is not as forward left it",
             region=errors[0].region,
             tensor=errors[0].tensor,
-            remedy="Change the tensor after backward, or compile the whole region.",
+            remedy="Modify the tensor after backward, or compile the whole region.",
         )
 
     def __torch_dispatch__(
@@ -207,18 +207,18 @@ def _name_of(region: RegionLike, place: int, parameter: torch.Tensor | None) -> 
 def _replaced(region: RegionLike, place: int, one: torch.Tensor | None, other: torch.Tensor | None) -> RematError:
     before, now = ("none" if it is None else described(it) for it in (one, other))
     how = f"{now}, with other values" if before == now else f"{before}, then {now}"
-    reader = "" if other is None else f", and replay reads the other one{at_user_line()}"
+    reader = "" if other is None else f", and replay reads the new one{at_user_line()}"
     what = f"this parameter was replaced between forward and replay ({how}){reader}"
     return MismatchError(what, region=region.name, tensor=_name_of(region, place, other), remedy=REPLACED)
 
 
 def _changed(region: RegionLike, place: int, parameter: torch.Tensor) -> RematError:
     return MutationError(
-        f"this parameter, {described(parameter)}, was changed in place since forward, and replay reads it"
+        f"this parameter, {described(parameter)}, was modified in place since forward, and replay reads it"
         f"{at_user_line()}",
         region=region.name,
         tensor=_name_of(region, place, parameter),
-        remedy="Change parameters (a step of an optimizer, an average of weights) after backward.",
+        remedy="Modify parameters (optimizer step, weight averaging) after backward.",
     )
 
 

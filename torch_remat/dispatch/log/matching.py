@@ -101,8 +101,8 @@ def another_op(region: RegionLike, group: str | None, at: int, entries: Sequence
     """Return the error about an op that is not the one that forward ran at its place."""
     entry = entries[at] if at < len(entries) else None
     if isinstance(entry, Call) and not isinstance(ran, Call):
-        what = "this op of forward is missing in replay"
-        return mismatched(region, f"{what}, which ran {ran}{at_user_line()}", _SAME_OPS, op=entry.name)
+        what = "forward ran this op, but replay"
+        return mismatched(region, f"{what} ran {ran}{at_user_line()}", _SAME_OPS, op=entry.name)
     expected = "no further op" if entry is None else str(entry.op)
     found = "ran no further op" if ran is None else f"ran {ran}{at_user_line()}"
     return mismatched(
@@ -119,7 +119,7 @@ def other_arguments(
     ]
     return mismatched(
         region,
-        f"op {at} of forward, {entry.op}, got tensors of {shown[0]} there and of {shown[1]} in replay{at_user_line()}",
+        f"op {at}, {entry.op}, got tensors of {shown[0]} in forward, but of {shown[1]} in replay{at_user_line()}",
         _SAME_OPS,
         tensor=entry.label(0),
         op=entry.group,

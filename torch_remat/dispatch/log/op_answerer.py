@@ -236,13 +236,13 @@ class OpAnswerer:
         for at, tensor in enumerate(tensors_in(args, kwargs)):
             if not changed.isdisjoint(keys_of(tensor)):
                 raise MutationError(
-                    f"{entry.group or entry.op} runs again in replay and reads a tensor created outside the region "
-                    f"({where} {at}, shape {tuple(tensor.shape)}), which the region changes in place after it",
+                    f"{entry.group or entry.op} is recomputed in replay and reads a tensor created outside the region "
+                    f"({where} {at}, shape {tuple(tensor.shape)}), which the region modifies in place afterwards",
                     region=self._region_name,
                     op=entry.group,
                     tensor=entry.label(0),
-                    remedy="Let the policy save the op's result, put the code that reads and changes the tensor into "
-                    "one remat.native_save_region, or let the op read a clone that is made before the region.",
+                    remedy="Let the policy save the op's result, put the code that reads and modifies the tensor into "
+                    "one remat.native_save_region, or let the op read a clone made before the region.",
                 )
 
     def _restore_written(self, entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

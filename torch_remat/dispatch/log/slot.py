@@ -125,11 +125,11 @@ class Slot:
         counted = self._unpack is None and self._version != UNCOUNTED  # what hooks have kept, they check themselves
         if (counted and kept._version != self._version) or any(version_of(alias) != at for alias, at in self._aliases):
             raise MutationError(
-                "this tensor was changed in place after it was kept for replay",
+                "this tensor was modified in place after it was kept for replay",
                 region=region,
                 op=op,
                 tensor=name,
-                remedy="Use the out-of-place form of the op that changes it, change it after backward, or let the "
+                remedy="Use the out-of-place form of the op that modifies it, modify it after backward, or let the "
                 "region recompute it.",
             )
         if self._unpack is not None:
@@ -246,8 +246,8 @@ def _unpack(region: str, kept: Own | Packed) -> torch.Tensor:
     tensor, version = kept  # type: ignore[misc]
     if tensor._version != version:
         raise MutationError(
-            f"a tensor of shape {tuple(tensor.shape)} that backward needs was changed in place after it was kept",
+            f"a tensor of shape {tuple(tensor.shape)} that backward needs was modified in place after it was kept",
             region=region,
-            remedy="Use the out-of-place form of the op that changes it, or change it after backward.",
+            remedy="Use the out-of-place form of the op that modifies it, or modify it after backward.",
         )
     return tensor

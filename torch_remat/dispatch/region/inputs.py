@@ -341,17 +341,17 @@ class RegionInputs:
     def _changed(self, region_name: str, index: int) -> MutationError:
         if index in self._inside:
             return MutationError(
-                "the region itself changed this input in place, and replay would change it again, so replay cannot "
+                "the region itself modified this input in place, and replay would modify it again, so replay cannot "
                 "start from it",
                 region=region_name,
                 tensor=self._place(index),
-                remedy="Use the out-of-place form there, change a clone, or do all such changes inside native regions.",
+                remedy="Use the out-of-place form there, modify a clone, or modify it only inside native regions.",
             )
         return MutationError(
-            "this input of the region was changed in place after the region was called, so replay cannot start from it",
+            "this input was modified in place after the region was called, so replay cannot start from it",
             region=region_name,
             tensor=self._place(index),
-            remedy="Change a clone of it, or change it after backward.",
+            remedy="Modify a clone of it, or modify it after backward.",
         )
 
     def _place(self, index: int) -> str:

@@ -364,13 +364,13 @@ def _same(tensor: Tensor, copy: Tensor) -> bool:
 
 
 def _changed(region: str, place: Place, by_region: bool, tensor: Tensor) -> RematError:
-    when = "the region changed it in forward" if by_region else "it was changed after the region's forward"
+    when = "the region modified it in forward" if by_region else "it was modified after the region's forward"
     shape = tuple(tensor.shape)
     return MutationError(
-        f"replay reads {place.name}, a tensor of shape {shape} created outside the region{at_user_line()}, but {when}, "
-        "so that replay would read another value than forward did",
+        f"replay reads {place.name}{at_user_line()}, a tensor of shape {shape} created outside the region, but {when}, "
+        "so replay would read a different value than forward did",
         region=region,
         tensor=place.name,
-        remedy="Read it in the same call that changes it (remat.native_save_region, or a saved op), pass a clone that "
-        "was made before the region, or change it after backward.",
+        remedy="Read it in the same call that modifies it (remat.native_save_region, or a saved op), pass a clone "
+        "made before the region, or modify it after backward.",
     )

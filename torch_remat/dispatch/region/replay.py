@@ -491,7 +491,7 @@ class Filling(Replaying):
         if error is not None:
             name = None if self.ops is None or type(holder) is OpHolder else self.ops.next_name()
             if name is not None and type(error) is MismatchError:
-                error.what += f" (op {name!r} of forward has not come yet)"
+                error.what += f" (replay has not reached op {name!r} of forward)"
             self.fail(error)
 
     def _compare_layouts(self, position: int, tensor: torch.Tensor, owner: torch.Tensor, before: Layout | None) -> None:
