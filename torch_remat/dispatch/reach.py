@@ -327,7 +327,7 @@ def boundary_nodes(tensors: list[torch.Tensor]) -> list[torch.autograd.graph.Nod
 def node_of(tensor: torch.Tensor) -> torch.autograd.graph.Node | None:
     """Return the autograd node of an output, or of what it is a view of.
 
-    A view whose base was changed in place gets a new node when it is next asked for. Asked here, the node would be
+    A view whose base was modified in place gets a new node when it is next asked for. Asked here, the node would be
     older than in plain autograd, and backward would add up gradients in another order.
     """
     base = tensor._base

@@ -7,7 +7,7 @@ NOTE [ A placeholder that is read after all ]
 Forward keeps what replay is seen to need. What else reads a placeholder (data taken past all ops, an op without a
 `grad_fn` in code that nobody watches) gets a `PlaceholderError`. The replay, also where user code swallowed the error,
 starts over once: what was filled is emptied, buffers and generators are put back, and every call and op of the log
-runs. An error by which C++ code refuses a placeholder counts as one. One warning, at the end, says who reads what; the
+runs. An error in which C++ code refuses a placeholder counts as one. One warning, at the end, says who reads what; the
 next forward of the same code keeps it. The error stands where a call modified something outside the region, where
 random numbers cannot be drawn again, and for the output of a handle, whose body cannot run in replay.
 """
@@ -106,7 +106,7 @@ class Answerer:
 
     @cached_property
     def changes_results(self) -> bool:
-        """Whether the log has changes in place, for which results need a history: autograd allows none of a leaf."""
+        """Whether the log has changes in place, for which results need a `grad_fn`: autograd allows none of a leaf."""
         return any(entry.writes or entry.effects.reshapes for entry in self._entries)
 
     # Calls.
@@ -116,7 +116,7 @@ class Answerer:
         if self.whole is not None and self.whole.answers is None:
             return None  # it is part of the call
         if self.native is not None or self.whole is not None:
-            policy = CheckpointPolicy.SAVE  # it follows the native region around it
+            policy = CheckpointPolicy.SAVE  # it follows the enclosing native region
         else:
             self.replay.stop_if_filled()
         call = self._next(name, policy)
@@ -197,7 +197,7 @@ class Answerer:
                 isinstance(tensor := given[place], Tensor) and storage.cdata in keys_of(tensor)
                 for place, storage in call.modified
             ]
-            if all(same):  # they lie outside the region, and are modified already
+            if all(same):  # they are outside the region and already modified
                 if call.must_run:
                     what = "this call modified a buffer, and a tensor created outside that the region does not reach"
                     remedy = "Pass the tensor to the region as an argument."
@@ -227,7 +227,7 @@ class Answerer:
     def _run_whole(
         self, call: Call, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], given: Any
     ) -> Any:
-        """Run a call once more; forward's holders have what its backward needs."""
+        """Run a call again; forward's holders have what its backward needs."""
         args, kwargs = self.values_of(args, kwargs, call.name)
         if call.early and self.ops is not None:
             leaves = leaves_of(args, kwargs)
@@ -271,7 +271,7 @@ class Answerer:
         self.whole = self._watcher = None
 
     def load(self, slot: Slot, op: str, name: str) -> Tensor:
-        """Return what a slot keeps, which hooks around the region may have given already."""
+        """Return what a slot keeps; the enclosing hooks may have returned it already."""
         loaded = self._slots.get(id(slot))
         return slot.load(self.region_name, op, name) if loaded is None else loaded.detach()
 
@@ -345,11 +345,11 @@ class Answerer:
     # What is asked while replay runs.
 
     def note_loaded(self, tensor: torch.Tensor) -> None:
-        """Note a tensor that was kept, so that it has no history in replay."""
+        """Note a tensor that was kept, so that it has no `grad_fn` in replay."""
         self._loaded[id(tensor)] = tensor
 
     def has_loaded(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor was kept, so that it has no history in replay."""
+        """Whether a tensor was kept, so that it has no `grad_fn` in replay."""
         return id(tensor) in self._loaded
 
     def skips(self) -> bool:
@@ -431,7 +431,7 @@ class Answerer:
         return isinstance(entry, Call) and entry.is_handle and self.region.options.policy is None
 
     def _cannot_run(self, entry: Entry) -> bool:
-        """Whether an entry cannot run once more."""
+        """Whether an entry cannot run again."""
         if not isinstance(entry, Call):
             return entry.effects.random and entry.effects.namespace == "aten" and self.region.rng is None
         if entry.touched:
@@ -476,7 +476,7 @@ class Answerer:
             raise mismatched(self.region, "forward ran this op, but replay did not", SAME_ORDER, op=missing.name)
 
     def forget(self) -> None:
-        """At the end of the replay: let go of what placeholders that outlive it may know."""
+        """Release at the end of the replay what placeholders that outlive it may refer to."""
         self.suppressed.restore()
         for ops in (self.ops, self.native_ops):
             if ops is not None:

@@ -545,7 +545,7 @@ class RunningCall(Running):
         )
 
     def _check_left(self, leaves: Sequence[Any]) -> None:
-        """Look for what the call leaves otherwise than by its result."""
+        """Look for effects of the call other than its result."""
         ops, call = self.ops, self.call
         made = self.last - self.first
         if made > 1 or (made and not (len(leaves) == 1 and has_one_output(node_behind(leaves[0])))):
@@ -579,7 +579,7 @@ class RunningCall(Running):
 
 
 def cannot_be_skipped(region: RegionLike, call: Call, why: str, remedy: str) -> UsageError:
-    """Return the error about a call that reaches its region otherwise than by its result."""
+    """Return the error about a call that has effects on its region other than its result."""
     return UsageError(
         f"replay cannot skip this call: {why}",
         region=region.name,

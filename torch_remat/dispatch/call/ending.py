@@ -123,7 +123,7 @@ class _Ending:
     def _check_unknown(self) -> None:
         """Look at modified tensors that are neither arguments nor variables of their calls.
 
-        What still exists at the end of forward, though the log does not hold it, lies outside the region.
+        A tensor that still exists at the end of forward without being held by the log is outside the region.
         """
         log = self._log
         unknown, log.unknown = log.unknown, []
@@ -145,21 +145,21 @@ class _Ending:
                 call.outside = [*call.outside, storage]
 
     def _find_changed(self) -> None:
-        """Let calls run whole of which a result was modified in place since."""
+        """Let each call run whole that has a result modified in place since."""
         is_written = self._log.results.is_any_written
         for entry in self._log.entries:
             if type(entry) is Call and not entry.why and entry.function is not None and is_written(entry):
                 entry.why = "a result of it was modified in place afterwards"
 
     def _is_not_repeated(self, tensor: Tensor, times: int) -> bool:
-        """Whether replay repeats none of so many changes of an input of the region."""
+        """Whether replay repeats none of the modifications of an input of the region, ``times`` in number."""
         log = self._log
         if log.has_policy:
             return log.storages.has_changed(tensor) or key_of(tensor) in log.changes
         return log.changes.get(key_of(tensor)) == times
 
     def _check_whole(self, run: Sequence[Entry]) -> None:
-        """Warn of the calls that run whole, and refuse those that would modify something outside once more."""
+        """Warn of the calls that run whole, and refuse those that would modify something outside again."""
         region, outside = self._region, self._region.outside
         has_changed = self._log.storages.has_changed
         for call in run:
@@ -217,7 +217,7 @@ class _Ending:
         """Return the results of calls that ops read which replay recomputes, as autograd's graph shows."""
         log = self._log
         stop, end = self._stop()
-        # Also where the graph of what saved it is gone: replay runs it all the same.
+        # Also where the graph of what saved it is gone: replay runs it anyway.
         roots = [(key, after) for number, after, key in log.saved_results if number <= stop]
         known = {key for key, _ in roots}
         outputs: dict[tuple[Node, int], Returned] = {}
@@ -254,7 +254,7 @@ class _Ending:
 
 
 def promise(region: RegionLike) -> str:
-    """Return what a warning of a second run promises: without random state, it may draw other numbers."""
+    """Return what a warning of a second run promises: without random state it may draw other numbers."""
     return "The gradients are right. " if region.options.preserve_rng_state else ""
 
 

@@ -43,14 +43,14 @@ _FORM = (
 )
 _STEPS = ("maybe_load_saved", "save_or_load_inputs", "save_for_backward", "record_outputs")
 SKIPPED = len(_STEPS)
-"""The step of a handle whose op replay has skipped: nothing may follow."""
+"""The step of a handle whose op replay has skipped: no step may follow."""
 
 
 class RematHandle:
     """One call of a custom autograd Function, as the runtime sees it; made by `get_handle`.
 
     Its methods are called once each, in this order: `maybe_load_saved`, `save_or_load_inputs`, `save_for_backward`,
-    `record_outputs`. The second and the third may be left out. Outside of regions they act as plain autograd.
+    `record_outputs`. The second and the third are optional. Outside of regions they act as plain autograd.
     """
 
     _step = -1  # the last of `_STEPS` that was taken
@@ -92,7 +92,7 @@ class RematHandle:
 
         Raises:
             UsageError: It was called out of order.
-            MutationError: A kept input was changed in place.
+            MutationError: A kept input was modified in place.
             PlaceholderError: Forward had another input here.
         """
         if self._step != 0:

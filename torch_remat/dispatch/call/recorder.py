@@ -252,7 +252,7 @@ class Recorder:
         return holder
 
     def keep(self, holder: OpHolder, tensor: Tensor) -> None:
-        """Give a holder its value, or what the hooks around the region make of it."""
+        """Give a holder its value, or what the enclosing hooks make of it."""
         hooks: SavedTensorHooks | None = self.region.hooks
         if hooks is None:
             holder.value = self.mode.alias_of(tensor)
@@ -382,7 +382,7 @@ class Recorder:
         if self.region.inputs.shares(owner) or key in self.storages.writers or key in self._views:
             return False  # replay may not have it
         call.waiting = [*call.waiting, Elided.of(tensor, holder, place, source)]
-        holder.producer = NoneType  # what a handle's body makes has no history
+        holder.producer = NoneType  # what a handle's body makes has no `grad_fn`
         holder.origin = None
         return True
 
@@ -474,7 +474,7 @@ class Recorder:
         self.watch = OpRecorder(self, decider, ModulePath(self.region.function))
 
     def note_call(self, call: Call) -> None:
-        """Note what has a name, which must be a new one; also in the regions around."""
+        """Note what has a name, which must be a new one; also in the enclosing regions."""
         calls = self.region.tape.records
         if call.name in calls:
             raise UsageError(
@@ -589,7 +589,7 @@ class Recorder:
         call.wrote = [*call.wrote, *names]
 
     def note_writes(self, running: Running) -> None:
-        """Note what a call modified that was there before it: what lies outside the region is modified once."""
+        """Note which earlier tensors a call modified: those outside the region are modified once."""
         call, given = running.call, running.given
         for key, (tensor, version, is_own) in running.written.items():
             owner = tensor if tensor._base is None else tensor._base
@@ -723,7 +723,7 @@ class Recorder:
         if self.opened is not None and self.is_part_of_skipped(self.opened.is_around(frame, ctx)):
             return None
         if calling is not None:
-            policy = CheckpointPolicy.SAVE  # it follows the native region around it
+            policy = CheckpointPolicy.SAVE  # it follows the enclosing native region
         op: ForwardOp
         call: Call = _new(Call)
         # What is read of it is set, also where the class has the same: Python finds the former far sooner.

@@ -52,7 +52,7 @@ class Passed(NamedTuple):
 
     Attributes:
         place: Which of them.
-        view: Where it lies there; None if it is the same tensor.
+        view: Its placement there; None if it is the same tensor.
         has_history: Whether it needs a gradient.
         is_view: Whether it was a view of another tensor for autograd, too.
     """
@@ -80,13 +80,13 @@ class Loading(Protocol):
 
     @property
     def changes_results(self) -> bool:
-        """Whether the log has changes in place, for which results need a history."""
+        """Whether the log has in-place modifications, for which results need a `grad_fn`."""
 
     def load(self, slot: Slot, op: str, name: str) -> torch.Tensor:
         """Return what a slot keeps."""
 
     def note_loaded(self, tensor: torch.Tensor) -> None:
-        """Note a tensor that was kept, so that it has no history in replay."""
+        """Note a tensor that was kept, so that it has no `grad_fn` in replay."""
 
 
 def is_flat(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -136,7 +136,7 @@ def refused(leaves: Sequence[Any]) -> str:
 
 
 def lying_in(view: torch.Tensor, source: torch.Tensor) -> Elided:
-    """Describe how a tensor lies in the storage of another, though no holder waits for it."""
+    """Describe the placement of a tensor in the storage of another; no holder waits for it."""
     return Elided(None, 0, Placement.of(view), Placement.of(source))  # type: ignore[arg-type]
 
 
@@ -195,12 +195,12 @@ def _passed(replay: Loading, call: Call, form: Passed, source: Any) -> Any:
 
 
 def another_call(region: RegionLike, call: Call, same_function: bool) -> MismatchError:
-    """Return the error about a call that is not that of forward."""
+    """Return the error about a call that differs from the one in forward."""
     how = "with tensors of different shapes or strides" if same_function else "with a different function"
     return mismatched(region, f"replay made this call {how}", SAME, op=call.name)
 
 
-# What a call leaves otherwise.
+# Effects of a call other than its result.
 
 State = Sequence[tuple[Any, tuple[Any, ...]]]  # holders of objects, each with the tensors that it holds
 _DEPTH = 3  # of functions and containers in each other
@@ -242,7 +242,7 @@ def state_of(roots: Sequence[Any]) -> State:
 
 
 def is_changed(state: State, region_function: Any) -> bool:
-    """Whether one of them holds other tensors now, and is none that the region's own function reaches, too."""
+    """Whether one of them holds other tensors now and is not reached by the region's own function too."""
     changed = [holder for holder, held in state if not _same(_tensors_held(holder), held)]
     if not changed:
         return False

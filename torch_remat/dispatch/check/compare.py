@@ -5,14 +5,14 @@ nothing. Out: an error, or None where the difference is harmless. With ``debug=T
 both phases side by side.
 
 NOTE [ Ops of inner regions ]
-1. The replay of a region runs the forward of the regions inside once more. What their ops keep then goes, by its place,
-   into the holders of what they kept before: where other ops ran, one would get the tensors of another.
+1. The replay of a region runs the forward of the inner regions again. What their ops keep then goes, by position, into
+   the holders of what they kept before: if the ops differed, a holder would get the tensor of another op.
 2. So an op that begins in the forward of a region is noted on the tape of each enclosing region that is in forward too,
    outwards up to one that is replayed. That one compares it with the next that it has noted.
-3. Early stop may end the replay in the midst of an inner region. An op that is missing before it shows in the number of
+3. Early stop may end the replay inside an inner region. An op that is missing before that point shows in the number of
    saved tensors.
 4. An enclosing region whose replay will not come here, because the body of one of its SAVE ops runs, notes nothing; nor
-   does it compare what runs once more for the sake of a placeholder.
+   does it compare what runs again for the sake of a placeholder.
 """
 
 from __future__ import annotations
@@ -74,12 +74,12 @@ def mismatched(
 
 
 def differs_at(region: RegionLike, holder: Holder, what: str, remedy: str = SAME_OPS) -> MismatchError:
-    """Return the error about what replay saves, or does not, where forward saved what the holder stands for."""
+    """Return the error about what replay saves, or does not save, at the position of a holder of forward."""
     return mismatched(region, what, remedy, holder.name, holder.op)
 
 
 def described(tensor: torch.Tensor | Holder) -> str:
-    """Return shape, dtype and device of a tensor, or of what forward saved, as messages say them."""
+    """Return shape, dtype and device of a tensor, or of what forward saved, as messages show them."""
     _, shape, dtype, device = tensor.metadata if isinstance(tensor, Holder) else metadata_of(tensor)
     return f"{str(dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}] on {device}"
 
@@ -92,7 +92,7 @@ def another_op(
     is_known: bool,
     replay: str = "replay",
 ) -> MismatchError:
-    """Return the error about an op with a name that forward did not run here."""
+    """Return the error about a named op that forward did not run here."""
     place = at_user_line()
     if expected is not None and expected.name == name:
         what = f"this op has policy {policy.name} in {replay}{place}, but had {expected.policy.name} in forward"
@@ -114,7 +114,7 @@ def other_source(region: RegionLike, holder: OpHolder, tensor: Any, is_input: bo
 def another_parameter(
     region: RegionLike, place: str, op: str | None, parameter: torch.Tensor | None, tensor: torch.Tensor
 ) -> MismatchError:
-    """Return the error about a parameter, or another tensor from outside the region, that forward did not use."""
+    """Return the error about a parameter, or another tensor created outside the region, that forward did not use."""
     used = "a tensor" if parameter is None else f"a parameter {described(parameter)}, or a view of it,"
     what = f"forward used {used} created outside the region here, but replay used another one, {described(tensor)}"
     return mismatched(region, f"{what}{at_user_line()}", REPLACED, place, op)
@@ -143,7 +143,7 @@ def what_differs(
         tensor: What replay saves.
         owner: The tensor that it is a view of, or itself.
         origin: The parameter that it is, or is a cast of.
-        loaded: Whether the owner was kept for replay, so that it has no history.
+        loaded: Whether the owner was kept for replay, so that it has no `grad_fn`.
         same_modes: Whether there are as many dispatch modes as in forward. If not, ops made of others, such as
             ``F.linear``, may write in place in one phase what they return anew in the other.
     """
@@ -192,7 +192,7 @@ def _is_new(holder: Holder, tensor: torch.Tensor) -> bool:
 
 
 def _is_another(holder: Holder, owner: torch.Tensor, origin: torch.Tensor | None) -> bool:
-    """Whether a leaf, or another tensor from outside the region, is not the one that forward used.
+    """Whether a leaf, or another tensor created outside the region, is not the one that forward used.
 
     Which phase has made a tensor its autograd node cannot tell: nodes are numbered in each thread, and backward may run
     in another one. So what is older than the region must be the same object.
@@ -261,7 +261,7 @@ def _op_behind(node: type) -> str:
 def lies_otherwise(
     region: RegionLike, position: int, tensor: torch.Tensor, owner: torch.Tensor, before: Layout | None
 ) -> RematError | None:
-    """Return the error about a view that lies otherwise in what it is a view of than in forward, if it does.
+    """Return the error about a view whose placement in its base differs from forward, if it does.
 
     Where that itself lies otherwise, as inputs may that hooks around the region restored, nothing can be told; and what
     was kept of a view for replay has the view's strides, but is no view.
@@ -271,7 +271,7 @@ def lies_otherwise(
         position: Which of the saved tensors it is.
         tensor: What replay saves.
         owner: The tensor that it is a view of, or itself.
-        before: How forward's tensor lay.
+        before: The placement of forward's tensor.
     """
     now = layout_of(tensor, owner)
     if before and tensor is owner and before[0] == tensor.stride():
@@ -289,7 +289,7 @@ def lies_otherwise(
 
 
 class Around:
-    """The regions around one whose forward runs, as far as they care about its ops."""
+    """The regions that enclose one whose forward runs, as far as they care about its ops."""
 
     __slots__ = ("_name", "_replay", "_tapes")
 
@@ -308,7 +308,7 @@ class Around:
             around = around.parent
 
     def note(self, record: Call) -> None:
-        """Tell the regions around of an op that begins; one that is replayed may end with an error."""
+        """Tell the enclosing regions of an op that begins; one that is replayed may end with an error."""
         for tape in self._tapes:
             if not tape.inner:
                 tape.inner = []
@@ -321,7 +321,7 @@ class Around:
         expected: InnerOp | None = noted[at] if at < len(noted) else None
         if expected == op:
             replay.inner_next = at + 1
-        elif expected is not None or replay.region.finished:  # else a backward inside forward, which has come so far
+        elif expected is not None or replay.region.finished:  # else a backward inside forward, which came this far
             name, policy, place = op
             what = f"the replay of the enclosing region {replay.region.name!r} runs this op{at_user_line()}"
             if expected is None:

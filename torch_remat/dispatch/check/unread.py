@@ -139,7 +139,7 @@ def _read(
 
 
 def versions_of(tensors: Sequence[torch.Tensor | None]) -> Sequence[int]:
-    """Return how often each tensor was changed in place; -1 where that is not counted."""
+    """Return how often each tensor was modified in place; -1 where that is not counted."""
     try:
         return list(map(_version, tensors))
     except (AttributeError, RuntimeError):  # a parameter that is not set; a tensor of inference mode

@@ -118,7 +118,7 @@ class Values:
         if self.workspace is not None and type(tensor) is torch.Tensor and storage_key(tensor) == self.workspace:
             holder.fingerprint = _NOT_COMPARED
             return
-        if type(tensor) is Placeholder:  # in a region inside one that is replayed, and leaves out what made it
+        if type(tensor) is Placeholder:  # in a region inside one that is replayed, and skips what made it
             holder.fingerprint = _NOT_COMPARED
             return
         number = sequence_number()
@@ -139,7 +139,7 @@ class Values:
     def flush(self) -> None:
         """Take the values of all queued tensors.
 
-        Those that were changed in place since they were saved have none: backward refuses them anyway.
+        Those that were modified in place since they were saved have none: backward refuses them anyway.
         """
         pending, self._pending = self._pending, []
         if not pending:

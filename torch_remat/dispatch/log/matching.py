@@ -28,9 +28,9 @@ def place_of(op: Any, effects: Effects, entries: Sequence[Entry], at: int) -> in
     NOTE [ Loose ops ]
     Some ops are not the user's. On placeholders autograd makes views anew by their own functions, where on tensors it
     uses ``as_strided``; autocast casts a tensor or has kept the cast of it. So views and casts that only one phase has
-    are passed over; they compute nothing that is kept. And Python asks the right operand of a comparison first if it is
+    are skipped; they compute nothing that is kept. And Python asks the right operand of a comparison first if it is
     a placeholder: ``x > placeholder`` comes as ``placeholder < x``. Autograd makes views anew where one of them was
-    changed in place; if the sequence goes on with a view by the same function, their geometry tells them apart.
+    modified in place; if the sequence goes on with a view by the same function, their geometry tells them apart.
     """
     if at < len(entries) and (entries[at].op is op or is_mirrored(entries[at].op, op)):
         return at

@@ -5,7 +5,7 @@ recomputed results, placeholders for what nobody needs.
 
 NOTE [ Writes to what outlives the region ]
 A buffer, a cache or a counter that forward changed is changed already: replay does not change it again, also if it is
-needed. It is the tensor whose storage is that of forward. Its version counter, which autograd moves on all the same, is
+needed. It is the tensor whose storage is that of forward. Its version counter, which autograd moves on anyway, is
 put back.
 """
 
@@ -67,7 +67,7 @@ class OpAnswerer:
         written: What saved writes left in placeholders, by the identity of the source, which all views of one share.
     """
 
-    _remakes = False  # whether a placeholder was changed in place, whose views autograd makes anew
+    _remakes = False  # whether a placeholder was modified in place, whose views autograd makes anew
     _entries: Sequence[Entry] = ()
     _group = ""
     _at = 0
@@ -230,7 +230,7 @@ class OpAnswerer:
         return made if isinstance(result, list) else tuple(made)
 
     def refuse_early(self, entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Raise if an op or call that runs again reads a tensor from outside that forward changed after it."""
+        """Raise if a recomputed op or call reads an outside tensor that forward modified after it."""
         changed = still_there(entry.early)
         where = "argument or variable" if entry.group else "argument"
         for at, tensor in enumerate(tensors_in(args, kwargs)):

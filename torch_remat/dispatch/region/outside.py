@@ -210,7 +210,7 @@ class Outside:
         return {key for buffer in buffers if buffer is not None for key in keys_of(buffer)}
 
     def has_buffer(self, key: int) -> bool:
-        """Whether a storage is that of such a buffer."""
+        """Whether a storage belongs to such a buffer."""
         return key in self.buffers()
 
     def states(self) -> list[State]:
@@ -253,7 +253,7 @@ class Outside:
         return changed
 
     def holds(self, key: int) -> bool:
-        """Whether a storage is that of a tensor that the region reaches."""
+        """Whether a storage belongs to a tensor that the region reaches."""
         return any(noted.place.tensor is not None and key in keys_of(noted.place.tensor) for noted in self._noted)
 
     def classify(self, log_knows: Callable[[Tensor], bool] | None) -> None:

@@ -68,7 +68,7 @@ class Tape:
         numbers: For saved tensors, by place, where autograd stood, if something is kept: the sequence number; the
             number of the first node to which a replay that ends here does not come; whether its op may yet fill it.
         layouts: For views of parameters among these, by place, how they lie there.
-        buffers: The places of tensors without a history, which the op that saves them may fill later.
+        buffers: The places of tensors without a `grad_fn`, which the op that saves them may fill later.
         elided: Weak references to the holders of saved calls that are filled from the calls' arguments or variables,
             each with the number of the first node after the op that saved it.
         holders: Weak references to the holders of all that has a name, for reports.
@@ -310,7 +310,7 @@ class Region:
                     self._fill()
 
     def note_gradient(self, op: str | None, _grad_outputs: object = None) -> None:
-        """Note a gradient that is taken before forward ends, and refuse one through a call, which replay leaves out.
+        """Note a gradient that is taken before forward ends, and refuse one through a call, which replay skips.
 
         Args:
             op: The call that it passes through, if it is one.
@@ -351,7 +351,7 @@ class Region:
         """
         with self.lock:
             if not (self.finished or self.filling or self.hooks is None or self.keeper is None):
-                self.keeper.let_go()  # in a replay of what is around, an inner region keeps nothing: do the same here
+                self.keeper.let_go()  # in an enclosing replay an inner region keeps nothing: do the same here
             argument: torch.Tensor | None = None
             if not self.finished and self.recorder is not None:
                 argument = self.recorder.argument_of(holder)
