@@ -12,8 +12,8 @@ NOTE [ Life of a holder ]
    what it has filled.) Inside a ``GraphExecGroup`` it keeps the value until the group
    is gone, since the group's backwards share one replay.
 4. Parameters, other leaves that require a gradient, and views of these exist anyway: the graph owns them. Autograd
-   keeps them itself, in an `Anchor`, and replay does not fill them; it only makes sure that the same one stands at the
-   same place. Forward alone asks what is a leaf, and of the region's inputs none counts as one: in replay all are.
+   keeps them itself, in an `Anchor`, and replay does not fill them; it only checks that the same one is at the same
+   place. Only forward asks what is a leaf, and no input of the region counts as one: in replay all inputs are leaves.
 5. Every read compares version counters, as autograd does for tensors that it saves itself.
 """
 

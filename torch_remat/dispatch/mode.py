@@ -13,8 +13,8 @@ NOTE [ How a replay ends ]
 2. The pack hook runs before its op does, and an op may save a buffer that it is about to fill (``F.rrelu`` its noise).
    Such a buffer is a tensor of floats that needs no gradient. Where the last op to save anything saves one, the
    function runs on to the next native region or to its end, unless a policy's calls tell that this op fills nothing.
-   Elsewhere the op itself is spared, which for a last matrix product is much. Where no more than a few small ops would
-   follow, which write nothing, they run unwatched: an exception would take longer.
+   Elsewhere the op itself is skipped, which saves much if it is a matrix product. If only a few small ops would follow
+   that write nothing, they run unwatched: an exception would take longer.
 3. An error found in the pack hook is kept and raised after the function was left, so that user code cannot swallow
    it either.
 4. A replay that has something to fill goes on until each live anchored holder has met its parameter again: where

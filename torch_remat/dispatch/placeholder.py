@@ -9,8 +9,8 @@ Decided by the op's schema, never by its name:
    the op itself, run on the meta device.
 2. A factory takes one tensor, ``self``, and the tensor options (dtype, layout, device, pin_memory): it needs nothing
    but metadata, and makes a real tensor. (A conversion takes ``non_blocking`` besides: it reads.)
-3. Every other op reads or writes data, and raises: a placeholder has no way to a value. The replay knows of the refusal
-   by `last_refusal` and may start over.
+3. Every other op reads or writes data, and raises: a placeholder cannot get a value. The replay learns of the refusal
+   from `last_refusal` and may start over.
 """
 
 from __future__ import annotations

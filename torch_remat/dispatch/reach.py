@@ -6,7 +6,7 @@ for them again; of whatever the function returned the tensors, and their autogra
 
 The walk costs a region little: it looks at a function's cells, defaults and named globals, through partials, methods
 and wrappers, at the attributes of the object that runs, one level into lists, tuples and dicts, and at all of a module.
-What lies deeper is not found; docs/limits.md says so. An output that is hidden deeper (in a generator, or behind slots)
+Anything deeper is not found; docs/limits.md says so. An output that is hidden deeper (in a generator, or behind slots)
 is not found either: the replay starts when autograd unpacks the first empty holder.
 """
 

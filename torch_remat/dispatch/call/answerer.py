@@ -4,11 +4,11 @@ In: the region's log. Kept: nothing past the replay. Out: the same calls in the 
 skipped calls, kept ones or placeholders; and the values of the holders that wait for a call's arguments.
 
 NOTE [ A placeholder that is read after all ]
-Forward keeps what replay is seen to need. What else reads a placeholder (data taken past all ops, an op without a
-`grad_fn` in code that nobody watches) gets a `PlaceholderError`. The replay, also where user code swallowed the error,
-starts over once: what was filled is emptied, buffers and generators are put back, and every call and op of the log
+Forward keeps what replay is seen to need. Any other reader of a placeholder (access to data without an op, an op
+without a `grad_fn` in unwatched code) gets a `PlaceholderError`. Then the replay starts over once, even if user code
+swallowed the error: filled holders are emptied, buffers and generators are put back, and every call and op of the log
 runs. An error in which C++ code refuses a placeholder counts as one. One warning, at the end, says who reads what; the
-next forward of the same code keeps it. The error stands where a call modified something outside the region, where
+next forward of the same code keeps it. The error is final where a call modified something outside the region, where
 random numbers cannot be drawn again, and for the output of a handle, whose body cannot run in replay.
 """
 

@@ -10,8 +10,8 @@ Replay skips a call, or runs it whole. It runs it whole, and warns once, if
 3. replay reads a placeholder of it: then the replay starts over, and every call and op runs.
 What autograd saves in the second run is thrown away: forward's holders have it. Every other way in which tensors of a
 skipped call reach its region is a `UsageError` in forward: a tensor that was not returned, a variable or container of
-the region that holds other tensors afterwards, a result that is no tree of tensors and plain values.
-What it modified outside the region is modified once; an exception that left the call is raised by it in replay, too.
+the region that holds other tensors afterwards, a result that is not a tree of tensors and plain values.
+Tensors outside the region are modified once. An exception that the call raised in forward is raised in replay, too.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""An op with a handle, which the forward of a custom autograd Function talks to.
+"""An op with a handle, the object that the forward of a custom autograd Function calls.
 
 In: the op's name, policy and autograd context. Kept: on the tape, its call. Out: what the op's body works on. The first
-class is plain autograd: outside of regions, and inside the body of a saved call. One class a phase and policy derives
-from it; what a step is about it does in one call, since an op is often small.
+class is plain autograd: outside of regions, and inside the body of a saved call. For each phase and policy one class
+derives from it, and does each step in one call, since an op is often small.
 
 NOTE [ What is kept for a handle ]
 1. SAVE: the tensors that it saves for backward are *residents*: their holders have the values from the start. Of an

@@ -7,10 +7,10 @@ NOTE [ What is kept ]
 1. A tensor that autograd saves is *resident* if a saved call or op made it: its holder has the value from the start. A
    call's own argument or variable is *elided* instead where replay has it: the holder is filled when replay comes to
    the call. A leaf that requires a gradient is never kept: the graph has it.
-2. Of what saved entries returned, that is kept which replay reads: an entry that runs (`needs`), a handle that is
-   recomputed, an inner region, or, where nobody watches, an op that autograd recorded (`readers`). A result without a
-   `grad_fn`, such as a router's choice, is kept wherever replay could read it.
-3. What else may read a result, autograd does not show. Then replay starts over and runs every entry.
+2. A result of a saved entry is kept only if replay reads it: in an entry that runs (`needs`), a recomputed handle, an
+   inner region, or, where ops are not watched, an op that autograd recorded (`readers`). A result without a `grad_fn`,
+   such as a router's choice, is kept wherever replay could read it.
+3. Autograd does not show other readers of a result. If there is one, replay starts over and runs every entry.
 4. The output of a handle is kept only where a handle, a call or an inner region reads it: for a native reader it is a
    placeholder, whose error says what to do.
 """

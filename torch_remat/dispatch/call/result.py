@@ -1,10 +1,10 @@
-"""What a call leaves to its region: its result, and what it must not leave otherwise.
+"""The effects of a call on its region: its result, which is allowed, and all others, which are not.
 
 In: what a call returned; and, before it runs, its function and arguments. Kept: for each leaf of the result a
 description if the call made the tensor, else where replay finds it; until the call is over, which tensors the variables
-and containers in its reach hold. Out: the result anew in replay, with kept tensors or placeholders in it; in forward
-what the call changed in its reach, and the calls of which the region goes on with a tensor that was not returned. Each
-of these is an error.
+and containers in its reach hold. Out: in replay the result, rebuilt from kept tensors and placeholders; in forward the
+variables and containers that the call changed, and the calls that made a tensor which the region uses although the call
+did not return it. Each of these is an error.
 """
 
 from __future__ import annotations

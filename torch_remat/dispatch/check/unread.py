@@ -6,9 +6,9 @@ replay. Out: an error where a parameter was replaced by another with other value
 reads a tensor which is not as forward left it.
 
 Autograd does not save a weight whose input needs no gradient, nor any bias, so the saved tensors alone do not show that
-such a parameter is another one (`torch.func.functional_call` around the region, an attribute that was set anew, a step
-of an optimizer before backward). And a region's function may reach a whole model and use a part of it, so that what
-changed elsewhere is no error. The mode is on the stack only in a replay that has a tensor which it must not read.
+such a parameter was replaced or modified (`torch.func.functional_call` around the region, a reassigned attribute, an
+optimizer step before backward). A region's function may reach a whole model and use only a part of it, so a change
+elsewhere is not an error. The mode is on the stack only in a replay that must not read some tensor.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Where replay stands in the log, the loose ops that are no entries, and the in-place changes that are not done again.
+"""The position of replay in the log, ops that are not entries, and in-place modifications that replay skips.
 
-In: an op that replay asks for, and tensors that it would change. Kept: version counters, until the op is over, since
-autograd counts a change that did not happen too. Out: its place, a view or cast that is run on the spot, or the error
+In: an op that replay asks for, and tensors that it would modify. Kept: version counters, until the op is over, since
+autograd also counts a skipped modification. Out: its place, a view or cast that is run immediately, or the error
 about an op that forward did not run there; the counters as they were.
 """
 

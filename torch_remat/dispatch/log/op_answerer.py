@@ -4,8 +4,8 @@ In: each op that the region's function, or a native region in it, asks for. Kept
 recomputed results, placeholders for what nobody needs.
 
 NOTE [ Writes to what outlives the region ]
-A buffer, a cache or a counter that forward changed is changed already: replay does not change it again, also if it is
-needed. It is the tensor whose storage is that of forward. Its version counter, which autograd moves on anyway, is
+A buffer, a cache or a counter that forward modified is not modified again in replay, even if its value is needed. It is
+recognized by its storage, which is the same as in forward. Its version counter, which autograd increments anyway, is
 put back.
 """
 

@@ -8,8 +8,8 @@ region, or from ops of the region that nobody watched.
 
 NOTE [ Changes that a version counter does not show ]
 Results of ``_unsafe_view`` (which ends ``x @ w`` where x has three dimensions) and of ``unsafe_split`` share a storage
-with their argument, but no version counter. So whether a saved result was changed in forward is told by its storage's
-last writer, and by the counters of its aliases of this kind; for later these are kept.
+with their argument, but no version counter. So the last writer of its storage, and the counters of its aliases of this
+kind, show whether a saved result was changed in forward; the aliases are kept to detect later changes.
 """
 
 from __future__ import annotations

@@ -10,10 +10,10 @@ buffer of a module in training also if its values differ, since batch norms and 
 1. A buffer of at most 64 KiB that only recomputed code changed is as forward found it while the replay runs, and
    afterwards as it was. So is a place that was only bound to another tensor.
 2. What only skipped calls changed is not changed again. It is *unread* until the replay has passed the last of them.
-3. What recomputed code changed and is larger, or is no buffer, or what both changed, is copied for the replay and put
-   back, and is unread throughout.
-4. All else that is not as the region's forward left it when the replay begins (another region changed it, another call
-   of the same module, the user) is unread throughout.
+3. A larger buffer, or a tensor that is not a buffer, that recomputed code changed, and any tensor that both changed, is
+   copied for the replay, put back afterwards, and unread throughout.
+4. Any other tensor that is not as the region's forward left it when the replay begins (another region, another call of
+   the same module, or the user changed it) is unread throughout.
 Reading an unread tensor ends the replay with an error. Under a policy the log knows what its ops wrote, and which ops
 read it before; writes are not repeated, unless an op that runs again has read a small buffer before.
 """
@@ -37,7 +37,7 @@ from torch_remat.dispatch.reach import Place
 from torch_remat.errors import MutationError, RematError, at_user_line
 
 COPIED_BYTES = 1 << 16
-"""Up to this size a buffer is copied before forward, since only at its end it is known to have changed."""
+"""Up to this size a buffer is copied before forward, since only the end of forward shows whether it changed."""
 
 
 class State(NamedTuple):
