@@ -248,7 +248,9 @@ def test_gradient_taken_inside_a_native_region_through_what_is_recomputed_is_ref
         y = wrap(lambda x: (lambda h: run("outer", lambda: inside(run, inner, h)).sin())(x.cos()))(x)
         return y, torch.autograd.grad(y.sum(), x)
 
-    with pytest.raises(remat.UsageError, match="inside of this, through what the region would have to recompute") as e:
+    with pytest.raises(
+        remat.UsageError, match="inside this call, through what the region would have to recompute"
+    ) as e:
         program(remat.checkpoint(early_stop=early_stop))
     assert e.value.op == "outer"
 
@@ -290,7 +292,7 @@ def test_gradient_that_is_refused_and_swallowed_is_an_error_at_the_end_of_forwar
         count.add_(1)
         return gradient * h
 
-    with pytest.raises(remat.UsageError, match="inside of this") as caught:
+    with pytest.raises(remat.UsageError, match="inside this call") as caught:
         remat.checkpoint(early_stop=early_stop)(lambda x: remat.native_save_region("n", inside, x.cos()))(leaf(3, 3))
     assert (caught.value.op, count) == ("n", 1)
 
@@ -483,7 +485,7 @@ def test_native_region_in_which_a_gradient_is_refused_updates_running_statistics
     x, expected = leaf(4, 4), [torch.zeros(4), torch.ones(4)]
     function(x, *expected)
     found = [torch.zeros(4), torch.ones(4)]
-    with pytest.raises(remat.UsageError, match="inside of this"):
+    with pytest.raises(remat.UsageError, match="inside this call"):
         remat.checkpoint(early_stop=early_stop)(function)(x, *found)
     assert_same(found, expected)
 

@@ -421,7 +421,7 @@ class Inner(nn.Module):
 
 
 def test_gradient_inside_forward_after_a_native_region_changed_a_buffer_is_refused():
-    with pytest.raises(remat.UsageError, match="changed a tensor from outside"):
+    with pytest.raises(remat.UsageError, match="modified a tensor created outside the region"):
         train(remat.checkpoint(), Inner())
 
 

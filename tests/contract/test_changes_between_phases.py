@@ -379,7 +379,7 @@ def test_parameter_that_autograd_does_not_save_is_missed_nowhere_when_it_changes
     check = "bitwise" if name in TOO_FAR else "default"
     y = remat.checkpoint(determinism_check=check)(lambda x: outputs(function(x)))(leaf(2, 4))
     change_in_place(parameter)
-    error, text = remat.MutationError, "changed in place since forward"
+    error, text = remat.MutationError, "modified in place since forward"
     if name in TOO_FAR:
         error, text = remat.MismatchError, "has other values in replay"
     with pytest.raises(error, match=text):

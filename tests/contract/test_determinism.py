@@ -286,7 +286,7 @@ def test_callable_runs_no_ops_that_autograd_records():
 @pytest.mark.parametrize("check", KINDS)
 def test_tensor_changed_in_place_after_it_was_saved_is_no_difference_of_values(check):
     y = checkpointed(lambda x: x.sin().exp().add_(1), determinism_check=check)(leaf(3))
-    with pytest.raises(remat.MutationError, match="changed in place after it was saved"):
+    with pytest.raises(remat.MutationError, match="modified in place after it was saved"):
         y.sum().backward()
 
 

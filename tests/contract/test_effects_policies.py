@@ -257,7 +257,7 @@ def test_native_region_is_saved_whatever_the_policy_says(policy):
 
 @pytest.mark.parametrize("saved", ["mul_", "sin", "exp"])
 @pytest.mark.parametrize("call", ["native", "plain"])
-@pytest.mark.filterwarnings("ignore:.*replay runs this call once more:torch_remat.RematWarning")
+@pytest.mark.filterwarnings("ignore:.*replay recomputes this call:torch_remat.RematWarning")
 def test_what_was_written_and_then_got_another_shape_in_place(saved, call):
     def block(x):
         written = remat.native_save_region("k", lambda h: h.mul_(2).t_(), x.sin()) if call == "native" else None
@@ -413,7 +413,7 @@ class Averaged(nn.Module):
 @pytest.mark.parametrize("call", ["op", "native"])
 @pytest.mark.parametrize("also", ["before", "after", "both"])
 @pytest.mark.parametrize("reads", [False, True])
-@pytest.mark.filterwarnings("ignore:.*replay runs this call once more:torch_remat.RematWarning")
+@pytest.mark.filterwarnings("ignore:.*replay recomputes this call:torch_remat.RematWarning")
 def test_buffer_that_a_call_which_runs_whole_and_the_region_both_write(call, also, reads):
     """It is written once, or what reads it in replay is refused."""
 
@@ -485,5 +485,5 @@ def test_call_that_runs_after_all_refuses_what_was_changed_after_it(given, call,
     if call == "op":  # its result is kept, since recomputed code reads it
         assert_same(train(True), train(False))
     else:
-        with pytest.raises(remat.MutationError, match="c runs again in replay and reads"):
+        with pytest.raises(remat.MutationError, match="c is recomputed in replay and reads"):
             train(True)

@@ -99,7 +99,9 @@ def test_another_shape_of_what_comes_from_outside_is_an_error():
         return keep("scores", lambda h: h.cos().exp(), h[1:] if remat.is_recomputing() else h).sin().exp()
 
     y = region(region_name="block")(function)(leaf(3, 2))
-    with pytest.raises(remat.MismatchError, match=r"forward saved float32\[3, 2\].*replay float32\[2, 2\]") as caught:
+    with pytest.raises(
+        remat.MismatchError, match=r"forward saved float32\[3, 2\].*replay saved float32\[2, 2\]"
+    ) as caught:
         y.sum().backward()
     assert (caught.value.region, caught.value.tensor) == ("block", "saved tensor 0")
 
@@ -115,7 +117,7 @@ def test_native_region_that_replay_leaves_out_is_an_error_that_names_it(policy, 
         return h.sin().exp().tanh()
 
     y = region(policy, region_name="block", early_stop=early_stop)(function)(leaf(3))
-    with pytest.raises(remat.MismatchError, match="missing in replay") as caught:
+    with pytest.raises(remat.MismatchError, match="forward ran this op, but replay") as caught:
         y.sum().backward()
     assert (caught.value.region, caught.value.op) == ("block", "scores")
     assert_clean_state()

@@ -369,7 +369,7 @@ def test_input_that_the_region_itself_changes_is_an_error_that_says_so(wrap):
     x = torch.ones(4)
     w = leaf(4)
     y = checkpointed(lambda x, w: block(x) * w)(*wrap(x), w)
-    with pytest.raises(remat.MutationError, match="the region itself changed this input in place"):
+    with pytest.raises(remat.MutationError, match="the region itself modified this input in place"):
         y.sum().backward()
 
 
@@ -377,5 +377,5 @@ def test_input_that_is_changed_after_the_region_is_an_error_that_says_so():
     x, w = torch.ones(4), leaf(4)
     y = checkpointed(lambda x, w: (x * w).sin())(x, w)
     x.add_(1)
-    with pytest.raises(remat.MutationError, match="changed in place after the region was called"):
+    with pytest.raises(remat.MutationError, match="modified in place after the region was called"):
         y.sum().backward()

@@ -102,7 +102,7 @@ def stateful_program(function, run, how, wrap, retain=False):
 )
 def test_argument_that_a_native_region_changes_is_changed_once(function, how, retain, options):
     if function in READING_EARLY:
-        with pytest.raises(remat.MutationError, match=r"this call modifies|the region changed"):
+        with pytest.raises(remat.MutationError, match=r"this call modifies|the region modified"):
             stateful_program(function, keep, how, region(**options), retain)
     else:
         expected = stateful_program(function, _plainly, how, plain, retain)
@@ -141,7 +141,9 @@ READERS = [reading_before, reading_in_between, reading_a_number_before, reading_
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("function", READERS, ids=lambda f: f.__name__)
 def test_read_of_what_a_native_region_changes_later_is_refused_by_name(function, how):
-    with pytest.raises(remat.MutationError, match=r"shape \(4, 4\).* at test_mutation_after_read.py:\d+") as caught:
+    with pytest.raises(
+        remat.MutationError, match=r"(?=.*shape \(4, 4\)).* at test_mutation_after_read.py:\d+"
+    ) as caught:
         stateful_program(function, keep, how, region(region_name="block"))
     assert caught.value.region == "block"
     assert caught.value.tensor == ("variable 'state'" if how == "closure" else "written")
@@ -165,7 +167,7 @@ def test_argument_that_the_region_changes_outside_of_native_regions_too_is_refus
         return x.sin()
 
     y = region()(function)(leaf(3), torch.zeros(3))
-    with pytest.raises(remat.MutationError, match="the region itself changed this input") as caught:
+    with pytest.raises(remat.MutationError, match="the region itself modified this input") as caught:
         y.sum().backward()
     assert caught.value.tensor == "args[1]"
 
@@ -174,7 +176,7 @@ def test_argument_that_is_changed_after_the_region_is_refused():
     state = torch.zeros(3)
     y = region()(lambda x, state: counting(keep, x, x, state))(leaf(3, 3), state)
     state.add_(1)
-    with pytest.raises(remat.MutationError, match="after the region was called"):
+    with pytest.raises(remat.MutationError, match="modified in place after the region was called"):
         y.sum().backward()
 
 
@@ -200,7 +202,7 @@ def test_region_with_a_policy_reads_what_was_and_changes_it_once(function, polic
                 expected = stateful_program(function, _plainly, how, plain, retain)
                 wrap = region(POLICIES[policy], **options)
                 if runs_early_reader(function, policy):
-                    with pytest.raises(remat.MutationError, match=r"runs again in replay and reads|reads variable"):
+                    with pytest.raises(remat.MutationError, match=r"is recomputed in replay and reads|reads variable"):
                         stateful_program(function, run, how, wrap, retain)
                 else:
                     assert_same(expected, stateful_program(function, run, how, wrap, retain))
@@ -277,7 +279,7 @@ def test_instance_norm_with_running_statistics_under_a_policy_is_refused_unless_
         if how == "in a saved call":
             assert_same_program(program, policy=policy)
         else:
-            with pytest.raises(remat.MutationError, match=r"aten\.repeat\.default runs again in replay and reads"):
+            with pytest.raises(remat.MutationError, match=r"aten\.repeat\.default is recomputed in replay and reads"):
                 program(remat.checkpoint(policy=policy))
 
 
@@ -300,7 +302,7 @@ def test_write_to_a_wrapper_subclass_after_a_read_is_an_error_where_the_read_is_
     if keeps:
         assert_same(gradient(block), gradient(function))
     else:
-        with pytest.raises(remat.MutationError, match=r"r::mul: aten\.mul\.Tensor runs again"):
+        with pytest.raises(remat.MutationError, match=r"r::mul: aten\.mul\.Tensor is recomputed"):
             gradient(function)
 
 

@@ -23,7 +23,7 @@ VIEWS_WRITTEN = {
 """Ways to change a tensor in place and to see it through a view."""
 
 # What a call, or code after it, modifies of the region's own tensors has the call run whole, with a warning.
-pytestmark = pytest.mark.filterwarnings("ignore:.*replay runs this call once more:torch_remat.RematWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.*replay recomputes this call:torch_remat.RematWarning")
 
 
 @pytest.mark.parametrize("make", ["op", "function", "handle"])
@@ -151,7 +151,7 @@ def test_saved_result_that_a_later_native_region_changes_and_does_not_return(nam
         y.sum().backward()
         return y, x.grad
 
-    with pytest.warns(remat.RematWarning, match="::made: replay runs this call once more, since a result of it"):
+    with pytest.warns(remat.RematWarning, match="::made: replay recomputes this call, since a result of it"):
         assert_same_program(program)
 
 

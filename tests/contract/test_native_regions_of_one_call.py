@@ -210,7 +210,7 @@ def test_call_whose_result_the_region_changes_in_place_runs_whole():
         return z * y.exp()
 
     expected = torch.autograd.grad(function(x).sum(), (x, w))
-    with pytest.warns(remat.RematWarning, match="r::product: replay runs this call once more"):
+    with pytest.warns(remat.RematWarning, match="r::product: replay recomputes this call"):
         y = region(region_name="r")(function)(x)
     assert_same(expected, torch.autograd.grad(y.sum(), (x, w)))
 

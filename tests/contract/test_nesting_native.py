@@ -569,5 +569,5 @@ def test_change_of_what_a_region_in_a_native_region_keeps_is_an_error():
     inner = region(region_name="inner")(lambda x: remat.op(Saves.apply, "saves")(x * 2))
     y = region()(lambda x: keep("native", lambda: inner(x * 3)).exp())(leaf(3))
     kept[0].mul_(2)
-    with pytest.raises(remat.MutationError, match=r"inner: a tensor of shape .* changed in place"):
+    with pytest.raises(remat.MutationError, match=r"inner: a tensor of shape .* modified in place"):
         y.sum().backward()

@@ -1040,7 +1040,7 @@ def test_the_warning_says_what_runs_again_and_where_it_is_defined():
             warnings.simplefilter("always")
             remat.checkpoint()(block)(leaf(4), function, opaque).sum().backward()
         (warning,) = caught
-        assert "a result of it was modified in place after it" in str(warning.message)
+        assert "a result of it was modified in place afterwards" in str(warning.message)
         assert (warning.filename, warning.lineno > 0) == (__file__, True)
 
 
@@ -1066,7 +1066,7 @@ def test_what_a_call_saves_after_it_wrote_an_argument():
 
     x = leaf(4)
     y = remat.checkpoint()(lambda t: block(Noted("save"), t))(x)
-    with pytest.warns(remat.RematWarning, match="k: replay runs this call once more, since it modified a tensor"):
+    with pytest.warns(remat.RematWarning, match="k: replay recomputes this call, since it modified a tensor"):
         (got,) = torch.autograd.grad(y.sum(), x)
     assert torch.equal(got, torch.autograd.grad(block(Noted("plain"), x).sum(), x)[0])
 
@@ -1159,7 +1159,7 @@ def test_a_write_past_autograd_beside_the_one_result():
 
     x = leaf(4)
     y = remat.checkpoint()(lambda t: block(Noted("save"), t))(x)
-    with pytest.warns(remat.RematWarning, match="k: replay runs this call once more, since it modified a tensor"):
+    with pytest.warns(remat.RematWarning, match="k: replay recomputes this call, since it modified a tensor"):
         (got,) = torch.autograd.grad(y.sum(), x)
     assert torch.equal(got, torch.autograd.grad(block(Noted("plain"), x).sum(), x)[0])
 
@@ -1174,7 +1174,9 @@ def test_another_python_function_or_shape_is_a_mismatch_that_names_the_call(chan
 
     y = remat.checkpoint()(block)(leaf(4))
     state.update({"function": lambda t: t.sum()} if change == "function" else {"length": 3})
-    with pytest.raises(remat.MismatchError, match="another function" if change == "function" else "other shapes") as e:
+    with pytest.raises(
+        remat.MismatchError, match="different function" if change == "function" else "different shapes"
+    ) as e:
         y.sum().backward()
     assert e.value.op == "k"
 
@@ -1342,7 +1344,7 @@ def test_a_call_that_fills_its_result_part_by_part_runs_whole_where_that_is_chan
             first.mul_(2)
         return after(h) @ x
 
-    with pytest.warns(remat.RematWarning, match="k: replay runs this call once more"):
+    with pytest.warns(remat.RematWarning, match="k: replay recomputes this call"):
         assert_equal_gradients_of(block, remat.checkpoint())
 
 
@@ -1409,5 +1411,5 @@ def test_call_of_another_checkpointed_function_is_noticed():
         return remat.op(functions[remat.is_recomputing()], "f")(x).exp()
 
     y = remat.checkpoint()(block)(torch.ones(3, requires_grad=True))
-    with pytest.raises(remat.MismatchError, match="of another function"):
+    with pytest.raises(remat.MismatchError, match="with a different function"):
         y.sum().backward()

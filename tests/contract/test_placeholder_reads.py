@@ -76,7 +76,7 @@ def check(function, checkpointed, x, warned=1):
     y2, grad2, said = gradients(checkpointed, x)
     assert_same([y, grad], [y2, grad2])
     assert len(said) == warned
-    assert all("once more" in text for text in said)
+    assert all("recomputes" in text for text in said)
     assert_clean_state()
 
 

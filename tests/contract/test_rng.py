@@ -431,7 +431,7 @@ DRAWING_CALLS = {
 
 
 @pairwise(earlier=[0, 1, 3], torch_own=[False, True], way=DRAWING_CALLS)
-@pytest.mark.filterwarnings("ignore:.*replay runs this call once more:torch_remat.RematWarning")
+@pytest.mark.filterwarnings("ignore:.*replay recomputes this call:torch_remat.RematWarning")
 def test_call_that_runs_whole_draws_what_it_drew_after_ops_that_a_policy_skips(way, torch_own, earlier):
     dropout = torch.dropout if torch_own else lambda x, p, train: F.dropout(x, p, train)
 
@@ -456,7 +456,7 @@ def test_call_that_runs_whole_draws_what_it_drew_after_ops_that_a_policy_skips(w
     assert_same(checkpointed, train(lambda function: function, run))
 
 
-@pytest.mark.filterwarnings("ignore:.*replay runs this call once more:torch_remat.RematWarning")
+@pytest.mark.filterwarnings("ignore:.*replay recomputes this call:torch_remat.RematWarning")
 def test_random_state_of_calls_is_gone_after_backward():
     def function(x):
         F.dropout(x, 0.3)  # replay skips it

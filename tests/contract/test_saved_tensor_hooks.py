@@ -202,7 +202,7 @@ WRITERS = {
 
 @pairwise(given=["leaf", "intermediate", "constant"], read=["result", "argument"], writer=WRITERS)
 @pytest.mark.parametrize("policy", [None, [torch.ops.aten.mul_.Tensor]], ids=["plain", "policy"])
-@pytest.mark.filterwarnings("ignore:.*replay runs this call once more:torch_remat.RematWarning")
+@pytest.mark.filterwarnings("ignore:.*replay recomputes this call:torch_remat.RematWarning")
 def test_argument_that_a_call_writes_and_hooks_have_copied_is_written_in_replay(writer, read, given, policy):
     """Replay gets the copy that the hooks made when the region began, before the call modified the argument."""
 
@@ -229,7 +229,7 @@ def test_argument_that_a_call_writes_and_hooks_have_copied_is_written_in_replay(
 @pytest.mark.parametrize(
     "write", [lambda a: a.mul_(0.9), lambda a: a[0].mul_(0.5), torch.relu_], ids=["all", "row", "relu_"]
 )
-@pytest.mark.filterwarnings("ignore:.*replay runs this call once more:torch_remat.RematWarning")
+@pytest.mark.filterwarnings("ignore:.*replay recomputes this call:torch_remat.RematWarning")
 def test_region_that_writes_its_argument_is_right_where_it_gets_another_copy_of_it(around, write):
     """Elsewhere replay has the argument as the region left it, and refuses."""
 
@@ -262,5 +262,5 @@ def test_region_that_writes_its_argument_is_right_where_it_gets_another_copy_of_
     if around in ("hooks", "torch's checkpoint"):
         assert_same(train(True), train(False))
     else:
-        with pytest.raises(remat.MutationError, match=r"changed (this input )?in place"):
+        with pytest.raises(remat.MutationError, match=r"modified (this input )?in place"):
             train(True)

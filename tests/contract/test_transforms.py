@@ -244,5 +244,5 @@ def test_buffer_changed_before_backward_is_noticed_where_a_mode_is_active_in_one
     with FlopCounterMode(display=False):
         y = checkpointed(lambda x: (x * buffer).sin())(x)
     buffer.add_(1)
-    with pytest.raises(remat.MutationError, match="changed in place between forward and replay"):
+    with pytest.raises(remat.MutationError, match="modified in place between forward and replay"):
         y.sum().backward()

@@ -153,7 +153,7 @@ class RngState:
 class Draws:
     """Which calls of a region draw random numbers; asked once a call as long as none does.
 
-    Of the first state that differs nobody knows whether the call drew or what came before it: it is noted all the same,
+    Whether the call drew the first state that differs, or earlier code did, is not known: it is noted anyway,
     since replay is to have it after the call in any case.
 
     Args:

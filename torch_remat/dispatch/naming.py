@@ -3,8 +3,8 @@
 In: the modules that run in a region. Kept: nothing past the forward. Out: a path from the region's root, such as
 ``attention.query``; empty in the root itself.
 
-The stack tells which module runs. Hooks on modules, by which `torch.utils.module_tracker` knows it, take the whole
-step another 7 % of time, most of it in torch: a module without hooks is called in a shorter way.
+The stack shows which module runs. Hooks on modules, which `torch.utils.module_tracker` uses, make the whole step 7 %
+slower, mostly in torch: a module without hooks is called in a shorter way.
 """
 
 from __future__ import annotations

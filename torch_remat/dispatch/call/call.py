@@ -10,8 +10,8 @@ Replay skips a call, or runs it whole. It runs it whole, and warns once, if
 3. replay reads a placeholder of it: then the replay starts over, and every call and op runs.
 What autograd saves in the second run is thrown away: forward's holders have it. Every other way in which tensors of a
 skipped call reach its region is a `UsageError` in forward: a tensor that was not returned, a variable or container of
-the region that holds other tensors afterwards, a result that is no tree of tensors and plain values.
-What it modified outside the region is modified once; an exception that left the call is raised by it in replay, too.
+the region that holds other tensors afterwards, a result that is not a tree of tensors and plain values.
+Tensors outside the region are modified once. An exception that the call raised in forward is raised in replay, too.
 """
 
 from __future__ import annotations
@@ -545,7 +545,7 @@ class RunningCall(Running):
         )
 
     def _check_left(self, leaves: Sequence[Any]) -> None:
-        """Look for what the call leaves otherwise than by its result."""
+        """Look for effects of the call other than its result."""
         ops, call = self.ops, self.call
         made = self.last - self.first
         if made > 1 or (made and not (len(leaves) == 1 and has_one_output(node_behind(leaves[0])))):
@@ -555,16 +555,16 @@ class RunningCall(Running):
             self.outputs = {(node, leaf.output_nr) for leaf in tensors if (node := node_behind(leaf)) is not None}
         if self._state and is_changed(self._state, ops.region.function):
             raise self._cannot_be_skipped(
-                "it changed a variable, container or iterator of the region, which holds other tensors now",
+                "it changed which tensors a variable, container or iterator of the region holds",
                 "Return the tensors",
             )
         now = list(map(version_of, self._given))
         if now != self._versions and not self.written:
             raise UsageError(
-                "this call is skipped in replay, and modified an argument in place, which nobody watched",
+                "this call modified an argument in place unwatched, and replay skips the call",
                 region=ops.region.name,
                 op=call.name,
-                remedy="Return the new value from it, give it the policy RECOMPUTE, or leave out opaque=True.",
+                remedy="Return the new value, give the call the policy RECOMPUTE, or remove opaque=True.",
             )
         if self.written:
             ops.note_writes(self)
@@ -579,7 +579,7 @@ class RunningCall(Running):
 
 
 def cannot_be_skipped(region: RegionLike, call: Call, why: str, remedy: str) -> UsageError:
-    """Return the error about a call that reaches its region otherwise than by its result."""
+    """Return the error about a call that has effects on its region other than its result."""
     return UsageError(
         f"replay cannot skip this call: {why}",
         region=region.name,
