@@ -366,7 +366,7 @@ def test_errors_leave_the_model_as_it_was(model, case):
 
 def test_a_policy_that_is_none_is_an_error_at_once(model):
     before = snapshot(model)
-    with pytest.raises(PolicyError, match="is no policy"):
+    with pytest.raises(PolicyError, match="is not a policy"):
         remat.checkpoint_modules(model, "layers.*", policy=3)
     assert snapshot(model) == before
 

@@ -89,7 +89,7 @@ def test_each_named_tensor_has_a_state_and_a_reason():
     assert told["pair.x"] == ("kept", "the backward of pair reads it")
     assert told["pair.0"] == ("kept", "the replay of mix reads it")
     assert told["pair.1"] == ("not kept", "nothing reads it in replay: a placeholder stands for it")
-    assert told["mix.out"] == ("recomputed", "the replay of mix makes it again")
+    assert told["mix.out"] == ("recomputed", "the replay of mix recomputes it")
     elided = remat.explain(checkpointed(lambda x: op(Both, "b", SAVE, op(Inner, "a", RECOMPUTE, x))))(leaf(2, 2))
     assert states(elided)["b.x"] == ("elided", "replay has it as input 1 of b")
 
@@ -158,7 +158,7 @@ layers.0
   mlp/up: recompute, replay: ran, 1.0 kFLOP in forward, 1.0 kFLOP in replay
     x    recomputed  256 B  the replay of mlp/up makes it for its backward
     w    not kept    256 B  a parameter: it exists anyway
-    out  recomputed  256 B  the replay of mlp/up makes it again
+    out  recomputed  256 B  the replay of mlp/up recomputes it
     if save: not possible: aten.tanh.default at test_explain.py:56 reads mlp/up.out
     if offload: not possible: aten.tanh.default at test_explain.py:56 reads mlp/up.out
   mlp/down: save, replay: skipped, 1.0 kFLOP in forward, 0 FLOP in replay
@@ -176,7 +176,7 @@ layers.0
   mix: recompute, replay: ran, 0 FLOP in forward, 0 FLOP in replay
     x    recomputed  256 B  the replay of mix makes it for its backward
     w    recomputed  256 B  the replay of mix makes it for its backward
-    out  recomputed  256 B  the replay of mix makes it again
+    out  recomputed  256 B  the replay of mix recomputes it
     if save: +-0 B kept, +-0 FLOP in replay
     if offload: +-0 B kept, +-0 FLOP in replay""",
     )
@@ -374,7 +374,7 @@ def test_ops_of_a_region_inside_another_are_recomputed_by_that_one():
         explained = next(region for region in regions if region.name == "inner")
         assert explained.kept_bytes == 0
         assert {tensor.state for op in explained.ops for tensor in op.tensors} <= {"recomputed", "elided", "not kept"}
-        assert explained.ops[0].tensors[-1].why == "the replay of r reads it; the checkpoint around makes it again"
+        assert explained.ops[0].tensors[-1].why == "the replay of r reads it; the enclosing checkpoint recomputes it"
 
 
 def test_tensors_that_hooks_around_have_taken_away_are_offloaded():

@@ -63,7 +63,7 @@ r
     if save: +256 B kept, -256 B offloaded, +-0 FLOP in replay
   b: recompute, replay: ran, 0 FLOP in forward, 0 FLOP in replay
     m    recomputed  256 B  the replay of b makes it for its backward
-    out  recomputed  256 B  the replay of b makes it again
+    out  recomputed  256 B  the replay of b recomputes it
     if save: +512 B kept, +-0 FLOP in replay
     if offload: +256 B kept, +256 B offloaded, +-0 FLOP in replay
   c: save, replay: skipped, 0 FLOP in forward, 0 FLOP in replay
@@ -75,7 +75,7 @@ r
   d: recompute, replay: ran, 0 FLOP in forward, 0 FLOP in replay
     x    recomputed  256 B  the replay of d makes it for its backward
     y    recomputed  256 B  the replay of d makes it for its backward
-    out  recomputed  256 B  the replay of d makes it again
+    out  recomputed  256 B  the replay of d recomputes it
     if save: +256 B kept, +-0 FLOP in replay
     if offload: -256 B kept, +512 B offloaded, +-0 FLOP in replay""",
     )
@@ -173,7 +173,7 @@ def test_tensor_that_did_not_leave_says_why():
     assert told.ops[0].tensors[1].why == "the backward of b reads it; the offloader did not take it"
     outer = checkpointed(lambda x: region(Counting(), lambda x: op(Both, "b", OFFLOAD, x.sin()))(x).cos())
     inner = remat.explain(outer)(leaf(8, 8)).regions[1]
-    assert inner.ops[0].tensors[1].why == "the backward of b reads it; the checkpoint around makes it again"
+    assert inner.ops[0].tensors[1].why == "the backward of b reads it; the enclosing checkpoint recomputes it"
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.clone(), lambda packed: packed):
         (hooked,) = remat.explain(region(Counting(), lambda x: op(Both, "b", OFFLOAD, x.sin())))(leaf(8, 8)).regions
     assert hooked.ops[0].tensors[1].why == "the backward of b reads it; hooks around the region decide where it is"
