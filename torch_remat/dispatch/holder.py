@@ -214,9 +214,9 @@ metadata_of: Callable[[torch.Tensor], tuple[int, torch.Size, torch.dtype, torch.
 metadata_of = attrgetter("_version", "shape", "dtype", "device")
 
 
-# How a view lies in the tensor that it is a view of: its strides, its offset there, and the strides of that tensor.
+# The layout of a view in the tensor that it is a view of: strides, offset there, and the strides of that tensor.
 Layout = tuple[tuple[int, ...], int, tuple[int, ...]]
-# That of a view of which replay cannot tell.
+# That of a view whose layout replay cannot know.
 UNKNOWN_LAYOUT: Layout = ((), -1, ())
 
 
@@ -231,7 +231,7 @@ def layout_of(tensor: torch.Tensor, owner: torch.Tensor) -> Layout | None:
 
 
 def mark_changed(holder: Holder) -> None:
-    """Note that the tensor was modified in place after it was saved: no version of it is right any more."""
+    """Note that the tensor was modified in place after it was saved: no version of it is right now."""
     holder.metadata = (CHANGED, *holder.metadata[1:])
 
 
@@ -285,7 +285,7 @@ def is_parameter(tensor: torch.Tensor) -> bool:
 def parameter_behind(owner: torch.Tensor) -> torch.Tensor | None:
     """Return the parameter that a tensor is, or the leaf of which it is autocast's copy in a smaller dtype; else None.
 
-    Both phases must find the same one, and only its identity tells: its values may change in between.
+    Both phases must find the same one, and only its identity shows that: its values may change in between.
     """
     if is_parameter(owner):
         return owner

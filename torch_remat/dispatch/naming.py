@@ -53,7 +53,7 @@ _CALL = _call.__code__
 
 
 class ModulePath:
-    """Tells the paths of modules.
+    """Finds the paths of modules.
 
     Args:
         function: The region's function. A module, or the module whose method it is, is the root. Of a module that
@@ -89,7 +89,7 @@ class ModulePath:
     def _learn_around(self, frame: Any) -> str:
         """Learn the modules that run around a frame, the outermost first; return the path of the innermost."""
         if not self._names:
-            # A decorated method is known by its module: what it wraps is a function, which tells of none.
+            # A decorated method is known by its module: what it wraps is a function, which has none.
             root = unwrap(self._function, stop=lambda function: isinstance(_owner_of(function), Module))
             if isinstance(root := _owner_of(root), Module):
                 self._learn(root, "")

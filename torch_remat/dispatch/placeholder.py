@@ -157,7 +157,7 @@ def placeholder_at(
     source: Source,
     lazy: tuple[bool, bool] = NOT_LAZY,
 ) -> Placeholder:
-    """Return a placeholder with the given metadata; ``lazy`` tells of a conjugate, and of a negative."""
+    """Return a placeholder with the given metadata; ``lazy``: whether it is a conjugate, and a negative."""
     shape, stride, offset = geometry
     if torch.is_inference_mode_enabled():  # autograd refuses to take views made here for views of others
         with torch.inference_mode(False):

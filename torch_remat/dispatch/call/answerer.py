@@ -91,7 +91,7 @@ class Answerer:
         self.begin_again()
 
     def begin_again(self) -> None:
-        """Stand at the start of the log."""
+        """Begin at the start of the log again."""
         self.begun = 0
         self._loaded: dict[int, torch.Tensor] = {}  # by id, kept so that no other tensor gets the id
         self.suppressed = Suppressed()
@@ -106,7 +106,7 @@ class Answerer:
 
     @cached_property
     def changes_results(self) -> bool:
-        """Whether the log has changes in place, for which results need a `grad_fn`: autograd allows none of a leaf."""
+        """Whether the log has in-place modifications, which need results with a `grad_fn`: autograd allows none of a leaf."""
         return any(entry.writes or entry.effects.reshapes for entry in self._entries)
 
     # Calls.
@@ -131,7 +131,7 @@ class Answerer:
         return op
 
     def _next(self, name: str, policy: CheckpointPolicy) -> Call | None:
-        """Return the call of forward that comes next, which must be this one; None where nothing counts any more."""
+        """Return the call of forward that comes next, which must be this one; None if calls are no longer counted."""
         place, calls = self.begun, self._calls
         if place < len(calls) and (call := calls[place]).name == name and call.policy is policy:
             self.begun = place + 1
@@ -371,7 +371,7 @@ class Answerer:
         return self.values_of(args, kwargs, "inner region")
 
     def may_fill(self) -> bool:
-        """Whether the op that saves a tensor may be about to fill it; where ops are watched its place tells."""
+        """Whether the op that saves a tensor may be about to fill it; where ops are watched, its place decides."""
         return self.ops is None or self.ops.may_fill()
 
     def ends_soon(self) -> bool:

@@ -177,7 +177,7 @@ def _is_pure(function: Any) -> bool:
 def may_draw_in(function: Callable[..., Any]) -> bool:
     """Whether a function may draw random numbers."""
     if type(function) is not BuiltinFunctionType or isinstance(function.__self__, type):
-        return True  # and has no name that tells
+        return True  # and its name says nothing
     if isinstance(function.__self__, torch.Tensor):  # its method, whose address another may have soon
         return may_draw(function.__name__)
     draws = _draws[id(function)] = may_draw(function.__name__)
@@ -217,7 +217,7 @@ class Given:
         return self._by_key.get(key)
 
     def find(self, tensor: torch.Tensor, key: int) -> tuple[int, torch.Tensor] | None:
-        """Return which of them a tensor is, or else lies in the storage of, and that one; None if it is new."""
+        """Return which of them a tensor is, or else shares the storage of, and that one; None if it is new."""
         for place, leaf in enumerate(self.leaves):
             if leaf is tensor:
                 return place, leaf
@@ -319,7 +319,7 @@ class Running(ABC):
                 self.written = {**self.written, key: Written(tensor, version_of(tensor), is_own)}
 
     def watch_end(self, draws: bool) -> None:
-        """Note what stands at the end of the call: what leaves the device, and the random generators."""
+        """Note at the end of the call what leaves the device, and the random generators."""
         ops = self.ops
         if ops.departures.waiting:
             ops.departures.send()
@@ -603,7 +603,7 @@ def _cast(dtype: torch.dtype, view: Placement | None, anchor: Anchor) -> torch.T
 
 
 def refuse_gradient(region: RegionLike, name: str, first: int, leaves: Sequence[Any]) -> None:
-    """Refuse a gradient inside of the region's forward through a call's result, where no saved tensor tells."""
+    """Refuse a gradient inside of the region's forward through a call's result, where no saved tensor shows it."""
     for leaf in leaves:
         node = leaf.grad_fn if type(leaf) is torch.Tensor and leaf._base is None else node_behind(leaf)
         if node is not None and node_number(node) >= first:

@@ -7,7 +7,7 @@ derives from it, and does each step in one call, since an op is often small.
 NOTE [ What is kept for a handle ]
 1. SAVE: the tensors that it saves for backward are *residents*: their holders have the values from the start. Of an
    input of the op, or a view of one, that replay recomputes, the holder is filled from replay's input, where the inputs
-   are known (`auto_forward`); of the output of a RECOMPUTE op, when that is made again. A parameter, a region input and
+   are known (`auto_forward`); of the output of a RECOMPUTE op, when that is recomputed. A parameter, a region input and
    a view of either share storage that exists anyway.
 2. RECOMPUTE: those of its inputs that are outputs of SAVE ops are kept where they were made, so that replay has them.
    What it saves for backward is recomputed.
@@ -284,7 +284,7 @@ class ForwardOp(RematHandle):
     def is_around(self, frame: FrameType, ctx: Any) -> bool:
         """Whether its body is on the stack above that of another op, or is that one.
 
-        If it has raised, the other body may have its address and its code: then only the context tells them apart.
+        If it has raised, the other body may have its address and its code: then only the context distinguishes them.
         """
         return self._is_at_or_above(frame if self._ctx is ctx else frame.f_back)
 

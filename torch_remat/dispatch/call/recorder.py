@@ -364,7 +364,7 @@ class Recorder:
         return True
 
     def know_recomputed(self, call: Call, outs: Sequence[Tensor]) -> None:
-        """Know the outputs of a RECOMPUTE handle, which replay makes again: handles may save them."""
+        """Know the outputs of a RECOMPUTE handle, which replay recomputes: handles may save them."""
         for place, out in enumerate(outs):
             if type(out) is Tensor and out.layout is strided:
                 version = UNCOUNTED if out.is_inference() else out._version
@@ -407,7 +407,7 @@ class Recorder:
         self.known_args = ()
 
     def pack(self, tensor: Tensor) -> Holder | Anchor | None:
-        """Return the holder for a tensor that a saved entry made; None for one that replay makes again, or has."""
+        """Return the holder for a tensor that a saved entry made; None for one that replay recomputes, or has."""
         if self.results.unread:
             self.results.read_versions()
         held: Holder | Anchor | None = None
@@ -828,7 +828,7 @@ class Recorder:
         self.expected, self.known_args = (call, tensors, sequence_number()), args
 
     def undecided(self) -> Iterator[Undecided]:
-        """Yield op, name, tensor and decision of what forward holds until its end tells whether anything needs it."""
+        """Yield op, name, tensor and decision of what forward holds until its end decides whether anything needs it."""
         yield from self.results.undecided()
 
     def forget(self) -> None:
@@ -845,7 +845,7 @@ class Recorder:
 
 
 def _is_gone(entry: Entry, place: int, tensor: Tensor | None = None) -> bool:
-    """Whether the output of a handle is gone, and is not this tensor: another may lie at its address."""
+    """Whether the output of a handle is gone, and is not this tensor: another may have its address."""
     if type(entry) is not Call or not entry.alive or (tensor is not None and entry.outputs[place]() is tensor):
         return False
     alive = entry.alive[place]

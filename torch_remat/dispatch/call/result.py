@@ -188,7 +188,7 @@ def _passed(replay: Loading, call: Call, form: Passed, source: Any) -> Any:
     value = form.view.value(source, form.has_history) if isinstance(source, torch.Tensor) else None
     if value is None:
         raise mismatched(replay.region, "the base of a returned view has another layout in replay", SAME, op=call.name)
-    if not form.is_view:  # a detached alias; or of unsafe_split, whose results may be written in place
+    if not form.is_view:  # a detached alias; or of unsafe_split, whose results may be modified in place
         value = same_memory(value) if form.has_history else value.detach()
         replay.note_loaded(value)
     return value
@@ -284,7 +284,7 @@ def _holders_of(value: Any) -> Sequence[Any]:
     if isinstance(value, (list, dict, set, Iterator)):
         return (value,)
     if type(value).__module__.partition(".")[0] == "torch":
-        return ()  # contexts, and the like
+        return ()  # such as contexts
     attributes = getattr(value, "__dict__", None)
     return (attributes,) if type(attributes) is dict else ()
 
@@ -315,7 +315,7 @@ def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
 
 
 def call_left_by_a_tensor(calls: Sequence[Any], readers: Readers) -> Any:
-    """Return a call of which a node outside reads a node that made no result; None if there is none.
+    """Return a call of which a node outside reads a node that made no result, or None.
 
     Args:
         calls: Those that made more nodes than their result has, in order, each with the numbers of its ``first`` node

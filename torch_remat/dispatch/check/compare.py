@@ -145,7 +145,7 @@ def what_differs(
         origin: The parameter that it is, or is a cast of.
         loaded: Whether the owner was kept for replay, so that it has no `grad_fn`.
         same_modes: Whether there are as many dispatch modes as in forward. If not, ops made of others, such as
-            ``F.linear``, may write in place in one phase what they return anew in the other.
+            ``F.linear``, may modify a tensor in place in one phase and return a new one in the other.
     """
     region = holder.region
     if isinstance(owner, Placeholder) and owner.source.is_of(region):

@@ -62,7 +62,7 @@ def checksum(tensor: torch.Tensor) -> bytes:
 
 
 class LeftOut(DispatchMode):
-    """Leaves out of the comparison what is saved and may differ from run to run, while a forward runs.
+    """Excludes from the comparison what is saved and may differ from run to run, while a forward runs.
 
     The running statistics of batch norms in training: autograd saves them, each run changes them, and backward does not
     read them. In evaluation it does. Instance norms are batch norms too, on copies of the statistics. And the workspace

@@ -53,7 +53,7 @@ class Entry:
         layout: Shape and strides of the tensors among its arguments, if its results are saved.
         listed: Whether there are lists of tensors among its arguments, though it is of a kind.
         version: The version counter of a tensor created outside the region before the op gave it another shape.
-        early: The storages from outside that it reads and that a later entry writes.
+        early: The storages created outside the region that it reads and that a later entry writes.
         writes: The storages of the arguments that it writes.
         whole: Whether it writes its arguments' whole storages.
         outside: Those of them that were created outside the region.
@@ -62,7 +62,7 @@ class Entry:
         storage: That of its one new result, if its kind is `ONE`.
         saved: The places of the results that are to be kept if replay needs them.
         away: Those of them that leave the device.
-        barred: The places of the results that the policy leaves out by name.
+        barred: The places of the results that the policy excludes by name.
         always: Whether replay runs it whatever it is needed for.
         run: Whether replay runs it.
         before: The random generators before it, if replay must set them.

@@ -23,14 +23,14 @@ from torch_remat.errors import MismatchError, at_user_line
 
 
 def place_of(op: Any, effects: Effects, entries: Sequence[Entry], at: int) -> int | None:
-    """Return the place in forward's sequence of an op that replay asks for; None if it is none of the sequence.
+    """Return the place in forward's sequence of an op that replay asks for; None if it is not in the sequence.
 
     NOTE [ Loose ops ]
     Some ops are not the user's. On placeholders autograd makes views anew by their own functions, where on tensors it
     uses ``as_strided``; autocast casts a tensor or has kept the cast of it. So views and casts that only one phase has
     are skipped; they compute nothing that is kept. And Python asks the right operand of a comparison first if it is
     a placeholder: ``x > placeholder`` comes as ``placeholder < x``. Autograd makes views anew where one of them was
-    modified in place; if the sequence goes on with a view by the same function, their geometry tells them apart.
+    modified in place; if the sequence goes on with a view by the same function, their geometry distinguishes them.
     """
     if at < len(entries) and (entries[at].op is op or is_mirrored(entries[at].op, op)):
         return at
@@ -85,7 +85,7 @@ def after_loose(entries: Sequence[Entry], at: int, op: Any = None) -> int:
 
 
 def run_loose(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run a view or a cast that is none of the sequence, on tensors or placeholders."""
+    """Run a view or a cast that is not in the sequence, on tensors or placeholders."""
     if any(isinstance(arg, Placeholder) for arg in args):
         return Placeholder.__torch_dispatch__(op, (), args, kwargs)
     return op(*args, **kwargs)

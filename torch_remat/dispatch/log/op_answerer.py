@@ -170,7 +170,7 @@ class OpAnswerer:
         return another_op(self._region, self._group or None, self._at, self._entries, None)
 
     def _suppress(self, entry: Entry, changed: Sequence[torch.Tensor]) -> None:
-        """Leave out a change of what lies outside the region; what replay has recomputed must be changed again."""
+        """Skip a change of what was created outside the region; what replay has recomputed must be changed again."""
         outside = still_there(entry.outside)
         if self._group:
             for tensor in changed:

@@ -1,4 +1,4 @@
-"""Results that a decision saves, until the end of forward tells which of them are needed.
+"""Results that a decision saves, until the end of forward decides which of them are needed.
 
 In: what saved entries returned and wrote. Kept, until forward ends: these tensors, and their version counters once
 their op was over. Out: slots for those that replay reads.

@@ -1,7 +1,7 @@
 """What the log has of a tensor that replay needs: it keeps it in a slot, or elides it, since replay has it anyway.
 
 In: a tensor, in forward. Kept: an alias of it, or what the hooks around the region made of it; of a saved tensor of a
-call that is, or shares the storage of, an argument or variable of the call: where both lay in their storage. Out: the
+call that is, or shares the storage of, an argument or variable of the call: where both were in their storage. Out: the
 tensor, for one replay, or an error if it was modified in place since.
 """
 
@@ -73,7 +73,7 @@ class Slot:
         self._requires_grad = tensor.requires_grad if requires_grad is None else requires_grad
         self._version = version_of(tensor)
         if self._version == UNCOUNTED:
-            self.kept: Any = tensor.clone()  # nothing tells of changes
+            self.kept: Any = tensor.clone()  # nothing counts its changes
         elif hooks is None:
             self.kept = tensor.detach()
             if unchecked:

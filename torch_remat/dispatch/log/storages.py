@@ -2,7 +2,7 @@
 
 In: each entry with its arguments and results. Kept, until forward ends: addresses. Out: what an entry reads and writes.
 
-A storage is known by its address while forward runs: a new result that lies at a known address means that the old
+A storage is known by its address while forward runs: a new result at a known address means that the old
 storage is gone, and what comes later means the new one. What no entry made comes from outside: from outside the
 region, or from ops of the region that nobody watched.
 

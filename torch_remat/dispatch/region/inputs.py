@@ -177,7 +177,7 @@ class RegionInputs:
         return id(tensor) in self.originals or (bool(self._storages) and key_of(tensor) in self._storages)
 
     def adopt(self, tensor: torch.Tensor, key: int) -> None:
-        """Hold a tensor while forward runs, and take it as if it lay in a storage that may be that of an argument."""
+        """Hold a tensor while forward runs, and treat it as if its storage may be that of an argument."""
         if key in self._storages:
             self._storages = {*self._storages, key_of(tensor)}
         self.given = (*self.given, tensor)  # no other takes its place
@@ -185,7 +185,7 @@ class RegionInputs:
     def is_left_by_gradient(self, variables: Callable[[], Iterable[Any]]) -> bool:
         """Whether the gradient that is taken now leaves the region and comes back; asked while forward runs.
 
-        Replay has arguments without what lies before them: such a gradient would have fewer terms there.
+        Replay has arguments without what comes before them: such a gradient would have fewer terms there.
 
         Args:
             variables: Returns the variables that the region's function reaches besides.
@@ -238,7 +238,7 @@ class RegionInputs:
         """At the end of forward: let tensors be as the region has left them, if replay does not change them again.
 
         Args:
-            is_left_out: Tells of a tensor, and of how many times it was changed, whether replay leaves all of that out.
+            is_left_out: Takes a tensor, and how many times it was changed; whether replay skips all of these changes.
         """
         if self._unpack is not None:
             return  # replay gets them from elsewhere

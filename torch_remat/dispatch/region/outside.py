@@ -146,7 +146,7 @@ class Noted:
         if by_value and self.after is not None and tensor is not None and not _same(tensor, self.after):
             self.last = inf
         if log_knows and (has_policy or not moved) and self.skipped is None and not is_bound:
-            self.is_changed = False  # the log tells what reads it too late
+            self.is_changed = False  # the log knows what reads it too late
         elif self.is_changed and self.skipped is None:
             is_only_bound = is_bound and not moved
             self.is_put_back = not (has_policy and by_value) and (copy is not None or tensor is None or is_only_bound)
@@ -260,7 +260,7 @@ class Outside:
         """Note what forward has changed so far.
 
         Args:
-            log_knows: Tells of a tensor whether the log knows of changes of it; None if there is no log.
+            log_knows: Takes a tensor: whether the log knows of changes of it; None if there is no log.
         """
         for noted in self._noted:
             tensor = noted.place.tensor

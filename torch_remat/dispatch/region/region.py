@@ -67,7 +67,7 @@ class Tape:
             argument brings.
         numbers: For saved tensors, by place, where autograd stood, if something is kept: the sequence number; the
             number of the first node to which a replay that ends here does not come; whether its op may yet fill it.
-        layouts: For views of parameters among these, by place, how they lie there.
+        layouts: For views of parameters among these, by place, their layout there.
         buffers: The places of tensors without a `grad_fn`, which the op that saves them may fill later.
         elided: Weak references to the holders of saved calls that are filled from the calls' arguments or variables,
             each with the number of the first node after the op that saved it.

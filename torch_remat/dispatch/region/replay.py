@@ -75,7 +75,7 @@ class Filling(Replaying):
     _refusal: Refusal | None = None  # the latest when `StopReplay` was raised
     _first_number = 0  # where autograd stood when the function began
     _unfilled_number = -1  # of the latest op that may yet fill what it saved
-    _sees_modes_of_forward = True  # also how many modes: ops of C++ write in place where there are none
+    _sees_modes_of_forward = True  # also how many modes: ops of C++ write into their tensors where no mode is active
     _waiting = 0  # how many holders are filled otherwise than at their place
     _before: Sequence[State] = ()  # what outlives the region, as the replay found it
 
