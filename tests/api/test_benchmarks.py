@@ -196,7 +196,7 @@ def test_results_and_charts_of_each_contender_are_written(tmp_path):
     assert {path.name for path in (tmp_path / "docs" / "pictures").iterdir()} == set(page.CHARTS.values())
 
 
-@pytest.mark.parametrize("name", ["docs/performance.md", "benchmarks/README.md", "docs/budget.md"])
+@pytest.mark.parametrize("name", ["docs/performance.md", "benchmarks/README.md", "benchmarks/BUDGETS.md"])
 def test_figures_in_the_docs_have_a_place(name, tmp_path):
     document = tmp_path / "page.md"
     shutil.copy(ROOT / name, document)

@@ -106,7 +106,7 @@ class Answerer:
 
     @cached_property
     def changes_results(self) -> bool:
-        """Whether the log has in-place modifications: results then need a `grad_fn`, as autograd allows none of a leaf."""
+        """Whether the log has in-place modifications; results then need a `grad_fn`: autograd allows none of a leaf."""
         return any(entry.writes or entry.effects.reshapes for entry in self._entries)
 
     # Calls.
