@@ -38,7 +38,7 @@ NOTED, OUTPUT = "mutant.failed", "mutant.output"  # in the copy: the first test 
 WRONG_PACKAGE = 9  # an exit code
 # They look at the source, not at what it does: of the patch itself they would say that it does not apply.
 SOURCE_TESTS = ("test_mutants.py", "test_rules.py", "test_release.py")
-IGNORED = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "site", "htmlcov", "shared")
+IGNORED = shutil.ignore_patterns(".*", "*.egg-info", "build", "dist", "site", "htmlcov", "shared")
 
 PROMISES = {
     "gradients": "gradients equal those of the same code without checkpointing, bit for bit",
@@ -865,7 +865,7 @@ def run_tests(copy: Path, tests: Sequence[str], limit: float, options: Sequence[
     arguments = ["-x", "-q", "-p", "tests.mutants", "-p", "no:cacheprovider", "--rootdir", str(copy)]
     arguments += ["-c", str(copy / "pyproject.toml"), *[f"--ignore-glob=*/{name}" for name in SOURCE_TESTS]]
     forks = multiprocessing.get_context("forkserver")
-    forks.set_forkserver_preload(["torch", "pytest"])  # once for all runs: half of what a short one takes
+    forks.set_forkserver_preload(["torch", "optree", "pytest"])  # once for all runs: half of what a short one takes
     process = forks.Process(target=_run_pytest, args=(copy, [*arguments, *options, *tests]))
     process.start()
     process.join(limit)
