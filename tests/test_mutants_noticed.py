@@ -1,0 +1,151 @@
+"""Promises that only a mutant of `tests.mutants` broke before: nothing else in the suite noticed it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import Calls, CountOps, alive, assert_same, checkpointed, leaf, watch
+from offloaders import Counting
+
+import torch_remat as remat
+
+
+def two(x):
+    x = x.exp()  # which saves its result, not its input
+    return x.sin(), x.cos()
+
+
+def test_policy_that_saves_all_draws_keeps_no_random_state():
+    y = checkpointed(lambda x: (x * torch.rand_like(x)).sin(), policy=[torch.ops.aten.rand_like])(leaf(4))
+    assert "random state" not in str(remat.memory_report(y))
+    y.sum().backward()
+
+
+def test_backward_of_one_output_frees_inputs_and_function_though_another_output_is_left():
+    bias, x = torch.ones(4), leaf(4) * 2
+    y, z = checkpointed(lambda x, bias=bias: two(x + bias))(x)
+    storages = watch(x, bias)
+    del x, bias
+    assert alive(storages) == 2
+    y.sum().backward()
+    assert alive(storages) == 0
+    assert z.requires_grad
+
+
+def test_values_of_a_replay_that_fails_do_not_stay():
+    scale, fails = 1.0, False
+
+    def block(x):
+        x = (x * scale).sin()
+        if fails:
+            raise ValueError("once")
+        return x.exp()
+
+    x = leaf(4)
+    y = checkpointed(block)(x).sum()
+    scale, fails = 2.0, True
+    with pytest.raises(ValueError, match="once"):
+        y.backward(retain_graph=True)
+    scale, fails = 1.0, False
+    y.backward()
+    assert_same(torch.autograd.grad(block(x).sum(), x)[0], x.grad)
+
+
+def test_call_after_values_were_compared_is_skipped():
+    calls = []
+
+    def sine(x):
+        calls.append(1)
+        return x.sin()
+
+    checkpointed(lambda x: remat.op(sine, "a")(x.sin().exp()), determinism_check="bitwise")(leaf(4)).sum().backward()
+    assert len(calls) == 1
+
+
+def test_buffer_that_is_changed_after_what_starts_over_is_changed_once():
+    class Counting(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("count", torch.zeros(1))
+
+        def forward(self, x):
+            largest = float(remat.op(torch.sin, "a")(x).detach().numpy().max())
+            self.count += 1
+            return (x * largest).sin() * 2
+
+    module = Counting()
+    with pytest.warns(remat.RematWarning, match="starts over"):
+        checkpointed(module)(leaf(4)).sum().backward()
+    assert module.count == 1
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    @remat.auto_forward("x")
+    def forward(ctx, x, op_name, policy):
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2, None, None
+
+
+def test_refusal_that_user_code_swallows_stands_where_replay_cannot_start_over():
+    def block(x):
+        y = Doubled.apply(x, "a", remat.CheckpointPolicy.SAVE)
+        try:
+            factor = float(y.detach().numpy().max())
+        except remat.PlaceholderError:
+            factor = 1.0
+        return (x * factor).sin() * 2
+
+    with pytest.raises(remat.PlaceholderError, match="numpy"):
+        checkpointed(block)(leaf(4)).sum().backward()
+
+
+def test_leaf_that_a_skipped_call_saves_and_that_changes_later_is_an_error():
+    x, w = leaf(4, 4), torch.nn.Parameter(torch.ones(4, 4))
+    for call in (remat.op, lambda function, name: lambda *args: remat.native_save_region(name, function, *args)):
+        y = checkpointed(lambda x, call=call: call(torch.mm, "a")(x, w))(x)
+        with torch.no_grad():
+            w.add_(1)
+        with pytest.raises(remat.MutationError):
+            y.sum().backward()
+
+
+def test_call_whose_result_is_changed_and_that_wrote_outside_is_refused():
+    total = torch.zeros(4)
+
+    def summed(x):
+        total.add_(x.detach())
+        return x.sin()
+
+    with pytest.raises(remat.UsageError, match="run it again"):
+        checkpointed(lambda x: remat.op(summed, "a")(x).add_(1).sin())(leaf(4)).sum().backward()
+
+
+def test_region_with_a_call_in_a_large_budget_recomputes_nothing():
+    function = Calls(lambda x: remat.op(torch.exp, "a")(x.sin()).cos())
+    with remat.budget("1 MiB"):
+        checkpointed(function)(leaf(4)).sum().backward()
+    assert function.replays == 0
+
+
+def test_result_that_a_policy_offloads_is_not_recomputed():
+    function = Calls(lambda x: x.sin().exp().cos())
+    offloader = Counting()
+    y = checkpointed(function, policy=lambda ctx, op, *_: remat.CheckpointPolicy.OFFLOAD, offloader=offloader)(leaf(4))
+    with CountOps() as ops:
+        y.sum().backward()
+    assert [info.tensor for info in offloader.sent] == ["exp_0_0"]
+    assert not ops.counts["exp"]
+
+
+def test_result_that_replay_was_seen_to_read_is_kept_by_the_next_forward():
+    def block(x):
+        return (x * float(remat.op(torch.sin, "a")(x).detach().numpy().max())).sin() * 2
+
+    with pytest.warns(remat.RematWarning, match="starts over"):
+        checkpointed(block)(leaf(4)).sum().backward()
+    checkpointed(block)(leaf(4)).sum().backward()  # a second warning would be an error
