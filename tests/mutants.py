@@ -521,11 +521,6 @@ MUTANTS = (
         "            keep_from_now_on(self.region, refusal.source.op, refusal.source.output)",
         "            pass",
     ),
-    Mutant(
-        "placeholder of another region taken for one's own", "placeholders", "dispatch/placeholder.py",
-        "        return self.owner == id(region)",
-        "        return True",
-    ),
     # Policies.
     Mutant(
         "kept result not kept", "policies", "dispatch/log/needs.py",
@@ -610,7 +605,7 @@ MUTANTS = (
         "            pass\n",
     ),
     Mutant(
-        "log of a failed forward not let go", "errors", "dispatch/region/forward.py",
+        "log of forward not let go", "lifetimes", "dispatch/region/forward.py",
         "            self.ops.forget()\n            self.ops = None\n",
         "            pass\n",
     ),

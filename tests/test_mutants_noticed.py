@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import Calls, CountOps, alive, assert_same, checkpointed, leaf, watch
-from offloaders import Counting
+from helpers import Calls, CountOps, alive, assert_same, checkpointed, leaf, no_other_regions, watch
+from offloaders import OFFLOAD, Counting
 
 import torch_remat as remat
+from torch_remat.dispatch.region.region import live_regions
 
 
 def two(x):
@@ -149,3 +150,63 @@ def test_result_that_replay_was_seen_to_read_is_kept_by_the_next_forward():
     with pytest.warns(remat.RematWarning, match="starts over"):
         checkpointed(block)(leaf(4)).sum().backward()
     checkpointed(block)(leaf(4)).sum().backward()  # a second warning would be an error
+
+
+def test_write_after_what_an_op_named_recompute_saved_is_an_error_in_a_budget():
+    def block(x):
+        h = x * 2
+        y = remat.op(torch.sin, "a", policy=remat.CheckpointPolicy.RECOMPUTE)(h)
+        h.add_(1)
+        return y
+
+    with remat.budget("1 MiB"):
+        y = checkpointed(block)(leaf(4))
+    with pytest.raises(remat.MutationError):
+        y.sum().backward()
+
+
+def test_call_that_writes_what_it_was_not_given_is_refused():
+    class Box:
+        tensor = None
+
+    def block(x):
+        Box.tensor = h = x.sin()
+        return remat.op(lambda x: (Box.tensor.add_(1), x.cos())[1], "a")(x) * h
+
+    with pytest.raises(remat.UsageError, match="neither an argument"):
+        checkpointed(block)(leaf(4))
+
+
+def test_output_that_is_held_after_backward_holds_no_region():
+    with no_other_regions():
+        y = checkpointed(lambda x: remat.op(torch.sin, "a")(x).exp())(leaf(4))
+        assert len(live_regions()) == 1
+        y.sum().backward()
+        assert not live_regions()
+
+
+def test_value_that_came_back_is_not_held_while_the_graph_is_kept():
+    offloader = Counting()
+    y = checkpointed(lambda x: remat.op(torch.exp, "a", policy=OFFLOAD)(x), offloader=offloader)(leaf(4)).sum()
+    y.backward(retain_graph=True)
+    y.backward()
+    assert [what for what, _ in offloader.log].count("onload") == 2
+
+
+def test_tensor_from_outside_that_was_replaced_where_nobody_looks_is_an_error():
+    class Box:
+        tensor = leaf(4) * 2
+
+    y = checkpointed(lambda x: (x * Box.tensor).sin())(leaf(4))
+    Box.tensor = leaf(4) * 2
+    with pytest.raises(remat.MismatchError):
+        y.sum().backward()
+
+
+def test_tensor_that_two_ops_save_is_sent_once():
+    def block(x):
+        return remat.op(torch.sin, "b", policy=OFFLOAD)(remat.op(torch.exp, "a", policy=OFFLOAD)(x))
+
+    offloader = Counting()
+    checkpointed(block, offloader=offloader)(leaf(4)).sum().backward()
+    assert len(offloader.sent) == 1
