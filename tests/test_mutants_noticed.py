@@ -16,6 +16,20 @@ def two(x):
     return x.sin(), x.cos()
 
 
+class Steps(torch.nn.Module):
+    """Counts its steps, after it has asked for a factor."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x):
+        factor = self.factor(x)
+        self.count += 1
+        return (x * factor).sin() * 2
+
+
 def test_policy_that_saves_all_draws_keeps_no_random_state():
     y = checkpointed(lambda x: (x * torch.rand_like(x)).sin(), policy=[torch.ops.aten.rand_like])(leaf(4))
     assert "random state" not in str(remat.memory_report(y))
@@ -64,17 +78,7 @@ def test_call_after_values_were_compared_is_skipped():
 
 
 def test_buffer_that_is_changed_after_what_starts_over_is_changed_once():
-    class Counting(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("count", torch.zeros(1))
-
-        def forward(self, x):
-            largest = float(remat.op(torch.sin, "a")(x).detach().numpy().max())
-            self.count += 1
-            return (x * largest).sin() * 2
-
-    module = Counting()
+    module = Steps(lambda x: float(remat.op(torch.sin, "a")(x).detach().numpy().max()))
     with pytest.warns(remat.RematWarning, match="starts over"):
         checkpointed(module)(leaf(4)).sum().backward()
     assert module.count == 1
@@ -210,3 +214,62 @@ def test_tensor_that_two_ops_save_is_sent_once():
     offloader = Counting()
     checkpointed(block, offloader=offloader)(leaf(4)).sum().backward()
     assert len(offloader.sent) == 1
+
+
+def test_parameter_that_replay_reads_and_autograd_does_not_save_is_not_changed_unnoticed():
+    w = torch.nn.Parameter(torch.ones(4))
+    y = checkpointed(lambda x: (x + w).sin())(leaf(4))
+    with torch.no_grad():
+        w.add_(1)
+    with pytest.raises(remat.MutationError, match="parameter"):
+        y.sum().backward()
+
+
+def test_parameter_that_autocast_cast_in_a_skipped_call_and_that_changes_later_is_an_error():
+    w = torch.nn.Parameter(torch.ones(4, 4))
+    with torch.autocast("cpu", torch.bfloat16):
+        y = checkpointed(lambda x: remat.op(lambda x: x @ w, "a")(x))(leaf(4, 4))
+    with torch.no_grad():
+        w.add_(1)
+    with pytest.raises(remat.MutationError):
+        y.sum().backward()
+
+
+def test_native_region_may_write_an_argument_of_its_region():
+    def block(x, total):
+        remat.native_save_region("a", lambda: total.add_(1))
+        return x.sin().exp()
+
+    total = torch.zeros(4)
+    checkpointed(block)(leaf(4), total).sum().backward()
+    assert total.tolist() == [1.0] * 4
+
+
+def test_write_to_a_recomputed_result_that_numpy_reads_afterwards_is_repeated():
+    def block(x):
+        a = x.sin()
+        b = a.exp()
+        a.add_(1)
+        return (x * float(a.detach().numpy().max())).sin() * b
+
+    x = leaf(4)
+    expected = torch.autograd.grad(block(x).sum(), x)
+    assert_same(expected, torch.autograd.grad(checkpointed(block, policy=[torch.ops.aten.mm])(x).sum(), x))
+
+
+def test_saved_op_that_gets_a_part_of_its_argument_in_replay_is_an_error():
+    def block(x):
+        h = x * 1
+        return (h[:2] if remat.is_recomputing() else h).exp()  # which saves its result
+
+    y = checkpointed(lambda x: block(x).sum() * x.sin(), policy=[torch.ops.aten.exp])(leaf(4))
+    with pytest.raises(remat.MismatchError):
+        y.sum().backward()
+
+
+def test_buffer_that_only_an_inner_region_reaches_is_changed_once():
+    class Box:
+        inner = Steps(lambda x: 2)
+
+    checkpointed(lambda x: checkpointed(Box.inner)(x.sin()).exp())(leaf(4)).sum().backward()
+    assert Box.inner.count == 1
