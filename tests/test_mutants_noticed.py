@@ -273,3 +273,31 @@ def test_buffer_that_only_an_inner_region_reaches_is_changed_once():
 
     checkpointed(lambda x: checkpointed(Box.inner)(x.sin()).exp())(leaf(4)).sum().backward()
     assert Box.inner.count == 1
+
+
+def test_outside_tensor_that_the_region_overwrites_before_it_reads_it():
+    scratch = torch.zeros(4)
+
+    def block(x):
+        scratch.copy_(x.detach())
+        return (x.exp() * scratch.cos()).sin()
+
+    x = leaf(4)
+    expected = torch.autograd.grad(block(x).sum(), x)
+    assert_same(expected, torch.autograd.grad(checkpointed(block)(x).sum(), x))
+
+
+class Writing(torch.autograd.Function):
+    @staticmethod
+    @remat.auto_forward("x")
+    def forward(ctx, x, op_name, policy):
+        return x.add_(1) * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2, None, None
+
+
+def test_saved_handle_that_writes_what_the_region_made_is_refused():
+    with pytest.raises(remat.UsageError, match="modified an input"):
+        checkpointed(lambda x: Writing.apply(x * 2, "a", remat.CheckpointPolicy.SAVE))(leaf(4))
