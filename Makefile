@@ -14,22 +14,23 @@ INSTALLED := .venv/.installed
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV_PYTHON) -m mkdocs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint format coverage mutants bench demo demo-distributed clean FORCE
+.PHONY: help setup test lint format coverage mutants bench bench-compare demo demo-distributed clean FORCE
 
 help:  ## show this text
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@echo
-	@echo 'Variables: PYTHON (now: $(PYTHON)), TORCH (now: $(TORCH)), PYTEST_ARGS, MUTANTS_ARGS, BENCH_ARGS, DEMO_ARGS'
+	@echo 'Variables: PYTHON (now: $(PYTHON)), TORCH (now: $(TORCH)), PYTEST_ARGS, MUTANTS_ARGS, BENCH_ARGS, DEMO_ARGS, MATRIX'
 
 setup: $(INSTALLED)  ## make .venv and install what all other commands need
 
 test: lint  ## lint, then run the tests; PYTEST_ARGS='-k name' picks some
 	$(VENV_PYTHON) -m pytest -n auto --dist loadfile $(PYTEST_ARGS)
 
-lint: $(INSTALLED)  ## ruff and mypy; changes nothing
+lint: $(INSTALLED)  ## ruff, mypy and the style sheet; changes nothing
 	$(VENV_PYTHON) -m ruff check .
 	$(VENV_PYTHON) -m ruff format --check .
 	$(VENV_PYTHON) -m mypy torch_remat
+	$(VENV_PYTHON) .ci/prose.py
 
 format: $(INSTALLED)  ## let ruff repair and format the code
 	$(VENV_PYTHON) -m ruff check --fix .
@@ -39,7 +40,7 @@ coverage: $(INSTALLED)  ## run the tests and show the branches that they miss
 	$(VENV_PYTHON) -m coverage run -m pytest $(PYTEST_ARGS)
 	$(VENV_PYTHON) -m coverage report
 
-.PHONY: docs docs-serve release-check
+.PHONY: docs docs-serve matrix release-check
 
 docs: .venv/.docs  ## build the site into site/; warnings and broken links are errors
 	$(MKDOCS) build --strict
@@ -53,8 +54,14 @@ release-check: .venv/.release  ## build wheel and sdist, install them in a clean
 mutants: $(INSTALLED)  ## break the runtime in many places, one at a time: which test notices? MUTANTS_ARGS='--only NAME'
 	$(VENV_PYTHON) -m tests.mutants $(MUTANTS_ARGS)
 
+matrix:  ## run the tests on several versions of Python and torch; the environments stay in .matrix/
+	.ci/matrix $(MATRIX)
+
 bench: .venv/.bench  ## run the benchmarks; BENCH_ARGS=--help lists their options
 	$(VENV_PYTHON) -m benchmarks $(BENCH_ARGS)
+
+bench-compare: .venv/.bench  ## compare the newest two results; BENCH_ARGS=--quick compares a fresh run with the newest
+	$(VENV_PYTHON) -m benchmarks.compare $(BENCH_ARGS)
 
 demo: $(INSTALLED)  ## run docs/examples/demo.py
 	$(VENV_PYTHON) docs/examples/demo.py $(DEMO_ARGS)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import perf_counter
 
-from . import eviction, handles, imports, kept, offload, real, tables
+from . import eviction, handles, imports, kept, offload, page, real, tables
 from .bars import judge, judge_times, only_judged
 from .contenders import UnavailableError, compare_with
 from .measure import ROUNDS, Result, measure
 from .memory import check_counter
+from .results import record, write
 from .workloads import WORKLOADS as RECOMPUTED
 from .workloads import Workload
 
@@ -27,7 +27,6 @@ ROUNDS_OF_ONE = 3 * ROUNDS
 SECONDS_OF_ONE = 180.0
 QUICK_SECONDS = 1.5
 """How long ``--quick`` takes times of each workload; gradients and bytes take as long again."""
-_said: list[str] = []
 NOT_QUICK = ("saved-tensors", "regions", "watching", "handles-save", "offload", "eviction", "import")
 
 
@@ -72,7 +71,7 @@ def _measured(name: str, factories: dict[str, Callable[[], Workload]], options: 
 
 
 def _conclude(results: dict[str, Result], options: argparse.Namespace, start: float) -> int:
-    """Print what concerns more than one workload, write all of it to a file, and return the exit code."""
+    """Print what concerns more than one workload, write files, and return the exit code."""
     times = [] if options.no_bars else judge_times(results)
     verdicts = [] if options.no_bars else judge(results)
     _say(
@@ -83,10 +82,9 @@ def _conclude(results: dict[str, Result], options: argparse.Namespace, start: fl
     )
     sys.stdout.write(f"Done in {perf_counter() - start:.0f} s.\n")
     if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(tables.plain_data(results, times, verdicts), indent=2) + "\n")
+        write(record(results), options.json)
     if options.docs:
-        tables.write_between(options.docs, _said)
+        page.write(record(results))
     return 0 if all(verdict.passed for verdict in (*times, *verdicts)) else 1
 
 
@@ -104,8 +102,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--rounds", type=_positive, help=f"samples of each contender (default: {ROUNDS})")
     parser.add_argument("--compare", type=Path, metavar="PATH", help="another checkout, which takes part as `before`")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="also write everything that was measured to PATH")
-    parser.add_argument("--docs", type=Path, metavar="PATH", help="also write all tables into this Markdown file")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all ratios to FILE")
+    parser.add_argument(
+        "--docs",
+        action="store_true",
+        help="also write tables and charts into docs/performance.md and benchmarks/README.md",
+    )
     parser.add_argument("--no-bars", action="store_true", help="print the tables only, and judge nothing")
     return parser
 
@@ -142,7 +144,6 @@ def _selected(options: argparse.Namespace) -> dict[str, dict[str, Callable[[], W
 def _say(*texts: str | None) -> None:
     for text in texts:
         if text:
-            _said.append(text)
             sys.stdout.write(f"{text}\n\n")
     sys.stdout.flush()
 

@@ -139,7 +139,7 @@ def only_judged(workload: Workload) -> Workload:
 def judge_times(results: Mapping[str, Result]) -> list[TimeVerdict]:
     """Return the verdict on each bar on time whose workload is among the results."""
     return [
-        _time(_label(workload, ours), results[workload], ours, peer, bar)
+        _time(label_of(workload, ours), results[workload], ours, peer, bar)
         for (workload, ours, peer), bar in BARS.items()
         if workload in results
     ]
@@ -160,9 +160,9 @@ def _time(label: str, result: Result, ours: str, peer: str, bar: Bar) -> TimeVer
 def _retained(results: Mapping[str, Result]) -> Iterator[Verdict]:
     for name, result in results.items():
         ideal = result.workload.ideal_retained_bytes
-        for ours in _measured(result) if ideal is not None else ():
+        for ours in ours_measured(result) if ideal is not None else ():
             retained = result.measurements[ours].retained_bytes
-            bar = f"{_label(name, ours)}: {ideal:,} bytes retained after forward"
+            bar = f"{label_of(name, ours)}: {ideal:,} bytes retained after forward"
             yield Verdict(bar, f"{retained:,}", retained == ideal)
 
 
@@ -172,9 +172,9 @@ def _twins(results: Mapping[str, Result]) -> Iterator[Verdict]:
         if twin is None:
             continue
         its, its_ops = result.measurements[twin], result.replayed[twin]
-        for ours in _measured(result):
+        for ours in ours_measured(result):
             mine, ops = result.measurements[ours], result.replayed[ours]
-            label = _label(name, ours)
+            label = label_of(name, ours)
             for what, measured, limit in (
                 ("bytes retained", mine.retained_bytes, its.retained_bytes),
                 ("peak", mine.peak_bytes, its.peak_bytes),
@@ -187,11 +187,13 @@ def _twins(results: Mapping[str, Result]) -> Iterator[Verdict]:
                 yield Verdict(f"{label}: replay runs no op more often than {twin}'s", counts, never_more)
 
 
-def _measured(result: Result) -> list[str]:
+def ours_measured(result: Result) -> list[str]:
+    """Return our contenders that ran."""
     return [name for name in result.workload.ours if name in result.measurements]
 
 
-def _label(workload: str, ours: str) -> str:
+def label_of(workload: str, ours: str) -> str:
+    """Return how tables call a workload as one of our contenders runs it."""
     return workload if ours == OURS else f"{workload}, {ours}"
 
 

@@ -5,8 +5,8 @@ ones, and an encoder with a decoder on batches whose lengths vary by a factor of
 bit for bit. Then each way's peak is counted, by the profiler, and at last the times are taken in turn, in one process,
 on one thread, as the CPU time of whole steps; ratios are medians over the rounds.
 
-``--docs docs/budget.md`` writes all tables between two marks there, and the picture beside it; ``--quick`` takes a few
-minutes.
+``--docs`` writes all tables into ``benchmarks/BUDGETS.md``, and the picture of ``docs/budget.md``; ``--quick``
+takes a few minutes.
 
 Ways: no checkpointing, full checkpointing (torch's and ours), torch's checkpoint of the first n blocks, selective
 activation checkpointing with all matrix products kept, and budgets as shares of the peak of no checkpointing.
@@ -40,6 +40,7 @@ from .measure import undisturbed
 from .memory import allocations
 from .tables import write_between
 
+ROOT = Path(__file__).parent.parent
 MODELS = {"gpt": gpt, "unet": unet, "translation": translation}
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 WARM_UP = 9  # steps; a budget learns in the first of them what it evicts
@@ -306,7 +307,7 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--plot", type=Path, metavar="PATH", help="draw time against peak")
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write everything that was measured to PATH")
     parser.add_argument(
-        "--docs", type=Path, metavar="PATH", help="write tables into this file, pictures/budget.png too"
+        "--docs", action="store_true", help="write the tables of benchmarks/BUDGETS.md and docs/pictures/budget.png"
     )
     arguments = parser.parse_args(given)
     rounds = arguments.rounds or (3 if arguments.quick else 20)
@@ -332,11 +333,11 @@ def main(given: Sequence[str] | None = None) -> None:
     if arguments.only in (None, "overhead"):
         found["overhead"] = overhead(3 * rounds)
         say(f"- {overhead_text(found['overhead'])}")
-    picture = arguments.plot or (arguments.docs and arguments.docs.parent / "pictures" / "budget.png")
+    picture = arguments.plot or (arguments.docs and ROOT / "docs" / "pictures" / "budget.png")
     if picture and results:
         plot(results, picture)
     if arguments.docs:
-        write_between(arguments.docs, said)
+        write_between(ROOT / "benchmarks" / "BUDGETS.md", said)
     if arguments.json:
         arguments.json.write_text(json.dumps({"results": results, **found}, indent=1))
 

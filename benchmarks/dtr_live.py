@@ -3,7 +3,7 @@
 python -m benchmarks.dtr_live bookkeeping
 python -m benchmarks.dtr_live models
 python -m benchmarks.dtr_live pictures docs/pictures
-python -m benchmarks.dtr_live logs tests/data
+python -m benchmarks.dtr_live logs tests/features/dtr/data
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_remat as remat
-from tests import dtr_models
-from tests.dtr_models import MODELS, outcome
+from tests.features.dtr import dtr_models
+from tests.features.dtr.dtr_models import MODELS, outcome
 
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
 KEPT_LOGS = ("resnet32", "unet")  # small enough to be kept with the tests

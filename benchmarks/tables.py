@@ -1,13 +1,9 @@
-"""Formats results as aligned markdown tables and as plain data for JSON; writes into documents, and prints nothing."""
+"""Formats results as aligned markdown tables; writes into documents, and prints nothing."""
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from .bars import TimeVerdict, Verdict, us_per_saved_tensor
 from .contenders import FLOOR, NONE, OURS, before
@@ -126,50 +122,6 @@ def before_table(results: Mapping[str, Result]) -> str | None:
                 ])  # fmt: skip
     header = ["workload", "", "now / before", "quartiles", "retained B", "before", "peak B", "before"]
     return f"### now and before\n\n{markdown(header, rows, left=2)}" if rows else None
-
-
-def plain_data(
-    results: Mapping[str, Result], times: Sequence[TimeVerdict], verdicts: Sequence[Verdict]
-) -> dict[str, Any]:
-    """Return everything that was measured, every sample included, in types that JSON knows."""
-    return {
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "workloads": {
-            name: {
-                "about": result.workload.about,
-                "steps_per_sample": result.workload.steps,
-                "ideal_retained_bytes": result.workload.ideal_retained_bytes,
-                "failed": dict(result.failed),
-                "replayed_ops": {contender: dict(counts) for contender, counts in result.replayed.items()},
-                "contenders": {
-                    contender: {
-                        "median_us": measurement.median_us,
-                        "quartiles_us": quartiles(list(measurement.samples_us)),
-                        "ours_to_it": result.ratio(result.ours, contender),
-                        "retained_bytes": measurement.retained_bytes,
-                        "peak_bytes": measurement.peak_bytes,
-                        "samples_us": [round(sample, 3) for sample in measurement.samples_us],
-                    }
-                    for contender, measurement in result.measurements.items()
-                },
-            }
-            for name, result in results.items()
-        },
-        "times": [
-            {
-                "ours": each.label,
-                "peer": each.peer,
-                "ratio": each.ratio and each.ratio[0],
-                "quartiles": each.ratio and each.ratio[1:],
-                "must": each.bar.must,
-                "aim": each.bar.aim,
-                "status": each.status,
-            }
-            for each in times
-        ],
-        "bars": [{"bar": each.bar, "measured": each.measured, "passed": each.passed} for each in verdicts],
-    }
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:

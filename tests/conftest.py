@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +10,6 @@ import torch
 import torch_remat as remat
 from torch_remat._compat import accelerator_type
 from torch_remat.dispatch.call.ending import forget_what_was_read
-
-sys.path.insert(0, str(Path(__file__).parent))  # importlib mode adds nothing by itself; tests import `helpers`
 
 MARKERS = {"gpu": "needs a CUDA device", "slow": "takes more than five seconds"}
 
@@ -52,7 +48,7 @@ def _one_thread():
 @pytest.fixture(scope="session", autouse=True)
 def _warm():
     """Run what torch loads when a dispatch mode first needs it: it leaves cycles, which tests would see."""
-    from helpers import LiveStorages, leaf
+    from tests.helpers import LiveStorages, leaf
 
     with LiveStorages():
         leaf(1).detach().sin()
@@ -61,7 +57,7 @@ def _warm():
 @pytest.fixture(autouse=True)
 def _clean_state():
     """Seed before each test; afterwards no test may have left hooks, modes, autocast or grad mode behind."""
-    from helpers import assert_clean_state
+    from tests.helpers import assert_clean_state
 
     torch.manual_seed(0)
     forget_what_was_read()

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import re
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -322,3 +324,51 @@ def refused_if(may_refuse):
     except remat.UsageError as error:
         assert may_refuse, "plain regions refuse no gradient"
         assert "gradient is taken" in str(error)  # noqa: PT017
+
+
+def name_of(value: Any) -> str | None:
+    """Return a function's name, for the names of tests; None leaves the name to pytest."""
+    return getattr(value, "__name__", None)
+
+
+def pairwise(
+    *,
+    possible: Callable[..., bool] = lambda **_: True,
+    ids: Callable[[Any], str | None] = name_of,
+    **axes: Iterable[Any],
+) -> pytest.MarkDecorator:
+    """Parametrize a test by rows in which each two values of different arguments meet; the other rows are `slow`.
+
+    Most faults need two causes, not five: the full product finds little more, and takes minutes.
+
+    Args:
+        possible: Takes a row as keywords, and tells whether there is such a case.
+        ids: Makes names of values, as `ids` of `pytest.mark.parametrize`.
+        **axes: The values of each argument; of a dict the keys.
+    """
+    names, values = list(axes), [list(axis) for axis in axes.values()]
+    rows = [
+        row
+        for row in itertools.product(*(range(len(axis)) for axis in values))
+        if possible(**{name: axis[place] for name, axis, place in zip(names, values, row, strict=True)})
+    ]
+    met: set[Any] = set()
+    chosen = []
+    pairs = {row: set(itertools.combinations(enumerate(row), 2)) for row in rows}
+    for least in range(len(names) * (len(names) - 1) // 2, 0, -1):  # first the rows in which most pairs are new
+        for row in rows:
+            if len(pairs[row] - met) >= least:
+                met |= pairs[row]
+                chosen.append(row)
+    kept = set(chosen)
+    return pytest.mark.parametrize(
+        names,
+        [
+            pytest.param(
+                *(axis[place] for axis, place in zip(values, row, strict=True)),
+                marks=() if row in kept else pytest.mark.slow,
+            )
+            for row in [*chosen, *(row for row in rows if row not in kept)]
+        ],
+        ids=ids,
+    )

@@ -27,7 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -823,11 +823,17 @@ def _run_pytest(copy: Path, arguments: Sequence[str]) -> None:
     sys.exit(pytest.main(arguments))
 
 
-def found(copy: Path, hint: str) -> str | None:
-    """Return where a test is now, given the name of its file and perhaps its own; None if the file is gone."""
+def found(copy: Path, hint: str) -> Iterator[str]:
+    """Yield where a test may be now, given the name of its file and its own, which outlives a renamed file."""
     name, _, test = hint.partition("::")
-    path = next(iter(sorted((copy / "tests").rglob(name))), None) if name else None
-    return None if path is None else f"{path.relative_to(copy)}{'::' if test else ''}{test}"
+    files = sorted((copy / "tests").rglob("test_*.py"))
+    here = [file for file in files if file.name == name]
+    words = f"def {test.rpartition('::')[2]}("
+    for file in [*here, *files]:
+        if test and words in file.read_text(encoding="utf-8"):
+            yield f"{file.relative_to(copy)}::{test}"
+            break
+    yield from [str(file.relative_to(copy)) for file in here]
 
 
 def hint_of(test: str) -> str:
@@ -840,13 +846,10 @@ def look(mutant: Mutant, hint: str, limit: float) -> Outcome:
     begin = time.monotonic()
     with copied(mutant) as copy:
         by = ""
-        for at in dict.fromkeys((hint, hint.partition("::")[0])):
-            if by or (place := found(copy, at)) is None:
-                break
-            try:
-                by = run_tests(copy, [place], limit, ())
-            except LookupError:
-                continue
+        for place in found(copy, hint):
+            with suppress(LookupError):
+                if by := run_tests(copy, [place], limit, ()):
+                    break
     return Outcome(mutant, by, time.monotonic() - begin)
 
 

@@ -9,12 +9,12 @@ import warnings
 
 import pytest
 import torch
-from helpers import Mlp, assert_same, checkpointed, collector_off, in_threads, leaf, parameter_gradients, plain
-from test_budget import bytes_there
 from torch import nn
 
 import torch_remat as remat
 from benchmarks.memory import allocations
+from tests.features.budgets.test_budget import bytes_there
+from tests.helpers import Mlp, assert_same, checkpointed, collector_off, in_threads, leaf, parameter_gradients, plain
 
 LIMITS = [1, 3000, 8000, 10**6]
 

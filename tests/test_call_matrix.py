@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 import optree
 import pytest
 import torch
-from helpers import LiveStorages, collector_off
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import torch_remat as remat
+from tests.helpers import LiveStorages, collector_off
 
 SAVE, RECOMPUTE = remat.CheckpointPolicy.SAVE, remat.CheckpointPolicy.RECOMPUTE
 SHARE = float(os.environ.get("REMAT_MATRIX_SHARE", "0.15"))  # of the cells with odd surroundings; 1 runs them all

@@ -12,7 +12,13 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from handle_ops import (
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F
+
+import torch_remat as remat
+from tests.handle_ops import (
     POLICIES,
     RECOMPUTE,
     SAME_KIND,
@@ -29,13 +35,7 @@ from handle_ops import (
     call,
     policy_ids,
 )
-from helpers import LiveStorages, assert_same, collector_off, leaf, plain
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from torch.autograd.graph import saved_tensors_hooks
-from torch.nn import functional as F
-
-import torch_remat as remat
+from tests.helpers import LiveStorages, assert_same, collector_off, leaf, plain
 
 
 @pytest.fixture(scope="module", autouse=True)

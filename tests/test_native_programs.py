@@ -11,12 +11,15 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from handle_ops import POLICIES, RECOMPUTE, SAVE, STYLES, Affine, Gather
-from helpers import LiveStorages, assert_same, collector_off, leaf, plain
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_programs import keep, region, replayed_ops
-from test_handle_programs import (
+from torch.autograd.graph import saved_tensors_hooks
+
+import torch_remat as remat
+from tests.handle_ops import POLICIES, RECOMPUTE, SAVE, STYLES, Affine, Gather
+from tests.helpers import LiveStorages, assert_same, collector_off, leaf, plain
+from tests.native_programs import keep, region, replayed_ops
+from tests.test_handle_programs import (
     BACKWARDS,
     BINARY,
     IN_PLACE,
@@ -33,11 +36,8 @@ from test_handle_programs import (
     gradients,
     refused_or,
 )
-from test_handle_programs import settings_for as common_settings
-from test_policy_programs import drawn_policy
-from torch.autograd.graph import saved_tensors_hooks
-
-import torch_remat as remat
+from tests.test_handle_programs import settings_for as common_settings
+from tests.test_policy_programs import drawn_policy
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -8,14 +8,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from handle_ops import SAVE
-from helpers import LiveStorages, assert_same, collector_off, leaf, plain
 from hypothesis import given
 from hypothesis import strategies as st
-from offloaders import OFFLOAD, Counting
-from test_handle_programs import BACKWARDS, SIDE, bodies, outcome, refused_or, settings_for
 
 import torch_remat as remat
+from tests.features.offload.offloaders import OFFLOAD, Counting
+from tests.handle_ops import SAVE
+from tests.helpers import LiveStorages, assert_same, collector_off, leaf, plain
+from tests.test_handle_programs import BACKWARDS, SIDE, bodies, outcome, refused_or, settings_for
 
 
 @pytest.fixture(scope="module", autouse=True)

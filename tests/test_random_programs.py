@@ -11,11 +11,11 @@ import re
 
 import pytest
 import torch
-from helpers import assert_same, checkpointed, plain
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import torch_remat as remat
+from tests.helpers import assert_same, checkpointed, plain
 
 SIZE = 4
 UNARY = [torch.sin, torch.exp, torch.tanh, torch.sigmoid, torch.cos, F.relu, F.gelu, torch.neg, torch.t]

@@ -53,11 +53,11 @@ def auto_forward(*tensor_names: str) -> Callable[[Callable[..., Any]], Callable[
     for name in tensor_names:
         if not isinstance(name, str) or not name or "." in name:
             raise UsageError(
-                f"{name!r} is no name for a saved tensor",
+                f"{name!r} is not a name for a saved tensor",
                 remedy='The form is @remat.auto_forward("x", "y"), with non-empty strings without dots.',
             )
     if len(set(tensor_names)) != len(tensor_names):
-        raise UsageError(f"auto_forward{tensor_names} names two saved tensors alike", remedy="Give each its own name.")
+        raise UsageError(f"auto_forward{tensor_names} gives two saved tensors the same name", remedy="Rename one.")
 
     def decorate(forward: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(forward, staticmethod):

@@ -40,7 +40,7 @@ def parse_bytes(limit: str | int | float, device: torch.device | str | None = No
         size = limit
     if not math.isfinite(size) or size < 1:
         raise UsageError(
-            f"{shown(limit)} is no budget",
+            f"{shown(limit)} is not a budget",
             remedy='A budget is a number of bytes of at least 1, a text such as "600 MiB" (B, KiB, MiB, GiB), or a '
             "float between 0 and 1: a share of the device's memory.",
         )

@@ -84,7 +84,7 @@ def checkpoint(
     Raises:
         UsageError: At once, if an option is unknown or has a value that it cannot have, or if the function was given
             in the first call.
-        PolicyError: At once, if ``policy`` is no policy; from the call of the decorated function, if a pattern of names
+        PolicyError: At once, if ``policy`` is not a policy; from the call of the decorated function, if a name pattern
             matched nothing, or a policy function returned something else than a policy.
         MutationError: From backward, if a tensor that is needed was changed in place.
         MismatchError: From backward, if replay did something else than forward.

@@ -46,7 +46,7 @@ def drop_in(**options: Unpack[CheckpointOptions]) -> DropIn:
 
     Raises:
         UsageError: At once, if an option is none of `checkpoint`.
-        PolicyError: At once, if ``policy`` is no policy.
+        PolicyError: At once, if ``policy`` is not a policy.
 
     Example:
         >>> import torch

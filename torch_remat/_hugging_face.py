@@ -44,7 +44,7 @@ def enable_gradient_checkpointing(model: Any, **options: Unpack[LayerOptions]) -
     Raises:
         UsageError: The model has no gradient checkpointing, or none that takes a function; or an option is none of
             `checkpoint`. Then nothing has changed.
-        PolicyError: ``policy`` is no policy.
+        PolicyError: ``policy`` is not a policy.
 
     Example:
         >>> import torch

@@ -67,7 +67,7 @@ def checkpoint_modules(
     Raises:
         UsageError: At once, and then nothing has changed: a pattern matches nothing, a module is in a region of
             another pattern or of an earlier call, or an option is none of `checkpoint`.
-        PolicyError: At once, if ``policy`` is no policy.
+        PolicyError: At once, if ``policy`` is not a policy.
 
     Example:
         >>> import torch

@@ -51,7 +51,7 @@ def scoped(name: object) -> str:
     if not isinstance(name, str) or not name:
         mode = None if is_compiling() else current_mode()
         raise UsageError(
-            f"{shown(name)} is no name for an op",
+            f"{shown(name)} is not a name for an op",
             region=None if mode is None else mode.region.name,
             op=shown(name),
             remedy="An op's name is a non-empty string, unique within its region.",

@@ -2,9 +2,9 @@
 
     RematError(RuntimeError)            everything that this library raises
     ├── UsageError(TypeError)           the API was called in a form that it does not have
-    │   └── PolicyError(ValueError)     a policy for a region's ops is none, or an entry of it matched nothing
+    │   └── PolicyError(ValueError)     a region got something that is not a policy, or an entry of it matched nothing
     ├── MismatchError                   replay did not do what forward did
-    ├── MutationError                   a tensor that backward or replay needs was changed in place
+    ├── MutationError                   a tensor that backward or replay needs was modified in place
     ├── ReleasedError                   backward asked for values that an earlier backward freed
     ├── PlaceholderError                something in replay needs the data of an output that was skipped
     ├── OffloadError                    an offloaded tensor could not be brought back
@@ -12,7 +12,7 @@
 
 `torch_remat.dtr` adds `LogError`: a log of events, for its simulator, is broken.
 
-`RematWarning(UserWarning)` is what costs more than it should and is right all the same.
+`RematWarning(UserWarning)` warns of what costs more than it should; gradients are right.
 
 Each error carries ``region``, ``op`` and ``tensor`` as fields beside its message, so that a program can act on
 them without parsing text. The message is built here and nowhere else.
@@ -80,7 +80,7 @@ class UsageError(RematError, TypeError):
 
 
 class PolicyError(UsageError, ValueError):
-    """A policy for a region's ops is none, or an entry of it matched nothing."""
+    """A region got something that is not a policy, or an entry of its policy matched nothing."""
 
 
 class MismatchError(RematError):
@@ -88,7 +88,7 @@ class MismatchError(RematError):
 
 
 class MutationError(RematError):
-    """A tensor that backward or replay needs was changed in place."""
+    """A tensor that backward or replay needs was modified in place."""
 
 
 class ReleasedError(RematError):

@@ -1,6 +1,6 @@
 """What MkDocs calls while it builds the site.
 
-Three texts stand where a repository has them, outside of ``docs/``; here they become pages. So links to them, and
+Four texts are outside of ``docs/``, where a repository has them; here they become pages. So links to them, and
 theirs to pages, are rewritten. Lists in lists, which the texts indent by two columns, get the four that MkDocs needs.
 """
 
@@ -17,6 +17,7 @@ PAGES = {
     "CONTRIBUTING.md": "contributing/index.md",
     "CHANGELOG.md": "contributing/changelog.md",
     "benchmarks/README.md": "contributing/benchmarks.md",
+    "benchmarks/BUDGETS.md": "contributing/budgets.md",
     "README.md": "index.md",
     "docs/README.md": "index.md",
 }

@@ -27,7 +27,7 @@ def _limit_of(limit: str | int | None, device_share: float | None) -> tuple[floa
         raise UsageError("no budget is given" if limit is None else "two budgets are given", remedy=_FORMS)
     if device_share is not None:
         if isinstance(device_share, bool) or not (isinstance(device_share, int | float) and 0 < device_share <= 1):
-            raise UsageError(f"device_share={shown(device_share)} is no budget", remedy="It is more than 0, at most 1.")
+            raise UsageError(f"device_share={shown(device_share)} is not a budget", remedy="Above 0, at most 1.")
         return None, parse_bytes(float(device_share))
     percent = _PERCENT.fullmatch(limit) if isinstance(limit, str) else None
     if percent is not None and float(percent[1]) <= 100:
@@ -41,7 +41,7 @@ def _bytes_of(limit: object) -> int:
     try:
         return parse_bytes(limit if is_bytes else None)  # type: ignore[arg-type]
     except UsageError:
-        raise UsageError(f"{shown(limit)} is no budget", remedy=_FORMS) from None
+        raise UsageError(f"{shown(limit)} is not a budget", remedy=_FORMS) from None
 
 
 @eager_only

@@ -52,7 +52,7 @@ class Plan(dict[str, Planned], Data):
     def __init__(self, entries: Mapping[str, Planned], world: World | None = None) -> None:
         for name, entry in entries.items():
             if not (isinstance(name, str) and isinstance(entry, Planned) and entry.evicted_tensors >= 0):
-                raise UsageError(f"{name!r}: {entry!r} is no entry of a plan", remedy=_FORM)
+                raise UsageError(f"{name!r}: {entry!r} is not an entry of a plan", remedy=_FORM)
         super().__init__(entries)
         self.world = world
 
@@ -121,7 +121,7 @@ class Plan(dict[str, Planned], Data):
         """Return the plan that `to_json` has written.
 
         Raises:
-            UsageError: The text is no plan.
+            UsageError: The text is not a plan.
         """
         names = {field.name for field in fields(Planned)}
         try:
@@ -133,7 +133,7 @@ class Plan(dict[str, Planned], Data):
             made_for = None if world is None else (int(world["ranks"]), tuple(world["groups"].items()))
             return Plan({name: Planned(**row) for name, row in rows.items()}, made_for)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UsageError(f"this text is no plan: {error!r}", remedy=_FORM) from None
+            raise UsageError(f"this text is not a plan: {error!r}", remedy=_FORM) from None
 
 
 def plan_of(step: Step) -> Plan:

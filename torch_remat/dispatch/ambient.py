@@ -26,7 +26,7 @@ class Ambient(NamedTuple):
     device_index: int | None
 
     def contexts(self) -> list[AbstractContextManager[object]]:
-        """Return the contexts that turn the present state into this one; usually there are none."""
+        """Return the contexts that turn the present state into this one; usually it is empty."""
         present = capture_ambient()
         if present is self or present == self:
             return []
@@ -70,7 +70,7 @@ def _autocast_state() -> tuple[tuple[str, torch.dtype, bool], ...]:
 
 
 def _current_device_index() -> int | None:
-    # Only CUDA tells without side effects whether it is in use; elsewhere autograd's threads set the device.
+    # Only CUDA says without side effects whether it is in use; elsewhere autograd's threads set the device.
     return torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
 
@@ -93,7 +93,7 @@ class RngState:
     def keep_drawn(self, by_ops: Sequence[RngState] = ()) -> bool:
         """At the region's end: forget the generators that it did not draw from; return whether any is left.
 
-        An op may draw and yet leave a generator as it stood at the region's start, by seeding it: ``by_ops`` are the
+        An op may draw and yet leave a generator as it was at the region's start, by seeding it: ``by_ops`` are the
         states in which ops left those that they drew from.
         """
         if not by_ops and len(self._states) == 1:
@@ -153,7 +153,7 @@ class RngState:
 class Draws:
     """Which calls of a region draw random numbers; asked once a call as long as none does.
 
-    Of the first state that differs nobody knows whether the call drew or what came before it: it is noted all the same,
+    Whether the call drew the first state that differs, or earlier code did, is not known: it is noted anyway,
     since replay is to have it after the call in any case.
 
     Args:

@@ -7,13 +7,13 @@ NOTE [ Life of a holder ]
 1. Autograd's node owns the holder, the holder owns its region; the region's tape knows the holder weakly.
 2. A holder is *empty* until the replay fills it. Unpacking an empty holder starts the replay.
 3. A filled holder keeps its value until its node lets go of it, so that a node may unpack twice. Where the graph is
-   kept (``retain_graph=True``) it gives the value away at the first read, so that the memory between two backwards is
+   kept (``retain_graph=True``) it releases the value at the first read, so that the memory between two backwards is
    that of after forward; a later read replays again. (Not while another thread replays the region, which counts on
    what it has filled.) Inside a ``GraphExecGroup`` it keeps the value until the group
    is gone, since the group's backwards share one replay.
 4. Parameters, other leaves that require a gradient, and views of these exist anyway: the graph owns them. Autograd
-   keeps them itself, in an `Anchor`, and replay does not fill them; it only makes sure that the same one stands at the
-   same place. Forward alone asks what is a leaf, and of the region's inputs none counts as one: in replay all are.
+   keeps them itself, in an `Anchor`, and replay does not fill them; it only checks that the same one is at the same
+   place. Only forward asks what is a leaf, and no input of the region counts as one: in replay all inputs are leaves.
 5. Every read compares version counters, as autograd does for tensors that it saves itself.
 """
 
@@ -55,7 +55,7 @@ class InputsLike(Protocol):
         """Whether an argument has this history."""
 
     def has_values_of(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is an argument that came past the call."""
+        """Whether a tensor is an argument that reached the function otherwise than by the call."""
 
     def note_histories(self) -> None:
         """Note which arguments have a `grad_fn`, since replay needs them with one, too."""
@@ -72,7 +72,7 @@ class TapeLike(Protocol):
 
     @property
     def saved(self) -> Sequence[object]:
-        """For each saved tensor what stands for it."""
+        """For each saved tensor, what represents it."""
 
     def position_of(self, holder: Holder) -> int:
         """Return the place of a live holder."""
@@ -141,7 +141,7 @@ class RegionLike(Protocol):
         """Return the value of an empty holder, by a replay."""
 
     def unpack(self, holder: OpHolder) -> torch.Tensor:
-        """Return a resident that hooks around have packed, in forward."""
+        """Return a resident that enclosing hooks have packed, in forward."""
 
 
 class OpenRegionLike(RegionLike, Protocol):
@@ -152,7 +152,7 @@ class OpenRegionLike(RegionLike, Protocol):
         """The arguments."""
 
 
-# The version of a tensor that was changed in place after it was saved: no read accepts it.
+# The version of a tensor that was modified in place after it was saved: no read accepts it.
 CHANGED = -1
 
 AUTOCAST_DTYPES = frozenset((torch.bfloat16, torch.float16))
@@ -170,7 +170,7 @@ class Holder:
         origin: What replay must find again here: the leaf that the tensor is autocast's copy of; a weak reference to
             another tensor that is older than the region and no input; else None.
         metadata: What `metadata_of` said of the tensor when it was saved.
-        layout: How the tensor lies in what it is a view of; None if as that does, or if it is no view.
+        layout: The placement of a view in its base; None if it has the base's layout, or is no view.
         producer: The type of the autograd node that made the tensor, or what it is a view of; `NoneType` for inputs and
             leaves.
         plain: The producer, where replay compares metadata, layout and producer and nothing else: an op of the region
@@ -209,19 +209,19 @@ NOBODY: Saver = ("", "")
 # What autograd keeps of a parameter or a view of one: (value, version, region, who saved it).
 Anchor = tuple[torch.Tensor, int, RegionLike, Saver]
 
-# (version, shape, dtype, device) of a tensor, in one call. The version counter counts its changes in place.
+# (version, shape, dtype, device) of a tensor, in one call. The version counter counts its in-place modifications.
 metadata_of: Callable[[torch.Tensor], tuple[int, torch.Size, torch.dtype, torch.device]]
 metadata_of = attrgetter("_version", "shape", "dtype", "device")
 
 
-# How a view lies in the tensor that it is a view of: its strides, its offset there, and the strides of that tensor.
+# The layout of a view in the tensor that it is a view of: strides, offset there, and the strides of that tensor.
 Layout = tuple[tuple[int, ...], int, tuple[int, ...]]
-# That of a view of which replay cannot tell.
+# That of a view whose layout replay cannot know.
 UNKNOWN_LAYOUT: Layout = ((), -1, ())
 
 
 def layout_of(tensor: torch.Tensor, owner: torch.Tensor) -> Layout | None:
-    """Return how a view lies in its owner; None where it lies as the owner does, and where that has no strides."""
+    """Return the layout of a view in its owner; None where both are equal, or where the owner has no strides."""
     try:
         strides, own = tensor.stride(), owner.stride()
         offset: Any = tensor.storage_offset() - owner.storage_offset()
@@ -231,7 +231,7 @@ def layout_of(tensor: torch.Tensor, owner: torch.Tensor) -> Layout | None:
 
 
 def mark_changed(holder: Holder) -> None:
-    """Note that the tensor was changed in place after it was saved: no version of it is right any more."""
+    """Note that the tensor was modified in place after it was saved: no version of it is right now."""
     holder.metadata = (CHANGED, *holder.metadata[1:])
 
 
@@ -285,7 +285,7 @@ def is_parameter(tensor: torch.Tensor) -> bool:
 def parameter_behind(owner: torch.Tensor) -> torch.Tensor | None:
     """Return the parameter that a tensor is, or the leaf of which it is autocast's copy in a smaller dtype; else None.
 
-    Both phases must find the same one, and only its identity tells: its values may change in between.
+    Both phases must find the same one, and only its identity shows that: its values may change in between.
     """
     if is_parameter(owner):
         return owner
@@ -306,7 +306,7 @@ def read(packed: Any) -> Any:
     """Unpack hook: return the tensor of a holder or an anchor, replaying its region if it is not there.
 
     Raises:
-        MutationError: The tensor was changed in place after autograd saved it.
+        MutationError: The tensor was modified in place after autograd saved it.
         ReleasedError: The region's inputs were freed by an earlier backward.
         UsageError: The gradient is taken before forward ends, and cannot be right; see `Region.note_gradient`.
     """
@@ -351,11 +351,11 @@ def read(packed: Any) -> Any:
 def changed_in_place(
     region: RegionLike, kind: str, shape: torch.Size, name: str | None = None, op: str | None = None
 ) -> MutationError:
-    """Return the error about a saved tensor that was changed in place."""
+    """Return the error about a saved tensor that was modified in place."""
     return MutationError(
-        f"a {kind} of shape {tuple(shape)} that backward needs was changed in place after it was saved",
+        f"a {kind} of shape {tuple(shape)} that backward needs was modified in place after it was saved",
         region=region.name,
         op=op or None,
         tensor=name or kind,
-        remedy="Use the out-of-place form of the op that changes it, or change it after backward.",
+        remedy="Use the out-of-place form of the op that modifies it, or modify it after backward.",
     )

@@ -9,12 +9,12 @@ while it has something to watch (``mode.watched``).
 NOTE [ How a replay ends ]
 1. Once the last empty holder is filled, `StopReplay` ends the function, unless ``early_stop=False``. It derives from
    BaseException, so that ``except Exception`` in user code does not swallow it. It is raised once: code that catches
-   it all the same (``except:``, ``finally:``) runs on, its ops run, and its result is thrown away.
+   it anyway (``except:``, ``finally:``) runs on, its ops run, and its result is thrown away.
 2. The pack hook runs before its op does, and an op may save a buffer that it is about to fill (``F.rrelu`` its noise).
    Such a buffer is a tensor of floats that needs no gradient. Where the last op to save anything saves one, the
    function runs on to the next native region or to its end, unless a policy's calls tell that this op fills nothing.
-   Elsewhere the op itself is spared, which for a last matrix product is much. Where no more than a few small ops would
-   follow, which write nothing, they run unwatched: an exception would take longer.
+   Elsewhere the op itself is skipped, which saves much if it is a matrix product. If only a few small ops would follow
+   that write nothing, they run unwatched: an exception would take longer.
 3. An error found in the pack hook is kept and raised after the function was left, so that user code cannot swallow
    it either.
 4. A replay that has something to fill goes on until each live anchored holder has met its parameter again: where
@@ -115,7 +115,7 @@ class RematMode(DispatchMode):
         return self.replaying and self.watcher is not None and getattr(self.ops, "ops", None) is not None
 
     def is_in(self, region: RegionLike) -> bool:
-        """Whether this phase is one of a region, or lies in one of it."""
+        """Whether this phase belongs to a region, or is inside one of its phases."""
         return self.region is region or (self.parent is not None and self.parent.is_in(region))
 
     def run(
@@ -235,7 +235,7 @@ class RematMode(DispatchMode):
             self.__dict__["__torch_dispatch__"] = MethodType(watcher, self)
 
     def alias_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor without its history, and show no watcher how it is made."""
+        """Return a tensor without its `grad_fn`, and show no watcher how it is made."""
         if self.watcher is None or type(tensor) is not torch.Tensor:
             return tensor.detach()
         return detached(tensor)
@@ -277,11 +277,11 @@ class Replaying(RematMode):
 
     @abstractmethod
     def note_loaded(self, tensor: torch.Tensor) -> None:
-        """Note a tensor that was kept, so that it has no history in replay."""
+        """Note a tensor that was kept, so that it has no `grad_fn` in replay."""
 
     @abstractmethod
     def fill_elided(self, holder: Holder, value: torch.Tensor, is_input: bool) -> None:
-        """Give a holder that was passed over its value; unless it is an input, the region may still modify it."""
+        """Give a skipped holder its value; unless it is an input, the region may still modify it."""
 
     @abstractmethod
     def explain(self, holder: Holder, tensor: torch.Tensor, owner: torch.Tensor, origin: torch.Tensor | None) -> None:

@@ -3,8 +3,8 @@
 In: the modules that run in a region. Kept: nothing past the forward. Out: a path from the region's root, such as
 ``attention.query``; empty in the root itself.
 
-The stack tells which module runs. Hooks on modules, by which `torch.utils.module_tracker` knows it, take the whole
-step another 7 % of time, most of it in torch: a module without hooks is called in a shorter way.
+The stack shows which module runs. Hooks on modules, which `torch.utils.module_tracker` uses, make the whole step 7 %
+slower, mostly in torch: a module without hooks is called in a shorter way.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _CALL = _call.__code__
 
 
 class ModulePath:
-    """Tells the paths of modules.
+    """Finds the paths of modules.
 
     Args:
         function: The region's function. A module, or the module whose method it is, is the root. Of a module that
@@ -89,7 +89,7 @@ class ModulePath:
     def _learn_around(self, frame: Any) -> str:
         """Learn the modules that run around a frame, the outermost first; return the path of the innermost."""
         if not self._names:
-            # A decorated method is known by its module: what it wraps is a function, which tells of none.
+            # A decorated method is known by its module: what it wraps is a function, which has none.
             root = unwrap(self._function, stop=lambda function: isinstance(_owner_of(function), Module))
             if isinstance(root := _owner_of(root), Module):
                 self._learn(root, "")

@@ -1,8 +1,8 @@
-"""What is asked of a region: by its options, by the budget that it runs in, and by those who watch it.
+"""What applies to a region: its options, the budget that it runs in, and its observers.
 
-In: a region, or one phase of it, that begins. Kept: nothing here. Out: what the user chose for it; its *keeper*, inside
-of a budget, which fills holders as they are made and may empty them again at any time, since a replay fills what is
-empty; and its `Watch`, while a profiler or an observer such as `trace` watches, which is told what runs.
+In: a region, or one phase of it, that begins. Kept: nothing here. Out: what the user chose for it; inside a budget its
+*keeper*, which fills holders as they are made and may empty them at any time, since a replay fills empty ones; and its
+`Watch`, which is notified of what runs while a profiler or an observer such as `trace` is active.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The tensor without data that stands for a skipped op's output in replay.
+"""The tensor without data that represents a skipped op's output in replay.
 
 In: a tensor's metadata, and what the placeholder stands for. Kept: no data. Out: views of it, real tensors where only
 metadata is asked for, and a `PlaceholderError` for anything that would read or write data.
@@ -9,8 +9,8 @@ Decided by the op's schema, never by its name:
    the op itself, run on the meta device.
 2. A factory takes one tensor, ``self``, and the tensor options (dtype, layout, device, pin_memory): it needs nothing
    but metadata, and makes a real tensor. (A conversion takes ``non_blocking`` besides: it reads.)
-3. Every other op reads or writes data, and raises: a placeholder has no way to a value. The replay knows of the refusal
-   by `last_refusal` and may start over.
+3. Every other op reads or writes data, and raises: a placeholder cannot get a value. The replay learns of the refusal
+   from `last_refusal` and may start over.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ new_tuple: Callable[[type, tuple[Any, ...]], Any] = tuple.__new__
 
 
 class Source(NamedTuple):
-    """What a placeholder stands for."""
+    """What a placeholder represents."""
 
     region: str
     op: str
@@ -56,12 +56,12 @@ class Source(NamedTuple):
         return self.owner == id(region)
 
 
-# Where a tensor lies in its storage: its shape, strides and offset there.
+# The geometry of a tensor in its storage: its shape, strides and offset there.
 Geometry = tuple[torch.Size, tuple[int, ...], int]
 
 
 def geometry_of(tensor: torch.Tensor) -> Geometry:
-    """Return where a tensor lies in its storage."""
+    """Return the geometry of a tensor in its storage."""
     offset: Any = tensor.storage_offset()
     return tensor.shape, tensor.stride(), offset
 
@@ -107,12 +107,12 @@ class Placeholder(torch.Tensor):
         if effects.factory:
             device = kwargs.get("device")
             return _on_meta(op, args, {**kwargs, "device": first.device if device is None else device}, first)
-        # Where autograd is left out (inference mode) an op that consists of others comes here whole.
+        # Where autograd is skipped (inference mode) an op that consists of others comes here whole.
         result = op.decompose(*args, **kwargs)
         return refuse(first.source, str(op)) if result is NotImplemented else result
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Say what the placeholder stands for."""
+        """Describe what the placeholder represents."""
         grad = ", requires_grad=True" if self.requires_grad else ""
         return (
             f"Placeholder(output {self.source.output!r} of {self.source.region}::{self.source.op}, "
@@ -157,7 +157,7 @@ def placeholder_at(
     source: Source,
     lazy: tuple[bool, bool] = NOT_LAZY,
 ) -> Placeholder:
-    """Return a placeholder with the given metadata; ``lazy`` tells of a conjugate, and of a negative."""
+    """Return a placeholder with the given metadata; ``lazy``: whether it is a conjugate, and a negative."""
     shape, stride, offset = geometry
     if torch.is_inference_mode_enabled():  # autograd refuses to take views made here for views of others
         with torch.inference_mode(False):
@@ -295,7 +295,7 @@ def _first_of(arguments: list[Any]) -> Placeholder:
 _DATA_ACCESS = frozenset((
     "data_ptr", "const_data_ptr", "mutable_data_ptr", "untyped_storage", "storage", "_typed_storage", "share_memory_",
 ))  # fmt: skip
-# How torch's C++ code refuses data that is not there.
+# How torch's C++ code refuses missing data.
 TORCH_SAYS = ("Cannot access data pointer", "not supported for tensor subclasses", "its data is not allocated")
 
 
@@ -308,13 +308,13 @@ def is_of_placeholders(error: BaseException) -> bool:
 
 
 def add_note(error: Exception, region: str) -> None:
-    """Say of an error where it was raised, and what C++ code missed that no hook of Python saw ask for data."""
+    """Add to an error where it was raised, and what C++ code missed: no Python hook saw it ask for data."""
     if not hasattr(error, "add_note"):  # Python 3.11
         return
     note = f"This was raised while region {region!r} was replayed in backward."
     if not isinstance(error, PlaceholderError) and any(text in str(error) for text in TORCH_SAYS):
         note += (
-            " The data that C++ code found missing may be that of a placeholder: the output of a SAVE op, which replay "
+            " C++ code may have needed the data of a placeholder, which has none: the output of a SAVE op that replay "
             "skips. Wrap the code that reads it in remat.native_save_region, move it into a custom autograd Function "
             "with remat.auto_forward, or give the op the policy RECOMPUTE."
         )

@@ -6,7 +6,7 @@ for them again; of whatever the function returned the tensors, and their autogra
 
 The walk costs a region little: it looks at a function's cells, defaults and named globals, through partials, methods
 and wrappers, at the attributes of the object that runs, one level into lists, tuples and dicts, and at all of a module.
-What lies deeper is not found; docs/limits.md says so. An output that is hidden deeper (in a generator, or behind slots)
+Anything deeper is not found; docs/limits.md says so. An output that is hidden deeper (in a generator, or behind slots)
 is not found either: the replay starts when autograd unpacks the first empty holder.
 """
 
@@ -327,7 +327,7 @@ def boundary_nodes(tensors: list[torch.Tensor]) -> list[torch.autograd.graph.Nod
 def node_of(tensor: torch.Tensor) -> torch.autograd.graph.Node | None:
     """Return the autograd node of an output, or of what it is a view of.
 
-    A view whose base was changed in place gets a new node when it is next asked for. Asked here, the node would be
+    A view whose base was modified in place gets a new node when it is next asked for. Asked here, the node would be
     older than in plain autograd, and backward would add up gradients in another order.
     """
     base = tensor._base

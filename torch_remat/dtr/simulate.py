@@ -1,8 +1,18 @@
 """The simulator: what a heuristic would cost on a log, at a budget.
 
 It runs the log's ops in order in a memory of so many bytes. Nothing is computed; time is the log's nanoseconds. The
-rules are those of `_memory`; `docs/dtr.md` says them in full. Constants are pinned. What the program still names at
-the end of the log is rematerialized and pinned, in order.
+rules are those of `_memory`, and of a log:
+
+1. Evictable is what is resident, not locked and not pinned. Of equal scores the storage that became evictable last is
+   evicted; where the least score is 0, the one that became evictable first.
+2. A result that is made for the first time is accessed when its op has run.
+3. Constants count and are pinned, after their release too, except under banishing. What the program still names at the
+   end of the log is rematerialized and pinned, in the order in which it was first made.
+4. An in-place write is an op that reads its arguments and makes new storages of the full size, of views too. The names
+   that were written mean the new tensors, and the old versions are released.
+
+A block recomputes by the same rules, but a view takes no op, a storage that no op reads is forgotten, and what
+was there before the block is not counted.
 """
 
 from __future__ import annotations

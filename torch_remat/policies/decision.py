@@ -30,7 +30,7 @@ def require_policy(policy: object, op: str, region: str | None = None) -> None:
     """Raise `UsageError` if what was given as the policy of one call is none."""
     if not isinstance(policy, CheckpointPolicy):
         raise UsageError(
-            f"{shown(policy)} is no policy",
+            f"{shown(policy)} is not a policy",
             region=region,
             op=op,
             remedy="The policy of a call is remat.CheckpointPolicy.SAVE, OFFLOAD or RECOMPUTE.",

@@ -308,7 +308,7 @@ class OpListPolicy(OpPolicy):
                 self._ops.append(op)
             else:
                 raise PolicyError(
-                    f"a policy lists {shown(op)}, which is no op",
+                    f"a policy lists {shown(op)}, which is not an op",
                     remedy="A list that is a policy has ops such as torch.ops.aten.mm.default, or torch.ops.aten.mm "
                     "for all its overloads.",
                 )
@@ -404,7 +404,7 @@ def as_policy(policy: Any) -> OpPolicy:
     """Return what a user gave as a policy in the form that the runtime asks.
 
     Raises:
-        PolicyError: It is no policy.
+        PolicyError: It is not a policy.
     """
     if isinstance(policy, OpPolicy):
         return policy
@@ -415,7 +415,7 @@ def as_policy(policy: Any) -> OpPolicy:
     if callable(policy):
         return FunctionPolicy(policy)
     raise PolicyError(
-        f"{shown(policy)} is no policy for the ops of a region",
+        f"{shown(policy)} is not a policy for the ops of a region",
         remedy="A policy is a function (ctx, op, *args, **kwargs), a list of ops, remat.save_names(...), one "
         "of remat.policies, or several of these with | between them; policy & ~remat.save_names(...) leaves names out.",
     )

@@ -98,7 +98,7 @@ def list_names(
     Raises:
         UsageError: The function is not callable, or its arguments stand beside it; or from the call, if the function
             does not call the layer.
-        PolicyError: ``policy`` is no policy; or from the call, if an entry of it matched nothing.
+        PolicyError: ``policy`` is not a policy; or from the call, if an entry of it matched nothing.
 
     Example:
         >>> import torch
@@ -113,7 +113,7 @@ def list_names(
     if not callable(function):
         raise UsageError(f"list_names() cannot run a {type(function).__name__}", remedy=f"The form is {_FORM}.")
     if any(True for _ in tensors_in(policy)):
-        raise UsageError("a tensor is no policy: it belongs in the second call", remedy=f"The form is {_FORM}.")
+        raise UsageError("a tensor is not a policy: it belongs in the second call", remedy=f"The form is {_FORM}.")
     if not (layer is None or isinstance(layer, Module)):
         raise UsageError(f"layer takes a module, not a {type(layer).__name__}", remedy="Pass layer=model.layers[0].")
     chosen = _nothing if policy is None else as_policy(policy)

@@ -228,7 +228,7 @@ class Reasons:
         for seen in op.outputs:
             slot, row = slots.get(seen.label), held.get(seen.label)
             if is_recomputed:
-                yield seen, "recomputed", f"the replay of {name} makes it again"
+                yield seen, "recomputed", f"the replay of {name} recomputes it"
             elif slot is not None:
                 why = f"{self._reader_of(slot, seen.number)} reads it{self._why_it_stayed(slot)}"
                 yield seen, self._state_of(slot), why
@@ -265,5 +265,5 @@ class Reasons:
     def _why_it_stayed(self, row: Kept) -> str:
         state = self._state_of(row)
         if state == "recomputed":
-            return "; the checkpoint around makes it again"
+            return "; the enclosing checkpoint recomputes it"
         return f"; {row.stayed}" if row.stayed and state == "kept" else ""

@@ -4,11 +4,11 @@ In: the region's log. Kept: nothing past the replay. Out: the same calls in the 
 skipped calls, kept ones or placeholders; and the values of the holders that wait for a call's arguments.
 
 NOTE [ A placeholder that is read after all ]
-Forward keeps what replay is seen to need. What else reads a placeholder (data taken past all ops, an op without a
-`grad_fn` in code that nobody watches) gets a `PlaceholderError`. The replay, also where user code swallowed the error,
-starts over once: what was filled is emptied, buffers and generators are put back, and every call and op of the log
-runs. An error by which C++ code refuses a placeholder counts as one. One warning, at the end, says who reads what; the
-next forward of the same code keeps it. The error stands where a call modified something outside the region, where
+Forward keeps what replay is seen to need. Any other reader of a placeholder (access to data without an op, an op
+without a `grad_fn` in unwatched code) gets a `PlaceholderError`. Then the replay starts over once, even if user code
+swallowed the error: filled holders are emptied, buffers and generators are put back, and every call and op of the log
+runs. An error in which C++ code refuses a placeholder counts as one. One warning, at the end, says who reads what; the
+next forward of the same code keeps it. The error is final where a call modified something outside the region, where
 random numbers cannot be drawn again, and for the output of a handle, whose body cannot run in replay.
 """
 
@@ -91,7 +91,7 @@ class Answerer:
         self.begin_again()
 
     def begin_again(self) -> None:
-        """Stand at the start of the log."""
+        """Begin at the start of the log again."""
         self.begun = 0
         self._loaded: dict[int, torch.Tensor] = {}  # by id, kept so that no other tensor gets the id
         self.suppressed = Suppressed()
@@ -106,7 +106,7 @@ class Answerer:
 
     @cached_property
     def changes_results(self) -> bool:
-        """Whether the log has changes in place, for which results need a history: autograd allows none of a leaf."""
+        """Whether the log has in-place modifications; results then need a `grad_fn`: autograd allows none of a leaf."""
         return any(entry.writes or entry.effects.reshapes for entry in self._entries)
 
     # Calls.
@@ -116,7 +116,7 @@ class Answerer:
         if self.whole is not None and self.whole.answers is None:
             return None  # it is part of the call
         if self.native is not None or self.whole is not None:
-            policy = CheckpointPolicy.SAVE  # it follows the native region around it
+            policy = CheckpointPolicy.SAVE  # it follows the enclosing native region
         else:
             self.replay.stop_if_filled()
         call = self._next(name, policy)
@@ -131,7 +131,7 @@ class Answerer:
         return op
 
     def _next(self, name: str, policy: CheckpointPolicy) -> Call | None:
-        """Return the call of forward that comes next, which must be this one; None where nothing counts any more."""
+        """Return the call of forward that comes next, which must be this one; None if calls are no longer counted."""
         place, calls = self.begun, self._calls
         if place < len(calls) and (call := calls[place]).name == name and call.policy is policy:
             self.begun = place + 1
@@ -197,9 +197,9 @@ class Answerer:
                 isinstance(tensor := given[place], Tensor) and storage.cdata in keys_of(tensor)
                 for place, storage in call.modified
             ]
-            if all(same):  # they lie outside the region, and are modified already
+            if all(same):  # they are outside the region and already modified
                 if call.must_run:
-                    what = "this call modified a buffer, and a tensor from outside that the region does not reach"
+                    what = "this call modified a buffer, and a tensor created outside that the region does not reach"
                     remedy = "Pass the tensor to the region as an argument."
                     self.replay.fail(UsageError(what, region=self.region_name, op=call.name, remedy=remedy))
                 return False
@@ -218,8 +218,8 @@ class Answerer:
     def come_to(self, call: Call) -> None:
         """Come to a saved call, which under a policy has its place among the ops."""
         if call.touched and not self.region.finished:
-            what = "a gradient is taken in the region after this call changed a tensor from outside"
-            remedy = "Take the gradient before it, or outside of the region."
+            what = "a gradient is taken in the region after this call modified a tensor created outside the region"
+            remedy = "Take the gradient before this call, or outside the region."
             self.replay.fail(UsageError(what, region=self.region_name, op=call.name, remedy=remedy))
         if self.ops is not None and self.native is None and self.whole is None:
             self.ops.pass_over(call)
@@ -227,7 +227,7 @@ class Answerer:
     def _run_whole(
         self, call: Call, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], given: Any
     ) -> Any:
-        """Run a call once more; forward's holders have what its backward needs."""
+        """Run a call again; forward's holders have what its backward needs."""
         args, kwargs = self.values_of(args, kwargs, call.name)
         if call.early and self.ops is not None:
             leaves = leaves_of(args, kwargs)
@@ -271,7 +271,7 @@ class Answerer:
         self.whole = self._watcher = None
 
     def load(self, slot: Slot, op: str, name: str) -> Tensor:
-        """Return what a slot keeps, which hooks around the region may have given already."""
+        """Return what a slot keeps; the enclosing hooks may have returned it already."""
         loaded = self._slots.get(id(slot))
         return slot.load(self.region_name, op, name) if loaded is None else loaded.detach()
 
@@ -339,17 +339,17 @@ class Answerer:
 
     def fail_returned(self, call: Call) -> NoReturn:
         """End the replay, since an op returned whose body has raised in forward."""
-        what = "this op raised an exception in forward and returned in replay"
+        what = "this op raised an exception in forward but returned in replay"
         raise self.replay.fail(mismatched(self.region, what, SAME_ORDER, op=call.name))
 
     # What is asked while replay runs.
 
     def note_loaded(self, tensor: torch.Tensor) -> None:
-        """Note a tensor that was kept, so that it has no history in replay."""
+        """Note a tensor that was kept, so that it has no `grad_fn` in replay."""
         self._loaded[id(tensor)] = tensor
 
     def has_loaded(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor was kept, so that it has no history in replay."""
+        """Whether a tensor was kept, so that it has no `grad_fn` in replay."""
         return id(tensor) in self._loaded
 
     def skips(self) -> bool:
@@ -371,7 +371,7 @@ class Answerer:
         return self.values_of(args, kwargs, "inner region")
 
     def may_fill(self) -> bool:
-        """Whether the op that saves a tensor may be about to fill it; where ops are watched its place tells."""
+        """Whether the op that saves a tensor may be about to fill it; where ops are watched, its place decides."""
         return self.ops is None or self.ops.may_fill()
 
     def ends_soon(self) -> bool:
@@ -431,7 +431,7 @@ class Answerer:
         return isinstance(entry, Call) and entry.is_handle and self.region.options.policy is None
 
     def _cannot_run(self, entry: Entry) -> bool:
-        """Whether an entry cannot run once more."""
+        """Whether an entry cannot run again."""
         if not isinstance(entry, Call):
             return entry.effects.random and entry.effects.namespace == "aten" and self.region.rng is None
         if entry.touched:
@@ -446,17 +446,17 @@ class Answerer:
         if (refusal := self._refusal) is not None:
             source, consumer, file, line = refusal
             name = qualified_name(self.region_name, source.op, source.output)
-            what = f"{consumer} reads this result in replay, which forward was not seen to need and did not keep"
+            what = f"{consumer} reads this result in replay, but forward did not keep it: no op was seen to need it"
         else:
             place = raised_at(error)
             name = qualified_name(self.region_name)
-            what = f"replay cannot pass over what is saved or needed by nothing with placeholders ({place}: {error})"
+            what = f"code in replay cannot use the placeholder of a saved or unneeded result ({place}: {error})"
             file, _, at = place.rpartition(":")
             line = int(at or 0)
         warnings.warn_explicit(
-            f"{name}: {what}: replay starts over and runs every saved call and op once more. {promise(self.region)}To "
-            "spare the second run, let a native region contain the reader too, let the policy save the tensor, read it "
-            "by an op, or name it to remat.recompute_needs_tensor.",
+            f"{name}: {what}; replay starts over and recomputes every saved call and op. {promise(self.region)}To "
+            "avoid the second run, put the reader into a native region too, let the policy save the tensor, read it "
+            "with an op, or pass it to remat.recompute_needs_tensor.",
             RematWarning,
             file,
             line,
@@ -473,10 +473,10 @@ class Answerer:
     def check_passed(self, last: int) -> None:
         """Raise if a call has not come that had begun in forward before the tensor at a place was saved."""
         if self.begun < len(self._calls) and (missing := self._calls[self.begun]).saved_before <= last:
-            raise mismatched(self.region, "this op of forward is missing in replay", SAME_ORDER, op=missing.name)
+            raise mismatched(self.region, "forward ran this op, but replay did not", SAME_ORDER, op=missing.name)
 
     def forget(self) -> None:
-        """At the end of the replay: let go of what placeholders that outlive it may know."""
+        """Release at the end of the replay what placeholders that outlive it may refer to."""
         self.suppressed.restore()
         for ops in (self.ops, self.native_ops):
             if ops is not None:
@@ -489,13 +489,13 @@ class Answerer:
 
 def _read_too_early(region: str, name: str, tensor: Tensor) -> MutationError:
     return MutationError(
-        f"replay reads a tensor of shape {tuple(tensor.shape)} created outside the region{at_user_line()}, which this "
-        "call modifies in place later in the region; replay does not undo that, so that the reader would get another "
-        "value than in forward",
+        f"replay reads a tensor created outside the region (shape {tuple(tensor.shape)}){at_user_line()}, but this "
+        "call modifies it in place later in the region; replay does not undo the modification, so the reader would get "
+        "a different value than in forward",
         region=region,
         op=name,
         tensor="written",
-        remedy="Read it inside that call too, or read a clone of it that is made before the region is called.",
+        remedy="Read the tensor inside this call too, or read a clone made before the region is called.",
     )
 
 

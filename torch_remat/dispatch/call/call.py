@@ -10,8 +10,8 @@ Replay skips a call, or runs it whole. It runs it whole, and warns once, if
 3. replay reads a placeholder of it: then the replay starts over, and every call and op runs.
 What autograd saves in the second run is thrown away: forward's holders have it. Every other way in which tensors of a
 skipped call reach its region is a `UsageError` in forward: a tensor that was not returned, a variable or container of
-the region that holds other tensors afterwards, a result that is no tree of tensors and plain values.
-What it modified outside the region is modified once; an exception that left the call is raised by it in replay, too.
+the region that holds other tensors afterwards, a result that is not a tree of tensors and plain values.
+Tensors outside the region are modified once. An exception that the call raised in forward is raised in replay, too.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def _is_pure(function: Any) -> bool:
 def may_draw_in(function: Callable[..., Any]) -> bool:
     """Whether a function may draw random numbers."""
     if type(function) is not BuiltinFunctionType or isinstance(function.__self__, type):
-        return True  # and has no name that tells
+        return True  # and its name says nothing
     if isinstance(function.__self__, torch.Tensor):  # its method, whose address another may have soon
         return may_draw(function.__name__)
     draws = _draws[id(function)] = may_draw(function.__name__)
@@ -217,7 +217,7 @@ class Given:
         return self._by_key.get(key)
 
     def find(self, tensor: torch.Tensor, key: int) -> tuple[int, torch.Tensor] | None:
-        """Return which of them a tensor is, or else lies in the storage of, and that one; None if it is new."""
+        """Return which of them a tensor is, or else shares the storage of, and that one; None if it is new."""
         for place, leaf in enumerate(self.leaves):
             if leaf is tensor:
                 return place, leaf
@@ -319,7 +319,7 @@ class Running(ABC):
                 self.written = {**self.written, key: Written(tensor, version_of(tensor), is_own)}
 
     def watch_end(self, draws: bool) -> None:
-        """Note what stands at the end of the call: what leaves the device, and the random generators."""
+        """Note at the end of the call what leaves the device, and the random generators."""
         ops = self.ops
         if ops.departures.waiting:
             ops.departures.send()
@@ -545,7 +545,7 @@ class RunningCall(Running):
         )
 
     def _check_left(self, leaves: Sequence[Any]) -> None:
-        """Look for what the call leaves otherwise than by its result."""
+        """Look for effects of the call other than its result."""
         ops, call = self.ops, self.call
         made = self.last - self.first
         if made > 1 or (made and not (len(leaves) == 1 and has_one_output(node_behind(leaves[0])))):
@@ -555,16 +555,16 @@ class RunningCall(Running):
             self.outputs = {(node, leaf.output_nr) for leaf in tensors if (node := node_behind(leaf)) is not None}
         if self._state and is_changed(self._state, ops.region.function):
             raise self._cannot_be_skipped(
-                "it changed a variable, container or iterator of the region, which holds other tensors now",
+                "it changed which tensors a variable, container or iterator of the region holds",
                 "Return the tensors",
             )
         now = list(map(version_of, self._given))
         if now != self._versions and not self.written:
             raise UsageError(
-                "this call is skipped in replay, and modified an argument in place, which nobody watched",
+                "this call modified an argument in place unwatched, and replay skips the call",
                 region=ops.region.name,
                 op=call.name,
-                remedy="Return the new value from it, give it the policy RECOMPUTE, or leave out opaque=True.",
+                remedy="Return the new value, give the call the policy RECOMPUTE, or remove opaque=True.",
             )
         if self.written:
             ops.note_writes(self)
@@ -579,7 +579,7 @@ class RunningCall(Running):
 
 
 def cannot_be_skipped(region: RegionLike, call: Call, why: str, remedy: str) -> UsageError:
-    """Return the error about a call that reaches its region otherwise than by its result."""
+    """Return the error about a call that has effects on its region other than its result."""
     return UsageError(
         f"replay cannot skip this call: {why}",
         region=region.name,
@@ -603,7 +603,7 @@ def _cast(dtype: torch.dtype, view: Placement | None, anchor: Anchor) -> torch.T
 
 
 def refuse_gradient(region: RegionLike, name: str, first: int, leaves: Sequence[Any]) -> None:
-    """Refuse a gradient inside of the region's forward through a call's result, where no saved tensor tells."""
+    """Refuse a gradient inside of the region's forward through a call's result, where no saved tensor shows it."""
     for leaf in leaves:
         node = leaf.grad_fn if type(leaf) is torch.Tensor and leaf._base is None else node_behind(leaf)
         if node is not None and node_number(node) >= first:

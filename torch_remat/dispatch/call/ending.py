@@ -117,13 +117,13 @@ class _Ending:
         several = [run for run in self._log.runs if run.outputs is not None]
         if several and (run := call_left_by_a_tensor(several, self._graph())) is not None:
             raise cannot_be_skipped(
-                self._region, run.call, "the region goes on with a tensor of it that it did not return", "Return it"
+                self._region, run.call, "the region uses a tensor that the call made but did not return", "Return it"
             )
 
     def _check_unknown(self) -> None:
         """Look at modified tensors that are neither arguments nor variables of their calls.
 
-        What still exists at the end of forward, though the log does not hold it, lies outside the region.
+        A tensor that still exists at the end of forward without being held by the log is outside the region.
         """
         log = self._log
         unknown, log.unknown = log.unknown, []
@@ -136,7 +136,7 @@ class _Ending:
                 raise cannot_be_skipped(
                     self._region,
                     call,
-                    "it modified in place a tensor of the region that is neither an argument, nor a variable of its "
+                    "it modified in place a tensor of the region that is neither an argument nor a variable of its "
                     "function",
                     "Pass the tensor as an argument",
                 )
@@ -145,27 +145,27 @@ class _Ending:
                 call.outside = [*call.outside, storage]
 
     def _find_changed(self) -> None:
-        """Let calls run whole of which a result was modified in place since."""
+        """Let each call run whole that has a result modified in place since."""
         is_written = self._log.results.is_any_written
         for entry in self._log.entries:
             if type(entry) is Call and not entry.why and entry.function is not None and is_written(entry):
-                entry.why = "a result of it was modified in place after it"
+                entry.why = "a result of it was modified in place afterwards"
 
     def _is_not_repeated(self, tensor: Tensor, times: int) -> bool:
-        """Whether replay repeats none of so many changes of an input of the region."""
+        """Whether replay repeats none of the modifications of an input of the region, ``times`` in number."""
         log = self._log
         if log.has_policy:
             return log.storages.has_changed(tensor) or key_of(tensor) in log.changes
         return log.changes.get(key_of(tensor)) == times
 
     def _check_whole(self, run: Sequence[Entry]) -> None:
-        """Warn of the calls that run whole, and refuse those that would modify something outside once more."""
+        """Warn of the calls that run whole, and refuse those that would modify something outside again."""
         region, outside = self._region, self._region.outside
         has_changed = self._log.storages.has_changed
         for call in run:
             if type(call) is not Call or (call.is_handle and not self._log.has_policy):
                 continue
-            call.why = call.why or "replay needs a result of it that was modified in place after it"
+            call.why = call.why or "replay needs a result of it that was modified in place afterwards"
             if call.modified:  # replay knows whether these are the region's own
                 call.must_run = outside is not None and outside.runs_again(call.name, has_changed)
                 continue
@@ -173,7 +173,7 @@ class _Ending:
                 raise cannot_be_skipped(
                     region,
                     call,
-                    f"{call.why}, so that replay has to run it again, and it modified {call.wrote[0]}, too",
+                    f"{call.why}, so replay must recompute it, but it also modified {call.wrote[0]}",
                     "Use the out-of-place form",
                 )
             if outside is not None:
@@ -217,7 +217,7 @@ class _Ending:
         """Return the results of calls that ops read which replay recomputes, as autograd's graph shows."""
         log = self._log
         stop, end = self._stop()
-        # Also where the graph of what saved it is gone: replay runs it all the same.
+        # Also where the graph of what saved it is gone: replay runs it anyway.
         roots = [(key, after) for number, after, key in log.saved_results if number <= stop]
         known = {key for key, _ in roots}
         outputs: dict[tuple[Node, int], Returned] = {}
@@ -254,7 +254,7 @@ class _Ending:
 
 
 def promise(region: RegionLike) -> str:
-    """Return what a warning of a second run promises: without random state, it may draw other numbers."""
+    """Return what a warning of a second run promises: without random state it may draw other numbers."""
     return "The gradients are right. " if region.options.preserve_rng_state else ""
 
 
@@ -262,8 +262,8 @@ def warn_of_second_run(region: RegionLike, call: Call) -> None:
     """Warn, once for each place where one is defined, of a call that replay runs whole."""
     file, line = defined_at(call.function) or user_line()
     warnings.warn_explicit(
-        f"{qualified_name(region.name, call.name)}: replay runs this call once more, since {call.why}. "
-        f"{promise(region)}To spare the second run, use the out-of-place form of the op that modifies the tensor.",
+        f"{qualified_name(region.name, call.name)}: replay recomputes this call, since {call.why}. "
+        f"{promise(region)}To avoid the second run, use the out-of-place form of the op that modifies the tensor.",
         RematWarning,
         file,
         line,

@@ -1,13 +1,13 @@
-"""An op with a handle, which the forward of a custom autograd Function talks to.
+"""An op with a handle, the object that the forward of a custom autograd Function calls.
 
 In: the op's name, policy and autograd context. Kept: on the tape, its call. Out: what the op's body works on. The first
-class is plain autograd: outside of regions, and inside the body of a saved call. One class a phase and policy derives
-from it; what a step is about it does in one call, since an op is often small.
+class is plain autograd: outside of regions, and inside the body of a saved call. For each phase and policy one class
+derives from it, and does each step in one call, since an op is often small.
 
 NOTE [ What is kept for a handle ]
 1. SAVE: the tensors that it saves for backward are *residents*: their holders have the values from the start. Of an
    input of the op, or a view of one, that replay recomputes, the holder is filled from replay's input, where the inputs
-   are known (`auto_forward`); of the output of a RECOMPUTE op, when that is made again. A parameter, a region input and
+   are known (`auto_forward`); of the output of a RECOMPUTE op, when that is recomputed. A parameter, a region input and
    a view of either share storage that exists anyway.
 2. RECOMPUTE: those of its inputs that are outputs of SAVE ops are kept where they were made, so that replay has them.
    What it saves for backward is recomputed.
@@ -43,14 +43,14 @@ _FORM = (
 )
 _STEPS = ("maybe_load_saved", "save_or_load_inputs", "save_for_backward", "record_outputs")
 SKIPPED = len(_STEPS)
-"""The step of a handle whose op replay has skipped: nothing may follow."""
+"""The step of a handle whose op replay has skipped: no step may follow."""
 
 
 class RematHandle:
     """One call of a custom autograd Function, as the runtime sees it; made by `get_handle`.
 
     Its methods are called once each, in this order: `maybe_load_saved`, `save_or_load_inputs`, `save_for_backward`,
-    `record_outputs`. The second and the third may be left out. Outside of regions they act as plain autograd.
+    `record_outputs`. The second and the third are optional. Outside of regions they act as plain autograd.
     """
 
     _step = -1  # the last of `_STEPS` that was taken
@@ -92,7 +92,7 @@ class RematHandle:
 
         Raises:
             UsageError: It was called out of order.
-            MutationError: A kept input was changed in place.
+            MutationError: A kept input was modified in place.
             PlaceholderError: Forward had another input here.
         """
         if self._step != 0:
@@ -115,13 +115,13 @@ class RematHandle:
         self._step = 2
         if type(saved_tensors) is not dict and not isinstance(saved_tensors, Mapping):
             raise self.misused(
-                f"save_for_backward takes a dict of names to tensors, not a {type(saved_tensors).__name__}"
+                f"save_for_backward needs a dict that maps names to tensors, not a {type(saved_tensors).__name__}"
             )
         for key, tensor in saved_tensors.items():
             if not isinstance(key, str) or not key or "." in key:
-                raise self.misused(f"{key!r} is no name for a saved tensor: a non-empty string without '.'")
+                raise self.misused(f"a saved tensor cannot be named {key!r}: use a non-empty string without '.'")
             if not isinstance(tensor, Tensor) and tensor is not None:
-                raise self.misused(f"the saved value is a {type(tensor).__name__}, neither a tensor nor None", key)
+                raise self.misused(f"the saved value must be a tensor or None, not a {type(tensor).__name__}", key)
         self._ctx.save_for_backward(*saved_tensors.values())
         self._named = saved_tensors
 
@@ -152,7 +152,7 @@ class RematHandle:
         for out in outs:
             if not isinstance(out, Tensor):
                 place = next(place for place, value in enumerate(outs) if value is out)
-                raise self.misused(f"output {place} is a {type(out).__name__}, not a tensor", str(place))
+                raise self.misused(f"output {place} must be a tensor, not a {type(out).__name__}", str(place))
         return outs
 
     def _out_of_order(self, step: int) -> UsageError:
@@ -284,7 +284,7 @@ class ForwardOp(RematHandle):
     def is_around(self, frame: FrameType, ctx: Any) -> bool:
         """Whether its body is on the stack above that of another op, or is that one.
 
-        If it has raised, the other body may have its address and its code: then only the context tells them apart.
+        If it has raised, the other body may have its address and its code: then only the context distinguishes them.
         """
         return self._is_at_or_above(frame if self._ctx is ctx else frame.f_back)
 
@@ -299,7 +299,7 @@ class ForwardOp(RematHandle):
         """Raise if the body returned without its outputs being recorded; one that raised may be forgotten."""
         if has_returned(self._ctx):
             raise UsageError(
-                "the op's forward returned without handle.record_outputs",
+                "the op's forward returned without calling handle.record_outputs",
                 region=self.ops.region.name,
                 op=self.call.name,
                 remedy="End the forward with `return handle.record_outputs(out)`.",
@@ -354,7 +354,7 @@ class SavedOp(ForwardOp):
         ops.opened = self.outer
         if ctx.dirty_tensors:
             raise UsageError(
-                f"an op with policy {call.policy.name} cannot mark inputs as dirty: replay would not change them again",
+                f"an op with policy {call.policy.name} cannot mark inputs as dirty: replay would not modify them",
                 region=ops.region.name,
                 op=call.name,
                 remedy="Return a new tensor instead, or give the op the policy RECOMPUTE.",

@@ -4,8 +4,8 @@ In: the ops of its function, and what autograd saves meanwhile. Kept: residents,
 returned. Out: in replay each op is answered from the list, by a placeholder or a plain value; then the kept results
 take their places in what the function returned.
 
-What the function leaves in Python is right in replay too, since its Python runs again; a tensor that it leaves there is
-a placeholder. What it saves of tensors that it has not made is saved as outside of native regions, in the same order.
+The function's effects on Python objects are right in replay too, since its Python runs again; a tensor that it leaves
+there is a placeholder. A tensor that it saves but did not make is saved as outside native regions, in the same order.
 """
 
 from __future__ import annotations

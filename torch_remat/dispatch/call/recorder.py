@@ -7,10 +7,10 @@ NOTE [ What is kept ]
 1. A tensor that autograd saves is *resident* if a saved call or op made it: its holder has the value from the start. A
    call's own argument or variable is *elided* instead where replay has it: the holder is filled when replay comes to
    the call. A leaf that requires a gradient is never kept: the graph has it.
-2. Of what saved entries returned, that is kept which replay reads: an entry that runs (`needs`), a handle that is
-   recomputed, an inner region, or, where nobody watches, an op that autograd recorded (`readers`). A result without a
-   `grad_fn`, such as a router's choice, is kept wherever replay could read it.
-3. What else may read a result, autograd does not show. Then replay starts over and runs every entry.
+2. A result of a saved entry is kept only if replay reads it: in an entry that runs (`needs`), a recomputed handle, an
+   inner region, or, where ops are not watched, an op that autograd recorded (`readers`). A result without a `grad_fn`,
+   such as a router's choice, is kept wherever replay could read it.
+3. Autograd does not show other readers of a result. If there is one, replay starts over and runs every entry.
 4. The output of a handle is kept only where a handle, a call or an inner region reads it: for a native reader it is a
    placeholder, whose error says what to do.
 """
@@ -252,7 +252,7 @@ class Recorder:
         return holder
 
     def keep(self, holder: OpHolder, tensor: Tensor) -> None:
-        """Give a holder its value, or what the hooks around the region make of it."""
+        """Give a holder its value, or what the enclosing hooks make of it."""
         hooks: SavedTensorHooks | None = self.region.hooks
         if hooks is None:
             holder.value = self.mode.alias_of(tensor)
@@ -364,7 +364,7 @@ class Recorder:
         return True
 
     def know_recomputed(self, call: Call, outs: Sequence[Tensor]) -> None:
-        """Know the outputs of a RECOMPUTE handle, which replay makes again: handles may save them."""
+        """Know the outputs of a RECOMPUTE handle, which replay recomputes: handles may save them."""
         for place, out in enumerate(outs):
             if type(out) is Tensor and out.layout is strided:
                 version = UNCOUNTED if out.is_inference() else out._version
@@ -382,7 +382,7 @@ class Recorder:
         if self.region.inputs.shares(owner) or key in self.storages.writers or key in self._views:
             return False  # replay may not have it
         call.waiting = [*call.waiting, Elided.of(tensor, holder, place, source)]
-        holder.producer = NoneType  # what a handle's body makes has no history
+        holder.producer = NoneType  # what a handle's body makes has no `grad_fn`
         holder.origin = None
         return True
 
@@ -407,7 +407,7 @@ class Recorder:
         self.known_args = ()
 
     def pack(self, tensor: Tensor) -> Holder | Anchor | None:
-        """Return the holder for a tensor that a saved entry made; None for one that replay makes again, or has."""
+        """Return the holder for a tensor that a saved entry made; None for one that replay recomputes, or has."""
         if self.results.unread:
             self.results.read_versions()
         held: Holder | Anchor | None = None
@@ -474,14 +474,14 @@ class Recorder:
         self.watch = OpRecorder(self, decider, ModulePath(self.region.function))
 
     def note_call(self, call: Call) -> None:
-        """Note what has a name, which must be a new one; also in the regions around."""
+        """Note what has a name, which must be a new one; also in the enclosing regions."""
         calls = self.region.tape.records
         if call.name in calls:
             raise UsageError(
-                "the region already has an op of this name",
+                "the region already has an op with this name",
                 region=self.region.name,
                 op=call.name,
-                remedy="Give each call a name of its own; remat.name_scope('block.0') prefixes the names inside it.",
+                remedy="Give each call its own name; remat.name_scope('block.0') prefixes the names inside it.",
             )
         calls[call.name] = call
         call.saved_before = len(self.region.tape.saved)
@@ -589,7 +589,7 @@ class Recorder:
         call.wrote = [*call.wrote, *names]
 
     def note_writes(self, running: Running) -> None:
-        """Note what a call modified that was there before it: what lies outside the region is modified once."""
+        """Note which earlier tensors a call modified: those outside the region are modified once."""
         call, given = running.call, running.given
         for key, (tensor, version, is_own) in running.written.items():
             owner = tensor if tensor._base is None else tensor._base
@@ -626,7 +626,7 @@ class Recorder:
                 continue
             if not self._outlives(tensor, key_of(tensor)):
                 raise UsageError(
-                    "a saved op modified an input in place, which replay would not repeat",
+                    "this saved op modified an input in place, and replay, which skips the op, would not modify it",
                     region=self.region.name,
                     op=call.name,
                     remedy="Return a new tensor instead, or give the op the policy RECOMPUTE.",
@@ -723,7 +723,7 @@ class Recorder:
         if self.opened is not None and self.is_part_of_skipped(self.opened.is_around(frame, ctx)):
             return None
         if calling is not None:
-            policy = CheckpointPolicy.SAVE  # it follows the native region around it
+            policy = CheckpointPolicy.SAVE  # it follows the enclosing native region
         op: ForwardOp
         call: Call = _new(Call)
         # What is read of it is set, also where the class has the same: Python finds the former far sooner.
@@ -828,7 +828,7 @@ class Recorder:
         self.expected, self.known_args = (call, tensors, sequence_number()), args
 
     def undecided(self) -> Iterator[Undecided]:
-        """Yield op, name, tensor and decision of what forward holds until its end tells whether anything needs it."""
+        """Yield op, name, tensor and decision of what forward holds until its end decides whether anything needs it."""
         yield from self.results.undecided()
 
     def forget(self) -> None:
@@ -845,7 +845,7 @@ class Recorder:
 
 
 def _is_gone(entry: Entry, place: int, tensor: Tensor | None = None) -> bool:
-    """Whether the output of a handle is gone, and is not this tensor: another may lie at its address."""
+    """Whether the output of a handle is gone, and is not this tensor: another may have its address."""
     if type(entry) is not Call or not entry.alive or (tensor is not None and entry.outputs[place]() is tensor):
         return False
     alive = entry.alive[place]

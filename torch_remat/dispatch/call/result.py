@@ -1,10 +1,10 @@
-"""What a call leaves to its region: its result, and what it must not leave otherwise.
+"""The effects of a call on its region: its result, which is allowed, and all others, which are not.
 
 In: what a call returned; and, before it runs, its function and arguments. Kept: for each leaf of the result a
 description if the call made the tensor, else where replay finds it; until the call is over, which tensors the variables
-and containers in its reach hold. Out: the result anew in replay, with kept tensors or placeholders in it; in forward
-what the call changed in its reach, and the calls of which the region goes on with a tensor that was not returned. Each
-of these is an error.
+and containers in its reach hold. Out: in replay the result, rebuilt from kept tensors and placeholders; in forward the
+variables and containers that the call changed, and the calls that made a tensor which the region uses although the call
+did not return it. Each of these is an error.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _PLAIN = (
 )  # fmt: skip
 _FLAT = frozenset((*USUAL, int, float, bool, str, complex, type(None)))
 _NAMESPACE = "torch_remat.results"  # of optree: results are looked into further than arguments
-SAME = "A region must make the same calls in both phases, on tensors that lie in memory in the same way."
+SAME = "The function must make the same calls in both phases, on tensors with the same memory layout."
 
 
 class Passed(NamedTuple):
@@ -52,7 +52,7 @@ class Passed(NamedTuple):
 
     Attributes:
         place: Which of them.
-        view: Where it lies there; None if it is the same tensor.
+        view: Its placement there; None if it is the same tensor.
         has_history: Whether it needs a gradient.
         is_view: Whether it was a view of another tensor for autograd, too.
     """
@@ -80,13 +80,13 @@ class Loading(Protocol):
 
     @property
     def changes_results(self) -> bool:
-        """Whether the log has changes in place, for which results need a history."""
+        """Whether the log has in-place modifications, for which results need a `grad_fn`."""
 
     def load(self, slot: Slot, op: str, name: str) -> torch.Tensor:
         """Return what a slot keeps."""
 
     def note_loaded(self, tensor: torch.Tensor) -> None:
-        """Note a tensor that was kept, so that it has no history in replay."""
+        """Note a tensor that was kept, so that it has no `grad_fn` in replay."""
 
 
 def is_flat(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -129,14 +129,14 @@ def refused(leaves: Sequence[Any]) -> str:
     """Return why a call that returned these leaves cannot be skipped; empty if it can."""
     for leaf in leaves:
         if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
-            return f"it returned an object of type {type(leaf).__name__}, of which replay can make no other"
+            return f"it returned an object of type {type(leaf).__name__}, which replay cannot create"
         if is_refused(leaf):
-            return "it returned a view that was made without gradients and whose base has a grad_fn now"
+            return "it returned a view created without gradients whose base now has a grad_fn"
     return ""
 
 
 def lying_in(view: torch.Tensor, source: torch.Tensor) -> Elided:
-    """Describe how a tensor lies in the storage of another, though no holder waits for it."""
+    """Describe the placement of a tensor in the storage of another; no holder waits for it."""
     return Elided(None, 0, Placement.of(view), Placement.of(source))  # type: ignore[arg-type]
 
 
@@ -187,20 +187,20 @@ def _passed(replay: Loading, call: Call, form: Passed, source: Any) -> Any:
         return source
     value = form.view.value(source, form.has_history) if isinstance(source, torch.Tensor) else None
     if value is None:
-        raise mismatched(replay.region, "replay returned a view of a tensor that lies otherwise", SAME, op=call.name)
-    if not form.is_view:  # a detached alias; or of unsafe_split, whose results may be written in place
+        raise mismatched(replay.region, "the base of a returned view has another layout in replay", SAME, op=call.name)
+    if not form.is_view:  # a detached alias; or of unsafe_split, whose results may be modified in place
         value = same_memory(value) if form.has_history else value.detach()
         replay.note_loaded(value)
     return value
 
 
 def another_call(region: RegionLike, call: Call, same_function: bool) -> MismatchError:
-    """Return the error about a call that is not that of forward."""
-    how = "with tensors of other shapes or strides" if same_function else "of another function"
+    """Return the error about a call that differs from the one in forward."""
+    how = "with tensors of different shapes or strides" if same_function else "with a different function"
     return mismatched(region, f"replay made this call {how}", SAME, op=call.name)
 
 
-# What a call leaves otherwise.
+# Effects of a call other than its result.
 
 State = Sequence[tuple[Any, tuple[Any, ...]]]  # holders of objects, each with the tensors that it holds
 _DEPTH = 3  # of functions and containers in each other
@@ -242,7 +242,7 @@ def state_of(roots: Sequence[Any]) -> State:
 
 
 def is_changed(state: State, region_function: Any) -> bool:
-    """Whether one of them holds other tensors now, and is none that the region's own function reaches, too."""
+    """Whether one of them holds other tensors now and is not reached by the region's own function too."""
     changed = [holder for holder, held in state if not _same(_tensors_held(holder), held)]
     if not changed:
         return False
@@ -284,7 +284,7 @@ def _holders_of(value: Any) -> Sequence[Any]:
     if isinstance(value, (list, dict, set, Iterator)):
         return (value,)
     if type(value).__module__.partition(".")[0] == "torch":
-        return ()  # contexts, and the like
+        return ()  # such as contexts
     attributes = getattr(value, "__dict__", None)
     return (attributes,) if type(attributes) is dict else ()
 
@@ -315,7 +315,7 @@ def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
 
 
 def call_left_by_a_tensor(calls: Sequence[Any], readers: Readers) -> Any:
-    """Return a call of which a node outside reads a node that made no result; None if there is none.
+    """Return a call of which a node outside reads a node that made no result, or None.
 
     Args:
         calls: Those that made more nodes than their result has, in order, each with the numbers of its ``first`` node

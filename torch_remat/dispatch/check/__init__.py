@@ -1,1 +1,1 @@
-"""Whether replay does what forward did: what is compared, and the errors where the two part."""
+"""Whether replay does what forward did: what is compared, and the errors where the two differ."""

@@ -5,14 +5,14 @@ nothing. Out: an error, or None where the difference is harmless. With ``debug=T
 both phases side by side.
 
 NOTE [ Ops of inner regions ]
-1. The replay of a region runs the forward of the regions inside once more. What their ops keep then goes, by its place,
-   into the holders of what they kept before: where other ops ran, one would get the tensors of another.
+1. The replay of a region runs the forward of the inner regions again. What their ops keep then goes, by position, into
+   the holders of what they kept before: if the ops differed, a holder would get the tensor of another op.
 2. So an op that begins in the forward of a region is noted on the tape of each enclosing region that is in forward too,
    outwards up to one that is replayed. That one compares it with the next that it has noted.
-3. Early stop may end the replay in the midst of an inner region. An op that is missing before it shows in the number of
+3. Early stop may end the replay inside an inner region. An op that is missing before that point shows in the number of
    saved tensors.
 4. An enclosing region whose replay will not come here, because the body of one of its SAVE ops runs, notes nothing; nor
-   does it compare what runs once more for the sake of a placeholder.
+   does it compare what runs again for the sake of a placeholder.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ SAME_ORDER = (
     "code's structure, not from counters or other state."
 )
 REPLACED = (
-    "Was a parameter replaced between forward and backward (torch.func.functional_call around the region, a module "
-    "attribute that was set anew)? Run backward while it is still in place, or pass the tensor to the region as an "
+    "Was a parameter replaced between forward and backward (torch.func.functional_call around the region, a reassigned "
+    "module attribute)? Run backward while forward's parameter is in place, or pass the tensor to the region as an "
     "argument."
 )
 
@@ -74,12 +74,12 @@ def mismatched(
 
 
 def differs_at(region: RegionLike, holder: Holder, what: str, remedy: str = SAME_OPS) -> MismatchError:
-    """Return the error about what replay saves, or does not, where forward saved what the holder stands for."""
+    """Return the error about what replay saves, or does not save, at the position of a holder of forward."""
     return mismatched(region, what, remedy, holder.name, holder.op)
 
 
 def described(tensor: torch.Tensor | Holder) -> str:
-    """Return shape, dtype and device of a tensor, or of what forward saved, as messages say them."""
+    """Return shape, dtype and device of a tensor, or of what forward saved, as messages show them."""
     _, shape, dtype, device = tensor.metadata if isinstance(tensor, Holder) else metadata_of(tensor)
     return f"{str(dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}] on {device}"
 
@@ -92,31 +92,31 @@ def another_op(
     is_known: bool,
     replay: str = "replay",
 ) -> MismatchError:
-    """Return the error about an op with a name that forward did not run here."""
+    """Return the error about a named op that forward did not run here."""
     place = at_user_line()
     if expected is not None and expected.name == name:
-        what = f"this op has policy {policy.name} in {replay}{place} and had {expected.policy.name} in forward"
+        what = f"this op has policy {policy.name} in {replay}{place}, but had {expected.policy.name} in forward"
     elif expected is not None and is_known:
-        what = f"{replay} runs this op{place} where forward ran {expected.name!r}"
+        what = f"{replay} runs this op{place}, but forward ran {expected.name!r}"
     else:
-        what = f"{replay} runs this op{place}, forward did not"
+        what = f"{replay} runs this op{place}, but forward did not"
     return mismatched(region, what, SAME_ORDER, op=name)
 
 
 def other_source(region: RegionLike, holder: OpHolder, tensor: Any, is_input: bool) -> MismatchError:
     """Return the error about a SAVE op's input, or another op's output, of which the op saved a view in forward."""
-    verb = "is given" if is_input else "that made it returns"
+    verb = "gets" if is_input else "that made it returns"
     found = described(tensor) if isinstance(tensor, torch.Tensor) else "no tensor"
-    found += f" in replay{at_user_line()}, of which that cannot be taken"
-    return differs_at(region, holder, f"forward saved {described(holder)} here, the op {verb} {found}")
+    found += f" in replay{at_user_line()}, from which that tensor cannot be taken"
+    return differs_at(region, holder, f"forward saved {described(holder)} here, but the op {verb} {found}")
 
 
 def another_parameter(
     region: RegionLike, place: str, op: str | None, parameter: torch.Tensor | None, tensor: torch.Tensor
 ) -> MismatchError:
-    """Return the error about a parameter, or another tensor from outside the region, that forward did not use."""
-    used = "another tensor" if parameter is None else f"a parameter {described(parameter)}, or a view of it,"
-    what = f"forward used {used} from outside the region here, replay {described(tensor)} from elsewhere"
+    """Return the error about a parameter, or another tensor created outside the region, that forward did not use."""
+    used = "a tensor" if parameter is None else f"a parameter {described(parameter)}, or a view of it,"
+    what = f"forward used {used} created outside the region here, but replay used another one, {described(tensor)}"
     return mismatched(region, f"{what}{at_user_line()}", REPLACED, place, op)
 
 
@@ -125,7 +125,7 @@ def saved_otherwise(region: RegionLike, replayed: int, missing: Holder | None = 
     what = f"replay saved {replayed} tensor{'s' * (replayed != 1)} where forward saved {len(region.tape.saved)}"
     if missing is None:
         return mismatched(region, what, SAME_OPS)
-    return differs_at(region, missing, f"{what}; the first one missing is {described(missing)}")
+    return differs_at(region, missing, f"{what}; the first missing tensor is {described(missing)}")
 
 
 def what_differs(
@@ -143,9 +143,9 @@ def what_differs(
         tensor: What replay saves.
         owner: The tensor that it is a view of, or itself.
         origin: The parameter that it is, or is a cast of.
-        loaded: Whether the owner was kept for replay, so that it has no history.
+        loaded: Whether the owner was kept for replay, so that it has no `grad_fn`.
         same_modes: Whether there are as many dispatch modes as in forward. If not, ops made of others, such as
-            ``F.linear``, may write in place in one phase what they return anew in the other.
+            ``F.linear``, may modify a tensor in place in one phase and return a new one in the other.
     """
     region = holder.region
     if isinstance(owner, Placeholder) and owner.source.is_of(region):
@@ -157,11 +157,11 @@ def what_differs(
         return another_parameter(region, holder.name, holder.op, None, tensor)
     if region.options.determinism_check in _COMPARING:
         if metadata != [tensor.shape, tensor.dtype, tensor.device]:
-            what = f"forward saved {described(holder)} here, replay {described(tensor)}{at_user_line()}"
+            what = f"forward saved {described(holder)} here, but replay saved {described(tensor)}{at_user_line()}"
             return differs_at(region, holder, what)
         if not loaded and _is_by_another_op(holder, owner):
             before, now = _op_behind(holder.producer), _op_behind(type(owner.grad_fn))
-            what = f"forward saved {described(holder)} made by {before} here, replay one made by {now}"
+            what = f"forward saved {described(holder)} made by {before} here, but replay saved one made by {now}"
             return differs_at(region, holder, f"{what}{at_user_line()}")
     if version != tensor._version:
         # Inputs that hooks around the region restored may count their versions anew, and so does what was kept for
@@ -173,12 +173,12 @@ def what_differs(
             or (region.inputs is not None and region.inputs.packed)
         ):
             return MutationError(
-                f"this {described(holder)}, which the region saves for backward, was changed in place between forward "
-                f"and replay (or another number of times in replay), which reads it{at_user_line()}",
+                f"this {described(holder)}, which the region saves for backward and replay reads{at_user_line()}, was "
+                "modified in place between forward and replay (or a different number of times in replay)",
                 region=region.name,
                 op=holder.op,
                 tensor=holder.name,
-                remedy="Buffers and other tensors that the region reads must stay as they are until backward: change "
+                remedy="Buffers and other tensors that the region reads must stay unmodified until backward: modify "
                 "a clone, or pass a clone to the region as an argument.",
             )
         if region.finished:  # else forward has yet to compare it with what its own tensor counts
@@ -192,7 +192,7 @@ def _is_new(holder: Holder, tensor: torch.Tensor) -> bool:
 
 
 def _is_another(holder: Holder, owner: torch.Tensor, origin: torch.Tensor | None) -> bool:
-    """Whether a leaf, or another tensor from outside the region, is not the one that forward used.
+    """Whether a leaf, or another tensor created outside the region, is not the one that forward used.
 
     Which phase has made a tensor its autograd node cannot tell: nodes are numbered in each thread, and backward may run
     in another one. So what is older than the region must be the same object.
@@ -261,7 +261,7 @@ def _op_behind(node: type) -> str:
 def lies_otherwise(
     region: RegionLike, position: int, tensor: torch.Tensor, owner: torch.Tensor, before: Layout | None
 ) -> RematError | None:
-    """Return the error about a view that lies otherwise in what it is a view of than in forward, if it does.
+    """Return the error about a view whose placement in its base differs from forward, if it does.
 
     Where that itself lies otherwise, as inputs may that hooks around the region restored, nothing can be told; and what
     was kept of a view for replay has the view's strides, but is no view.
@@ -271,7 +271,7 @@ def lies_otherwise(
         position: Which of the saved tensors it is.
         tensor: What replay saves.
         owner: The tensor that it is a view of, or itself.
-        before: How forward's tensor lay.
+        before: The placement of forward's tensor.
     """
     now = layout_of(tensor, owner)
     if before and tensor is owner and before[0] == tensor.stride():
@@ -281,15 +281,15 @@ def lies_otherwise(
     if (before[2:] != now[2:]) if before and now else region.inputs is None or not region.inputs.as_given:
         return None
     forward, replay = (
-        "a view with strides {} from element {} on".format(*layout) if layout else "all of a tensor as it is"
+        "a view with strides {} and offset {}".format(*layout) if layout else "a whole tensor"
         for layout in (before, now)
     )
-    what = f"forward saved {forward} here, replay {replay}{at_user_line()}"
+    what = f"forward saved {forward} here, but replay saved {replay}{at_user_line()}"
     return mismatched(region, what, SAME_OPS, f"saved tensor {position}")
 
 
 class Around:
-    """The regions around one whose forward runs, as far as they care about its ops."""
+    """The regions that enclose one whose forward runs, as far as they care about its ops."""
 
     __slots__ = ("_name", "_replay", "_tapes")
 
@@ -308,7 +308,7 @@ class Around:
             around = around.parent
 
     def note(self, record: Call) -> None:
-        """Tell the regions around of an op that begins; one that is replayed may end with an error."""
+        """Tell the enclosing regions of an op that begins; one that is replayed may end with an error."""
         for tape in self._tapes:
             if not tape.inner:
                 tape.inner = []
@@ -321,17 +321,17 @@ class Around:
         expected: InnerOp | None = noted[at] if at < len(noted) else None
         if expected == op:
             replay.inner_next = at + 1
-        elif expected is not None or replay.region.finished:  # else a backward inside forward, which has come so far
+        elif expected is not None or replay.region.finished:  # else a backward inside forward, which came this far
             name, policy, place = op
-            what = f"the replay of region {replay.region.name!r} around it runs this op{at_user_line()}"
+            what = f"the replay of the enclosing region {replay.region.name!r} runs this op{at_user_line()}"
             if expected is None:
-                what += ", forward did not"
+                what += ", but forward did not"
             elif expected[:2] == op[:2]:
-                what += f" after {place} saved tensors, forward after {expected[2]}"
+                what += f" after {place} saved tensors, but forward after {expected[2]}"
             elif expected[0] == name:
-                what += f" with policy {policy.name}, forward with {expected[1].name}"
+                what += f" with policy {policy.name}, but forward with {expected[1].name}"
             else:
-                what += f" where forward ran {expected[0]!r}"
+                what += f", but forward ran {expected[0]!r}"
             error = mismatched(replay.region, what, SAME_ORDER, op=name)
             error.region = self._name
             replay.fail(error)
@@ -346,5 +346,5 @@ def check_all_came(replay: Replaying) -> None:
     region = replay.region
     if replay.inner_next < len(region.tape.inner):
         name = region.tape.inner[replay.inner_next][0]
-        what = f"this op of forward is missing in the replay of region {region.name!r} around it"
+        what = f"forward ran this op, but the replay of the enclosing region {region.name!r} did not"
         raise mismatched(region, what, SAME_ORDER, op=name)

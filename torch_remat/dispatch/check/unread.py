@@ -6,9 +6,9 @@ replay. Out: an error where a parameter was replaced by another with other value
 reads a tensor which is not as forward left it.
 
 Autograd does not save a weight whose input needs no gradient, nor any bias, so the saved tensors alone do not show that
-such a parameter is another one (`torch.func.functional_call` around the region, an attribute that was set anew, a step
-of an optimizer before backward). And a region's function may reach a whole model and use a part of it, so that what
-changed elsewhere is no error. The mode is on the stack only in a replay that has a tensor which it must not read.
+such a parameter was replaced or modified (`torch.func.functional_call` around the region, a reassigned attribute, an
+optimizer step before backward). A region's function may reach a whole model and use only a part of it, so a change
+elsewhere is not an error. The mode is on the stack only in a replay that must not read some tensor.
 """
 
 from __future__ import annotations
@@ -93,10 +93,10 @@ class Unread(DispatchMode):
         errors = [error() for error in self._parameters.values()]
         errors += [error(torch.empty(0)) for *_, error in self._storages.values()]
         return MutationError(
-            "compiled code ran in this replay, and may have read a tensor that is not as forward left it",
+            "compiled code ran in this replay and may have read a tensor that is not as forward left it",
             region=errors[0].region,
             tensor=errors[0].tensor,
-            remedy="Change the tensor after backward, or compile the whole region.",
+            remedy="Modify the tensor after backward, or compile the whole region.",
         )
 
     def __torch_dispatch__(
@@ -139,7 +139,7 @@ def _read(
 
 
 def versions_of(tensors: Sequence[torch.Tensor | None]) -> Sequence[int]:
-    """Return how often each tensor was changed in place; -1 where that is not counted."""
+    """Return how often each tensor was modified in place; -1 where that is not counted."""
     try:
         return list(map(_version, tensors))
     except (AttributeError, RuntimeError):  # a parameter that is not set; a tensor of inference mode
@@ -207,18 +207,18 @@ def _name_of(region: RegionLike, place: int, parameter: torch.Tensor | None) -> 
 def _replaced(region: RegionLike, place: int, one: torch.Tensor | None, other: torch.Tensor | None) -> RematError:
     before, now = ("none" if it is None else described(it) for it in (one, other))
     how = f"{now}, with other values" if before == now else f"{before}, then {now}"
-    reader = "" if other is None else f", and replay reads the other one{at_user_line()}"
+    reader = "" if other is None else f", and replay reads the new one{at_user_line()}"
     what = f"this parameter was replaced between forward and replay ({how}){reader}"
     return MismatchError(what, region=region.name, tensor=_name_of(region, place, other), remedy=REPLACED)
 
 
 def _changed(region: RegionLike, place: int, parameter: torch.Tensor) -> RematError:
     return MutationError(
-        f"this parameter, {described(parameter)}, was changed in place since forward, and replay reads it"
+        f"this parameter, {described(parameter)}, was modified in place since forward, and replay reads it"
         f"{at_user_line()}",
         region=region.name,
         tensor=_name_of(region, place, parameter),
-        remedy="Change parameters (a step of an optimizer, an average of weights) after backward.",
+        remedy="Modify parameters (optimizer step, weight averaging) after backward.",
     )
 
 

@@ -55,14 +55,14 @@ def checksum(tensor: torch.Tensor) -> bytes:
     if content.nbytes and not content.data_ptr():
         raise UsageError(
             f'determinism_check="bitwise" cannot read the values of a {type(tensor).__name__}',
-            remedy="Give the class __tensor_flatten__, or pass a callable (tensor) -> value as determinism_check.",
+            remedy="Define __tensor_flatten__ on the class, or pass a callable (tensor) -> value as determinism_check.",
         )
     data = (ctypes.c_char * content.nbytes).from_address(content.data_ptr()) if content.nbytes else b""
     return hashlib.blake2b(data, digest_size=16).digest()
 
 
 class LeftOut(DispatchMode):
-    """Leaves out of the comparison what is saved and may differ from run to run, while a forward runs.
+    """Excludes from the comparison what is saved and may differ from run to run, while a forward runs.
 
     The running statistics of batch norms in training: autograd saves them, each run changes them, and backward does not
     read them. In evaluation it does. Instance norms are batch norms too, on copies of the statistics. And the workspace
@@ -118,7 +118,7 @@ class Values:
         if self.workspace is not None and type(tensor) is torch.Tensor and storage_key(tensor) == self.workspace:
             holder.fingerprint = _NOT_COMPARED
             return
-        if type(tensor) is Placeholder:  # in a region inside one that is replayed, and leaves out what made it
+        if type(tensor) is Placeholder:  # in a region inside one that is replayed, and skips what made it
             holder.fingerprint = _NOT_COMPARED
             return
         number = sequence_number()
@@ -139,7 +139,7 @@ class Values:
     def flush(self) -> None:
         """Take the values of all queued tensors.
 
-        Those that were changed in place since they were saved have none: backward refuses them anyway.
+        Those that were modified in place since they were saved have none: backward refuses them anyway.
         """
         pending, self._pending = self._pending, []
         if not pending:
@@ -175,7 +175,7 @@ def difference(region: RegionLike, holder: Holder, value: Any) -> RematError | N
             f"which cannot be compared: {error}",
             region=region.name,
             tensor=holder.name,
-            remedy="Return something of which == says True or False, such as a number, a tuple of numbers or a tensor.",
+            remedy="Return a value that == turns into True or False, such as a number, a tuple of numbers, a tensor.",
         )
     if same:
         return None
@@ -185,5 +185,5 @@ def difference(region: RegionLike, holder: Holder, value: Any) -> RematError | N
 
 
 _NOT_DETERMINISTIC = (
-    " Ops that are not deterministic on this device differ too (torch.use_deterministic_algorithms(True) reports them)."
+    " Nondeterministic ops on this device differ too (torch.use_deterministic_algorithms(True) reports them)."
 )

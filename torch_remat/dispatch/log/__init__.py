@@ -1,1 +1,1 @@
-"""The log: what forward notes of all that replay may leave out, and how replay answers it."""
+"""The log: what forward notes of all that replay may skip, and how replay answers it."""

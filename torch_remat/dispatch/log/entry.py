@@ -52,17 +52,17 @@ class Entry:
         reads: The storages of its arguments.
         layout: Shape and strides of the tensors among its arguments, if its results are saved.
         listed: Whether there are lists of tensors among its arguments, though it is of a kind.
-        version: The version counter of a tensor from outside before the op gave it another shape.
-        early: The storages from outside that it reads and that a later entry writes.
+        version: The version counter of a tensor created outside the region before the op gave it another shape.
+        early: The storages created outside the region that it reads and that a later entry writes.
         writes: The storages of the arguments that it writes.
         whole: Whether it writes its arguments' whole storages.
-        outside: Those of them that come from outside the region.
+        outside: Those of them that were created outside the region.
         repeats: Whether replay writes these again.
         made: The storages of its new results, by their place, unless there is just `storage`.
         storage: That of its one new result, if its kind is `ONE`.
         saved: The places of the results that are to be kept if replay needs them.
         away: Those of them that leave the device.
-        barred: The places of the results that the policy leaves out by name.
+        barred: The places of the results that the policy excludes by name.
         always: Whether replay runs it whatever it is needed for.
         run: Whether replay runs it.
         before: The random generators before it, if replay must set them.
@@ -111,7 +111,7 @@ class Entry:
         return (self.storage,) if self.kind == ONE else [*(key for _, key in self.made), *self.writes]
 
     def is_view(self) -> bool:
-        """Whether it returned a view and no more: also of a placeholder of a region around, which has no kind."""
+        """Whether it returned a view and no more: also of a placeholder of an enclosing region, which has no kind."""
         if self.kind == VIEW or (self.effects.viewed is not None and self.reads):  # else of a number, such as ``1j``
             return True
         return not self.writes and bool(getattr(self.results, "alias", False))

@@ -1,7 +1,7 @@
-"""Where replay stands in the log, the loose ops that are no entries, and the in-place changes that are not done again.
+"""The position of replay in the log, ops that are not entries, and in-place modifications that replay skips.
 
-In: an op that replay asks for, and tensors that it would change. Kept: version counters, until the op is over, since
-autograd counts a change that did not happen too. Out: its place, a view or cast that is run on the spot, or the error
+In: an op that replay asks for, and tensors that it would modify. Kept: version counters, until the op is over, since
+autograd also counts a skipped modification. Out: its place, a view or cast that is run immediately, or the error
 about an op that forward did not run there; the counters as they were.
 """
 
@@ -23,14 +23,14 @@ from torch_remat.errors import MismatchError, at_user_line
 
 
 def place_of(op: Any, effects: Effects, entries: Sequence[Entry], at: int) -> int | None:
-    """Return the place in forward's sequence of an op that replay asks for; None if it is none of the sequence.
+    """Return the place in forward's sequence of an op that replay asks for; None if it is not in the sequence.
 
     NOTE [ Loose ops ]
     Some ops are not the user's. On placeholders autograd makes views anew by their own functions, where on tensors it
     uses ``as_strided``; autocast casts a tensor or has kept the cast of it. So views and casts that only one phase has
-    are passed over; they compute nothing that is kept. And Python asks the right operand of a comparison first if it is
+    are skipped; they compute nothing that is kept. And Python asks the right operand of a comparison first if it is
     a placeholder: ``x > placeholder`` comes as ``placeholder < x``. Autograd makes views anew where one of them was
-    changed in place; if the sequence goes on with a view by the same function, their geometry tells them apart.
+    modified in place; if the sequence goes on with a view by the same function, their geometry distinguishes them.
     """
     if at < len(entries) and (entries[at].op is op or is_mirrored(entries[at].op, op)):
         return at
@@ -85,7 +85,7 @@ def after_loose(entries: Sequence[Entry], at: int, op: Any = None) -> int:
 
 
 def run_loose(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run a view or a cast that is none of the sequence, on tensors or placeholders."""
+    """Run a view or a cast that is not in the sequence, on tensors or placeholders."""
     if any(isinstance(arg, Placeholder) for arg in args):
         return Placeholder.__torch_dispatch__(op, (), args, kwargs)
     return op(*args, **kwargs)
@@ -101,8 +101,8 @@ def another_op(region: RegionLike, group: str | None, at: int, entries: Sequence
     """Return the error about an op that is not the one that forward ran at its place."""
     entry = entries[at] if at < len(entries) else None
     if isinstance(entry, Call) and not isinstance(ran, Call):
-        what = "this op of forward is missing in replay"
-        return mismatched(region, f"{what}, which ran {ran}{at_user_line()}", _SAME_OPS, op=entry.name)
+        what = "forward ran this op, but replay"
+        return mismatched(region, f"{what} ran {ran}{at_user_line()}", _SAME_OPS, op=entry.name)
     expected = "no further op" if entry is None else str(entry.op)
     found = "ran no further op" if ran is None else f"ran {ran}{at_user_line()}"
     return mismatched(
@@ -119,7 +119,7 @@ def other_arguments(
     ]
     return mismatched(
         region,
-        f"op {at} of forward, {entry.op}, got tensors of {shown[0]} there and of {shown[1]} in replay{at_user_line()}",
+        f"op {at}, {entry.op}, got tensors of {shown[0]} in forward, but of {shown[1]} in replay{at_user_line()}",
         _SAME_OPS,
         tensor=entry.label(0),
         op=entry.group,

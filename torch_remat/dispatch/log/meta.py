@@ -33,7 +33,7 @@ class Meta(NamedTuple):
     """What replay must know of a tensor to stand something in for it.
 
     Attributes:
-        geometry: Where it lies in its storage.
+        geometry: Its place in its storage.
         dtype: Its dtype.
         device: Its device.
         alias: Whether it shares the storage of its op's first argument though the schema does not say so.
@@ -59,7 +59,7 @@ class WrapperMeta(NamedTuple):
     Attributes:
         kind: The subclass.
         parts: The `Meta` or `WrapperMeta` of each tensor inside, by attribute; `Given` of one that was an argument.
-        context: What the subclass needs besides to be made again.
+        context: What the subclass needs besides to be rebuilt.
         geometry: Shape and strides of the wrapper.
         alias: As in `Meta`.
     """
@@ -147,7 +147,7 @@ def stand_in(meta: Any, source: Source) -> torch.Tensor:
 
 
 def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the tensors without tensors inside of which a wrapper consists; the tensor itself if it is none."""
+    """Yield the innermost tensors of which a wrapper consists; the tensor itself if it is not a wrapper."""
     if type(tensor) in _DENSE or not hasattr(tensor, "__tensor_flatten__"):
         yield tensor
         return
@@ -220,7 +220,7 @@ def layout_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[torc
 
 
 def dense_layout(args: Sequence[Any]) -> list[tuple[torch.Size, tuple[int, ...]]]:
-    """Return the same for arguments that are ordinary tensors, or placeholders, and values that are none."""
+    """Return the same for arguments that are ordinary tensors, or placeholders, and values that are not tensors."""
     layout = []
     try:
         for arg in args:

@@ -42,7 +42,7 @@ def find_needs(
     Args:
         entries: The log.
         roots: What replay must have.
-        can_keep: Tells whether a saved result is there, as the entry left it.
+        can_keep: Whether a saved result is there, as the entry left it.
         runs: Entries that replay runs besides those that run whatever they are needed for.
     """
     forced = set(runs)
@@ -92,7 +92,7 @@ def _walk(
 
 
 def _unfinished(entries: Sequence[Entry], needs: Needs) -> list[Entry]:
-    """Return the changes that replay would leave out of a tensor that it makes again.
+    """Return the changes that replay would skip of a tensor that it recomputes.
 
     Nothing that is seen to read the tensor comes after them. But it has data in replay, and no placeholder would tell
     what reads it otherwise.

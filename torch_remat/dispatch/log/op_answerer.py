@@ -4,8 +4,8 @@ In: each op that the region's function, or a native region in it, asks for. Kept
 recomputed results, placeholders for what nobody needs.
 
 NOTE [ Writes to what outlives the region ]
-A buffer, a cache or a counter that forward changed is changed already: replay does not change it again, also if it is
-needed. It is the tensor whose storage is that of forward. Its version counter, which autograd moves on all the same, is
+A buffer, a cache or a counter that forward modified is not modified again in replay, even if its value is needed. It is
+recognized by its storage, which is the same as in forward. Its version counter, which autograd increments anyway, is
 put back.
 """
 
@@ -67,7 +67,7 @@ class OpAnswerer:
         written: What saved writes left in placeholders, by the identity of the source, which all views of one share.
     """
 
-    _remakes = False  # whether a placeholder was changed in place, whose views autograd makes anew
+    _remakes = False  # whether a placeholder was modified in place, whose views autograd makes anew
     _entries: Sequence[Entry] = ()
     _group = ""
     _at = 0
@@ -170,7 +170,7 @@ class OpAnswerer:
         return another_op(self._region, self._group or None, self._at, self._entries, None)
 
     def _suppress(self, entry: Entry, changed: Sequence[torch.Tensor]) -> None:
-        """Leave out a change of what lies outside the region; what replay has recomputed must be changed again."""
+        """Skip a change of what was created outside the region; what replay has recomputed must be changed again."""
         outside = still_there(entry.outside)
         if self._group:
             for tensor in changed:
@@ -230,19 +230,19 @@ class OpAnswerer:
         return made if isinstance(result, list) else tuple(made)
 
     def refuse_early(self, entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Raise if an op or call that runs again reads a tensor from outside that forward changed after it."""
+        """Raise if a recomputed op or call reads an outside tensor that forward modified after it."""
         changed = still_there(entry.early)
         where = "argument or variable" if entry.group else "argument"
         for at, tensor in enumerate(tensors_in(args, kwargs)):
             if not changed.isdisjoint(keys_of(tensor)):
                 raise MutationError(
-                    f"{entry.group or entry.op} runs again in replay and reads a tensor created outside the region "
-                    f"({where} {at}, shape {tuple(tensor.shape)}), which the region changes in place after it",
+                    f"{entry.group or entry.op} is recomputed in replay and reads a tensor created outside the region "
+                    f"({where} {at}, shape {tuple(tensor.shape)}), which the region modifies in place afterwards",
                     region=self._region_name,
                     op=entry.group,
                     tensor=entry.label(0),
-                    remedy="Let the policy save the op's result, put the code that reads and changes the tensor into "
-                    "one remat.native_save_region, or let the op read a clone that is made before the region.",
+                    remedy="Let the policy save the op's result, put the code that reads and modifies the tensor into "
+                    "one remat.native_save_region, or let the op read a clone made before the region.",
                 )
 
     def _restore_written(self, entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

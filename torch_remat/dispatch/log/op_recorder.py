@@ -1,7 +1,7 @@
 """Ops under a policy in forward: each runs, and is noted with what it reads, writes and makes, and its decision.
 
 In: each aten op of a region with a policy, and the tensors that autograd saves meanwhile. Kept: saved results, until
-the end of forward tells which of them replay or backward need (`needs`). Out: residents, and the entries of the log.
+the end of forward decides which of them replay or backward need (`needs`). Out: residents, and the entries of the log.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class OpRecorder:
     """The ops of one forward under a policy.
 
     Attributes:
-        path: Tells the path of the module whose code runs in a frame.
+        path: Gives the path of the module whose code runs in a frame.
         compiled_code: Notes whether compiled code runs, whose ops are not seen.
         random: The entries of ops that may have drawn random numbers.
     """
@@ -246,7 +246,7 @@ class OpRecorder:
             return
         if entry.effects.viewed is not None or entry.effects.reshapes:
             return
-        # An op that changes what lies outside is not repeated, so that what else it makes cannot be made again.
+        # An op that modifies a tensor created outside is not repeated, so its other results cannot be recomputed.
         if entry.outside and entry.made:
             entry.saved = FIRST if entry.kind == ONE else entry.all_places()
         elif len(said) == 1:
@@ -289,7 +289,7 @@ class OpRecorder:
         if place in entry.saved and place in entry.packed:
             automatic = entry.labels()[max(place, 0)]
             raise PolicyError(
-                f"{name!r} cannot be left out: it was kept for backward before it got this name",
+                f"{name!r} cannot be excluded: it was kept for backward before it got this name",
                 region=self._owner.region.name,
                 tensor=automatic,
                 remedy=f"Leave it out by its automatic name, {automatic!r}, or name it before anything reads it.",
@@ -340,7 +340,7 @@ class OpRecorder:
         return self._owner.rng_now() if self.random else None
 
     def note_draws(self, call: Call, before: RngState) -> None:
-        """Note where the generators stood before a call, which may run whole after ops that replay skips."""
+        """Note the state of the generators before a call, which may run whole after ops that replay skips."""
         if call.drawn is not None:
             call.before = before
             self.random.append(call)
@@ -355,7 +355,7 @@ _address = attrgetter("cdata")
 
 
 def note_early_reads(entries: Sequence[Entry]) -> None:
-    """Note which entries read a tensor from outside before a later one changed it: replay does not undo the change."""
+    """Note which entries read an outside tensor before a later one modified it: replay does not undo that."""
     written: dict[int, StorageWeakRef] = {}
     for entry in reversed(entries):
         if written and not (entry.is_view() or entry.effects.factory):

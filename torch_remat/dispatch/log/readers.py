@@ -75,7 +75,7 @@ def read_outputs(
 
 
 def _merged(ranges: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
-    """Return starts and ends of ranges, in order, those that lie within others left out."""
+    """Return starts and ends of ranges, in order, without those inside of others."""
     starts: list[int] = []
     ends: list[int] = []
     for start, end in sorted(ranges):

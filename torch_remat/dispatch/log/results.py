@@ -1,4 +1,4 @@
-"""Results that a decision saves, until the end of forward tells which of them are needed.
+"""Results that a decision saves, until the end of forward decides which of them are needed.
 
 In: what saved entries returned and wrote. Kept, until forward ends: these tensors, and their version counters once
 their op was over. Out: slots for those that replay reads.
@@ -32,7 +32,7 @@ class Results:
 
     Attributes:
         unread: Entries whose changes autograd counts only once they are over.
-        aliases: Of entries of kind `ONE`: an alias, without a history, that autograd has saved of a tensor in the
+        aliases: Of entries of kind `ONE`: an alias, without a `grad_fn`, that autograd has saved of a tensor in the
             result's storage, and the id of this tensor.
     """
 
@@ -97,7 +97,7 @@ class Results:
         self.unread.clear()
 
     def let_go_of_graph(self) -> None:
-        """At the end of forward: hold results without their history, since what only they reach needs no replay."""
+        """At the end of forward: hold results without their `grad_fn`, since what only they reach needs no replay."""
         aliases = self.aliases
         for entry, held in self._held.items():
             for place, (tensor, version) in held.items():
@@ -129,7 +129,7 @@ class Results:
         return not (self._storages.has_writes and self._storages.is_changed(entry, tensor))
 
     def is_written(self, entry: Entry, place: int) -> bool:
-        """Whether a result was changed in place since: a change that autograd counted."""
+        """Whether a result was modified in place since: a change that autograd counted."""
         tensor, version = self._held.get(entry, {}).get(place, (None, 0))
         return tensor is not None and (version_of(tensor) != version or self._storages.is_changed_by_alias(tensor))
 

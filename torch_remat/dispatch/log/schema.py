@@ -57,7 +57,7 @@ UNKNOWN = Effects(None, False, False, (), (), True, False, "aten", "", False, Fa
 
 
 def argument(where: Argument, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return one argument of a call, None if it was left out."""
+    """Return one argument of a call, None if it was not given."""
     place, name = where
     return args[place] if place < len(args) else kwargs.get(name)
 

@@ -1,8 +1,8 @@
 """What the log has of a tensor that replay needs: it keeps it in a slot, or elides it, since replay has it anyway.
 
 In: a tensor, in forward. Kept: an alias of it, or what the hooks around the region made of it; of a saved tensor of a
-call that is, or shares the storage of, an argument or variable of the call: where both lay in their storage. Out: the
-tensor, for one replay, or an error if it was changed in place meanwhile.
+call that is, or shares the storage of, an argument or variable of the call: where both were in their storage. Out: the
+tensor, for one replay, or an error if it was modified in place since.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NOTHING = torch.empty(0)
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return how often a tensor was changed in place; `UNCOUNTED` for one made in inference mode."""
+    """Return how often a tensor was modified in place; `UNCOUNTED` for one made in inference mode."""
     return UNCOUNTED if tensor.is_inference() else tensor._version
 
 
@@ -51,7 +51,7 @@ class Slot:
         tensor: The tensor.
         hooks: The saved-tensor hooks that keep it; None to keep an alias.
         requires_grad: Whether replay's tensor needs a gradient; by default as the tensor does.
-        unchecked: Whether changes in place are allowed.
+        unchecked: Whether in-place modifications are allowed.
 
     Attributes:
         kept: The alias, or what the hooks made of the tensor.
@@ -73,7 +73,7 @@ class Slot:
         self._requires_grad = tensor.requires_grad if requires_grad is None else requires_grad
         self._version = version_of(tensor)
         if self._version == UNCOUNTED:
-            self.kept: Any = tensor.clone()  # nothing tells of changes
+            self.kept: Any = tensor.clone()  # nothing counts its changes
         elif hooks is None:
             self.kept = tensor.detach()
             if unchecked:
@@ -87,7 +87,7 @@ class Slot:
 
     @classmethod
     def of_alias(cls, alias: torch.Tensor, others: Sequence[tuple[torch.Tensor, int]] = ()) -> Slot:
-        """Return the slot for an alias without a history, which nobody else has.
+        """Return the slot for an alias without a `grad_fn`, which nobody else has.
 
         Args:
             alias: It.
@@ -110,7 +110,7 @@ class Slot:
         self._aliases = [(counter_of(alias), alias._version) for alias, _ in aliases]
 
     def unchanged(self) -> torch.Tensor | None:
-        """Return the tensor without a history if it is simply there; else None: `load` has more to do."""
+        """Return the tensor without a `grad_fn` if it is simply there; else None: `load` has more to do."""
         kept: torch.Tensor = self.kept
         if self._unpack is not None or self._version == UNCOUNTED or kept._version != self._version:
             return None
@@ -125,11 +125,11 @@ class Slot:
         counted = self._unpack is None and self._version != UNCOUNTED  # what hooks have kept, they check themselves
         if (counted and kept._version != self._version) or any(version_of(alias) != at for alias, at in self._aliases):
             raise MutationError(
-                "this tensor was changed in place after it was kept for replay",
+                "this tensor was modified in place after it was kept for replay",
                 region=region,
                 op=op,
                 tensor=name,
-                remedy="Use the out-of-place form of the op that changes it, change it after backward, or let the "
+                remedy="Use the out-of-place form of the op that modifies it, modify it after backward, or let the "
                 "region recompute it.",
             )
         if self._unpack is not None:
@@ -162,7 +162,7 @@ def placement_in(meta: Any) -> Placement:
 
 
 def offset_in_bytes(tensor: torch.Tensor) -> int:
-    """Return where a tensor's first element lies in its storage."""
+    """Return the position of a tensor's first element in its storage."""
     return int(tensor.storage_offset()) * tensor.dtype.itemsize
 
 
@@ -172,8 +172,8 @@ class Elided(NamedTuple):
     Attributes:
         holder: The holder that waits for it.
         place: Which argument the source is; variables are counted after the arguments.
-        view: Where the tensor lay in the source's storage; None if it is the source itself.
-        source: Where the source lay; None likewise.
+        view: The tensor's placement in the source's storage; None if it is the source itself.
+        source: The placement of the source; None likewise.
     """
 
     holder: ref[OpHolder]
@@ -246,8 +246,8 @@ def _unpack(region: str, kept: Own | Packed) -> torch.Tensor:
     tensor, version = kept  # type: ignore[misc]
     if tensor._version != version:
         raise MutationError(
-            f"a tensor of shape {tuple(tensor.shape)} that backward needs was changed in place after it was kept",
+            f"a tensor of shape {tuple(tensor.shape)} that backward needs was modified in place after it was kept",
             region=region,
-            remedy="Use the out-of-place form of the op that changes it, or change it after backward.",
+            remedy="Use the out-of-place form of the op that modifies it, or modify it after backward.",
         )
     return tensor

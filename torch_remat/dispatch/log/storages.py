@@ -2,14 +2,14 @@
 
 In: each entry with its arguments and results. Kept, until forward ends: addresses. Out: what an entry reads and writes.
 
-A storage is known by its address while forward runs: a new result that lies at a known address means that the old
-storage is gone, and what comes later means the new one. What no entry made comes from outside: from outside of the
+A storage is known by its address while forward runs: a new result at a known address means that the old
+storage is gone, and what comes later means the new one. What no entry made comes from outside: from outside the
 region, or from ops of the region that nobody watched.
 
 NOTE [ Changes that a version counter does not show ]
 Results of ``_unsafe_view`` (which ends ``x @ w`` where x has three dimensions) and of ``unsafe_split`` share a storage
-with their argument, but no version counter. So whether a saved result was changed in forward is told by its storage's
-last writer, and by the counters of its aliases of this kind; for later these are kept.
+with their argument, but no version counter. So the last writer of its storage, and the counters of its aliases of this
+kind, show whether a saved result was changed in forward; the aliases are kept to detect later changes.
 """
 
 from __future__ import annotations
@@ -96,11 +96,11 @@ class Storages:
                 self.aliases[key] = [(alias, version_of(alias)) for alias, _ in self.aliases[key]]
 
     def has_changed(self, tensor: torch.Tensor) -> bool:
-        """Whether an entry has written a tensor from outside."""
+        """Whether an entry has written a tensor created outside the region."""
         return key_of(tensor) in self._foreign
 
     def let_go_of_graph(self) -> None:
-        """Hold aliases without their history."""
+        """Hold aliases without their `grad_fn`."""
         for aliases in self.aliases.values():
             aliases[:] = [(alias.detach(), version) for alias, version in aliases]
 
@@ -278,5 +278,5 @@ class Storages:
             self._sizes[key] = meta.geometry[0].numel() * meta.dtype.itemsize if type(meta) is Meta else -1
         if (size := self._sizes.get(key)) is not None and before is not None:
             return tensor.numel() * tensor.dtype.itemsize == size
-        # In the replay of a region around this one placeholders would not tell.
+        # In the replay of an enclosing region placeholders would not tell.
         return not self._nested and tensor.nbytes == tensor.untyped_storage().nbytes()

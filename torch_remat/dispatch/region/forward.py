@@ -110,7 +110,7 @@ class Recording(RematMode):
     """The forward of a region. Its pack hook makes the holders and notes them on the tape.
 
     NOTE [ Changes after the save ]
-    Autograd refuses a saved tensor that was changed in place later. A replay that stops early may not come to the
+    Autograd refuses a saved tensor that was modified in place later. A replay that stops early may not come to the
     change, so forward looks for it: at its end the version counter of each saved tensor must stand where it stood. A
     counter lives as long as a tensor that shares it. Until then small tensors are simply kept, larger ones up to a
     budget, and subclasses; of another large one a detached alias without data is.
@@ -198,7 +198,7 @@ class Recording(RematMode):
                 return self.pack(tensor)
             producer: type = NoneType
             if id(owner) in originals:
-                pass  # replay passes inputs without their history
+                pass  # replay passes inputs without their `grad_fn`
             elif (node := owner.grad_fn) is not None:
                 producer = type(node)
                 if producer is CAST or node._sequence_nr() < first_number:

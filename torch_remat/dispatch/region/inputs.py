@@ -61,7 +61,7 @@ class RegionInputs:
     _storages: Collection[int] = frozenset()  # of the tensors that hooks hold
     _inside: Collection[int] = ()  # the leaves that the region itself has changed, and replay would change again
     _written: Collection[int] = ()  # the leaves that it has changed where replay leaves that out
-    _made: Collection[int] | None = None  # the leaves with a history, if something looks at that
+    _made: Collection[int] | None = None  # the leaves with a `grad_fn`, if something looks at that
     given: Sequence[Any] = ()
     others: Sequence[Any] = ()
     bases: Collection[int] = frozenset()
@@ -177,7 +177,7 @@ class RegionInputs:
         return id(tensor) in self.originals or (bool(self._storages) and key_of(tensor) in self._storages)
 
     def adopt(self, tensor: torch.Tensor, key: int) -> None:
-        """Hold a tensor while forward runs, and take it as if it lay in a storage that may be that of an argument."""
+        """Hold a tensor while forward runs, and treat it as if its storage may be that of an argument."""
         if key in self._storages:
             self._storages = {*self._storages, key_of(tensor)}
         self.given = (*self.given, tensor)  # no other takes its place
@@ -185,7 +185,7 @@ class RegionInputs:
     def is_left_by_gradient(self, variables: Callable[[], Iterable[Any]]) -> bool:
         """Whether the gradient that is taken now leaves the region and comes back; asked while forward runs.
 
-        Replay has arguments without what lies before them: such a gradient would have fewer terms there.
+        Replay has arguments without what comes before them: such a gradient would have fewer terms there.
 
         Args:
             variables: Returns the variables that the region's function reaches besides.
@@ -208,7 +208,7 @@ class RegionInputs:
         return self._made is not None
 
     def end_forward(self) -> None:
-        """Note what the region itself has changed, and let go of what only forward needs.
+        """Note what the region itself has modified, and release what only forward needs.
 
         What recomputes an input under hooks may have run the region too, as torch's checkpoint does up to the last
         tensor that it needs: whether the input is changed then, nobody says.
@@ -238,7 +238,7 @@ class RegionInputs:
         """At the end of forward: let tensors be as the region has left them, if replay does not change them again.
 
         Args:
-            is_left_out: Tells of a tensor, and of how many times it was changed, whether replay leaves all of that out.
+            is_left_out: Takes a tensor, and how many times it was changed; whether replay skips all of these changes.
         """
         if self._unpack is not None:
             return  # replay gets them from elsewhere
@@ -272,7 +272,7 @@ class RegionInputs:
             region: The region, for errors.
 
         Raises:
-            MutationError: A tensor was changed in place since the region was called.
+            MutationError: A tensor was modified in place since the region was called.
         """
         leaves = self._leaves.copy()
         restored = []
@@ -341,21 +341,21 @@ class RegionInputs:
     def _changed(self, region_name: str, index: int) -> MutationError:
         if index in self._inside:
             return MutationError(
-                "the region itself changed this input in place, and replay would change it again, so replay cannot "
+                "the region itself modified this input in place, and replay would modify it again, so replay cannot "
                 "start from it",
                 region=region_name,
                 tensor=self._place(index),
-                remedy="Use the out-of-place form there, change a clone, or do all such changes inside native regions.",
+                remedy="Use the out-of-place form there, modify a clone, or modify it only inside native regions.",
             )
         return MutationError(
-            "this input of the region was changed in place after the region was called, so replay cannot start from it",
+            "this input was modified in place after the region was called, so replay cannot start from it",
             region=region_name,
             tensor=self._place(index),
-            remedy="Change a clone of it, or change it after backward.",
+            remedy="Modify a clone of it, or modify it after backward.",
         )
 
     def _place(self, index: int) -> str:
-        """Return where a leaf stands in the call: ``args[0]``, ``kwargs['mask'][1]``."""
+        """Return the place of a leaf in the call: ``args[0]``, ``kwargs['mask'][1]``."""
         if self._spec is None:
             return f"args[{index}]"
         root, *path = optree.treespec_accessors(self._spec)[index]
@@ -425,7 +425,7 @@ class _SameAs:
 
 
 class _Alias(torch.autograd.Function):
-    """Returns a tensor in the memory of another, with a history, so that it may be changed in place."""
+    """Returns a tensor in the memory of another, with a `grad_fn`, so that it may be modified in place."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:

@@ -10,10 +10,10 @@ buffer of a module in training also if its values differ, since batch norms and 
 1. A buffer of at most 64 KiB that only recomputed code changed is as forward found it while the replay runs, and
    afterwards as it was. So is a place that was only bound to another tensor.
 2. What only skipped calls changed is not changed again. It is *unread* until the replay has passed the last of them.
-3. What recomputed code changed and is larger, or is no buffer, or what both changed, is copied for the replay and put
-   back, and is unread throughout.
-4. All else that is not as the region's forward left it when the replay begins (another region changed it, another call
-   of the same module, the user) is unread throughout.
+3. A larger buffer, or a tensor that is not a buffer, that recomputed code changed, and any tensor that both changed, is
+   copied for the replay, put back afterwards, and unread throughout.
+4. Any other tensor that is not as the region's forward left it when the replay begins (another region, another call of
+   the same module, or the user changed it) is unread throughout.
 Reading an unread tensor ends the replay with an error. Under a policy the log knows what its ops wrote, and which ops
 read it before; writes are not repeated, unless an op that runs again has read a small buffer before.
 """
@@ -37,7 +37,7 @@ from torch_remat.dispatch.reach import Place
 from torch_remat.errors import MutationError, RematError, at_user_line
 
 COPIED_BYTES = 1 << 16
-"""Up to this size a buffer is copied before forward, since only at its end it is known to have changed."""
+"""Up to this size a buffer is copied before forward, since only the end of forward shows whether it changed."""
 
 
 class State(NamedTuple):
@@ -146,7 +146,7 @@ class Noted:
         if by_value and self.after is not None and tensor is not None and not _same(tensor, self.after):
             self.last = inf
         if log_knows and (has_policy or not moved) and self.skipped is None and not is_bound:
-            self.is_changed = False  # the log tells what reads it too late
+            self.is_changed = False  # the log knows what reads it too late
         elif self.is_changed and self.skipped is None:
             is_only_bound = is_bound and not moved
             self.is_put_back = not (has_policy and by_value) and (copy is not None or tensor is None or is_only_bound)
@@ -210,7 +210,7 @@ class Outside:
         return {key for buffer in buffers if buffer is not None for key in keys_of(buffer)}
 
     def has_buffer(self, key: int) -> bool:
-        """Whether a storage is that of such a buffer."""
+        """Whether a storage belongs to such a buffer."""
         return key in self.buffers()
 
     def states(self) -> list[State]:
@@ -253,14 +253,14 @@ class Outside:
         return changed
 
     def holds(self, key: int) -> bool:
-        """Whether a storage is that of a tensor that the region reaches."""
+        """Whether a storage belongs to a tensor that the region reaches."""
         return any(noted.place.tensor is not None and key in keys_of(noted.place.tensor) for noted in self._noted)
 
     def classify(self, log_knows: Callable[[Tensor], bool] | None) -> None:
         """Note what forward has changed so far.
 
         Args:
-            log_knows: Tells of a tensor whether the log knows of changes of it; None if there is no log.
+            log_knows: Takes a tensor: whether the log knows of changes of it; None if there is no log.
         """
         for noted in self._noted:
             tensor = noted.place.tensor
@@ -364,13 +364,13 @@ def _same(tensor: Tensor, copy: Tensor) -> bool:
 
 
 def _changed(region: str, place: Place, by_region: bool, tensor: Tensor) -> RematError:
-    when = "the region changed it in forward" if by_region else "it was changed after the region's forward"
+    when = "the region modified it in forward" if by_region else "it was modified after the region's forward"
     shape = tuple(tensor.shape)
     return MutationError(
-        f"replay reads {place.name}, a tensor of shape {shape} created outside the region{at_user_line()}, but {when}, "
-        "so that replay would read another value than forward did",
+        f"replay reads {place.name}{at_user_line()}, a tensor of shape {shape} created outside the region, but {when}, "
+        "so replay would read a different value than forward did",
         region=region,
         tensor=place.name,
-        remedy="Read it in the same call that changes it (remat.native_save_region, or a saved op), pass a clone that "
-        "was made before the region, or change it after backward.",
+        remedy="Read it in the same call that modifies it (remat.native_save_region, or a saved op), pass a clone "
+        "made before the region, or modify it after backward.",
     )

@@ -67,8 +67,8 @@ class Tape:
             argument brings.
         numbers: For saved tensors, by place, where autograd stood, if something is kept: the sequence number; the
             number of the first node to which a replay that ends here does not come; whether its op may yet fill it.
-        layouts: For views of parameters among these, by place, how they lie there.
-        buffers: The places of tensors without a history, which the op that saves them may fill later.
+        layouts: For views of parameters among these, by place, their layout there.
+        buffers: The places of tensors without a `grad_fn`, which the op that saves them may fill later.
         elided: Weak references to the holders of saved calls that are filled from the calls' arguments or variables,
             each with the number of the first node after the op that saved it.
         holders: Weak references to the holders of all that has a name, for reports.
@@ -310,7 +310,7 @@ class Region:
                     self._fill()
 
     def note_gradient(self, op: str | None, _grad_outputs: object = None) -> None:
-        """Note a gradient that is taken before forward ends, and refuse one through a call, which replay leaves out.
+        """Note a gradient that is taken before forward ends, and refuse one through a call, which replay skips.
 
         Args:
             op: The call that it passes through, if it is one.
@@ -327,7 +327,7 @@ class Region:
                 "a gradient is taken before the region's forward ends, leaves the region by one argument or variable "
                 "and comes back by another",
                 None,
-                "Pass to the region what both were made of, or take the gradient outside of the region.",
+                "Pass the region the tensor that both were computed from, or take the gradient outside the region.",
             )
 
     def _variables(self) -> Iterable[torch.Tensor | None]:
@@ -337,7 +337,7 @@ class Region:
         self,
         what: str,
         op: str | None,
-        remedy: str = "Take the gradient outside of the region, or give what it passes through the policy RECOMPUTE.",
+        remedy: str = "Take the gradient outside the region, or give what it passes through the policy RECOMPUTE.",
     ) -> NoReturn:
         """Raise an error about a gradient that is taken before forward ends, here and at the end of forward."""
         self.misuse = partial(UsageError, what, region=self.name, op=op, remedy=remedy)
@@ -351,7 +351,7 @@ class Region:
         """
         with self.lock:
             if not (self.finished or self.filling or self.hooks is None or self.keeper is None):
-                self.keeper.let_go()  # in a replay of what is around, an inner region keeps nothing: do the same here
+                self.keeper.let_go()  # in an enclosing replay an inner region keeps nothing: do the same here
             argument: torch.Tensor | None = None
             if not self.finished and self.recorder is not None:
                 argument = self.recorder.argument_of(holder)
@@ -360,7 +360,7 @@ class Region:
             while (value := holder.value) is None:  # another thread's backward may read what this one fills
                 if self.inputs is None:
                     raise ReleasedError(
-                        "backward needs this tensor again, but an earlier backward freed what replay starts from",
+                        "backward needs this tensor again, but an earlier backward freed the inputs of replay",
                         region=self.name,
                         op=holder.op,
                         tensor=holder.name,
@@ -406,7 +406,7 @@ class Region:
 
     def _replay_in_forward(self, last: int) -> None:
         if self.recorder is not None and (op := self.recorder.running()) is not None:
-            self.refuse("a gradient is taken inside of this, through what the region would have to recompute", op)
+            self.refuse("a gradient is taken inside this call, through what the region would have to recompute", op)
         if self.options.policy is not None:
             self.refuse("a gradient is taken before the region's forward ends, through an op that is not kept", None)
         with unseen(self):

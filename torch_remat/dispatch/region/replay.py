@@ -75,7 +75,7 @@ class Filling(Replaying):
     _refusal: Refusal | None = None  # the latest when `StopReplay` was raised
     _first_number = 0  # where autograd stood when the function began
     _unfilled_number = -1  # of the latest op that may yet fill what it saved
-    _sees_modes_of_forward = True  # also how many modes: ops of C++ write in place where there are none
+    _sees_modes_of_forward = True  # also how many modes: ops of C++ write into their tensors where no mode is active
     _waiting = 0  # how many holders are filled otherwise than at their place
     _before: Sequence[State] = ()  # what outlives the region, as the replay found it
 
@@ -107,7 +107,7 @@ class Filling(Replaying):
         """Run the function as far as it is needed; the caller holds the region's lock.
 
         Raises:
-            MutationError: A region input was changed in place.
+            MutationError: A region input was modified in place.
             MismatchError: Replay did something else than forward.
         """
         region = self.region
@@ -271,7 +271,7 @@ class Filling(Replaying):
                 return Packed.of(tensor)
             if self.ops is not None and not self.ops.is_of_handle(tensor.source):  # else its reader refuses it
                 tensor = self.ops.value_of(tensor, "saving it for backward")
-                self.note_loaded(tensor if tensor._base is None else tensor._base)  # what was kept has no history
+                self.note_loaded(tensor if tensor._base is None else tensor._base)  # what was kept has no `grad_fn`
                 holder.expect_version_of(tensor)  # what was kept was changed less often than what it stands for
         owner = tensor._base
         if owner is None:
@@ -321,7 +321,7 @@ class Filling(Replaying):
             or metadata_of(tensor) != holder.metadata
             or (
                 type(owner.grad_fn) is not holder.producer
-                and not (self.ops is not None and self.ops.has_loaded(owner))  # a slot has no history
+                and not (self.ops is not None and self.ops.has_loaded(owner))  # a slot has no `grad_fn`
             )
         ):
             self.explain(holder, tensor, owner, origin)
@@ -435,7 +435,7 @@ class Filling(Replaying):
         return kind is not NoneType
 
     def ops_now(self) -> Answerer | None:
-        """Return the ops of this replay; None once it is over, when user code goes on all the same."""
+        """Return the ops of this replay; None once it is over, when user code goes on anyway."""
         if self.ops is None and not self.over:
             self.ops = Answerer(self, self.region)
         return None if self.over else self.ops
@@ -444,12 +444,12 @@ class Filling(Replaying):
         """Replay keeps what forward has chosen."""
 
     def note_loaded(self, tensor: torch.Tensor) -> None:
-        """Note a tensor that was kept, so that it has no history in replay."""
+        """Note a tensor that was kept, so that it has no `grad_fn` in replay."""
         if (ops := self.ops_now()) is not None:
             ops.note_loaded(tensor)
 
     def fill_elided(self, holder: Holder, value: torch.Tensor, is_input: bool) -> None:
-        """Give a holder that was passed over its value; unless it is an input, the region may still modify it."""
+        """Give a skipped holder its value; unless it is an input, the region may still modify it."""
         if self.region.hooks is not None:  # what they restored may count its versions anew
             holder.metadata = (value._version, *holder.metadata[1:])
         holder.value = value
@@ -470,7 +470,7 @@ class Filling(Replaying):
         raise StopReplay(self)
 
     def _end(self) -> None:
-        """Let nothing count that the function does from here on."""
+        """Ignore what the function does from here on."""
         self.over, self._limit = True, 0
         if not self.stopped:
             self.stopped, self._refusal = True, last_refusal.get()
@@ -479,23 +479,23 @@ class Filling(Replaying):
                 self.show_ops_to(None)
 
     def fail(self, error: Exception) -> NoReturn:
-        """Keep an error and end the replay with it."""
+        """Keep an error, and end the replay with it."""
         if not self.stopped:
             self._error = error
         self.stop()
 
     def explain(self, holder: Holder, tensor: torch.Tensor, owner: torch.Tensor, origin: torch.Tensor | None) -> None:
-        """Tell apart what differs from forward, and fail unless it is harmless."""
+        """Find what differs from forward, and fail unless it is harmless."""
         loaded = self.ops is not None and self.ops.has_loaded(owner)
         error = what_differs(holder, tensor, owner, origin, loaded, self._sees_modes_of_forward)
         if error is not None:
             name = None if self.ops is None or type(holder) is OpHolder else self.ops.next_name()
             if name is not None and type(error) is MismatchError:
-                error.what += f" (op {name!r} of forward has not come yet)"
+                error.what += f" (replay has not reached op {name!r} of forward)"
             self.fail(error)
 
     def _compare_layouts(self, position: int, tensor: torch.Tensor, owner: torch.Tensor, before: Layout | None) -> None:
-        """Fail if a view lies otherwise in what it is a view of than in forward."""
+        """Fail if the placement of a view in its base differs from forward."""
         if tensor is owner and before is None:
             return
         if self.ops is not None and (self.ops.has_loaded(owner) or type(tensor) is Placeholder):
@@ -529,7 +529,7 @@ class Filling(Replaying):
             self.ops.check_passed(self._last) if self.over else self.ops.finish()
         if region.tape.inner and not self.over and region.finished:
             check_all_came(self)
-        # Where nothing is left out, what replay came to is filled.
+        # Where nothing is skipped, what replay came to is filled.
         if (self.ops is not None or self.position <= self._last_empty) and (empty := region.tape.empty()):
             raise saved_otherwise(region, self.position, empty[0])
         if region.finished and not region.options.early_stop and self.position != len(self._saved):

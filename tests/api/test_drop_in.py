@@ -1,0 +1,498 @@
+"""`drop_in`: called as torch's own checkpoint is, by libraries that take such a function."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import doctest
+import functools
+import inspect
+import pickle
+from collections import defaultdict
+
+import pytest
+import torch
+import torch.utils.checkpoint as of_torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+import torch_remat as remat
+from tests.helpers import CountOps, Mlp, assert_same, leaf, no_other_regions, parameter_gradients
+from torch_remat import _drop_in
+from torch_remat.errors import MismatchError, PolicyError, UsageError
+
+aten = torch.ops.aten
+PRODUCTS = [aten.addmm.default, aten.mm.default]  # no layer with a bias runs mm
+
+
+class Block(nn.Module):
+    """A layer that is called with keyword arguments, and has dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Mlp()
+
+    def forward(self, x, scale=None, training=True):
+        x = nn.functional.dropout(self.mlp(x), 0.2, training)
+        return x if scale is None else x * scale
+
+
+@pytest.fixture
+def block():
+    return Block()
+
+
+X = torch.linspace(-1, 1, 32).reshape(4, 8)
+
+
+def train_step(run, block, **kwargs):
+    torch.manual_seed(1)
+    block.zero_grad(set_to_none=True)
+    x = X.clone().requires_grad_()
+    y = run(block, x, **kwargs)
+    y.square().sum().backward()
+    return [y.detach(), x.grad, *parameter_gradients(block)]
+
+
+def kept(run, *args, **kwargs):
+    """Return the names of what a region keeps."""
+    with no_other_regions():
+        (region,) = remat.memory_report(run(*args, **kwargs)).regions
+        return [tensor.label for tensor in region.tensors if tensor.label != "random state"]
+
+
+def products_in_replay(run, *args, **kwargs):
+    loss = run(*args, **kwargs).sum()
+    with CountOps() as ops:
+        loss.backward()
+    return ops.counts["addmm"]
+
+
+def test_signature_is_that_of_torch():
+    theirs, ours = (inspect.signature(function).parameters for function in (torch_checkpoint, remat.drop_in()))
+    assert {name: ours[name].kind for name in theirs} == {name: theirs[name].kind for name in theirs}
+    # Before 2.14 torch takes one out of its keyword arguments, and has no other.
+    assert ours.keys() - theirs.keys() <= {"preserve_rng_state", "respect_saved_tensors_hooks"}
+
+
+SCALE = {"scale": torch.tensor(2.0, requires_grad=True)}  # torch's reentrant checkpoint takes no keyword arguments
+
+
+@pytest.mark.parametrize("kwargs", [{}, SCALE], ids=["no keywords", "keywords"])
+@pytest.mark.parametrize("given", [{}, {"use_reentrant": False}], ids=str)
+def test_gradients_are_those_of_torch(block, given, kwargs):
+    expected = train_step(torch_checkpoint, block, use_reentrant=False, **kwargs)
+    assert_same(expected, train_step(remat.drop_in(), block, **given, **kwargs))
+
+
+def test_without_use_reentrant_it_is_a_region_without_a_warning(block):
+    assert kept(remat.drop_in(), block, X) == ["args[0]"]
+
+
+def test_use_reentrant_is_handed_on_to_torch(block):
+    expected = train_step(torch_checkpoint, block, use_reentrant=True)
+    assert_same(expected, train_step(remat.drop_in(), block, use_reentrant=True))
+    with no_other_regions():
+        x = X.clone().requires_grad_()
+        y = remat.drop_in(preserve_rng_state=False)(block, x, use_reentrant=True)
+        assert not remat.memory_report(y).regions
+    assert type(y.grad_fn).__name__ == "CheckpointFunctionBackward"
+    assert y.grad_fn.preserve_rng_state is False
+    with pytest.raises(ValueError, match="only supported when"):
+        remat.drop_in()(block, x, use_reentrant=True, debug=True)
+
+
+def decorated_block(checkpoint, **options):
+    """Return a block whose method is a region by a decorator."""
+
+    class Decorated(Block):
+        @checkpoint(**options)
+        def run(self, x, debug):
+            """Run it."""
+            return self.mlp(x) * debug
+
+        def forward(self, x):
+            return self.run(x, debug=torch.tensor(2.0))  # as an option is named, which it is not here
+
+    torch.manual_seed(0)
+    return Decorated()
+
+
+@pytest.mark.parametrize("options", [{}, {"use_reentrant": False}, {"use_reentrant": False, "debug": True}], ids=str)
+def test_without_a_function_it_is_a_decorator_of_methods(options):
+    block = decorated_block(remat.drop_in(), **options)
+    expected = train_step(lambda block, x: block.mlp(x) * 2, block)
+    assert_same(expected, train_step(lambda block, x: block(x), block))
+    assert kept(block, X) == ["args[0]", "kwargs['debug']"]
+    assert products_in_replay(block, X) == 2
+    assert (type(block).run.__name__, type(block).run.__doc__) == ("run", "Run it.")
+
+
+@pytest.mark.parametrize("function", ["function", "module"])
+def test_without_a_function_it_is_a_decorator_of_functions_and_modules(block, function):
+    run = remat.drop_in(policy=remat.policies.save_matmuls)(use_reentrant=False)
+    run = run(block if function == "module" else lambda *args, **kwargs: block(*args, **kwargs))
+    expected = train_step(torch_checkpoint, block, use_reentrant=False, **SCALE)
+    assert_same(expected, train_step(lambda block, *args, **kwargs: run(*args, **kwargs), block, **SCALE))
+    assert products_in_replay(run, X) == 0
+
+
+def test_a_decorated_function_is_reentrant_if_its_decorator_says_so(block):
+    y = remat.drop_in()(use_reentrant=True)(block)(X.clone().requires_grad_())
+    assert type(y.grad_fn).__name__ == "CheckpointFunctionBackward"
+
+
+def test_copies_and_pickles_of_a_module_run_their_own_decorated_one(block):
+    block.run = remat.drop_in()(use_reentrant=False)(block.mlp)
+    for duplicate in (copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
+        assert duplicate.run.function is duplicate.mlp
+        duplicate.run(X).sum().backward()
+        assert duplicate.mlp.up.weight.grad is not None
+    assert block.mlp.up.weight.grad is None
+
+
+def test_a_decorator_with_arguments_of_a_function_is_an_error():
+    with pytest.raises(UsageError, match="scale="):
+        remat.drop_in()(use_reentrant=False, scale=2.0)
+    with pytest.raises(UsageError, match="cannot run a NoneType"):
+        remat.drop_in()(None, X)
+
+
+@pytest.mark.skipif("respect_saved_tensors_hooks" not in inspect.signature(torch_checkpoint).parameters, reason="2.14")
+def test_decorated_methods_are_those_of_torch():
+    ours, theirs = (decorated_block(run, use_reentrant=False) for run in (remat.drop_in(), torch_checkpoint))
+    assert_same(*(train_step(lambda block, x: block(x), block) for block in (ours, theirs)))
+
+
+class Doubling(torch.autograd.graph.saved_tensors_hooks):
+    """Hooks that note the shapes of what they pack."""
+
+    def __init__(self):
+        self.packed = []
+        super().__init__(self.note, lambda tensor: tensor)
+
+    def note(self, tensor):
+        self.packed.append(tuple(tensor.shape))
+        return tensor.clone()
+
+
+PRODUCTS_KEPT = {"context_fn": functools.partial(create_selective_checkpoint_contexts, PRODUCTS)}
+
+
+@pytest.mark.parametrize("respects", [None, True])
+def test_what_a_policy_keeps_passes_the_hooks_around(block, respects):
+    hooks = Doubling()
+    with hooks:
+        y = remat.drop_in()(block, X, use_reentrant=False, respect_saved_tensors_hooks=respects, **PRODUCTS_KEPT)
+    assert hooks.packed.count((4, 8)) == 2  # its input, and the last product
+    y.sum().backward()
+
+
+@pytest.mark.parametrize("given", ["option", "contexts"])
+def test_a_policy_and_hooks_that_are_not_to_be_respected_are_an_error(block, given):
+    run = remat.drop_in(policy=PRODUCTS) if given == "option" else remat.drop_in()
+    run = run(respect_saved_tensors_hooks=False, **({} if given == "option" else PRODUCTS_KEPT))(block)
+    with Doubling(), pytest.raises(UsageError, match="respect_saved_tensors_hooks=False"):
+        run(X)
+
+
+def test_hooks_that_are_not_to_be_respected_are_none_where_nothing_is_kept_or_only_regions_are_around(block):
+    run = remat.drop_in()
+    expected = train_step(torch_checkpoint, block, use_reentrant=False)
+    with Doubling():
+        assert_same(expected, train_step(run, block, respect_saved_tensors_hooks=False))
+    inner = run(respect_saved_tensors_hooks=False, **PRODUCTS_KEPT)(block)
+    assert_same(expected, train_step(lambda block, x: inner(x), block))
+    for outer in (run, functools.partial(torch_checkpoint, use_reentrant=False)):
+        assert_same(expected, train_step(lambda block, x, outer=outer: outer(inner, x), block))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_what_it_returns_may_stand_in_the_place_of_torchs_own(use_reentrant, block, monkeypatch):
+    expected = train_step(torch_checkpoint, block, use_reentrant=use_reentrant)
+    monkeypatch.setattr(of_torch, "checkpoint", remat.drop_in())
+    assert_same(expected, train_step(of_torch.checkpoint, block, use_reentrant=use_reentrant))
+    y = of_torch.checkpoint_sequential([block.mlp, torch.tanh], 2, leaf(4, 8), use_reentrant=use_reentrant)
+    y.sum().backward()
+
+
+def test_use_reentrant_is_refused_with_options_that_it_cannot_have(block):
+    with pytest.raises(UsageError, match=r"drop_in\(policy=\.\.\.\) returned was called with use_reentrant=True"):
+        remat.drop_in(policy=remat.policies.save_matmuls)(block, X, use_reentrant=True)
+
+
+def test_keyword_arguments_of_the_function_reach_it():
+    def function(x, /, **kwargs):
+        return x * kwargs["self"] * kwargs["policy"] * kwargs["region_name"]
+
+    x = leaf(3)
+    assert_same(remat.drop_in()(function, x, self=2.0, policy=3.0, region_name=5.0), x * 2.0 * 3.0 * 5.0)
+
+
+def test_without_grad_the_function_just_runs(block):
+    with torch.no_grad():
+        assert remat.drop_in()(block.eval(), X, training=False).grad_fn is None
+
+
+def policy_function(ctx, op, *args, **kwargs):
+    return of_torch.CheckpointPolicy.MUST_SAVE if op in PRODUCTS else of_torch.CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def counting_contexts():
+    """As torchtitan does: every other product is saved, with a counter for each region."""
+    counts = defaultdict(int)
+
+    def policy(ctx, op, *args, **kwargs):
+        counts[ctx.is_recompute, op] += 1
+        return op in PRODUCTS and counts[ctx.is_recompute, op] % 2 == 1
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+class Subclassed(of_torch._CachingTorchDispatchMode):
+    """As libraries do that add to torch's."""
+
+
+def subclassed_contexts():
+    forward, replay = create_selective_checkpoint_contexts(PRODUCTS)
+    return Subclassed(forward.policy_fn, forward.storage), replay
+
+
+FIRST = ["args[0]", "mlp.up.addmm_0_0"]
+BOTH = [*FIRST, "mlp.down.addmm_0_0"]  # the dropout after it runs again, for its mask
+CONTEXTS = {
+    "a list": (functools.partial(create_selective_checkpoint_contexts, PRODUCTS), BOTH),
+    "a function": (functools.partial(create_selective_checkpoint_contexts, policy_function), BOTH),
+    "by keyword": (functools.partial(create_selective_checkpoint_contexts, policy_fn_or_list=policy_function), BOTH),
+    "in a lambda": (lambda: create_selective_checkpoint_contexts(PRODUCTS), BOTH),
+    "in a function with a counter": (counting_contexts, FIRST),
+    "entered as they are": (subclassed_contexts, ["args[0]"]),
+}
+
+
+@pytest.mark.parametrize("case", CONTEXTS)
+def test_contexts_of_selective_checkpointing_are_a_policy(block, case):
+    context_fn, names = CONTEXTS[case]
+    expected = train_step(torch_checkpoint, block, use_reentrant=False, context_fn=context_fn)
+    assert_same(expected, train_step(remat.drop_in(), block, use_reentrant=False, context_fn=context_fn))
+    assert kept(remat.drop_in(), block, X, context_fn=context_fn) == names
+    assert products_in_replay(remat.drop_in(), block, X, context_fn=context_fn) == int("counter" in case)
+
+
+def test_a_list_may_have_packets_which_torch_refuses(block):
+    context_fn = functools.partial(create_selective_checkpoint_contexts, [aten.mm])
+    with pytest.raises(ValueError, match="OpOverloadPacket"):
+        torch_checkpoint(block, X, use_reentrant=False, context_fn=context_fn)
+    whole = functools.partial(create_selective_checkpoint_contexts, [aten.addmm])
+    one = functools.partial(create_selective_checkpoint_contexts, [aten.addmm.default])
+    assert kept(remat.drop_in(), block, X, context_fn=whole) == kept(remat.drop_in(), block, X, context_fn=one)
+    with pytest.raises(PolicyError, match="which is not an op"):
+        remat.drop_in()(block, X, context_fn=functools.partial(create_selective_checkpoint_contexts, ["mm"]))
+
+
+def test_contexts_are_combined_with_a_policy_of_ones_own(block):
+    saves_gelu = remat.drop_in(policy=remat.save_names("mlp.gelu_*"))
+    assert kept(saves_gelu, block, X) == ["args[0]", "mlp.gelu_0_0"]
+    context_fn = functools.partial(create_selective_checkpoint_contexts, PRODUCTS)
+    assert kept(saves_gelu, block, X, context_fn=context_fn) == [*FIRST, "mlp.gelu_0_0", BOTH[2]]
+
+
+@pytest.mark.parametrize(
+    "made", [functools.partial, lambda function, *args: lambda: function(*args)], ids=["partial", ""]
+)
+def test_what_is_kept_may_be_changed_if_the_contexts_say_so(made):
+    def function(x):
+        h = x.exp()
+        y = h.sin()
+        h.add_(1)
+        return y.cos()
+
+    x = leaf(3)
+    for may in (False, True):
+        context_fn = made(create_selective_checkpoint_contexts, [aten.exp.default], may)
+        with contextlib.nullcontext() if may else pytest.raises(RuntimeError):
+            remat.drop_in()(function, x, context_fn=context_fn).sum().backward()
+
+
+def test_other_contexts_are_entered_around_both_phases():
+    entered = []
+
+    @contextlib.contextmanager
+    def note(phase):
+        entered.append(phase)
+        yield
+
+    x = leaf(3)
+    y = remat.drop_in()(lambda x: x.sin().exp(), x, context_fn=lambda: (note("forward"), note("replay")))
+    y.sum().backward()
+    assert entered == ["forward", "replay"]
+
+
+@pytest.mark.parametrize("switch", [None, False, True])
+@pytest.mark.parametrize("early_stop", [False, True])
+def test_early_stop_and_its_switch_are_those_of_torch(switch, early_stop):
+    ran = []
+
+    def function(x):
+        y = x.exp().sin().exp()
+        ran.append("all of it")
+        return y
+
+    counts = []
+    for run in (torch_checkpoint, remat.drop_in()):
+        ran.clear()
+        x = torch.randn(3000, requires_grad=True)
+        with contextlib.nullcontext() if switch is None else of_torch.set_checkpoint_early_stop(switch):
+            y = run(function, x, use_reentrant=False, early_stop=early_stop)
+        y.sum().backward()
+        counts.append(len(ran))
+    stops = early_stop if switch is None else switch
+    assert counts == [1 if stops else 2] * 2
+
+
+@pytest.mark.parametrize("given", ["call", "switch", "option"])
+def test_debug_and_its_switch_show_the_ops_of_both_phases(given):
+    def function(x):
+        return x.sin().exp() if not remat.is_recomputing() else x.reshape(1, 3).sin().exp()
+
+    switch = of_torch.set_checkpoint_debug_enabled(True) if given == "switch" else contextlib.nullcontext()
+    run = remat.drop_in(debug=True) if given == "option" else remat.drop_in()
+    with switch:
+        y = run(function, leaf(3), use_reentrant=False, **({"debug": True} if given == "call" else {}))
+    with pytest.raises(MismatchError, match=r"reshape|view"):
+        y.sum().backward()
+
+
+def test_the_switch_of_debug_switches_it_off():
+    with of_torch.set_checkpoint_debug_enabled(False), CountOps() as ops:
+        remat.drop_in(debug=True)(torch.sin, leaf(3)).sum().backward()
+    assert ops.counts["sin"] == 1
+
+
+def test_options_of_drop_in_come_before_those_of_a_call():
+    def function(x):
+        factor = 3.0 if remat.is_recomputing() else 2.0
+        return (x * factor).exp().sin()
+
+    def run(checkpoint, **options):
+        checkpoint(function, leaf(3), **options).sum().backward()
+
+    run(remat.drop_in(), determinism_check="default")
+    with pytest.raises(MismatchError):
+        run(remat.drop_in(), determinism_check="bitwise")
+    with pytest.raises(MismatchError):
+        run(remat.drop_in(determinism_check="bitwise"), determinism_check="default")
+
+
+def test_random_state_is_kept_unless_the_call_says_otherwise(block):
+    states = []
+    for given in ({}, {"preserve_rng_state": True}, {"preserve_rng_state": False}):
+        with no_other_regions():
+            (region,) = remat.memory_report(remat.drop_in()(block, X, **given)).regions
+        states.append("random state" in [tensor.label for tensor in region.tensors])
+    assert states == [True, True, False]
+
+
+@pytest.mark.parametrize("options", [{"polcy": 1}, {"early_stop": 1}, {"policy": 3}], ids=str)
+def test_wrong_options_are_errors_at_once(options):
+    with pytest.raises(UsageError):
+        remat.drop_in(**options)
+
+
+def test_wrong_options_of_a_call_are_errors(block):
+    with pytest.raises(UsageError, match="determinism_check='some'"):
+        remat.drop_in()(block, X, determinism_check="some")
+
+
+def test_copies_and_pickles_do_the_same(block):
+    run = remat.drop_in(policy=remat.policies.save_matmuls)
+    block.run = functools.partial(run, use_reentrant=False)
+    for duplicate in (copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
+        assert kept(duplicate.run, duplicate, X) == BOTH
+    assert repr(pickle.loads(pickle.dumps(run))) == "drop_in(policy=save_matmuls)"
+
+
+def test_a_partial_of_a_modules_forward_is_that_method(block):
+    """As models of Hugging Face call it: keyword arguments are in the partial, and become inputs of the region."""
+    scale = torch.ones(8)
+    given = functools.partial(Block.forward, block, scale=scale)
+    run = remat.drop_in(policy=remat.save_names("mlp.up.*"))
+    assert kept(run, given, X) == ["args[0]", "kwargs['scale']", "mlp.up.addmm_0_0"]
+    y = run(given, X)
+    scale.add_(1)
+    with pytest.raises(remat.MutationError, match=r"kwargs\['scale'\]"):
+        y.sum().backward()
+    other = functools.partial(torch.add, other=X)
+    assert_same(remat.drop_in()(other, X), X + X)
+
+
+def test_wrappers_of_torch_take_it_as_their_function():
+    """As torchtitan and others do: all options by keyword, and a module."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block(), nn.Linear(8, 8))
+    expected = train_step(lambda model, x: model(x), model)
+    apply_activation_checkpointing(
+        model,
+        checkpoint_wrapper_fn=functools.partial(
+            checkpoint_wrapper,
+            checkpoint_fn=remat.drop_in(),
+            context_fn=counting_contexts,
+            preserve_rng_state=True,
+            determinism_check="default",
+            early_stop=False,
+            debug=False,
+        ),
+        check_fn=lambda module: isinstance(module, Block),
+    )
+    assert_same(expected, train_step(lambda model, x: model(x), model))
+    with no_other_regions():
+        assert [len(region.tensors) for region in remat.memory_report(model(X)).regions] == [3, 3]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning:torch")
+@pytest.mark.parametrize("case", ["nothing", "contexts", "a policy"])
+def test_compiled_it_is_one_graph(block, case):
+    torch._dynamo.reset()
+    block.eval()
+    run = remat.drop_in(policy=PRODUCTS[:1]) if case == "a policy" else remat.drop_in()
+    more = (
+        {"context_fn": functools.partial(create_selective_checkpoint_contexts, PRODUCTS)} if case == "contexts" else {}
+    )
+    backend = CompileCounterWithBackend("eager" if case == "nothing" else "aot_eager")
+
+    def call(block, x):
+        return run(block, x, use_reentrant=False, training=False, **more)
+
+    compiled = torch.compile(call, backend=backend, fullgraph=True)
+    assert_same(train_step(call, block), train_step(compiled, block))
+    assert backend.frame_count == 1
+    targets = [str(node.target) for graph in backend.graphs for node in graph.graph.nodes]
+    assert sum("checkpoint" in target for target in targets) == 1
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning:torch")
+@pytest.mark.parametrize("where", ["in a class", "in the compiled function"])
+def test_compiled_a_decorated_one_is_one_graph(block, where):
+    torch._dynamo.reset()
+    run = remat.drop_in()
+    decorated = decorated_block(run, use_reentrant=False)
+
+    def call(block, x):
+        return block(x) if where == "in a class" else run(use_reentrant=False)(block.mlp)(x)
+
+    backend = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(call, backend=backend, fullgraph=True)
+    assert_same(train_step(call, decorated), train_step(compiled, decorated))
+    assert backend.frame_count == 1
+    torch._dynamo.reset()
+
+
+def test_example_of_the_docstring_runs():
+    assert doctest.testmod(_drop_in).failed == 0

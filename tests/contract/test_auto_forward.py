@@ -1,0 +1,428 @@
+"""`auto_forward` and `op`: the forward is written as for plain autograd, name and policy come from outside."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+import torch_remat as remat
+from tests.handle_ops import POLICIES, RECOMPUTE, SAVE, STYLES, Affine, Both, Inner, Trace, call, policy_ids
+from tests.helpers import assert_same, assert_same_program, checkpointed, leaf, no_other_regions, plain
+
+
+class Named(Function):
+    """The form of the README: the last two arguments are name and policy."""
+
+    @staticmethod
+    @remat.auto_forward("x", "y")
+    def forward(ctx, x, log, op_name, remat_policy):
+        log.append((op_name, remat_policy))
+        y = x.sin()
+        ctx.save_for_backward(x, y)
+        return y.exp()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, y = ctx.saved_tensors
+        return grad * y.exp() * x.cos(), None, None, None
+
+
+class Own(Function):
+    """The form for `op`: only its own arguments."""
+
+    @staticmethod
+    @remat.auto_forward("x", "y")
+    def forward(ctx, x, log):
+        log.append("ran")
+        y = x.sin()
+        ctx.save_for_backward(x, y)
+        return y.exp()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, y = ctx.saved_tensors
+        return grad * y.exp() * x.cos(), None
+
+
+def reference(x):
+    return x.cos().sin().exp()
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=policy_ids)
+def test_forward_gets_name_and_policy_as_its_last_two_arguments(policy):
+    log = []
+
+    def program(wrap):
+        x = leaf(3)
+        y = wrap(lambda x: Named.apply(x.cos(), log, "it", policy))(x)
+        y.sum().backward()
+        return y, x.grad
+
+    assert_same_program(program, replays=1)
+    assert log == [("it", policy)] * (2 if policy is SAVE else 3)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=policy_ids)
+def test_forward_called_by_op_gets_only_its_own_arguments(policy):
+    log = []
+
+    def program(wrap):
+        x = leaf(3)
+        y = wrap(lambda x: remat.op(Own.apply, "it", policy=policy)(x.cos(), log))(x)
+        y.sum().backward()
+        return y, x.grad
+
+    assert_same_program(program, replays=1)
+    assert log == ["ran"] * (2 if policy is SAVE else 3)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=policy_ids)
+def test_both_forms_outside_a_region_are_equal_to_native_ops(policy):
+    for run in (
+        lambda x: Named.apply(x.cos(), [], "it", policy),
+        lambda x: remat.op(Own.apply, "it", policy=policy)(x.cos(), []),
+    ):
+        x = leaf(3)
+        y = run(x)
+        assert_same(y, reference(x))
+        got, want = torch.autograd.grad(y.sum(), x)[0], torch.autograd.grad(reference(x).sum(), x)[0]
+        assert torch.allclose(got, want)
+
+
+def test_one_bound_op_may_be_called_in_many_regions():
+    bound, x, log = remat.op(Own.apply, "it", policy=SAVE), leaf(3), []
+    y = x
+    for _ in range(3):
+        y = checkpointed(lambda h: bound(h.cos(), log))(y)
+    y.sum().backward()
+    assert log == ["ran"] * 3
+    expected = leaf(3)
+    with torch.no_grad():
+        expected.copy_(x)
+    reference(reference(reference(expected))).sum().backward()
+    assert torch.allclose(expected.grad, x.grad)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=policy_ids)
+def test_decorator_works_above_below_and_without_staticmethod(policy):
+    def forward(ctx, x, op_name, remat_policy):
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    decorate = remat.auto_forward("x")
+    for decorated in (staticmethod(decorate(forward)), decorate(forward), decorate(staticmethod(forward))):
+        kind = type("Kind", (Function,), {"forward": decorated, "backward": staticmethod(backward_of_sine)})
+
+        def program(wrap, kind=kind):
+            x = leaf(3)
+            wrap(lambda x: kind.apply(x.exp(), "it", policy))(x).sum().backward()
+            return x.grad
+
+        assert_same_program(program, replays=1)
+
+
+def backward_of_sine(ctx, grad):
+    return grad * ctx.saved_tensors[0].cos(), None, None
+
+
+def test_decorated_forward_keeps_its_name_and_docstring():
+    @remat.auto_forward("x")
+    def forward_of_mine(ctx, x, op_name, remat_policy):
+        """Say what it does."""
+
+    assert forward_of_mine.__name__ == "forward_of_mine"
+    assert forward_of_mine.__doc__ == "Say what it does."
+
+
+class Rich(Function):
+    """Uses all of what a `ctx` offers, and arguments of every kind."""
+
+    @staticmethod
+    @remat.auto_forward("none", "x", "w", "m")
+    def forward(ctx, power, x, options, w, function, name, policy):
+        assert name == "rich"
+        assert isinstance(policy, remat.CheckpointPolicy)
+        assert ctx.needs_input_grad == (False, True, False, w.requires_grad, False, False, False)
+        m = function(x) * options["scale"]
+        ctx.power, ctx.options, ctx.count = power, options, 1
+        ctx.count += 1
+        assert ctx.count == 2
+        assert hasattr(ctx, "power")
+        assert not hasattr(ctx, "nothing")
+        sign = m.sign()
+        ctx.mark_non_differentiable(sign)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(None, x, w, m)
+        return m**power * w, sign, (m * 10).long()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad, grad_sign, grad_long):
+        none, x, w, m = ctx.saved_tensors
+        assert none is None
+        assert grad_sign is None
+        assert grad_long is None
+        assert ctx.count == 2
+        gx = grad * w * ctx.power * m ** (ctx.power - 1) * ctx.options["scale"] * x.cos()
+        return None, gx, None, grad * m**ctx.power if ctx.needs_input_grad[3] else None, None, None, None
+
+
+@pytest.mark.parametrize("needs", [True, False])
+@pytest.mark.parametrize("policy", POLICIES, ids=policy_ids)
+def test_all_that_ctx_offers_and_arguments_of_every_kind_work(policy, needs):
+    def program(wrap):
+        x, w = leaf(3), torch.randn(3, requires_grad=needs)
+
+        def block(x, w):
+            y, sign, whole = Rich.apply(3, x.exp(), {"scale": 2.0}, w, torch.sin, "rich", policy)
+            assert (y.requires_grad, sign.requires_grad, whole.requires_grad) == (True, False, False)
+            assert whole.dtype == torch.long
+            return call("auto", Affine, Trace(), "reader", RECOMPUTE, y, sign)
+
+        y = wrap(block)(x, w)
+        y.sum().backward()
+        return y, x.grad, w.grad if needs else w
+
+    assert_same_program(program, replays=1)
+
+
+def test_names_in_errors_are_those_given_to_the_decorator():
+    leaked = []
+
+    class Leaky(Function):
+        @staticmethod
+        @remat.auto_forward("first", "second")
+        def forward(ctx, x, op_name, remat_policy):
+            m = x.tanh()
+            leaked.append(m)
+            ctx.save_for_backward(x, m)
+            return m * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * ctx.saved_tensors[1], None, None
+
+    y = checkpointed(lambda x: Leaky.apply(x, "leaky", SAVE), region_name="block")(leaf(3))
+    leaked[0].zero_()
+    with pytest.raises(remat.MutationError) as caught:
+        y.sum().backward()
+    assert (caught.value.region, caught.value.op, caught.value.tensor) == ("block", "leaky", "second")
+    assert str(caught.value).startswith("block::leaky.second: ")
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_saving_another_number_of_tensors_than_names_is_an_error(count):
+    class Wrong(Function):
+        @staticmethod
+        @remat.auto_forward("one", "two")
+        def forward(ctx, x, op_name, remat_policy):
+            ctx.save_for_backward(*[x] * count)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 2, None, None
+
+    for policy in POLICIES:
+        with pytest.raises(remat.UsageError) as caught:
+            checkpointed(lambda x, policy=policy: Wrong.apply(x.sin(), "it", policy), region_name="block")(leaf(3))
+        assert (caught.value.region, caught.value.op) == ("block", "it")
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=policy_ids)
+def test_forward_may_save_nothing_where_it_names_nothing(policy):
+    class Plus(Function):
+        @staticmethod
+        @remat.auto_forward()
+        def forward(ctx, x, op_name, remat_policy):
+            return x + 1
+
+        @staticmethod
+        def backward(ctx, grad):
+            assert ctx.saved_tensors == ()
+            return grad, None, None
+
+    def program(wrap):
+        x = leaf(3)
+        wrap(lambda x: Plus.apply(x.exp(), "it", policy))(x).sum().backward()
+        return x.grad
+
+    assert_same_program(program, replays=1)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=policy_ids)
+def test_inputs_from_saved_ops_are_real_in_the_body_and_given_back_once_each(policy):
+    seen = []
+
+    class Reader(Function):
+        @staticmethod
+        @remat.auto_forward("a", "b")
+        def forward(ctx, a, number, b, again, op_name, remat_policy):
+            seen.append([remat.is_placeholder(t) for t in (a, b, again)] + [number])
+            ctx.save_for_backward(a, b)
+            return a * b + again * number
+
+        @staticmethod
+        def backward(ctx, grad):
+            a, b = ctx.saved_tensors
+            return grad * b, None, grad * a, grad * 2, None, None
+
+    def program(wrap):
+        trace = Trace()
+
+        def block(x):
+            s = call("auto", Inner, trace, "s", SAVE, x)
+            return Reader.apply(s, 2, x.sin(), s.t(), "reader", policy)
+
+        x = leaf(3, 3)
+        wrap(block)(x).sum().backward()
+        return x.grad
+
+    assert_same_program(program, replays=1)
+    assert seen == [[False, False, False, 2]] * (2 if policy is SAVE else 3)
+
+
+@pytest.mark.parametrize("inner", STYLES)
+@pytest.mark.parametrize("outer", STYLES)
+def test_forms_mix_in_one_region(outer, inner):
+    def program(wrap):
+        trace = Trace()
+
+        def block(x):
+            h = call(outer, Both, trace, "a", SAVE, x)
+            h = call(inner, Both, trace, "b", RECOMPUTE, h)
+            h = call(outer, Inner, trace, "c", RECOMPUTE, h)
+            h = call(inner, Affine, trace, "d", SAVE, h, x)
+            assert trace.runs.total() <= 4 + 2 * (wrap is not plain)
+            return h
+
+        x = leaf(3)
+        wrap(block)(x).sum().backward()
+        return x.grad
+
+    assert_same_program(program, replays=1)
+
+
+@pytest.mark.parametrize("style", ["auto", "op"])
+@pytest.mark.parametrize("policy", POLICIES, ids=policy_ids)
+def test_exception_in_the_body_comes_out_and_leaves_nothing_behind(style, policy):
+    fail = [True]
+
+    def body(ctx, x, *rest):
+        ctx.save_for_backward(x)
+        if fail:
+            raise ValueError("body fails")
+        return x.sin()
+
+    class Failing(Function):
+        forward = staticmethod(remat.auto_forward("x")(body))
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * ctx.saved_tensors[0].cos(), *[None] * (2 * (style == "auto"))
+
+    def block(x):
+        if style == "auto":
+            return Failing.apply(x.exp(), "it", policy)
+        return remat.op(Failing.apply, "it", policy=policy)(x.exp())
+
+    x = leaf(3)
+    with pytest.raises(ValueError, match="body fails"):
+        checkpointed(block)(x)
+    fail.clear()
+    for wrap in (plain, checkpointed):
+        assert_same(torch.autograd.grad(x.exp().sin().sum(), x), torch.autograd.grad(wrap(block)(x).sum(), x))
+
+
+@pytest.mark.parametrize("matrices", [1, 2])
+def test_a_call_without_name_and_policy_is_the_plain_function(matrices):
+    class Product(Function):
+        @staticmethod
+        @remat.auto_forward("x", "w")
+        def forward(ctx, x, w):
+            ctx.save_for_backward(x, w)
+            return x @ w
+
+        @staticmethod
+        def backward(ctx, grad):
+            x, w = ctx.saved_tensors
+            return grad @ w.t(), x.t() @ grad
+
+    def program(wrap):
+        x = leaf(4, 4)
+        w = leaf(4, 4) if matrices == 2 else x
+        y = wrap(lambda x: Product.apply(x.sin(), w).exp())(x)
+        return y, *torch.autograd.grad(y.sum(), {x, w})
+
+    assert_same_program(program, replays=1)
+
+
+def test_a_forward_that_takes_name_and_policy_and_gets_neither_is_an_error():
+    with pytest.raises(remat.UsageError, match="op_name"):
+        checkpointed(lambda x: Named.apply(x.cos()))(leaf(3))
+
+
+class SwiGlu(Function):
+    """Saves both of its arguments, and its result's half."""
+
+    @staticmethod
+    def forward(ctx, gate, up):
+        half = torch.nn.functional.silu(gate)
+        ctx.save_for_backward(gate, up, half)
+        return half * up
+
+    @staticmethod
+    def backward(ctx, grad):
+        gate, up, half = ctx.saved_tensors
+        sigmoid = gate.sigmoid()
+        return grad * up * sigmoid * (1 + gate * (1 - sigmoid)), grad * half
+
+
+class NamedSwiGlu(SwiGlu):
+    forward = staticmethod(remat.auto_forward("gate", "up", "half")(SwiGlu.forward))
+
+
+@pytest.mark.parametrize("function", [SwiGlu, NamedSwiGlu])
+@pytest.mark.parametrize("opaque", [False, True])
+@pytest.mark.parametrize("policy", POLICIES, ids=policy_ids)
+@pytest.mark.parametrize("region", [{}, {"policy": [torch.ops.aten.addmm.default]}], ids=["no policy", "policy"])
+def test_native_ops_may_read_what_op_saves_of_any_function(function, opaque, policy, region):
+    w1, w2, w3 = (torch.nn.Linear(4, 4) for _ in range(3))
+
+    def program(wrap):
+        def block(x):
+            call = function.apply if wrap is plain else remat.op(function.apply, "swiglu", policy=policy, opaque=opaque)
+            return x + w3(call(w1(x), w2(x)))
+
+        x = leaf(4, 4)
+        y = wrap(block)(x)
+        return y, torch.autograd.grad(y.sin().sum(), [x, *(p for w in (w1, w2, w3) for p in w.parameters())])
+
+    assert_same_program(program, **region)
+
+
+@pytest.mark.parametrize("opaque", [False, True])
+def test_tensors_of_a_call_have_the_names_of_auto_forward_in_reports(opaque):
+    w = torch.nn.Linear(8, 8)
+    call = remat.op(NamedSwiGlu.apply, "swiglu", opaque=opaque)
+    with no_other_regions():
+        y = checkpointed(lambda x: w(call(x.sin(), x.cos())), region_name="block")(leaf(8, 8))
+        report = str(remat.memory_report(y.sum()))
+    assert "swiglu.half" in report
+    assert "saved_" not in report
+
+
+def test_two_functions_in_one_call_do_not_share_a_name():
+    two = remat.op(lambda h: NamedSwiGlu.apply(NamedSwiGlu.apply(h, h), h), "two")
+    with no_other_regions():
+        y = checkpointed(lambda x: two(x.sin()))(leaf(8, 8))
+        assert str(remat.memory_report(y.sum())).count("two.half") == 1
+
+
+def test_the_first_remedy_for_a_native_reader_of_a_handles_output_is_op():
+    y = checkpointed(lambda x: Named.apply(x.cos(), [], "it", SAVE).sin())(leaf(3))
+    with pytest.raises(remat.PlaceholderError) as caught:
+        y.sum().backward()
+    assert caught.value.remedy.startswith("Either (1) call the op as remat.op(")

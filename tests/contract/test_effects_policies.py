@@ -1,0 +1,489 @@
+"""Regions under an op-level policy that write to what outlives them: once, whatever the policy says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import torch_remat as remat
+from tests.contract.test_native_regions import BODIES, framed
+from tests.handle_ops import RECOMPUTE, SAVE, Inner, Noise, Result, Trace, Transpose, call
+from tests.helpers import (
+    assert_equal_gradients,
+    assert_same,
+    assert_same_program,
+    leaf,
+    parameter_gradients,
+    plain,
+    tensors_in,
+)
+from tests.native_programs import ComputeOps, Experts, aten, keep, region, replayed_ops
+
+MM = [aten.mm.default]
+
+
+def everything(ctx, op, *args, **kwargs):
+    return True
+
+
+def nothing(ctx, op, *args, **kwargs):
+    return False
+
+
+def matmuls(ctx, op, *args, **kwargs):
+    return op in (aten.mm.default, aten.addmm.default, aten.convolution.default)
+
+
+def random_half(ctx, op, *args, **kwargs):
+    """A fixed half of all ops, told by their names."""
+    return sum(map(ord, op.name())) % 2 == 0
+
+
+POLICIES = [everything, nothing, matmuls, random_half]
+policies = pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.__name__)
+
+
+@policies
+@pytest.mark.parametrize("training", [True, False])
+def test_batch_norm_updates_its_buffers_once(policy, training):
+    def program(wrap):
+        module = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 1, 2)).train(training)
+        x = leaf(2, 2, 6, 6)
+        y = wrap(lambda x: module(x * 2).sin())(x)
+        buffers = [buffer.clone() for buffer in module.buffers()]
+        y.sum().backward(retain_graph=True)
+        y.sum().backward()
+        assert_same(buffers, list(module.buffers()))
+        return y, x.grad, parameter_gradients(module), buffers
+
+    assert_same_program(program, policy=policy)
+
+
+@policies
+def test_counter_is_counted_once(policy):
+    counter, log, w = torch.zeros(()), torch.zeros(4), leaf(4, 4)
+
+    def function(x):
+        h = (x @ w).sin()
+        counter.add_(1)
+        log[1:3] += h.detach()[0, :2]
+        log.mul_(2)
+        torch.add(log, 1, out=log)
+        return (h * 2).exp()
+
+    x, results = leaf(4, 4), []
+    for wrap in (plain, region(policy)):
+        counter.zero_(), log.zero_()
+        y = wrap(function)(x)
+        after = counter.clone(), log.clone()
+        results.append([*after, *torch.autograd.grad(y.sum(), [x, w], retain_graph=True)])
+        results[-1] += torch.autograd.grad(y.sum(), [x, w])
+        assert_same(after, (counter, log))
+    assert_same(*results)
+
+
+@policies
+def test_counter_of_a_module_is_counted_once(policy):
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+            self.register_buffer("mean", torch.zeros(4))
+
+        def forward(self, x):
+            self.calls += 1
+            h = self.linear(x)
+            with torch.no_grad():
+                self.mean.lerp_(h.mean(0), 0.1)
+            return F.gelu(h)
+
+    def program(wrap):
+        module, x = Counting(), leaf(3, 4)
+        y = wrap(module)(x)
+        y.sum().backward()
+        z = wrap(module)(x * 2)
+        z.sum().backward()
+        assert int(module.calls) == 2
+        return y, z, x.grad, list(module.buffers()), parameter_gradients(module)
+
+    assert_same_program(program, policy=policy)
+
+
+@policies
+def test_buffer_that_is_written_and_then_read_is_right_or_refused(policy):
+    """Backward may come when the buffer has changed again: then it is an error, never a wrong gradient."""
+
+    def program(wrap, steps):
+        torch.manual_seed(1)
+        cache, w, x = torch.zeros(3, 4), leaf(4, 4), leaf(4)
+
+        def function(x, step):
+            cache[step] = (x @ w).detach().sin()
+            return ((cache.sum(0) * x) @ w).exp()
+
+        outputs = [wrap(function)(x, step) for step in range(steps)]
+        return *outputs, *torch.autograd.grad(sum(y.sum() for y in outputs), [x, w]), cache
+
+    assert_same(program(plain, 1), program(region(policy), 1))
+    try:
+        actual = program(region(policy), 3)
+    except remat.MutationError:
+        return
+    assert_same(program(plain, 3), actual)
+
+
+@policies
+def test_region_local_buffers_are_filled_in_replay(policy):
+    def function(x, w):
+        buffer = torch.zeros(4, 4)
+        buffer[1:] = (x @ w)[1:]
+        out = torch.empty(2, 4, 4)
+        out[0] = buffer.sin()
+        out[1].copy_(buffer * x)
+        out.mul_(2)
+        return out.exp().sum(0)
+
+    inputs = leaf(4, 4), leaf(4, 4)
+    expected = torch.autograd.grad(function(*inputs).sum(), inputs)
+    try:
+        actual = torch.autograd.grad(region(policy)(function)(*inputs).sum(), inputs)
+    except remat.MutationError:
+        assert policy in (everything, random_half)  # a saved output was changed: SAC refuses it too
+    else:
+        assert_same(expected, actual)
+
+
+@pytest.mark.parametrize("policy", [nothing, matmuls], ids=lambda p: p.__name__)
+def test_in_place_ops_on_intermediates(policy):
+    def function(x, w):
+        h = (x * 2).mul_(3)
+        h += w
+        g = h.sin()
+        g[0].mul_(3)
+        g.t()[1].add_(x[0])
+        g = g.clone().clamp_(-1, 1)
+        return g.exp_() @ w
+
+    inputs = leaf(4, 4), leaf(4, 4)
+    assert_equal_gradients(function, region(policy)(function), inputs)
+
+
+@torch.library.custom_op("remat_policy_tests::record", mutates_args=("log",))
+def record(x: torch.Tensor, log: torch.Tensor) -> torch.Tensor:
+    log.add_(x)
+    return x.abs()
+
+
+@policies
+def test_custom_op_that_writes_outside_writes_once(policy):
+    log, x = torch.zeros(4), leaf(4)
+
+    def function(x):
+        return (x * record(x.detach() * 2, log)).exp()
+
+    expected = torch.autograd.grad(function(x).sum(), x)
+    written = log.clone()
+    log.zero_()
+    y = region(policy)(function)(x)
+    actual = torch.autograd.grad(y.sum(), x)
+    assert_same([expected, written], [actual, log])
+
+
+# Models
+
+
+@policies
+def test_mixture_of_experts_trains_as_plain_autograd(policy):
+    def program(wrap):
+        torch.manual_seed(8)
+        model = Experts()
+        optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+        losses = []
+        for _ in range(4):
+            x = torch.randn(2, 5, 8, requires_grad=True)
+            loss = wrap(model)(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        assert int(model.load.sum()) == 4 * 2 * 5 * 2
+        return losses, list(model.parameters()), model.load
+
+    assert_same_program(program, policy=policy)
+
+
+def test_router_does_not_run_again_where_it_is_saved():
+    model = Experts()
+    saved = [aten.topk.default, aten.nonzero.default, aten._softmax.default, aten.mm.default, aten.bincount.default]
+    replayed = replayed_ops(model, region(saved), [leaf(2, 5, 8)], list(model.parameters()))
+    assert not {"topk", "bincount", "_softmax", "mm", "nonzero"} & set(replayed)
+    assert replayed["gelu"] >= 1
+
+
+# Native regions and handles under a policy
+
+
+@policies
+def test_native_regions_in_a_region_with_a_policy(policy):
+    def program(wrap):
+        x, w = leaf(4, 4), leaf(4, 4)
+
+        def function(x):
+            h = F.dropout(x @ w, 0.3)
+            h = keep("a", lambda: F.dropout((h @ w).cumsum(0), 0.3))
+            h = h.sin() @ w
+            h = remat.op(lambda h: F.dropout(h.cos(), 0.3), "b", policy=RECOMPUTE)(h)
+            return keep("c", torch.tanh, h).exp()
+
+        y = wrap(function)(x)
+        for retain in (True, False):
+            torch.autograd.backward(y.sum(), retain_graph=retain)
+        return y, x.grad, w.grad, torch.rand(2)
+
+    assert_same_program(program, policy=policy)
+
+
+@policies
+def test_native_region_is_saved_whatever_the_policy_says(policy):
+    def function(x, w):
+        return keep("a", torch.cumsum, x @ w, 0).sin() * 2
+
+    ours = replayed_ops(function, region(policy), (leaf(4, 4), leaf(4, 4)))
+    assert "cumsum" not in ours
+
+
+@pytest.mark.parametrize("saved", ["mul_", "sin", "exp"])
+@pytest.mark.parametrize("call", ["native", "plain"])
+@pytest.mark.filterwarnings("ignore:.*replay recomputes this call:torch_remat.RematWarning")
+def test_what_was_written_and_then_got_another_shape_in_place(saved, call):
+    def block(x):
+        written = remat.native_save_region("k", lambda h: h.mul_(2).t_(), x.sin()) if call == "native" else None
+        return (x.sin().mul_(2).t_() if written is None else written).exp() * x
+
+    def policy(ctx, op, *args, **kwargs):
+        return SAVE if op.overloadpacket is getattr(torch.ops.aten, saved) else RECOMPUTE
+
+    x = leaf(3, 3)
+    expected = torch.autograd.grad(block(x).sum(), x)
+    assert_same(expected, torch.autograd.grad(remat.checkpoint(policy=policy)(block)(x).sum(), x))
+
+
+@policies
+@pytest.mark.parametrize("style", ["handle", "auto", "op"])
+def test_handles_in_a_region_with_a_policy(policy, style):
+    trace = Trace()
+
+    def function(x, style=style):
+        a = call(style, Inner, trace, "a", SAVE, x.sin())
+        b = call(style, Inner, trace, "b", RECOMPUTE, a)
+        c = keep("c", lambda: b.cos() * a)
+        return call(style, Result, trace, "d", RECOMPUTE, c).exp()
+
+    x = leaf(3)
+    expected = torch.autograd.grad(function(x, "plain").sum(), x)
+    trace.runs.clear()
+    y = region(policy)(function)(x)
+    assert_same(expected, torch.autograd.grad(y.sum(), x))
+    assert trace.runs["a"] == 1
+
+
+@pytest.mark.parametrize("name", BODIES)
+@policies
+def test_bodies_of_native_regions_under_a_policy(policy, name):
+    """All that native regions must be able to hold, in one, and with the policy alone."""
+    body, inputs = BODIES[name], (leaf(4, 4), leaf(4, 4))
+    function = framed(body)
+    assert_equal_gradients(function, region(policy)(function), inputs)
+
+    def bare(x, w):
+        return [y.sin() for y in tensors_in([body(x * 2, w)]) if y.is_floating_point()]
+
+    try:
+        assert_equal_gradients(bare, region(policy)(bare), inputs)
+    except remat.MutationError:
+        assert policy is not nothing  # a saved result was changed: SAC refuses it too
+
+
+@policies
+def test_handle_that_draws_leaves_the_generator_as_backward_found_it(policy):
+    x = leaf(3)
+
+    def function(x):
+        h = x * 1.5
+        call("handle", Noise, Trace(), "a", SAVE, h)
+        s = h.sin()
+        call("handle", Inner, Trace(), "b", RECOMPUTE, s.sin())
+        return s
+
+    y = region(policy)(function)(x)
+    torch.rand(2)
+    state = torch.get_rng_state()
+    y.sin().sum().backward()
+    assert torch.equal(state, torch.get_rng_state())
+
+
+@policies
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("kernel", [Inner, Transpose], ids=str)
+def test_inner_region_takes_the_result_of_a_saved_handle(kernel, inside, policy):
+    trace = Trace()
+
+    def function(x, style="handle"):
+        wrap = plain if style == "plain" else region(policy)
+        h = call(style, kernel, trace, "h", SAVE, x * 1.5)
+
+        def inner(h):
+            return wrap(lambda u: call(style, Inner, trace, "i", RECOMPUTE, u))(h)
+
+        return keep("n", inner, h).sin() if inside else inner(h).sin()
+
+    x = leaf(3, 3)
+    expected = torch.autograd.grad(function(x, "plain").sum(), x)
+    for around in (region(), region(policy)):
+        y = around(function)(x)
+        for retain in (True, False):
+            assert_same(expected, torch.autograd.grad(y.sum(), x, retain_graph=retain))
+
+
+def test_dead_op_with_an_effect_outside_is_not_run_again():
+    log, x = torch.zeros(4), leaf(4)
+
+    def function(x):
+        log.copy_(x.detach())
+        return x.sin().exp()
+
+    y = region(nothing)(function)(x)
+    with torch.no_grad():
+        log.fill_(7)
+    with ComputeOps() as ops:
+        y.sum().backward()
+    assert "copy_" not in ops.counts
+    assert_same(torch.full((4,), 7.0), log)
+
+
+def test_result_changed_outside_through_a_view_that_counts_for_itself_is_an_error():
+    """`x @ w` of three dimensions ends in `_unsafe_view`, whose changes the kept product does not count."""
+    x, w = leaf(2, 3, 4), leaf(4, 4)
+
+    def function(x):
+        y = x @ w
+        return y, (y + 1).exp() * 2
+
+    y, z = region(MM)(function)(x)
+    with torch.no_grad():
+        y.detach().mul_(2)
+    with pytest.raises(remat.MutationError, match="mm_0_0"):
+        z.sum().backward()
+
+
+def test_saved_write_to_what_replay_makes_again_is_put_back_and_not_run():
+    def function(x, w):
+        h = x * 2
+        before = (h + 1).exp()
+        h.addmm_(w, w)
+        return h.sin() * before
+
+    def writes(ctx, op, *args, **kwargs):
+        return op is aten.addmm_.default
+
+    inputs = leaf(4, 4), leaf(4, 4)
+    assert_equal_gradients(function, region(writes)(function), inputs)
+    assert "addmm_" not in replayed_ops(function, region(writes), inputs)
+
+
+class Averaged(nn.Module):
+    """A buffer that follows a mean."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.rand(4, 4) + 0.5)
+
+    def follow(self, x):
+        with torch.no_grad():
+            self.mean.mul_(0.5).add_(x.detach().abs().mean(0))
+
+    def scale(self, x, reads):
+        self.follow(x)
+        return x * self.mean.clone() if reads else x * 2
+
+
+@pytest.mark.parametrize("call", ["op", "native"])
+@pytest.mark.parametrize("also", ["before", "after", "both"])
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.filterwarnings("ignore:.*replay recomputes this call:torch_remat.RematWarning")
+def test_buffer_that_a_call_which_runs_whole_and_the_region_both_write(call, also, reads):
+    """It is written once, or what reads it in replay is refused."""
+
+    def train(wrap):
+        torch.manual_seed(0)
+        module, x = Averaged(), torch.randn(4, 4, requires_grad=True)
+
+        def function(x):
+            h = x * 1.0
+            if also != "after":
+                module.follow(x)
+            if not wrap:
+                r = module.scale(h, reads)
+            elif call == "op":
+                r = remat.op(module.scale, "scale")(h, reads)
+            else:
+                r = remat.native_save_region("scale", module.scale, h, reads)
+            if also != "before":
+                module.follow(h)
+            r[0].mul_(0.5)
+            return r.sin() * h
+
+        region = remat.checkpoint(policy=[torch.ops.aten.mm.default])(function) if wrap else function
+        region(x).sum().backward()
+        return x.grad, module.mean
+
+    expected = train(False)
+    if reads:
+        with pytest.raises(remat.MutationError, match="mean"):
+            train(True)
+    else:
+        assert_same(train(True), expected)
+
+
+@pytest.mark.parametrize("given", ["argument", "variable"])
+@pytest.mark.parametrize("call", ["op", "native"])
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.filterwarnings("ignore:.*replay:torch_remat.RematWarning")
+def test_call_that_runs_after_all_refuses_what_was_changed_after_it(given, call, autocast):
+    """NumPy reads a placeholder in a native region: replay starts over, and the region's input is another by then."""
+
+    def train(wrap):
+        def scaled(b):
+            h = torch.where(b > 0, b, b * 2)
+            h * float(h.detach().numpy().mean())  # in a native region this runs in replay
+            return h
+
+        def function(a, b):
+            args = (b,) if given == "argument" else ()
+            part = scaled if args else lambda: scaled(b)
+            if not wrap:
+                h = part(*args)
+            else:
+                h = remat.op(part, "c")(*args) if call == "op" else remat.native_save_region("c", part, *args)
+            y = a @ h
+            if call == "op":
+                y = y * float(h.detach().numpy().mean())
+            with torch.no_grad():
+                b.mul_(0.9)
+            return y
+
+        torch.manual_seed(0)
+        a, b = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = (remat.checkpoint(policy=[torch.ops.aten.sigmoid.default])(function) if wrap else function)(a, b)
+        y.float().sum().backward()
+        return a.grad, b.grad
+
+    if call == "op":  # its result is kept, since recomputed code reads it
+        assert_same(train(True), train(False))
+    else:
+        with pytest.raises(remat.MutationError, match="c is recomputed in replay and reads"):
+            train(True)

@@ -1,0 +1,391 @@
+"""Wrong uses of handles: an error that names the region and the op, and a clean state after it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch.autograd import Function
+from torch.utils.checkpoint import CheckpointPolicy as TorchPolicy
+
+import torch_remat as remat
+from tests.handle_ops import POLICIES, RECOMPUTE, SAVE, STYLES, Affine, Both, Inner, Trace, call, policy_ids
+from tests.helpers import assert_same, chain, checkpointed, leaf, pairwise, plain, run_with_gradients
+
+
+class Scripted(Function):
+    """Does with its handle what the script says."""
+
+    @staticmethod
+    def forward(ctx, x, script, op_name, policy):
+        return script(ctx, remat.get_handle(ctx, op_name, policy), x)
+
+    @staticmethod
+    def backward(ctx, grad, *_):
+        return grad * sum(tensor.cos() for tensor in ctx.saved_tensors if tensor is not None), None, None, None
+
+
+def right(ctx, handle, x):
+    if (ret := handle.maybe_load_saved()) is not None:
+        return ret
+    x = handle.save_or_load_inputs(x)
+    y = x.sin()
+    handle.save_for_backward({"x": x, "y": y})
+    return handle.record_outputs(y)
+
+
+def script_of(*steps):
+    """Return a script that takes the steps in turn; only after `load` may it end early, and it ends with `y`."""
+
+    def script(ctx, handle, x):
+        y = out = x.sin()
+        for step in steps:
+            if step == "load":
+                if (ret := handle.maybe_load_saved()) is not None:
+                    return ret
+            elif step == "load and go on":
+                handle.maybe_load_saved()
+            elif step == "inputs":
+                handle.save_or_load_inputs(x)
+            elif step == "save":
+                handle.save_for_backward({"x": x, "y": y})
+            elif step == "outputs":
+                out = handle.record_outputs(y)
+        return out
+
+    return script
+
+
+def raised_by(block, kind, **options):
+    """Run forward and backward of a region around the block; return the error, which must be of this kind."""
+    x = leaf(3)
+    with pytest.raises(kind) as caught:
+        checkpointed(block, region_name="block", **options)(x).sum().backward()
+    assert x.grad is None
+    assert caught.value.region == "block"
+    assert str(caught.value).startswith("block::")
+    assert not remat.is_recomputing()
+    x = leaf(3)
+    assert_same(torch.autograd.grad(chain(x).sum(), x), torch.autograd.grad(checkpointed(chain)(x).sum(), x))
+    return caught.value
+
+
+def with_replay(function):
+    """Return a region's function that replays whole: what it runs stands between native ops that save."""
+
+    def block(x):
+        h = function(x.sin())
+        return call("handle", Both, Trace(), "reader", RECOMPUTE, h)
+
+    return block
+
+
+BAD_STEPS = {
+    "load twice": ("load", "load", "inputs", "save", "outputs"),
+    "inputs twice": ("load", "inputs", "inputs", "save", "outputs"),
+    "save twice": ("load", "inputs", "save", "save", "outputs"),
+    "outputs twice": ("load", "inputs", "save", "outputs", "outputs"),
+    "load forgotten": ("inputs", "save", "outputs"),
+    "load forgotten before save": ("save", "outputs"),
+    "load forgotten before outputs": ("outputs",),
+    "load last": ("inputs", "save", "outputs", "load"),
+    "save after outputs": ("load", "inputs", "outputs", "save"),
+    "inputs after outputs": ("load", "save", "outputs", "inputs"),
+}
+
+
+@pairwise(name=BAD_STEPS, policy=POLICIES)
+def test_method_called_twice_or_out_of_turn_is_an_error(name, policy):
+    script = script_of(*BAD_STEPS[name])
+    error = raised_by(with_replay(lambda x: Scripted.apply(x, script, "it", policy)), remat.UsageError)
+    assert error.op == "it"
+    assert "it" in str(error)
+
+
+@pytest.mark.parametrize("step", ["inputs", "save", "outputs"])
+def test_method_called_after_saved_values_were_loaded_is_an_error(step):
+    script = script_of("load and go on", *["inputs", "save", "outputs"][["inputs", "save", "outputs"].index(step) :])
+    error = raised_by(with_replay(lambda x: Scripted.apply(x, script, "it", SAVE)), remat.UsageError)
+    assert error.op == "it"
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=policy_ids)
+@pytest.mark.parametrize("steps", [("load", "inputs", "save"), ("load", "inputs"), ("load",), ()], ids=str)
+def test_outputs_that_were_not_recorded_are_an_error(steps, policy):
+    script = script_of(*steps)
+    error = raised_by(with_replay(lambda x: Scripted.apply(x, script, "it", policy)), remat.RematError)
+    assert error.op == "it"
+
+
+def saving(value):
+    """Return a script that saves this under `save_for_backward`."""
+
+    def script(ctx, handle, x):
+        if (ret := handle.maybe_load_saved()) is not None:
+            return ret
+        handle.save_for_backward(value(x))
+        return handle.record_outputs(x.sin())
+
+    return script
+
+
+BAD_SAVES = {
+    "dotted key": lambda x: {"a.b": x},
+    "empty key": lambda x: {"": x},
+    "number as key": lambda x: {1: x},
+    "number": lambda x: {"x": x, "n": 3},
+    "text": lambda x: {"x": "x"},
+    "list of tensors": lambda x: {"x": [x]},
+    "list": lambda x: [x],
+    "tensor": lambda x: x,
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=policy_ids)
+@pytest.mark.parametrize("name", BAD_SAVES)
+def test_saving_what_is_no_dict_of_names_and_tensors_is_an_error(name, policy):
+    script = saving(BAD_SAVES[name])
+    error = raised_by(lambda x: Scripted.apply(x.sin(), script, "it", policy), remat.UsageError)
+    assert error.op == "it"
+    assert not isinstance(error, remat.MismatchError)
+
+
+BAD_OUTPUTS = {
+    "number": lambda x: (x.sin(), 3),
+    "text": lambda x: ("x",),
+    "tuple": lambda x: ((x.sin(), x.cos()),),
+    "list": lambda x: ([x.sin()],),
+    "dict": lambda x: ({"y": x.sin()},),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=policy_ids)
+@pytest.mark.parametrize("name", BAD_OUTPUTS)
+def test_output_that_is_no_tensor_is_an_error(name, policy):
+    def script(ctx, handle, x):
+        if (ret := handle.maybe_load_saved()) is not None:
+            return ret
+        return handle.record_outputs(*BAD_OUTPUTS[name](x))
+
+    error = raised_by(lambda x: Scripted.apply(x.sin(), script, "it", policy), remat.UsageError)
+    assert error.op == "it"
+
+
+@pytest.mark.parametrize("name", ["", None, 3, b"it", ("a", "b"), ["it"], 1.5], ids=str)
+def test_name_that_is_empty_or_no_string_is_an_error(name):
+    raised_by(lambda x: Scripted.apply(x, right, name, SAVE), remat.UsageError)
+    raised_by(lambda x: call("auto", Both, Trace(), name, SAVE, x), remat.UsageError)
+    with pytest.raises(remat.UsageError):
+        checkpointed(lambda x: call("op", Both, Trace(), name, SAVE, x))(leaf(3))
+
+
+@pytest.mark.parametrize("policy", ["SAVE", None, 1, True, remat.CheckpointPolicy, TorchPolicy.MUST_SAVE], ids=str)
+def test_policy_of_another_type_is_an_error_that_names_the_op(policy):
+    error = raised_by(lambda x: Scripted.apply(x, right, "it", policy), remat.UsageError)
+    assert error.op == "it"
+    assert "CheckpointPolicy" in str(error)
+    raised_by(lambda x: Refuses.apply(x, [True], "it", policy), remat.UsageError)
+    with pytest.raises(remat.UsageError):
+        checkpointed(lambda x: call("op", Both, Trace(), "it", policy, x))(leaf(3))
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("policies", [(a, b) for a in POLICIES for b in POLICIES], ids=policy_ids)
+def test_name_used_twice_in_a_region_is_an_error_that_names_it(policies, style):
+    def block(x):
+        h = call(style, Both, Trace(), "twice", policies[0], x)
+        h = call(style, Both, Trace(), "other", SAVE, h)
+        return call(style, Both, Trace(), "twice", policies[1], h)
+
+    error = raised_by(block, remat.UsageError)
+    assert error.op == "twice"
+
+
+def test_name_used_twice_only_in_replay_is_an_error():
+    def block(x):
+        h = call("handle", Both, Trace(), "a", SAVE, x.sin())
+        if remat.is_recomputing():
+            call("handle", Both, Trace(), "a", SAVE, h)
+        return call("handle", Both, Trace(), "b", RECOMPUTE, h)
+
+    raised_by(block, remat.RematError)
+
+
+def test_same_names_in_other_regions_inner_regions_and_outside_are_fine():
+    def block(x):
+        return call("handle", Both, Trace(), "it", SAVE, x.sin())
+
+    def outer(x):
+        return checkpointed(block)(checkpointed(block)(block(x)))
+
+    x = leaf(3)
+    y = checkpointed(block)(checkpointed(outer)(block(block(x))))
+    expected = x
+    for _ in range(6):
+        expected = block(expected)
+    assert_same(torch.autograd.grad(expected.sum(), x), torch.autograd.grad(y.sum(), x))
+
+
+def dirty(ctx, handle, x):
+    if (ret := handle.maybe_load_saved()) is not None:
+        return ret
+    x = handle.save_or_load_inputs(x)
+    x.mul_(2)
+    ctx.mark_dirty(x)
+    handle.save_for_backward({"x": x})
+    return handle.record_outputs(x)
+
+
+def test_mark_dirty_under_save_is_an_error():
+    error = raised_by(with_replay(lambda x: Scripted.apply(x * 1, dirty, "it", SAVE)), remat.UsageError)
+    assert error.op == "it"
+    assert "dirty" in str(error)
+
+    class Auto(Function):
+        @staticmethod
+        @remat.auto_forward("x")
+        def forward(ctx, x, op_name, remat_policy):
+            x.mul_(2)
+            ctx.mark_dirty(x)
+            ctx.save_for_backward(x)
+            return x
+
+        backward = Scripted.backward
+
+    error = raised_by(with_replay(lambda x: Auto.apply(x * 1, "it", SAVE)), remat.UsageError)
+    assert error.op == "it"
+
+
+def test_mark_dirty_under_recompute_is_equal():
+    def block(x):
+        return call("handle", Both, Trace(), "b", SAVE, Scripted.apply(x.sin() * 1, dirty, "a", RECOMPUTE))
+
+    x = leaf(3)
+    expected, actual = (torch.autograd.grad(wrap(block)(x).sum(), x) for wrap in (plain, checkpointed))
+    assert_same(expected, actual)
+
+
+def test_mark_dirty_on_the_output_of_a_saved_op_is_an_error_or_equal():
+    def block(x):
+        h = call("handle", Affine, Trace(), "a", SAVE, x, x)
+        return Scripted.apply(h, dirty, "b", RECOMPUTE)
+
+    x = leaf(3)
+    (expected,) = torch.autograd.grad(block(x).sum(), x)
+    try:
+        (actual,) = torch.autograd.grad(checkpointed(block)(x).sum(), x)
+    except remat.RematError:
+        return
+    assert_same(expected, actual)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=policy_ids)
+def test_saving_past_the_handle_is_an_error_or_equal(policy):
+    def past(ctx, handle, x):
+        if (ret := handle.maybe_load_saved()) is not None:
+            return ret
+        x = handle.save_or_load_inputs(x)
+        y = x.sin()
+        ctx.save_for_backward(x, y)
+        return handle.record_outputs(y)
+
+    def block(x):
+        return Scripted.apply(x.exp(), past, "it", policy).view(-1)
+
+    x = leaf(3)
+    (expected,) = torch.autograd.grad(block(x).sum(), x)
+    try:
+        (actual,) = torch.autograd.grad(checkpointed(block)(x).sum(), x)
+    except remat.RematError:
+        return
+    assert_same(expected, actual)
+
+
+def test_inputs_that_were_not_given_to_the_handle_are_a_placeholder_error_where_they_are_read():
+    def block(x):
+        h = call("handle", Both, Trace(), "made", SAVE, x.sin())
+        return Scripted.apply(h, script_of("load", "save", "outputs"), "reader", RECOMPUTE)
+
+    error = raised_by(block, remat.PlaceholderError)
+    assert error.op == "made"
+    assert re.search(r"\bmade\b", str(error))
+
+
+class Refuses(Function):
+    """Raises as long as the given list is empty."""
+
+    @staticmethod
+    @remat.auto_forward("x")
+    def forward(ctx, x, allowed, op_name, remat_policy):
+        if not allowed:
+            raise ValueError("refused")
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2, None, None, None
+
+
+def test_next_op_is_saved_where_the_context_of_one_that_raised_stays():
+    """Its frame may have the address of the one before, and runs the same code."""
+    kept = []
+
+    class Keeps(Function):
+        @staticmethod
+        @remat.auto_forward()
+        def forward(ctx, x, op_name, remat_policy):
+            kept.append(ctx)
+            raise ValueError
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad, None, None
+
+    def function(x):
+        for count in range(20):
+            try:
+                Keeps.apply(x, f"keeps.{count}", SAVE)
+            except ValueError as error:
+                error.__traceback__ = None  # which owns the frame
+            x = call("auto", Both, trace, f"after.{count}", SAVE, x)
+        return x
+
+    trace = Trace()
+    checkpointed(function)(leaf(3)).sum().backward()
+    assert set(trace.runs.values()) == {1}
+    assert len(kept) == 20
+
+
+def with_refusals(trace, allowed, style, policy):
+    def function(x):
+        for count in range(4):
+            try:
+                x = Refuses.apply(x, allowed, f"refuses.{count}", policy)
+            except ValueError:
+                x = call(style, Inner, trace, f"instead.{count}", RECOMPUTE, x)
+            x = call(style, Both, trace, f"after.{count}", SAVE, x)
+        return x
+
+    return function
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("policy", POLICIES, ids=policy_ids)
+def test_op_that_raised_raises_again_and_the_next_ones_are_saved(policy, style):
+    traces = Trace(), Trace()
+    x = leaf(3)
+    expected = run_with_gradients(with_refusals(traces[0], [], style, policy), [x])
+    with remat.trace():  # more frames, whose addresses may be those of the bodies before
+        found = run_with_gradients(checkpointed(with_refusals(traces[1], [], style, policy)), [x])
+    assert_same(expected, found)
+    assert {op: runs for op, runs in traces[1].runs.items() if "after" in op} == {f"after.{i}": 1 for i in range(4)}
+
+
+def test_op_that_raised_in_forward_and_returns_in_replay():
+    allowed = []
+    y = checkpointed(with_refusals(Trace(), allowed, "auto", SAVE), region_name="caught")(leaf(3))
+    allowed.append(True)
+    with pytest.raises(remat.MismatchError, match=r"refuses\.0.*raised an exception in forward but returned in replay"):
+        y.sum().backward()

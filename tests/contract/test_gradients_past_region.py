@@ -1,0 +1,212 @@
+"""Gradients taken inside a region that leave it: by one argument or variable, through what lies before, to another.
+
+Such a gradient is a `UsageError` in forward, unless torch's own checkpoint runs the region.
+A model of forces does so: positions, and the distances that were made of them outside, are both arguments.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+import weakref
+from functools import partial
+
+import pytest
+import torch
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import torch_remat as remat
+from tests.helpers import assert_same, checkpointed, collector_off, leaf, pairwise, plain, refused_if
+
+SAVE, RECOMPUTE = remat.CheckpointPolicy.SAVE, remat.CheckpointPolicy.RECOMPUTE
+
+
+def to_another(a, b, w, x):
+    (force,) = torch.autograd.grad(b.sin().sum(), a, create_graph=True)
+    return force * 2 + b.sum()
+
+
+def to_both(a, b, w, x):
+    (force,) = torch.autograd.grad((b.sin() * a).sum(), a, create_graph=True)
+    return (force * 2 + b.sum()).exp() * 0.1
+
+
+def as_numbers(a, b, w, x):
+    (force,) = torch.autograd.grad((b.sin() * a).sum(), a, retain_graph=True)
+    return force * 2 * b
+
+
+def again(a, b, w, x):
+    h = (a @ w).tanh()
+    (force,) = torch.autograd.grad((h * (b @ w)).sum(), a, create_graph=True)
+    (second,) = torch.autograd.grad((force * b).exp().sum(), b, create_graph=True)
+    return second.sin() + h
+
+
+def of_what_is_linear(a, b, w, x):
+    y = b @ w
+    (force,) = torch.autograd.grad(y.sum(), a, create_graph=True)
+    return force.exp() + y
+
+
+def to_a_leaf_before(a, b, w, x):
+    (force,) = torch.autograd.grad((b.sin() * a).sum(), x, create_graph=True)
+    return force * 2 + b
+
+
+def not_leaving(a, b, w, x):
+    (force,) = torch.autograd.grad(a.exp().sum(), a, create_graph=True)
+    return force * b
+
+
+def with_hooks(a, b, w, x):
+    with saved_tensors_hooks(torch.clone, lambda tensor: tensor):
+        y = a.sin()
+    (force,) = torch.autograd.grad((y * b).sum(), a, create_graph=True)
+    return y + force
+
+
+FUNCTIONS = [to_another, to_both, as_numbers, again, of_what_is_linear, to_a_leaf_before, not_leaving, with_hooks]
+
+
+def by_torch(function):
+    return lambda *args: torch_checkpoint(function, *args, use_reentrant=False)
+
+
+def on_cpu(function):
+    def call(*args):
+        with save_on_cpu():
+            return remat.checkpoint()(function)(*args)
+
+    return call
+
+
+REGIONS = {
+    "plain": remat.checkpoint(),
+    "nothing": remat.checkpoint(policy=lambda *args, **kwargs: RECOMPUTE),
+    "all": remat.checkpoint(policy=lambda *args, **kwargs: SAVE),
+    "some": remat.checkpoint(
+        policy=lambda ctx, op, *args, **kwargs: op in (torch.ops.aten.sin.default, torch.ops.aten.mm.default)
+    ),
+    "values": remat.checkpoint(determinism_check="bitwise"),
+    "whole": remat.checkpoint(early_stop=False),
+    "offloaded": remat.checkpoint(offload_inputs=True),
+    "debug": remat.checkpoint(debug=True),
+    "torch": by_torch,
+    "on cpu": on_cpu,
+}
+NESTED = [("plain", "plain"), ("nothing", "plain"), ("plain", "nothing"), ("all", "all"), ("torch", "plain")]
+NESTED += [("plain", "torch"), ("nothing", "torch"), ("torch", "nothing")]
+KEPT = {
+    "native region": lambda function: partial(remat.native_save_region, "kept", function),
+    "call": lambda function: remat.op(function, "kept"),
+}
+
+
+def program(function, wrap, given, is_leaf):
+    torch.manual_seed(0)
+    w, x = leaf(4, 4), leaf(4, 4)
+    a = x if is_leaf else x * 1.5
+    b = a.cos() * a
+    if given == "both":
+        y = wrap(lambda a, b: function(a, b, w, x))(a, b)
+    elif given == "first":
+        y = wrap(lambda a: function(a, b, w, x))(a)
+    else:
+        y = wrap(lambda b: function(a, b, w, x))(b)
+    first = torch.autograd.grad(y.square().sum(), [x, w], create_graph=True, allow_unused=True)
+    return y, first, torch.autograd.grad(first[0].square().sum(), [x, w], allow_unused=True)
+
+
+REFUSING = {"nothing", "all", "some"}  # their policies watch ops
+
+
+def assert_equal_in_all_ways(function, wrap, around=plain, may_refuse=False):
+    for given, is_leaf in itertools.product(["both", "first", "second"], [False, True]):
+        expected = program(function, around, given, is_leaf)
+        with refused_if(may_refuse or function is not not_leaving):
+            assert_same(expected, program(function, wrap, given, is_leaf), f"{given}, leaf: {is_leaf}")
+
+
+@pairwise(function=FUNCTIONS, region=REGIONS)
+def test_gradient_that_leaves_the_region(function, region):
+    assert_equal_in_all_ways(function, REGIONS[region], may_refuse=region in REFUSING)
+
+
+@pairwise(function=FUNCTIONS, outer=NESTED)
+def test_gradient_that_leaves_an_inner_region(function, outer):
+    def around(function):
+        return lambda *args: function(*args) * 1.0
+
+    wraps = [REGIONS[name] for name in outer]
+    may_refuse = not REFUSING.isdisjoint(outer)
+    assert_equal_in_all_ways(function, lambda function: wraps[0](around(wraps[1](function))), around, may_refuse)
+
+
+@pairwise(function=FUNCTIONS, kept=KEPT, region=["plain", "nothing"])
+def test_gradient_that_leaves_what_is_kept(function, kept, region):
+    def around(function):
+        return lambda *args: function(*args).sin()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", remat.RematWarning)
+        wrap = lambda function: REGIONS[region](around(KEPT[kept](function)))  # noqa: E731
+        assert_equal_in_all_ways(function, wrap, around, may_refuse=True)
+
+
+def test_backward_that_comes_to_leaves_is_not_repeated_before_the_region():
+    """Replay must not add to their gradients once more: it does not leave the region, as elsewhere."""
+
+    def run(wrap):
+        torch.manual_seed(0)
+        x = leaf(4)
+        a = x * 1.5
+
+        def function(a, b):
+            h = (a * b).sin()
+            h.exp().sum().backward(retain_graph=True)
+            return h.cos() * 2
+
+        y = wrap(function)(a, a.cos())
+        y.sum().backward()
+        return y, x.grad
+
+    assert_same(run(plain), run(checkpointed))
+
+
+@pytest.mark.parametrize("is_leaf", [False, True])
+@pytest.mark.parametrize(
+    "function", [to_another, to_both, as_numbers, again, of_what_is_linear], ids=lambda function: function.__name__
+)
+def test_gradient_that_comes_back_by_another_argument_is_an_error_in_forward(function, is_leaf):
+    x = leaf(4, 4)
+    a = x if is_leaf else x * 1.5
+    w = leaf(4, 4)
+    with pytest.raises(remat.UsageError, match="leaves the region by one argument or variable and comes back by"):
+        remat.checkpoint()(lambda a, b: function(a, b, w, x))(a, a.cos() * a)
+
+
+def test_gradient_that_comes_back_is_an_error_also_where_user_code_swallows_it():
+    def function(a, b):
+        try:
+            return torch.autograd.grad(b.sin().sum(), a, create_graph=True)[0]
+        except remat.UsageError:
+            return a * b
+
+    a = leaf(4) * 1.5
+    with pytest.raises(remat.UsageError, match="comes back by another"):
+        checkpointed(function)(a, a.cos())
+
+
+def test_arguments_are_let_go_of_after_backward():
+    with collector_off():
+        w, x = leaf(4, 4), leaf(4, 4)
+        a = x * 1.5
+        b = a.cos()
+        arguments = [weakref.ref(a), weakref.ref(b)]
+        y = remat.checkpoint()(lambda a, b: not_leaving(a, b, w, x))(a, b)
+        del a, b
+        y.square().sum().backward()
+        del y
+        assert [argument() for argument in arguments] == [None, None]

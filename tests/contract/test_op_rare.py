@@ -1,0 +1,179 @@
+"""Programs that meet what is rare: each guard of calls that no other program needs is needed here."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+import torch_remat as remat
+from tests.helpers import leaf_copies
+from tests.native_programs import SAVE
+
+
+class HandleExp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, name):
+        handle = remat.get_handle(ctx, name, SAVE)
+        if (made := handle.maybe_load_saved()) is not None:
+            return made
+        y = handle.save_or_load_inputs(x).exp()
+        handle.save_for_backward({"y": y})
+        return handle.record_outputs(y)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0], None
+
+
+class Lazy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return (i for i in ()), x * 2
+
+    @staticmethod
+    def backward(ctx, _, grad):
+        return grad * 2
+
+
+COMPILED = torch.compile(torch.sin, backend="aot_eager")
+
+
+def doubled(x):
+    return x.mul_(2).cos()
+
+
+def appends(items):
+    items.append(items[0] * 2)
+    return items[0].sin()
+
+
+def needed(x):
+    y = HandleExp.apply(x, "h")
+    remat.recompute_needs_tensor(y)
+    return y
+
+
+def written_result(x, opaque):
+    y = needed(x)
+    return remat.native_save_region("k", torch.mul, y, 2.0).mul_(2).sin() * x
+
+
+def written_result_of_several(x, opaque):
+    y = needed(x)
+    return remat.native_save_region("k", torch.cat, [y.detach(), y]).mul_(2).sin()[:4] * x
+
+
+def written_result_of_compiled_code(x, opaque):
+    y = needed(x)
+    z = remat.native_save_region("k", COMPILED, y.detach()).mul_(2)
+    return z * remat.native_save_region("l", COMPILED, y).mul_(2).cos() * x
+
+
+def appended_argument(x, opaque):
+    items = [needed(x)]
+    return remat.op(appends, "k", opaque=opaque)(items).exp() * items[1]
+
+
+def written_result_of_another_call(x, opaque):
+    y = remat.op(lambda t: t.sin() * 2, "a")(x)
+    return remat.op(doubled, "k")(y.detach()) * x.exp() * y.exp()
+
+
+def detached_argument(x, opaque):
+    y = x * 1.5
+    return remat.op(lambda t: doubled(t.detach_()), "k")(y) * x * y
+
+
+def resized_argument(x, opaque):
+    y = torch.zeros(2, 2)
+    z = remat.op(lambda t, out: t * out.resize_(4, 4).copy_(t.detach()), "k")(x, y)
+    return z.sin() * y
+
+
+def op_with_the_name_of_another_in_a_call(x, opaque):
+    y = HandleExp.apply(x, "h")
+    return remat.op(lambda t: HandleExp.apply(t, "h").sin(), "k", opaque=opaque)(y).exp()
+
+
+def result_with_an_object(x, opaque):
+    return remat.op(lambda t: (HandleExp.apply(t, "h"), object()), "k", opaque=opaque)(x.sin())[0].sin()
+
+
+def sparse_result(x, opaque):
+    at = torch.tensor([[0, 1], [1, 0]])
+    y, sparse = remat.op(
+        lambda t: (t.sin(), torch.sparse_coo_tensor(at, torch.ones(2), (4, 4), check_invariants=True)), "k"
+    )(x)
+    return torch.sparse.mm(sparse, y) * y
+
+
+def generator_from_a_function(x, opaque):
+    return remat.op(Lazy.apply, "k", opaque=opaque)(x)[1].sin()
+
+
+def view_of_the_output_of_an_op(x, opaque):
+    y = HandleExp.apply(x, "h")
+    return remat.native_save_region("k", lambda: y.t()).sin() * x
+
+
+def gradient_after_an_argument_was_elided(x, opaque):
+    y = x.sin()
+    z = remat.op(lambda t: (t * t).sin(), "k", opaque=opaque)(y)
+    (grad,) = torch.autograd.grad(z.sum(), x, retain_graph=True)
+    return z.exp() * grad
+
+
+def gradient_in_a_call(x, opaque):
+    y = x + x
+
+    def inner():
+        t = x.detach().requires_grad_()
+        return torch.autograd.grad((t.sin() * y).sum(), t)[0]
+
+    return remat.op(inner, "k", opaque=opaque)() * x.sin()
+
+
+PROGRAMS = (
+    written_result, written_result_of_several, written_result_of_compiled_code,
+    written_result_of_another_call, detached_argument, resized_argument, op_with_the_name_of_another_in_a_call,
+    gradient_in_a_call, sparse_result, view_of_the_output_of_an_op,
+)  # fmt: skip
+REFUSED = (appended_argument, result_with_an_object, generator_from_a_function)
+
+
+@pytest.mark.parametrize("options", [{}, {"policy": remat.policies.save_matmuls}], ids=["plain", "policy"])
+@pytest.mark.parametrize("opaque", [False, True], ids=["watched", "opaque"])
+def test_gradient_through_a_call_inside_forward_is_refused(opaque, options):
+    x = torch.randn(4, 4, requires_grad=True)
+    with pytest.raises(remat.UsageError, match="through this call before the region's forward ends") as caught:
+        remat.checkpoint(**options)(lambda x: gradient_after_an_argument_was_elided(x, opaque))(x)
+    assert caught.value.op == "k"
+
+
+@pytest.mark.parametrize("options", [{}, {"policy": remat.policies.save_matmuls}], ids=["plain", "policy"])
+@pytest.mark.parametrize("opaque", [False, True], ids=["watched", "opaque"])
+@pytest.mark.parametrize("program", REFUSED, ids=lambda program: program.__name__)
+def test_call_that_replay_cannot_skip_is_refused_in_forward(program, opaque, options):
+    with pytest.raises(remat.UsageError, match="cannot skip this call"):
+        remat.checkpoint(**options)(lambda x: program(x, opaque))(torch.randn(4, 4, requires_grad=True))
+
+
+@pytest.mark.parametrize("options", [{}, {"policy": remat.policies.save_matmuls}], ids=["plain", "policy"])
+@pytest.mark.parametrize("opaque", [False, True], ids=["watched", "opaque"])
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_gradients_are_those_of_plain_autograd(program, opaque, options):
+    grads = []
+    given = torch.randn(4, 4, requires_grad=True)
+
+    def block(x):
+        return program(x, opaque).sin().exp()  # so that replay comes to all of it
+
+    for run in (block, remat.checkpoint(**options)(block)):
+        (x,) = leaf_copies([given])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            run(x * 1).sum().backward()
+        grads.append(x.grad)
+    assert torch.equal(*grads)

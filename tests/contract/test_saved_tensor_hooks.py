@@ -1,0 +1,266 @@
+"""Saved-tensor hooks of the caller: around a region, inside it, around backward only."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import torch_remat as remat
+from tests.helpers import (
+    Mlp,
+    alive,
+    assert_same,
+    assert_same_program,
+    chain,
+    checkpointed,
+    collector_off,
+    leaf,
+    pairwise,
+    parameter_gradients,
+    plain,
+    watch,
+)
+
+
+def test_save_on_cpu_outside_is_equal():
+    def program(wrap):
+        mlp = Mlp(4)
+        x = leaf(2, 4)
+        with save_on_cpu():
+            h = wrap(mlp)(x.sin())
+            y = wrap(mlp)(h)
+        y.sum().backward()
+        return y, x.grad, *parameter_gradients(mlp)
+
+    assert_same_program(program, replays=2)
+
+
+@pytest.mark.parametrize("place", ["args", "kwargs", "container"])
+def test_region_inputs_go_through_the_hooks_outside_and_nothing_from_inside_does(place):
+    packed, unpacked = [], []
+
+    def pack(tensor):
+        packed.append(tensor.detach().clone())
+        return packed[-1].numpy().copy()
+
+    def unpack(array):
+        unpacked.append(array)
+        return torch.from_numpy(array)
+
+    def block(x=None, items=()):
+        x = items[0] if items else x
+        return x.sin().exp().cos()
+
+    leaf_input = leaf(3)
+    with collector_off():
+        x = leaf_input * 1
+        value, reference = x.detach().clone(), watch(x)
+        with saved_tensors_hooks(pack, unpack):
+            if place == "args":
+                y = checkpointed(block)(x)
+            elif place == "kwargs":
+                y = checkpointed(block)(x=x)
+            else:
+                y = checkpointed(block)(items=[x])
+        del x
+        assert len(packed) >= 1
+        assert all(torch.equal(tensor, value) for tensor in packed)
+        assert alive(reference) == 0, "the region keeps the input beside what the hook made of it"
+        assert unpacked == []
+        y.sum().backward()
+    assert len(unpacked) >= 1
+    expected = torch.autograd.grad(leaf_input.sin().exp().cos().sum(), leaf_input)
+    assert_same(expected, [leaf_input.grad])
+
+
+def test_input_that_needs_no_gradient_goes_through_the_hooks_outside():
+    packed = []
+    w = leaf(3)
+    x = torch.randn(3)
+    with saved_tensors_hooks(lambda t: packed.append(t.detach().clone()) or t, lambda t: t):
+        y = checkpointed(lambda x: (x * w).sin())(x)
+    assert any(torch.equal(tensor, x) for tensor in packed)
+    y.sum().backward()
+
+
+def test_hooks_around_backward_only_do_not_reach_into_replay():
+    def refuse(tensor):
+        raise AssertionError("packed in backward")
+
+    x = leaf(3)
+    y = checkpointed(chain)(x).sum()
+    with saved_tensors_hooks(refuse, refuse):
+        y.backward()
+    assert_same(x.grad, torch.autograd.grad(chain(x).sum(), x)[0])
+
+
+@pytest.mark.parametrize("kind", ["save_on_cpu", "own"])
+def test_hooks_entered_inside_the_region_are_equal(kind):
+    packed = []
+
+    def pack(tensor):
+        packed.append(None)
+        return tensor.detach().clone().numpy()
+
+    def program(wrap):
+        def block(x, w):
+            h = (x @ w).sin()
+            with save_on_cpu() if kind == "save_on_cpu" else saved_tensors_hooks(pack, torch.from_numpy):
+                h = (h.exp() @ w).tanh()
+            return (h @ w).cos()
+
+        x, w = leaf(3, 3), leaf(3, 3)
+        y = wrap(block)(x, w)
+        first = torch.autograd.grad(y.sum(), [x, w], retain_graph=True)
+        y.sum().backward()
+        return y, first, x.grad, w.grad
+
+    assert_same_program(program)
+    assert bool(packed) == (kind == "own")
+
+
+def test_region_that_only_saves_under_hooks_of_its_own_is_equal():
+    def program(wrap):
+        def block(x):
+            with save_on_cpu():
+                return chain(x)
+
+        x = leaf(3)
+        wrap(block)(x).sum().backward()
+        return x.grad
+
+    assert_same_program(program)
+
+
+def test_hooks_outside_two_nested_regions_see_the_outermost_inputs_only():
+    packed = []
+    x = leaf(3)
+    h = x * 1
+    with saved_tensors_hooks(lambda t: packed.append(t.detach().clone()) or t, lambda t: t):
+        y = checkpointed(lambda x: checkpointed(chain)(x.exp()).cos())(h)
+    assert len(packed) >= 1
+    assert all(torch.equal(tensor, h) for tensor in packed)
+    y.sum().backward()
+    assert_same(x.grad, torch.autograd.grad(chain(x.exp()).cos().sum(), x)[0])
+
+
+SLICES = {
+    "part": lambda h: h[:, :4],
+    "transposed": lambda h: h[:, :4].clone().t(),
+    "every second": lambda h: h[:, ::2],
+    "expanded": lambda h: h[:1, :4].expand(4, 4),
+    "one row": lambda h: h[:1, :4],
+}
+IN_OTHER_ORDER = {
+    "copies": torch.clone,
+    "contiguous copies": lambda tensor: tensor.contiguous(),
+    "in memory of their own": lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor),
+}
+
+
+@pairwise(
+    policy=[None, [torch.ops.aten.sin.default], lambda *args, **kwargs: True],
+    view=SLICES,
+    pack=IN_OTHER_ORDER,
+)
+def test_hooks_around_a_region_may_give_its_arguments_back_with_other_strides(policy, view, pack):
+    """As ``save_on_cpu`` does with parts of tensors on a GPU: replay gets them as forward did."""
+    strides = []
+
+    def function(h):
+        strides.append(h.stride())
+        return (h.sin() * h + h).exp().t().cos()
+
+    def program(wrap):
+        torch.manual_seed(0)
+        x = leaf(4, 8)
+        with torch.autograd.graph.saved_tensors_hooks(IN_OTHER_ORDER[pack], lambda tensor: tensor):
+            y = wrap(function)(SLICES[view](x.sin()))
+        y.square().mean().backward()
+        return y, x.grad
+
+    assert_same(program(plain), program(remat.checkpoint(policy=policy)))
+    assert len(set(strides)) == 1 < len(strides)
+
+
+def scaled_under_no_grad(x):
+    with torch.no_grad():
+        x.mul_(0.9)
+    return x
+
+
+WRITERS = {
+    "op": lambda x: remat.op(scaled_under_no_grad, "write")(x),
+    "native": lambda x: remat.native_save_region("write", scaled_under_no_grad, x),
+    "native in op": lambda x: remat.op(WRITERS["native"], "outer")(x),
+    "recomputed": scaled_under_no_grad,
+    "inner region": lambda x: remat.checkpoint()(scaled_under_no_grad)(x),
+}
+
+
+@pairwise(given=["leaf", "intermediate", "constant"], read=["result", "argument"], writer=WRITERS)
+@pytest.mark.parametrize("policy", [None, [torch.ops.aten.mul_.Tensor]], ids=["plain", "policy"])
+@pytest.mark.filterwarnings("ignore:.*replay recomputes this call:torch_remat.RematWarning")
+def test_argument_that_a_call_writes_and_hooks_have_copied_is_written_in_replay(writer, read, given, policy):
+    """Replay gets the copy that the hooks made when the region began, before the call modified the argument."""
+
+    def train(wrap, write):
+        torch.manual_seed(0)
+        x, other = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+        argument = {"leaf": lambda: x, "intermediate": lambda: x * 1.0, "constant": lambda: x.detach().clone()}[given]
+
+        def function(a, b):
+            h = write(a)
+            return (h if read == "result" else a).tanh() * b.sin()
+
+        y = wrap(function)(argument(), other)
+        y.sum().backward()
+        return y.detach(), x.grad, other.grad
+
+    expected = train(plain, scaled_under_no_grad)
+    with saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        actual = train(remat.checkpoint(policy=policy), WRITERS[writer])
+    assert_same(expected, actual)
+
+
+@pytest.mark.parametrize("around", ["hooks", "saved call", "native region", "torch's checkpoint", "nothing"])
+@pytest.mark.parametrize(
+    "write", [lambda a: a.mul_(0.9), lambda a: a[0].mul_(0.5), torch.relu_], ids=["all", "row", "relu_"]
+)
+@pytest.mark.filterwarnings("ignore:.*replay recomputes this call:torch_remat.RematWarning")
+def test_region_that_writes_its_argument_is_right_where_it_gets_another_copy_of_it(around, write):
+    """Elsewhere replay has the argument as the region left it, and refuses."""
+
+    def train(wrap):
+        def inner(a):
+            write(a)
+            return a.sin() * 2
+
+        def outer(x):
+            return (remat.checkpoint()(inner) if wrap else inner)(x * 1.0)
+
+        ways = {
+            "saved call": lambda x: remat.op(outer, "call")(x),
+            "native region": lambda x: remat.native_save_region("call", outer, x),
+        }
+        torch.manual_seed(0)
+        x = torch.randn(4, 4, requires_grad=True)
+        if not wrap or around == "nothing":
+            y = outer(x)
+        elif around == "hooks":
+            with saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+                y = outer(x)
+        elif around == "torch's checkpoint":
+            y = torch_checkpoint(outer, x, use_reentrant=False)
+        else:
+            y = remat.checkpoint()(ways[around])(x)
+        y.sum().backward()
+        return y.detach(), x.grad
+
+    if around in ("hooks", "torch's checkpoint"):
+        assert_same(train(True), train(False))
+    else:
+        with pytest.raises(remat.MutationError, match=r"modified (this input )?in place"):
+            train(True)

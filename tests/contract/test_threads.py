@@ -1,0 +1,349 @@
+"""Regions in several threads at once, and one region reached from several threads."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import torch_remat as remat
+from tests.helpers import Calls, Mlp, assert_same, chain, checkpointed, leaf
+from torch_remat._compat import sequence_number
+
+TIMEOUT_SECONDS = 30
+
+
+def run_in_threads(*functions):
+    """Run each function in a thread of its own, all started together; return results, raise what they raise."""
+    results: list = [None] * len(functions)
+    errors = []
+    start = threading.Barrier(len(functions))
+
+    def run(index, function):
+        try:
+            start.wait(TIMEOUT_SECONDS)
+            results[index] = function()
+        except BaseException as error:  # the test thread raises it again
+            errors.append(error)
+
+    threads = [
+        threading.Thread(target=run, args=(index, function), daemon=True) for index, function in enumerate(functions)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT_SECONDS)
+    assert not any(thread.is_alive() for thread in threads), "a thread hangs"
+    if errors:
+        raise errors[0]
+    return results
+
+
+def test_regions_in_eight_threads_at_once_have_equal_gradients():
+    model = nn.Sequential(*(Mlp(8) for _ in range(3)))
+    inputs = [torch.randn(4, 8) for _ in range(8)]
+
+    def gradients(wrap, value):
+        def work():
+            results = []
+            for _ in range(5):
+                x = value.clone().requires_grad_()
+                h = x
+                for block in model:
+                    h = wrap(block)(h)
+                assert not remat.is_recomputing()
+                results += torch.autograd.grad(h.square().sum(), [x, *model.parameters()])
+                assert not remat.is_recomputing()
+            return results
+
+        return work
+
+    expected = [gradients(lambda f: f, value)() for value in inputs]
+    actual = run_in_threads(*(gradients(checkpointed, value) for value in inputs))
+    for one, other in zip(expected, actual, strict=True):
+        assert_same(one, other)
+
+
+def test_one_backward_over_regions_made_in_different_threads_is_equal():
+    x = leaf(6)
+    functions = [chain, torch.tanh, lambda x: x.sin().exp(), lambda x: (x * x).cos()]
+    counters = [Calls(function) for function in functions]
+    outputs = run_in_threads(*((lambda f=function: checkpointed(f)(x)) for function in counters))
+    sum(y.sum() for y in outputs).backward()
+    assert [counter.replays for counter in counters] == [1, 1, 1, 1]
+    expected = torch.autograd.grad(sum(function(x).sum() for function in functions), x)
+    torch.testing.assert_close(x.grad, expected[0])
+
+
+def test_backward_in_another_thread_than_forward_is_equal():
+    x = leaf(6)
+    y = checkpointed(chain)(x)
+
+    def backward():
+        y.sum().backward()
+        assert not remat.is_recomputing()
+
+    run_in_threads(backward)
+    assert_same(x.grad, torch.autograd.grad(chain(x).sum(), x)[0])
+
+
+def test_region_made_and_backpropagated_in_one_thread_while_another_is_in_replay():
+    in_replay, other_done = threading.Event(), threading.Event()
+    seen = []
+
+    def slow(x):
+        if remat.is_recomputing():
+            in_replay.set()
+            assert other_done.wait(TIMEOUT_SECONDS)
+        return x.sin().exp()
+
+    def first():
+        x = torch.linspace(0, 1, 5).requires_grad_()
+        checkpointed(slow)(x).sum().backward()
+        return x.grad
+
+    def second():
+        assert in_replay.wait(TIMEOUT_SECONDS)
+        seen.append(remat.is_recomputing())
+        x = torch.linspace(0, 1, 5).requires_grad_()
+        checkpointed(lambda x: x.sin().exp())(x).sum().backward()
+        seen.append(remat.is_recomputing())
+        other_done.set()
+        return x.grad
+
+    one, two = run_in_threads(first, second)
+    assert_same(one, two)
+    assert seen == [False, False]
+
+
+class Overlap:
+    """Runs a function slowly and remembers how many calls of it ran at one time."""
+
+    def __init__(self, function):
+        self.function, self.lock = function, threading.Lock()
+        self.running = self.most = self.total = 0
+
+    def __call__(self, *args):
+        with self.lock:
+            self.running += 1
+            self.total += 1
+            self.most = max(self.most, self.running)
+        time.sleep(0.05)
+        try:
+            return self.function(*args)
+        finally:
+            with self.lock:
+                self.running -= 1
+
+
+def test_two_threads_that_reach_one_region_replay_it_once():
+    def two_branches(x):
+        return x.sin().exp(), x.cos().tanh()
+
+    for _ in range(5):
+        function = Overlap(two_branches)
+        x = leaf(6)
+        one, two = checkpointed(function)(x)
+        leaves = run_in_threads(
+            lambda one=one, x=x: torch.autograd.grad(one.sum(), x)[0],
+            lambda two=two, x=x: torch.autograd.grad(two.sum(), x)[0],
+        )
+        assert function.most == 1
+        assert function.total == 2
+        assert_same(leaves[0], torch.autograd.grad(x.sin().exp().sum(), x)[0])
+        assert_same(leaves[1], torch.autograd.grad(x.cos().tanh().sum(), x)[0])
+
+
+def test_two_threads_that_keep_the_graph_of_one_region_never_replay_it_at_once():
+    function = Overlap(lambda x: chain(x).tanh())
+    x = leaf(6)
+    y = checkpointed(function)(x)
+
+    def backward():
+        return [torch.autograd.grad(y.sum(), x, retain_graph=True)[0] for _ in range(3)]
+
+    results = run_in_threads(backward, backward, backward)
+    assert function.most == 1
+    expected = torch.autograd.grad(chain(x).tanh().sum(), x)[0]
+    for gradients in results:
+        assert_same([expected] * 3, gradients)
+
+
+def test_two_threads_that_reach_nested_regions_in_different_order_do_not_deadlock():
+    shared = leaf(6)
+
+    def make():
+        inner = checkpointed(Overlap(chain))
+        return checkpointed(Overlap(lambda x: inner(x.sin()).exp()))(shared)
+
+    one, two = make(), make()
+
+    def backward(first, second):
+        return lambda: [torch.autograd.grad(y.sum(), shared, retain_graph=True)[0] for y in (first, second)]
+
+    forward, reverse = run_in_threads(backward(one, two), backward(two, one))
+    expected = torch.autograd.grad(chain(shared.sin()).exp().sum(), shared)[0]
+    assert_same([expected] * 4, [*forward, *reverse])
+
+
+def test_autocast_and_random_state_of_one_thread_do_not_reach_a_region_of_another():
+    w = nn.Parameter(torch.randn(4, 4))
+    x = torch.randn(2, 4)
+
+    def work(dtype):
+        def run():
+            types = []
+
+            def block(x):
+                h = (x @ w).sin() @ w
+                types.append(h.dtype)
+                return h.exp()
+
+            for _ in range(20):
+                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype is torch.bfloat16):
+                    y = checkpointed(block, early_stop=False)(x)
+                torch.autograd.grad(y.float().sum(), w)
+            return types
+
+        return run
+
+    half, full = run_in_threads(work(torch.bfloat16), work(torch.float32))
+    assert half == [torch.bfloat16] * 40
+    assert full == [torch.float32] * 40
+
+
+def test_an_exception_in_one_threads_replay_does_not_disturb_another():
+    def failing():
+        def block(x):
+            if remat.is_recomputing():
+                raise ValueError("only in replay")
+            return x.sin().exp()
+
+        for _ in range(20):
+            y = checkpointed(block)(torch.ones(3, requires_grad=True))
+            with pytest.raises(ValueError, match="only in replay"):
+                y.sum().backward()
+        assert not remat.is_recomputing()
+
+    def working():
+        x = torch.ones(3, requires_grad=True)
+        for _ in range(20):
+            checkpointed(chain)(x).sum().backward()
+        return x.grad
+
+    _, grad = run_in_threads(failing, working)
+    x = torch.ones(3, requires_grad=True)
+    for _ in range(20):
+        chain(x).sum().backward()
+    assert_same(grad, x.grad)
+
+
+def test_backwards_at_once_over_one_kept_graph_are_equal():
+    class Slow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            time.sleep(0.004)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            (x,) = ctx.saved_tensors
+            time.sleep(0.003)
+            return grad * 2 + x * 0
+
+    def slowly(x):
+        for _ in range(4):
+            x = Slow.apply(x.sin())
+        return x
+
+    x = leaf(4)
+    expected = torch.autograd.grad(slowly(x).sum(), x)
+    y = checkpointed(slowly)(x)
+
+    def backward_after(seconds):
+        def backward():
+            time.sleep(seconds)  # so that one reads what another's replay has just filled
+            return torch.autograd.grad(y.sum(), x, retain_graph=True)
+
+        return backward
+
+    for actual in run_in_threads(*(backward_after(0.006 * index) for index in range(4))):
+        assert_same(expected, actual)
+
+
+def outside(kind):
+    """Return a leaf and a function that makes, from it, what a region's function finds in a variable."""
+    s = torch.linspace(1, 2, 16).view(4, 4).requires_grad_()
+    make = {
+        "result": lambda factor: s * factor,
+        "view of a result": lambda factor: (s * factor).t(),
+        "leaf": lambda factor: (s.detach() * factor).requires_grad_(),
+        "view of a leaf": lambda factor: (s.detach() * factor).requires_grad_().t(),
+    }[kind]
+    return s, make
+
+
+@pytest.mark.parametrize("numbers", [0, 200])
+@pytest.mark.parametrize("threaded", [False, True])
+@pytest.mark.parametrize("kind", ["result", "view of a result", "leaf", "view of a leaf"])
+def test_variable_from_outside_that_is_another_tensor_in_replay_is_an_error_in_any_thread(kind, threaded, numbers):
+    s, make = outside(kind)
+    x = leaf(4, 4)
+    for _ in range(numbers):  # the main thread is ahead of the other one, or not
+        s * 2
+    t = make(1.0)
+    before = t
+    y = checkpointed(lambda v: (v.sin() * t).cos(), region_name="r")(x)
+    t = make(7.0)
+    caught = []
+
+    def backward():
+        for _ in range(200 - numbers):
+            s * 2
+        with pytest.raises(remat.MismatchError) as error:
+            y.sum().backward()
+        caught.append(error.value.region)
+
+    if threaded:
+        run_in_threads(backward)
+    else:
+        backward()
+    assert caught == ["r"]
+    assert before is not t
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+@pytest.mark.parametrize("kind", ["result", "view of a result", "leaf", "view of a leaf"])
+def test_variable_from_outside_that_stays_is_equal_in_any_thread(kind, threaded):
+    _, make = outside(kind)
+    x, t = leaf(4, 4), make(2.0)
+    y = checkpointed(lambda v: (v.sin() * t).cos())(x)
+    run_in_threads(lambda: y.sum().backward()) if threaded else y.sum().backward()
+    assert_same(x.grad, torch.autograd.grad((x.sin() * t).cos().sum(), x)[0])
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_argument_that_another_thread_has_made_is_an_argument(view):
+    """Its node has a number of that thread, which may be larger than those of the region."""
+    x, made, ahead = leaf(4, 4), [], sequence_number() + 1000
+
+    def make():
+        h = x
+        while sequence_number() < ahead:
+            h = h.view(4, 4)
+        made.append((h * 2).sin())
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    given = made[0].t() if view else made[0]
+    out = checkpointed(lambda h: (h.sin() @ h.cos()).exp())(given)
+    (gradient,) = torch.autograd.grad(out.sum(), x)
+    h = (x * 2).sin()
+    h = h.t() if view else h
+    (expected,) = torch.autograd.grad((h.sin() @ h.cos()).exp().sum(), x)
+    assert_same([expected], [gradient])

@@ -1,0 +1,147 @@
+"""Engines that train over ranks, with regions, over gloo in processes of their own: see `engines_worker.py`.
+
+By default a few cells in a world of one process and one of two; all engines by all ways are marked `slow`, and
+`python -m tests.features.distributed.engines_table` prints them as a table.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.features.distributed.engines_table import run_cells
+from torch_remat import _compat
+
+HERE = Path(__file__).parent
+TIMEOUT_SECONDS = 240
+
+
+# A few cells that differ: the children of a block sharded, wrappers made before and after, collectives inside.
+FEW = ["fsdp2_children:titan", "fsdp1:modules", "fsdp1_after:drop_in_policy", "sp:collectives", "cp:titan"]
+MORE = [
+    "ddp:handle",
+    "fsdp2_after:drop_in_titan",
+    "fsdp2_children_bf16:native",
+    "fsdp1_flat:offload_names",
+    "tp:bitwise",
+]
+CHECKS_OF_ONE = [
+    "hooks_and_names",
+    "wrapped_blocks_have_the_names_of_the_model",
+    "other_modes_see_what_fsdp_does",
+    "saved_collectives_do_not_run_again",
+    "bitwise_notices_other_values_of_split_tensors",
+    "dtr_is_refused",
+    "dtr_runs_in_a_stage_of_a_pipeline",
+]
+ENGINES_OF_SLOW = [
+    *("ddp", "ddp_accumulate", "fsdp2", "fsdp2_keep", "fsdp2_bf16", "fsdp2_after", "fsdp2_accumulate"),
+    *("fsdp2_children", "fsdp2_children_keep", "fsdp2_children_bf16", "fsdp2_children_after"),
+    *("fsdp2_children_accumulate", "fsdp1", "fsdp1_flat", "fsdp1_after", "fsdp1_flat_after", "fsdp1_whole"),
+    *("fsdp1_accumulate", "tp", "sp", "tp_fsdp2", "cp", "gpipe", "1f1b", "zero_bubble", "zbv"),
+]
+
+
+def assert_equal(world: int, cells: list[str], steps: int) -> list[str]:
+    """Run cells; return what each told."""
+    results = []
+    for cell, told, texts in run_cells(world, cells, steps, limit_seconds=60):
+        assert told.startswith("equal"), "\n".join([f"{cell}: {told}", *texts])
+        results.append(told)
+    return results
+
+
+def test_a_world_of_one_has_the_gradients_of_the_engines_without_checkpointing():
+    assert_equal(1, [*FEW, *MORE, *(f"check:{name}" for name in CHECKS_OF_ONE)], steps=2)
+
+
+def test_a_world_of_two_has_the_gradients_of_the_engines_without_checkpointing():
+    checks = ["check:saved_collectives_do_not_run_again", "check:other_modes_see_what_fsdp_does"]
+    results = assert_equal(2, [*FEW, *checks, "zero_bubble:none", "zero_bubble:matmuls"], steps=2)
+    without, ours = (int(told.split("peak=")[1].split()[0]) for told in results[-2:])
+    assert ours < without, results[-2:]
+
+
+def test_what_a_release_of_torch_lacks_of_fsdp_is_passed_over(monkeypatch):
+    """The hook into FSDP is no error where a class or a method has another name."""
+    runs = []
+
+    class Group:
+        def unshard(self, part):
+            runs.append(part)
+            return "done"
+
+    work = {"of_groups": ("Group", ("unshard", "reshard")), "without_class": ("Group", ("unshard",))}
+    monkeypatch.setattr(_compat, "_FSDP_WORK", work)
+    monkeypatch.setitem(sys.modules, "of_groups", SimpleNamespace(Group=Group))
+    monkeypatch.setitem(sys.modules, "without_class", SimpleNamespace())
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+
+    @contextlib.contextmanager
+    def context():
+        runs.append("in")
+        yield
+        runs.append("out")
+
+    for _ in range(2):
+        _compat.run_fsdp_in(context)
+    assert Group().unshard("part") == "done"
+    assert runs == ["in", "part", "out"]
+    assert not work
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+def test_all_that_holds_besides_gradients_holds_over_ranks(world):
+    from tests.features.distributed.engines_checks import CHECKS
+
+    assert_equal(world, [f"check:{name}" for name in CHECKS], steps=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES_OF_SLOW)
+def test_all_ways_have_the_gradients_of_the_engine_and_run_no_more_collectives_than_recomputation(engine):
+    from tests.features.distributed.engines import ENGINES, IMPOSSIBLE, OURS
+
+    assert set(ENGINES) == set(ENGINES_OF_SLOW)
+    cells = [f"{engine}:torch", *(f"{engine}:{way}" for way in OURS)]
+    cells = [cell for cell in cells if cell not in IMPOSSIBLE]
+    results = assert_equal(2, cells, steps=6)
+    counts = {cell: int(told.split("collectives=")[1].split()[0]) for cell, told in zip(cells, results, strict=True)}
+    counts.pop(f"{engine}:composable", None)  # regions in regions replay twice, whoever made them
+    assert max(counts.values()) == counts[f"{engine}:torch"], counts
+
+
+def run_workers(world_size: int, rendezvous: Path, worker: str, *more: str) -> None:
+    """Run one worker for each rank, with more arguments, and assert that all end well."""
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path), OMP_NUM_THREADS="1")
+    workers = [
+        subprocess.Popen(
+            [sys.executable, str(HERE / worker), str(rank), str(world_size), str(rendezvous), *more],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world_size)
+    ]
+    try:
+        texts = [process.communicate(timeout=TIMEOUT_SECONDS)[0] for process in workers]
+    finally:
+        for process in workers:
+            process.kill()
+            process.wait()
+    for rank, (process, text) in enumerate(zip(workers, texts, strict=True)):
+        assert process.returncode == 0, f"rank {rank}:\n{text}"
+        assert "all equal" in text
+
+
+def test_replay_communicates_only_what_is_not_kept_in_one_order_on_all_ranks(tmp_path):
+    run_workers(2, tmp_path / "rendezvous", "collectives_worker.py")

@@ -1,0 +1,212 @@
+"""`remat.policies.save_collectives`: which collectives replay does not repeat, and what that keeps."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as collectives
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import torch_remat as remat
+from tests.helpers import assert_equal_gradients, leaf, pairwise
+from tests.native_programs import aten, region, replayed_ops, retained_bytes
+from torch_remat import policies
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")  # names that all releases have
+
+
+@pytest.fixture(autouse=True)
+def _process_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def between(collective):
+    """Return a function with a collective between ops that replay runs, and one that reads its result."""
+
+    def function(x):
+        return (collective(x.sin()) * 2).exp().sin()
+
+    return function
+
+
+REDUCE_SCATTER = between(lambda x: collectives.reduce_scatter_tensor_autograd(x, "sum", 0, dist.group.WORLD))
+ALL_TO_ALL = between(lambda x: collectives.all_to_all_single_autograd(x, None, None, dist.group.WORLD))
+ALL_REDUCE = between(lambda x: collectives.all_reduce(x.detach(), "sum", dist.group.WORLD) + x)
+ALL_GATHER = between(lambda x: collectives.all_gather_tensor_autograd(x, 0, dist.group.WORLD))
+
+
+def in_place(x):
+    total = x.detach().sin()
+    dist.all_reduce(total)
+    return (x * total).exp().sin()
+
+
+def gathered_into(x):
+    parts = torch.empty(4, 4)
+    dist.all_gather_into_tensor(parts, x.detach().sin())
+    return (x * parts).exp().sin()
+
+
+def repeated(function, policy):
+    """Return the collectives of forward that replay runs again."""
+    forward = {
+        "reduce_scatter_tensor": REDUCE_SCATTER,
+        "all_to_all_single": ALL_TO_ALL,
+        "all_reduce": ALL_REDUCE,
+        "all_gather_into_tensor": ALL_GATHER,
+        "allreduce_": in_place,
+        "_allgather_base_": gathered_into,
+    }
+    op = next(name for name, one in forward.items() if one is function)
+    counts = replayed_ops(function, region(policy), [leaf(4, 4)])
+    return sum(count for name, count in counts.items() if name.split(".")[-1] == op)
+
+
+def nothing(ctx, op, *args, **kwargs):
+    return False
+
+
+EVERYTHING = policies.save_collectives(all_gathers=True)
+
+
+@pairwise(
+    policy=[policies.save_collectives, EVERYTHING, policies.never_replay_effects, nothing],
+    function=[REDUCE_SCATTER, ALL_REDUCE, ALL_GATHER, in_place, gathered_into],
+)
+def test_collectives_that_are_saved_are_not_repeated(function, policy):
+    assert_equal_gradients(function, region(policy)(function), [leaf(4, 4)])
+    is_saved = policy is not nothing
+    if function in (ALL_GATHER, gathered_into):
+        is_saved = policy in (EVERYTHING, policies.never_replay_effects)
+    assert repeated(function, policy) == (0 if is_saved else 1)
+
+
+def test_all_to_all_is_saved():
+    """Its backward is one too."""
+    for policy, count in ((policies.save_collectives, 1), (nothing, 2)):
+        assert_equal_gradients(ALL_TO_ALL, region(policy)(ALL_TO_ALL), [leaf(4, 4)])
+        counts = replayed_ops(ALL_TO_ALL, region(policy), [leaf(4, 4)])
+        assert sum(count for name, count in counts.items() if "all_to_all" in name) == count - 1
+
+
+def test_bytes_are_those_of_the_results():
+    x, size = leaf(16, 16), 16 * 16 * 4
+    for function, with_option in ((REDUCE_SCATTER, False), (REDUCE_SCATTER, True), (ALL_GATHER, True)):
+        policy = EVERYTHING if with_option else policies.save_collectives
+        more = retained_bytes(region(policy)(function), [x]) - retained_bytes(region(nothing)(function), [x])
+        assert more == size
+    plain = retained_bytes(region(policies.save_collectives)(ALL_GATHER), [x])
+    assert plain == retained_bytes(region(nothing)(ALL_GATHER), [x])
+
+
+def test_without_an_option_it_is_itself():
+    assert policies.save_collectives() is policies.save_collectives
+    assert policies.save_collectives(all_gathers=False) is policies.save_collectives
+
+
+def test_policy_function_can_ask_it():
+    def mine(ctx, op, *args, **kwargs):
+        return policies.save_collectives(ctx, op, *args, **kwargs) or op is aten.exp.default
+
+    assert repeated(REDUCE_SCATTER, mine) == 0
+
+
+@pytest.mark.parametrize("options", [{"all_gather": True}, {"all_gathers": "no"}])
+def test_other_options_are_errors(options):
+    with pytest.raises(
+        remat.PolicyError, match=r"The form is save_collectives, or save_collectives\(all_gathers=True\)"
+    ):
+        policies.save_collectives(**options)
+
+
+@pytest.mark.parametrize("copied", [lambda policy: pickle.loads(pickle.dumps(policy)), copy.deepcopy])
+def test_both_forms_can_be_copied(copied):
+    for policy in (policies.save_collectives, EVERYTHING):
+        assert copied(policy) is policy
+        assert repr(copied(policy | policies.save_matmuls)) == repr(policy | policies.save_matmuls)
+
+
+def test_list_of_torchtitan_keeps_no_all_gather():
+    """A list as TorchTitan has it."""
+    functional = torch.ops._c10d_functional
+    policy = [aten.topk, functional.reduce_scatter_tensor, functional.all_to_all_single] | policies.save_attention
+    assert repeated(REDUCE_SCATTER, policy) == 0
+    assert repeated(ALL_GATHER, policy) == 1
+    assert repeated(ALL_REDUCE, policy) == 1
+
+
+@pytest.mark.parametrize("policy", [policies.save_collectives, EVERYTHING], ids=repr)
+def test_compiled_region_keeps_what_the_same_policy_keeps(policy):
+    torch._dynamo.reset()
+
+    def function(x):
+        return (collectives.all_reduce(x.detach().sin(), "sum", dist.group.WORLD) * x).exp().sin()
+
+    compiled = torch.compile(remat.checkpoint(policy=policy)(function), backend="aot_eager")
+    assert_equal_gradients(function, compiled, [leaf(4, 4)])
+
+
+# Those that write their arguments, of which their schemas say nothing
+
+
+def writes(collective):
+    """Return a function with a collective into a new tensor, and what notes the storages that it makes."""
+    storages = []
+
+    def function(x):
+        given, result = x.detach().sin(), torch.empty(4, 4)
+        if not remat.is_recomputing():
+            storages[:] = [StorageWeakRef(one.untyped_storage()) for one in (given, result)]
+        collective(result, given)
+        return (x * (given if collective is reduced else result)).exp().sin()
+
+    return function, storages
+
+
+def reduced(result, given):
+    dist.all_reduce(given, async_op=True).wait()
+
+
+WRITES = {
+    "allgather_": lambda result, given: dist.all_gather([result], given),
+    "_allgather_base_": lambda result, given: dist.all_gather_into_tensor(result, given),
+    "alltoall_base_": lambda result, given: dist.all_to_all_single(result, given),
+    "gather_": lambda result, given: dist.gather(given, [result], dst=0),
+    "scatter_": lambda result, given: dist.scatter(result, [given], src=0),
+    "allreduce_": reduced,
+}
+
+
+@pytest.mark.parametrize("policy", [nothing, EVERYTHING])
+@pytest.mark.parametrize("op", WRITES)
+def test_what_a_collective_writes_is_kept_or_written_again(op, policy):
+    function, storages = writes(WRITES[op])
+    assert_equal_gradients(function, region(policy)(function), [leaf(4, 4)])
+    counts = replayed_ops(function, region(policy), [leaf(4, 4)])
+    assert sum(count for name, count in counts.items() if name.split(".")[-1] == op) == (policy is nothing)
+    y = region(policy)(function)(leaf(4, 4))
+    kept = policy is EVERYTHING
+    expected = [kept, False] if op == "allreduce_" else [False, kept]
+    deadline = time.monotonic() + 5  # gloo's thread lets go of the tensors a moment after the work is done
+    while (alive := [not storage.expired() for storage in storages]) != expected and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert alive == expected, "a pending work keeps what it was given"
+    y.sum().backward()
+
+
+def test_a_region_with_collectives_keeps_no_random_state():
+    """Also where replay runs one after another that is kept."""
+
+    def function(x):
+        reduced = collectives.all_reduce(x.detach().sin(), "sum", dist.group.WORLD) * x
+        return (collectives.all_gather_tensor(reduced.detach(), 0, dist.group.WORLD) * x).exp()
+
+    y = region(policies.save_collectives)(function)(leaf(4, 4))
+    assert "random state" not in str(remat.memory_report(y))

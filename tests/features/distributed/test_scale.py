@@ -1,0 +1,86 @@
+"""`docs/examples/scale.py`: what it computes from one process is what ranks keep, and the peaks that they have."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.features.distributed.test_distributed import run_workers
+from tests.helpers import no_other_regions
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "docs" / "examples"))
+
+import scale  # of docs/examples
+from transformer import Sizes
+
+SIZES = Sizes(blocks=3 * scale.STAGE_BLOCKS)
+INPUT = 4 * scale.MICROBATCH * SIZES.context * SIZES.width  # bytes of a block's input
+REGIONS = {"inputs": scale.all_blocks, "products": scale.all_blocks_with_products}
+LAYOUTS = {
+    "data": lambda ranks: scale.Layout(data=ranks),
+    "tensor": lambda ranks: scale.Layout(tensor=ranks),
+    "sequence": lambda ranks: scale.Layout(tensor=ranks, sequence=True),
+}
+
+
+@pytest.fixture(autouse=True)
+def alone():
+    """Reports of all regions are of these alone."""
+    with no_other_regions():
+        yield
+
+
+def text(schedule, ranks, microbatches):
+    return [" ".join(map(str, actions)) for _, actions in sorted(scale.order_of(schedule, ranks, microbatches).items())]
+
+
+def test_orders_are_those_of_the_schedules():
+    assert text("gpipe", 2, 2) == ["0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1"]
+    assert text("1f1b", 2, 3) == ["0F0 0F1 0B0 0F2 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2"]
+    first, last = text("zero bubble", 2, 2)
+    assert first == "0F0 0F1 0I0 0W0 0I1 0W1"
+    assert last == "1F0 1I0 1F1 1I1 1W0 1W1"
+    for rank, actions in scale.order_of("zbv", 4, 8).items():
+        assert {action.stage for action in actions} == {rank, 7 - rank}
+        assert sum(action.kind == "W" for action in actions) == 16
+
+
+def test_peak_is_the_most_that_is_alive_at_any_action():
+    cost = scale.Cost(reported=0, kept=10, forward=15, backward=30, inputs=40, between=25, weights=50, sent=1)
+    gpipe = scale.order_of("gpipe", 2, 4)[0]
+    assert scale.peak_of("gpipe", gpipe, lambda _: cost) == 3 * 10 + 30
+    assert scale.peak_of("1f1b", scale.order_of("1f1b", 2, 4)[0], lambda _: cost) == 10 + 30 + 1
+    last = scale.order_of("zero bubble", 2, 2)[1]
+    assert scale.peak_of("zero bubble", last, lambda _: cost) == 25 + 50
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, about the group that sends nothing
+def test_a_sequence_in_two_halves_halves_what_is_kept():
+    whole, half = (scale.record(SIZES, LAYOUTS[way](2), scale.MICROBATCH) for way in ("tensor", "sequence"))
+    assert [cost.reported for cost in whole] == [scale.STAGE_BLOCKS * INPUT] * 3
+    assert [cost.reported for cost in half] == [scale.STAGE_BLOCKS * INPUT // 2] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("ranks", "tensor"), [(2, 1), (4, 1), (4, 2)])
+def test_what_is_computed_is_what_processes_measure_within_two_percent_where_stages_are_whole(tmp_path, ranks, tensor):
+    result = tmp_path / "result"
+    run_workers(ranks, tmp_path / "rendezvous", "scale_worker.py", str(tensor), str(result))
+    measured = [json.loads(result.with_suffix(f".{rank}").read_text()) for rank in range(ranks)]
+    layout = scale.Layout(tensor=tensor, sequence=tensor > 1, pipeline=ranks // tensor)
+    costs = scale.record(SIZES, layout, scale.MICROBATCH)
+    for schedule in scale.SCHEDULES:
+        peaks = scale.peaks_of(schedule, layout.pipeline, 2 * layout.pipeline, costs)
+        computed = [peak for peak in peaks for _ in range(tensor)]
+        if tensor == 1:
+            assert [one[schedule] for one in measured] == pytest.approx(computed, rel=0.02), schedule
+        for one, peak in zip(measured, computed, strict=True):  # gloo's threads hold what they gathered a bit longer
+            assert 0.98 * peak < one[schedule] < 1.2 * peak, schedule
+    for name, regions in REGIONS.items() if tensor == 1 else ():
+        for way, layout_of in LAYOUTS.items():
+            inner = scale.record(SIZES, layout_of(ranks), scale.MICROBATCH, regions)[1]
+            assert [one[f"{name}, {way}"] for one in measured] == pytest.approx([inner.reported] * ranks, rel=0.02)

@@ -1,0 +1,187 @@
+"""`remat.testing.collectives`: the list of a block, and where the ranks of a group differ."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import torch_remat as remat
+from tests.helpers import leaf
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")  # names that all releases have
+
+
+@pytest.fixture
+def _process_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def gathered(x):
+    return (functional.all_gather_tensor_autograd(x.sin(), 0, dist.group.WORLD) * 2).exp()
+
+
+@pytest.mark.usefixtures("_process_group")
+def test_functional_collectives_are_listed_with_phase_and_region():
+    with remat.testing.collectives() as calls:
+        y = remat.checkpoint(region_name="layers.0")(gathered)(leaf(4, 8))
+        y.sum().backward()
+    assert [(row.op, row.phase, row.region) for row in calls] == [
+        ("all_gather_into_tensor", "forward", "layers.0"),
+        ("all_gather_into_tensor", "replay", "layers.0"),
+        ("reduce_scatter_tensor", "backward", ""),
+    ]
+    assert {(row.tensors, row.bytes, row.ranks) for row in calls} == {("float32[4, 8]", 128, (0,))}
+    assert calls.names == [row.op for row in calls]
+    assert calls.to_dicts()[0]["phase"] == "forward"
+    assert calls.difference() is None
+
+
+@pytest.mark.usefixtures("_process_group")
+def test_table_is_readable():
+    with remat.testing.collectives() as calls:
+        remat.checkpoint(region_name="layers.0")(gathered)(leaf(4, 8)).sum().backward()
+    assert str(calls) == repr(calls)
+    assert str(calls).splitlines() == [
+        "call  collective              tensors        bytes  ranks  phase     region",
+        "   1  all_gather_into_tensor  float32[4, 8]    128  0      forward   layers.0",
+        "   2  all_gather_into_tensor  float32[4, 8]    128  0      replay    layers.0",
+        "   3  reduce_scatter_tensor   float32[4, 8]    128  0      backward",
+        "3 collectives: 1 in forward, 1 in backward, 1 in replay; 384 B",
+    ]
+
+
+@pytest.mark.usefixtures("_process_group")
+def test_what_a_policy_keeps_is_not_in_the_list_again():
+    policy = remat.policies.save_collectives(all_gathers=True)
+    with remat.testing.collectives() as calls:
+        remat.checkpoint(policy=policy)(gathered)(leaf(4, 8)).sum().backward()
+    assert calls.names == ["all_gather_into_tensor", "reduce_scatter_tensor"]
+
+
+@pytest.mark.usefixtures("_process_group")
+def test_collectives_that_write_their_argument_are_listed_with_what_is_given_to_them():
+    t, two = torch.ones(3), [torch.ones(2, dtype=torch.float64)]
+    with remat.testing.collectives() as calls:
+        dist.all_reduce(t)
+        dist.broadcast(t, 0)
+        dist.all_gather([torch.empty(3)], t)
+        dist.all_gather_into_tensor(torch.empty(3), t)
+        dist.reduce_scatter_tensor(torch.empty(2, dtype=torch.float64), two[0])
+        dist.all_to_all_single(torch.empty(3), t)
+        dist.all_reduce(t, async_op=True).wait()
+        dist.barrier()
+    found = [(row.op, row.tensors) for row in calls[:-1]]
+    assert found == [
+        ("allreduce_", "float32[3]"),
+        ("broadcast_", "float32[3]"),
+        ("allgather_", "float32[3]"),
+        ("_allgather_base_", "float32[3]"),
+        ("_reduce_scatter_base_", "float64[2]"),
+        ("alltoall_base_", "float32[3]"),
+        ("allreduce_", "float32[3]"),
+    ]
+    assert calls[-1].op == "barrier"
+    assert all(row.ranks == (0,) for row in calls)
+
+
+@pytest.mark.usefixtures("_process_group")
+def test_collectives_of_dtensor_are_listed_once_it_has_come_apart():
+    mesh = init_device_mesh("cpu", (1,))
+    block = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+    parallelize_module(block, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    with remat.testing.collectives() as calls:
+        remat.checkpoint(region_name="mlp")(block)(leaf(2, 4)).sum().backward()
+    assert set(calls.names) <= {"all_reduce"}
+    assert {row.tensors for row in calls} <= {"float32[2, 4]"}
+
+
+def test_blocks_without_collectives_and_without_a_group():
+    with remat.testing.collectives() as calls:
+        remat.checkpoint()(torch.exp)(leaf(3)).sum().backward()
+    assert len(calls) == 0
+    assert str(calls).endswith("0 collectives; 0 B")
+
+
+def write(directory, rank, *rows, end="\n"):
+    lines = [
+        json.dumps({"op": op, "tensors": tensors, "bytes": 4, "ranks": ranks, "phase": "forward", "region": region})
+        for op, tensors, ranks, region in rows
+    ]
+    (directory / f"rank-{rank}.jsonl").write_text("\n".join(lines) + end)
+
+
+REDUCE = ("all_reduce", "float32[4]", [0, 1], "a")
+GATHER = ("all_gather_into_tensor", "float32[4]", [0, 1], "")
+
+
+def test_first_difference_is_told_by_group(tmp_path):
+    other = ("all_reduce", "float32[1]", [0, 2], "")
+    write(tmp_path, 0, REDUCE, other, GATHER)
+    write(tmp_path, 1, REDUCE, REDUCE)
+    write(tmp_path, 2, other)
+    assert remat.testing.compare_collectives(tmp_path) == (
+        "ranks 0, 1 differ from their call 2 on:\n"
+        "  rank 0: all_gather_into_tensor float32[4] (forward), call 3 of its list\n"
+        "  rank 1: all_reduce float32[4] (forward of a), call 2 of its list"
+    )
+
+
+def test_rank_that_goes_no_further_is_told(tmp_path):
+    write(tmp_path, 0, REDUCE)
+    write(tmp_path, 1, REDUCE, GATHER)
+    text = remat.testing.compare_collectives(str(tmp_path))
+    assert "rank 0: no further call\n  rank 1: all_gather_into_tensor" in text
+
+
+def test_other_shapes_are_a_difference_but_where_ranks_may_give_others(tmp_path):
+    def compared(op):
+        for rank in range(2):
+            write(tmp_path, rank, (op, f"float32[{rank}]", [0, 1], ""))
+        return remat.testing.compare_collectives(tmp_path)
+
+    assert "differ from their call 1" in compared("all_reduce")
+    assert "differ from their call 1" in compared("all_gather_into_tensor")
+    assert compared("all_to_all_single") is None
+    assert compared("alltoall_base_") is None
+
+
+def test_sends_and_the_end_of_a_killed_process_are_passed_over(tmp_path):
+    write(tmp_path, 0, REDUCE, ("send", "float32[4]", [0, 1], ""))
+    write(tmp_path, 1, ("recv_", "float32[4]", [0, 1], ""), REDUCE, GATHER, end="")
+    assert remat.testing.compare_collectives(tmp_path) is None
+
+
+def test_directory_without_files_is_an_error(tmp_path):
+    with pytest.raises(remat.UsageError, match="no process has written"):
+        remat.testing.compare_collectives(tmp_path)
+
+
+@pytest.mark.usefixtures("_process_group")
+def test_each_call_is_written_before_it_runs(tmp_path):
+    with remat.testing.collectives(tmp_path / "calls") as calls:
+        for count in range(1, 3):
+            dist.all_reduce(torch.ones(2))
+            lines = (tmp_path / "calls" / "rank-0.jsonl").read_text().splitlines()
+            assert len(lines) == len(calls) == count
+    assert remat.testing.compare_collectives(tmp_path / "calls") is None
+
+
+def test_import_of_the_library_loads_nothing_of_it():
+    code = "import sys, torch_remat as r; r.testing; assert 'torch_remat.testing.listing' not in sys.modules"
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
+
+
+def test_examples_run():
+    assert doctest.testmod(importlib.import_module("torch_remat.testing.listing")).failed == 0

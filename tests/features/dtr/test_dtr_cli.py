@@ -1,0 +1,278 @@
+"""The bench on the command line, its chart, and the bounds in it."""
+
+from __future__ import annotations
+
+import heapq
+import importlib
+import json
+import math
+import sys
+
+import pytest
+
+from tests.features.dtr.dtr_logs import chain, recurrent
+from torch_remat.dtr import Log, _chart, chen_chain, optimal_chain, simulate
+from torch_remat.dtr.__main__ import main
+from torch_remat.errors import UsageError
+
+
+@pytest.fixture
+def log_file(tmp_path):
+    path = tmp_path / "step.log"
+    path.write_text("\n".join(recurrent(12).lines))
+    return str(path)
+
+
+def test_simulate_prints_a_table_and_writes_figures_and_a_chart(log_file, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    chart, figures = tmp_path / "chart.png", tmp_path / "out.json"
+    options = ["--heuristics", "dtr", "dtr_eq", "size", "--plot", str(chart), "--json", str(figures)]
+    assert main(["simulate", log_file, "--budgets", "0.9", "0.7", "0.1", *options]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    data = json.loads(figures.read_text())
+    log = recurrent(12).log()
+    assert rows[2] == ["0.90", "0.70", "0.10"]
+    for row in rows[3:]:
+        for cell, share, run in zip(
+            " ".join(row[1:]).replace("no room", "out").split(), (0.9, 0.7, 0.1), data["runs"][row[0]], strict=True
+        ):
+            again = simulate(log, share * log.peak_bytes, row[0])
+            assert run["rematerializations"] == again.rematerializations
+            wanted = "out" if again.ran_out else "stopped" if again.stopped else f"{again.overhead:.2f}"
+            assert cell == wanted
+    assert [row[0] for row in rows[3:]] == ["dtr", "dtr_eq", "size"]
+    assert (data["peak_bytes"], data["budgets"]) == (log.peak_bytes, [0.9, 0.7, 0.1])
+    assert chart.read_bytes().startswith(b"\x89PNG")
+
+
+def test_options_reach_the_simulation(log_file, tmp_path):
+    out = tmp_path / "out.json"
+    more = ["--deallocation", "ignore", "--search", "sample", "--seed", "4", "--max-overhead", "9"]
+    assert main(["simulate", log_file, "--budgets", "0.8", "--heuristics", "lru", *more, "--json", str(out)]) == 0
+    log = recurrent(12).log()
+    again = simulate(log, 0.8 * log.peak_bytes, "lru", "ignore", search="sample", seed=4, max_overhead=9)
+    (run,) = json.loads(out.read_text())["runs"]["lru"]
+    assert run["total_compute"] == again.total_compute
+    assert run["metadata_accesses"] == again.metadata_accesses
+
+
+def test_a_class_of_ones_own(log_file, tmp_path, monkeypatch, capsys):
+    (tmp_path / "my_heuristics.py").write_text(
+        "from torch_remat.dtr import Heuristic\n"
+        "class Biggest(Heuristic):\n"
+        "    def score(self, storage, clock):\n"
+        "        return -storage.size_bytes\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    name = "my_heuristics:Biggest"
+    assert main(["simulate", log_file, "--budgets", "0.9", "--heuristics", name, "size"]) == 0
+    *_, mine, theirs = capsys.readouterr().out.splitlines()
+    assert mine.split()[1:] == theirs.split()[1:]
+    assert main(["simulate", log_file, "--heuristics", "my_heuristics:Missing"]) == 2
+    assert main(["simulate", log_file, "--heuristics", "no_such_module:Missing"]) == 2
+    sys.modules.pop("my_heuristics")
+
+
+def test_info(log_file, capsys):
+    assert main(["info", log_file]) == 0
+    rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line.split()[0] != "largest")
+    log = recurrent(12).log()
+    assert rows["lines"] == str(log.lines)
+    assert rows["ops"] == str(len(log.ops))
+    assert rows["views"] == str(sum(log.view))
+    assert rows["constants"].startswith("15,")
+
+
+SCRIPT = """
+import sys
+import torch
+
+def step():
+    weight = torch.ones(8, 8, requires_grad=True)
+    loss = torch.ones(4, 8).matmul(weight).sin().sum()
+    loss.backward()
+    if "fail" in sys.argv:
+        raise ValueError("in the script")
+
+if __name__ == "__main__":
+    step()
+"""
+
+
+def test_record_runs_a_script_or_a_function_and_writes_its_log(tmp_path, monkeypatch, capsys):
+    (tmp_path / "my_training.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    arguments = list(sys.argv)
+    for target in ("my_training.py", "my_training:step"):
+        assert main(["record", "step.log", target]) == 0
+        log = Log.load("step.log")
+        assert {"aten.mm", "aten.sin"} <= {op.name.removesuffix(".default") for op in log.ops}
+        assert capsys.readouterr().out.splitlines()[1].split() == ["ops", str(len(log.ops))]
+    with pytest.raises(ValueError, match="in the script"):
+        main(["record", "failed.log", "my_training.py", "fail"])
+    assert len(Log.load("failed.log").ops) == len(log.ops)
+    assert sys.argv == arguments
+    assert main(["record", "step.log", "no_script.py"]) == 2
+    assert "no script no_script.py" in capsys.readouterr().err
+    sys.modules.pop("my_training")
+
+
+def test_what_cannot_be_done_is_said_on_stderr(log_file, tmp_path, capsys):
+    assert main(["simulate", log_file, "--heuristics", "dtr_qe"]) == 2
+    assert "Did you mean 'dtr_eq'" in capsys.readouterr().err
+    (tmp_path / "broken.log").write_text('{"INSTRUCTION": "JUMP"}\n')
+    assert main(["info", str(tmp_path / "broken.log")]) == 2
+    assert capsys.readouterr().err.startswith("error: line 1: ")
+    assert main(["info", str(tmp_path / "nowhere.log")]) == 2
+    assert "nowhere.log" in capsys.readouterr().err
+    for wrong in (["simulate", log_file, "--budgets", "0"], ["simulate", log_file, "--budgets", "half"], []):
+        with pytest.raises(SystemExit):
+            main(wrong)
+
+
+def test_progress_without_tqdm(log_file, monkeypatch, capsys):
+    plain_import = importlib.import_module
+
+    def no_tqdm(name, *args):
+        if name == "tqdm":
+            raise ImportError
+        return plain_import(name, *args)
+
+    monkeypatch.setattr(importlib, "import_module", no_tqdm)
+    assert main(["simulate", log_file, "--budgets", "0.9"]) == 0
+    assert "dtr_eq" in capsys.readouterr().out
+
+
+def test_progress_counts_all_steps(log_file, monkeypatch):
+    bars = []
+
+    class Bar:
+        def __init__(self, total, **_):
+            self.total, self.n, self.most = total, 0, 0
+            bars.append(self)
+
+        def update(self, count):
+            assert count >= 0
+            self.n += count
+
+        def close(self):
+            assert self.n == self.total
+
+    module = type(sys)("tqdm")
+    module.tqdm = Bar
+    monkeypatch.setitem(sys.modules, "tqdm", module)
+    assert main(["simulate", log_file, "--budgets", "0.9", "0.2", "--heuristics", "lru", "size"]) == 0
+    assert bars[0].total == 4 * len(recurrent(12).log().steps)
+
+
+def test_chart_has_a_line_for_each_heuristic_and_bound():
+    pytest.importorskip("matplotlib")
+    log, shares = chain(40).log(), [0.9, 0.5, 0.2]
+    runs = {name: [simulate(log, share * log.peak_bytes, name) for share in shares] for name in ("dtr", "lru")}
+    figure = _chart.plot("A chain", len(log.ops), shares, runs)
+    lines = {line.get_label(): line.get_xydata().tolist() for line in figure.axes[0].get_lines()}
+    assert len(lines) == 4
+    for name in ("dtr", "lru"):
+        ended = [(100 * share, run.overhead) for share, run in zip(shares, runs[name], strict=True) if not run.stopped]
+        assert lines[name] == [pytest.approx(point) for point in ended]
+    best = [(100 * share, 1 + optimal_chain(40, int(40 * share)) / 80) for share in shares]
+    assert lines["best schedule of a chain"] == [pytest.approx(point) for point in best]
+    assert len(lines["Chen's square root on a chain"]) == 2
+
+
+# Bounds.
+
+
+def fewest_ops(length, budget):
+    """Search all schedules of a chain: held results, gradients made, whether the last layer has run."""
+    start = (frozenset(), 0, False)
+    todo, best, number = [(0, 0, start)], {start: 0}, 0
+    while todo:
+        ops, _, (held, made, ran) = heapq.heappop(todo)
+        if made == length:
+            return ops - length
+        steps = [(ops, (held - {one}, made, ran)) for one in held]
+        if len(held) + (made > 0) < budget:
+            ready = [layer for layer in range(length) if layer not in held and (layer == 0 or layer - 1 in held)]
+            steps += [(ops + 1, (held | {layer}, made, ran or layer == length - 1)) for layer in ready]
+            below = length - 2 - made
+            if ran and (below < 0 or below in held):
+                steps.append((ops, (held, made + 1, ran)))
+        for count, state in steps:
+            if count < best.get(state, math.inf):
+                best[state], number = count, number + 1
+                heapq.heappush(todo, (count, number, state))
+    return None
+
+
+@pytest.mark.parametrize("length", range(1, 7))
+def test_optimal_chain_is_what_a_search_of_all_schedules_finds(length):
+    for budget in range(1, length + 2):
+        wanted = fewest_ops(length, budget)
+        if wanted is None:
+            with pytest.raises(UsageError, match="does not fit"):
+                optimal_chain(length, budget)
+        else:
+            assert optimal_chain(length, budget) == wanted
+
+
+def test_optimal_chain_is_the_best_of_all_places():
+    def plain(length, room, first, memo):
+        key = (length, room, first)
+        if key not in memo:
+            if length == 1:
+                memo[key] = first if room >= 1 else math.inf
+            elif room < 2:
+                memo[key] = math.inf
+            else:
+                memo[key] = min(
+                    place + plain(place, room - first, 0, memo) + plain(length - place, room - 1, first, memo)
+                    for place in range(1, length)
+                )
+        return memo[key]
+
+    memo: dict = {}
+    for length in range(3, 33):
+        for budget in range(3, length + 1):
+            assert optimal_chain(length, budget) == plain(length, budget, 1, memo) - length
+
+
+def test_no_heuristic_beats_the_bound():
+    for length, budget in ((20, 20), (20, 10), (20, 6), (50, 8), (100, 20)):
+        log = chain(length).log()
+        for heuristic in ("dtr", "dtr_eq", "lru", "msps", "e_star"):
+            run = simulate(log, budget, heuristic, max_overhead=1000)
+            assert run.rematerializations >= optimal_chain(length, budget)
+    assert simulate(chain(20).log(), 20, "dtr").rematerializations == optimal_chain(20, 20) == 0
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 5, 16, 17, 64, 100])
+def test_chen_chain_is_what_its_schedule_needs(length):
+    size = math.ceil(math.sqrt(length))
+    held, peak, ops = set(), 0, 0
+
+    def run(layer):
+        nonlocal peak, ops
+        assert layer == 0 or layer - 1 in held
+        held.add(layer)
+        peak, ops = max(peak, len(held)), ops + 1
+
+    starts = [start - 1 for start in range(0, length, size)]  # the results held, -1 for none
+    gradient = None
+    for layer in range(length):
+        run(layer)
+        if layer - 1 not in starts:
+            held.discard(layer - 1)
+    for start in reversed(starts):
+        end = min(start + size, length - 1)
+        for layer in range(start + 1, end):
+            run(layer)
+        for layer in range(end, start, -1):
+            held.discard(layer)
+            assert layer == 0 or layer - 1 in held
+            peak = max(peak, len(held) + (gradient is not None) + 1)
+            gradient = layer
+    budget, again = chen_chain(length)
+    assert again == ops - length
+    assert budget >= peak
+    assert budget - peak <= 1

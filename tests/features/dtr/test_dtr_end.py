@@ -1,0 +1,318 @@
+"""The end of a budget's block: what was made inside becomes plain, and autograd notices no difference."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import io
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+import torch_remat as remat
+from tests.helpers import pairwise
+
+Program = Callable[[Callable[[], Any]], list[Any]]
+
+
+def _in_budget() -> Any:
+    return remat.dtr.budget("1 MiB")
+
+
+def _assert_plain(*tensors: torch.Tensor) -> None:
+    for tensor in tensors:
+        assert type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        assert not tensor._python_dispatch
+
+
+def _same_as_without_a_block(program: Program) -> None:
+    """Run a program, which gets the block as an argument, without one and in one."""
+    found = []
+    for block in (contextlib.nullcontext, _in_budget):
+        torch.manual_seed(0)
+        found.append(program(block))
+    for at, (one, two) in enumerate(zip(*found, strict=True)):
+        assert torch.equal(one, two) if isinstance(one, torch.Tensor) else one == two, at
+
+
+def _with_a_view() -> torch.Tensor:
+    with _in_budget():
+        made = torch.arange(9.0).view(3, 3).tanh()
+        view = made.t()
+    made.held = view  # type: ignore[attr-defined]
+    return made
+
+
+def _read_by_the_graph() -> torch.Tensor:
+    w = torch.ones(3, 3, requires_grad=True)
+    with _in_budget():
+        made = (w * torch.arange(9.0).view(3, 3)).tanh()
+        result = made.exp()
+    made.held = result  # type: ignore[attr-defined]
+    return made
+
+
+def _saved_by_the_graph() -> torch.Tensor:
+    w = torch.ones(3, 3, requires_grad=True)
+    with _in_budget():
+        made = torch.arange(9.0).view(3, 3).tanh()
+        result = made * w
+    made.held = result  # type: ignore[attr-defined]
+    return made
+
+
+USES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "tolist": lambda tensor: torch.tensor(tensor.tolist()),
+    "numpy": lambda tensor: torch.from_numpy(tensor.numpy()),
+    "format": lambda tensor: torch.tensor([float(f"{value:.9f}") for value in tensor.view(-1)]).view(3, 3),
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda tensor: pickle.loads(pickle.dumps(tensor)),
+    "Parameter": torch.nn.Parameter,
+}
+
+
+@pairwise(make=[_with_a_view, _read_by_the_graph, _saved_by_the_graph], use=USES)
+def test_what_leaves_a_block_is_used_like_any_tensor(make: Callable[[], torch.Tensor], use: str) -> None:
+    made = make()
+    _assert_plain(made)
+    expected = torch.arange(9.0).view(3, 3).tanh()
+    if use in ("numpy", "copy", "deepcopy", "pickle"):  # which torch refuses for tensors with a grad_fn, or warns of
+        del made.held
+        made = made.detach()
+    result = USES[use](made)
+    _assert_plain(result)
+    assert torch.allclose(result.detach(), expected)
+
+
+def test_gradients_of_inputs_that_the_graph_saved_are_found() -> None:
+    def program(block: Callable[[], Any]) -> list[Any]:
+        w = torch.ones(3, requires_grad=True)
+        with block():
+            a = (w * 2).sin()
+            b = a * w.exp()
+            c = b * a
+            loss = c.sum()
+        _assert_plain(a, b, c, loss)
+        inside = torch.autograd.grad(loss, (a, b, w), retain_graph=True)
+        both = torch.autograd.grad(loss + (a * b).sum(), (a, b, w), retain_graph=True)
+        loss.backward()
+        return [*inside, *both, w.grad, a, b, c]
+
+    _same_as_without_a_block(program)
+
+
+@pytest.mark.parametrize("detached", [False, True])
+def test_writing_what_the_graph_saved_is_an_error_of_backward(detached: bool) -> None:
+    w = torch.ones(3, requires_grad=True)
+    with _in_budget():
+        a = (w * 2).sin()
+        alias = a.detach() if detached else a
+        loss = (a * w).sum()
+    _assert_plain(a, alias, loss)
+    alias.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace"):
+        loss.backward()
+
+
+def test_views_stay_views() -> None:
+    def with_gradients(block: Callable[[], Any]) -> list[Any]:
+        w = torch.ones(3, 4, requires_grad=True)
+        with block():
+            a = (w * 2).sin()
+            t, rows = a.t(), a[1:]
+        _assert_plain(a, t, rows)
+        t.mul_(torch.arange(3.0))
+        (a.sin().sum() + rows.exp().sum()).backward()
+        return [w.grad, a, t, rows, t._base is a, a._version, rows._version]
+
+    def without(block: Callable[[], Any]) -> list[Any]:
+        with block():
+            a = torch.arange(6.0) + 1
+            square = a.view(2, 3)
+            row = square[1]
+        _assert_plain(a, square, row)
+        w = torch.ones(6, requires_grad=True)
+        a.mul_(w)
+        (row * 2).sum().backward()
+        return [w.grad, a, square, row, row._base is a, a._version, row._version]
+
+    _same_as_without_a_block(with_gradients)
+    _same_as_without_a_block(without)
+
+
+def test_a_view_that_the_graph_has_used_is_reported_and_right() -> None:
+    runtimes = []
+
+    def program(block: Callable[[], Any]) -> list[Any]:
+        w = torch.ones(3, 4, requires_grad=True)
+        with block() as runtime:
+            a = (w * 2).sin()
+            t = a.t()
+            loss = (t + 1).sum()
+        runtimes.append((runtime, a, t))
+        inside = torch.autograd.grad(loss, (t, w), retain_graph=True)
+        t.mul_(torch.arange(3.0))
+        a.sin().sum().backward()
+        return [*inside, w.grad, a, t, a.tolist(), f"{a[0, 0]:.3f}"]
+
+    _same_as_without_a_block(program)
+    runtime, a, t = runtimes[1]
+    assert {id(tensor) for tensor in runtime.left} == {id(a), id(t)}
+    assert "2 tensors are not plain" in runtime.report()
+    _assert_plain(torch.nn.Parameter(a.detach()))
+    del runtimes[:], a, t
+    assert not runtime.left
+
+
+def test_leaves_of_the_block_that_the_graph_holds_get_their_gradients_and_can_be_copied() -> None:
+    def program(block: Callable[[], Any]) -> list[Any]:
+        with block():
+            layer = torch.nn.Linear(3, 3)
+            x = torch.randn(2, 3, requires_grad=True)
+            loss = layer(x).square().sum()
+            loss.backward(retain_graph=True)
+            first = x.grad
+        assert x.grad is first
+        _assert_plain(x.grad, layer.weight.grad)
+        loss.backward()
+        twin = copy.deepcopy(layer)
+        file = io.BytesIO()
+        torch.save(layer, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False)
+        for copied in (twin, loaded):
+            assert type(copied.weight) is torch.nn.Parameter
+            assert copied.weight.requires_grad
+        torch.optim.SGD(twin.parameters(), lr=0.1).step()
+        return [layer.weight, layer.weight.grad, x.grad, x.tolist(), twin.weight, twin.weight.grad, loaded.weight]
+
+    _same_as_without_a_block(program)
+
+
+def test_leaves_are_plain_when_the_graph_is_gone() -> None:
+    with _in_budget() as runtime:
+        layer = torch.nn.Linear(3, 3)
+        x = torch.randn(2, 3, requires_grad=True)
+        layer(x).square().sum().backward()
+        gradient = x.grad
+    _assert_plain(layer.weight, x, layer.weight.grad, gradient)
+    assert x.grad is gradient
+    assert not runtime.left
+    assert "not plain" not in runtime.report()
+
+
+def test_a_gradient_that_the_program_sets_is_used_by_the_optimizer() -> None:
+    def program(block: Callable[[], Any]) -> list[Any]:
+        w = torch.nn.Parameter(torch.ones(3))
+        with block():
+            gradient = torch.arange(3.0) * 2
+            w.grad = gradient
+        _assert_plain(gradient)
+        gradient.add_(1)
+        optimizer = torch.optim.SGD([w], lr=0.1, momentum=0.9)
+        optimizer.step()
+        after = w.grad.tolist()
+        optimizer.zero_grad(set_to_none=False)
+        return [w, after, gradient]
+
+    _same_as_without_a_block(program)
+
+
+def test_hooks_and_retained_gradients_work_on() -> None:
+    def program(block: Callable[[], Any]) -> list[Any]:
+        seen = []
+        w = torch.ones(3, requires_grad=True)
+        with block():
+            a = (w * 2).sin()
+            handle = a.register_hook(lambda g: seen.append(1) or g * 2)
+            b = (a * w).exp()
+            b.retain_grad()
+            loss = b.sum()
+        a.register_hook(lambda g: seen.append(2) or g * 3)
+        loss.backward(retain_graph=True)
+        first = w.grad.clone()
+        handle.remove()
+        loss.backward()
+        return [first, w.grad, b.grad, seen]
+
+    _same_as_without_a_block(program)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # in torch's own make_dual
+def test_a_tangent_leaves_with_its_tensor() -> None:
+    def program(block: Callable[[], Any]) -> list[Any]:
+        with forward_ad.dual_level():
+            with block():
+                dual = forward_ad.make_dual(torch.ones(3), torch.arange(3.0))
+                result = dual.sin()
+            return [forward_ad.unpack_dual(result * 2).tangent, result.tolist()]
+
+    _same_as_without_a_block(program)
+
+
+@pytest.mark.parametrize("around", [False, True])
+def test_inference_mode(around: bool) -> None:
+    with torch.inference_mode(around), _in_budget(), torch.inference_mode(not around):
+        a = torch.arange(3.0) + 1
+        row = a[1:]
+    _assert_plain(a, row)
+    assert (a.tolist(), row.tolist()) == ([1, 2, 3], [2, 3])
+    assert a.is_inference() != around
+
+
+def test_lazy_conjugates_and_real_views() -> None:
+    def program(block: Callable[[], Any]) -> list[Any]:
+        with block():
+            a = torch.randn(3, dtype=torch.cfloat) * 2
+            real = torch.view_as_real(a)
+            conjugate = a.conj()
+            imaginary = conjugate.imag
+            alone = (a * 2).conj()
+        _assert_plain(a, real, conjugate, imaginary, alone)
+        real.mul_(2)
+        return [a, real, conjugate.tolist(), imaginary.tolist(), alone.tolist(), imaginary.is_neg(), alone.is_conj()]
+
+    _same_as_without_a_block(program)
+
+
+def test_views_with_another_dtype() -> None:
+    def program(block: Callable[[], Any]) -> list[Any]:
+        with block():
+            a = torch.arange(12.0).view(3, 4) + 1
+            bits, bytes_ = a.view(torch.int32), a.view(torch.uint8)[1]
+            complex_ = torch.view_as_complex(torch.ones(3, 2) * 2)
+        _assert_plain(complex_, a, bits)
+        a.mul_(2)
+        return [a, bits, bytes_, complex_, bytes_.tolist(), a._version, bits._version, bytes_._version]
+
+    _same_as_without_a_block(program)
+
+
+def test_what_the_graph_holds_lives_as_long_as_the_graph() -> None:
+    w = torch.ones(1000, requires_grad=True)
+    gc.collect()
+    gc.disable()
+    try:
+        with _in_budget():
+            a = (w * 2).sin()
+            b = a * w.exp()
+            loss = (b * a).sum()
+        objects = [weakref.ref(tensor) for tensor in (a, b, loss)]
+        memory = [weakref.ref(tensor.untyped_storage()) for tensor in (a, b)]
+        node = loss.grad_fn.next_functions[0][0]  # type: ignore[union-attr, index]
+        saved = weakref.ref(node._saved_other)  # type: ignore[union-attr]
+        del a, b, loss
+        assert all(reference() is None for reference in objects)
+        assert saved() is not None
+        del node
+        assert saved() is None
+        assert all(reference() is None for reference in memory)
+    finally:
+        gc.enable()

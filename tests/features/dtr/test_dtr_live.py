@@ -1,0 +1,319 @@
+"""Training steps in budgets, live: equal to plain PyTorch bit for bit, and inside the budget."""
+
+from __future__ import annotations
+
+import gc
+import math
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+
+import torch_remat as remat
+from tests.features.dtr.dtr_models import MODELS, Outcome, outcome
+
+
+def _in_budget(limit: int, runtimes: list[remat.dtr.Runtime], **options: Any) -> Callable[..., torch.Tensor]:
+    def around(run: Callable[[], torch.Tensor]) -> torch.Tensor:
+        with remat.dtr.budget(limit, **options) as runtime:
+            runtimes.append(runtime)
+            return run()
+
+    return around
+
+
+def _plain(name: str) -> tuple[Outcome, int]:
+    """Return what a plain step leaves, and the peak of what a step makes."""
+    runtimes: list[remat.dtr.Runtime] = []
+    free = outcome(name, _in_budget(2**40, runtimes))
+    plain = outcome(name, lambda run: run())
+    assert free.equals(plain)
+    assert not runtimes[0].evictions
+    return plain, runtimes[0].peak_bytes
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_in_a_budget_equals_a_plain_step(name: str) -> None:
+    plain, peak = _plain(name)
+    surely = 0.4 if name in ("transformer", "resnet32") else 0.5
+    for share in (0.9, 0.7, 0.6, 0.5, 0.4):
+        if name in ("lstm", "treelstm") and share < 0.6:
+            continue  # runs, and takes long: see docs/dtr.md
+        runtimes: list[remat.dtr.Runtime] = []
+        limit = int(share * peak)
+        if share < surely:
+            error = _too_small(name, limit)
+            if error is not None:
+                assert error.needed_bytes > limit
+                continue
+        assert outcome(name, _in_budget(limit, runtimes)).equals(plain)
+        assert runtimes[0].evictions > 0
+        assert runtimes[0].peak_bytes <= limit
+
+
+def _too_small(name: str, limit: int) -> remat.dtr.BudgetError | None:
+    try:
+        outcome(name, _in_budget(limit, []))
+    except remat.dtr.BudgetError as error:
+        return error
+    return None
+
+
+def test_memory_measured_by_the_profiler_stays_in_the_budget() -> None:
+    plain, peak = _plain("transformer")
+    assert outcome("transformer", lambda run: run()).equals(plain)
+    torch.manual_seed(0)
+    step = MODELS["transformer"]()
+    limit = peak // 2
+    with torch.profiler.profile(profile_memory=True) as profile, remat.dtr.budget(limit) as runtime:
+        step.run()
+    total = most = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            total += event.nbytes()
+            most = max(most, total)
+    largest = 3 * 8 * 16 * 32 * 4
+    assert runtime.peak_bytes <= limit
+    assert 0.3 * limit < most <= limit + 4 * largest  # what an op takes inside, and the states of generators
+
+
+@pytest.mark.parametrize("heuristic", ["dtr", "dtr_local", "lru", "size", "msps", "random", "e_star"])
+def test_each_heuristic_gives_the_same_results(heuristic: str) -> None:
+    plain, peak = _plain("unet")
+    assert outcome("unet", _in_budget(int(0.7 * peak), [], heuristic=heuristic)).equals(plain)
+
+
+def test_fifty_steps_leave_nothing_behind() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Tanh()) for _ in range(6)))
+    gc.collect()
+    gc.disable()
+    try:
+        seen: list[weakref.ref[Any]] = []
+        for step in range(50):
+            with remat.dtr.budget(40_000) as runtime:
+                hidden = model(torch.randn(32, 16))
+                hidden.sum().backward()
+                seen += [weakref.ref(runtime._block), weakref.ref(hidden)]
+            for parameter in model.parameters():
+                parameter.grad = None
+            del hidden, runtime
+            if step == 1:
+                before = _tensors()
+        assert not any(reference() for reference in seen)
+        assert _tensors() == before
+    finally:
+        gc.enable()
+
+
+def _tensors() -> int:
+    return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+
+
+def _chain_ops(layers: int, heuristic: str) -> float:
+    """Return how many extra ops, per layer, a linear chain takes forward and backward, in units of ops."""
+    units = 2 * math.ceil(math.sqrt(layers))
+    size = 64 * 4
+    with remat.dtr.budget((units + 2) * size, heuristic=heuristic, cost=lambda op: 1.0) as runtime:
+        kept = [torch.zeros(64)]
+        for _ in range(layers - 1):
+            kept.append(kept[-1] + 1)
+        gradient = kept[-1] * 1
+        for _ in range(layers):
+            below = kept.pop()
+            gradient = gradient * below
+    return runtime.rematerializations / layers
+
+
+@pytest.mark.parametrize("layers", [16, 64, 256, 1024])
+def test_a_chain_in_a_budget_of_its_square_root_takes_linear_time(layers: int) -> None:
+    assert _chain_ops(layers, "dtr_eq") <= 1.0
+    if layers <= 256:
+        assert _chain_ops(layers, "dtr") <= 1.0
+
+
+def test_lru_takes_more_than_linear_time_on_a_chain() -> None:
+    assert _chain_ops(256, "lru") > 2 * _chain_ops(16, "lru")
+
+
+def test_ten_thousand_ops_come_back_without_recursion() -> None:
+    with remat.dtr.budget(3_000) as runtime:
+        x = torch.zeros(8)
+        first = x + 1
+        for _ in range(10_000):
+            x = x + 1
+        memory = runtime._memory
+        for storage in list(memory.storages):
+            if storage.place >= 0:
+                memory.evict(storage)
+        assert x[0].item() == 10_000
+        del first
+    assert torch.equal(x, torch.full((8,), 10_000.0))
+
+
+def test_what_leaves_a_block_is_exactly_a_tensor() -> None:
+    weight = torch.nn.Parameter(torch.randn(4, 4))
+    with remat.dtr.budget("1 MiB"):
+        x = torch.randn(2, 4)
+        hidden = torch.tanh(x @ weight)
+        assert isinstance(hidden, remat.dtr.EvictableTensor)
+        loss = hidden.sum()
+        loss.backward()
+        assert type(weight.grad) is torch.Tensor
+    for tensor in (x, hidden, loss, weight.grad):
+        assert type(tensor) is torch.Tensor
+        assert isinstance(tensor.detach().numpy(), object)
+    assert loss.grad_fn is not None
+
+
+def test_forward_inside_and_backward_after_the_block() -> None:
+    weight = torch.nn.Parameter(torch.randn(4, 4))
+    x = torch.randn(2, 4)
+    with remat.dtr.budget(200):
+        hidden = torch.tanh(x @ weight)
+        loss = (hidden * hidden.exp()).sum()
+    loss.backward(retain_graph=True)
+    got, weight.grad = weight.grad, None
+    plain = torch.tanh(x @ weight)
+    (plain * plain.exp()).sum().backward()
+    assert torch.equal(got, weight.grad)
+    assert torch.equal(hidden + 1, plain + 1)
+    (inner,) = torch.autograd.grad(loss, hidden)
+    assert inner.shape == hidden.shape
+
+
+def test_sizes_and_types_are_read_without_data() -> None:
+    with remat.dtr.budget("1 MiB") as runtime:
+        x = torch.randn(6, 4).t()
+        x.sum()
+        memory = runtime._memory
+        runtime.live_bytes  # noqa: B018
+        for storage in list(memory.storages):
+            if storage.place >= 0:
+                memory.evict(storage)
+        assert (x.shape, x.stride(), x.dtype, x.device.type) == ((4, 6), (1, 4), torch.float32, "cpu")
+        x.view(torch.int32).t().reshape(-1)[:3].unsqueeze(0)
+        assert runtime.rematerializations == 0
+        assert "tensor(" in repr(x)
+        assert runtime.rematerializations > 0
+
+
+def test_a_tensor_of_a_block_in_another_thread_is_a_clear_error() -> None:
+    errors: list[BaseException] = []
+    plain: list[torch.Tensor] = []
+    with remat.dtr.budget("1 MiB"):
+        x = torch.randn(4) + 1
+
+        def work() -> None:
+            plain.append(torch.ones(3) * 2)
+            for use in (lambda: x + 1, x.tolist, x.numpy):
+                with pytest.raises(remat.RematError) as caught:
+                    use()
+                errors.append(caught.value)
+            with remat.dtr.budget("1 MiB"), pytest.raises(remat.RematError) as caught:
+                x * 2
+            errors.append(caught.value)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert len(errors) == 4
+    assert all("thread" in str(error) for error in errors)
+    assert type(plain[0]) is torch.Tensor
+
+
+def test_a_budget_inside_a_budget_is_an_error_and_leaves_the_outer_one() -> None:
+    with remat.dtr.budget("1 MiB"):
+        with pytest.raises(remat.UsageError, match="inside"), remat.dtr.budget("1 MiB"):
+            pass
+        assert isinstance(torch.ones(2) * 2, remat.dtr.EvictableTensor)
+    assert type(torch.ones(2) * 2) is torch.Tensor
+
+
+@pytest.mark.parametrize("limit", [0, -1, "0 B", "-3 MiB", "", "much", "3 MB", True, None, float("nan"), [], 0.0])
+def test_a_budget_that_is_none_is_refused_at_once(limit: Any) -> None:
+    with pytest.raises(remat.UsageError, match="budget"):
+        remat.dtr.budget(limit)
+
+
+def test_budgets_are_read_from_text() -> None:
+    for text, size in (("600 MiB", 600 * 2**20), ("6 GiB", 6 * 2**30), ("1.5KiB", 1536), ("17 B", 17), (99, 99)):
+        with remat.dtr.budget(text) as runtime:
+            assert runtime.budget_bytes == size
+    with remat.dtr.budget(0.5) as runtime:
+        assert runtime.budget_bytes > 2**20
+
+
+def _layers() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        *(torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Dropout(0.2), torch.nn.Tanh()) for _ in range(4))
+    )
+
+
+def _with_regions(model: torch.nn.Sequential, x: torch.Tensor) -> torch.Tensor:
+    for layer in model:
+        x = remat.checkpoint()(layer)(x)
+    return x
+
+
+def _with_torchs(model: torch.nn.Sequential, x: torch.Tensor) -> torch.Tensor:
+    for layer in model:
+        x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+    return x
+
+
+def _compiled(model: torch.nn.Sequential, x: torch.Tensor) -> torch.Tensor:
+    return torch.compile(model, backend="aot_eager")(x)
+
+
+@pytest.mark.parametrize("forward", [_with_regions, _with_torchs, _compiled])
+def test_regions_and_compiled_modules_work_inside(forward: Callable[..., torch.Tensor]) -> None:
+    x = torch.randn(8, 16)
+    results = []
+    for limit in (None, 2**40, 9000):
+        model = _layers()
+        torch.manual_seed(1)
+        if limit is None:
+            loss = (model(x) if forward is _compiled else forward(model, x)).sum()
+            loss.backward()
+        else:
+            with remat.dtr.budget(limit):
+                loss = forward(model, x).sum()
+                loss.backward()
+        results.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
+    for result in results[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(results[0], result, strict=True))
+
+
+def test_costs_by_flops_and_by_a_function_are_deterministic() -> None:
+    totals = []
+    for _ in range(2):
+        with remat.dtr.budget("1 MiB", cost="flops") as runtime:
+            torch.ones(4, 5) @ torch.ones(5, 6)
+        totals.append(runtime.total_compute)
+    assert totals == [20 + 30 + 2 * 4 * 5 * 6] * 2
+    with remat.dtr.budget("1 MiB", cost=lambda op, args, kwargs, result: 3.0) as runtime:
+        torch.ones(2) + 1
+    assert runtime.total_compute == 6
+
+
+def test_the_report_says_what_happened() -> None:
+    runtimes: list[remat.dtr.Runtime] = []
+    _, peak = _plain("unet")
+    outcome("unet", _in_budget(int(0.6 * peak), runtimes))
+    report = runtimes[0].report()
+    assert "evictions" in report
+    assert "run again" in report
+    assert "aten." in report
+
+
+def test_no_cost_is_spent_on_dead_tensors() -> None:
+    with remat.dtr.budget(600) as runtime:
+        for _ in range(100):
+            torch.randn(32).exp().sum()
+        assert runtime.evictions == 0
+        assert runtime.live_bytes <= 4

@@ -1,0 +1,208 @@
+"""Event logs: what is read, what is refused and at which line, what is written."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+
+import pytest
+
+import torch_remat as remat
+from tests.features.dtr.dtr_logs import LogText, recurrent
+from torch_remat.dtr import Log, LogError, LogWriter, simulate
+from torch_remat.dtr.log import Step
+
+
+def line(instruction, **fields):
+    return json.dumps({"INSTRUCTION": instruction, **fields})
+
+
+CONSTANT = [line("CONSTANT", NAME="w"), line("MEMORY", NAME="w", MEMORY="8")]
+CALL = line("CALL", NAME="aten.add", ARGS=["w", "w"], RESULT=["y"], TIME="10")
+MEMORY = line("MEMORY", NAME="y", MEMORY="4")
+ALIAS = line("ALIAS", NAME="y", ALIAS="-1")
+GOOD = [*CONSTANT, CALL, MEMORY, ALIAS]
+
+
+def changed(index, **fields):
+    """`GOOD` with some fields of one line changed; None takes a field out."""
+    record = json.loads(GOOD[index]) | fields
+    record = {name: value for name, value in record.items() if value is not None}
+    return [*GOOD[:index], json.dumps(record), *GOOD[index + 1 :]]
+
+
+BROKEN = {
+    "not JSON": ([*GOOD, "{"], 6),
+    "not JSON, binary": ([*GOOD, b"\xff\xfe"], 6),
+    "not JSON, deep": (["[" * 100_000], 1),
+    "no object": (["[1]"], 1),
+    "no instruction": (["{}"], 1),
+    "unknown instruction": ([*GOOD, line("JUMP", NAME="y")], 6),
+    "instruction is no text": (['{"INSTRUCTION": 3}'], 1),
+    "constant without memory": ([CONSTANT[0], CALL], 2),
+    "constant at the end": ([CONSTANT[0]], 1),
+    "memory of another name": ([CONSTANT[0], line("MEMORY", NAME="v", MEMORY="8")], 2),
+    "memory first": ([CONSTANT[1], CONSTANT[0]], 1),
+    "memory twice": ([*GOOD, MEMORY], 6),
+    "no memory of a result": ([*CONSTANT, CALL, ALIAS], 4),
+    "no alias of a result": ([*CONSTANT, CALL, MEMORY, line("RELEASE", NAME="y")], 5),
+    "alias before memory": ([*CONSTANT, CALL, ALIAS, MEMORY], 4),
+    "alias alone": ([*CONSTANT, ALIAS], 3),
+    "ends in a call": ([*CONSTANT, CALL, MEMORY], 4),
+    "call without name": (changed(2, NAME=None), 3),
+    "call without args": (changed(2, ARGS=None), 3),
+    "call without result": (changed(2, RESULT=None), 3),
+    "call without time": (changed(2, TIME=None), 3),
+    "args no list": (changed(2, ARGS="w"), 3),
+    "arg no name": (changed(2, ARGS=[1]), 3),
+    "result no list": (changed(2, RESULT="y"), 3),
+    "one name for two results": (changed(2, RESULT=["y", "y"]), 3),
+    "unknown arg": (changed(2, ARGS=["w", "v"]), 3),
+    "time negative": (changed(2, TIME="-1"), 3),
+    "time no number": (changed(2, TIME="soon"), 3),
+    "time none": (changed(2, TIME=""), 3),
+    "time true": (changed(2, TIME=True), 3),
+    "time not finite": (changed(2, TIME="nan"), 3),
+    "time too large": (changed(2, TIME="1e999"), 3),
+    "memory negative": (changed(3, MEMORY="-4"), 4),
+    "memory a half": (changed(3, MEMORY="0.5"), 4),
+    "memory no number": (changed(3, MEMORY=[]), 4),
+    "memory field missing": (changed(3, MEMORY=None), 4),
+    "memory name missing": (changed(3, NAME=None), 4),
+    "alias out of range": (changed(4, ALIAS="2"), 5),
+    "alias below -1": (changed(4, ALIAS="-2"), 5),
+    "alias no number": (changed(4, ALIAS="w"), 5),
+    "alias field missing": (changed(4, ALIAS=None), 5),
+    "mutate out of range": ([*GOOD, line("MUTATE", NAME="add_", ARGS=["y"], MUTATE=["1"], TIME="1")], 6),
+    "mutate negative": ([*GOOD, line("MUTATE", NAME="add_", ARGS=["y"], MUTATE=["-1"], TIME="1")], 6),
+    "mutate no list": ([*GOOD, line("MUTATE", NAME="add_", ARGS=["y"], MUTATE="0", TIME="1")], 6),
+    "mutate unknown": ([*GOOD, line("MUTATE", NAME="add_", ARGS=["z"], MUTATE=["0"], TIME="1")], 6),
+    "mutate without field": ([*GOOD, line("MUTATE", NAME="add_", ARGS=["y"], TIME="1")], 6),
+    "copy of unknown": ([*GOOD, line("COPY", DST="z", SRC="v")], 6),
+    "copy without target": ([*GOOD, line("COPY", SRC="y")], 6),
+    "copy from unknown": ([*GOOD, line("COPY_FROM", DST="y", SRC="v")], 6),
+    "copy from to unknown": ([*GOOD, line("COPY_FROM", DST="v", SRC="y")], 6),
+    "released": ([*GOOD, line("RELEASE", NAME="w"), line("COPY", DST="z", SRC="w")], 7),
+    "release without name": ([*GOOD, line("RELEASE")], 6),
+    "annotation missing": ([*GOOD, line("ANNOTATE")], 6),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_broken_log_is_an_error_with_its_line(kind):
+    lines, number = BROKEN[kind]
+    with pytest.raises(LogError) as caught:
+        Log.parse(lines)
+    assert caught.value.line == number
+    assert str(caught.value).startswith(f"line {number}: ")
+    assert isinstance(caught.value, remat.RematError)
+    for other in (copy.copy(caught.value), pickle.loads(pickle.dumps(caught.value))):
+        assert (str(other), other.line) == (str(caught.value), number)
+
+
+def test_good_log_is_read(tmp_path):
+    path = tmp_path / "good.log"
+    path.write_text("\n".join(GOOD) + "\n\n")
+    log = Log.load(path)
+    assert (log.base_compute, log.peak_bytes, len(log.ops), log.sizes_bytes) == (10, 12, 1, [8, 4])
+    assert log.ops[0].inputs == (0, 0)
+    assert log.steps == [(Step.CONSTANT, 0), (Step.RUN, 0)]
+
+
+def test_numbers_may_be_text_or_numbers():
+    lines = changed(2, TIME=10)
+    lines[1] = line("MEMORY", NAME="w", MEMORY=8)
+    assert Log.parse(lines).base_compute == 10
+    assert Log.parse(changed(2, TIME="2.5")).base_compute == 2.5
+    assert Log.parse(changed(2, TIME="1e3")).base_compute == 1000
+
+
+def test_a_log_without_ops_is_valid():
+    assert (Log.parse([]).peak_bytes, Log.parse([]).base_compute) == (0, 0)
+    assert Log.parse(CONSTANT).peak_bytes == 8
+
+
+def test_all_before_the_last_start_is_dropped():
+    start = line("ANNOTATE", ANNOTATION="START")
+    log = Log.parse([*GOOD, start, line("JUMP"), start, line("RELEASE", NAME="w"), *GOOD])
+    assert (log.base_compute, log.lines) == (10, 7)
+    with pytest.raises(LogError) as caught:
+        Log.parse([*GOOD, start, CALL, MEMORY, ALIAS])
+    assert caught.value.line == 7  # w is unknown after START
+    assert Log.parse([*GOOD, line("ANNOTATE", ANNOTATION="BACKWARD")]).base_compute == 10
+
+
+def test_unknown_names_may_be_released():
+    assert Log.parse([*GOOD, line("RELEASE", NAME="nobody")]).steps == Log.parse(GOOD).steps
+
+
+def test_copies_and_rebinding_keep_count_of_names():
+    text = LogText()
+    text.op("a", [], 4)
+    text.copy("b", "a")
+    text.release("a")
+    text.op("c", ["b"], 4)  # a lives on by its other name
+    text.copy_from("b", "c")  # now it is gone
+    text.op("d", ["b"], 4)
+    text.release("b", "c")
+    text.op("e", ["d"], 4)
+    log = text.log()
+    assert log.peak_bytes == 8
+    assert [step for step, _ in log.steps].count(Step.DROP) == 4
+
+
+def test_a_view_keeps_the_storage_alive_and_takes_no_room():
+    text = LogText()
+    text.op("a", [], 4)
+    text.op("v", ["a"], 100, alias=0)
+    text.release("a")
+    text.op("b", ["v"], 3)
+    text.release("v", "b")
+    log = text.log()
+    assert log.peak_bytes == 7
+    assert log.storage_of == [0, 0, 1]
+    assert log.view == [False, True, False]
+
+
+def test_the_writer_writes_what_is_read_again(tmp_path):
+    with LogWriter(tmp_path / "a.log") as writer:
+        writer.constant("w", 8)
+        writer.call("aten.split", ["w"], [("a", 4, -1), ("v", 0, 0)], 12.4)
+        writer.annotate("BACKWARD")
+        writer.mutate("aten.add_", ["a", "w"], [0], 7)
+        writer.copy("b", "a")
+        writer.copy_from("b", "v")
+        writer.release("a")
+    lines = (tmp_path / "a.log").read_text().splitlines()
+    assert json.loads(lines[0]) == {"INSTRUCTION": "ANNOTATE", "ANNOTATION": "START"}
+    assert json.loads(lines[3])["TIME"] == "12"
+    log = Log.load(tmp_path / "a.log")
+    assert (log.base_compute, log.sizes_bytes, log.view) == (19, [8, 4, 4], [False, False, True, False])
+    assert simulate(log, 100, "dtr").overhead == 1.0
+
+
+def test_a_log_is_sound_after_an_exception(tmp_path):
+    def run():
+        with LogWriter(tmp_path / "a.log") as writer:
+            writer.call("op", [], [("a", 4, -1)], 1)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert Log.load(tmp_path / "a.log").base_compute == 1
+
+
+def test_every_cut_of_a_log_is_a_log_or_an_error():
+    lines = recurrent(1).lines
+
+    def line_of_the_error(end):
+        try:
+            Log.parse(lines[:end])
+        except LogError as error:
+            return error.line
+        return None
+
+    found = [line_of_the_error(end) for end in range(len(lines))]
+    assert all(line in (None, end) for end, line in enumerate(found))
+    assert 0 < found.count(None) < len(lines)

@@ -1,0 +1,128 @@
+"""Logs of real runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torch_remat as remat
+from tests.features.dtr.dtr_models import MODELS, outcome
+
+DATA = Path(__file__).parent / "data"
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_recorded_step_is_a_plain_step_and_its_log_can_be_simulated(name: str, tmp_path: Path) -> None:
+    runtimes: list[remat.dtr.Runtime] = []
+
+    def around(run: Any) -> torch.Tensor:
+        with remat.dtr.record(tmp_path / "log") as runtime:
+            runtimes.append(runtime)
+            return run()
+
+    outcome(name, around)  # so that the costs of the log are medians, not those of cold ops
+    assert outcome(name, around).equals(outcome(name, lambda run: run()))
+    log = remat.dtr.Log.load(tmp_path / "log")
+    constants = sum(int(line["MEMORY"]) for line in _constants(_lines(tmp_path / "log")))
+    # What the simulator counts: constants, and copies of what is written in place.
+    assert 0.9 * runtimes[0].peak_bytes <= log.peak_bytes <= 1.3 * (runtimes[0].peak_bytes + constants)
+    free = remat.dtr.simulate(log, 2 * log.peak_bytes, "dtr_eq")
+    assert not free.rematerializations
+    tight = remat.dtr.simulate(log, int(0.8 * log.peak_bytes), "dtr_eq")
+    assert not tight.ran_out
+    assert 1 <= tight.overhead < 1.6
+
+
+def _constants(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    names = {line["NAME"] for line in lines if line["INSTRUCTION"] == "CONSTANT"}
+    return [line for line in lines if line["INSTRUCTION"] == "MEMORY" and line["NAME"] in names]
+
+
+def test_a_log_begins_with_start_and_marks_backward(tmp_path: Path) -> None:
+    weight = torch.ones(4, requires_grad=True)
+    with remat.dtr.record(tmp_path / "log"):
+        (weight * 2).exp().sum().backward()
+    lines = _lines(tmp_path / "log")
+    assert lines[0] == {"INSTRUCTION": "ANNOTATE", "ANNOTATION": "START"}
+    assert {"INSTRUCTION": "ANNOTATE", "ANNOTATION": "BACKWARD"} in lines
+    assert [line["NAME"] for line in lines if line["INSTRUCTION"] == "CALL"][:3] == [
+        "aten.mul.Tensor",
+        "aten.exp",
+        "aten.detach",
+    ]
+
+
+def test_a_log_is_sound_after_an_exception(tmp_path: Path) -> None:
+    kept = []
+
+    def interrupted() -> None:
+        with remat.dtr.record(tmp_path / "log"):
+            kept.append(torch.ones(4) + 1)
+            kept[0].mul_(2)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert type(torch.ones(2) + 1) is torch.Tensor
+    assert kept[0].tolist() == [4, 4, 4, 4]
+    assert len(remat.dtr.Log.load(tmp_path / "log").ops) == 3
+
+
+def test_a_budget_is_recorded_without_what_runs_again(tmp_path: Path) -> None:
+    def step() -> None:
+        kept = [torch.ones(64)]
+        for _ in range(10):
+            kept.append(kept[-1] * 2)
+        sum(kept).sum()
+
+    with remat.dtr.record(tmp_path / "free"):
+        step()
+    with remat.dtr.budget(1500) as runtime, remat.dtr.record(tmp_path / "tight"):
+        step()
+    assert runtime.rematerializations > 0
+
+    def names(path: Path) -> list[tuple[str, str]]:
+        return [(line["INSTRUCTION"], line.get("NAME", "")) for line in _lines(path)]
+
+    assert names(tmp_path / "free") == names(tmp_path / "tight")
+
+
+def test_recording_twice_is_an_error(tmp_path: Path) -> None:
+    with (
+        remat.dtr.record(tmp_path / "log"),
+        pytest.raises(remat.UsageError, match="recorded already"),
+        remat.dtr.record(tmp_path / "other"),
+    ):
+        pass
+
+
+def test_a_write_is_seen_through_all_names_of_the_memory(tmp_path: Path) -> None:
+    with remat.dtr.record(tmp_path / "log"):
+        x = torch.ones(4, 4)
+        row = x[1]
+        x.add_(1)
+        row.mul_(2)
+        y = x + 1
+    assert y.sum().item() == 12 * 3 + 4 * 5
+    log = remat.dtr.Log.load(tmp_path / "log")
+    assert log.peak_bytes >= 2 * 64
+    kinds = [line["INSTRUCTION"] for line in _lines(tmp_path / "log")]
+    assert kinds.count("MUTATE") == 2
+    assert "COPY_FROM" in kinds
+
+
+@pytest.mark.parametrize("name", ["resnet32", "unet"])
+def test_kept_logs_of_models_give_low_overhead(name: str) -> None:
+    log = remat.dtr.Log.load(DATA / f"dtr_{name}.log")
+    for share, most in ((0.9, 1.1), (0.7, 1.25)):
+        result = remat.dtr.simulate(log, int(share * log.peak_bytes), "dtr_eq")
+        assert not result.ran_out
+        assert result.overhead < most

@@ -1,0 +1,181 @@
+"""In-place changes, offloaders that fail, and what users are told."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+import torch_remat as remat
+from tests.features.offload.offloaders import OFFLOAD, Counting
+from tests.handle_ops import RECOMPUTE, Affine, Both, Inner, Trace, call
+from tests.helpers import assert_same, checkpointed, leaf
+
+
+class Keeping:
+    """Lets the body of an op keep what it saves, so that a test can change it."""
+
+    def __init__(self):
+        self.tensors = {}
+
+    def op(self, name):
+        keep = self.tensors
+
+        class Saves(torch.autograd.Function):
+            @staticmethod
+            @remat.auto_forward("m")
+            def forward(ctx, x):
+                m = keep[name] = x.tanh()
+                ctx.save_for_backward(m)
+                return m * 2
+
+            @staticmethod
+            def backward(ctx, grad):
+                (m,) = ctx.saved_tensors
+                return grad * m
+
+        return remat.op(Saves.apply, name, policy=OFFLOAD)
+
+
+@pytest.mark.parametrize("change", [lambda t: t.add_(1), lambda t: t[0].zero_(), lambda t: t.view(-1).mul_(2)])
+def test_resident_changed_in_place_after_its_offload_began_is_an_error_with_its_name(change):
+    offloader, keeping = Counting(), Keeping()
+    y = checkpointed(keeping.op("a"), offloader=offloader, region_name="block")(leaf(3, 3))
+    change(keeping.tensors["a"])
+    with pytest.raises(remat.MutationError, match=r"^block::a\.m: this tensor was changed in place") as caught:
+        y.sum().backward()
+    assert (caught.value.region, caught.value.op, caught.value.tensor) == ("block", "a", "m")
+
+
+def test_slot_changed_in_place_is_an_error_with_its_name():
+    offloader, seen = Counting(), []
+
+    def block(x):
+        h = call("handle", Inner, Trace(), "a", OFFLOAD, x)
+        seen.append(h)
+        return call("handle", Affine, Trace(), "b", RECOMPUTE, x, h)
+
+    y = checkpointed(block, offloader=offloader, region_name="r")(leaf(3, 3))
+    with torch.no_grad():
+        seen[0].add_(1)
+    with pytest.raises(remat.MutationError, match=r"^r::a\.out: this tensor was changed in place"):
+        y.sum().backward()
+
+
+def test_input_changed_in_place_is_an_error_with_its_name():
+    offloader, x = Counting(), leaf(3, 3) * 1
+    y = checkpointed(torch.sin, offloader=offloader, offload_inputs=True, region_name="r")(x)
+    x.mul_(2)
+    with pytest.raises(remat.MutationError, match=r"^r::args\[0\]: this tensor was changed in place"):
+        y.sum().backward()
+
+
+def test_input_changed_in_place_before_the_region_is_equal():
+    def program(wrap):
+        torch.manual_seed(0)
+        leaf_ = leaf(3, 3)
+        x = leaf_ * 1
+        x.mul_(2).add_(1)
+
+        def block(x):
+            h = x.sin()
+            h.mul_(x)
+            return h * x
+
+        y = wrap(block)(x)
+        y.sum().backward()
+        return y, leaf_.grad
+
+    offloader = Counting()
+    assert_same(program(lambda f: f), program(remat.checkpoint(offloader=offloader, offload_inputs=True)))
+    assert len(offloader.sent) == 1
+
+
+def test_function_that_changes_its_offloaded_input_is_an_error():
+    def block(x):
+        h = x.exp()
+        x.mul_(2)
+        return h * x
+
+    y = checkpointed(block, offloader=Counting(), offload_inputs=True)(leaf(3) * 1)
+    with pytest.raises(remat.MutationError, match=r"args\[0\]"):
+        y.sum().backward()
+
+
+def test_value_changed_by_a_backward_that_read_it_is_an_error_for_the_next_reader():
+    class Changes(torch.autograd.Function):
+        @staticmethod
+        @remat.auto_forward("x")
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            ctx.saved_tensors[0].zero_()
+            return grad * 2
+
+    def block(x):
+        h = call("handle", Both, Trace(), "a", OFFLOAD, x.sin())  # saves its output h
+        return remat.op(Changes.apply, "b", policy=OFFLOAD)(h)
+
+    y = checkpointed(block, offloader=Counting(), region_name="r")(leaf(3, 3))
+    with pytest.raises(remat.MutationError, match=r"^r::a\.y"):
+        y.sum().backward()
+
+
+def test_value_changed_by_a_backward_is_whole_again_in_the_next_one_of_a_kept_graph():
+    offloader, keeping = Counting(), Keeping()
+    x = leaf(3, 3)
+    y = checkpointed(keeping.op("a"), offloader=offloader)(x)
+    keeping.tensors.clear()
+    (first,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+    y.grad_fn.saved_tensors[0].zero_()
+    assert_same(first, torch.autograd.grad(y.sum(), x)[0])
+
+
+@pytest.mark.parametrize("error", [OSError("disk on fire"), MemoryError(), RuntimeError("no pinned memory")])
+def test_offloader_that_cannot_take_a_tensor_leaves_it_and_one_warning_says_so(error):
+    offloader, x = Counting(), leaf(3, 3)
+    offloader.refuse = error
+
+    def block(x):
+        h = call("handle", Inner, Trace(), "a", OFFLOAD, x)
+        return call("handle", Affine, Trace(), "b", RECOMPUTE, h, h)
+
+    def twice(x):
+        wrapped = checkpointed(block, offloader=offloader, offload_inputs=True)
+        return wrapped(wrapped(x * 1))
+
+    message = re.escape(f"Counting could not take block::args[0] (36 bytes): {error!r}. It stays where it is")
+    with pytest.warns(remat.RematWarning, match=message) as caught:
+        y = twice(x)
+    assert len(caught) == 1
+    expected = torch.autograd.grad(checkpointed(block, offloader=Counting())(checkpointed(block)(x)).sum(), x)
+    assert_same(expected, torch.autograd.grad(y.sum(), x))
+    assert offloader.sent == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (lambda t: t[:-1], r"brought back \(8,\) torch.float32 on cpu where 9 torch.float32 on cpu were sent"),
+        (lambda t: t.double(), "brought back .* torch.float64"),
+        (lambda t: t.to("meta"), "on meta where"),
+        (lambda t: None, "brought back None where"),
+        (lambda t: t.view(3, 3), r"brought back \(3, 3\)"),
+        (lambda t: torch.stack([t, t], 1)[:, 0], "contiguous"),
+        (lambda t: t.to_sparse(), "contiguous"),
+        (lambda t: t.requires_grad_(), "without graph"),
+    ],
+)
+def test_offloader_that_brings_back_something_else_is_an_error(wrong, told):
+    class Wrong(Counting):
+        def onload(self, ticket):
+            return wrong(super().onload(ticket))
+
+    y = checkpointed(lambda x: call("handle", Inner, Trace(), "a", OFFLOAD, x), offloader=Wrong())(leaf(3, 3))
+    with pytest.raises(remat.OffloadError, match=told) as caught:
+        y.sum().backward()
+    assert (caught.value.op, caught.value.tensor, caught.value.file) == ("a", "m", None)

@@ -1,0 +1,190 @@
+"""Offloading on a CUDA device: streams, pinned memory, overlap. These tests have not run: no GPU was at hand."""
+
+from __future__ import annotations
+
+import gc
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import torch_remat as remat
+from tests.features.offload.offloaders import OFFLOAD
+from tests.handle_ops import RECOMPUTE, SAVE, Affine, Both, Inner, Trace, call
+from tests.helpers import assert_same, leaf
+
+pytestmark = pytest.mark.gpu
+
+
+def block(x, policy=OFFLOAD):
+    h = call("handle", Inner, Trace(), "a", policy, x.sin())
+    h = call("handle", Both, Trace(), "b", policy, h)
+    return call("handle", Affine, Trace(), "c", RECOMPUTE, h, h.t())
+
+
+def gradient(wrap, x, policy, depth=6):
+    h = x * 1
+    for _ in range(depth):
+        h = wrap(block)(h, policy)
+    return torch.autograd.grad(h.sum(), x)[0]
+
+
+@pytest.mark.parametrize("kind", ["cpu", "disk"])
+def test_gradients_are_those_of_save_over_many_steps(kind, tmp_path):
+    offloader = (
+        remat.CpuOffloader(min_bytes=0, max_pending_bytes=4 << 20)
+        if kind == "cpu"
+        else remat.DiskOffloader(tmp_path, min_bytes=0)
+    )
+    wrap = remat.checkpoint(offloader=offloader, offload_inputs=True)
+    for side in (512, 500, 512, 700, 512):
+        x = leaf(side, side, device="cuda")
+        assert_same(gradient(remat.checkpoint(), x, SAVE), gradient(wrap, x, OFFLOAD))
+        assert offloader.offloaded_bytes == 0
+
+
+def test_contract_holds_on_the_device(tmp_path):
+    assert remat.testing.check_offloader(remat.CpuOffloader(min_bytes=0), device="cuda") == 27
+    assert remat.testing.check_offloader(remat.DiskOffloader(tmp_path, min_bytes=0), device="cuda") == 27
+
+
+def test_buffers_are_used_again_while_the_device_is_far_behind():
+    """A busy device: all copies of several steps are queued before the first of them runs."""
+    offloader = remat.CpuOffloader(min_bytes=0, max_bytes=64 << 20)
+    wrap = remat.checkpoint(offloader=offloader, offload_inputs=True)
+    xs = [leaf(512, 512, device="cuda") for _ in range(4)]
+    expected = [gradient(remat.checkpoint(), x, SAVE) for x in xs]
+    torch.cuda.synchronize()
+    torch.cuda._sleep(500_000_000)
+    actual = [gradient(wrap, x, OFFLOAD) for x in xs]
+    assert_same(expected, actual)
+
+
+def test_device_memory_after_forward_is_that_of_what_stays():
+    offloader = remat.CpuOffloader(min_bytes=0)
+    gc.collect()
+    x = leaf(1024, 1024, device="cuda")
+    before = torch.cuda.memory_allocated()
+    h = x * 1
+    for _ in range(4):
+        h = remat.checkpoint(offloader=offloader, offload_inputs=True)(block)(h)
+    torch.cuda.synchronize()
+    poke = torch.ones(1024, 1024, device="cuda")
+    info = remat.offload.OffloadInfo("r", "o", "t", "residual", poke.nbytes)
+    offloader.release(offloader.offload(poke, info))  # it lets go of tensors when it is called
+    torch.cuda.synchronize()
+    offloader.release(offloader.offload(poke, info))
+    del poke
+    assert torch.cuda.memory_allocated() - before <= h.nbytes + 2 * x.nbytes
+    h.sum().backward()
+    assert offloader.offloaded_bytes == 0
+
+
+def test_regions_on_a_side_stream_are_equal():
+    offloader, stream = remat.CpuOffloader(min_bytes=0), torch.cuda.Stream()
+    wrap = remat.checkpoint(offloader=offloader, offload_inputs=True)
+    x = leaf(512, 512, device="cuda")
+    expected = gradient(remat.checkpoint(), x, SAVE)
+    for _ in range(5):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            actual = gradient(wrap, x, OFFLOAD)
+        torch.cuda.current_stream().wait_stream(stream)
+        assert_same(expected, actual)
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    @remat.auto_forward("x")
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return 2 * x * grad
+
+
+def test_two_streams_that_read_one_tensor_both_wait_for_its_copy():
+    """The copy back is held up; the second reader finds the value there, and must wait for it all the same."""
+    side, offloader = torch.cuda.Stream(), remat.CpuOffloader(min_bytes=0, prefetch_bytes=0)
+    x = leaf(512, 512, device="cuda")
+    main = torch.cuda.current_stream()
+
+    def forward(policy):
+        made = remat.op(lambda x: x.exp() + 1, "made", policy=policy)(x * 1)
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            one = remat.op(Scaled.apply, "one", policy=policy)(made)
+        other = remat.op(Scaled.apply, "other", policy=policy)(made)
+        main.wait_stream(side)
+        return one + other
+
+    (expected,) = torch.autograd.grad(remat.checkpoint()(forward)(SAVE).sum(), x)
+    for _ in range(5):
+        y = remat.checkpoint(offloader=offloader)(forward)(OFFLOAD)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(offloader._copiers[x.device]._to_device):
+            torch.cuda._sleep(50_000_000)
+        assert_same(torch.autograd.grad(y.sum(), x)[0], expected)
+
+
+class Wide(torch.autograd.Function):
+    """A matrix product that saves what it made on the way."""
+
+    @staticmethod
+    @remat.auto_forward("h")
+    def forward(ctx, x, up, down):
+        h = F.gelu(x @ up)
+        ctx.weights = up, down
+        ctx.save_for_backward(h)
+        return h @ down
+
+    @staticmethod
+    def backward(ctx, grad):
+        (h,) = ctx.saved_tensors
+        up, down = ctx.weights
+        inner = (grad @ down.t()) * h
+        return inner @ up.t(), None, h.t() @ grad
+
+
+class Layer(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Parameter(torch.randn(width, 4 * width) / width**0.5)
+        self.down = nn.Parameter(torch.randn(4 * width, width) / width)
+
+    def forward(self, x, policy):
+        return x + remat.op(Wide.apply, "wide", policy=policy)(self.norm(x), self.up, self.down)
+
+
+@pytest.mark.slow
+def test_copies_overlap_with_the_work_of_a_large_block():
+    """A step with OFFLOAD takes at most 1.05 of the time of SAVE: the arithmetic is long enough to hide the copies."""
+    width, rows, depth = 8192, 8192, 6
+    layers = nn.ModuleList(Layer(width) for _ in range(depth)).to("cuda", torch.bfloat16)
+    x = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    offloader = remat.CpuOffloader(prefetch_bytes=2 << 30, max_pending_bytes=2 << 30)
+
+    def step(policy):
+        h = x
+        for layer in layers:
+            h = remat.checkpoint(offloader=offloader)(layer)(h, policy)
+        h.sum().backward()
+        layers.zero_grad()
+
+    def seconds(policy):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        step(policy)
+        torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    for policy in (SAVE, OFFLOAD) * 2:
+        step(policy)
+    ratios = sorted(seconds(OFFLOAD) / seconds(SAVE) for _ in range(9))
+    assert ratios[4] <= 1.05, ratios

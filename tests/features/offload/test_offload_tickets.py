@@ -1,0 +1,253 @@
+"""Every ticket is released exactly once, at the right moment, whatever becomes of the graph; no collector is needed."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+
+import torch_remat as remat
+from tests.features.offload.offloaders import OFFLOAD, Counting
+from tests.handle_ops import RECOMPUTE, Affine, Both, Inner, Trace, call
+from tests.helpers import LiveStorages, assert_same, checkpointed, collector_off, leaf
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _without_collector():
+    with LiveStorages():
+        leaf(1).detach().sin()  # what torch loads when it first needs it leaves cycles
+    with collector_off():
+        yield
+
+
+def block(x):
+    h = call("handle", Inner, Trace(), "a", OFFLOAD, x.sin())
+    h = call("handle", Both, Trace(), "b", OFFLOAD, h)
+    return call("handle", Affine, Trace(), "c", RECOMPUTE, h, h.t())
+
+
+def run(offloader, x, depth=3, function=block):
+    h = x * 1
+    for _ in range(depth):
+        h = checkpointed(function, offloader=offloader, offload_inputs=True)(h)
+    return h
+
+
+def reference(x, depth=3):
+    h = x * 1
+    for _ in range(depth):
+        h = call("plain", Inner, Trace(), "a", None, h.sin())
+        h = call("plain", Both, Trace(), "b", None, h)
+        h = call("plain", Affine, Trace(), "c", None, h, h.t())
+    return h
+
+
+@pytest.fixture(params=[0, 100], ids=["no prefetch", "prefetch"])
+def offloader(request):
+    return Counting(prefetch_bytes=request.param)
+
+
+def test_backward_releases_each_ticket_as_its_node_runs(offloader):
+    x = leaf(3, 3)
+    y = run(offloader, x)
+    assert offloader.bytes == 12 * 36  # input, a.m, b.x and b.y of each region
+    assert offloader.released == {}
+    y.sum().backward()
+    assert_same(x.grad, torch.autograd.grad(reference(x).sum(), x)[0])
+    offloader.assert_all_released_once()
+    order = [ticket for done, ticket in offloader.log if done == "release"]
+    assert [ticket // 4 for ticket in order] == [2] * 4 + [1] * 4 + [0] * 4
+
+
+def test_graph_that_is_dropped_without_backward_releases_all(offloader):
+    y = run(offloader, leaf(3, 3))
+    assert offloader.released == {}
+    del y
+    offloader.assert_all_released_once()
+    assert offloader.count("onload") == offloader.count("prefetch") == 0
+
+
+def test_part_of_a_graph_that_is_dropped_releases_its_part(offloader):
+    x = leaf(3, 3)
+    one, two = run(offloader, x), run(offloader, x)
+    del one
+    assert dict(offloader.released) == dict.fromkeys(range(12), 1)
+    two.sum().backward()
+    offloader.assert_all_released_once()
+
+
+def test_kept_graph_keeps_tickets_and_each_backward_is_equal(offloader):
+    x = leaf(3, 3)
+    y = run(offloader, x)
+    (expected,) = torch.autograd.grad(reference(x).sum(), x)
+    for _ in range(3):
+        assert_same(expected, torch.autograd.grad(y.sum(), x, retain_graph=True)[0])
+        assert offloader.released == {}
+    assert_same(expected, torch.autograd.grad(y.sum(), x)[0])
+    offloader.assert_all_released_once()
+
+
+def test_gradients_of_second_order_are_equal_and_release_all(offloader):
+    def second(function):
+        x = torch.linspace(-1, 1, 9).reshape(3, 3).requires_grad_()
+        (first,) = torch.autograd.grad(function(x).sum(), x, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), x)
+
+    assert_same(second(reference), second(lambda x: run(offloader, x)))
+    offloader.assert_all_released_once()
+
+
+def test_nested_regions_release_all(offloader):
+    x = leaf(3, 3)
+
+    def outer(x):
+        h = checkpointed(block, offloader=offloader, offload_inputs=True)(x.sin())
+        h = call("handle", Inner, Trace(), "own", OFFLOAD, h)
+        return checkpointed(block, offloader=offloader)(h)
+
+    y = run(offloader, x, function=outer)
+    names = set(offloader.names)
+    assert "outer::own.m" in names
+    assert not any(name.startswith("block::") for name in names)  # the outer region recomputes those
+    torch.autograd.grad(y.sum(), x, retain_graph=True)
+    y.sum().backward()
+    offloader.assert_all_released_once()
+
+
+@pytest.mark.parametrize("phase", ["forward", "replay", "backward"])
+def test_exception_in_the_middle_releases_all(offloader, phase):
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            if phase == "backward":
+                raise KeyError(phase)
+            return grad * 2
+
+    def failing(x):
+        h = Failing.apply(block(x))
+        if phase == ("replay" if remat.is_recomputing() else "forward"):
+            raise KeyError(phase)
+        return h.sin()
+
+    def attempt():
+        h = run(offloader, leaf(3, 3), 1)
+        checkpointed(failing, offloader=offloader, offload_inputs=True)(h).sum().backward()
+
+    message = ""
+    try:
+        attempt()
+    except KeyError as error:  # a traceback that is kept would keep tensors
+        message = str(error)
+    assert phase in message
+    offloader.assert_all_released_once()
+
+
+def test_offloader_that_fails_in_backward_leaves_a_clear_error_and_releases_all(offloader):
+    y = run(offloader, leaf(3, 3))
+    offloader.lose = ValueError("gone with the wind")
+    with pytest.raises(remat.OffloadError, match="Counting could not bring this tensor back: ValueError") as caught:
+        y.sum().backward()
+    assert (caught.value.region, caught.value.op, caught.value.tensor) == ("block", None, "args[0]")
+    assert "check_offloader" in str(caught.value)
+    assert type(caught.value.__cause__) is ValueError
+    offloader.lose = None  # whose traceback knows what was read
+    del y, caught
+    gc.collect()
+    offloader.assert_all_released_once()
+
+
+def test_backward_that_failed_can_be_run_again_on_a_kept_graph(offloader):
+    x = leaf(3, 3)
+    y = run(offloader, x)
+    offloader.lose = ValueError("for now")
+    with pytest.raises(remat.OffloadError):
+        y.sum().backward(retain_graph=True)
+    offloader.lose = None
+    y.sum().backward()
+    assert_same(x.grad, torch.autograd.grad(reference(x).sum(), x)[0])
+    gc.collect()  # pytest.raises keeps the traceback in a cycle
+    offloader.assert_all_released_once()
+
+
+def test_exception_of_the_offloader_that_is_no_error_passes_as_it_is(offloader):
+    y = run(offloader, leaf(3, 3))
+    offloader.lose = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        y.sum().backward()
+    offloader.lose = None
+    del y
+    gc.collect()
+    offloader.assert_all_released_once()
+
+
+def test_offloader_dies_with_its_last_tensor():
+    offloader = Counting()
+    reference = weakref.ref(offloader)
+    y = run(offloader, leaf(3, 3))
+    del offloader
+    assert reference() is not None
+    y.sum().backward()
+    del y
+    assert reference() is None
+
+
+def test_offloader_that_cannot_be_known_weakly_works():
+    class Slots(Counting):
+        __slots__ = ()
+
+    class Tuple(tuple):
+        offload, prefetch, onload, release = (
+            lambda self, *args, _name=name: getattr(self[0], _name)(*args)
+            for name in ("offload", "prefetch", "onload", "release")
+        )
+        __hash__ = None
+
+    inner = Counting()
+    offloader, x = Tuple([inner]), leaf(3, 3)
+    y = run(offloader, x)
+    assert_same(torch.autograd.grad(y.sum(), x), torch.autograd.grad(reference(x).sum(), x))
+    inner.assert_all_released_once()
+
+
+def test_regions_on_many_threads_release_all():
+    offloader = Counting(prefetch_bytes=200)
+    errors = []
+
+    def work():
+        try:
+            torch.manual_seed(0)
+            x = leaf(3, 3)
+            for keep in (True, False, None):
+                y = run(offloader, x)
+                if keep is not None:
+                    (grad,) = torch.autograd.grad(y.sum(), x, retain_graph=keep)
+                    assert_same(grad, torch.autograd.grad(reference(x).sum(), x)[0])
+                del y
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    offloader.assert_all_released_once()
+
+
+def test_releases_inside_of_a_garbage_collection_are_counted_too():
+    offloader = Counting()
+    for _ in range(5):
+        cycle = [run(offloader, leaf(3, 3))]
+        cycle.append(cycle)
+        del cycle
+    assert offloader.released == {}
+    gc.collect()
+    offloader.assert_all_released_once()

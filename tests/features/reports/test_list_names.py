@@ -1,0 +1,404 @@
+"""`list_names`: the table from which a user chooses what to save."""
+
+from __future__ import annotations
+
+import functools
+import gc
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import torch_remat as remat
+from tests.features.test_names_save import Block, Stack, chain, names_of
+from tests.helpers import LiveStorages, assert_clean_state, assert_same, leaf
+from tests.native_programs import Experts, Marks, TransformerBlock, aten, kept, region, uncollected
+
+
+def table_of(function, *inputs, policy=None):
+    return remat.list_names(function, policy)(*inputs)
+
+
+def rows_of(function, *inputs, policy=None):
+    """Return the table's rows by name."""
+    rows = list(table_of(function, *inputs, policy=policy))
+    assert len({row.name for row in rows}) == len(rows)
+    return {row.name: row for row in rows}
+
+
+def rows_for(rows, op):
+    """Return the rows of one op, in order."""
+    return [row for name, row in rows.items() if name.rsplit(".", 1)[-1].rsplit("_", 2)[0] == op]
+
+
+def test_rows_have_name_shape_dtype_and_bytes():
+    rows = rows_of(chain, leaf(2, 4), leaf(4, 4))
+    assert len(rows) == 6
+    for op in ("mm", "sin"):
+        for row in rows_for(rows, op):
+            assert tuple(row.shape) == (2, 4)
+            assert str(row.dtype).endswith("float32")
+            assert row.bytes == 32
+
+
+def test_dtypes_and_several_outputs():
+    rows = rows_of(lambda x: x.double().sort(-1)[0].sin(), leaf(3, 4))
+    values, index = rows_for(rows, "sort")
+    assert [str(row.dtype).removeprefix("torch.") for row in (values, index)] == ["float64", "int64"]
+    assert (values.bytes, index.bytes) == (96, 96)
+    assert values.name.rsplit("_", 1)[0] == index.name.rsplit("_", 1)[0]
+
+
+def test_names_are_those_that_policies_see():
+    block, x = Block(), leaf(3, 8)
+    rows = rows_of(block, x)
+    for name, op in names_of(block, x):
+        if not op.is_view:
+            assert any(row == name or row.startswith(f"{name}_") for row in rows), name
+
+
+def test_each_name_saves_its_row():
+    block, x = Block(), leaf(3, 8)
+    for name, row in rows_of(block, x).items():
+        listed = rows_of(block, x, policy=remat.save_names(name))
+        kept_names = {other for other, row in listed.items() if row.kept}
+        assert kept_names <= {name}
+        assert kept_names or not row.needed
+
+
+def test_flops():
+    rows = rows_of(chain, leaf(2, 4), leaf(4, 4))
+    assert [row.flops for row in rows_for(rows, "mm")] == [2 * 2 * 4 * 4] * 3
+    assert all(not row.flops for row in rows_for(rows, "sin"))
+    block, x = TransformerBlock(16, 2), leaf(2, 8, 16)
+    rows = rows_of(block, x)
+    by_path = {row.name.split(".")[0]: row.flops for row in rows_for(rows, "addmm")}
+    assert by_path == {
+        "qkv": 2 * 16 * 16 * 48,
+        "proj": 2 * 16 * 16 * 16,
+        "fc1": 2 * 16 * 16 * 64,
+        "fc2": 2 * 16 * 64 * 16,
+    }
+
+
+def test_needed_tells_what_backward_needs():
+    rows = rows_of(chain, leaf(2, 4), leaf(4, 4))
+    assert [row.needed for row in rows_for(rows, "mm")] == [True] * 3
+    assert [row.needed for row in rows_for(rows, "sin")] == [True, True, False]
+
+    def function(x, w):
+        h = (x * 2 + 1) @ w
+        _ = h.detach().cos()
+        return h.exp()
+
+    rows = rows_of(function, leaf(4, 4), torch.randn(4, 4))
+    needed = {name.rsplit("_", 2)[0]: row.needed for name, row in rows.items()}
+    assert needed == {"mul": False, "add": False, "mm": False, "cos": False, "exp": True}
+
+
+def test_kept_tells_what_a_policy_keeps():
+    for policy, expected in (
+        ([aten.mm.default], {"h0", "h1", "h2"}),
+        (remat.save_names("sin_*"), {"s0", "s1"}),
+        (lambda ctx, op, *args, **kwargs: False, set()),
+    ):
+        marks, inputs = Marks(), (leaf(4, 4), leaf(4, 4))
+
+        def marked(x, w, marks=marks):
+            for index in range(3):
+                h = marks(f"h{index}", x @ w)
+                x = marks(f"s{index}", h.sin())
+            return x
+
+        after = kept(region(policy)(marked), inputs, marks)
+        assert after.names == expected
+        rows = rows_of(chain, *inputs, policy=policy)
+        assert sum(row.bytes for row in rows.values() if row.kept) == after.bytes
+        assert sum(row.kept for row in rows.values()) == len(expected)
+
+
+def test_kept_of_a_transformer_block_is_what_the_region_keeps():
+    block, x = TransformerBlock(16, 2), leaf(2, 8, 16)
+    for policy in (
+        remat.policies.save_attention,
+        remat.policies.save_matmuls,
+        remat.save_names("fc1.*"),
+        [aten.gelu.default],
+    ):
+        rows = rows_of(block, x, policy=policy)
+        listed = sum(row.bytes for row in rows.values() if row.kept)
+        assert listed == kept(region(policy)(block), [x]).bytes
+        assert listed > 0
+
+
+WRITERS = {
+    "dropout mask": (lambda x, w: F.dropout(x.sin(), 0.5).exp(), "div__0_0"),
+    "activation": (lambda x, w: (x @ w).relu_().sin(), "relu__0_0"),
+    "copy": (lambda x, w: torch.empty_like(x).copy_(x.cos()).sin().exp(), "copy__0_0"),
+    "out": (lambda x, w: torch.mm(x.detach(), w.detach(), out=torch.empty(4, 4)) * x, "mm_0_0"),
+    "fill for another": (lambda x, w: x * (torch.zeros(4, 4).add_(w.detach()).exp() + 1), "add__0_0"),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_results_that_an_op_writes_are_listed_as_the_region_keeps_them(name):
+    function, wanted = WRITERS[name]
+    inputs = leaf(4, 4), leaf(4, 4)
+    for policy in (remat.save_names(wanted), lambda ctx, op, *args, **kwargs: True):
+        rows = rows_of(function, *inputs, policy=policy)
+        assert sum(row.bytes for row in rows.values() if row.kept) == kept(region(policy)(function), inputs).bytes
+        output = region(policy, region_name="listed")(function)(*inputs)
+        (report,) = (part for part in remat.memory_report(output).regions if part.name == "listed")
+        names = {tensor.name.removeprefix("listed::") for tensor in report.all_tensors()}
+        for row in rows.values():
+            assert row.kept == (row.name in names), row.name
+        del output
+    rows = rows_of(function, *inputs, policy=remat.save_names(wanted))
+    assert rows[wanted].kept
+    assert rows[wanted].needed == (name != "fill for another")  # which replay reads
+
+
+def test_without_a_policy_nothing_is_kept():
+    assert not any(row.kept for row in rows_of(Block(), leaf(3, 8)).values())
+
+
+def test_names_by_hand_are_listed():
+    def function(x, w):
+        h = remat.checkpoint_name((x @ w).exp(), "hidden")
+        return h.sin()
+
+    rows = rows_of(function, leaf(4, 4), leaf(4, 4))
+    assert rows["hidden"].bytes == 64
+    listed = rows_of(function, leaf(4, 4), leaf(4, 4), policy=remat.save_names("hidden"))
+    assert listed["hidden"].kept
+
+
+def test_table_prints_names_shapes_and_bytes():
+    table = table_of(Block(), leaf(3, 8), policy=remat.save_names("attention.*"))
+    text = str(table)
+    lines = text.splitlines()
+    for row in table:
+        line = next(line for line in lines if row.name in line.split())
+        assert "float32" in line
+        assert all(str(size) in line for size in row.shape)
+    assert len(lines) <= len(list(table)) + 6
+    assert all(len(line) < 200 for line in lines)
+
+
+def test_table_is_plain_data():
+    rows = list(table_of(chain, leaf(2, 4), leaf(4, 4)))
+    for row in rows:
+        assert type(row.name) is str
+        assert type(row.bytes) is int
+        assert isinstance(row.flops, (int, type(None)))
+        assert type(row.needed) is bool
+        assert type(row.kept) is bool
+        assert isinstance(row.dtype, (str, torch.dtype))
+        assert all(type(size) is int for size in row.shape)
+
+
+def test_listing_holds_no_tensor_and_leaves_no_state():
+    block, x = Block(), leaf(3, 8)
+    with uncollected():
+        table_of(block, x)
+        gc.collect()
+        with LiveStorages() as live:
+            table = table_of(block, x, policy=remat.save_names("attention.*"))
+        assert live.bytes() == 0
+    assert len(list(table)) > 10
+    assert x.grad is None
+    assert all(parameter.grad is None for parameter in block.parameters())
+    assert_clean_state()
+
+
+def test_pattern_that_matches_nothing_is_an_error_here_too():
+    with pytest.raises(remat.RematError, match="nowhere"):
+        table_of(Block(), leaf(3, 8), policy=remat.save_names("nowhere.*"))
+    assert_clean_state()
+
+
+def test_listing_takes_what_the_function_takes():
+    def function(first, *, options):
+        return {"out": [(first @ options["w"]).sin(), (first * options["k"]).exp()]}
+
+    rows = list(remat.list_names(function)(leaf(4, 4), options={"w": leaf(4, 4), "k": 3}))
+    assert [row.name.rsplit("_", 2)[0] for row in rows] == ["mm", "sin", "mul", "exp"]
+
+
+def test_names_do_not_depend_on_what_is_saved():
+    stack, x = Stack(), leaf(3, 8)
+    names = [row.name for row in table_of(stack, x)]
+    for policy in (remat.policies.save_matmuls, remat.save_names("*"), [aten.gelu.default]):
+        assert [row.name for row in table_of(stack, x, policy=policy)] == names
+
+
+def test_random_and_data_dependent_functions():
+    def function(x, w):
+        h = F.dropout(x @ w, 0.5)
+        return h[h > 0].exp()
+
+    x, w = leaf(4, 4), leaf(4, 4)
+    torch.manual_seed(3)
+    rows = rows_of(function, x, w)
+    torch.manual_seed(3)
+    assert tuple(rows_for(rows, "exp")[0].shape) == tuple(function(x, w).shape)
+    assert rows_of(Experts(), leaf(2, 5, 8))
+
+
+def test_buffers_are_written_as_by_one_forward():
+    norm, x = nn.BatchNorm1d(3), leaf(8, 3)
+    table_of(norm, x)
+    other = nn.BatchNorm1d(3)
+    other(x)
+    same = all(torch.equal(one, two) for one, two in zip(norm.buffers(), other.buffers(), strict=True))
+    untouched = int(norm.num_batches_tracked) == 0
+    assert same or untouched
+    assert_same(list(norm.parameters()), list(other.parameters()))
+
+
+def test_listing_inside_a_region_and_without_gradients():
+    with torch.no_grad():
+        rows = rows_of(chain, leaf(4, 4), leaf(4, 4))
+    assert len(rows) == 6
+
+
+def test_under_inference_mode_the_names_are_those_that_regions_have():
+    module, x = torch.nn.Sequential(torch.nn.Linear(4, 4)), leaf(3, 4)
+    expected = remat.list_names(module)(x).names
+    with torch.inference_mode():
+        assert remat.list_names(module)(x).names == expected
+        assert remat.list_names(module)(torch.randn(3, 4)).names == expected
+        assert remat.list_names(lambda x, scale: x["a"] * scale)({"a": torch.randn(3)}, scale=2).names == ["mul_0_0"]
+
+
+class Around(nn.Module):
+    """Calls a module, the forward of another past its call, and a function that calls one back."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.other.forward(self.inner(x).sin()) + (lambda module: module(x))(self.inner)
+
+
+def test_op_belongs_to_the_innermost_module_that_is_called():
+    rows = [*rows_of(Around(), leaf(2, 4))]
+    assert "inner.addmm_0_0" in rows
+    assert "inner.addmm_1_0" in rows
+    assert {"sin_0_0", "addmm_0_0", "add_0_0"} <= set(rows)
+    outside = Around()
+    assert "sin_0_0" in rows_of(lambda x: x.sin() + outside.inner(x), leaf(2, 4))
+    assert "Linear.addmm_0_0" in rows_of(lambda x: x.sin() + outside.inner(x), leaf(2, 4))
+
+
+def test_ops_of_a_region_in_a_module_do_not_belong_to_that_module():
+    class Outer(nn.Module):
+        def forward(self, function, x):
+            return list(rows_of(function, x))
+
+    def function(x):
+        return x.sin().cos()
+
+    for given in (function, torch.sin, functools.partial(torch.mul, other=2), Doubled.apply):
+        names = Outer()(given, leaf(2, 4))
+        assert names
+        assert not any("." in name for name in names)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.mul(2).view(-1).view(2, 4)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+def test_modules_are_followed_without_hooks():
+    calls = []
+
+    class Asked(nn.Module):
+        def forward(self, x):
+            calls.append(bool(torch.nn.modules.module._has_any_global_hook()))
+            return x.sin()
+
+    rows_of(nn.Sequential(Asked()), leaf(2, 4))
+    assert calls
+    assert not any(calls)
+
+
+class NeedsMore(nn.Module):
+    """A layer that takes a mask and a position, as those of many models do."""
+
+    def __init__(self):
+        super().__init__()
+        self.query = nn.Linear(8, 8)
+        self.register_forward_pre_hook(lambda module, args: (args[0] * 2, *args[1:]))
+
+    def forward(self, x, mask, *, position):
+        return torch.softmax(self.query(x) + mask, -1) * position
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.layers = nn.Linear(8, 8), nn.ModuleList(NeedsMore() for _ in range(2))
+
+    def forward(self, x):
+        h = self.first(x)
+        for layer in self.layers:
+            h = layer(h, torch.zeros(8), position=torch.ones(8))
+        return h.sum()
+
+
+def test_layer_is_listed_by_a_run_of_its_model_and_its_names_can_be_pasted():
+    model, x = Model(), torch.randn(2, 8)
+    table = remat.list_names(model, layer=model.layers[1])(x)
+    assert table.names == ["query.t_0_0", "query.addmm_0_0", "add_0_0", "_softmax_0_0", "mul_0_0"]
+    assert [row.name for row in table if row.needed] == ["_softmax_0_0"]
+    with remat.checkpoint_modules(model, "layers.*", policy=remat.save_names("_softmax_0_0", "query.addmm_0_0")):
+        kept = remat.list_names(model, remat.save_names("_softmax_0_0"), layer=model.layers[0])(x)
+        assert [row.name for row in kept if row.kept] == ["_softmax_0_0"]
+        loss = model(x)
+        names = [one.label for one in remat.memory_report(loss).regions[0].tensors if one.kind == "saved"]
+        assert names == ["_softmax_0_0"]
+        loss.backward()
+    assert all(len(layer._forward_pre_hooks) == 1 for layer in model.layers)
+    assert_clean_state()
+
+
+def test_layer_that_does_not_run_is_an_error():
+    with pytest.raises(remat.UsageError, match="does not call the layer, a Linear"):
+        remat.list_names(Model(), layer=nn.Linear(1, 1))(torch.randn(2, 8))
+    with pytest.raises(remat.UsageError, match="layer takes a module, not a int"):
+        remat.list_names(Model(), layer=3)
+
+
+@pytest.mark.parametrize("tool", [remat.list_names, remat.explain])
+def test_arguments_beside_the_function_are_an_error_that_says_the_form(tool):
+    x = torch.full((2, 8), 12345.0)
+    for wrong in (
+        lambda: tool(chain, x),
+        lambda: tool(chain, x, x),
+        lambda: tool(chain, x=x),
+        lambda: tool(3),
+        lambda: tool(chain, [x]),
+    ):
+        with pytest.raises(remat.UsageError) as caught:
+            wrong()
+        assert f"The form is remat.{tool.__name__}(function" in str(caught.value)
+        assert ")(*args, **kwargs)" in str(caught.value)
+        assert "12345" not in str(caught.value)
+
+
+def test_flops_are_those_of_explain():
+    def attends(x):
+        return F.scaled_dot_product_attention(x @ x.transpose(-1, -2), x @ x.transpose(-1, -2), x @ x.transpose(-1, -2))
+
+    x = leaf(1, 2, 4, 4)
+    listed = sum(row.flops for row in remat.list_names(attends)(x))
+    (told,) = remat.explain(remat.checkpoint()(attends))(x).regions
+    assert listed == told.forward_flops > 4 * 2 * 2 * 4**3

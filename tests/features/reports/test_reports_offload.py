@@ -1,0 +1,350 @@
+"""Reports, traces and explanations of what is offloaded: bytes in place and bytes away, each once, under its name."""
+
+from __future__ import annotations
+
+import json
+import threading
+import warnings
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import torch_remat as remat
+from tests.contract.test_bytes_policies import programs
+from tests.contract.test_bytes_policies import run as run_program
+from tests.features.offload.disk_model import run, run_and_flush, stored
+from tests.features.offload.offloaders import OFFLOAD, Counting
+from tests.features.reports.test_memory_report import retained_bytes
+from tests.handle_ops import RECOMPUTE, SAVE, Affine, Both, Inner, SinCos, Trace, call
+from tests.helpers import LiveStorages, checkpointed, collector_off, leaf, no_other_regions
+from torch_remat.offload import files
+
+
+@pytest.fixture(autouse=True)
+def _no_other_regions():
+    with no_other_regions():
+        yield
+
+
+class Allocating(Counting):
+    """What it brings back is memory that the profiler sees."""
+
+    def onload(self, ticket):
+        return super().onload(ticket).clone()
+
+
+def op(kernel, name, policy, *inputs):
+    return call("auto", kernel, Trace(), name, policy, *inputs)
+
+
+def block(x, policy=OFFLOAD):
+    """Residents, slots, views, several outputs, what is elided, and ops that stay."""
+    h = op(Both, "a", policy, x.sin())
+    h = op(Inner, "b", RECOMPUTE, h)
+    s, c = op(SinCos, "c", policy, h)
+    h = op(Both, "d", SAVE, s.t())
+    return op(Affine, "e", RECOMPUTE, h, c)
+
+
+def region(offloader, function=block, **options):
+    options = {"region_name": "r", "preserve_rng_state": False, "offload_inputs": True, **options}
+    return checkpointed(function, offloader=offloader, **options)
+
+
+PARAMETER = nn.Parameter(torch.randn(8, 8))
+
+
+def twice(x):
+    """The same memory in several places: saved twice, as views, and slotted."""
+    h = op(Both, "a", OFFLOAD, x.sin())
+    g = op(Both, "b", OFFLOAD, h.t())
+    g = op(Affine, "c", RECOMPUTE, h[2:6], g.t()[1:5])
+    return g * op(Affine, "d", RECOMPUTE, h.view(-1)[:32].view(4, 8), g)
+
+
+def with_parameter(x):
+    return op(Affine, "a", OFFLOAD, x, PARAMETER)
+
+
+def layers(offloader):
+    h = leaf(8, 8) * 2
+    for index in range(3):
+        h = region(offloader, region_name=f"layers.{index}")(h).tanh()
+    return h.sum()
+
+
+def partial_backward(offloader):
+    x = leaf(8, 8) * 2
+    y, z = region(offloader, lambda x: (op(Both, "b", OFFLOAD, x), op(Both, "a", OFFLOAD, x.sin())))(x)
+    torch.autograd.grad(y.sum(), x)
+    return z.sum()
+
+
+def graph_kept(offloader):
+    x = leaf(8, 8) * 2
+    loss = region(offloader)(x).exp().sum()
+    (grad,) = torch.autograd.grad(loss, x, retain_graph=True)
+    return loss + 0 * grad.sum().item()
+
+
+def natives(x):
+    """Native regions of both kinds, with several results, next to handles."""
+    h = op(Both, "a", OFFLOAD, x.sin())
+    h = remat.op(lambda h: (h @ h).exp(), "n", policy=OFFLOAD)(h)
+    values, places = remat.op(torch.topk, "top", policy=OFFLOAD)(h, 4)
+    g = remat.native_save_region("s", torch.matmul, h, h)
+    w = remat.op(torch.matmul, "w", policy=OFFLOAD)(g, h)
+    return w.gather(-1, places).sin() * values
+
+
+def by_policy(offloader):
+    policy = remat.save_names("sin_0_0") | remat.offload_names("mm_*", "exp_0_0")
+    return region(offloader, lambda x: ((x @ x).exp().sin() @ x).cos(), policy=policy)(leaf(8, 8) * 2).sum()
+
+
+def nested(offloader):
+    inner = region(offloader, region_name="inner")
+    return region(offloader, lambda x: op(Inner, "p", RECOMPUTE, inner(op(Both, "o", OFFLOAD, x.sin()))))(
+        leaf(8, 8) * 2
+    ).sum()
+
+
+PROGRAMS = {
+    "residents, slots and input": lambda offloader: region(offloader)(leaf(8, 8) * 2).sum(),
+    "input stays": lambda offloader: region(offloader, offload_inputs=False)(leaf(8, 8) * 2).sum(),
+    "one memory in many places": lambda offloader: region(offloader, twice)(leaf(8, 8) * 2).sum(),
+    "views of one input": lambda offloader: region(offloader, torch.mul)(*(leaf(2, 8, 8) * 2).unbind()).sum(),
+    "part of a large storage": lambda offloader: region(offloader, torch.sin)((leaf(50, 64) * 2)[7]).sum(),
+    "parameter": lambda offloader: region(offloader, with_parameter)(leaf(8, 8)).sum(),
+    "layers": layers,
+    "partial backward": partial_backward,
+    "retain_graph": graph_kept,
+    "nested regions": nested,
+    "native regions": lambda offloader: region(offloader, natives)(leaf(8, 8) * 2).sum(),
+    "policies for ops": by_policy,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_bytes_in_place_are_those_retained_and_bytes_away_those_of_the_offloader(program):
+    offloader = Allocating()
+    root, measured = retained_bytes(lambda: PROGRAMS[program](offloader))
+    report = remat.memory_report(root)
+    assert (report.bytes, report.offloaded_bytes) == (measured, offloader.bytes), str(report)
+    assert report.bytes_by_device.get("Allocating", 0) == offloader.bytes
+    root.backward()
+    offloader.assert_all_released_once()
+    assert remat.memory_report(root).offloaded_bytes == 0
+
+
+def test_files_count_as_offloaded(tmp_path):
+    offloader = remat.DiskOffloader(tmp_path, min_bytes=0)
+    x = torch.randn(20, 20, requires_grad=True)
+    loss = run_and_flush(offloader, x).sum()
+    report = remat.memory_report(loss)
+    on_disk = sum(path.stat().st_size for path in stored(offloader))
+    assert report.offloaded_bytes == offloader.offloaded_bytes == on_disk == 12 * 1600
+    assert sum(region.bytes for region in report.regions) == sum(
+        tensor.bytes for tensor in report.all_tensors() if tensor.kind == "random state"
+    )
+    assert report.bytes_by_device["DiskOffloader"] == on_disk
+
+
+def test_offloader_in_memory_saves_nothing_and_says_so():
+    offloader = remat.CpuOffloader(min_bytes=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        root, measured = retained_bytes(lambda: region(offloader)(leaf(8, 8) * 2).sum())
+    report = remat.memory_report(root)
+    assert report.offloaded_bytes == offloader.offloaded_bytes > 0
+    assert report.bytes + offloader.host_bytes >= measured
+    with pytest.warns(remat.RematWarning, match="saves nothing"):
+        region(remat.CpuOffloader(min_bytes=0))(leaf(8, 8) * 2)
+
+
+def test_report_of_offloaded_tensors_as_text():
+    loss = region(Counting(), twice)(leaf(8, 8) * 2).sum()
+    assert_expected_inline(
+        str(remat.memory_report(loss)),
+        """\
+kept for backward: 264 B + 768 B offloaded
+  by device: Counting 768 B, cpu 264 B
+
+in 1 region: 0 B + 768 B offloaded
+  r: 0 B + 768 B offloaded
+    args[0]  256 B  float32[8, 8] Counting  input, offloaded
+    a.y      256 B  float32[8, 8] Counting  offload, also out, offloaded
+    b.x        0 B  float32[8, 8] Counting  offload, counted as r::a.y, offloaded
+    b.y      256 B  float32[8, 8] Counting  offload, also out, offloaded
+
+outside of regions: 264 B
+  AccumulateGrad  256 B  1 node: variable
+  MulBackward0      8 B  1 node: other""",
+    )
+
+
+def test_value_that_came_back_is_resident_as_well():
+    offloader, reports = Allocating(), []
+    x = leaf(8, 8) * 2
+    y = region(offloader, lambda x: op(Both, "b", OFFLOAD, op(Both, "a", OFFLOAD, x.sin())))(x)
+    before = remat.memory_report()
+    y.grad_fn.next_functions[0][0].register_prehook(lambda _: reports.append(remat.memory_report()))
+    y.sum().backward(retain_graph=True)
+    assert remat.memory_report() == before  # each read has given its value away
+    y.sum().backward()
+    kept, freed = reports
+    assert kept.offloaded_bytes == before.offloaded_bytes
+    assert not any(tensor.kind == "brought back" for tensor in kept.all_tensors())
+    assert_expected_inline(
+        str(freed),
+        """\
+kept for backward: 768 B + 256 B offloaded
+  by device: Allocating 256 B, cpu 768 B
+
+in 1 region: 768 B + 256 B offloaded
+  r: 768 B + 256 B offloaded
+    saved tensor 0  256 B  float32[8, 8] cpu         refilled
+    a.x             256 B  float32[8, 8] cpu         offload, refilled
+    a.y             256 B  float32[8, 8] Allocating  offload, offloaded
+    a.y             256 B  float32[8, 8] cpu         offload, brought back""",
+    )
+
+
+def test_report_keeps_no_ticket_and_brings_nothing_back():
+    offloader = Counting()
+    with collector_off():
+        loss = region(offloader)(leaf(8, 8) * 2).sum()
+        report = remat.memory_report(loss)
+        str(report), report._repr_html_(), report.to_json()
+        del loss
+        offloader.assert_all_released_once()
+    assert offloader.count("onload") == offloader.count("prefetch") == 0
+
+
+def in_place(report):
+    """Return the bytes of what regions keep in place, without random state."""
+    return sum(
+        tensor.bytes
+        for region in report.regions
+        for tensor in region.all_tensors()
+        if not tensor.offloaded and tensor.kind != "random state"
+    )
+
+
+def test_what_is_not_written_yet_is_in_place_as_well(tmp_path, monkeypatch):
+    may_write, write = threading.Event(), files.write
+
+    def wait_and_write(*args):
+        may_write.wait(20)
+        return write(*args)
+
+    monkeypatch.setattr(files, "write", wait_and_write)
+    offloader = remat.DiskOffloader(tmp_path, min_bytes=0)
+    x = torch.randn(20, 20, requires_grad=True)
+    with LiveStorages() as live:
+        y = run(offloader, x)
+        on_its_way = remat.memory_report()
+        before = live.bytes()
+    may_write.set()
+    offloader.flush()
+    written = remat.memory_report()
+    assert on_its_way.offloaded_bytes == written.offloaded_bytes == 12 * 1600
+    assert (in_place(on_its_way), before) == (12 * 1600, 13 * 1600)  # and the result
+    assert (in_place(written), live.bytes()) == (0, 1600)
+    assert "not gone yet" in str(on_its_way)
+    assert "not gone yet" not in str(written)
+    assert "offloaded, but here too" in legend(on_its_way)
+    y.sum().backward()
+
+
+def test_what_cannot_be_written_is_in_place(tmp_path):
+    offloader = remat.DiskOffloader(tmp_path / "gone", min_bytes=0)
+    (tmp_path / "gone").rmdir()
+    with pytest.warns(remat.RematWarning, match="stays where it is"):
+        y = run_and_flush(offloader, torch.randn(20, 20, requires_grad=True))
+    report = remat.memory_report()
+    assert in_place(report) == report.bytes == 12 * 1600
+    assert report.offloaded_bytes == offloader.offloaded_bytes == 0
+    assert {tensor.kind for tensor in report.all_tensors()} == {"input", "saved"}
+    assert "not gone yet" not in str(report)
+    y.sum().backward()
+
+
+def test_what_cannot_be_written_is_explained_as_kept(tmp_path, monkeypatch):
+    def fail_at_once(path, content):
+        raise OSError("no")
+
+    offloader = remat.DiskOffloader(tmp_path, min_bytes=0)
+    monkeypatch.setattr(files, "write", fail_at_once)
+    tell = offloader.offload
+
+    def offload(tensor, info):
+        ticket = tell(tensor, info)
+        offloader.flush()
+        return ticket
+
+    monkeypatch.setattr(offloader, "offload", offload)
+    with pytest.warns(remat.RematWarning, match="stays in memory"):
+        told = remat.explain(region(offloader))(leaf(8, 8) * 1)
+    why = [tensor.why for op in told.regions[0].ops for tensor in op.tensors if tensor.state == "kept"]
+    assert any("took it, but it could not leave" in one for one in why)
+
+
+def legend(report):
+    """Return the labels of a picture's legend."""
+    (shown,) = report.plot().legends
+    return [text.get_text() for text in shown.get_texts()]
+
+
+def test_picture_and_table_tell_offloaded_bytes_apart(tmp_path):
+    report = remat.memory_report(region(Counting())(leaf(8, 8) * 2).sum())
+    figure = report.plot(tmp_path / "kept.png")
+    assert "offloaded" in figure.get_suptitle()
+    offloaded = [bar for bars in figure.axes[0].containers if bars.get_label() == "offloaded" for bar in bars]
+    assert {bar.get_hatch() for bar in offloaded} == {"----"}
+    assert sum(bar.get_width() for bar in offloaded) == report.offloaded_bytes / 1024
+    html = report._repr_html_()
+    assert f"{report.offloaded_bytes} B offloaded" in html
+    data = json.loads(report.to_json())
+    assert data["offloaded_bytes"] == report.offloaded_bytes == data["bytes_by_device"]["Counting"]
+
+
+def test_live_bytes_of_a_trace_fall_when_a_thread_of_the_offloader_frees_a_tensor(tmp_path):
+    offloader = remat.DiskOffloader(tmp_path, min_bytes=0)
+    x = torch.randn(100, 100, requires_grad=True)
+    run(offloader, x).sum().backward()
+    with remat.trace() as trace:
+        y = run_and_flush(offloader, x).sum()
+        y.backward()
+        del y
+    assert trace.samples[-1].total_bytes == 0
+    assert all(sum(one.live_bytes.values()) >= 0 for one in trace.samples)
+    forward = {span.op: span for span in trace.spans if span.phase == "forward" and span.call == 2}
+    assert (forward["b"].kept_bytes, forward["b"].offloaded_bytes) == (0, 2 * 40000)
+    assert forward[None].offloaded_bytes == 4 * 40000
+    assert "offloaded" in str(trace)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@given(programs(), st.randoms(use_true_random=False))
+def test_bytes_are_exact_for_drawn_programs(ops, random):
+    for one in ops:
+        one.policy = random.choice([RECOMPUTE, SAVE, OFFLOAD])
+    offloader, inputs = Allocating(), random.random() < 0.5
+
+    def make():
+        outputs = region(offloader, lambda x: run_program(ops, Trace(), x), offload_inputs=inputs)(leaf(3, 3) * 2)
+        return sum(y.sum() for y in outputs)
+
+    root, measured = retained_bytes(make)
+    report = remat.memory_report(root)
+    assert (report.bytes, report.offloaded_bytes) == (measured, offloader.bytes)
+    root.backward(retain_graph=True)
+    assert remat.memory_report(root) == report
+    root.backward()
+    assert remat.memory_report(root).offloaded_bytes == offloader.bytes == 0
+    offloader.assert_all_released_once()

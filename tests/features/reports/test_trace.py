@@ -1,0 +1,519 @@
+"""Traces: which phases ran, the bytes that the allocator saw, the files and pictures, ranges for profilers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import threading
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch.profiler import ProfilerActivity, profile
+
+import torch_remat as remat
+from tests.handle_ops import RECOMPUTE, SAVE, Both, Inner, Noise, Result, Trace, call
+from tests.helpers import alive, checkpointed, collector_off, leaf, watch
+from torch_remat.dispatch import options
+from torch_remat.reports.profile import Event, Memory
+from torch_remat.reports.recorder import GONE, SENT
+from torch_remat.reports.spans import Sample, Span
+from torch_remat.reports.trace import Trace as Timeline
+
+
+def block(x):
+    trace = Trace()
+    h = call("auto", Both, trace, "a", SAVE, x)
+    with remat.name_scope("sub.0"):
+        h = call("op", Inner, trace, "b", RECOMPUTE, h)
+    return call("auto", Result, trace, "c", SAVE, h)
+
+
+def phases(trace, op=None):
+    return [(span.region, span.phase) for span in trace.spans if span.op == op]
+
+
+def test_trace_has_each_phase_of_each_region_in_order():
+    x = leaf(8, 8) * 2
+    with remat.trace() as trace:
+        h = checkpointed(block, region_name="one")(x)
+        h = checkpointed(torch.sin, region_name="two")(h)
+        h.sum().backward()
+    assert phases(trace) == [
+        ("one", "forward"),
+        ("two", "forward"),
+        ("two", "replay"),
+        ("two", "backward"),
+        ("one", "replay"),
+        ("one", "backward"),
+    ]
+    assert [span.call for span in trace.spans if span.op is None] == [0, 1, 1, 1, 0, 0]
+    starts = [span.start_us for span in trace.spans]
+    assert starts == sorted(starts)
+    assert all(span.start_us >= 0 and span.end_us <= trace.duration_us for span in trace.spans)
+
+
+def test_trace_has_the_ops_of_each_phase_and_what_each_keeps():
+    x = leaf(8, 8) * 2
+    with remat.trace() as trace:
+        y = checkpointed(block, region_name="one")(x)
+        report = remat.memory_report(y).regions[-1]
+        y.sum().backward()
+    forward = {span.op: span for span in trace.spans if span.phase == "forward"}
+    assert list(forward) == [None, "a", "sub.0/b", "c"]
+    assert forward[None].kept_bytes == report.bytes
+    assert {name: forward[name].kept_bytes for name in ("a", "sub.0/b", "c")} == {"a": 256, "sub.0/b": 0, "c": 256}
+    assert [span.op for span in trace.spans if span.phase == "replay"] == [None, "a", "sub.0/b"]  # all is filled by c
+    assert [span.op for span in trace.spans if span.phase == "backward"] == [None, "c", "sub.0/b", "a"]
+    for span in trace.spans:
+        region = next(one for one in trace.spans if one.op is None and one.phase == span.phase)
+        assert region.start_us <= span.start_us
+        assert span.end_us <= region.end_us
+
+
+def test_bytes_of_a_trace_are_those_that_the_allocator_saw():
+    x = leaf(100, 100) * 2
+    with remat.trace() as trace:
+        y = checkpointed(lambda x: x.sin().exp(), preserve_rng_state=False)(x)
+        z = y.detach() + 1
+        del z
+        y.sum().backward()
+        kept = torch.empty(123, dtype=torch.uint8)
+    nbytes = 40_000
+    forward, replay, backward = trace.spans
+    assert (forward.allocated_bytes, forward.freed_bytes) == (2 * nbytes, nbytes)  # sine and exponential; the sine goes
+    assert (forward.live_bytes, forward.peak_bytes) == (nbytes, 2 * nbytes)
+    assert replay.allocated_bytes == 2 * nbytes
+    assert backward.freed_bytes >= 2 * nbytes
+    # The leaf's gradient, y, the byte tensor; the seed of backward is freed.
+    assert trace.samples[-1].live_bytes == {"cpu": 2 * nbytes + kept.nbytes}
+    assert trace.peak.total_bytes == max(sample.total_bytes for sample in trace.samples)
+
+
+def test_region_that_is_not_replayed_and_backward_of_nested_regions():
+    x = leaf(4, 4) * 2
+
+    def outer(x):
+        return checkpointed(lambda x: x.sin().exp(), region_name="inner")(x.cos()).tanh()
+
+    with remat.trace() as trace:
+        kept = checkpointed(lambda x: call("auto", Both, Trace(), "a", SAVE, x), region_name="kept")(x)
+        checkpointed(outer, region_name="outer")(kept).sum().backward()
+    assert phases(trace).count(("kept", "replay")) == 0
+    assert phases(trace).count(("kept", "backward")) == 1
+    assert phases(trace).count(("outer", "replay")) == 1
+    assert phases(trace).count(("inner", "forward")) == 2  # in forward, and in the outer region's replay
+    assert ("inner", "backward") in phases(trace)
+    inner = [span for span in trace.spans if span.region == "inner" and span.phase == "backward"]
+    outer_backward = [span for span in trace.spans if span.region == "outer" and span.phase == "backward"]
+    assert outer_backward[0].start_us < inner[0].start_us
+    assert inner[-1].end_us <= outer_backward[-1].end_us
+
+
+def test_two_backwards_give_two_replays():
+    x = leaf(4, 4) * 2
+    with remat.trace() as trace:
+        y = checkpointed(lambda x: x.sin().exp(), region_name="r")(x).sum()
+        y.backward(retain_graph=True)
+        y.backward()
+    assert phases(trace) == [("r", phase) for phase in ("forward", "replay", "backward", "replay", "backward")]
+
+
+def test_exception_in_an_op_leaves_no_span_open():
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        @remat.auto_forward()
+        def forward(ctx, x):
+            raise ValueError("in the body")
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad
+
+    def function(x):
+        with contextlib.suppress(ValueError):
+            remat.op(Fails.apply, "fails")(x)
+        return call("auto", Both, Trace(), "after", SAVE, x)
+
+    with remat.trace() as trace:
+        checkpointed(function, region_name="caught")(leaf(2)).sum().backward()
+        with pytest.raises(ValueError, match="in the body"):
+            checkpointed(lambda x: remat.op(Fails.apply, "fails")(x), region_name="not caught")(leaf(2))
+    assert [(span.region, span.op, span.phase) for span in trace.spans] == [
+        ("caught", None, "forward"),
+        ("caught", "fails", "forward"),
+        ("caught", "after", "forward"),
+        ("caught", None, "backward"),
+        ("caught", "after", "backward"),
+        ("not caught", None, "forward"),
+        ("not caught", "fails", "forward"),
+    ]
+
+
+class NamesTooFew(torch.autograd.Function):
+    @staticmethod
+    @remat.auto_forward("x")
+    def forward(ctx, x):
+        ctx.save_for_backward(x, x)
+        return x.sin()
+
+
+def test_wrong_use_of_a_handle_is_the_same_error_in_a_trace():
+    with remat.trace(), pytest.raises(remat.UsageError, match="saves 2 tensors and auto_forward names 1"):
+        checkpointed(lambda x: remat.op(NamesTooFew.apply, "few")(x))(leaf(2))
+
+
+def test_exception_leaves_nothing_behind_and_the_trace_readable():
+    traces = []
+
+    def fail():
+        with remat.trace() as trace:
+            traces.append(trace)
+            checkpointed(torch.sin)(leaf(2))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert options.observers == []
+    assert not options.is_watched()
+    assert [span.phase for span in traces[0].spans] == ["forward"]  # what happened until then
+    assert "sin" in str(traces[0])
+
+
+def test_error_goes_on_also_if_its_trace_cannot_be_read(monkeypatch):
+    monkeypatch.setattr("torch_remat.reports.trace.events_in", lambda roots: 1 / 0)
+    with pytest.raises(KeyError) as caught, remat.trace():
+        raise KeyError
+    assert caught.value.__context__ is None
+
+
+def test_backward_alone_is_in_a_trace_that_begins_after_forward():
+    x = leaf(8, 8) * 2
+    unused = checkpointed(torch.sin, region_name="unused")(x)
+    h = checkpointed(block, region_name="one")(x).exp()
+    loss = checkpointed(lambda x: checkpointed(torch.sin, region_name="inner")(x).cos(), region_name="two")(h).sum()
+    with remat.trace() as trace:
+        loss.backward()
+        checkpointed(torch.sin, region_name="three")(leaf(2)).sum().backward()
+    spans = [(span.region, span.phase, span.call) for span in trace.spans if span.op is None and span.region != "inner"]
+    assert spans == [
+        ("two", "replay", 1),
+        ("two", "backward", 1),
+        ("one", "replay", 0),
+        ("one", "backward", 0),
+        ("three", "forward", 4),
+        ("three", "replay", 4),
+        ("three", "backward", 4),
+    ]
+    cells = next(line.split() for line in str(trace).splitlines() if line.startswith("one"))
+    assert (cells[2], cells[5], cells[-3]) == ("-", "-", "-")  # forward, kept and live are not known
+    del unused
+
+
+def test_trace_keeps_nothing_alive():
+    with remat.trace():
+        checkpointed(block)(leaf(2, 2)).sum().backward()  # what torch makes once
+    with collector_off():
+        with remat.trace() as trace:
+            x = leaf(16, 16) * 2
+            y = checkpointed(block)(x)
+        storages = watch(x, y)
+        del x, y
+        assert alive(storages) == 0
+    assert trace.spans
+
+
+def test_gradients_under_a_trace_are_the_same():
+    def gradients():
+        torch.manual_seed(3)
+        x = leaf(4, 4)
+        checkpointed(lambda x: call("auto", Noise, Trace(), "n", SAVE, block(x)))(x).sum().backward()
+        return x.grad
+
+    expected = gradients()
+    with remat.trace():
+        assert torch.equal(gradients(), expected)
+
+
+def test_trace_in_a_profile_is_an_error():
+    with (
+        profile(activities=[ProfilerActivity.CPU], acc_events=True),
+        pytest.raises(remat.UsageError, match="a profiler runs already"),
+        remat.trace(),
+    ):
+        pass
+
+
+def test_trace_while_another_thread_records_is_an_error():
+    raised = []
+
+    def record():
+        with pytest.raises(remat.UsageError, match="a profiler runs already") as caught, remat.trace():
+            pass
+        raised.append(caught.value)
+
+    for around in (remat.trace(), profile(activities=[ProfilerActivity.CPU], acc_events=True)):
+        with around:
+            thread = threading.Thread(target=record)
+            thread.start()
+            thread.join()
+    assert len(raised) == 2
+
+
+def test_trace_that_runs_cannot_be_read():
+    with remat.trace() as trace, pytest.raises(remat.UsageError, match="has not ended"):
+        trace.to_dict()
+    assert str(trace).endswith("ms, nothing allocated")
+    assert trace.peak is None
+    assert trace.to_dict()["spans"] == []
+
+
+def test_regions_of_other_threads_do_not_disturb():
+    def work():
+        for _ in range(20):
+            checkpointed(block)(leaf(2, 2)).sum().backward()
+
+    with remat.trace() as trace:
+        threads = [threading.Thread(target=work) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        checkpointed(block, region_name="mine")(leaf(2, 2)).sum().backward()
+        for thread in threads:
+            thread.join()
+    assert {"forward", "replay", "backward"} <= {span.phase for span in trace.spans if span.region == "mine"}
+
+
+def small_trace():
+    """A trace made by hand, so that its text does not depend on a clock."""
+    trace = Timeline()
+    spans = []
+    for layer, start in ((0, 0.0), (1, 2000.0)):
+        name, kept = f"layers.{layer}", 2**20
+        back = 9000.0 - 2 * start
+        spans += [
+            Span(
+                name, None, "forward", layer, start, 2000.0, 1, 4 * kept, 3 * kept, (layer + 1) * kept, 4 * kept, kept
+            ),
+            Span(name, "attn", "forward", layer, start + 500, 1000.0, 1, kept, 0, 2 * kept, 2 * kept, kept),
+            Span(name, None, "replay", layer, back, 1000.0, 1, kept, 0, 5 * kept, 5 * kept, 0),
+            Span(name, None, "backward", layer, back + 1000, 3000.0, 1, kept, 3 * kept, kept, 6 * kept, 0),
+            Span(name, "attn", "backward", layer, back + 1000, 500.0, 1, kept, 3 * kept, kept, 6 * kept, 0),
+        ]
+    samples = [Sample(500.0, {"cpu": 2**20}), Sample(6100.0, {"cpu": 6 * 2**20}), Sample(13000.0, {"cpu": 2**19})]
+    trace.fill(13000.0, sorted(spans, key=lambda span: span.start_us), samples)
+    return trace
+
+
+def test_trace_as_text():
+    assert_expected_inline(
+        str(small_trace()),
+        """\
+13.0 ms, peak 6.0 MiB at 6.1 ms in the backward of layers.1::attn, 512.0 KiB alive at the end
+
+            calls  forward ms  replay ms  backward ms     kept  freed in backward     live     peak
+layers.0-1      2       2.000      1.000        3.000  1.0 MiB            3.0 MiB  2.0 MiB  6.0 MiB
+  attn          2       1.000          -        0.500  1.0 MiB            3.0 MiB  2.0 MiB  6.0 MiB
+times and bytes are means of the calls; live: at most after forward; peak: at most at any moment""",
+    )
+
+
+def test_trace_as_data_and_as_chrome_trace(tmp_path):
+    trace = small_trace()
+    assert json.loads(trace.to_json())["spans"][0]["region"] == "layers.0"
+    trace.to_chrome_trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    complete = [event for event in events if event["ph"] == "X"]
+    assert len(complete) == len(trace.spans)
+    assert {"name", "ts", "dur", "pid", "tid", "cat"} <= complete[0].keys()
+    assert [event["name"] for event in complete[:2]] == ["layers.0 [forward]", "layers.0::attn [forward]"]
+    counters = [event for event in events if event["ph"] == "C"]
+    assert [event["args"]["cpu"] for event in counters] == [2**20, 6 * 2**20, 2**19]
+
+
+def test_spans_at_a_moment_are_innermost_last():
+    trace = small_trace()
+    assert [span.name for span in trace.spans_at(700.0)] == ["layers.0", "layers.0::attn"]
+
+
+def test_plots_are_written(tmp_path):
+    pytest.importorskip("matplotlib")
+    small_trace().plot(tmp_path / "trace.png")
+    with remat.trace() as empty:
+        pass
+    empty.plot(tmp_path / "empty.svg")
+    report = remat.memory_report(checkpointed(block)(leaf(2, 2)))
+    figure = report.plot(tmp_path / "report.pdf")
+    assert figure.axes
+    assert remat.memory_report().plot() is not None
+    assert all((tmp_path / name).stat().st_size > 1000 for name in ("trace.png", "empty.svg", "report.pdf"))
+
+
+def labels_of(figure):
+    """Return the texts in the lanes of a trace's picture."""
+    return [text.get_text() for text in figure.axes[-1].texts]
+
+
+def span_of(region, start, duration, phase="forward"):
+    return Span(region, None, phase, 0, start, duration, 1, 0, 0, 0, 0, 0)
+
+
+def test_lanes_name_regions_as_fully_as_there_is_room_and_show_inner_ones_inside():
+    pytest.importorskip("matplotlib")
+    timeline = Timeline()
+    names = [f"model.layers.{index}.mlp" for index in range(3)]
+    spans = [span_of(name, 1000 * place, 400) for place, name in enumerate(names)]
+    timeline.fill(10_000, [*spans, span_of("model.layers.0.mlp", 4000, 4000)])
+    assert labels_of(timeline.plot()) == ["0", "1", "2", "model.layers.0.mlp"]
+    timeline.fill(10_000, [span_of("outer", 0, 8000), span_of("inner", 2000, 3000)])
+    figure = timeline.plot()
+    assert labels_of(figure) == ["inner"]
+    outer, inner = figure.axes[-1].patches
+    assert inner.get_height() < outer.get_height()
+
+
+@pytest.mark.parametrize("name", [r"a$\frac$", "a$b$_{x", "$", "a_b^c"])
+def test_names_are_drawn_as_they_are(name):
+    pytest.importorskip("matplotlib")
+    timeline = Timeline()
+    timeline.fill(10_000, [span_of(name, 0, 8000)], [Sample(4000, {"cpu": 100})])
+    y = checkpointed(block, region_name=name)(leaf(64, 64))  # other regions may be alive
+    figures = timeline.plot(), remat.memory_report(y).plot()
+    for figure in figures:
+        figure.canvas.draw()
+    trace, report = figures
+    label = next(text for text in report.axes[0].get_yticklabels() if text.get_text() == name)
+    texts = [*trace.axes[-1].texts, label]
+    assert [name in text.get_text() for text in texts] == [True] * 2
+    assert not any(text.get_parse_math() for text in texts)
+    assert name in trace.axes[0].get_title(loc="left")
+
+
+def test_trace_shows_itself_in_a_notebook():
+    trace = small_trace()
+    html = trace._repr_html_()
+    assert html.startswith("<table><tbody>")
+    for line in str(trace).splitlines():
+        for cell in line.split("  "):
+            assert f"{cell.strip()}</t" in html
+    assert html.count("<tr>") == html.count("</tr>") == len(str(trace).splitlines()) - 1
+    assert repr(trace) == f"<remat trace: {str(trace).splitlines()[0]}>"
+
+
+def test_trace_shows_itself_while_it_records_and_if_nothing_ran():
+    with remat.trace() as trace:
+        assert repr(trace) == "<remat trace: it still records>"
+        assert trace._repr_html_() == "<p>it still records</p>"
+    assert repr(trace) == f"<remat trace: {trace}>"
+    assert f">{trace}</th>" in trace._repr_html_()
+    assert "nothing allocated" in repr(trace)
+
+
+def test_names_in_the_table_of_a_notebook_are_escaped():
+    timeline = Timeline()
+    timeline.fill(10_000, [span_of("<b>&", 0, 8000)], [Sample(4000, {"cpu": 100})])
+    assert "<b>" not in timeline._repr_html_()
+    assert "&lt;b&gt;&amp;" in timeline._repr_html_()
+
+
+def test_plot_without_matplotlib_is_a_clear_error(monkeypatch):
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(remat.UsageError, match="not installed") as caught:
+        small_trace().plot()
+    assert "pip install matplotlib" in str(caught.value)
+
+
+def ranges(events):
+    return [event.name for event in events if event.name.startswith("remat::")]
+
+
+def test_profile_has_ranges_of_regions_and_ops():
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
+        checkpointed(block, region_name="layers.0")(leaf(4, 4)).sum().backward()
+    assert ranges(profiler.events()) == [
+        "remat::layers.0 [forward]",
+        "remat::layers.0::a [forward]",
+        "remat::layers.0::sub.0/b [forward]",
+        "remat::layers.0::c [forward]",
+        "remat::layers.0 [replay]",
+        "remat::layers.0::a [replay]",
+        "remat::layers.0::sub.0/b [replay]",
+    ]
+
+
+def test_without_profiler_and_trace_no_phase_is_watched():
+    seen = []
+    checkpointed(lambda x: (seen.append(remat.dispatch.mode.current_mode().observed), x.sin())[1])(
+        leaf(2)
+    ).sum().backward()
+    assert seen == [None, None]
+
+
+@pytest.mark.gpu
+def test_trace_on_the_device_has_its_allocations_and_the_phases_of_its_backward_thread():
+    x = leaf(64, 128, device="cuda") * 2
+    with remat.trace() as trace:
+        checkpointed(block, region_name="r")(x).sum().backward()
+    assert {"forward", "replay", "backward"} <= {phase for _, phase in phases(trace)}
+    assert trace.peak.live_bytes["cuda:0"] > x.nbytes
+
+
+def test_block_that_was_freed_unseen_counts_once():
+    """A thread that is not in the profile frees a block: an offloader's, of which marks tell, or any other."""
+
+    def event(time, name):
+        return Event(name, time, time)
+
+    def memory(time, size, address):
+        return Event("[memory]", time, time, block=("cpu", address), bytes=size)
+
+    changes = Memory([
+        memory(1, 100, 7), event(2, f"{SENT}0 7"), event(3, f"{GONE}0"),  # seen by its marks alone
+        memory(4, 50, 8), memory(5, 60, 8),  # freed in between, since the address was used again
+        memory(6, 100, 7), event(7, f"{SENT}1 7"), memory(8, -100, 7), memory(9, 30, 7), event(10, f"{GONE}1"),  # seen
+        event(11, f"{SENT}2 99"), event(12, f"{GONE}2"), memory(13, -10, 55),  # older than the profile
+    ])  # fmt: skip
+    assert [(sample.time_us, sample.total_bytes) for sample in changes.samples(0)] == [
+        (1, 100), (3, 0), (4, 50), (5, 0), (5, 60), (6, 160), (8, 60), (9, 90),
+    ]  # fmt: skip
+
+
+def test_what_runs_outside_of_regions_is_told_as_forward_backward_or_the_optimizers_step():
+    w = leaf(64, 64)
+    optimizer = torch.optim.SGD([w], momentum=0.9)
+    with remat.trace() as forward:
+        big = torch.ones(256, 256)
+        del big
+        w.sin().sum().backward()
+    with remat.trace() as backward:
+        (w.sin().exp() * 2).sum().backward()
+        optimizer.step()
+    with remat.trace() as step:
+        optimizer.zero_grad()
+        w.grad = torch.ones_like(w)
+        optimizer.step()
+    assert " in forward, " in str(forward)
+    assert [phase for phase, _, _ in backward.phases] == ["backward", "the optimizer's step"]
+    begin, end = backward.phases[0][1:]
+    assert backward.at((begin + end) / 2) == "backward"
+    assert backward.at(begin - 1) == backward.at(end + 1) == "forward"
+    (_, begin, end) = step.phases[0]
+    assert step.at((begin + end) / 2) == "the optimizer's step"
+    assert "no region" not in str(forward) + str(backward) + str(step)
+    assert json.loads(backward.to_json())["phases"][0][0] == "backward"
+
+
+def test_picture_of_a_trace_has_no_text_over_text():
+    pytest.importorskip("matplotlib")
+    timeline = Timeline()
+    name = "model.decoder.layers.31.self_attention.with.a.rather.long.name"
+    timeline.fill(10_000, [span_of(name, 4000, 3000), span_of("b", 7100, 100)], [Sample(5000, {"cpu": 2**30})])
+    figure = timeline.plot()
+    figure.canvas.draw()
+    curve, lanes = figure.axes
+    texts = [figure._suptitle, curve._left_title, curve.yaxis.label, lanes.xaxis.label, *figure.legends[0].get_texts()]
+    texts += [*lanes.texts, *lanes.get_yticklabels(), *lanes.get_xticklabels(), *curve.get_yticklabels()]
+    boxes = [text.get_window_extent() for text in texts if text.get_text()]
+    assert not any(one.overlaps(two) for place, one in enumerate(boxes) for two in boxes[:place])

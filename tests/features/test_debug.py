@@ -1,0 +1,161 @@
+"""`debug=True`: a side-by-side of both phases' ops with the user's source lines, at a cost that does not grow."""
+
+from __future__ import annotations
+
+import gc
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import torch_remat as remat
+from tests.helpers import (
+    CountOps,
+    LiveStorages,
+    Stack,
+    assert_same_program,
+    chain,
+    checkpointed,
+    collector_off,
+    leaf,
+    parameter_gradients,
+)
+
+
+def block_that_differs(x):
+    h = x.sin()  # the line of the sine
+    if remat.is_recomputing():
+        h = h.double().tanh()  # the line of replay only
+    return h.exp() * h.cos()
+
+
+def text_of_error(**options):
+    y = checkpointed(block_that_differs, region_name="block", **options)(leaf(3))
+    with pytest.raises(remat.MismatchError) as caught:
+        y.sum().backward()
+    return str(caught.value)
+
+
+def test_error_shows_the_ops_of_both_phases_side_by_side():
+    text = text_of_error(debug=True)
+    assert any(len(re.findall(r"\bsin\b", line)) >= 2 for line in text.splitlines()), text
+    assert re.search(r"\btanh\b", text)
+    assert re.search(r"\bexp\b", text)
+    assert "forward" in text.lower()
+    assert "replay" in text.lower()
+
+
+def test_error_shows_the_users_source_lines():
+    text = text_of_error(debug=True)
+    assert Path(__file__).name in text
+    first = block_that_differs.__code__.co_firstlineno
+    assert str(first + 1) in text
+    assert str(first + 3) in text
+
+
+def test_error_without_debug_lists_no_ops():
+    assert "tanh" not in text_of_error()
+
+
+def test_error_with_debug_is_readable():
+    text = text_of_error(debug=True)
+    assert all(len(line) < 300 for line in text.splitlines())
+    assert "site-packages/torch/" not in text
+
+
+def test_error_of_a_long_region_is_bounded_and_shows_the_difference():
+    def block(x):
+        for _ in range(3000):
+            x = x.sin()
+        return x.exp().exp() if not remat.is_recomputing() else x.exp().double().tanh()
+
+    y = checkpointed(block, debug=True)(leaf(3))
+    with pytest.raises(remat.MismatchError) as caught:
+        y.sum().backward()
+    assert len(str(caught.value).splitlines()) < 1000
+    assert re.search(r"\btanh\b", str(caught.value))
+
+
+def test_programs_are_equal_under_debug():
+    def program(wrap):
+        model = Stack(wrap, depth=2)
+        x = leaf(2, 4, 8)
+        y = wrap(model)(x)
+        y.square().sum().backward()
+        return y, x.grad, *parameter_gradients(model)
+
+    assert_same_program(program, debug=True)
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_debug_works_with_kept_graphs_and_second_order(early_stop):
+    def program(wrap):
+        x = leaf(3)
+        y = wrap(chain)(x)
+        (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        first.square().sum().backward()
+        return y, first, x.grad
+
+    assert_same_program(program, debug=True, early_stop=early_stop)
+
+
+def test_debug_mode_of_one_region_does_not_see_another():
+    with CountOps() as ops:
+        checkpointed(chain, debug=True)(leaf(3)).sum().backward()
+        checkpointed(chain)(leaf(3)).sum().backward()
+    assert ops.counts["sin"] >= 4
+
+
+def step():
+    x = leaf(3)
+    checkpointed(lambda x: checkpointed(chain, debug=True)(x.sin()).exp(), debug=True)(x).sum().backward()
+    return x.grad
+
+
+def python_calls(function):
+    """Return the number of Python and C calls that a function makes."""
+    count = 0
+
+    def profile(frame, event, arg):
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_cost_of_a_step_under_debug_does_not_grow_from_step_to_step():
+    for _ in range(3):
+        step()
+    early = python_calls(step)
+    for _ in range(60):
+        step()
+    late = python_calls(step)
+    assert early > 100
+    assert late <= early * 1.01 + 5
+
+
+def test_steps_under_debug_leave_no_objects():
+    with collector_off():
+        for _ in range(5):
+            step()
+        before = len(gc.get_objects())
+        for _ in range(100):
+            step()
+        assert len(gc.get_objects()) - before < 20
+
+
+def test_debug_keeps_no_tensor_alive():
+    with collector_off():
+        live = LiveStorages()
+        with live:
+            x = leaf(3)
+            y = checkpointed(chain, debug=True)(x)
+        kept = live.bytes()
+        assert kept == x.untyped_storage().nbytes() + y.untyped_storage().nbytes()

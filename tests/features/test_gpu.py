@@ -1,0 +1,226 @@
+"""What needs a CUDA device: its generators, its backward thread, its autocast, its streams and its memory."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import save_on_cpu
+from torch.nn import functional as F
+
+import torch_remat as remat
+from tests.helpers import Calls, Stack, assert_same, assert_same_program, chain, checkpointed, leaf, parameter_gradients
+
+pytestmark = pytest.mark.gpu
+
+
+def noisy(x):
+    return F.dropout(x.sin(), 0.5) * torch.randn_like(x) + x.exp()
+
+
+def test_model_on_the_device_is_equal():
+    def program(wrap):
+        model = Stack(wrap, depth=2).cuda()
+        x = leaf(2, 6, 8, device="cuda")
+        y = model(x)
+        y.square().sum().backward()
+        return y, x.grad, *parameter_gradients(model)
+
+    assert_same_program(program, replays=4)
+
+
+def test_random_numbers_of_the_device_are_equal():
+    def program(wrap):
+        x = leaf(50, device="cuda")
+        y = wrap(noisy)(wrap(noisy)(x))
+        results = [torch.autograd.grad(y.sum(), x, retain_graph=True) for _ in range(2)]
+        return y, results, torch.rand(3, device="cuda")
+
+    assert_same_program(program)
+
+
+def test_random_numbers_of_cpu_and_device_in_one_region_are_equal():
+    def program(wrap):
+        x = leaf(50)
+        y = wrap(lambda x: noisy(noisy(x).cuda()).cpu())(x)
+        y.sum().backward()
+        return y, x.grad, torch.rand(3), torch.rand(3, device="cuda")
+
+    assert_same_program(program, replays=1)
+
+
+def test_device_generator_among_the_inputs_is_equal():
+    def program(wrap):
+        generator = torch.Generator("cuda").manual_seed(3)
+        x = leaf(50, device="cuda")
+        y = wrap(lambda x, *, g: (x * torch.rand(50, device="cuda", generator=g)).sin())(x, g=generator)
+        y.sum().backward()
+        return y, x.grad, torch.rand(3, device="cuda", generator=generator)
+
+    assert_same_program(program, replays=1)
+
+
+def test_replay_leaves_the_generator_of_the_device_where_it_was():
+    x = leaf(50, device="cuda")
+    y = checkpointed(noisy)(x)
+    torch.rand(3, device="cuda")
+    before = torch.cuda.get_rng_state()
+    y.sum().backward()
+    assert torch.equal(torch.cuda.get_rng_state(), before)
+
+
+def test_replay_runs_in_the_backward_thread_of_the_device_with_its_ambient_state():
+    seen = []
+
+    def block(x):
+        ident = threading.get_ident()
+        seen.append((ident, remat.is_recomputing(), torch.is_autocast_enabled("cuda"), torch.empty(1).device.type))
+        return (x @ x).sin()
+
+    x = leaf(4, 4, device="cuda")
+    with torch.autocast("cuda", dtype=torch.bfloat16), torch.device("meta"):
+        y = checkpointed(block)(x)
+    y.float().sum().backward()
+    assert [entry[1:] for entry in seen] == [(False, True, "meta"), (True, True, "meta")]
+    assert not remat.is_recomputing()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_with_a_shared_weight_is_equal(dtype):
+    def program(wrap):
+        w = nn.Parameter(torch.randn(8, 8, device="cuda"))
+        x = leaf(4, 8, device="cuda")
+        with torch.autocast("cuda", dtype=dtype):
+            h = wrap(lambda h: (h @ w).sin() @ w)(x)
+            h = wrap(lambda h: (h @ w).cos() @ w)(h)
+        h.float().sum().backward()
+        return h, x.grad, w.grad
+
+    assert_same_program(program, replays=2)
+
+
+def test_autocast_of_cpu_and_device_together_is_equal():
+    def program(wrap):
+        one, two = nn.Linear(8, 8), nn.Linear(8, 8).cuda()
+        x = leaf(4, 8)
+        with torch.autocast("cpu", dtype=torch.bfloat16), torch.autocast("cuda", dtype=torch.float16):
+            y = wrap(lambda x: two(one(x).sin().cuda()).exp())(x)
+        y.float().sum().backward()
+        return y, x.grad, *parameter_gradients(one), *parameter_gradients(two)
+
+    assert_same_program(program, replays=1)
+
+
+def test_region_over_cpu_and_device_replays_once_for_both_backward_threads():
+    def block(x, y):
+        return x.sin().exp(), y.cos().tanh()
+
+    def program(wrap):
+        x, y = leaf(6), leaf(6, device="cuda")
+        one, two = wrap(block)(x, y)
+        (one.sum() + two.sum().cpu()).backward()
+        return x.grad, y.grad
+
+    for _ in range(20):
+        assert_same_program(program, replays=1)
+
+
+def test_nested_regions_on_the_device_do_not_deadlock_and_are_equal():
+    def program(wrap):
+        def level(x, depth):
+            h = noisy(x)
+            return (wrap(level)(h, depth - 1) if depth else chain(h)).tanh()
+
+        x = leaf(20, device="cuda")
+        y = wrap(level)(x, 4)
+        y.sum().backward()
+        return y, x.grad
+
+    assert_same_program(program)
+
+
+def test_region_on_a_side_stream_is_equal():
+    def program(wrap):
+        x = leaf(256, 256, device="cuda")
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            y = wrap(lambda x: ((x @ x).sin() @ x).cos())(x)
+        torch.cuda.current_stream().wait_stream(stream)
+        z = wrap(lambda y: (y @ y).tanh())(y)
+        z.sum().backward()
+        torch.cuda.synchronize()
+        return z, x.grad
+
+    for _ in range(5):
+        assert_same_program(program, replays=2)
+
+
+def test_stream_entered_inside_a_region_is_equal():
+    def program(wrap):
+        stream = torch.cuda.Stream()
+
+        def block(x):
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                h = (x @ x).sin()
+            torch.cuda.current_stream().wait_stream(stream)
+            return (h @ x).exp()
+
+        x = leaf(128, 128, device="cuda")
+        y = wrap(block)(x * 0.1)
+        y.sum().backward()
+        torch.cuda.synchronize()
+        return y, x.grad
+
+    assert_same_program(program, replays=1)
+
+
+def test_save_on_cpu_with_pinned_memory_is_equal():
+    def program(wrap):
+        model = Stack(wrap, depth=1).cuda()
+        x = leaf(2, 6, 8, device="cuda")
+        with save_on_cpu(pin_memory=True):
+            y = model(x)
+        y.sum().backward()
+        return y, x.grad, *parameter_gradients(model)
+
+    assert_same_program(program, replays=2)
+
+
+def test_dropping_the_output_and_backward_free_the_devices_memory():
+    gc.collect()
+    gc.disable()
+    try:
+        x = leaf(1024, 1024, device="cuda")
+        before = torch.cuda.memory_allocated()
+        y = checkpointed(chain)(x * 1)
+        assert torch.cuda.memory_allocated() - before == 2 * x.nbytes
+        del y
+        assert torch.cuda.memory_allocated() == before
+        checkpointed(chain)(x * 1).sum().backward()
+        assert torch.cuda.memory_allocated() - before == x.grad.nbytes
+    finally:
+        gc.enable()
+
+
+def test_exception_in_replay_on_the_backward_thread_passes_and_leaves_nothing_behind():
+    def block(x):
+        h = x.sin().exp()
+        if remat.is_recomputing():
+            raise KeyError("in replay")
+        return h.cos()
+
+    y = checkpointed(block)(leaf(4, device="cuda"))
+    before = torch.cuda.get_rng_state()
+    with pytest.raises(KeyError, match="in replay"):
+        y.sum().backward()
+    assert torch.equal(torch.cuda.get_rng_state(), before)
+    function = Calls(chain)
+    x = leaf(4, device="cuda")
+    checkpointed(function)(x).sum().backward()
+    assert function.replays == 1
+    assert_same(x.grad, torch.autograd.grad(chain(x).sum(), x)[0])

@@ -1,0 +1,478 @@
+"""`checkpoint_modules`: which modules become regions, and that nothing else of the model changes."""
+
+from __future__ import annotations
+
+import copy
+import doctest
+import functools
+import inspect
+import io
+import pickle
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import torch_remat as remat
+from tests.helpers import Attention, CountOps, Mlp, assert_same, collector_off, no_other_regions, parameter_gradients
+from torch_remat import _modules
+from torch_remat._modules import CheckpointedModules
+from torch_remat.errors import PolicyError, UsageError
+
+
+class Model(nn.Module):
+    """Blocks of attention and Mlp with dropout, in a list, and a head."""
+
+    def __init__(self, depth: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(Attention(), Mlp()) for _ in range(depth))
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+@pytest.fixture
+def model():
+    return Model()
+
+
+INPUT = torch.linspace(-1, 1, 64).reshape(2, 4, 8)
+
+
+def train_step(model):
+    torch.manual_seed(1)
+    model.zero_grad(set_to_none=True)
+    loss = model(INPUT).square().mean()
+    loss.backward()
+    return [loss.detach(), *parameter_gradients(model)]
+
+
+def names_of_regions(model):
+    with no_other_regions():
+        return [region.name for region in remat.memory_report(model(INPUT)).regions]
+
+
+def snapshot(model):
+    """Return all attributes of all modules, by identity."""
+    return [{key: id(value) for key, value in vars(module).items()} for module in model.modules()]
+
+
+@pytest.mark.parametrize("options", [{}, {"policy": remat.policies.save_matmuls}, {"keep_last": 1}], ids=str)
+def test_gradients_are_those_of_the_plain_model(model, options):
+    expected = train_step(model)
+    remat.checkpoint_modules(model, "layers.*", **options)
+    assert_same(expected, train_step(model))
+    assert_same(expected, train_step(model))
+
+
+def test_regions_have_the_qualified_names_and_keep_their_inputs_only(model):
+    remat.checkpoint_modules(model, "layers.*")
+    with no_other_regions():
+        report = remat.memory_report(model.eval()(INPUT))
+    assert [region.name for region in report.regions] == ["layers.0", "layers.1", "layers.2"]
+    assert [region.bytes for region in report.regions] == [INPUT.nbytes] * 3
+
+
+@pytest.mark.parametrize(
+    ("patterns", "expected"),
+    [
+        ("layers.*", ["layers.0", "layers.1", "layers.2"]),
+        ("layers.*.0", ["layers.0.0", "layers.1.0", "layers.2.0"]),
+        ("layers.[02]", ["layers.0", "layers.2"]),
+        (["layers.?", "head"], ["layers.0", "layers.1", "layers.2", "head"]),
+        (("head",), ["head"]),
+        ({"layers.*": {"keep_last": 1}, "norm": {}}, ["layers.0", "layers.1", "norm"]),
+        ({"layers.*": {"keep_last": 1}, "layers.2.1": {}}, ["layers.0", "layers.1", "layers.2.1"]),
+        ("*", ["layers.0", "layers.1", "layers.2", "norm", "head"]),  # neither the root nor the list of layers
+        ("*.qkv", ["layers.0.0.qkv", "layers.1.0.qkv", "layers.2.0.qkv"]),
+    ],
+    ids=str,
+)
+def test_patterns_choose_the_outermost_of_what_they_match(model, patterns, expected):
+    remat.checkpoint_modules(model, patterns)
+    assert names_of_regions(model) == expected
+
+
+def test_keep_last_leaves_the_last_matches_of_each_pattern_alone(model):
+    remat.checkpoint_modules(model, ["layers.*.0", "layers.*.1"], keep_last=2)
+    assert names_of_regions(model) == ["layers.0.0", "layers.0.1"]
+
+
+def test_keep_last_may_leave_all_alone(model):
+    handle = remat.checkpoint_modules(model, "layers.*", keep_last=5)
+    assert names_of_regions(model) == []
+    assert str(handle).startswith("0 regions in Model")
+
+
+def test_keep_last_counts_in_the_order_of_the_model():
+    chain = nn.Sequential(*(nn.Linear(8, 8) for _ in range(12)))
+    handle = remat.checkpoint_modules(chain, "*", keep_last=2)
+    assert "left as it is: 10\n    left as it is: 11" in str(handle)
+
+
+def test_options_of_a_pattern_come_before_those_of_the_call(model):
+    handle = remat.checkpoint_modules(
+        model,
+        {"layers.0": {"policy": remat.save_names("1.up.*"), "early_stop": True}, "layers.[12]": {}},
+        early_stop=False,
+        keep_last=1,
+    )
+    assert names_of_regions(model) == ["layers.1"]
+    handle.remove()
+    handle = remat.checkpoint_modules(
+        model, {"layers.0": {"policy": remat.save_names("1.up.*"), "keep_last": 0}, "layers.[12]": {}}, early_stop=False
+    )
+    assert str(handle) == (
+        "3 regions in Model\n"
+        "'layers.0': early_stop=False, policy=save_names('1.up.*')\n"
+        "    layers.0\n"
+        "'layers.[12]': early_stop=False\n"
+        "    layers.1\n"
+        "    layers.2"
+    )
+    with no_other_regions():
+        report = remat.memory_report(model.eval()(INPUT))
+    assert [region.bytes for region in report.regions] == [3 * INPUT.nbytes, INPUT.nbytes, INPUT.nbytes]
+
+
+def test_names_in_a_region_begin_below_the_module(model):
+    remat.checkpoint_modules(model, "layers.*", policy=remat.save_names("0.qkv.addmm_0_0"))
+    model(INPUT).sum().backward()
+
+
+def test_state_dict_names_and_classes_are_what_they_were(model):
+    before = list(model.state_dict()), [*model.named_modules()], [*map(type, model.modules())]
+    parameters = list(map(id, model.parameters()))
+    remat.checkpoint_modules(model, "layers.*")
+    assert (list(model.state_dict()), [*model.named_modules()], [*map(type, model.modules())]) == before
+    assert list(map(id, model.parameters())) == parameters
+    model.load_state_dict(Model().state_dict())
+
+
+def test_hooks_of_the_module_run_once_and_those_of_its_children_again(model):
+    layer, calls = model.layers[1], []
+    layer.register_forward_pre_hook(lambda module, args: calls.append("before layer"))
+    layer.register_forward_hook(lambda module, args, output: calls.append("after layer"))
+    layer.register_full_backward_hook(lambda module, into, out: calls.append("backward of layer"))
+    layer[1].register_forward_hook(lambda module, args, output: calls.append("child"))
+    expected = train_step(model)
+    calls.clear()
+    remat.checkpoint_modules(model, "layers.*", early_stop=False)
+    assert_same(expected, train_step(model))
+    assert calls == ["before layer", "child", "after layer", "child", "backward of layer"]
+
+
+def saved_and_loaded(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "save": saved_and_loaded,
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize(
+    "policy", [None, remat.policies.save_matmuls | remat.save_names("1.*")], ids=["plain", "policy"]
+)
+def test_copies_have_regions_of_their_own(how, policy):
+    model = Model()
+    expected = train_step(model)
+    handle = remat.checkpoint_modules(model, "layers.*", keep_last=1, policy=policy)
+    with collector_off():
+        duplicate = COPIES[how](model)
+        handle.remove()
+        del model, handle
+        assert names_of_regions(duplicate) == ["layers.0", "layers.1"]
+        assert_same(expected, train_step(duplicate))
+        assert list(duplicate.state_dict()) == list(Model().state_dict())
+        again = copy.deepcopy(duplicate)
+        assert names_of_regions(again) == ["layers.0", "layers.1"]
+        gone = weakref.ref(duplicate.layers[0])
+        del duplicate
+        assert gone() is None
+
+
+def test_a_layer_by_itself_can_be_copied(model):
+    remat.checkpoint_modules(model, "layers.*")
+    layer = copy.deepcopy(model.layers[1])
+    del model
+    assert names_of_regions(layer) == ["layers.1"]
+    layer(INPUT).sum().backward()
+
+
+@pytest.mark.parametrize("copied", [copy.copy, nn.Module._replicate_for_data_parallel])
+def test_a_shallow_copy_has_the_forward_of_the_original(model, copied):
+    """A limit that docs/limits.md tells."""
+    layer = model.layers[0]
+    remat.checkpoint_modules(model, "layers.*")
+    assert copied(layer).forward.module is layer
+
+
+def test_a_forward_without_its_module_says_so(model):
+    remat.checkpoint_modules(model, "layers.*")
+    forward = copy.deepcopy(model.layers[0].forward)
+    with pytest.raises(UsageError, match="the module that this function belongs to is gone"):
+        forward(INPUT)
+
+
+def test_a_model_is_freed_without_the_collector():
+    with collector_off():
+        model = Model()
+        handle = remat.checkpoint_modules(model, "layers.*")
+        train_step(model)
+        references = [weakref.ref(module) for module in model.modules()]
+        del model
+        assert [reference() for reference in references] == [None] * len(references)
+        handle.remove()
+
+
+def test_a_graph_keeps_the_modules_that_it_runs_again(model):
+    expected = train_step(model)
+    remat.checkpoint_modules(model, "layers.*")
+    torch.manual_seed(1)
+    parameters = list(model.parameters())
+    model.zero_grad(set_to_none=True)
+    loss = model(INPUT).square().mean()
+    del model
+    loss.backward()
+    assert_same(expected[1:], [parameter.grad for parameter in parameters])
+
+
+def test_remove_makes_the_model_what_it_was(model):
+    before = snapshot(model)
+    handle = remat.checkpoint_modules(model, ["layers.*", "head"])
+    assert snapshot(model) != before
+    handle.remove()
+    handle.remove()
+    assert snapshot(model) == before
+
+
+def test_a_handle_is_a_context_manager(model):
+    before = snapshot(model)
+    with remat.checkpoint_modules(model, "layers.*") as handle:
+        assert isinstance(handle, CheckpointedModules)
+        assert repr(handle) == "<3 regions in Model>"
+        assert names_of_regions(model) == ["layers.0", "layers.1", "layers.2"]
+    assert snapshot(model) == before
+
+
+def test_a_forward_that_was_set_before_is_what_runs_and_comes_back(model):
+    calls, layer = [], model.layers[0]
+    own = type(layer).forward
+
+    def forward(x):
+        calls.append(remat.is_recomputing())
+        return own(layer, x)
+
+    layer.forward = forward
+    expected = train_step(model)
+    calls.clear()
+    handle = remat.checkpoint_modules(model, "layers.*", early_stop=False)
+    assert_same(expected, train_step(model))
+    assert calls == [False, True]
+    handle.remove()
+    assert layer.forward is forward
+
+
+def test_a_forward_that_is_set_later_stays_and_what_it_calls_is_removed(model):
+    handle = remat.checkpoint_modules(model, "layers.0")
+    inner = model.layers[0].forward
+    model.layers[0].forward = functools.update_wrapper(
+        functools.partial(lambda module, x: inner(x), model.layers[0]), inner
+    )
+    outer = model.layers[0].forward
+    assert names_of_regions(model) == ["layers.0"]
+    handle.remove()
+    assert model.layers[0].forward is outer
+    assert names_of_regions(model) == []
+
+
+def test_signature_of_a_forward_is_that_of_the_class():
+    layer = nn.TransformerEncoderLayer(8, 2)
+    expected = inspect.signature(layer.forward)
+    remat.checkpoint_modules(nn.Sequential(layer), "0")
+    assert inspect.signature(layer.forward) == expected
+
+
+def test_a_module_under_two_names_is_one_region():
+    shared = Mlp()
+    model = nn.Sequential(shared, nn.Sequential(shared))
+    handle = remat.checkpoint_modules(model, "1.0")
+    assert names_of_regions(model) == ["1.0", "1.0"]
+    handle.remove()
+    assert "1 region in" in str(remat.checkpoint_modules(model, ["0"]))
+
+
+def test_a_module_that_lies_in_another_match_by_its_second_name_belongs_to_that():
+    shared = Mlp()
+    handle = remat.checkpoint_modules(nn.Sequential(shared, nn.Sequential(shared)), "*")
+    assert str(handle) == "1 region in Sequential\n'*': no options\n    1"
+
+
+def test_replay_runs_what_the_policy_leaves(model):
+    def products():
+        loss = model(INPUT).sum()
+        with CountOps() as ops:
+            loss.backward()
+        return ops.counts["addmm"]
+
+    with remat.checkpoint_modules(model, "layers.*"):
+        assert products() == 3 * 2  # of three in a layer the last is needed by nothing
+    with remat.checkpoint_modules(model, "layers.*", policy=remat.policies.save_matmuls):
+        assert products() == 0
+
+
+ERRORS = {
+    "no such name": ("layer.*", "matches no module with a forward in this Model.\nNear names: layers.2"),
+    "a container": ("layers", "'layers' matches no module with a forward"),
+    "the root": ("", "no use for the pattern ''"),
+    "inside one another": (["layers.*", "layers.0.1"], "'layers.0.1' meet: layers.0.1 is inside layers.0"),
+    "inside, the other way round": (["layers.0.1", "layers.*"], "'layers.0.1' meet: layers.0.1 is inside layers.0"),
+    "the same": (["layers.?", "layers.*"], "meet: layers.0 is matched by both"),
+    "the second is wrong": (["layers.*", "hat"], "'hat' matches no module"),
+    "no pattern": ([], "got no pattern"),
+    "no string": ([3], "no use for the pattern 3"),
+    "nothing": (None, "no use for None as patterns"),
+    "options that are none": ({"layers.*": 1}, "no use for 1 as the options of 'layers.*'"),
+    "unknown option": ({"layers.*": {"polcy": 1}}, "no option 'polcy'"),
+    "unknown option of the second": ({"layers.*": {}, "head": {"debug": 1}}, "debug=1"),
+    "a name": ({"layers.*": {"region_name": "x"}}, "no option 'region_name'"),
+    "negative keep_last": ({"layers.*": {"keep_last": -1}}, "keep_last=-1"),
+    "keep_last that is no number": ({"layers.*": {"keep_last": True}}, "keep_last=True"),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors_leave_the_model_as_it_was(model, case):
+    patterns, text = ERRORS[case]
+    before = snapshot(model)
+    with pytest.raises(UsageError) as caught:
+        remat.checkpoint_modules(model, patterns)
+    assert text in str(caught.value)
+    assert snapshot(model) == before
+
+
+def test_a_policy_that_is_none_is_an_error_at_once(model):
+    before = snapshot(model)
+    with pytest.raises(PolicyError, match="is not a policy"):
+        remat.checkpoint_modules(model, "layers.*", policy=3)
+    assert snapshot(model) == before
+
+
+def test_what_is_no_model_is_an_error():
+    with pytest.raises(UsageError, match="takes no dict"):
+        remat.checkpoint_modules({}, "*")
+
+
+@pytest.mark.parametrize("patterns", ["layers.*", "layers.0.1", "layers.0"])
+def test_regions_of_an_earlier_call_are_an_error(model, patterns):
+    remat.checkpoint_modules(model, "layers.0")
+    before = snapshot(model)
+    with pytest.raises(UsageError, match="of an earlier checkpoint_modules"):
+        remat.checkpoint_modules(model, patterns)
+    assert snapshot(model) == before
+    remat.checkpoint_modules(model, "layers.[12]")
+
+
+def test_an_earlier_region_inside_or_around_is_an_error(model):
+    handle = remat.checkpoint_modules(model, "layers.0.1")
+    with pytest.raises(UsageError, match=r"layers\.0 meets the region layers\.0\.1 of an earlier"):
+        remat.checkpoint_modules(model, "layers.0")
+    handle.remove()
+    remat.checkpoint_modules(model, "layers.0")
+    with pytest.raises(UsageError, match=r"1 meets the region layers\.0 of an earlier"):
+        remat.checkpoint_modules(model.layers[0], "1")
+
+
+def test_a_module_that_takes_no_attribute_leaves_the_others_as_they_were(model):
+    class Fixed(nn.Linear):
+        def __setattr__(self, name, value):
+            if name == "forward":
+                raise AttributeError("this module is as it is")
+            super().__setattr__(name, value)
+
+    model.head = Fixed(8, 2)
+    before = snapshot(model)
+    with pytest.raises(AttributeError, match="as it is"):
+        remat.checkpoint_modules(model, ["layers.*", "head"])
+    assert snapshot(model) == before
+
+
+def test_a_lazy_module_gets_its_class_and_stays_a_region():
+    model = nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 8))
+    remat.checkpoint_modules(model, "0")
+    assert names_of_regions(model) == ["0"]
+    assert type(model[0]) is nn.Linear
+
+
+@pytest.fixture
+def _compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def checkpoints_in(backend):
+    return sum("checkpoint" in str(node.target) for graph in backend.graphs for node in graph.graph.nodes)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning:torch")
+@pytest.mark.usefixtures("_compiler")
+@pytest.mark.parametrize(
+    "how", ["torch.compile", "compile", "regions of the compiled", "layers", "layers compiled before"]
+)
+def test_compiled_before_or_after_is_one_graph_with_regions(model, how):
+    model.eval()
+    expected = train_step(model)
+    backend = CompileCounterWithBackend("eager")
+    compiled = model
+    if how == "regions of the compiled":
+        compiled = torch.compile(model, backend=backend, fullgraph=True)
+        handle = remat.checkpoint_modules(compiled, "layers.*")
+        assert "\n    layers.0\n" in str(handle)
+    elif how == "layers compiled before":
+        model.layers[0] = torch.compile(model.layers[0], backend=backend, fullgraph=True)
+        remat.checkpoint_modules(model, "layers.0")
+    else:
+        remat.checkpoint_modules(model, "layers.*")
+        if how == "torch.compile":
+            compiled = torch.compile(model, backend=backend, fullgraph=True)
+        elif how == "compile":
+            model.compile(backend=backend, fullgraph=True)
+        else:
+            model.layers[0].compile(backend=backend, fullgraph=True)
+    assert_same(expected, train_step(compiled))
+    assert backend.frame_count == 1
+    assert checkpoints_in(backend) == (1 if "layers" in how else 3)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning:torch")
+@pytest.mark.usefixtures("_compiler")
+def test_code_that_is_compiled_already_is_compiled_again_when_regions_come_and_go(model):
+    model.eval()
+    expected = train_step(model)
+    backend = CompileCounterWithBackend("eager")
+    model.compile(backend=backend, fullgraph=True)
+    assert_same(expected, train_step(model))
+    assert checkpoints_in(backend) == 0
+    with remat.checkpoint_modules(model, "layers.*"):
+        assert_same(expected, train_step(model))
+        assert checkpoints_in(backend) == 3
+    assert_same(expected, train_step(model))
+    assert checkpoints_in(backend) == 3
+
+
+def test_example_of_the_docstring_runs():
+    assert doctest.testmod(_modules).failed == 0

@@ -1,0 +1,206 @@
+"""Out of memory: the report comes, on the host and from the CUDA allocator, and the error goes on as it is."""
+
+from __future__ import annotations
+
+import io
+import sys
+import weakref
+
+import pytest
+import torch
+
+import torch_remat as remat
+from tests.helpers import checkpointed, collector_off, leaf, no_other_regions
+from torch_remat.reports import oom
+
+TOO_MUCH = 2**60
+
+
+@pytest.fixture(autouse=True)
+def _no_other_regions():
+    with no_other_regions():
+        yield
+
+
+def allocate_too_much():
+    torch.empty(TOO_MUCH, dtype=torch.uint8)
+
+
+def test_failed_allocation_prints_the_report_and_the_error_goes_on(capsys):
+    y = checkpointed(torch.sin, region_name="layers.0")(leaf(4) * 2)
+    with pytest.raises(RuntimeError, match="DefaultCPUAllocator") as caught, remat.report_on_oom():
+        allocate_too_much()
+    text = capsys.readouterr().err
+    assert text.startswith("torch_remat: out of memory: ")
+    assert "layers.0: 16 B\n    args[0]  16 B  float32[4] cpu  input\n" in text
+    assert caught.value.__cause__ is None
+    assert caught.value.__context__ is None
+    assert y.requires_grad
+
+
+def test_error_without_a_message_is_named():
+    file = io.StringIO()
+    with pytest.raises(MemoryError), remat.report_on_oom(file):
+        raise MemoryError
+    assert file.getvalue().startswith("torch_remat: out of memory: MemoryError\nkept for backward: ")
+
+
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, MemoryError])
+def test_errors_of_devices_and_of_the_host_are_known(kind):
+    file, error = io.StringIO(), kind("out of memory. Tried to")
+
+    def fail(x):
+        raise error
+
+    with pytest.raises(kind) as caught, remat.report_on_oom(file):
+        checkpointed(fail, region_name="failing", preserve_rng_state=False)(leaf(3) * 2)
+    assert caught.value is error
+    assert "failing: 12 B" in file.getvalue()  # its frames are alive in the traceback, and so is what it kept
+
+
+def test_other_errors_print_nothing():
+    file = io.StringIO()
+    with pytest.raises(ValueError, match="else"), remat.report_on_oom(file):
+        raise ValueError("something else")
+    with pytest.raises(RuntimeError, match="else"), remat.report_on_oom(file):
+        raise RuntimeError("something else")
+    assert file.getvalue() == ""
+    assert oom._active == []
+
+
+def wraps(form):
+    """Fail to allocate, and raise another error because of that."""
+    try:
+        allocate_too_much()
+    except RuntimeError as error:
+        if form == "group":
+            raise ExceptionGroup("several", [ValueError("other"), error]) from None  # noqa: F821
+        if form == "cause":
+            raise ValueError("wrapped") from error
+        if form == "hidden":
+            raise ValueError("wrapped") from None
+        raise ValueError("wrapped")  # noqa: B904
+
+
+@pytest.mark.parametrize("form", ["cause", "context", "hidden", "group"])
+def test_failed_allocation_behind_another_error_prints_the_report(form):
+    if form == "group" and sys.version_info < (3, 11):
+        pytest.skip("a form of Python 3.11")
+    file = io.StringIO()
+    y = checkpointed(torch.sin, region_name="layers.0", preserve_rng_state=False)(leaf(4) * 2)
+    with pytest.raises(Exception, match=r"wrapped|several"), remat.report_on_oom(file):
+        wraps(form)
+    first, second, *_ = file.getvalue().splitlines()
+    assert first.startswith("torch_remat: out of memory: ")
+    assert "DefaultCPUAllocator" in first
+    assert second == "kept for backward: 16 B"
+    del y
+
+
+def test_failed_allocation_from_before_the_block_prints_nothing():
+    file = io.StringIO()
+
+    def again():
+        with remat.report_on_oom(file):
+            raise ValueError("the second try")
+
+    def fail_twice():
+        try:
+            raise MemoryError
+        except MemoryError:
+            again()
+
+    with pytest.raises(ValueError, match="second try") as caught:
+        fail_twice()
+    assert type(caught.value.__context__) is MemoryError
+    assert file.getvalue() == ""
+
+
+def test_error_is_freed_without_the_collector():
+    class Failure(Exception):
+        pass
+
+    def fail():
+        with remat.report_on_oom(io.StringIO()):
+            raise Failure from MemoryError()
+
+    with collector_off():
+        try:
+            fail()
+        except Failure as error:
+            gone = weakref.ref(error)
+        assert gone() is None
+
+
+def test_allocator_that_tells_first_is_not_told_again():
+    file = io.StringIO()
+
+    def function(x):
+        oom.on_device_out_of_memory(0, 2**30, 8 * 2**30, 2**20)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError), remat.report_on_oom(file):
+        checkpointed(function, region_name="layers.7", preserve_rng_state=False)(leaf(2) * 2)
+    text = file.getvalue()
+    assert text.startswith(
+        "torch_remat: out of memory in the forward of layers.7: 1.0 GiB were asked for on cuda:0, "
+        "which has 1.0 MiB free of 8.0 GiB\nkept for backward: 8 B\n"
+    )
+    assert text.count("out of memory") == 1
+
+
+def test_allocator_that_tells_outside_of_any_block_prints_nothing(capsys):
+    oom.on_device_out_of_memory(0, 1, 1, 1)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_error_that_is_caught_inside_and_retried_does_not_silence_a_later_one():
+    file = io.StringIO()
+
+    def fail():
+        oom.on_device_out_of_memory(0, 4, 5, 6)
+        raise torch.OutOfMemoryError
+
+    with remat.report_on_oom(file):
+        oom.on_device_out_of_memory(0, 1, 2, 3)  # its error was handled inside
+        with pytest.raises(torch.OutOfMemoryError):
+            fail()
+    assert file.getvalue().count("were asked for") == 2
+
+
+def test_report_that_fails_does_not_hide_the_error(monkeypatch):
+    def broken():
+        raise ZeroDivisionError("in the report")
+
+    monkeypatch.setattr(oom, "memory_report", broken)
+    file = io.StringIO()
+    with pytest.raises(MemoryError), remat.report_on_oom(file):
+        raise MemoryError
+    assert "no memory report: ZeroDivisionError: in the report" in file.getvalue()
+    file.close()
+    with pytest.raises(MemoryError), remat.report_on_oom(file):  # a stream that cannot be written to
+        raise MemoryError
+
+
+def test_blocks_nest():
+    inner, outer = io.StringIO(), io.StringIO()
+    with pytest.raises(MemoryError), remat.report_on_oom(outer), remat.report_on_oom(inner):
+        raise MemoryError("once")
+    assert inner.getvalue() == outer.getvalue() != ""
+
+
+@pytest.mark.gpu
+def test_cuda_allocator_tells_before_it_raises():
+    file = io.StringIO()
+    x = torch.randn(1000, device="cuda", requires_grad=True)
+
+    def function(x):
+        try:
+            torch.empty(TOO_MUCH, dtype=torch.uint8, device="cuda")
+        except torch.OutOfMemoryError:
+            return x.sin()
+
+    with remat.report_on_oom(file):
+        checkpointed(function, region_name="layers.3")(x * 2).sum().backward()
+    assert "in the forward of layers.3: 1048576.0 TiB were asked for on cuda:0" in file.getvalue()
+    assert "in the replay of layers.3" in file.getvalue()

@@ -1,0 +1,232 @@
+"""``policy & ~save_names(...)``: results that a policy leaves out by name."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import torch_remat as remat
+from tests.helpers import assert_equal_gradients, leaf
+from tests.native_programs import aten, region, replayed_ops, retained_bytes
+from torch_remat import policies
+
+
+class Experts(nn.Module):
+    """A gate and a layer, each a product under an activation that saves its own result."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(4, 8)
+        self.up = nn.Linear(4, 8)
+
+    def forward(self, x):
+        return (self.gate(x).tanh() * self.up(x).tanh()).sin().exp()
+
+
+def is_product(ctx, op, *args, **kwargs):
+    return op is aten.addmm.default
+
+
+def preferred(ctx, op, *args, **kwargs):
+    is_one = op is aten.addmm.default
+    return torch.utils.checkpoint.CheckpointPolicy.PREFER_SAVE if is_one else None
+
+
+POLICIES = {
+    "list": [aten.addmm.default],
+    "packet": (aten.addmm,),
+    "set": {aten.addmm.default},
+    "function": is_product,
+    "weak function": preferred,
+    "names": remat.save_names("*.addmm_*"),
+    "offloaded": remat.offload_names("*.addmm_*"),
+    "ready": policies.save_matmuls,
+    "combined": [aten.sin.default] | remat.save_names("gate.addmm_*") | policies.save_matmuls,
+}
+GATE = "gate.addmm_0_0"
+
+
+def kept(policy, function=None):
+    inputs = leaf(3, 4) if function is None else leaf(4, 4)
+    table = remat.list_names(function or Experts(), policy=policy)(inputs)
+    return [row.name for row in table if row.kept]
+
+
+@pytest.fixture
+def _offloader():
+    with remat.offload_to(remat.CpuOffloader(min_bytes=0)):
+        yield
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.usefixtures("_offloader")
+@pytest.mark.filterwarnings("ignore:CpuOffloader moves tensors to host memory")
+def test_what_is_left_out_runs_again_whatever_kind_the_policy_is(policy):
+    module, x = Experts(), leaf(4, 4)
+    leaves = list(module.parameters())
+    without = policy & ~remat.save_names("gate.*")
+    assert_equal_gradients(module, region(without)(module), [x])
+    everything, some = ({*kept(one, module)} for one in (policy, without))
+    assert everything - some == {GATE}
+    assert some
+    replayed = [replayed_ops(module, region(one), [x], leaves).get("addmm", 0) for one in (policy, without)]
+    assert replayed == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        policies.save_matmuls & ~remat.save_names("gate.*") | [aten.sin.default],
+        [aten.sin.default] | policies.save_matmuls & ~remat.save_names("gate.*"),
+        ([aten.sin.default] | policies.save_matmuls) & ~remat.save_names("gate.*"),
+        policies.save_matmuls & ~remat.save_names("gate.*") | remat.save_names("sin_0_0", GATE),
+        policies.save_matmuls & ~remat.save_names("gate.*") & ~remat.save_names("gate.add*") | [aten.sin.default],
+    ],
+    ids=repr,
+)
+def test_leaving_out_is_the_strongest_decision_wherever_it_stands(policy):
+    assert kept(policy) == ["up.addmm_0_0", "sin_0_0"]
+
+
+def test_bytes_are_those_of_the_rest():
+    module, x = Experts(), leaf(3, 4)
+    policy = policies.save_matmuls & ~remat.save_names("gate.*")
+    both, one, nothing = (retained_bytes(region(p)(module), [x]) for p in (policies.save_matmuls, policy, [aten.cos]))
+    assert both - one == one - nothing == 3 * 8 * 4  # each is what replay makes the tanh of
+    policy = [aten.tanh.default] & ~remat.save_names("tanh_0_0")
+    both, one, nothing = (retained_bytes(region(p)(module), [x]) for p in ([aten.tanh.default], policy, [aten.cos]))
+    assert both - one == one - nothing == 3 * 8 * 4
+
+
+@pytest.mark.parametrize("pattern", ["native_layer_norm_0_1", "native_layer_norm_0_[12]"])
+def test_one_of_several_results_is_left_out(pattern):
+    def function(x):
+        return F.layer_norm(x.sin(), [4]).exp().sin()
+
+    policy = [aten.native_layer_norm.default] & ~remat.save_names(pattern)
+    assert_equal_gradients(function, region(policy)(function), [leaf(3, 4)])
+    names = kept(policy, function)
+    assert not any(name in ("native_layer_norm_0_1", pattern) for name in names)
+
+
+def test_what_was_modified_in_place_is_left_out():
+    def function(x):
+        h = (x @ x).relu_()
+        return h.sin() * h
+
+    for pattern, found in (("relu__0_0", []), ("mm_0_0", []), ("sin_*", ["relu__0_0"])):
+        policy = policies.save_matmuls & ~remat.save_names(pattern)
+        assert_equal_gradients(function, region(policy)(function), [leaf(4, 4)])
+        assert kept(policy, function) == found
+
+
+def named(x):
+    h = remat.checkpoint_name(x @ x, "hidden")
+    return h.sin() * remat.checkpoint_name(h @ x, "other").sin()
+
+
+@pytest.mark.parametrize("left_out", ["hidden", "mm_0_0"])
+@pytest.mark.parametrize(
+    "policy", [policies.save_matmuls, remat.save_names("hidden", "other"), remat.save_names("mm_*")]
+)
+def test_names_by_hand_and_automatic_ones_are_left_out(policy, left_out):
+    x = leaf(4, 4)
+    without = policy & ~remat.save_names(left_out)
+    assert_equal_gradients(named, region(without)(named), [x])
+    table = remat.list_names(named, policy=without)(leaf(4, 4))
+    assert [row.name for row in table if row.kept] == ["other"]
+    assert replayed_ops(named, region(without), [x])["mm"] == 1
+
+
+def test_name_that_comes_after_the_result_was_kept_is_an_error():
+    def function(x):
+        return remat.checkpoint_name(x.exp(), "hidden").sin()
+
+    with pytest.raises(remat.PolicyError, match=r"'hidden' cannot be excluded.*\n.*'exp_0_0'"):
+        region([aten.exp.default] & ~remat.save_names("hidden"))(function)(leaf(3))
+    policy = [aten.exp.default] & ~remat.save_names("exp_0_0")
+    assert_equal_gradients(function, region(policy)(function), [leaf(3)])
+    assert kept(policy, function) == []
+
+
+def test_calls_are_kept_as_their_author_says():
+    def function(x):
+        h = remat.checkpoint_name(remat.op(torch.exp, "exp")(x), "hidden")
+        return h.sin() @ h
+
+    policy = policies.save_matmuls & ~remat.save_names("hidden")
+    assert_equal_gradients(function, region(policy)(function), [leaf(4, 4)])
+    assert "exp" not in replayed_ops(function, region(policy), [leaf(4, 4)])
+
+
+def test_writes_to_what_outlives_the_region_are_not_repeated():
+    seen = torch.zeros(4)
+
+    def function(x):
+        seen.add_(1)
+        return (x * 2).sin()
+
+    region([aten.sin.default] & ~remat.save_names("add__0_0"))(function)(leaf(4)).sum().backward()
+    assert seen.tolist() == [1] * 4
+
+
+def test_every_other_matmul_is_counted_with_what_is_left_out():
+    def function(x):
+        for _ in range(4):
+            x = (x @ x).sin()
+        return x
+
+    policy = policies.save_every_other_matmul & ~remat.save_names("mm_0_0")
+    assert kept(policy, function) == ["mm_2_0"]
+
+
+# Nonsense
+
+
+def test_pattern_that_matches_nothing_is_an_error():
+    policy = policies.save_matmuls & ~remat.save_names("gate.*", "gates.*")
+    with pytest.raises(remat.PolicyError, match=r"'gates.\*' matches nothing that the region made"):
+        region(policy)(Experts())(leaf(3, 4))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: remat.checkpoint(policy=~remat.save_names("a")),
+        lambda: policies.save_matmuls | ~remat.save_names("a"),
+        lambda: ~remat.save_names("a") | policies.save_matmuls,
+        lambda: ~remat.offload_names("a"),
+        lambda: remat.save_names("b") & ~remat.offload_names("a"),
+        lambda: 3 & ~remat.save_names("a"),
+    ],
+)
+def test_other_forms_are_errors_that_show_the_right_one(make):
+    with pytest.raises(remat.PolicyError, match=r"policy & ~remat.save_names"):
+        make()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: policies.save_matmuls & remat.save_names("a"),
+        lambda: ~policies.save_matmuls,
+        lambda: ~remat.save_names("a") & ~remat.save_names("b"),
+        lambda: ~~remat.save_names("a"),
+        lambda: ~remat.save_names("a") & policies.save_matmuls,
+    ],
+)
+def test_operators_that_policies_do_not_have_are_type_errors(make):
+    with pytest.raises(TypeError):
+        make()
+
+
+@pytest.mark.parametrize("copied", [lambda policy: pickle.loads(pickle.dumps(policy)), copy.deepcopy])
+def test_it_says_what_it_is_and_can_be_copied(copied):
+    policy = policies.save_matmuls & ~remat.save_names("gate.*", "x") | remat.save_names("y")
+    assert repr(copied(policy)) == repr(policy) == "save_matmuls & ~save_names('gate.*', 'x') | save_names('y')"
+    assert kept(copied(policies.save_matmuls & ~remat.save_names("gate.*"))) == ["up.addmm_0_0"]

@@ -1,0 +1,459 @@
+"""Models of `transformers`, with layers that are regions in each of three ways, next to torch's own checkpoint."""
+
+from __future__ import annotations
+
+import copy
+import doctest
+import fnmatch
+import functools
+import pickle
+import warnings
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import torch_remat as remat
+from tests.helpers import assert_same, collector_off, no_other_regions, parameter_gradients
+from tests.integrations.hugging_face_models import FAMILIES, VOCABULARY, build, train_step
+from torch_remat.errors import PolicyError, UsageError
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+@pytest.fixture(scope="module")
+def transformers():
+    """Not imported when tests are collected: it takes seconds."""
+    return pytest.importorskip("transformers")
+
+
+@pytest.fixture
+def llama(transformers):
+    return build(transformers, "Llama")
+
+
+def disable(model):
+    newer = getattr(model, "activation_checkpointing_disable", None)
+    return model.gradient_checkpointing_disable() if newer is None else newer()
+
+
+def regions_of(model, inputs):
+    with no_other_regions():
+        return remat.memory_report(model(**inputs)[0]).regions
+
+
+def layers_of(model, name):
+    """Return the layers of a model by name, in the order in which its stacks run."""
+    found = {}
+    for pattern in FAMILIES[name].layers:
+        for path, layer in model.named_modules():
+            if fnmatch.fnmatchcase(path, pattern) and not any(path.startswith(f"{outer}.") for outer in found):
+                found[path] = layer
+    return found
+
+
+class Removable(list):
+    """Functions that undo something, with the method of a handle."""
+
+    def remove(self):
+        for undo in self:
+            undo()
+
+
+def run_layers_by(function, model, name):
+    """Let a checkpoint function run the layers: by the model's own means, or by attributes where it has none."""
+    if FAMILIES[name].own:
+        model._set_gradient_checkpointing(True, function)
+        return Removable([lambda: disable(model)])
+    layers = layers_of(model, name).values()
+    for layer in layers:
+        layer.forward = functools.partial(function, type(layer).forward.__get__(layer))
+    return Removable([functools.partial(delattr, layer, "forward") for layer in layers])
+
+
+def by_torch(model, name, options):
+    return run_layers_by(functools.partial(torch_checkpoint, use_reentrant=False), model, name)
+
+
+def by_drop_in(model, name, options):
+    return run_layers_by(remat.drop_in(**options), model, name)
+
+
+def by_model(model, name, options):
+    remat.enable_gradient_checkpointing(model, **options)
+    return Removable([lambda: disable(model)])
+
+
+def by_pattern(model, name, options):
+    return remat.checkpoint_modules(model, FAMILIES[name].layers, **options)
+
+
+WAYS = (by_drop_in, by_model, by_pattern)
+POLICIES = {name: getattr(remat.policies, name) for name in remat.policies.__all__}
+SAMPLES = [(False, None), (True, "save_matmuls")]
+SETTINGS = [
+    pytest.param(autocast, policy, id=f"{'bf16' if autocast else 'fp32'}-{policy or 'plain'}", marks=marks)
+    for autocast in (False, True)
+    for policy in (None, *POLICIES)
+    for marks in ([] if (autocast, policy) in SAMPLES else [pytest.mark.slow],)
+]
+
+
+def steps_of(model, inputs, autocast):
+    """Return a function that makes a step from the same buffers each time: loss, gradients and buffers after it."""
+    before = [buffer.clone() for buffer in model.buffers()]
+
+    def step():
+        for buffer, value in zip(model.buffers(), before, strict=True):
+            buffer.copy_(value)
+        return train_step(model, inputs, autocast), [buffer.clone() for buffer in model.buffers()]
+
+    return step
+
+
+@pytest.mark.parametrize(("autocast", "policy"), SETTINGS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_gradients_are_those_of_torch(transformers, name, autocast, policy):
+    model, inputs = build(transformers, name)
+    options = {} if policy is None else {"policy": POLICIES[policy]}
+    step = steps_of(model, inputs, autocast)
+    expected, buffers = step()
+    of_torch = by_torch(model, name, {})
+    assert_same(expected, step()[0], "torch's own")
+    of_torch.remove()
+    layers = list(layers_of(model, name))
+    assert len(layers) >= (1 if name == "Albert" else 2)
+    for way in WAYS if FAMILIES[name].own else (by_drop_in, by_pattern):
+        handle = way(model, name, options)
+        actual, after = step()
+        assert_same(expected, actual, way.__name__)
+        if not FAMILIES[name].statistics:
+            assert_same(buffers, after, f"buffers, {way.__name__}")
+        names = [region.name for region in regions_of(model, inputs)]
+        if way is not by_drop_in:
+            assert list(dict.fromkeys(one for one in names if one in layers)) == layers
+        assert len(names) >= len(layers)
+        handle.remove()
+    assert not regions_of(model, inputs)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_names_begin_below_the_layer(llama, way):
+    model, inputs = llama
+    way(model, "Llama", {"policy": remat.save_names("mlp.up_proj.*", "self_attn.q_proj.mm_0_0")})
+    for region in regions_of(model, inputs):
+        saved = {tensor.label for tensor in region.tensors if tensor.policy == "save"}
+        assert saved == {"self_attn.q_proj.mm_0_0", "mlp.up_proj.mm_0_0"}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torch")
+def test_a_compiled_model_is_one_graph_with_regions(llama):
+    model, inputs = llama
+    inputs = {**inputs, "use_cache": False}
+    expected = train_step(model, inputs)
+    remat.enable_gradient_checkpointing(model, policy=remat.policies.save_matmuls)
+    backend = CompileCounterWithBackend("aot_eager")
+    assert_same(expected, train_step(torch.compile(model, backend=backend, fullgraph=True), inputs))
+    assert sum("checkpoint" in str(node.target) for graph in backend.graphs for node in graph.graph.nodes) == 2
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("policy", [None, remat.policies.save_matmuls], ids=str)
+def test_without_a_name_a_region_has_that_of_the_method(llama, policy):
+    model, inputs = llama
+    by_drop_in(model, "Llama", {"policy": policy})
+    assert {region.name for region in regions_of(model, inputs)} == {"LlamaDecoderLayer.forward"}
+
+
+def test_the_name_of_what_matches_nothing_is_near_those_of_the_layer(llama):
+    model, inputs = llama
+    remat.enable_gradient_checkpointing(model, policy=remat.save_names("mlp.upproj.*"))
+    with pytest.raises(PolicyError, match=r"layers\.0::mlp.upproj.*\n.*mlp\.up_proj\.mm_0_0"):
+        model(**inputs)
+
+
+def test_copies_have_the_same_regions_and_are_freed_without_the_collector(transformers):
+    model, inputs = build(transformers, "Llama")
+    expected = train_step(model, inputs)
+    remat.enable_gradient_checkpointing(model, policy=remat.policies.save_matmuls)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert [region.name for region in regions_of(copied, inputs)] == ["layers.0", "layers.1"]
+        assert_same(expected, train_step(copied, inputs))
+    with collector_off():
+        references = [weakref.ref(parameter) for parameter in copied.layers.parameters()]
+        del copied
+        assert not any(reference() is not None for reference in references)
+
+
+def test_hooks_of_a_layer_run_once(llama):
+    model, inputs = llama
+    calls = []
+    model.layers[0].register_forward_hook(lambda *args: calls.append("layer"))
+    model.layers[0].mlp.register_forward_hook(lambda *args: calls.append("mlp"))
+    remat.enable_gradient_checkpointing(model, early_stop=False)
+    train_step(model, inputs)
+    assert calls == ["mlp", "layer", "mlp"]
+
+
+def test_layers_are_regions_in_training_only(llama):
+    model, inputs = llama
+    remat.enable_gradient_checkpointing(model)
+    assert not regions_of(model.eval(), inputs)
+    assert len(regions_of(model.train(), inputs)) == 2
+
+
+def test_a_model_in_eval_mode_is_told_once_that_nothing_is_recomputed_there(llama):
+    model, _ = llama
+    with pytest.warns(remat.RematWarning, match=r"is in eval mode.*call model\.train\(\)") as caught:
+        remat.enable_gradient_checkpointing(model.eval())
+    assert [warning.filename for warning in caught] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        remat.enable_gradient_checkpointing(model)
+
+
+def test_the_model_itself_undoes_it(llama):
+    model, inputs = llama
+    remat.enable_gradient_checkpointing(model)
+    disable(model)
+    assert not regions_of(model, inputs)
+    assert not any(
+        module.gradient_checkpointing for module in model.modules() if hasattr(module, "gradient_checkpointing")
+    )
+    by_torch(model, "Llama", {})
+    assert not regions_of(model, inputs)
+
+
+def test_a_second_call_changes_the_options(llama):
+    model, inputs = llama
+    remat.enable_gradient_checkpointing(model, policy=remat.policies.save_matmuls)
+    remat.enable_gradient_checkpointing(model)
+    assert not any(tensor.policy for region in regions_of(model, inputs) for tensor in region.tensors)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [({"polcy": 1}, UsageError), ({"region_name": "x"}, UsageError), ({"policy": 3}, PolicyError)],
+    ids=str,
+)
+def test_wrong_options_leave_the_model_as_it_was(llama, options, error):
+    model, _ = llama
+    before = [dict(vars(module)) for module in model.modules()]
+    with pytest.raises(error):
+        remat.enable_gradient_checkpointing(model, **options)
+    assert [vars(module) for module in model.modules()] == before
+
+
+def test_a_cache_that_grows_in_a_region_is_an_error(transformers):
+    """Of layers that are regions by a pattern; those of the model's own gradient checkpointing get no cache."""
+    model, inputs = build(transformers, "Bart")
+    remat.checkpoint_modules(model, "decoder.layers.*")
+    with pytest.raises(remat.MismatchError):
+        train_step(model, {**inputs, "use_cache": True})
+
+
+class Layer(nn.Linear):
+    """A layer that takes a keyword argument."""
+
+    def forward(self, x, factor=1.0):
+        return super().forward(x) * factor
+
+
+class Encoder(nn.Module):
+    """Runs its layers as models of `transformers` did before 4.53, and those of `diffusers` do."""
+
+    gradient_checkpointing = False
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.layer = nn.ModuleList(Layer(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layer:
+            if self.gradient_checkpointing and self.training:
+                x = self._gradient_checkpointing_func(self.how(layer), x, 2.0)
+            else:
+                x = layer(x, 2.0)
+        return (x.tanh(),)
+
+
+class Older(nn.Module):
+    """A model that has gradient checkpointing in its inner module."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.encoder = Encoder(how)
+
+    def forward(self, x):
+        return self.encoder(x)
+
+    def _set_gradient_checkpointing(self, enable=True, gradient_checkpointing_func=None):
+        self.encoder._gradient_checkpointing_func = gradient_checkpointing_func
+        self.encoder.gradient_checkpointing = enable
+
+    def gradient_checkpointing_disable(self):
+        self._set_gradient_checkpointing(False)
+
+
+class Foreign(nn.Module):
+    """A model that has the public method alone."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.encoder = Encoder(how)
+
+    def forward(self, x):
+        return self.encoder(x)
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs=None):
+        self.encoder.gradient_checkpointing = True
+        if self.encoder.how is not None:
+            self.encoder._gradient_checkpointing_func = torch_checkpoint
+
+    def gradient_checkpointing_disable(self):
+        self.encoder.gradient_checkpointing = False
+
+
+def the_call(layer):
+    return layer.__call__
+
+
+def itself(layer):
+    return layer
+
+
+@pytest.mark.parametrize("kind", [Older, Foreign])
+@pytest.mark.parametrize("how", [the_call, itself])
+def test_layers_that_their_parent_checkpoints_have_their_names(kind, how):
+    model, inputs = kind(how), {"x": torch.ones(2, 8)}
+    expected = train_step(model, inputs)
+    remat.enable_gradient_checkpointing(model, policy=remat.save_names("addmm_0_0"))
+    for copied in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert_same(expected, train_step(copied, inputs))
+        names = [region.name for region in regions_of(copied, inputs)]
+        assert names == ["encoder.layer.0", "encoder.layer.1", "encoder.layer.2"]
+    model.gradient_checkpointing_disable()
+    assert not regions_of(model, inputs)
+
+
+def test_functions_that_are_no_modules_have_the_name_of_who_calls_them():
+    model = Older(lambda layer: lambda *args: layer(*args))
+    remat.enable_gradient_checkpointing(model)
+    assert {region.name for region in regions_of(model, {"x": torch.ones(2, 8)})} == {"encoder"}
+
+
+def test_models_without_gradient_checkpointing_are_an_error():
+    with pytest.raises(UsageError, match="Linear has no gradient checkpointing that takes a function"):
+        remat.enable_gradient_checkpointing(nn.Linear(8, 8))
+    model = Foreign(None)
+    with pytest.raises(UsageError, match="Foreign has no gradient checkpointing that takes a function"):
+        remat.enable_gradient_checkpointing(model)
+    assert model.encoder.gradient_checkpointing is False
+
+
+class Home(nn.Module):
+    """A model that keeps the function under a name of its own, or not at all."""
+
+    def __init__(self, keeps=True):
+        super().__init__()
+        self.layer, self.keeps, self.function, self.is_enabled = nn.Linear(8, 8), keeps, None, False
+
+    def _set_gradient_checkpointing(self, enable=True, gradient_checkpointing_func=torch_checkpoint):
+        self.is_enabled = enable
+        self.function = functools.partial(gradient_checkpointing_func) if enable and self.keeps else None
+
+    def run(self, x):
+        return self.layer(x).tanh().exp()
+
+    def forward(self, x):
+        return (self.run(x) if self.function is None else self.function(self.run, x),)
+
+
+def test_a_model_may_keep_the_function_under_a_name_of_its_own():
+    model, inputs = Home(), {"x": torch.ones(2, 8)}
+    expected = train_step(model, inputs)
+    remat.enable_gradient_checkpointing(model, policy=remat.save_names("layer.addmm_0_0"))
+    assert_same(expected, train_step(model, inputs))
+    (region,) = regions_of(model, inputs)
+    assert (region.name, len(region.tensors)) == ("Home.run", 2)  # the argument, and what the policy names
+    model._set_gradient_checkpointing(False)
+    assert not regions_of(model, inputs)
+
+
+def test_a_model_that_drops_the_function_is_an_error_and_as_before():
+    model = Home(keeps=False)
+    with pytest.raises(UsageError, match="Home has no gradient checkpointing that takes a function"):
+        remat.enable_gradient_checkpointing(model)
+    assert not model.is_enabled
+
+
+def test_models_that_say_they_do_not_support_it_are_an_error(llama):
+    model, _ = llama
+    model.supports_gradient_checkpointing = False
+    with pytest.raises(UsageError, match="LlamaModel has no gradient checkpointing"):
+        remat.enable_gradient_checkpointing(model)
+
+
+def causal(transformers):
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**FAMILIES["Llama"].sizes))
+    tokens = [torch.randint(VOCABULARY, (6,)) for _ in range(8)]
+    return model, [{"input_ids": row, "labels": row} for row in tokens]
+
+
+def enabled(model):
+    remat.enable_gradient_checkpointing(model, policy=remat.policies.save_matmuls)
+
+
+def chosen(model):
+    remat.checkpoint_modules(model, "model.layers.*")
+    model.config.use_cache = False
+
+
+@pytest.mark.parametrize("prepare", [enabled, pytest.param(chosen, marks=pytest.mark.slow)])
+def test_trainer_trains_the_same(transformers, tmp_path, prepare):
+    pytest.importorskip("accelerate")
+
+    def trained(prepare):
+        model, data = causal(transformers)
+        prepare(model)
+        with remat.trace() as trace:
+            options = {"per_device_train_batch_size": 2, "max_steps": 2, "report_to": [], "save_strategy": "no"}
+            quiet = {"use_cpu": True, "disable_tqdm": True, "logging_strategy": "no"}
+            settings = transformers.TrainingArguments(output_dir=str(tmp_path), **options, **quiet)
+            transformers.Trainer(model=model, args=settings, train_dataset=data).train()
+        return list(model.parameters()), {span.region for span in trace.spans}
+
+    expected, none = trained(lambda model: None)
+    actual, regions = trained(prepare)
+    assert_same(expected, actual)
+    assert (none, regions) == (set(), {"model.layers.0", "model.layers.1"})
+
+
+def test_accelerate_trains_the_same(transformers):
+    accelerate = pytest.importorskip("accelerate")
+
+    def trained(prepare):
+        model, data = causal(transformers)
+        prepare(model)
+        accelerator = accelerate.Accelerator(cpu=True)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        torch.manual_seed(1)
+        tokens = torch.stack([row["input_ids"] for row in data])
+        accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+        gradients = parameter_gradients(model)
+        optimizer.step()
+        return gradients
+
+    assert_same(trained(lambda model: None), trained(enabled))
+
+
+@pytest.mark.usefixtures("transformers")
+def test_example_of_the_docstring_runs():
+    from torch_remat import _hugging_face
+
+    assert doctest.testmod(_hugging_face).failed == 0

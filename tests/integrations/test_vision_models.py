@@ -1,0 +1,187 @@
+"""Vision models with batch norm and in-place activations, whose blocks are regions, next to torch's own checkpoint.
+
+They are those of `pytorchcv`, with few channels. `torchvision` and `timm` need the build of `torchvision` that belongs
+to the build of torch: another one is an error on import, also when `transformers` is imported beside it.
+"""
+
+from __future__ import annotations
+
+import copy
+import fnmatch
+import functools
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import torch_remat as remat
+from tests.helpers import CountOps, assert_same, pairwise
+from tests.integrations.hugging_face_models import FAMILIES
+from tests.integrations.hugging_face_models import build as build_transformer
+from tests.integrations.hugging_face_models import train_step as train_transformer
+
+
+class Network(NamedTuple):
+    """How a model is built.
+
+    Attributes:
+        module: The module of `pytorchcv.models` that has it.
+        sizes: Arguments of its class.
+        in_place: Ops that it runs in place.
+    """
+
+    module: str
+    sizes: dict[str, Any]
+    in_place: tuple[str, ...] = ("relu_",)
+
+
+_THREE_STAGES = {"channels": [[8, 8], [16], [16]], "init_block_channels": 8}
+_FINAL = {"final_block_channels": 16}
+_WHETHER = [[0, 1], [1], [0]]
+NETWORKS = {
+    "ResNet": Network("resnet", {**_THREE_STAGES, "bottleneck": False, "conv1_stride": True}),
+    "PreResNet": Network("preresnet", {**_THREE_STAGES, "bottleneck": True, "conv1_stride": True}),
+    "MobileNetV2": Network("mobilenetv2", {**_THREE_STAGES, **_FINAL, "remove_exp_conv": False}, ("hardtanh_",)),
+    "MobileNetV3": Network(
+        "mobilenetv3",
+        {
+            **_THREE_STAGES,
+            **_FINAL,
+            "exp_channels": [[16, 16], [32], [32]],
+            "classifier_mid_channels": 16,
+            **dict.fromkeys(("kernels3", "use_relu", "use_se"), _WHETHER),
+            "first_stride": False,
+            "final_use_se": False,
+        },
+        ("relu_", "hardtanh_"),
+    ),
+    "DenseNet": Network("densenet", {"channels": [[12, 16], [12, 16]], "init_block_channels": 8, "dropout_rate": 0.2}),
+    "RegNet": Network("regnet", {**_THREE_STAGES, "groups": [2, 4, 4], "use_se": True}),
+    "EfficientNet": Network(
+        "efficientnet",
+        {
+            **_THREE_STAGES,
+            **_FINAL,
+            "kernel_sizes": [[3, 3], [5], [3]],
+            "strides_per_stage": [1, 2, 2],
+            "expansion_factors": [[1, 1], [2], [2]],
+        },
+        (),
+    ),
+    "ShuffleNetV2": Network(
+        "shufflenetv2", {"channels": [[32, 32], [32]], "init_block_channels": 8, **_FINAL, "use_se": True}
+    ),
+}
+BLOCKS = "features.stage?.*"  # residual units, and the transitions between dense blocks
+POLICIES = {name: getattr(remat.policies, name) for name in remat.policies.__all__}
+
+
+def build(name):
+    """Return a model in training mode, and its input."""
+    network = NETWORKS[name]
+    module = pytest.importorskip(f"pytorchcv.models.{network.module}")
+    torch.manual_seed(0)
+    model = getattr(module, name)(**network.sizes, num_classes=4)
+    model.features.final_pool = nn.AdaptiveAvgPool2d(1)  # theirs is for large images
+    for parameter in model.parameters():  # biases and factors that are not all alike
+        if parameter.dim() == 1:
+            nn.init.uniform_(parameter, 0.5, 1.5)
+    return model.train(), torch.randn(4, 3, 32, 32)
+
+
+def train_step(model, x, autocast=False):
+    """Return loss and gradients of one step from a fixed seed."""
+    torch.manual_seed(1)
+    model.zero_grad(set_to_none=True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        output = model(x)
+    loss = nn.functional.cross_entropy(output.float(), torch.arange(4))
+    loss.backward()
+    return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
+
+
+def buffers_of(model):
+    return [buffer.clone() for buffer in model.buffers()]
+
+
+def regions_by_torch(model, pattern):
+    for path, layer in model.named_modules():
+        if fnmatch.fnmatchcase(path, pattern) and path.count(".") == pattern.count("."):
+            forward = type(layer).forward.__get__(layer)
+            layer.forward = functools.partial(torch_checkpoint, forward, use_reentrant=False)
+
+
+SETTINGS = [
+    pytest.param(autocast, policy, id=f"{'bf16' if autocast else 'fp32'}-{policy or 'plain'}", marks=marks)
+    for autocast in (False, True)
+    for policy in (None, *POLICIES)
+    for marks in ([] if (autocast, policy) in [(False, None), (False, "save_matmuls")] else [pytest.mark.slow],)
+]
+
+
+@pairwise(name=NETWORKS, pattern=[BLOCKS, "features.*"])
+@pytest.mark.parametrize(("autocast", "policy"), SETTINGS)
+def test_gradients_are_those_of_torch(name, autocast, policy, pattern):
+    """Running statistics play no part in them: batch norm uses those of the batch."""
+    model, x = build(name)
+    with CountOps() as ops:
+        expected = train_step(model, x, autocast)
+    assert {"native_batch_norm", *NETWORKS[name].in_place} <= ops.counts.keys()
+    model, x = build(name)
+    regions_by_torch(model, pattern)
+    assert_same(expected, train_step(model, x, autocast), "torch's own")
+    model, x = build(name)
+    options = {} if policy is None else {"policy": POLICIES[policy]}
+    remat.checkpoint_modules(model, pattern, **options)
+    assert_same(expected, train_step(model, x, autocast))
+
+
+def saves_norms(ctx, op, *args, **kwargs):
+    return op.overloadpacket.__name__ in ("convolution", "native_batch_norm")
+
+
+def saves_everything(ctx, op, *args, **kwargs):
+    return True
+
+
+@pytest.mark.parametrize("policy", [saves_norms, saves_everything], ids=lambda policy: policy.__name__)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_what_is_saved_and_then_activated_in_place_gives_the_same(name, policy):
+    model, x = build(name)
+    expected = train_step(model, x)
+    model, x = build(name)
+    remat.checkpoint_modules(model, BLOCKS, policy=policy)
+    assert_same(expected, train_step(model, x))
+
+
+def test_an_activation_that_is_a_region_and_changes_its_input_is_an_error_in_torch_too():
+    model, x = build("ResNet")
+    regions_by_torch(model, "features.stage?.*.activ")
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        train_step(model, x)
+    model, x = build("ResNet")
+    remat.checkpoint_modules(model, "features.stage?.*.activ")
+    with pytest.raises(remat.MutationError, match=r"activ::args\[0\]"):
+        train_step(model, x)
+
+
+TRANSFORMERS = [name for name, family in FAMILIES.items() if family.statistics]
+
+
+@pairwise(name=[*NETWORKS, *TRANSFORMERS], policy=[None, "save_matmuls", "never_replay_effects"])
+def test_running_statistics_change_once_a_step(name, policy):
+    """Those of a step without checkpointing; torch's own checkpoint changes them twice."""
+    pattern, step = BLOCKS, train_step
+    if name in NETWORKS:
+        model, inputs = build(name)
+    else:
+        model, inputs = build_transformer(pytest.importorskip("transformers"), name)
+        pattern, step = FAMILIES[name].layers, train_transformer
+    before, plain = buffers_of(model), copy.deepcopy(model)
+    step(plain, inputs)
+    remat.checkpoint_modules(model, pattern, **({} if policy is None else {"policy": POLICIES[policy]}))
+    step(model, inputs)
+    assert not all(torch.equal(one, other) for one, other in zip(before, plain.buffers(), strict=True))
+    assert_same(buffers_of(plain), buffers_of(model))

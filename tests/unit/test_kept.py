@@ -1,0 +1,159 @@
+"""`kept_by`: one row for each tensor, with what it is, where it is, and why; reports read nothing else."""
+
+from __future__ import annotations
+
+import numpy
+import pytest
+import torch
+
+import torch_remat as remat
+from tests.features.offload.offloaders import OFFLOAD, Counting
+from tests.handle_ops import RECOMPUTE, SAVE, Affine, Inner, Noise, Trace, call
+from tests.helpers import leaf, no_other_regions
+from torch_remat._kept import Kept, What, decisions_of, kept_by, parameters_of
+from torch_remat._storages import pieces_in
+from torch_remat.dispatch.region.region import Region, live_regions
+from torch_remat.offload.sender import Offloaded
+
+
+@pytest.fixture(autouse=True)
+def _no_other_regions():
+    with no_other_regions():
+        yield
+
+
+def op(kernel, name, policy, *inputs):
+    return call("auto", kernel, Trace(), name, policy, *inputs)
+
+
+def only_region() -> Region:
+    (region,) = live_regions()
+    return region
+
+
+def rows(what: What | None = None) -> list[Kept]:
+    return [row for row in kept_by(only_region()) if what in (None, row.what)]
+
+
+def test_rows_of_ops_with_handles_say_what_is_kept_and_who_reads_it():
+    def block(x):
+        y = op(Inner, "first", SAVE, x)
+        return op(Affine, "second", RECOMPUTE, y, x).sin()
+
+    x = leaf(4, 4)
+    y = remat.checkpoint(region_name="block")(block)(x)
+    (given,) = rows("input")
+    assert (given.op, given.tensor, given.why) == ("", "args[0]", "replay")
+    assert given.value.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+    assert given.decision is None
+    (resident,) = rows("saved")
+    assert (resident.op, resident.decision, resident.why, resident.by) == ("first", SAVE, "backward", "first")
+    (slot,) = rows("slot")
+    assert (slot.op, slot.tensor, slot.why, slot.by) == ("first", "out", "replay", "")
+    assert slot.value.shape == (4, 4)
+    assert {(row.op, row.value) for row in rows("empty")} == {("", None)}
+    assert decisions_of(only_region()) == {"first": SAVE, "second": RECOMPUTE}
+    del y
+
+
+def test_rows_of_saved_tensors_that_replay_fills_change_with_it():
+    seen = []
+
+    def block(x):
+        y = x.exp()
+        y.register_hook(lambda _: seen.extend(rows("refilled")))
+        return y.sin().sum()
+
+    y = remat.checkpoint()(block)(leaf(4, 4))
+    empty = rows("empty")
+    assert empty
+    assert {(row.why, row.value) for row in empty} == {("again", None)}
+    y.backward()
+    assert seen
+    assert {(row.why, row.value.shape) for row in seen} == {("backward", (4, 4))}
+
+
+def test_elided_tensor_says_from_which_input_replay_takes_it():
+    def block(x):
+        h = op(Inner, "maker", RECOMPUTE, x)
+        return op(Affine, "reader", SAVE, h, x)
+
+    y = remat.checkpoint()(block)(leaf(4, 4))
+    (elided,) = [row for row in rows("empty") if row.op == "reader"]
+    assert (elided.tensor, elided.why, elided.by, elided.at) == ("x", "input of", "reader", "1")
+    del y
+
+
+def test_offloaded_row_tells_key_bytes_and_offloader():
+    offloader = Counting()
+    y = remat.checkpoint(offloader=offloader)(lambda x: op(Inner, "away", OFFLOAD, x).sin())(leaf(8, 8))
+    (resident,) = rows("saved")
+    assert (resident.decision, resident.stayed) == (OFFLOAD, "")
+    away = resident.value
+    assert isinstance(away, Offloaded)
+    (piece,) = pieces_in(away)
+    assert (piece.place, piece.shape, piece.dtype) == ("Counting", (8, 8), torch.float32)
+    assert (piece.offloaded, piece.besides, [memory.bytes for memory in piece.memory]) == (True, None, [256])
+    del y
+
+
+@pytest.mark.parametrize(
+    ("least_bytes", "stayed"),
+    [(10**9, "the offloader did not take it"), (0, "hooks around the region decide where it is")],
+)
+def test_row_says_why_what_was_to_be_offloaded_stayed(least_bytes, stayed):
+    region = remat.checkpoint(offloader=Counting(least_bytes=least_bytes))
+    block = region(lambda x: op(Inner, "away", OFFLOAD, x).sin())
+    if "hooks" in stayed:
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: ("packed", tensor), lambda packed: packed[1]):
+            y = block(leaf(8, 8))
+    else:
+        y = block(leaf(8, 8))
+    (resident,) = rows("saved")
+    assert resident.stayed == stayed
+    assert isinstance(resident.value, tuple if "hooks" in stayed else torch.Tensor)
+    del y
+
+
+def test_policy_for_aten_ops_holds_results_undecided_and_keeps_those_that_are_read():
+    held = []
+
+    def block(x, w):
+        y = x @ w
+        held.extend((row.tensor, row.decision) for row in rows("undecided"))
+        return (y * 2).exp()
+
+    y = remat.checkpoint(policy=[torch.ops.aten.mm.default])(block)(leaf(4, 4), leaf(4, 4))
+    assert ("mm_0_0", SAVE) in held
+    assert not rows("undecided")
+    (result,) = rows("result")
+    assert (result.op, result.tensor, result.decision) == ("", "mm_0_0", SAVE)
+    assert result.why == "replay"
+    del y
+
+
+def test_random_states_and_compared_values_have_rows():
+    block = remat.checkpoint(determinism_check="bitwise")(
+        lambda x: op(Noise, "noise", SAVE, torch.rand_like(x) * x).sin()
+    )
+    y = block(leaf(4, 4))
+    assert {row.op for row in rows("random state")} == {"", "noise"}
+    assert {row.why for row in rows("determinism check")} == {"replay"}
+    del y
+
+
+def test_parameters_are_known_and_have_no_rows():
+    weight = torch.nn.Parameter(torch.randn(4, 4))
+    y = remat.checkpoint()(lambda x: (x @ weight).sin())(leaf(4, 4))
+    assert any(parameter is weight for parameter in parameters_of(only_region()))
+    assert all(row.value is not weight for row in rows())
+    del y
+
+
+def test_reading_rows_unpacks_nothing():
+    unpacked = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.numpy(force=True), unpacked.append):
+        y = remat.checkpoint()(lambda x: op(Inner, "saved", SAVE, x).sin())(leaf(4, 4))
+    assert {type(row.value) for row in rows()} == {numpy.ndarray, type(None)}
+    assert unpacked == []
+    del y

@@ -1,0 +1,326 @@
+"""Every op of torch's own op database on placeholders: a view, a result of metadata alone, or a PlaceholderError.
+
+Torch itself is the reference. For each sample the true call runs on real tensors, again on other data, and then with
+some tensors replaced by placeholders of the same metadata. What comes back must be one of
+
+(a) a placeholder with the true result's metadata, where the true result is a view of what was replaced;
+(b) a real value that equals the true one, which is then the same whatever the data is;
+(c) `PlaceholderError`, before any real tensor was written.
+
+Where the op writes to what was replaced, only (c) will do; where all that it returns is a view of it, only (a).
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import optree
+import pytest
+import torch
+from torch import Tensor
+
+import torch_remat as remat
+from torch_remat.dispatch.placeholder import Source, make_placeholder
+
+pytest.importorskip("numpy", reason="torch's op database needs it")
+
+SOURCE = Source("block", "op", "out")
+DTYPES = (torch.float32, torch.int64, torch.complex64, torch.bool)
+ALL_DTYPES = (*DTYPES, torch.bfloat16, torch.float64, torch.uint8)
+
+
+def op_database() -> list[Any]:
+    """Return torch's op database; its import freezes `torch.backends` flags, which other tests may want to set."""
+    frozen = torch.backends.flags_frozen()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch.testing._internal.common_methods_invocations import op_db
+    torch.backends.__allow_nonbracketed_mutation_flag = not frozen
+    return [op for op in op_db if not op.name.startswith("jiterator")]  # those compile for a GPU
+
+
+OPS = op_database()
+
+
+class Call(NamedTuple):
+    """One way to call an op on one sample: its name, the way, the function, all arguments as one tree."""
+
+    op: str
+    form: str
+    function: Callable
+    tree: tuple[tuple, dict]
+
+    def run(self, tree: tuple[tuple, dict] | None = None) -> Any:
+        """Run the function from a fixed seed, on these arguments or its own."""
+        args, kwargs = self.tree if tree is None else tree
+        torch.default_generator.manual_seed(0)  # torch.manual_seed takes 0.5 ms where there is no GPU
+        return self.function(*args, **kwargs)
+
+
+def metadata(tensor: Tensor) -> tuple:
+    """Return what a caller can ask of a tensor without reading its data."""
+    place = (tensor.stride(), tensor.storage_offset()) if tensor.layout is torch.strided else ()
+    flags = (tensor.is_conj(), tensor.is_neg(), tensor.requires_grad)
+    return (tuple(tensor.shape), tensor.dtype, tensor.device, tensor.layout, flags, *place)
+
+
+def is_strided(leaf: Any) -> bool:
+    """Whether a placeholder can take this leaf's place."""
+    return isinstance(leaf, Tensor) and leaf.layout is torch.strided and not (leaf.is_conj() or leaf.is_neg())
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Return a tensor's whole storage as bytes."""
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+
+
+def elements_of(tensor: Tensor) -> Tensor:
+    """Return a tensor's whole storage as its elements."""
+    whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+    return whole[: whole.numel()]
+
+
+def copied(tree: Any, other: str | None = None, places: frozenset[int] = frozenset()) -> Any:
+    """Return a copy of the arguments, with `other` data ("zeros", "reversed") at some places."""
+    leaves, structure = optree.tree_flatten(tree)
+    memo: dict[int, Any] = {}
+    for place, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor):
+            continue
+        leaves[place] = copy.deepcopy(leaf, memo)
+        if place in places and other == "zeros":
+            elements_of(leaves[place]).zero_()
+        elif place in places and other == "reversed":
+            elements_of(leaves[place]).copy_(elements_of(leaf).flip(0))
+    return optree.tree_unflatten(structure, leaves)
+
+
+def replaced(tree: Any, places: frozenset[int]) -> Any:
+    """Return a copy of the arguments with placeholders at some places."""
+    leaves, structure = optree.tree_flatten(copied(tree))
+    leaves = [make_placeholder(leaf, SOURCE) if place in places else leaf for place, leaf in enumerate(leaves)]
+    return optree.tree_unflatten(structure, leaves)
+
+
+def choices(tree: Any, outputs: frozenset[int] = frozenset()) -> dict[str, frozenset[int]]:
+    """Return which places to replace: the first tensor, the others, all of them; or those that out= names."""
+    places = [place for place, leaf in enumerate(optree.tree_leaves(tree)) if is_strided(leaf) and place not in outputs]
+    ways = {"first": places[:1], "others": places[1:], "all": places if len(places) > 1 else [], "out": outputs}
+    return {way: frozenset(chosen) for way, chosen in ways.items() if chosen}
+
+
+def calls_of(op: Any, sample: Any) -> Iterator[tuple[Call, dict[str, frozenset[int]]]]:
+    """Return the calls that a sample allows, each with the places to replace: as function, in place, with out=."""
+    args, kwargs = (sample.input, *sample.args), dict(sample.kwargs)
+    function = Call(op.name, "function", op.op, (args, kwargs))
+    try:
+        out = function.run(copied(function.tree))
+    except Exception:  # the sample is not for this form, or not for this build of torch
+        return
+    yield function, choices(function.tree)
+    if op.inplace_variant is not None:
+        yield Call(op.name, "inplace", op.inplace_variant, function.tree), choices(function.tree)
+    if op.supports_out and all(isinstance(leaf, Tensor) for leaf in optree.tree_leaves(out)):
+        outs = optree.tree_map(torch.empty_like, out)
+        for tensor in optree.tree_leaves(outs):
+            bytes_of(tensor).fill_(1)
+        call = Call(op.name, "out", op.op, (args, {**kwargs, "out": outs}))
+        mine = {id(leaf) for leaf in optree.tree_leaves(outs)}
+        outputs = frozenset(place for place, leaf in enumerate(optree.tree_leaves(call.tree)) if id(leaf) in mine)
+        yield call, choices(call.tree, outputs)
+
+
+def judge(call: Call, places: frozenset[int]) -> str | None:
+    """Run a call with placeholders at some places; return what is wrong with what it does, or None.
+
+    Where the true call raises, nothing is asked.
+    """
+    tree = copied(call.tree)
+    leaves = optree.tree_leaves(tree)
+    try:
+        expected = call.run(tree)
+    except Exception:
+        return None
+    given = optree.tree_leaves(call.tree)
+    owners = {leaves[place].untyped_storage()._cdata for place in places}
+    writes = any(not torch.equal(bytes_of(given[place]), bytes_of(leaves[place])) for place in places)
+    tree = replaced(call.tree, places)
+    leaves = optree.tree_leaves(tree)
+    try:
+        actual = call.run(tree)
+    except remat.PlaceholderError as error:
+        only = call.form == "function" and len(places) == 1 and "unsafe" not in call.op  # torch denies that those alias
+        must_pass = only and not writes and only_views(expected, owners)
+        return "raises, though all that it returns is a view" if must_pass else wrong_with_error(error, call, leaves)
+    except Exception as error:
+        return f"raises {type(error).__name__}: {str(error)[:200]}"
+    if writes:
+        return "writes to a placeholder without an error"
+    return wrong_with_result(actual, expected, owners) or wrong_with_values(actual, expected, call, places)
+
+
+def wrong_with_error(error: remat.PlaceholderError, call: Call, left: list) -> str | None:
+    """Return what is wrong with an error, and with the real tensors that the failed call leaves behind."""
+    if (error.region, error.op, error.tensor) != SOURCE[:3] or not error.consumer or not error.line:
+        return f"the error does not say what was consumed: {error}"
+    for place, (old, new) in enumerate(zip(optree.tree_leaves(call.tree), left, strict=True)):
+        if not is_strided(old) or remat.is_placeholder(new) or call.form == "out":
+            continue  # what out= names holds anything after an error
+        if metadata(old) != metadata(new) or not torch.equal(bytes_of(old), bytes_of(new)):
+            return f"raises only after it changed argument {place}"
+    return None
+
+
+def views(value: Any, owners: set[int]) -> bool:
+    """Whether a value is a tensor in one of the storages."""
+    strided = isinstance(value, Tensor) and value.layout is torch.strided
+    return strided and value.untyped_storage()._cdata in owners
+
+
+def only_views(expected: Any, owners: set[int]) -> bool:
+    """Whether all that the true call returns is in these storages."""
+    leaves = optree.tree_leaves(expected)
+    return bool(leaves) and all(views(leaf, owners) for leaf in leaves)
+
+
+def wrong_with_result(actual: Any, expected: Any, owners: set[int]) -> str | None:
+    """Return what is wrong with what a call on placeholders returned, its values aside."""
+    found, structure = optree.tree_flatten(actual)
+    wanted, wanted_structure = optree.tree_flatten(expected)
+    if structure != wanted_structure:
+        return f"returns {structure} for {wanted_structure}"
+    for one, other in zip(found, wanted, strict=True):
+        if type(other) is not type(one) and not remat.is_placeholder(one):
+            return f"returns {type(one)} for {type(other)}"
+        if isinstance(other, Tensor) and metadata(one) != metadata(other):
+            return f"returns metadata {metadata(one)} for {metadata(other)}"
+        if remat.is_placeholder(one) != views(other, owners):
+            return f"returns {'a placeholder for a new tensor' if remat.is_placeholder(one) else 'data for a view'}"
+    return None
+
+
+def wrong_with_values(actual: Any, expected: Any, call: Call, places: frozenset[int]) -> str | None:
+    """Return whether the real values of a result differ from the true ones, or from those on other data."""
+    found, wanted = optree.tree_leaves(actual), optree.tree_leaves(expected)
+    real = [place for place, value in enumerate(found) if not remat.is_placeholder(value)]
+    if not real or "empty" in call.op:
+        return None
+    references = [wanted] + [on_other_data(call, other, places) for other in ("zeros", "reversed")]
+    if references[1] is None and references[2] is None:
+        return "returns a value, though the op refuses other data"
+    for reference in references:
+        for place in real if reference is not None else ():
+            if not same(found[place], reference[place]):
+                return f"returns {found[place]} where the data gives {reference[place]}"
+    return None
+
+
+def on_other_data(call: Call, other: str, places: frozenset[int]) -> list | None:
+    """Return the leaves of what the true call gives on other data; None if the op does not take them."""
+    try:
+        return optree.tree_leaves(call.run(copied(call.tree, other, places)))
+    except Exception:
+        return None
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two values are equal, NaN to NaN."""
+    try:
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+    except AssertionError:
+        return False
+    return True
+
+
+def sweep(op: Any, dtypes: tuple[torch.dtype, ...], samples: int) -> list[str]:
+    """Return what is wrong with one op on placeholders, for some dtypes and samples each."""
+    wrong = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, about what the true call does
+        for dtype in op.supported_dtypes("cpu").intersection(dtypes):
+            for number, sample in enumerate(itertools.islice(op.sample_inputs_func(op, "cpu", dtype, False), samples)):
+                for call, chosen in calls_of(op, sample):
+                    for which, places in chosen.items():
+                        what = judge(call, places)
+                        if what:
+                            wrong.append(f"{call.form}, {dtype}, sample {number}, {which} replaced: {what}")
+    return wrong
+
+
+@pytest.mark.parametrize("part", range(8))
+def test_each_op_passes_on_a_view_or_needs_only_metadata_or_raises(part):
+    wrong = {op.formatted_name: found for op in OPS[part::8] if (found := sweep(op, DTYPES, samples=3))}
+    assert wrong == {}
+
+
+@pytest.mark.slow
+def test_each_op_does_so_for_more_samples_and_dtypes():
+    wrong = {op.formatted_name: found for op in OPS if (found := sweep(op, ALL_DTYPES, samples=25))}
+    assert wrong == {}
+
+
+def has_call(op: Any) -> bool:
+    """Whether some sample of the op has a call with something to replace."""
+    dtypes = [dtype for dtype in ALL_DTYPES if dtype in op.supported_dtypes("cpu")]
+    samples = itertools.islice(op.sample_inputs_func(op, "cpu", dtypes[0], False), 3) if dtypes else []
+    return any(chosen for sample in samples for _, chosen in calls_of(op, sample))
+
+
+def test_most_ops_have_a_call_to_judge():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        missing = [op.formatted_name for op in OPS if not has_call(op)]
+    assert len(missing) < 0.05 * len(OPS), missing
+
+
+def fooled(true: Callable, false: Callable) -> Call:
+    """Return a call that does another thing on placeholders than on real tensors."""
+
+    def function(x, y):
+        return false(x, y) if remat.is_placeholder(x) else true(x, y)
+
+    return Call("op", "function", function, ((torch.arange(4.0).view(2, 2), torch.ones(2, 2)), {}))
+
+
+def fail(error: Exception) -> Any:
+    raise error
+
+
+def refuse(region: str = "block") -> Any:
+    fail(remat.PlaceholderError(region=region, op="op", output="out", consumer="aten.sin", line="a.py:1"))
+
+
+@pytest.mark.parametrize(
+    ("true", "false", "wrong"),
+    [
+        (lambda x, y: x.sin(), lambda x, y: torch.zeros(2, 2), "where the data gives"),
+        (lambda x, y: x * 0 + x[0, 0], lambda x, y: torch.zeros(2, 2), "where the data gives"),
+        (lambda x, y: x.sum().item(), lambda x, y: 6.0, "where the data gives"),
+        (lambda x, y: x.sin(), lambda x, y: x.view(2, 2), "a placeholder for a new tensor"),
+        (lambda x, y: x.t(), lambda x, y: torch.zeros(2, 2).t(), "data for a view"),
+        (lambda x, y: x.t(), lambda x, y: x, "returns metadata"),
+        (lambda x, y: torch.zeros_like(x), lambda x, y: torch.zeros(2, 2).t(), "returns metadata"),
+        (lambda x, y: (x.t(),), lambda x, y: x.t(), "returns PyTreeSpec"),
+        (lambda x, y: x.size(0), lambda x, y: 2.0, "returns <class 'float'>"),
+        (lambda x, y: x.t(), lambda x, y: refuse(), "all that it returns is a view"),
+        (lambda x, y: x.sin(), lambda x, y: fail(ValueError("no")), "raises ValueError: no"),
+        (lambda x, y: x.sin(), lambda x, y: fail(RuntimeError("null")), "raises RuntimeError: null"),
+        (lambda x, y: x.sin(), lambda x, y: refuse(region="other"), "does not say what was consumed"),
+        (lambda x, y: y.add_(x), lambda x, y: [y.add_(1), refuse()], "only after it changed argument 1"),
+        (lambda x, y: x.add_(1), lambda x, y: x, "writes to a placeholder without an error"),
+    ],
+)
+def test_sweep_sees(true, false, wrong):
+    found = judge(fooled(true, false), frozenset({0}))
+    assert found is not None
+    assert wrong in found
+
+
+@pytest.mark.parametrize("true", [lambda x, y: x.t(), lambda x, y: torch.ones_like(x), lambda x, y: (x[0], x.numel())])
+def test_sweep_accepts(true):
+    assert judge(fooled(true, true), frozenset({0})) is None
+    assert judge(fooled(torch.add, lambda x, y: refuse()), frozenset({0})) is None

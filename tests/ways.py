@@ -1,0 +1,85 @@
+"""The ways of keeping, for tests of what holds whichever way a region keeps something.
+
+A test takes a way as an argument (`@pytest.mark.parametrize("way", WAYS, ids=str)`, or one axis of `pairwise`), makes
+its regions by `way.region(function)`, and calls what is to be kept by `way.keep("name", function, *tensors)`. The
+reference is the same program with `PLAIN_AUTOGRAD` as the way. What reads a kept result and saves it is kept as well:
+replay has no data of what a handle keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+import torch_remat as remat
+
+SAVE = remat.CheckpointPolicy.SAVE
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way of keeping.
+
+    Attributes:
+        name: What the test is called by.
+        keep: `(name, function, *tensors)` to the function's result.
+        options: What `remat.checkpoint` is given; None for a function without a region.
+    """
+
+    name: str
+    keep: Callable[..., Any]
+    options: dict[str, Any] | None = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.name
+
+    def region(self, function: Callable, **options: Any) -> Callable:
+        """Return the function as a region of this way, with more options."""
+        return function if self.options is None else remat.checkpoint(**{**self.options, **options})(function)
+
+
+def call(_name: str, function: Callable, *args: Any) -> Any:
+    """Call a function as it is."""
+    return function(*args)
+
+
+class ByHandle(Function):
+    """Any function of tensors with one result, as a remat-aware Function: its backward runs it again on its inputs."""
+
+    @staticmethod
+    def forward(ctx, function, name, *inputs):
+        ctx.function = function
+        handle = remat.get_handle(ctx, name, SAVE)
+        if (result := handle.maybe_load_saved()) is not None:
+            return result
+        inputs = handle.save_or_load_inputs(*inputs)
+        inputs = (inputs,) if isinstance(inputs, Tensor) else inputs
+        output = function(*inputs)
+        handle.save_for_backward({f"input {index}": tensor for index, tensor in enumerate(inputs)})
+        return handle.record_outputs(output)
+
+    @staticmethod
+    def backward(ctx, grad):
+        needed = ctx.needs_input_grad[2:]
+        with torch.enable_grad():
+            given = [x.detach().requires_grad_(need) for x, need in zip(ctx.saved_tensors, needed, strict=True)]
+            output = ctx.function(*given)
+        found = iter(torch.autograd.grad(output, [x for x in given if x.requires_grad], grad))
+        return None, None, *(next(found) if need else None for need in needed)
+
+
+PLAIN_AUTOGRAD = Way("plain autograd", call, None)
+RECOMPUTED = Way("recomputed", call)
+BY_HANDLE = Way("handle", lambda name, function, *tensors: ByHandle.apply(function, name, *tensors))
+BY_OP = Way("op", lambda name, function, *args: remat.op(function, name)(*args))
+BY_NATIVE_REGION = Way("native region", remat.native_save_region)
+BY_POLICY = Way("policy", call, {"policy": remat.policies.save_matmuls})
+BY_POLICY_AND_OP = Way("policy and op", BY_OP.keep, BY_POLICY.options)
+
+WAYS = [RECOMPUTED, BY_HANDLE, BY_OP, BY_NATIVE_REGION, BY_POLICY, BY_POLICY_AND_OP]
+KEEPING = [BY_HANDLE, BY_OP, BY_NATIVE_REGION, BY_POLICY_AND_OP]  # in which `keep` keeps what it runs
