@@ -304,3 +304,16 @@ def test_saved_handle_that_writes_what_the_region_made_is_refused():
     with pytest.raises(remat.UsageError) as caught:
         checkpointed(lambda x: Writing.apply(x * 2, "a", remat.CheckpointPolicy.SAVE))(leaf(4))
     assert caught.value.op == "a"
+
+
+def test_budget_is_kept_while_a_region_runs():
+    def block(x):
+        for _ in range(16):
+            x = x.sin()
+        seen.append(budget.kept_bytes)
+        return x
+
+    seen: list[int] = []
+    with remat.budget("8 KiB") as budget:
+        checkpointed(block)(leaf(256))  # 1 KiB each
+    assert seen[0] <= 8192
