@@ -887,7 +887,7 @@ def test_too_small_a_budget_warns_once():
     "limit", [0, -1, 0.0, -0.5, "", "six", "6 XiB", None, True, float("nan"), [1], 0.6, 1.5, "52", "101%", "-1%"]
 )
 def test_nonsense_is_an_error_at_once(limit):
-    with pytest.raises(remat.UsageError, match=r'(?s)not a budget.*"6 GiB".*"0%" to "100%".*device_share=0.6'):
+    with pytest.raises(remat.UsageError, match=r'(?s)budget.*"6 GiB".*"0%" to "100%".*device_share=0.6'):
         remat.budget(limit)
 
 
