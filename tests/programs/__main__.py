@@ -19,7 +19,7 @@ def main() -> int:
     first = random.SystemRandom().randrange(2**32) if options.seed is None else options.seed
     if options.jobs == 1:
         return int(not soak(options.seconds, first))
-    print(f"--seed {first} --jobs {options.jobs}", flush=True)
+    print(f"--seed {first} --jobs {options.jobs}", flush=True)  # noqa: T201
     return int(not soak_in_processes(options.seconds, first, options.jobs))
 
 

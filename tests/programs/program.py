@@ -98,3 +98,9 @@ def calls_of(program: Program) -> list[Step]:
 def writes(program: Program) -> bool:
     """Return whether the program changes a tensor or a buffer in place."""
     return any(step.kind in ("in_place", "state") for step in steps_of(program.body))
+
+
+def draws(program: Program) -> bool:
+    """Return whether the program draws random numbers."""
+    random = ("dropout", "noise", "generator", "bernoulli_")
+    return any(step.what in random for step in steps_of(program.body))

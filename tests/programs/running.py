@@ -430,8 +430,8 @@ def run(state: State, fault: Fault | None = None) -> list[Any]:
             outputs = [y for y in outputs if y.requires_grad]
             extra: list[Any] = []
             if fault is not None:
-                injecting.phase = "backward"
                 state.after_forward = [tensor.clone() for tensor in state.changing()]
+                injecting.phase = "backward"
             if outputs and program.backward != "dropped":
                 extra = backward(program, outputs, leaves)
         del outputs

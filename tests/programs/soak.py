@@ -71,8 +71,9 @@ def soak(seconds: float, first: int) -> bool:
         if (failure := batch(drawn_from, kinds)) is not None:
             right = False
             program, error = failure
-            print(f"FAILED, seed {drawn_from}: {type(error).__name__}: {error}\n{reproduction(program)}", flush=True)
-    print(f"{sum(kinds.values())} programs in {seconds:.0f} s: {dict(kinds.most_common())}", flush=True)
+            text = f"FAILED, seed {drawn_from}: {type(error).__name__}: {error}"
+            print(f"{text}\n{reproduction(program)}", flush=True)  # noqa: T201
+    print(f"{sum(kinds.values())} programs in {seconds:.0f} s: {dict(kinds.most_common())}", flush=True)  # noqa: T201
     return right
 
 
@@ -89,4 +90,5 @@ def soak_in_processes(seconds: float, first: int, jobs: int) -> bool:
     """Run `soak` in several processes, each with seeds of its own; return whether all programs were right."""
     command = [sys.executable, "-m", "tests.programs", "--seconds", str(seconds), "--jobs", "1", "--seed"]
     running = [subprocess.Popen([*command, str(first + job)]) for job in range(jobs)]
-    return not any([process.wait() for process in running])
+    statuses = [process.wait() for process in running]
+    return not any(statuses)

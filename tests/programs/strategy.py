@@ -71,6 +71,8 @@ def nested(allowed: Kinds, kind: str, depth: int) -> st.SearchStrategy[Step]:
         return drawn.map(lambda drawn: Step(kind, "", *drawn))
 
     def of_call(what: str) -> st.SearchStrategy[Step]:
+        if what.endswith("mm"):
+            return st.tuples(PICK, PICK, st.none(), DECISIONS).map(lambda drawn: Step("call", what, *drawn))
         inner = allowed.without_writes() if what in FUNCTIONS or what == "opaque" else allowed
         drawn = st.tuples(PICK, PICK, bodies(inner, depth - 1), DECISIONS, st.booleans())
         return drawn.map(lambda drawn: Step("call", what, *drawn))
@@ -88,7 +90,9 @@ def programs(draw: st.DrawFn) -> Program:
     if odd == "hooks":
         options["hooks"] = draw(st.sampled_from(("around", "inside")))
     elif odd == "inputs":
-        options["inputs"] = draw(st.sampled_from(("subclass", "wrapper")))
+        # Replay refuses what a skipped call returns of a subclass without a dispatch of its own.
+        kinds_of_inputs = ("wrapper",) if allowed.calls else ("subclass", "wrapper")
+        options["inputs"] = draw(st.sampled_from(kinds_of_inputs))
     elif odd == "budget":
         options["budget"] = draw(st.sampled_from((1, 300, 1000, 10**6)))
     elif odd == "fault":
