@@ -7,6 +7,8 @@ PYTEST_ARGS ?=
 MUTANTS_ARGS ?=
 BENCH_ARGS ?=
 DEMO_ARGS ?=
+SECONDS ?= 600
+JOBS ?= 2
 
 VENV_PYTHON := .venv/bin/python
 PIP := $(VENV_PYTHON) -m pip -qq --disable-pip-version-check --no-input
@@ -19,7 +21,8 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV_PYTHON) -m mkdocs
 help:  ## show this text
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@echo
-	@echo 'Variables: PYTHON (now: $(PYTHON)), TORCH (now: $(TORCH)), PYTEST_ARGS, MUTANTS_ARGS, BENCH_ARGS, DEMO_ARGS, MATRIX'
+	@echo 'Variables: PYTHON (now: $(PYTHON)), TORCH (now: $(TORCH)), PYTEST_ARGS, MUTANTS_ARGS, BENCH_ARGS, DEMO_ARGS, MATRIX,'
+	@echo '  SECONDS, JOBS'
 
 setup: $(INSTALLED)  ## make .venv and install what all other commands need
 
@@ -40,7 +43,11 @@ coverage: $(INSTALLED)  ## run the tests and show the branches that they miss
 	$(VENV_PYTHON) -m coverage run -m pytest $(PYTEST_ARGS)
 	$(VENV_PYTHON) -m coverage report
 
-.PHONY: docs docs-serve matrix release-check
+.PHONY: docs docs-serve matrix release-check soak
+
+soak: $(INSTALLED)  ## judge fresh drawn programs for SECONDS in JOBS processes
+	$(VENV_PYTHON) -m tests.programs --seconds $(SECONDS) --jobs $(JOBS)
+
 
 docs: .venv/.docs  ## build the site into site/; warnings and broken links are errors
 	$(MKDOCS) build --strict
