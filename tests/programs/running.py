@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from tests.offloaders import Counting
+from tests.features.offload.offloaders import Counting
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional as F
