@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
 from tests.helpers import (
-    Mlp,
     assert_same,
     assert_same_program,
     chain,
     checkpointed,
     leaf,
-    parameter_gradients,
     tensors_in,
 )
 
@@ -25,29 +22,6 @@ def test_second_order_gradients_are_equal():
         (gx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
         gx.square().sum().backward()
         return y, gx, x.grad, w.grad
-
-    assert_same_program(program)
-
-
-def test_third_order_gradients_are_equal():
-    def program(wrap):
-        x = leaf(4)
-        results = [wrap(chain)(x)]
-        for _ in range(3):
-            results += torch.autograd.grad(results[-1].sum(), x, create_graph=True)
-        return results
-
-    assert_same_program(program)
-
-
-def test_second_order_gradients_through_several_regions_are_equal():
-    def program(wrap):
-        model = nn.Sequential(Mlp(4), nn.Tanh(), Mlp(4))
-        x = leaf(2, 4)
-        y = wrap(model[2])(wrap(lambda h: model[1](model[0](h)))(x))
-        (gx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-        (gx.square().sum() + y.sum()).backward()
-        return gx, x.grad, *parameter_gradients(model)
 
     assert_same_program(program)
 
@@ -74,16 +48,6 @@ def test_gradients_for_a_subset_of_inputs_and_parameters_are_equal(chosen):
         leaves = [leaf(3, 3) for _ in range(4)]
         y = wrap(lambda x, w: ((x @ w).sin() @ leaves[2]).exp() @ leaves[3])(*leaves[:2])
         return torch.autograd.grad(y.sum(), [leaves[i] for i in chosen])
-
-    assert_same_program(program, replays=1)
-
-
-def test_backward_with_inputs_reaches_only_those():
-    def program(wrap):
-        x, w = leaf(3, 3), leaf(3, 3)
-        wrap(lambda x: (x @ w).sin())(x).sum().backward(inputs=[w])
-        assert x.grad is None
-        return w.grad
 
     assert_same_program(program, replays=1)
 
