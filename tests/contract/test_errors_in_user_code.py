@@ -10,7 +10,6 @@ from torch.nn import functional as F
 
 import torch_remat as remat
 from tests.helpers import (
-    Calls,
     LiveStorages,
     alive,
     assert_clean_state,
@@ -132,27 +131,6 @@ def test_exception_in_backward_passes_and_leaves_nothing_behind(kind):
     assert_next_region_works()
 
 
-def test_exception_in_one_inner_region_that_the_outer_one_handles_is_equal():
-    def program(wrap):
-        def fails(x):
-            x.exp().cos()
-            raise ValueError("always")
-
-        def outer(x):
-            h = x.sin()
-            try:
-                h = wrap(fails)(h)
-            except ValueError:
-                h = h.tanh()
-            return h.exp()
-
-        x = leaf(3)
-        wrap(outer)(x).sum().backward()
-        return x.grad
-
-    assert_same_program(program)
-
-
 def test_replay_that_failed_once_may_be_tried_again():
     failing = [True]
 
@@ -181,22 +159,6 @@ def caught(x):
     except Exception:
         h = h * x + 100
     return h
-
-
-def wrapped_error(x):
-    try:
-        return (x.sin() * x).exp()
-    except Exception as error:
-        raise TypeError("wrapped") from error
-
-
-def with_finally(x):
-    cleanups = []
-    try:
-        h = x.sin().exp()
-    finally:
-        cleanups.append(x.cos().exp().tanh())
-    return h * cleanups[0]
 
 
 def with_finally_at_the_end(x):
@@ -230,38 +192,8 @@ def with_scope(x):
             return h.tanh() * x
 
 
-def with_loop(x):
-    for attempt in range(3):
-        try:
-            h = (x * (attempt + 1)).sin().exp()
-            break
-        except Exception:
-            continue
-    return h
-
-
-def with_else(x):
-    try:
-        h = x.sin()
-    except Exception:
-        return x * 7
-    else:
-        return h.exp()
-    finally:
-        del x
-
-
 @pairwise(
-    block=[
-        caught,
-        wrapped_error,
-        with_finally,
-        with_finally_at_the_end,
-        with_suppress,
-        with_scope,
-        with_loop,
-        with_else,
-    ],
+    block=[caught, with_finally_at_the_end, with_suppress, with_scope],
     early_stop=[True, False],
     nested=[False, True],
 )
@@ -290,18 +222,6 @@ def test_exception_that_user_code_handles_inside_a_region_is_equal():
         return x.grad
 
     assert_same_program(program, replays=1)
-
-
-def test_region_that_replays_after_an_exception_elsewhere_in_backward_is_right():
-    x = leaf(4)
-    function = Calls(chain)
-    y = checkpointed(function)(x)
-    bad = Fails.apply(y, ValueError)
-    with pytest.raises(ValueError, match="in backward"):
-        bad.sum().backward(retain_graph=True)
-    y.sum().backward()
-    assert function.replays == 1
-    assert_same(x.grad, torch.autograd.grad(chain(x).sum(), x)[0])
 
 
 def test_a_function_of_torchs_own_is_named_as_users_know_it():
