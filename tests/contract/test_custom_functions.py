@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from tests.helpers import assert_same, assert_same_program, checkpointed, leaf
 
@@ -24,6 +24,23 @@ class Double(Function):
         return grad * 2
 
 
+class DoubleAndSave(Function):
+    """Doubles in place, saves the changed input, which is also its output, and squares it on the side."""
+
+    @staticmethod
+    def forward(ctx, x):
+        x.mul_(2)
+        ctx.mark_dirty(x)
+        square = x * x
+        ctx.save_for_backward(x)
+        return x, square
+
+    @staticmethod
+    def backward(ctx, grad, grad_square):
+        (x,) = ctx.saved_tensors
+        return 2 * grad + 4 * x * grad_square
+
+
 class SortWithIndex(Function):
     """Returns values and indices; the indices are not differentiable."""
 
@@ -40,24 +57,45 @@ class SortWithIndex(Function):
         return torch.zeros_like(grad).scatter(-1, index, grad)
 
 
-class Mixed(Function):
-    """Takes numbers, text, None and a callable between its tensors."""
+class Split(Function):
+    """Two outputs; a gradient that is missing arrives as None."""
 
     @staticmethod
-    def forward(ctx, x, power, name, w, nothing, function):
-        assert name == "name"
-        assert nothing is None
-        ctx.save_for_backward(x, w, None)
-        ctx.power, ctx.function = power, function
-        return function(x) ** power * w
+    def forward(ctx, x, seen):
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x)
+        ctx.seen = seen
+        return x * 2, x * x
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        x, w, none = ctx.saved_tensors
-        assert none is None
-        value = ctx.function(x)
-        return grad * w * ctx.power * value ** (ctx.power - 1) * 3, None, None, grad * value**ctx.power, None, None
+    def backward(ctx, grad, grad_square):
+        (x,) = ctx.saved_tensors
+        ctx.seen.append((grad is None, grad_square is None))
+        total = torch.zeros_like(x)
+        if grad is not None:
+            total = total + 2 * grad
+        if grad_square is not None:
+            total = total + 2 * x * grad_square
+        return total, None
+
+
+class SetupContext(Function):
+    """The form with `setup_context`; saves an input, an output and a tensor that is neither."""
+
+    @staticmethod
+    def forward(x):
+        scale = x.detach().abs().amax()
+        return (x / scale).tanh(), scale
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(inputs[0], output[0], output[1])
+
+    @staticmethod
+    def backward(ctx, grad, grad_scale):
+        x, y, scale = ctx.saved_tensors
+        return grad * (1 - y * y) / scale + 0 * x
 
 
 def run(block, *shape):
@@ -70,8 +108,21 @@ def run(block, *shape):
     return program
 
 
-def test_function_that_marks_its_input_dirty_is_equal():
-    assert_same_program(run(lambda x: (Double.apply(x.sin() * 1) * 3).exp()), replays=1)
+def test_function_that_saves_its_dirty_input_is_equal():
+    def block(x):
+        changed, square = DoubleAndSave.apply(x.sin() * 1)
+        return changed.exp() * square.cos()
+
+    assert_same_program(run(block), replays=1)
+
+
+def test_function_that_marks_a_view_dirty_is_equal():
+    def block(x):
+        h = x.sin() * 1
+        Double.apply(h[0])
+        return h.exp()
+
+    assert_same_program(run(block), replays=1)
 
 
 def test_function_with_an_output_that_is_not_differentiable_is_equal():
@@ -82,55 +133,34 @@ def test_function_with_an_output_that_is_not_differentiable_is_equal():
     assert_same_program(run(block), replays=1)
 
 
-def test_function_with_arguments_that_are_no_tensors_is_equal():
+@pytest.mark.parametrize(("use", "missing"), [((True, False), (False, True)), ((False, True), (True, False))])
+def test_function_without_materialized_gradients_sees_none(use, missing):
+    seen = []
+
     def program(wrap):
-        x, w = leaf(3), leaf(3)
-        y = wrap(lambda x, w: Mixed.apply(x.sin(), 2, "name", w.exp(), None, lambda t: t * 3))(x, w)
-        y.sum().backward()
-        return y, x.grad, w.grad
+        x = leaf(3)
+        outputs = wrap(lambda x: Split.apply(x.sin(), seen))(x)
+        sum(y.sum() for y, used in zip(outputs, use, strict=True) if used).backward()
+        return x.grad
 
     assert_same_program(program, replays=1)
+    assert seen == [missing, missing]
 
 
-def test_function_that_runs_a_backward_of_its_own_is_equal():
-    class Inner(Function):
-        @staticmethod
-        def forward(ctx, x):
-            with torch.enable_grad():
-                inner = x.detach().requires_grad_()
-                out = inner.sin().exp()
-            ctx.inner, ctx.out = inner, out
-            return out.detach()
-
-        @staticmethod
-        def backward(ctx, grad):
-            return torch.autograd.grad(ctx.out, ctx.inner, grad)[0]
-
-    assert_same_program(run(lambda x: Inner.apply(x.cos()).tanh()))
+def test_function_with_setup_context_is_equal():
+    assert_same_program(run(lambda x: SetupContext.apply(x.sin())[0].exp()), replays=1)
 
 
-def test_in_place_ops_on_intermediates_are_equal():
-    def block(x):
-        h = x * 2
-        h += 1
-        h.mul_(x)
-        g = h.sin()
-        g.add_(x)
-        return nn.functional.relu(g, inplace=True).clone().sub_(1).exp_()
-
-    assert_same_program(run(block), replays=1)
-
-
-def test_saved_input_that_is_changed_before_the_region_ends_by_an_op_that_allows_it_is_equal():
-    """`relu_` saves its result; the addition after it saves nothing; plain autograd allows both."""
+@pytest.mark.parametrize("layout", ["coo", "csr"])
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_sparse_matrix_product_is_equal(layout):
+    matrix = torch.eye(4)[:, [1, 0, 2, 3]]
+    matrix = matrix.to_sparse() if layout == "coo" else matrix.to_sparse_csr()
 
     def block(x):
-        h = x.sin()
-        y = (h * 2).relu_()
-        h.add_(1)
-        return y.exp()
+        return torch.sparse.mm(matrix * 1 if layout == "coo" else matrix, x.sin()).exp()
 
-    assert_same_program(run(block), replays=1)
+    assert_same_program(run(block, 4, 4), replays=1)
 
 
 def test_saved_parameter_is_the_parameter_itself_and_not_a_copy():

@@ -98,6 +98,29 @@ def test_bitwise_reports_the_first_difference():
     assert [p - positions[0] for p in positions] == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64])
+def test_bitwise_sees_the_smallest_difference(dtype):
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+    def block(x):
+        numbers = x.detach().view(integer[x.element_size()])
+        last = torch.arange(5) == 4
+        if remat.is_recomputing():
+            numbers = numbers + last  # the next floating-point number in the last place
+        return (x * numbers.to(integer[x.element_size()]).view(dtype)).abs()
+
+    x = torch.linspace(0.1, 0.9, 5).to(dtype).requires_grad_()
+    mismatch(block, x, determinism_check="bitwise")
+
+
+def test_bitwise_sees_random_numbers_that_were_not_preserved():
+    def block(x):
+        return (x * torch.rand(5)).sin()
+
+    mismatch(block, leaf(5), determinism_check="bitwise", preserve_rng_state=False)
+    backward(block, leaf(5), determinism_check="bitwise")
+
+
 @pytest.mark.parametrize(
     "value",
     [
@@ -139,25 +162,6 @@ def test_callable_is_compared_by_equality_and_called_for_each_saved_tensor():
     assert position(error) - position(first) == 2
 
 
-def test_callable_may_be_blind_to_what_the_default_sees():
-    scale = torch.full((1,), 2.0)
-
-    def block(x):
-        return x * (scale.expand(3) * 1 if remat.is_recomputing() else scale * 1)
-
-    backward(block, leaf(3), determinism_check=lambda tensor: tensor.dtype)
-    mismatch(block, leaf(3), determinism_check=lambda tensor: tensor.numel())
-
-
-def test_callable_may_compute_what_autograd_would_save():
-    def program(wrap):
-        x = leaf(3)
-        wrap(lambda x: chain(x.sin() * x).tanh())(x).sum().backward()
-        return x.grad
-
-    assert_same_program(program, replays=1, determinism_check=lambda tensor: (tensor.exp() * tensor.sin()).sum().item())
-
-
 def test_exception_in_the_callable_passes_and_leaves_nothing_behind():
     armed = []
 
@@ -197,10 +201,8 @@ def batch_norm_of_outside(train, momentum=0.1):
 
 STATISTICS = {
     "module": lambda train: nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.ReLU()).train(train),
-    "two of them": lambda train: nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm2d(3, momentum=None)).train(train),
     "function": batch_norm_of_outside,
     "instance norm": lambda train: nn.InstanceNorm2d(3, track_running_stats=True, affine=True).train(train),
-    "no statistics": lambda train: nn.BatchNorm2d(3, track_running_stats=False).train(train),
 }
 
 
@@ -289,17 +291,6 @@ def test_input_of_a_recurrent_layer_that_differs_is_still_noticed():
     y = remat.checkpoint(determinism_check="bitwise")(block)(leaf(5, 2, 4))
     with pytest.raises(remat.MismatchError, match="other values"):
         y.sum().backward()
-
-
-def test_bitwise_passes_ops_that_count_versions_otherwise_under_a_dispatch_mode():
-    def pairs(x):
-        return torch.combinations(x).sin()
-
-    x = torch.randn(4, requires_grad=True)
-    (plain,) = torch.autograd.grad(pairs(x).sum(), x)
-    for check in ("bitwise", lambda tensor: tensor.sum().item()):
-        (gradient,) = torch.autograd.grad(remat.checkpoint(determinism_check=check)(pairs)(x).sum(), x)
-        assert torch.equal(gradient, plain)
 
 
 def test_error_shows_no_values_of_tensors_that_a_check_returned():

@@ -10,13 +10,12 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import torch_remat as remat
-from tests.helpers import CountOps, assert_same, checkpointed, leaf, pairwise, plain, refused_if
+from tests.helpers import assert_same, checkpointed, leaf, pairwise, plain, refused_if
 
 aten = torch.ops.aten
 SAVE, RECOMPUTE = remat.CheckpointPolicy.SAVE, remat.CheckpointPolicy.RECOMPUTE
 POLICIES = {
     "products": (aten.mm.default, aten.mul.Tensor),
-    "exponentials": (aten.exp.default, aten.sin.default, aten.add.Tensor),
     "nothing": (),
 }
 
@@ -33,7 +32,6 @@ REGIONS = {
     "plain": checkpointed,
     "torch": torchs,
     "bitwise": lambda function: checkpointed(function, determinism_check="bitwise"),
-    "offload": lambda function: checkpointed(function, offload_inputs=True),
     "everything": lambda function: checkpointed(function, policy=lambda ctx, op, *args, **kwargs: SAVE),
     **{
         name: lambda function, ops=ops: checkpointed(function, policy=saving(*ops), region_name=str(len(ops)))
@@ -60,24 +58,15 @@ class Exp(torch.autograd.Function):
 BODIES = {
     "sin of a product": lambda h, w: (h * h).sin() @ w,
     "views": lambda h, w: h.view(2, 8).sin().view(4, 4).T.exp(),
-    "halves": lambda h, w: torch.cat([h.chunk(2)[1].sigmoid(), h.chunk(2)[0] @ w]),
     "dropout": lambda h, w: functional.dropout(h, 0.3) * w,
     "in place": lambda h, w: functional.silu(h + 1, inplace=True) * 2,
-    "layer norm": lambda h, w: functional.layer_norm(h, (4,)).softmax(-1),
     "function": lambda h, w: Exp.apply(h * 0.3).tanh(),
-    "linear layer": lambda h, w: functional.linear(h.view(2, 2, 4).transpose(0, 1), w, w[0]).square().view(4, 4),
 }
 
 
 def second_order(body, h):
     (gradient,) = torch.autograd.grad(body(h).sum(), h, create_graph=True)
     return h + gradient.sin()
-
-
-def second_order_beside(body, h):
-    y = body(h)
-    (gradient,) = torch.autograd.grad(y.sum(), h, create_graph=True)
-    return y + gradient.square()
 
 
 def of_a_copy(body, h):
@@ -98,7 +87,7 @@ def graph_kept(body, h):
     return y * gradient
 
 
-GRADIENTS = [second_order, second_order_beside, of_a_copy, accumulated, graph_kept]
+GRADIENTS = [second_order, of_a_copy, accumulated, graph_kept]
 
 
 def result(program):
@@ -190,20 +179,6 @@ def test_gradient_that_a_policy_keeps_and_code_outside_changes_is_an_error(shape
     gradient.mul_(2)
     with pytest.raises(remat.MutationError, match="after it was kept for replay"):
         y.sum().backward()
-
-
-def test_autograd_takes_over_gradients_that_a_policy_keeps():
-    def block(h):
-        point = h.detach().requires_grad_()
-        point.sin().sum().backward(inputs=[point])
-        return (h * point.grad).sin()
-
-    with CountOps() as expected:
-        block(leaf(3))
-    with CountOps() as ops:
-        checkpointed(block, policy=saving(aten.mul.Tensor))(leaf(3))
-    assert ops.counts["mul"] == expected.counts["mul"] == 2
-    assert "new_empty_strided" not in ops.counts
 
 
 def test_replay_inside_forward_goes_no_further_than_forward_has_come():

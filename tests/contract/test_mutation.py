@@ -115,15 +115,6 @@ def test_input_changed_by_way_of_an_alias_is_an_error(how):
     assert_names(caught.value, "args", "0")
 
 
-def test_input_changed_after_the_replay_of_a_kept_graph_is_an_error():
-    x = leaf(3) * 1
-    y = checkpointed(chain, region_name="block")(x)
-    y.sum().backward(retain_graph=True)
-    change(x)
-    with pytest.raises(remat.RematError):
-        y.sum().backward()
-
-
 def test_input_of_an_inner_region_changed_in_the_outer_one_is_an_error_as_in_plain_autograd():
     def program(wrap):
         def block(x):
@@ -154,38 +145,10 @@ def test_input_changed_after_backward_or_of_a_dropped_region_is_no_error():
     assert not z.requires_grad
 
 
-def test_region_that_changes_its_own_input_is_an_error_or_right():
-    def block(x):
-        x.mul_(2)
-        return x.sin().exp()
-
-    x = leaf(3)
-    h = x * 1
-    try:
-        checkpointed(block, region_name="block")(h).sum().backward()
-    except remat.RematError as error:
-        assert_names(error, "args", "0")
-    else:
-        assert_same(x.grad, torch.autograd.grad((x * 2).sin().exp().sum(), x)[0])
-
-
 def exp_then_add(x):
     y = x.exp()
     y.add_(1)
     return y.sin()
-
-
-def exp_then_add_last(x):
-    y = x.exp()
-    y.add_(1)
-    return y
-
-
-def factor_changed(x):
-    h = x * 2
-    y = h * x.cos()
-    h.mul_(3)
-    return y.exp() * h
 
 
 def factor_changed_through_a_view(x):
@@ -210,29 +173,7 @@ def changed_without_gradients(x):
     return y.cos()
 
 
-def weight_changed(x):
-    w = torch.ones(3)
-    y = (x * w).sin()
-    w.add_(1)
-    return (y * w).exp()
-
-
-def softmax_changed(x):
-    y = x.softmax(0)
-    y *= 2
-    return y.exp()
-
-
-CHANGES = [
-    exp_then_add,
-    exp_then_add_last,
-    factor_changed,
-    factor_changed_through_a_view,
-    changed_after_all_was_saved,
-    changed_without_gradients,
-    weight_changed,
-    softmax_changed,
-]
+CHANGES = [exp_then_add, factor_changed_through_a_view, changed_after_all_was_saved, changed_without_gradients]
 
 
 @pytest.mark.parametrize("early_stop", [True, False])
@@ -245,23 +186,6 @@ def test_tensor_changed_after_it_was_saved_inside_is_an_error_as_in_plain_autogr
         checkpointed(block, early_stop=early_stop, region_name="block")(x).sum().backward()
     assert caught.value.region == "block"
     assert x.grad is None
-
-
-@pytest.mark.parametrize("block", CHANGES[:3])
-def test_tensor_changed_after_it_was_saved_in_an_inner_region_is_an_error(block):
-    x = leaf(3)
-    with pytest.raises(RuntimeError):
-        checkpointed(lambda x: checkpointed(block)(x.cos()).tanh())(x).sum().backward()
-    assert x.grad is None
-
-
-def test_tensor_of_a_closure_changed_between_forward_and_backward_is_an_error_as_in_plain_autograd():
-    for wrap in (plain, checkpointed):
-        x, scale = leaf(3), torch.randn(3)
-        y = wrap(lambda x, scale=scale: (x * scale).sin())(x)
-        change(scale)
-        with pytest.raises(RuntimeError):
-            y.sum().backward()
 
 
 def test_parameter_that_is_an_input_changed_between_forward_and_backward_is_an_error_that_names_it():
@@ -291,19 +215,6 @@ def test_state_is_clean_and_the_next_region_right_after_a_mutation_error():
     assert not remat.is_recomputing()
     x = leaf(3)
     assert_same(torch.autograd.grad(checkpointed(chain)(x).sum(), x), torch.autograd.grad(chain(x).sum(), x))
-
-
-def test_messages_say_what_to_do():
-    x = leaf(3) * 1
-    y = checkpointed(chain, region_name="layers.3")(x)
-    change(x)
-    with pytest.raises(remat.MutationError) as caught:
-        y.sum().backward()
-    text = str(caught.value)
-    assert text.startswith("layers.3")
-    assert re.search("in[- ]place", text)
-    assert caught.value.remedy
-    assert caught.value.remedy in text
 
 
 @pytest.mark.parametrize("way", ["plain", "policy", "native", "call"])
@@ -339,12 +250,4 @@ def test_input_that_the_region_itself_changes_is_an_error_that_says_so(wrap):
     w = leaf(4)
     y = checkpointed(lambda x, w: block(x) * w)(*wrap(x), w)
     with pytest.raises(remat.MutationError, match="the region itself modified this input in place"):
-        y.sum().backward()
-
-
-def test_input_that_is_changed_after_the_region_is_an_error_that_says_so():
-    x, w = torch.ones(4), leaf(4)
-    y = checkpointed(lambda x, w: (x * w).sin())(x, w)
-    x.add_(1)
-    with pytest.raises(remat.MutationError, match="modified in place after the region was called"):
         y.sum().backward()
