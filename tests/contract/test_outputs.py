@@ -18,6 +18,7 @@ from tests.handle_ops import (
     SAVE,
     STYLES,
     Affine,
+    Both,
     Gated,
     Gather,
     Half,
@@ -396,3 +397,40 @@ def test_outputs_that_are_inputs_without_gradients_are_equal(kernel, policies, s
         return y, r, x.grad
 
     assert_same_program(program, replays=1)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_saved_op_that_is_given_a_tensor_and_a_skipped_view_of_it_is_equal(style):
+    def program(wrap):
+        x = leaf(3, 3)
+
+        def block(x):
+            h = x.sin()
+            return call(style, Affine, Trace(), "both", SAVE, call(style, Transpose, Trace(), "view", SAVE, h), h)
+
+        y = wrap(block)(x)
+        y.sum().backward()
+        return y, x.grad
+
+    assert_same_program(program)
+
+
+@pytest.mark.parametrize("alias", ["of the view", "of the base", "of an alias", "of a skipped result"])
+def test_op_that_runs_again_on_a_detached_alias_of_a_skipped_view_is_equal(alias):
+    def program(wrap):
+        x = leaf(3, 3)
+
+        def block(x):
+            h = x.sin()
+            if alias == "of a skipped result":
+                h = call("auto", Inner, Trace(), "skipped", SAVE, h)
+            given = h.detach() if alias in ("of an alias", "of a skipped result") else h
+            view = call("auto", Transpose, Trace(), "view", SAVE, given)
+            read = {"of the view": view.detach(), "of the base": h.detach()}.get(alias, given)
+            return call("auto", Both, Trace(), "again", RECOMPUTE, read), call("auto", Inner, Trace(), "in", SAVE, h)
+
+        y, z = wrap(block)(x)
+        z.sum().backward()
+        return y, z, x.grad
+
+    assert_same_program(program, early_stop=False)
