@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from functools import partial
 
 import pytest
@@ -33,7 +34,16 @@ from tests.handle_ops import (
     as_tuple,
     call,
 )
-from tests.helpers import LiveStorages, assert_same, assert_same_program, checkpointed, leaf, pairwise, plain
+from tests.helpers import (
+    LiveStorages,
+    assert_same,
+    assert_same_program,
+    checkpointed,
+    in_threads,
+    leaf,
+    pairwise,
+    plain,
+)
 
 
 def my_op_fwd1(x):
@@ -413,3 +423,48 @@ def test_ops_are_equal_and_bodies_run_as_often_under_every_option(options, polic
     assert_same_program(program, replays=1, **options)
     runs = [1 if policy is SAVE else 2 for policy in policies]
     assert traces[1].runs == {"a": runs[0], "b": 2, "c": runs[1], "d": 2}
+
+
+def test_regions_in_several_threads_at_once_are_equal():
+    results, barrier = {}, threading.Barrier(4)
+
+    def work(index):
+        x = torch.randn(4, 4, generator=torch.Generator().manual_seed(index)).requires_grad_()
+
+        def block(x):
+            with remat.name_scope(f"thread{index}"):
+                for step in range(10):
+                    x = call(STYLES[step % 2], Both, Trace(), f"op{step}", POLICIES[step % 2], x)
+            return x
+
+        barrier.wait()
+        got = [torch.autograd.grad(checkpointed(block)(x).sum(), x) for _ in range(5)]
+        results[index] = got, [torch.autograd.grad(block(x).sum(), x)] * 5
+
+    in_threads(work, 4)
+    assert len(results) == 4
+    for got, expected in results.values():
+        assert_same(expected, got)
+
+
+@pytest.mark.parametrize("policies", list(itertools.product(POLICIES, repeat=2)), ids=str)
+def test_gradient_taken_inside_is_equal_through_recomputed_ops_and_refused_through_a_saved_one(policies):
+    def program(wrap):
+        x = leaf(3)
+
+        def block(x):
+            h = call("handle", Both, Trace(), "a", policies[0], x.sin())
+            r = call("handle", Both, Trace(), "b", policies[1], h)
+            (grad,) = torch.autograd.grad(r.sum(), x, retain_graph=True)
+            return call("handle", Affine, Trace(), "c", RECOMPUTE, r, grad)
+
+        y = wrap(block)(x)
+        y.sum().backward()
+        return y, x.grad
+
+    if SAVE in policies:
+        with pytest.raises(remat.UsageError) as caught:
+            program(checkpointed)
+        assert (caught.value.region, caught.value.op) == ("block", "b" if policies[1] is SAVE else "a")
+    else:
+        assert_same_program(program)
