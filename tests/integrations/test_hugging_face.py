@@ -93,12 +93,18 @@ def by_pattern(model, name, options):
 
 WAYS = (by_drop_in, by_model, by_pattern)
 POLICIES = {name: getattr(remat.policies, name) for name in remat.policies.__all__}
-SAMPLES = [(False, None), (True, "save_matmuls")]
-SETTINGS = [
-    pytest.param(autocast, policy, id=f"{'bf16' if autocast else 'fp32'}-{policy or 'plain'}", marks=marks)
+SAMPLES = [(False, None), (True, "save_matmuls")]  # every second family has the first by default
+CASES = [
+    pytest.param(
+        name,
+        autocast,
+        policy,
+        id=f"{name}-{'bf16' if autocast else 'fp32'}-{policy or 'plain'}",
+        marks=() if (autocast, policy) == SAMPLES[index % 2] else pytest.mark.slow,
+    )
+    for index, name in enumerate(FAMILIES)
     for autocast in (False, True)
     for policy in (None, *POLICIES)
-    for marks in ([] if (autocast, policy) in SAMPLES else [pytest.mark.slow],)
 ]
 
 
@@ -114,8 +120,7 @@ def steps_of(model, inputs, autocast):
     return step
 
 
-@pytest.mark.parametrize(("autocast", "policy"), SETTINGS)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "autocast", "policy"), CASES)
 def test_gradients_are_those_of_torch(transformers, name, autocast, policy):
     model, inputs = build(transformers, name)
     options = {} if policy is None else {"policy": POLICIES[policy]}

@@ -113,16 +113,24 @@ def regions_by_torch(model, pattern):
             layer.forward = functools.partial(torch_checkpoint, forward, use_reentrant=False)
 
 
-SETTINGS = [
-    pytest.param(autocast, policy, id=f"{'bf16' if autocast else 'fp32'}-{policy or 'plain'}", marks=marks)
+SAMPLES = [(None, BLOCKS), ("save_matmuls", "features.*"), (None, "features.*"), ("save_matmuls", BLOCKS)]
+CASES = [
+    pytest.param(
+        name,
+        autocast,
+        policy,
+        pattern,
+        id=f"{name}-{'bf16' if autocast else 'fp32'}-{policy or 'plain'}-{pattern}",
+        marks=() if not autocast and (policy, pattern) == SAMPLES[index % 4] else pytest.mark.slow,
+    )
+    for index, name in enumerate(NETWORKS)
     for autocast in (False, True)
     for policy in (None, *POLICIES)
-    for marks in ([] if (autocast, policy) in [(False, None), (False, "save_matmuls")] else [pytest.mark.slow],)
+    for pattern in (BLOCKS, "features.*")
 ]
 
 
-@pairwise(name=NETWORKS, pattern=[BLOCKS, "features.*"])
-@pytest.mark.parametrize(("autocast", "policy"), SETTINGS)
+@pytest.mark.parametrize(("name", "autocast", "policy", "pattern"), CASES)
 def test_gradients_are_those_of_torch(name, autocast, policy, pattern):
     """Running statistics play no part in them: batch norm uses those of the batch."""
     model, x = build(name)
