@@ -282,36 +282,6 @@ class Refuses(Function):
         return grad * 2, None, None, None
 
 
-def test_next_op_is_saved_where_the_context_of_one_that_raised_stays():
-    """Its frame may have the address of the one before, and runs the same code."""
-    kept = []
-
-    class Keeps(Function):
-        @staticmethod
-        @remat.auto_forward()
-        def forward(ctx, x, op_name, remat_policy):
-            kept.append(ctx)
-            raise ValueError
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad, None, None
-
-    def function(x):
-        for count in range(20):
-            try:
-                Keeps.apply(x, f"keeps.{count}", SAVE)
-            except ValueError as error:
-                error.__traceback__ = None  # which owns the frame
-            x = call("auto", Both, trace, f"after.{count}", SAVE, x)
-        return x
-
-    trace = Trace()
-    checkpointed(function)(leaf(3)).sum().backward()
-    assert set(trace.runs.values()) == {1}
-    assert len(kept) == 20
-
-
 def with_refusals(trace, allowed, style, policy):
     def function(x):
         for count in range(4):

@@ -11,17 +11,11 @@ from torch.utils.checkpoint import GraphExecGroup
 
 import torch_remat as remat
 from tests.handle_ops import (
-    KERNELS,
     POLICIES,
-    RECOMPUTE,
-    SAVE,
     STYLES,
     Affine,
-    Both,
-    Gather,
     Power,
     Trace,
-    as_tuple,
     call,
 )
 from tests.helpers import (
@@ -33,13 +27,12 @@ from tests.helpers import (
     chain,
     checkpointed,
     leaf,
-    leaf_copies,
     name_of,
     pairwise,
     parameter_gradients,
     plain,
 )
-from tests.ways import KEEPING, WAYS, assert_same_in
+from tests.ways import WAYS, assert_same_in
 
 
 class Logged(torch.autograd.Function):
@@ -251,38 +244,6 @@ def test_two_outputs_share_one_replay(backward):
     assert_same_program(program, replays=2 if backward is one_again else 1)
 
 
-@pairwise(way=KEEPING, backward=[one_by_one, reversed_order, together, first_dropped])
-def test_two_outputs_of_what_is_kept_are_equal_in_any_order(way, backward):
-    def program(way):
-        def block(x):
-            part = way.keep("part", lambda x: x.erf(), x.exp())
-            return way.keep("one", lambda x: x.sin().exp(), x), way.keep("two", torch.cos, part)
-
-        x = leaf(3)
-        return backward(*way.region(block)(x), x)
-
-    assert_same_in(way, program)
-
-
-@pairwise(way=WAYS, wanted=["x", "w", "v", "inner"])
-def test_gradients_of_some_inputs_only_are_equal(way, wanted):
-    def program(way):
-        inputs = {"x": leaf(3, 3), "w": leaf(3, 3), "v": leaf(3, 3)}
-
-        def block(x, w):
-            h = way.keep("a", lambda x, w: x.sin() @ w, x, w)
-            inputs.setdefault("inner", h)
-            h = way.keep("b", lambda h, v: h.tanh() * v, h, inputs["v"])
-            return way.keep("c", torch.exp, h)
-
-        y = way.region(block)(inputs["x"].sin(), inputs["w"])
-        target = inputs[wanted]
-        first = torch.autograd.grad(y.sum(), target, retain_graph=True)
-        return first, torch.autograd.grad(y.sum(), [target, inputs["v"]])
-
-    assert_same_in(way, program)
-
-
 def test_two_outputs_with_a_common_trunk_raise_on_the_second_backward_as_in_plain_autograd():
     def block(x):
         trunk = x.sin().exp()
@@ -293,22 +254,6 @@ def test_two_outputs_with_a_common_trunk_raise_on_the_second_backward_as_in_plai
         one.sum().backward()
         with pytest.raises(RuntimeError, match="retain_graph"):
             two.sum().backward()
-
-
-def test_several_graph_exec_groups_over_one_region_replay_at_most_once_each():
-    function = Calls(two_branches)
-    x = leaf(3)
-    one, two = checkpointed(function)(x)
-    for group in range(3):
-        with GraphExecGroup():
-            one.sum().backward(retain_graph=True)
-            two.sum().backward(retain_graph=True)
-        assert 1 <= function.replays <= group + 1
-    expected = leaf_copies([x])[0]
-    for _ in range(3):
-        for y in two_branches(expected):
-            y.sum().backward()
-    assert_same(expected.grad, x.grad)
 
 
 def test_micro_batches_through_one_model_accumulate_equal_gradients():
@@ -339,21 +284,5 @@ def test_second_order_gradients_through_ops_are_equal_and_true(policies, style):
         second = torch.autograd.grad(scalar, [x, w], create_graph=True)
         third = torch.autograd.grad(sum(g.sum() for g in second), x)
         return y, first, second, third
-
-    assert_same_program(program)
-
-
-@pytest.mark.parametrize("kernel", [k for k in KERNELS if k is not Gather], ids=str)
-def test_second_order_through_each_saved_kernel_is_equal(kernel):
-    def program(wrap):
-        x, w = leaf(3, 3), leaf(3, 3)
-
-        def block(x, w):
-            outputs = call("handle", kernel, Trace(), "it", SAVE, x, *[w][: kernel.arity - 1])
-            return as_tuple(outputs)[0], call("handle", Both, Trace(), "r", RECOMPUTE, as_tuple(outputs)[0])
-
-        y, z = wrap(block)(x, w)
-        (gx,) = torch.autograd.grad((y * z).sum(), x, create_graph=True)
-        return y, z, gx, torch.autograd.grad(gx.square().sum(), [x, w], allow_unused=True)[0]
 
     assert_same_program(program)

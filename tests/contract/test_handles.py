@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from functools import partial
 
 import pytest
@@ -25,7 +24,6 @@ from tests.handle_ops import (
     Identity,
     Inner,
     Kernel,
-    Noise,
     Result,
     Shift,
     Sort,
@@ -39,7 +37,6 @@ from tests.helpers import (
     assert_same,
     assert_same_program,
     checkpointed,
-    in_threads,
     leaf,
     pairwise,
     plain,
@@ -266,28 +263,6 @@ def test_order_of_saved_tensors_is_the_order_of_keys():
         assert [value[0].item() for value in values] == [1, 2, 4]
 
 
-def test_hooks_on_the_output_of_a_saved_op_run_once_in_each_backward():
-    def program(wrap):
-        seen, x = [], leaf(3)
-
-        def block(x):
-            s = call("handle", Both, Trace(), "a", SAVE, x.sin())
-            s.register_hook(lambda grad: seen.append(grad.clone()) or grad * 2)
-            if s.requires_grad:
-                s.retain_grad()
-            r = call("handle", Both, Trace(), "b", RECOMPUTE, s)
-            r.register_hook(lambda grad: grad * 3)
-            return r
-
-        y = wrap(block)(x)
-        y.sum().backward(retain_graph=True)
-        y.sum().backward()
-        assert len(seen) == 2
-        return seen, x.grad
-
-    assert_same_program(program)
-
-
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("producer", ["native", RECOMPUTE, SAVE])
 def test_one_tensor_saved_under_two_names_is_right(producer, style):
@@ -393,58 +368,6 @@ def test_hooks_around_the_region_may_give_back_tensors_of_any_version(kernel, st
         return y, results, torch.autograd.grad(y.sum(), x)
 
     assert_same_program(program)
-
-
-OPTIONS = [
-    {"early_stop": False},
-    {"determinism_check": "none"},
-    {"debug": True, "early_stop": False, "determinism_check": "bitwise", "preserve_rng_state": True},
-]
-
-
-@pairwise(options=OPTIONS, policies=itertools.product(POLICIES, repeat=2))
-def test_ops_are_equal_and_bodies_run_as_often_under_every_option(options, policies):
-    traces = []
-
-    def program(wrap):
-        trace, x, w = Trace(), leaf(3, 3), leaf(3, 3)
-        traces.append(trace)
-
-        def block(x, w):
-            h = call("handle", Noise, trace, "a", policies[0], nn.functional.dropout(x.sin()))
-            h = call("auto", Affine, trace, "b", RECOMPUTE, h, w)
-            h = call("auto", Affine, trace, "c", policies[1], h.t() * 2, h)
-            return call("handle", Both, trace, "d", RECOMPUTE, h).exp()
-
-        y = wrap(block)(x, w)
-        y.sum().backward()
-        return y, x.grad, w.grad
-
-    assert_same_program(program, replays=1, **options)
-    runs = [1 if policy is SAVE else 2 for policy in policies]
-    assert traces[1].runs == {"a": runs[0], "b": 2, "c": runs[1], "d": 2}
-
-
-def test_regions_in_several_threads_at_once_are_equal():
-    results, barrier = {}, threading.Barrier(4)
-
-    def work(index):
-        x = torch.randn(4, 4, generator=torch.Generator().manual_seed(index)).requires_grad_()
-
-        def block(x):
-            with remat.name_scope(f"thread{index}"):
-                for step in range(10):
-                    x = call(STYLES[step % 2], Both, Trace(), f"op{step}", POLICIES[step % 2], x)
-            return x
-
-        barrier.wait()
-        got = [torch.autograd.grad(checkpointed(block)(x).sum(), x) for _ in range(5)]
-        results[index] = got, [torch.autograd.grad(block(x).sum(), x)] * 5
-
-    in_threads(work, 4)
-    assert len(results) == 4
-    for got, expected in results.values():
-        assert_same(expected, got)
 
 
 @pytest.mark.parametrize("policies", list(itertools.product(POLICIES, repeat=2)), ids=str)

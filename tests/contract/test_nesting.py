@@ -70,7 +70,7 @@ def test_nested_regions_are_right_in_second_order(early_stop):
     assert_same_program(program, early_stop=early_stop)
 
 
-@pytest.mark.parametrize("depth", [3, 6, 9])
+@pytest.mark.parametrize("depth", [3, 9])
 def test_innermost_function_runs_at_most_once_more_than_the_depth(depth):
     innermost = Calls(chain)
 
@@ -92,37 +92,6 @@ def test_recursive_region_with_two_branches_has_equal_gradients():
 
         x = leaf(4)
         wrap(tree)(x, 3).sum().backward()
-        return x.grad
-
-    assert_same_program(program)
-
-
-def test_inner_region_may_take_an_inference_tensor():
-    with torch.inference_mode():
-        scale = torch.full((4,), 3.0)
-
-    def program(wrap):
-        def inner(x, scale):
-            with torch.inference_mode():
-                factor = (scale * 2).sum().item()
-            return (x.sin() * factor).exp()
-
-        x = leaf(4)
-        wrap(lambda x: wrap(inner)(x.cos(), scale).tanh())(x).sum().backward()
-        return x.grad
-
-    assert_same_program(program)
-
-
-def test_inner_region_that_needs_no_gradient_is_harmless():
-    def program(wrap):
-        def outer(x):
-            with torch.no_grad():
-                scale = wrap(chain)(x.detach())
-            return (x * scale).sin() + wrap(chain)(x.detach())
-
-        x = leaf(3)
-        wrap(outer)(x).sum().backward()
         return x.grad
 
     assert_same_program(program)
@@ -157,29 +126,6 @@ def test_regions_and_torch_checkpoints_in_each_other_have_equal_gradients(way, p
         return y, x.grad, w.grad
 
     assert_same_in(way, program, early_stop=early_stop)
-
-
-@pytest.mark.parametrize("outermost", ["ours", "torch", "none"])
-def test_region_given_one_tensor_twice_inside_torch_checkpoint_is_equal(outermost):
-    """Torch's replay gives the region two tensor objects where forward gave it one."""
-
-    def program(wrap):
-        w = leaf(3, 3)
-
-        def middle(a, b):
-            return (wrap(lambda p, q: p.sin() * q)(a, b) @ w).tanh()
-
-        def outer(x):
-            h = x * 1.5
-            return TORCH(middle, h, h) * 1
-
-        x = leaf(3, 3)
-        run = {"ours": wrap(outer), "torch": functools.partial(TORCH, outer), "none": outer}[outermost]
-        y = run(x)
-        y.sum().backward()
-        return y, x.grad, w.grad
-
-    assert_same_program(program)
 
 
 @pairwise(nested_in=[0, 1, 2], order=["base, view", "view, base", "view, view", "base, base, view"])
@@ -229,20 +175,6 @@ def test_inner_region_that_takes_another_tensor_for_its_argument_in_replay_is_an
 
     with pytest.raises(remat.MismatchError, match="made by"):
         remat.checkpoint()(outer)(leaf(4)).sum().backward()
-
-
-def test_context_of_is_recomputing_follows_the_outer_region():
-    seen = []
-
-    def inner(x):
-        seen.append(remat.is_recomputing())
-        return x.sin().exp()
-
-    y = checkpointed(lambda x: checkpointed(inner)(x.sin()).tanh())(leaf(3))
-    assert seen == [False]
-    y.sum().backward()
-    assert len(seen) >= 2
-    assert all(seen[1:])
 
 
 @pytest.mark.parametrize("theirs", ["ours", "torch"])
@@ -447,72 +379,6 @@ def test_inner_region_keeps_as_much_where_its_input_is_a_view_in_one_phase_only(
         return y, z, x.grad
 
     assert_same_program(program)
-
-
-class Wave(torch.autograd.Function):
-    """Keeps its input."""
-
-    @staticmethod
-    @remat.auto_forward("x")
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.sin()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * ctx.saved_tensors[0].cos()
-
-
-def waves(policies):
-    def run(x):
-        for place, policy in enumerate(policies):
-            x = remat.op(Wave.apply, f"wave {place}", policy=policy)(x)
-        return x
-
-    return run
-
-
-def test_inner_regions_with_ops_in_a_native_region_that_runs_once_more_give_equal_gradients():
-    """The ops in it come twice in one replay."""
-
-    def program(wrap):
-        def body(x):
-            y = wrap(waves([SAVE, RECOMPUTE]))(x.cos()).exp()
-            return y, y * 2
-
-        def outer(x):
-            h, double = remat.op(body, "body")(x.sin())
-            scale = double.detach().numpy().max().item()  # autograd does not see that
-            return wrap(waves([SAVE]))(h * scale).cos()
-
-        x = leaf(3)
-        y = wrap(outer)(x)
-        if wrap is plain:
-            y.sum().backward()
-        else:
-            with pytest.warns(remat.RematWarning):
-                y.sum().backward()
-        return y, x.grad
-
-    assert_same_program(program)
-
-
-def test_checkpoint_sequential_with_ops_is_equal():
-    def build():
-        trace = Trace()
-        return [lambda h, i=i: call(STYLES[i % 2], Both, trace, f"op{i}", POLICIES[i % 2], h) for i in range(6)], trace
-
-    x = leaf(3)
-    functions, trace = build()
-    y = remat.checkpoint_sequential(functions, 3, x)
-    y.sum().backward()
-    expected = x.detach().clone().requires_grad_()
-    h = expected
-    for function in build()[0]:
-        h = function(h)
-    h.sum().backward()
-    assert_same(expected.grad, x.grad)
-    assert trace.runs == {"op0": 2, "op1": 1, "op2": 2, "op3": 1, "op4": 1, "op5": 1}
 
 
 @pairwise(style=STYLES, outer=POLICIES, inner=POLICIES, ids=str)

@@ -375,30 +375,6 @@ def test_native_views_of_outputs_that_are_views_of_inputs_are_equal(kernel, poli
     assert_same_program(program, replays=1)
 
 
-@pairwise(kernel=[Identity, Transpose], policies=POLICIES_OF_THREE, style=STYLES)
-def test_outputs_that_are_inputs_without_gradients_are_equal(kernel, policies, style):
-    """Without gradients, autograd gives back the very tensor that the op was given."""
-
-    def program(wrap):
-        x, t = leaf(3, 3), torch.randn(3, 3)
-
-        def block(x, t):
-            h = call(style, Inner, Trace(), "h", policies[0], t)
-            one = call(style, kernel, Trace(), "of h", policies[1], h)
-            two = call(style, kernel, Trace(), "of one", policies[2], one)
-            three = call(style, kernel, Trace(), "of input", policies[1], t)
-            y = call(style, Affine, Trace(), "y", RECOMPUTE, x, one)
-            z = call(style, Affine, Trace(), "z", RECOMPUTE, y, two)
-            r = call(style, Inner, Trace(), "r", RECOMPUTE, one)
-            return call(style, Affine, Trace(), "last", policies[0], z, three), r
-
-        y, r = wrap(block)(x, t)
-        y.sum().backward()
-        return y, r, x.grad
-
-    assert_same_program(program, replays=1)
-
-
 @pytest.mark.parametrize("style", STYLES)
 def test_saved_op_that_is_given_a_tensor_and_a_skipped_view_of_it_is_equal(style):
     def program(wrap):

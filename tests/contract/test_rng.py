@@ -24,8 +24,6 @@ from tests.helpers import (
     plain,
 )
 from tests.ways import BY_HANDLE, KEEPING, WAYS, assert_same_in
-from torch_remat.dispatch.ambient import RngState
-from torch_remat.dispatch.region.region import Region
 
 
 def noisy(x):
@@ -501,29 +499,6 @@ def test_call_that_runs_whole_draws_what_it_drew_after_ops_that_a_policy_skips(w
     policy = [torch.ops.aten.mul.Tensor, torch.ops.aten.sum.default]
     checkpointed = train(remat.checkpoint(policy=policy), DRAWING_CALLS[way])
     assert_same(checkpointed, train(lambda function: function, run))
-
-
-@pytest.mark.filterwarnings("ignore:.*replay recomputes this call:torch_remat.RematWarning")
-def test_random_state_of_calls_is_gone_after_backward():
-    def function(x):
-        F.dropout(x, 0.3)  # replay skips it
-        h = remat.op(lambda x: F.dropout(x, 0.3), "dropped")(x)
-        y = h.softmax(-1)
-        h.mul_(0.9)
-        return y * x
-
-    def alive(cls):
-        return [one for one in gc.get_objects() if type(one) is cls]
-
-    gc.collect()
-    others = alive(RngState)  # of tests that ran before in this process; held, so that no new one has their ids
-    y = remat.checkpoint(policy=[torch.ops.aten.mul.Tensor, torch.ops.aten.sum.default])(function)(leaf(4, 4))
-    states = {id(one) for one in alive(RngState)} - {id(one) for one in others}
-    assert len(states) == 3, "at the start, before the call, after it"
-    regions = alive(Region)  # which something else may hold
-    y.sum().backward()
-    assert regions
-    assert not states & {id(one) for one in alive(RngState)}
 
 
 @pytest.mark.gpu
