@@ -9,7 +9,7 @@ replay has no data of what a handle keeps.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 import torch_remat as remat
+from tests.helpers import assert_same
 
 SAVE = remat.CheckpointPolicy.SAVE
 
@@ -36,6 +37,11 @@ class Way:
     options: dict[str, Any] | None = field(default_factory=dict)
 
     def __str__(self) -> str:
+        return self.name
+
+    @property
+    def __name__(self) -> str:
+        """The name, by which `pairwise` makes ids as of functions."""
         return self.name
 
     def region(self, function: Callable, **options: Any) -> Callable:
@@ -83,3 +89,17 @@ BY_POLICY_AND_OP = Way("policy and op", BY_OP.keep, BY_POLICY.options)
 
 WAYS = [RECOMPUTED, BY_HANDLE, BY_OP, BY_NATIVE_REGION, BY_POLICY, BY_POLICY_AND_OP]
 KEEPING = [BY_HANDLE, BY_OP, BY_NATIVE_REGION, BY_POLICY_AND_OP]  # in which `keep` keeps what it runs
+
+
+def assert_same_in(way: Way, program: Callable[[Way], Any], **options: Any) -> None:
+    """Assert that a whole program gives the same tensors in this way as in plain autograd.
+
+    Args:
+        way: The way of keeping.
+        program: Takes a way, by which it makes its regions and keeps, builds all that it needs, and returns tensors.
+        **options: Options of `remat.checkpoint`.
+    """
+    torch.manual_seed(2)
+    expected = program(PLAIN_AUTOGRAD)
+    torch.manual_seed(2)
+    assert_same(expected, program(replace(way, options={**way.options, **options})))

@@ -8,8 +8,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 import torch_remat as remat
-from tests.handle_ops import POLICIES, RECOMPUTE, SAVE, STYLES, Affine, Both, Inner, Trace, call, policy_ids
-from tests.helpers import assert_same, assert_same_program, checkpointed, leaf, no_other_regions, plain
+from tests.handle_ops import POLICIES, RECOMPUTE, SAVE, Affine, Trace, call, policy_ids
+from tests.helpers import assert_same, assert_same_program, checkpointed, leaf, no_other_regions, pairwise, plain
 
 
 class Named(Function):
@@ -46,63 +46,21 @@ class Own(Function):
         return grad * y.exp() * x.cos(), None
 
 
-def reference(x):
-    return x.cos().sin().exp()
-
-
 @pytest.mark.parametrize("policy", POLICIES, ids=policy_ids)
-def test_forward_gets_name_and_policy_as_its_last_two_arguments(policy):
+def test_forward_gets_name_and_policy_as_its_last_two_arguments_and_from_op_neither(policy):
     log = []
 
     def program(wrap):
+        bound = remat.op(Own.apply, "op", policy=policy)
         x = leaf(3)
-        y = wrap(lambda x: Named.apply(x.cos(), log, "it", policy))(x)
+        y = wrap(lambda x: bound(Named.apply(x.cos(), log, "named", policy), log))(x)
+        y = wrap(lambda x: bound(x, log))(y)
         y.sum().backward()
         return y, x.grad
 
-    assert_same_program(program, replays=1)
-    assert log == [("it", policy)] * (2 if policy is SAVE else 3)
-
-
-@pytest.mark.parametrize("policy", POLICIES, ids=policy_ids)
-def test_forward_called_by_op_gets_only_its_own_arguments(policy):
-    log = []
-
-    def program(wrap):
-        x = leaf(3)
-        y = wrap(lambda x: remat.op(Own.apply, "it", policy=policy)(x.cos(), log))(x)
-        y.sum().backward()
-        return y, x.grad
-
-    assert_same_program(program, replays=1)
-    assert log == ["ran"] * (2 if policy is SAVE else 3)
-
-
-@pytest.mark.parametrize("policy", POLICIES, ids=policy_ids)
-def test_both_forms_outside_a_region_are_equal_to_native_ops(policy):
-    for run in (
-        lambda x: Named.apply(x.cos(), [], "it", policy),
-        lambda x: remat.op(Own.apply, "it", policy=policy)(x.cos(), []),
-    ):
-        x = leaf(3)
-        y = run(x)
-        assert_same(y, reference(x))
-        got, want = torch.autograd.grad(y.sum(), x)[0], torch.autograd.grad(reference(x).sum(), x)[0]
-        assert torch.allclose(got, want)
-
-
-def test_one_bound_op_may_be_called_in_many_regions():
-    bound, x, log = remat.op(Own.apply, "it", policy=SAVE), leaf(3), []
-    y = x
-    for _ in range(3):
-        y = checkpointed(lambda h: bound(h.cos(), log))(y)
-    y.sum().backward()
-    assert log == ["ran"] * 3
-    expected = leaf(3)
-    with torch.no_grad():
-        expected.copy_(x)
-    reference(reference(reference(expected))).sum().backward()
-    assert torch.allclose(expected.grad, x.grad)
+    assert_same_program(program, replays=1 + (policy is RECOMPUTE))
+    named, own = [("named", policy)], ["ran"]
+    assert log == [*named, *own * 2] * 2 + (own + named + own if policy is RECOMPUTE else [])
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=policy_ids)
@@ -112,6 +70,7 @@ def test_decorator_works_above_below_and_without_staticmethod(policy):
         return x.sin()
 
     decorate = remat.auto_forward("x")
+    assert decorate(forward).__name__ == "forward"
     for decorated in (staticmethod(decorate(forward)), decorate(forward), decorate(staticmethod(forward))):
         kind = type("Kind", (Function,), {"forward": decorated, "backward": staticmethod(backward_of_sine)})
 
@@ -125,15 +84,6 @@ def test_decorator_works_above_below_and_without_staticmethod(policy):
 
 def backward_of_sine(ctx, grad):
     return grad * ctx.saved_tensors[0].cos(), None, None
-
-
-def test_decorated_forward_keeps_its_name_and_docstring():
-    @remat.auto_forward("x")
-    def forward_of_mine(ctx, x, op_name, remat_policy):
-        """Say what it does."""
-
-    assert forward_of_mine.__name__ == "forward_of_mine"
-    assert forward_of_mine.__doc__ == "Say what it does."
 
 
 class Rich(Function):
@@ -231,80 +181,6 @@ def test_saving_another_number_of_tensors_than_names_is_an_error(count):
         assert (caught.value.region, caught.value.op) == ("block", "it")
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=policy_ids)
-def test_forward_may_save_nothing_where_it_names_nothing(policy):
-    class Plus(Function):
-        @staticmethod
-        @remat.auto_forward()
-        def forward(ctx, x, op_name, remat_policy):
-            return x + 1
-
-        @staticmethod
-        def backward(ctx, grad):
-            assert ctx.saved_tensors == ()
-            return grad, None, None
-
-    def program(wrap):
-        x = leaf(3)
-        wrap(lambda x: Plus.apply(x.exp(), "it", policy))(x).sum().backward()
-        return x.grad
-
-    assert_same_program(program, replays=1)
-
-
-@pytest.mark.parametrize("policy", POLICIES, ids=policy_ids)
-def test_inputs_from_saved_ops_are_real_in_the_body_and_given_back_once_each(policy):
-    seen = []
-
-    class Reader(Function):
-        @staticmethod
-        @remat.auto_forward("a", "b")
-        def forward(ctx, a, number, b, again, op_name, remat_policy):
-            seen.append([remat.is_placeholder(t) for t in (a, b, again)] + [number])
-            ctx.save_for_backward(a, b)
-            return a * b + again * number
-
-        @staticmethod
-        def backward(ctx, grad):
-            a, b = ctx.saved_tensors
-            return grad * b, None, grad * a, grad * 2, None, None
-
-    def program(wrap):
-        trace = Trace()
-
-        def block(x):
-            s = call("auto", Inner, trace, "s", SAVE, x)
-            return Reader.apply(s, 2, x.sin(), s.t(), "reader", policy)
-
-        x = leaf(3, 3)
-        wrap(block)(x).sum().backward()
-        return x.grad
-
-    assert_same_program(program, replays=1)
-    assert seen == [[False, False, False, 2]] * (2 if policy is SAVE else 3)
-
-
-@pytest.mark.parametrize("inner", STYLES)
-@pytest.mark.parametrize("outer", STYLES)
-def test_forms_mix_in_one_region(outer, inner):
-    def program(wrap):
-        trace = Trace()
-
-        def block(x):
-            h = call(outer, Both, trace, "a", SAVE, x)
-            h = call(inner, Both, trace, "b", RECOMPUTE, h)
-            h = call(outer, Inner, trace, "c", RECOMPUTE, h)
-            h = call(inner, Affine, trace, "d", SAVE, h, x)
-            assert trace.runs.total() <= 4 + 2 * (wrap is not plain)
-            return h
-
-        x = leaf(3)
-        wrap(block)(x).sum().backward()
-        return x.grad
-
-    assert_same_program(program, replays=1)
-
-
 @pytest.mark.parametrize("style", ["auto", "op"])
 @pytest.mark.parametrize("policy", POLICIES, ids=policy_ids)
 def test_exception_in_the_body_comes_out_and_leaves_nothing_behind(style, policy):
@@ -364,6 +240,9 @@ def test_a_forward_that_takes_name_and_policy_and_gets_neither_is_an_error():
         checkpointed(lambda x: Named.apply(x.cos()))(leaf(3))
 
 
+SAVE_ADDMM = {"policy": [torch.ops.aten.addmm.default]}
+
+
 class SwiGlu(Function):
     """Saves both of its arguments, and its result's half."""
 
@@ -384,10 +263,7 @@ class NamedSwiGlu(SwiGlu):
     forward = staticmethod(remat.auto_forward("gate", "up", "half")(SwiGlu.forward))
 
 
-@pytest.mark.parametrize("function", [SwiGlu, NamedSwiGlu])
-@pytest.mark.parametrize("opaque", [False, True])
-@pytest.mark.parametrize("policy", POLICIES, ids=policy_ids)
-@pytest.mark.parametrize("region", [{}, {"policy": [torch.ops.aten.addmm.default]}], ids=["no policy", "policy"])
+@pairwise(function=[SwiGlu, NamedSwiGlu], opaque=[False, True], policy=POLICIES, region=[{}, SAVE_ADDMM])
 def test_native_ops_may_read_what_op_saves_of_any_function(function, opaque, policy, region):
     w1, w2, w3 = (torch.nn.Linear(4, 4) for _ in range(3))
 
@@ -412,9 +288,6 @@ def test_tensors_of_a_call_have_the_names_of_auto_forward_in_reports(opaque):
         report = str(remat.memory_report(y.sum()))
     assert "swiglu.half" in report
     assert "saved_" not in report
-
-
-def test_two_functions_in_one_call_do_not_share_a_name():
     two = remat.op(lambda h: NamedSwiGlu.apply(NamedSwiGlu.apply(h, h), h), "two")
     with no_other_regions():
         y = checkpointed(lambda x: two(x.sin()))(leaf(8, 8))

@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 
 import pytest
 import torch
 from torch.utils.checkpoint import GraphExecGroup
 
 import torch_remat as remat
+from tests.handle_ops import (
+    POLICIES,
+    STYLES,
+    Affine,
+    Power,
+    Trace,
+    call,
+)
 from tests.helpers import (
     Calls,
     CountOps,
     Stack,
-    assert_equal_gradients,
     assert_same,
     assert_same_program,
     chain,
     checkpointed,
     leaf,
-    leaf_copies,
+    name_of,
+    pairwise,
     parameter_gradients,
     plain,
 )
+from tests.ways import WAYS, assert_same_in
 
 
 class Logged(torch.autograd.Function):
@@ -44,10 +54,6 @@ class Logged(torch.autograd.Function):
 def two_branches(x):
     """Two outputs whose backwards share no saved tensor."""
     return x.sin().exp(), x.cos().tanh()
-
-
-def test_one_region_has_equal_outputs_and_gradients():
-    assert_equal_gradients(chain, checkpointed(chain), [leaf(4, 3)])
 
 
 def test_regions_in_a_row_have_equal_gradients_and_replay_once_each():
@@ -151,21 +157,6 @@ def test_replay_runs_a_few_tiny_ops_after_the_last_saved_tensor_rather_than_stop
     assert ends == ([False] if watched else [False, True])  # what watches is to see the same ops in both phases
 
 
-def test_without_early_stop_the_function_runs_to_its_end():
-    ends = []
-
-    def block(x):
-        y = x.sin() + 1
-        ends.append(remat.is_recomputing())
-        return y
-
-    checkpointed(block, early_stop=False)(leaf(3)).sum().backward()
-    assert ends == [False, True]
-    ends.clear()
-    checkpointed(block)(leaf(3)).sum().backward()
-    assert ends == [False]
-
-
 def test_region_that_saves_nothing_is_never_replayed():
     function = Calls(lambda x: x + 1)
     x = leaf(3)
@@ -174,34 +165,34 @@ def test_region_that_saves_nothing_is_never_replayed():
     assert_same(x.grad, torch.ones(3))
 
 
-def test_backward_with_retain_graph_works_any_number_of_times():
-    def program(wrap):
-        x, w = leaf(4, 3), leaf(3, 3)
-        y = wrap(lambda x: chain(x @ w).sin())(x)
-        grads = []
-        for retain in (True, True, True, False):
-            y.square().sum().backward(retain_graph=retain)
-            grads += [x.grad.clone(), w.grad.clone()]
-        return grads
+@pairwise(way=WAYS, early_stop=[True, False])
+def test_kept_graph_gives_equal_gradients_any_number_of_times(way, early_stop):
+    def program(way):
+        x, w = leaf(4, 4), leaf(4, 4)
 
-    assert_same_program(program)
+        def body(x):
+            h = way.keep("kept", torch.mm, x.sin(), w)
+            return way.keep("reader", lambda h, x: h.tanh() * x, h, x.exp())
 
+        region = way.region(body)
+        y = region(x)
+        gradients = []
+        for retain in (True, True, False):
+            gradients += torch.autograd.grad(y.square().sum(), [x, w], retain_graph=retain)
+            other = region(x)
+            gradients += torch.autograd.grad(other.sum(), x)
+        return gradients
 
-def test_backward_with_retain_graph_works_after_other_regions_ran():
-    def program(wrap):
-        x = leaf(4)
-        y = wrap(chain)(x)
-        first = torch.autograd.grad(y.sum(), x, retain_graph=True)
-        other = torch.autograd.grad(wrap(chain)(x).sum(), x)
-        return first, other, torch.autograd.grad(y.sum(), x)
-
-    assert_same_program(program, replays=3)
+    assert_same_in(way, program, early_stop=early_stop)
 
 
 @pytest.mark.parametrize("early_stop", [True, False])
-def test_second_backward_without_retain_graph_raises_and_says_how_to_keep_the_graph(early_stop):
+@pytest.mark.parametrize("kept_before", [0, 2])
+def test_second_backward_without_retain_graph_raises_and_says_how_to_keep_the_graph(early_stop, kept_before):
     x = leaf(3)
     y = checkpointed(chain, early_stop=early_stop)(x)
+    for _ in range(kept_before):
+        y.sum().backward(retain_graph=True)
     y.sum().backward()
     grad = x.grad.clone()
     with pytest.raises(RuntimeError, match="retain_graph"):
@@ -209,59 +200,48 @@ def test_second_backward_without_retain_graph_raises_and_says_how_to_keep_the_gr
     assert_same(x.grad, grad)
 
 
-def test_second_backward_raises_after_some_backwards_that_kept_the_graph():
-    x = leaf(3)
-    y = checkpointed(chain)(x)
-    y.sum().backward(retain_graph=True)
-    y.sum().backward()
-    with pytest.raises(RuntimeError, match="retain_graph"):
-        y.sum().backward()
+def one_by_one(one, two, x):
+    return torch.autograd.grad(one.sum(), x), torch.autograd.grad(two.sum(), x)
 
 
-def test_two_outputs_backpropagated_one_by_one_share_one_replay_without_retain_graph():
+def reversed_order(one, two, x):
+    return one_by_one(two, one, x)
+
+
+def together(one, two, x):
+    torch.autograd.backward([one, two], [torch.ones(3), torch.full((3,), 2.0)])
+    return x.grad
+
+
+def first_dropped(one, two, x):
+    del one
+    return torch.autograd.grad(two.sum(), x)
+
+
+def kept(one, two, x):
+    return torch.autograd.grad(one.sum(), x, retain_graph=True), torch.autograd.grad(two.sum(), x)
+
+
+def one_again(one, two, x):
+    return kept(one, two, x), torch.autograd.grad(one.sum(), x)
+
+
+def in_one_group(one, two, x):
+    with GraphExecGroup():
+        one.sum().backward(retain_graph=True)
+        two.sum().backward(retain_graph=True)
+    return x.grad
+
+
+@pytest.mark.parametrize(
+    "backward", [one_by_one, reversed_order, together, first_dropped, kept, one_again, in_one_group], ids=name_of
+)
+def test_two_outputs_share_one_replay(backward):
     def program(wrap):
         x = leaf(3)
-        one, two = wrap(two_branches)(x)
-        one.sum().backward()
-        first = x.grad.clone()
-        two.sum().backward()
-        return first, x.grad
+        return backward(*wrap(two_branches)(x), x)
 
-    assert_same_program(program, replays=1)
-
-
-@pytest.mark.parametrize("third", [False, True])
-def test_two_outputs_backpropagated_one_by_one_share_one_replay_where_the_graph_is_kept(third):
-    def program(wrap):
-        x = leaf(3)
-        one, two = wrap(two_branches)(x)
-        gradients = list(torch.autograd.grad(one.sum(), x, retain_graph=True))
-        gradients += torch.autograd.grad(two.sum(), x)
-        if third:
-            gradients += torch.autograd.grad(one.sum(), x)
-        return gradients
-
-    assert_same_program(program, replays=1 + third)
-
-
-def test_two_outputs_backpropagated_in_reverse_order_share_one_replay():
-    def program(wrap):
-        x = leaf(3)
-        one, two = wrap(two_branches)(x)
-        two.sum().backward()
-        one.sum().backward()
-        return x.grad
-
-    assert_same_program(program, replays=1)
-
-
-def test_two_outputs_backpropagated_together_are_equal():
-    def program(wrap):
-        x = leaf(3)
-        torch.autograd.backward(wrap(two_branches)(x), [torch.ones(3), torch.full((3,), 2.0)])
-        return x.grad
-
-    assert_same_program(program, replays=1)
+    assert_same_program(program, replays=2 if backward is one_again else 1)
 
 
 def test_two_outputs_with_a_common_trunk_raise_on_the_second_backward_as_in_plain_autograd():
@@ -276,57 +256,6 @@ def test_two_outputs_with_a_common_trunk_raise_on_the_second_backward_as_in_plai
             two.sum().backward()
 
 
-def test_one_of_two_outputs_dropped_leaves_the_other_right():
-    def program(wrap):
-        x = leaf(3)
-        outputs = list(wrap(two_branches)(x))
-        del outputs[0]
-        outputs[0].sum().backward()
-        return x.grad
-
-    assert_same_program(program, replays=1)
-
-
-def test_backwards_in_one_graph_exec_group_share_one_replay():
-    def program(wrap):
-        x = leaf(3)
-        one, two = wrap(two_branches)(x)
-        with GraphExecGroup():
-            one.sum().backward(retain_graph=True)
-            two.sum().backward(retain_graph=True)
-        return x.grad
-
-    assert_same_program(program, replays=1)
-
-
-def test_input_gradient_and_weight_gradient_in_one_graph_exec_group_share_one_replay():
-    def program(wrap):
-        x, w = leaf(3, 3), leaf(3, 3)
-        y = wrap(lambda x: x.sin() @ w)(x)
-        with GraphExecGroup():
-            (gx,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
-            (gw,) = torch.autograd.grad(y.sum(), w)
-        return gx, gw
-
-    assert_same_program(program, replays=1)
-
-
-def test_several_graph_exec_groups_over_one_region_replay_at_most_once_each():
-    function = Calls(two_branches)
-    x = leaf(3)
-    one, two = checkpointed(function)(x)
-    for group in range(3):
-        with GraphExecGroup():
-            one.sum().backward(retain_graph=True)
-            two.sum().backward(retain_graph=True)
-        assert 1 <= function.replays <= group + 1
-    expected = leaf_copies([x])[0]
-    for _ in range(3):
-        for y in two_branches(expected):
-            y.sum().backward()
-    assert_same(expected.grad, x.grad)
-
-
 def test_micro_batches_through_one_model_accumulate_equal_gradients():
     def program(wrap):
         model = Stack(wrap, depth=1)
@@ -336,3 +265,24 @@ def test_micro_batches_through_one_model_accumulate_equal_gradients():
         return parameter_gradients(model)
 
     assert_same_program(program, replays=6)
+
+
+def three(style, policies, trace, x, w):
+    """Three ops in a row; all of their gradients are true ones."""
+    h = call(style, Affine, trace, "a", policies[0], x, w)
+    h = call(style, Power, trace, "b", policies[1], h)
+    return call(style, Affine, trace, "c", policies[2], h, x)
+
+
+@pairwise(style=STYLES, policies=itertools.product(POLICIES, repeat=3), ids=name_of)
+def test_second_order_gradients_through_ops_are_equal_and_true(policies, style):
+    def program(wrap):
+        x, w = (torch.rand(3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+        y = wrap(lambda x: three(style, policies, Trace(), x, w))(x)
+        first = torch.autograd.grad(y.sum(), [x, w], create_graph=True)
+        scalar = sum(g.square().sum() for g in first)
+        second = torch.autograd.grad(scalar, [x, w], create_graph=True)
+        third = torch.autograd.grad(sum(g.sum() for g in second), x)
+        return y, first, second, third
+
+    assert_same_program(program)

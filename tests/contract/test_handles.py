@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+from functools import partial
+
 import pytest
 import torch
+from torch import nn
 from torch.autograd import Function
+from torch.autograd.graph import saved_tensors_hooks
 
 import torch_remat as remat
 from tests.handle_ops import (
@@ -16,17 +21,26 @@ from tests.handle_ops import (
     Affine,
     Both,
     Gather,
+    Identity,
     Inner,
-    Power,
+    Kernel,
     Result,
     Shift,
     Sort,
     Trace,
+    Transpose,
     as_tuple,
     call,
-    policy_ids,
 )
-from tests.helpers import Calls, assert_same, assert_same_program, checkpointed, leaf, pairwise, plain
+from tests.helpers import (
+    LiveStorages,
+    assert_same,
+    assert_same_program,
+    checkpointed,
+    leaf,
+    pairwise,
+    plain,
+)
 
 
 def my_op_fwd1(x):
@@ -100,48 +114,43 @@ def run_kernel(style, kernel, trace, policy, x, w):
     return call(style, Affine, trace, "reader", RECOMPUTE, outputs[0], other), *outputs
 
 
-def test_policies_are_recompute_and_save():
-    assert {"RECOMPUTE", "SAVE"} <= set(remat.CheckpointPolicy.__members__)
-    assert SAVE is not RECOMPUTE
-
-
 @pairwise(kernel=KERNELS, style=STYLES, policy=POLICIES)
-def test_op_outside_a_region_is_plain_autograd(kernel, style, policy):
-    results = []
-    for form in ("plain", style):
-        torch.manual_seed(3)
-        trace, x, w = Trace(), leaf(3, 3), leaf(3, 3)
-        y, *outputs = run_kernel(form, kernel, trace, policy, x, w)
-        y.sum().backward()
-        results.append([y, *outputs, x.grad, w.grad if w.grad is not None else w])
-        assert trace.runs == {"it": 1, "reader": 1}
-    assert_same(*results)
+def test_op_is_equal_and_its_body_runs_as_often_as_its_policy_says(kernel, style, policy):
+    traces = {}
 
-
-@pairwise(kernel=KERNELS, style=STYLES, policy=POLICIES)
-def test_op_inside_a_region_is_equal_and_its_body_runs_once_or_twice(kernel, style, policy):
-    traces = []
-
-    def program(wrap):
-        traces.append(Trace())
+    def program(wrap, form=style):
+        trace = traces[wrap, form] = Trace()
         x, w = leaf(3, 3), leaf(3, 3)
-        y, *outputs = wrap(lambda x: run_kernel(style, kernel, traces[-1], policy, x.sin(), w))(x)
-        y.sum().backward()
-        return y, *outputs, x.grad, w.grad if w.grad is not None else w
+        y, *outputs = wrap(lambda x: run_kernel(form, kernel, trace, policy, x.sin(), w))(x)
+        results = []
+        for keep in (True, True, False):
+            y.sum().backward(retain_graph=keep)
+            results += [x.grad.clone(), w.grad.clone() if w.grad is not None else w]
+        return y, *outputs, results
 
-    assert_same_program(program, replays=1)
-    assert traces[0].runs == {"it": 1, "reader": 1}
-    assert traces[1].runs == {"it": 1 if policy is SAVE else 2, "reader": 2}
+    assert_same_program(program)
+    region = next(traces[key] for key in traces if key[0] is not plain)
+    assert traces[plain, style].runs == {"it": 1, "reader": 1}
+    assert region.runs == {"it": 1 if policy is SAVE else 4, "reader": 4}
+    torch.manual_seed(2)
+    expected = program(plain, "plain")
+    torch.manual_seed(2)
+    assert_same(expected, program(plain))
 
 
-@pytest.mark.parametrize("policies", [(a, b, c) for a in POLICIES for b in POLICIES for c in POLICIES], ids=policy_ids)
-def test_readme_example_works_as_written(policies):
-    def program(wrap):
+def test_readme_example_works_as_written():
+    class Bare(Function):  # without staticmethod
+        forward = MyOp.forward
+
+        def backward(ctx, grad_z):
+            return my_op_bwd(*ctx.saved_tensors, grad_z)
+
+    def program(wrap, function, policies):
         MyOp.runs = 0
 
         def block(x):
             for index, policy in enumerate(policies):
-                x = MyOp.apply(x, f"op{index}", policy)
+                x = function.apply(x, f"op{index}", policy)
             return x
 
         x = leaf(3)
@@ -150,24 +159,8 @@ def test_readme_example_works_as_written(policies):
         assert MyOp.runs == (3 if wrap is plain else 3 + policies.count(RECOMPUTE))
         return y, x.grad
 
-    assert_same_program(program)
-
-
-def test_forward_without_staticmethod_works():
-    class Bare(Function):
-        forward = MyOp.forward
-
-        def backward(ctx, grad_z):
-            return my_op_bwd(*ctx.saved_tensors, grad_z)
-
-    for policy in POLICIES:
-
-        def program(wrap, policy=policy):
-            x = leaf(3)
-            wrap(lambda x: Bare.apply(x.sin(), "it", policy))(x).sum().backward()
-            return x.grad
-
-        assert_same_program(program)
+    for function, policies in itertools.product([MyOp, Bare], itertools.product(POLICIES, repeat=3)):
+        assert_same_program(partial(program, function=function, policies=policies))
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -195,6 +188,10 @@ def test_region_whose_ops_need_no_replay_is_not_replayed(style):
 
 def test_handle_answers_none_in_forward_and_a_placeholder_in_replay_of_a_saved_op():
     log = []
+    for policy in POLICIES:
+        Probe.apply(leaf(3), log, "outside of regions", policy).sum().backward()
+    assert log == [("ran", False, False)] * 2
+    log.clear()
 
     def block(x):
         return Probe.apply(Probe.apply(x.sin(), log, "a", SAVE), log, "b", RECOMPUTE)
@@ -204,13 +201,6 @@ def test_handle_answers_none_in_forward_and_a_placeholder_in_replay_of_a_saved_o
     log.clear()
     y.sum().backward()
     assert log == [("loaded", True), ("ran", True, False)]
-
-
-def test_handle_answers_none_outside_a_region():
-    log = []
-    for policy in POLICIES:
-        Probe.apply(leaf(3), log, "a", policy).sum().backward()
-    assert log == [("ran", False, False)] * 2
 
 
 def test_methods_keep_one_tensor_bare_and_several_in_a_tuple():
@@ -274,45 +264,130 @@ def test_order_of_saved_tensors_is_the_order_of_keys():
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_chain_of_saved_ops_feeds_recomputed_ones_through_views(style):
+@pytest.mark.parametrize("producer", ["native", RECOMPUTE, SAVE])
+def test_one_tensor_saved_under_two_names_is_right(producer, style):
+    def forward(ctx, x):
+        y = x.sin()
+        return y, {"a": x, "b": x, "y": y, "z": y, "row": x[0]}
+
+    def backward(ctx, saved, grad):
+        a, b, y, z, row = saved
+        return grad * a + b * y * z + row
+
+    kernel = Kernel("twice", ("a", "b", "y", "z", "row"), forward, backward)
+
     def program(wrap):
-        trace = Trace()
+        x = leaf(3, 3)
 
-        def views(x, w):
-            s = call(style, Inner, trace, "s1", SAVE, x)
-            left, right = s.t().chunk(2, dim=1)
-            one = call(style, Affine, trace, "r1", RECOMPUTE, left, w[:, :2])
-            two = call(style, Affine, trace, "r2", RECOMPUTE, right.expand(3, 3), s.view(9)[::1].view(3, 3))
-            return one.sin() + two[:, :2], s[0].unsqueeze(0)
+        def block(x):
+            h = x * 2 if producer == "native" else call(style, Inner, Trace(), "h", producer, x)
+            return call(style, kernel, Trace(), "it", SAVE, h), x.exp()
 
-        x, w = leaf(3, 3), leaf(3, 3)
-        y, z = wrap(views)(x, w)
-        y.sum().backward()
-        return y, z, x.grad, w.grad
+        y, z = wrap(block)(x)
+        results = [torch.autograd.grad(y.sum() + z.sum(), x, retain_graph=True) for _ in range(2)]
+        return y, results, torch.autograd.grad(y.sum(), x)
 
-    assert_same_program(program, replays=1)
+    assert_same_program(program)
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=policy_ids)
-def test_attributes_on_ctx_are_there_in_backward_after_many_replays(policy):
-    trace, x = Trace(), leaf(3, 3)
-    y = checkpointed(lambda x: call("handle", Power, trace, "it", policy, x.sin()))(x)
-    expected = torch.autograd.grad(call("plain", Power, Trace(), "it", policy, x.sin()).sum(), x)
-    for _ in range(3):
-        assert_same(expected, torch.autograd.grad(y.sum(), x, retain_graph=True))
-    assert trace.runs["it"] == (1 if policy is SAVE else 4)
-
-
-def test_saved_op_runs_once_over_any_number_of_backwards():
-    trace, x = Trace(), leaf(3, 3)
+@pytest.mark.parametrize("style", STYLES)
+def test_tensors_from_outside_the_region_are_not_copied(style):
+    outside = [leaf(3, 3), torch.randn(3, 3), nn.Parameter(torch.randn(3, 3)), leaf(3, 3).sin()]
+    trace, live, x = Trace(), LiveStorages(), leaf(3, 3)
 
     def block(x):
-        h = call("handle", Both, trace, "s", SAVE, x.sin())
-        return call("handle", Both, trace, "r", RECOMPUTE, h)
+        for index, tensor in enumerate(outside):
+            x = call(style, Affine, trace, f"op{index}", POLICIES[index % 2], x, tensor)
+        return x
 
-    function = Calls(block)
-    y = checkpointed(function)(x)
-    for _ in range(4):
-        y.sum().backward(retain_graph=True)
-    assert function.replays == 4
-    assert trace.runs == {"s": 1, "r": 5}
+    leaf(1).detach().sin()
+    with live:
+        outputs = [checkpointed(block)(x)]
+    kept = {"op1.out"}  # what the RECOMPUTE op after the SAVE op reads
+    assert trace.alive() == kept | {"op3.out"}
+    loss = outputs.pop().sum()
+    assert live.bytes() == x.nbytes * len(kept)
+    got = torch.autograd.grad(loss, [x, outside[0], outside[2]])
+    trace = Trace()
+    assert_same(torch.autograd.grad(block(x).sum(), [x, outside[0], outside[2]]), got)
+
+
+VIEWS = {
+    "itself": lambda t: t,
+    "transposed": lambda t: t.t(),
+    "expanded": lambda t: t[2].expand(4, 3),
+    "diagonal": lambda t: t.diagonal(),
+    "unfolded": lambda t: t.unfold(0, 2, 1),
+    "other dtype": lambda t: t.detach().view(torch.int32),
+    "detached": lambda t: t.detach()[0],
+}
+
+
+@pairwise(name=VIEWS, style=STYLES)
+def test_views_of_skipped_outputs_are_given_back_exactly(name, style):
+    seen = []
+
+    def forward(ctx, x, w):
+        seen.append((x.clone(), x.shape, x.stride(), x.storage_offset(), x.dtype, ctx.needs_input_grad[1:3]))
+        return x.double().nan_to_num().tanh().sum().float() + w.sin(), {"w": w}
+
+    kernel = Kernel("look", ("w",), forward, lambda ctx, saved, grad: (None, grad * saved[0].cos()), 2)
+
+    def block(x, w):
+        s = call(style, Inner, Trace(), "s", SAVE, x)
+        return call(style, kernel, Trace(), "look", RECOMPUTE, VIEWS[name](s), w)
+
+    y = checkpointed(block)(leaf(3, 3), leaf(3))
+    y.sum().backward()
+    assert len(seen) == 2
+    assert_same(seen[0][0], seen[1][0])
+    assert seen[0][1:] == seen[1][1:]
+
+
+def written_copy(tensor):
+    """Return a copy that was filled in place, as pinned copies are: its version is not 0."""
+    copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    return copy.copy_(tensor).add_(0)
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("kernel", [Identity, Transpose, Inner], ids=str)
+def test_hooks_around_the_region_may_give_back_tensors_of_any_version(kernel, style):
+    def program(wrap):
+        x = leaf(3, 3)
+
+        def block(x):
+            keep = call(style, Both, Trace(), "of input", SAVE, x)
+            s = call(style, Inner, Trace(), "s", SAVE, keep)
+            r = call(style, kernel, Trace(), "alias", RECOMPUTE, s)
+            return call(style, Both, Trace(), "keeper", SAVE, r), call(style, kernel, Trace(), "t", RECOMPUTE, x)
+
+        with saved_tensors_hooks(written_copy, lambda tensor: tensor):
+            y, t = wrap(block)(x * 2)
+        results = [torch.autograd.grad(y.sum() + t.sum(), x, retain_graph=True) for _ in range(2)]
+        return y, results, torch.autograd.grad(y.sum(), x)
+
+    assert_same_program(program)
+
+
+@pytest.mark.parametrize("policies", list(itertools.product(POLICIES, repeat=2)), ids=str)
+def test_gradient_taken_inside_is_equal_through_recomputed_ops_and_refused_through_a_saved_one(policies):
+    def program(wrap):
+        x = leaf(3)
+
+        def block(x):
+            h = call("handle", Both, Trace(), "a", policies[0], x.sin())
+            r = call("handle", Both, Trace(), "b", policies[1], h)
+            (grad,) = torch.autograd.grad(r.sum(), x, retain_graph=True)
+            return call("handle", Affine, Trace(), "c", RECOMPUTE, r, grad)
+
+        y = wrap(block)(x)
+        y.sum().backward()
+        return y, x.grad
+
+    if SAVE in policies:
+        with pytest.raises(remat.UsageError) as caught:
+            program(checkpointed)
+        assert (caught.value.region, caught.value.op) == ("block", "b" if policies[1] is SAVE else "a")
+    else:
+        assert_same_program(program)

@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import threading
 import weakref
 
 import pytest
 import torch
 from torch import nn
+from torch.autograd import Function
 from torch.utils.checkpoint import GraphExecGroup
 
 import torch_remat as remat
+from tests.handle_ops import (
+    KERNELS,
+    POLICIES,
+    RECOMPUTE,
+    SAVE,
+    STYLES,
+    Affine,
+    Both,
+    Gather,
+    Inner,
+    Kernel,
+    Trace,
+    as_tuple,
+    call,
+    policy_ids,
+)
 from tests.helpers import (
     LiveStorages,
     Mlp,
@@ -19,15 +38,18 @@ from tests.helpers import (
     checkpointed,
     collector_off,
     leaf,
+    name_of,
+    pairwise,
     plain,
     shown,
     watch,
 )
+from tests.ways import BY_HANDLE, WAYS
 
 pytestmark = pytest.mark.usefixtures("_without_collector")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def _without_collector():
     with collector_off():
         yield
@@ -70,52 +92,151 @@ OPTIONS = [
 ]
 
 
-def test_after_forward_inner_tensors_are_dead_and_inputs_alive():
-    parts = Parts()
-    assert len(parts.inner) == 2
-    assert alive(parts.inner) == 0
-    assert alive(parts.inputs) == 2
-    del parts.output
-    parts.assert_all_dead()
-
-
 @pytest.mark.parametrize("options", OPTIONS, ids=shown)
-def test_dropping_the_output_without_backward_frees_saved_tensors_inputs_and_region(options):
-    parts = Parts(**options)
-    assert parts.function() is not None
-    del parts.output
-    parts.assert_all_dead()
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=shown)
-def test_backward_frees_saved_tensors_and_inputs_while_the_output_is_held(options):
-    parts = Parts(**options)
+def test_inputs_inner_tensors_and_function_die_with_the_output_or_in_backward(options):
+    dropped, parts = Parts(**options), Parts(**options)
+    for one in (dropped, parts):
+        assert len(one.inner) == 2
+        assert alive(one.inner) == 0
+        assert alive(one.inputs) == 2
+        assert one.function() is not None
+    del dropped.output
+    dropped.assert_all_dead()
+    for group in (contextlib.nullcontext, GraphExecGroup, GraphExecGroup):
+        with group():
+            parts.output.sum().backward(retain_graph=True)
+        assert alive(parts.inner) == 0
+        assert alive(parts.inputs) == 2
     parts.output.sum().backward()
-    assert len(parts.inner) == 4
+    assert len(parts.inner) == 10
     assert alive(parts.inner) == 0
     assert alive(parts.inputs) == 0
     del parts.output
     parts.assert_all_dead()
 
 
-def test_kept_graph_gives_its_values_away_and_frees_everything_when_dropped():
-    parts = Parts()
-    for _ in range(3):
-        parts.output.sum().backward(retain_graph=True)
-        assert alive(parts.inner) == 0
-        assert alive(parts.inputs) == 2
-    del parts.output
-    parts.assert_all_dead()
+def drop(y, x):
+    pass
 
 
-def test_kept_graph_holds_no_values_after_a_graph_exec_group():
-    parts = Parts()
+def backward(y, x):
+    torch.autograd.grad(y.sum(), x)
+
+
+def keep_the_graph(y, x):
     for _ in range(2):
-        with GraphExecGroup():
-            parts.output.sum().backward(retain_graph=True)
-        assert alive(parts.inner) == 0
-    del parts.output
-    parts.assert_all_dead()
+        torch.autograd.grad(y.sum(), x, retain_graph=True)
+
+
+def second_order(y, x):
+    (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    torch.autograd.grad(grad.square().sum(), x)
+
+
+def raise_in_backward(kind, y, x):
+    with pytest.raises(kind):
+        backward(y, x)
+    leaf(1).sum().backward()  # after an error, torch's queue holds the nodes that are left until the next backward
+
+
+def mismatch(y, x):
+    x.differs = True
+    raise_in_backward(remat.MismatchError, y, x)
+
+
+def error_in_replay(y, x):
+    x.fails = True
+    raise_in_backward(ValueError, y, x)
+
+
+def in_a_thread(y, x):
+    thread = threading.Thread(target=backward, args=(y, x))
+    thread.start()
+    thread.join()
+
+
+ENDS = [drop, backward, keep_the_graph, second_order, mismatch, error_in_replay, in_a_thread]
+
+
+@pairwise(
+    way=WAYS,
+    end=ENDS,
+    depth=[1, 3],
+    options=[{}, {"early_stop": False}, {"debug": True}],
+    possible=lambda way, end, **_: way is not BY_HANDLE or end is not second_order,
+    ids=lambda value: name_of(value) or str(value),
+)
+def test_everything_dies_however_a_region_ends(way, end, depth, options):
+    x = leaf(3, 3)
+    live = LiveStorages()
+
+    def level(x, left):
+        h = way.keep("a", lambda h: h.sin().exp(), x)
+        g = x.cosh().exp()
+        if left:
+            h, g = way.region(level, **options)(h, left - 1)
+        if hasattr(leaf_of_all, "fails"):
+            raise ValueError("in replay")
+        if hasattr(leaf_of_all, "differs"):
+            h = way.keep("d", lambda h: h[:2].exp(), h)
+        h = way.keep("b", lambda h: h.tanh() * h, h)
+        return way.keep("c", lambda h: h.cos().exp(), h), g.sinh().tanh()
+
+    leaf_of_all = x
+    with live:
+        y, g = way.region(level, **options)(x * 1, depth - 1)
+        y = y.sum() + g.sum()
+        del g
+        end(y, x)
+        del y
+    assert live.bytes() == 0
+
+
+@pairwise(way=WAYS, where=["call", "between", "end"], depth=[1, 2])
+def test_exception_in_forward_frees_everything(way, where, depth):
+    live = LiveStorages()
+
+    def fail(_):
+        raise ValueError("in forward")
+
+    def level(h, left):
+        h = way.keep("a", lambda h: h.sin().exp(), h)
+        if left:
+            h = way.region(level)(h, left - 1)
+        elif where == "call":
+            way.keep("fails", fail, h)
+        elif where == "between":
+            fail(h)
+        way.keep("b", lambda h: h.tanh() * h, h)
+        fail(h)
+
+    with live, pytest.raises(ValueError, match="in forward"):
+        way.region(level)(leaf(3, 3) * 1, depth - 1)
+    assert live.bytes() == 0
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=shown)
+def test_parameter_without_gradient_dies_in_backward_and_what_nothing_saves_in_forward(options):
+    frozen, shift = nn.Parameter(torch.randn(3, 3), requires_grad=False), torch.randn(3)
+    weight, given = watch(frozen, shift)
+    x = leaf(3)
+    y = checkpointed(lambda x, w: (x @ w).sin(), **options)(x, frozen)
+    z = checkpointed(lambda x, shift: x + shift, **options)(x, shift)
+    del frozen, shift
+    assert given.expired()
+    assert not weight.expired()
+    (y + z).sum().backward()
+    assert weight.expired()
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_retained_bytes_after_forward_are_inputs_and_outputs_and_nothing_more(early_stop):
+    mlp = Mlp(16)
+    live = LiveStorages()
+    with live:
+        x = torch.randn(5, 16, requires_grad=True)
+        y = checkpointed(nn.Sequential(mlp, nn.Tanh(), mlp), early_stop=early_stop)(x)
+    assert live.bytes() == x.nbytes + y.nbytes == 2 * 5 * 16 * 4
 
 
 def test_saved_tensor_looked_at_before_backward_is_freed_with_the_output():
@@ -123,57 +244,6 @@ def test_saved_tensor_looked_at_before_backward_is_freed_with_the_output():
     assert parts.output.grad_fn._saved_self.shape == (3,)
     del parts.output
     parts.assert_all_dead()
-
-
-def test_graph_of_second_order_frees_everything_when_dropped():
-    x = leaf(3)
-    live = LiveStorages()
-    with live:
-        y = checkpointed(chain)(x * 1)
-        (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-        (second,) = torch.autograd.grad(grad.square().sum(), x)
-        del y, grad, second
-    assert live.bytes() == 0
-
-
-@pytest.mark.parametrize("depth", [2, 4])
-def test_dropping_nested_regions_frees_everything(depth):
-    references = []
-
-    def block(x, left):
-        h = x.sin()
-        references.extend(watch(x, h))
-        return (checkpointed(block)(h, left - 1) if left else h).exp()
-
-    for backward in (False, True):
-        y = checkpointed(block)(leaf(3) * 1, depth)
-        if backward:
-            y.sum().backward()
-        assert len(references) >= 2 * depth
-        del y
-        assert alive(references) == 0
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=shown)
-def test_backward_frees_a_parameter_without_gradient_while_the_output_is_held(options):
-    frozen = nn.Parameter(torch.randn(3, 3), requires_grad=False)
-    (weight,) = watch(frozen)
-    y = checkpointed(lambda x, w: (x @ w).sin(), **options)(leaf(3), frozen)
-    del frozen
-    y.sum().backward()
-    assert weight.expired()
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=shown)
-def test_region_that_saves_nothing_keeps_nothing_while_its_output_is_held(options):
-    shift = torch.randn(3)
-    (given,) = watch(shift)
-    x = leaf(3)
-    y = checkpointed(lambda x, shift: x + shift, **options)(x, shift)
-    del shift
-    assert given.expired()
-    y.sum().backward()
-    assert torch.equal(x.grad, torch.ones(3))
 
 
 def test_part_of_the_outputs_dropped_frees_what_only_it_needs():
@@ -193,48 +263,42 @@ def test_part_of_the_outputs_dropped_frees_what_only_it_needs():
     assert live.bytes() == x.grad.untyped_storage().nbytes()
 
 
-@pytest.mark.parametrize("early_stop", [True, False])
-def test_retained_bytes_after_forward_are_inputs_and_outputs_and_nothing_more(early_stop):
-    mlp = Mlp(16)
-    live = LiveStorages()
-    with live:
-        x = torch.randn(5, 16, requires_grad=True)
-        y = checkpointed(nn.Sequential(mlp, nn.Tanh(), mlp), early_stop=early_stop)(x)
-    assert live.bytes() == x.nbytes + y.nbytes == 2 * 5 * 16 * 4
+def counting(made, counts):
+    """Return a kernel that saves its own output and, in backward, counts how many of all outputs are alive."""
+
+    def forward(ctx, x):
+        y = x * 2
+        made.extend(watch(y))
+        return y, {"y": y}
+
+    def backward(ctx, saved, grad):
+        counts.append(alive(made))
+        return grad * 2
+
+    return Kernel("counting", ("y",), forward, backward)
 
 
-def test_values_die_node_by_node_in_backward_as_in_plain_autograd():
-    """Each node's backward counts the big tensors that are alive; the counts fall as they do without a region."""
+@pytest.mark.parametrize("policy", POLICIES, ids=policy_ids)
+@pytest.mark.parametrize("style", STYLES)
+def test_values_die_node_by_node_in_backward_as_in_plain_autograd(style, policy):
+    """Each node's backward counts the tensors that are alive; the counts fall as they do without a region."""
 
-    class Node(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, made, counts):
-            y = x * 2
-            made.extend(watch(y))
-            ctx.save_for_backward(y)
-            ctx.made, ctx.counts = made, counts
-            return y
-
-        @staticmethod
-        def backward(ctx, grad):
-            ctx.counts.append(alive(ctx.made))
-            ctx.saved_tensors  # noqa: B018  (reading must not pin)
-            return grad * 2, None, None
-
-    def run(wrap):
+    def run(wrap, style, tail):
         made, counts = [], []
+        kernel = counting(made, counts)
 
         def block(x):
-            for _ in range(6):
-                x = Node.apply(x, made, counts)
-            return x.sum()
+            for index in range(6):
+                x = call(style, kernel, Trace(), f"op{index}", policy, x)
+            return call(style, Inner, Trace(), "tail", RECOMPUTE, x).sum() if tail else x.sum()
 
         wrap(block)(leaf(4)).backward()
         assert alive(made) == 0
         return counts
 
-    assert run(plain) == [6, 5, 4, 3, 2, 1]
-    assert run(checkpointed) == [0, 5, 4, 3, 2, 1]  # the first asks for its tensor, by which the replay begins
+    for tail in (False, True):
+        assert run(plain, style, tail) == [6, 5, 4, 3, 2, 1]
+        assert run(checkpointed, style, tail) == [6, 5, 4, 3, 2, 1]
 
 
 def test_input_of_a_region_is_dead_when_backward_reaches_the_region_before_it():
@@ -253,24 +317,6 @@ def test_input_of_a_region_is_dead_when_backward_reaches_the_region_before_it():
     assert alive(references) == 1
     y.sum().backward()
     assert counts == [0]
-
-
-def test_each_region_holds_its_values_only_during_its_own_part_of_backward():
-    made, counts = [], []
-
-    def block(x):
-        if remat.is_recomputing():
-            counts.append(alive(made))
-        h = x.sin()
-        made.extend(watch(h))
-        return h.exp() * h
-
-    x = leaf(3)
-    for _ in range(4):
-        x = checkpointed(block)(x)
-    x.sum().backward()
-    assert counts == [0, 0, 0, 0]
-    assert alive(made) == 0
 
 
 def test_unneeded_values_of_replay_die_at_once():
@@ -305,30 +351,6 @@ def test_a_tensor_that_user_code_takes_out_of_replay_holds_no_other_values(optio
     assert alive(others) == 0
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=shown)
-@pytest.mark.parametrize("phase", ["forward", "replay"])
-def test_exception_frees_everything(phase, options):
-    live = LiveStorages()
-
-    def block(x):
-        h = x.sin().exp()
-        if remat.is_recomputing() == (phase == "replay"):
-            raise ValueError(phase)
-        return h.cos()
-
-    with live:
-        x = leaf(3) * 1
-        y, message = None, ""
-        try:
-            y = checkpointed(block, **options)(x)
-            y.sum().backward()
-        except ValueError as error:
-            message = str(error)
-        assert phase in message
-        del x, y
-    assert live.bytes() == 0
-
-
 def test_exception_frees_an_argument_in_a_container_that_the_function_has_changed():
     def block(tensors):
         tensors[0].exp_()  # so that its history holds the region
@@ -343,31 +365,88 @@ def test_exception_frees_an_argument_in_a_container_that_the_function_has_change
     assert live.bytes() == 0
 
 
-def test_mismatch_frees_everything():
-    live = LiveStorages()
-    with live:
-        y = checkpointed(lambda x: x.sin() if remat.is_recomputing() else x.sin().exp())(leaf(3) * 1)
-        try:
-            y.sum().backward()
-        except remat.MismatchError:
-            pass
-        else:
-            pytest.fail("nothing was raised")
-        del y
-    assert live.bytes() == 0
+@pairwise(kernel=KERNELS, style=STYLES)
+def test_no_form_of_any_kernel_makes_a_cycle(kernel, style):
+    for policy, backward in itertools.product(POLICIES, [False, True]):
+        trace = Trace()
+
+        def block(x, w, trace=trace, policy=policy):
+            second = [torch.tensor([[1, 0, 1]] * 3)] if kernel is Gather else [w]
+            outputs = as_tuple(call(style, kernel, trace, "it", policy, x.sin(), *second[: kernel.arity - 1]))
+            return call(style, Affine, trace, "reader", RECOMPUTE, outputs[0], x), outputs[0]
+
+        function = weakref.ref(block)
+        y, z = checkpointed(block)(leaf(3, 3) * 1, leaf(3, 3) * 1)
+        if backward:
+            (y.sum() + z.sum()).backward()
+            assert trace.alive() <= {"it.out", "it.0", "reader.out"}
+        del y, z, block
+        assert trace.alive() == set()
+        assert function() is None
 
 
-def test_thread_that_ran_a_region_leaves_nothing():
-    live = LiveStorages()
+def test_slots_are_dead_after_the_replay_except_where_backward_needs_them():
+    seen = []
 
-    def work():
-        with live:
-            checkpointed(chain)(leaf(3) * 1).sum().backward()
-            held = checkpointed(chain)(leaf(3) * 1)
-        del held
+    class Look(Function):
+        @staticmethod
+        def forward(ctx, x, trace):
+            ctx.trace = trace
+            return x.clone()
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert len(live.seen) > 5
-    assert live.bytes() == 0
+        @staticmethod
+        def backward(ctx, grad):
+            seen.append(ctx.trace.alive())
+            return grad, None
+
+    trace = Trace()
+
+    def block(x):
+        s = call("handle", Inner, trace, "s", SAVE, x)
+        r = call("handle", Inner, trace, "r", RECOMPUTE, s)
+        t = call("handle", Inner, trace, "t", SAVE, r)
+        return Look.apply(call("handle", Inner, trace, "u", RECOMPUTE, t), trace)
+
+    loss = checkpointed(block)(leaf(3)).sum()
+    assert trace.alive() == {"s.m", "s.out", "t.m", "t.out"}
+    loss.backward()
+    assert seen == [{"s.m", "t.m"}]
+
+
+@pytest.mark.parametrize("where", ["placeholder", "mismatch", "twice"])
+def test_error_of_ours_frees_everything(where):
+    trace = Trace()
+
+    def forward(ctx, x):
+        return x * 2, {"x": x}
+
+    failing = Kernel("failing", ("x",), forward, lambda ctx, saved, grad: grad * saved[0])
+
+    def block(x):
+        h = call("handle", Both, trace, "a", SAVE, x.sin())
+        r = call("handle", Both, trace, "b", RECOMPUTE, h)
+        if where == "placeholder":
+            h = h.exp() * r
+        name = "a" if where == "twice" else "x" if where == "mismatch" and remat.is_recomputing() else "c"
+        h = call("handle", failing, trace, name, SAVE, h)
+        return call("handle", Both, trace, "d", RECOMPUTE, h * r if where == "placeholder" else h)
+
+    y = None
+    with pytest.raises(remat.RematError):  # noqa: PT012
+        y = checkpointed(block)(leaf(3) * 1)
+        y.sum().backward()
+    del y
+    assert trace.alive() == set()
+
+
+def test_inner_regions_slot_for_the_output_of_a_saved_op_dies_with_the_outer_replay():
+    trace = Trace()
+
+    def block(x):
+        h = call("handle", Inner, trace, "a", SAVE, x)
+        return checkpointed(lambda h: call("handle", Both, trace, "b", RECOMPUTE, h.sin()))(h)
+
+    y = checkpointed(block)(leaf(3))
+    assert trace.alive() == {"a.m", "a.out", "b.out"}
+    y.sum().backward()
+    assert trace.alive() == {"b.out"}

@@ -9,10 +9,9 @@ import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import torch_remat as remat
+from tests.handle_ops import POLICIES, RECOMPUTE, SAVE, STYLES, Both, Identity, Inner, Kernel, Trace, call
 from tests.helpers import (
     Calls,
-    Mlp,
-    Stack,
     alive,
     assert_same,
     assert_same_program,
@@ -20,67 +19,58 @@ from tests.helpers import (
     checkpointed,
     collector_off,
     leaf,
-    parameter_gradients,
+    pairwise,
     plain,
     watch,
 )
+from tests.ways import BY_HANDLE, BY_NATIVE_REGION, BY_OP, WAYS, assert_same_in
 
-DEPTHS = [1, 2, 3, 5, 10]
-
-
-def nested(wrap, depth, before=True, after=True):
-    """Return a function that is `depth` regions deep, with ops before and after each inner region."""
-
-    def level(x, w):
-        h = (x @ w).sin() if before else x
-        h = nested(wrap, depth - 1, before, after)(h, w) if depth > 1 else chain(h)
-        return (h @ w).tanh() if after else h
-
-    return wrap(level)
+TORCH = functools.partial(torch_checkpoint, use_reentrant=False)
+REENTRANT = functools.partial(torch_checkpoint, use_reentrant=True)
 
 
-@pytest.mark.parametrize("depth", DEPTHS)
-@pytest.mark.parametrize(("before", "after"), [(True, True), (True, False), (False, True), (False, False)])
-def test_nested_regions_have_equal_gradients(depth, before, after):
-    def program(wrap):
+@pairwise(
+    way=WAYS, depth=[1, 2, 5], before=[True, False], after=[True, False], twice=[False, True], early_stop=[True, False]
+)
+def test_nested_regions_have_equal_gradients(way, depth, before, after, twice, early_stop):
+    """With what is kept before and after the inner regions, or nothing; with one or two inner regions at a level."""
+
+    def program(way):
         x, w = leaf(3, 3), leaf(3, 3)
-        y = nested(wrap, depth, before, after)(x, w)
+
+        def level(x, left):
+            h = way.keep("before", lambda x, w: (x @ w).sin(), x, w) if before else x
+            for index in range(1 + (twice and left < 3)):
+                h = way.region(level)(h, left - 1) if left > 1 else way.keep(f"chain{index}", chain, h)
+            return way.keep("after", lambda h, w: (h @ w).tanh(), h, w) if after else h
+
+        y = way.region(level)(x * 1, depth)
+        inputs = [x, w] if before or after else [x]
+        results = [torch.autograd.grad(y.sum(), inputs, retain_graph=True) for _ in range(2)]
         y.sum().backward()
-        return y, x.grad, w.grad
+        return y, results, x.grad, w.grad if before or after else w
 
-    if not (before or after):
-        program = only_gradient_of_x(depth)
-    assert_same_program(program)
-
-
-def only_gradient_of_x(depth):
-    """Nothing but regions around one chain: the weight is passed on and never used."""
-
-    def program(wrap):
-        x, w = leaf(3, 3), leaf(3, 3)
-        y = nested(wrap, depth, False, False)(x, w)
-        y.sum().backward()
-        assert w.grad is None
-        return y, x.grad
-
-    return program
+    assert_same_in(way, program, early_stop=early_stop)
 
 
 @pytest.mark.parametrize("early_stop", [True, False])
-@pytest.mark.parametrize("depth", [2, 4])
-def test_nested_regions_are_right_with_retain_graph_and_second_order(depth, early_stop):
+def test_nested_regions_are_right_in_second_order(early_stop):
     def program(wrap):
         x, w = leaf(3, 3), leaf(3, 3)
-        y = nested(wrap, depth)(x, w)
-        results = [torch.autograd.grad(y.sum(), [x, w], retain_graph=True) for _ in range(2)]
+
+        def level(x, left):
+            h = (x @ w).sin()
+            return (wrap(level)(h, left - 1) if left else chain(h)) @ w
+
+        y = wrap(level)(x, 3)
         (gx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
         gx.square().sum().backward()
-        return *results, gx, x.grad, w.grad
+        return gx, x.grad, w.grad
 
     assert_same_program(program, early_stop=early_stop)
 
 
-@pytest.mark.parametrize("depth", [3, 6, 9])
+@pytest.mark.parametrize("depth", [3, 9])
 def test_innermost_function_runs_at_most_once_more_than_the_depth(depth):
     innermost = Calls(chain)
 
@@ -90,22 +80,6 @@ def test_innermost_function_runs_at_most_once_more_than_the_depth(depth):
 
     checkpointed(level)(leaf(3), depth - 1).sum().backward()
     assert 2 <= innermost.total <= depth + 1
-
-
-def test_recursive_region_has_equal_gradients():
-    def program(wrap):
-        def tree(x, low, high):
-            if high - low == 1:
-                return (x + low).sin().exp().tanh()
-            middle = (low + high) // 2
-            return wrap(tree)(wrap(tree)(x, low, middle), middle, high)
-
-        x = leaf(4)
-        y = wrap(tree)(x, 0, 8)
-        y.sum().backward()
-        return y, x.grad
-
-    assert_same_program(program)
 
 
 def test_recursive_region_with_two_branches_has_equal_gradients():
@@ -123,103 +97,38 @@ def test_recursive_region_with_two_branches_has_equal_gradients():
     assert_same_program(program)
 
 
-def test_inner_region_may_take_an_inference_tensor():
-    with torch.inference_mode():
-        scale = torch.full((4,), 3.0)
+@pairwise(
+    way=WAYS,
+    pattern=["ot", "to", "oto", "tot", "ooto", "ttoo", "or", "ro"],
+    early_stop=[True, False],
+    possible=lambda way, pattern, **_: way is not BY_HANDLE or pattern in ("to", "ttoo", "ro"),  # torch's reads nothing
+)
+def test_regions_and_torch_checkpoints_in_each_other_have_equal_gradients(way, pattern, early_stop):
+    """A letter a level: `o` for ours, `t` for torch's, `r` for torch's that is reentrant."""
 
-    def program(wrap):
-        def inner(x, scale):
-            with torch.inference_mode():
-                factor = (scale * 2).sum().item()
-            return (x.sin() * factor).exp()
+    def program(way):
+        wraps = {
+            "o": way.region,
+            "t": lambda function: functools.partial(TORCH, function),
+            "r": lambda function: functools.partial(REENTRANT, function),
+        }
+        x, w = leaf(3, 3), leaf(3, 3)
 
-        x = leaf(4)
-        wrap(lambda x: wrap(inner)(x.cos(), scale).tanh())(x).sum().backward()
-        return x.grad
+        def level(x, left):
+            h = way.keep(f"before {left}", lambda x, w: (x @ w).sin(), x, w)
+            h = wraps[left[0]](level)(h, left[1:]) if left else h
+            return way.keep(f"after {left}", lambda h, w: (h @ w).tanh(), h, w)
 
-    assert_same_program(program)
-
-
-def test_inner_regions_in_a_row_inside_an_outer_one_have_equal_gradients():
-    def program(wrap):
-        model = Stack(wrap, depth=3)
-        x = leaf(2, 4, 8)
-        y = wrap(model)(x)
-        y.square().mean().backward()
-        return y, x.grad, *parameter_gradients(model)
-
-    assert_same_program(program)
-
-
-def test_inner_region_that_needs_no_gradient_is_harmless():
-    def program(wrap):
-        def outer(x):
-            with torch.no_grad():
-                scale = wrap(chain)(x.detach())
-            return (x * scale).sin() + wrap(chain)(x.detach())
-
-        x = leaf(3)
-        wrap(outer)(x).sum().backward()
-        return x.grad
-
-    assert_same_program(program)
-
-
-TORCH = functools.partial(torch_checkpoint, use_reentrant=False)
-REENTRANT = functools.partial(torch_checkpoint, use_reentrant=True)
-
-
-@pytest.mark.parametrize("theirs", [TORCH, REENTRANT], ids=["non_reentrant", "reentrant"])
-@pytest.mark.parametrize("early_stop", [True, False])
-def test_torch_checkpoint_inside_a_region_has_equal_gradients(theirs, early_stop):
-    def program(wrap):
-        mlp = Mlp(4)
-        x = leaf(2, 4)
-        y = wrap(lambda x: theirs(mlp, x.sin()).exp())(x)
-        y.sum().backward()
-        return y, x.grad, *parameter_gradients(mlp)
-
-    assert_same_program(program, early_stop=early_stop)
-
-
-@pytest.mark.parametrize("theirs", [TORCH, REENTRANT], ids=["non_reentrant", "reentrant"])
-@pytest.mark.parametrize("early_stop", [True, False])
-def test_region_inside_torch_checkpoint_has_equal_gradients(theirs, early_stop):
-    def program(wrap):
-        mlp = Mlp(4)
-        x = leaf(2, 4)
-        y = theirs(lambda x: wrap(mlp)(x.sin()).exp(), x)
-        y.sum().backward()
-        return y, x.grad, *parameter_gradients(mlp)
-
-    assert_same_program(program, early_stop=early_stop)
-
-
-@pytest.mark.parametrize("outermost", ["ours", "torch", "none"])
-def test_region_given_one_tensor_twice_inside_torch_checkpoint_is_equal(outermost):
-    """Torch's replay gives the region two tensor objects where forward gave it one."""
-
-    def program(wrap):
-        w = leaf(3, 3)
-
-        def middle(a, b):
-            return (wrap(lambda p, q: p.sin() * q)(a, b) @ w).tanh()
-
-        def outer(x):
-            h = x * 1.5
-            return TORCH(middle, h, h) * 1
-
-        x = leaf(3, 3)
-        run = {"ours": wrap(outer), "torch": functools.partial(TORCH, outer), "none": outer}[outermost]
-        y = run(x)
+        y = wraps[pattern[0]](level)(x * 1, pattern[1:])
+        if "r" not in pattern:
+            return y, [torch.autograd.grad(y.sum(), [x, w], retain_graph=True) for _ in range(2)]
         y.sum().backward()
         return y, x.grad, w.grad
 
-    assert_same_program(program)
+    assert_same_in(way, program, early_stop=early_stop)
 
 
-@pytest.mark.parametrize("nested_in", [0, 1, 2])
-@pytest.mark.parametrize("order", ["base, view", "view, base", "view, view", "view, view, base", "base, base, view"])
+@pairwise(nested_in=[0, 1, 2], order=["base, view", "view, base", "view, view", "base, base, view"])
 def test_region_given_a_tensor_and_views_of_it_inside_other_regions_is_equal(order, nested_in):
     def program(wrap):
         def inner(*tensors):
@@ -241,26 +150,6 @@ def test_region_given_a_tensor_and_views_of_it_inside_other_regions_is_equal(ord
     assert_same_program(program)
 
 
-@pytest.mark.parametrize("pattern", ["ot", "to", "oto", "tot", "ooto", "ttoo", "totot"])
-def test_regions_and_torch_checkpoints_in_each_other_have_equal_gradients(pattern):
-    def program(wrap):
-        def level(x, w, left):
-            h = (x @ w).sin()
-            if left:
-                inner = wrap(level) if left[0] == "o" else functools.partial(TORCH, level)
-                h = inner(h, w, left[1:])
-            return (h @ w).tanh()
-
-        x, w = leaf(3, 3), leaf(3, 3)
-        first = wrap(level) if pattern[0] == "o" else functools.partial(TORCH, level)
-        y = first(x, w, pattern[1:])
-        gradients = [torch.autograd.grad(y.sum(), [x, w], retain_graph=True) for _ in range(2)]
-        y.sum().backward()
-        return y, gradients, x.grad, w.grad
-
-    assert_same_program(program)
-
-
 IN_CLOSURES = {
     "itself": lambda wrap, h: wrap(lambda p: (p * h).sin())(h),
     "views": lambda wrap, h: wrap(lambda p: (p * h.view(4) + h.t() * p).sin())(h),
@@ -268,8 +157,7 @@ IN_CLOSURES = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, {"determinism_check": "bitwise"}, {"policy": lambda *_, **__: True}])
-@pytest.mark.parametrize("name", IN_CLOSURES)
+@pairwise(name=IN_CLOSURES, options=[{}, {"determinism_check": "bitwise"}, {"policy": lambda *_, **__: True}])
 def test_inner_region_may_have_its_argument_in_its_closure_too(name, options):
     def program(wrap):
         x = leaf(4)
@@ -287,40 +175,6 @@ def test_inner_region_that_takes_another_tensor_for_its_argument_in_replay_is_an
 
     with pytest.raises(remat.MismatchError, match="made by"):
         remat.checkpoint()(outer)(leaf(4)).sum().backward()
-
-
-def test_context_of_is_recomputing_follows_the_outer_region():
-    seen = []
-
-    def inner(x):
-        seen.append(remat.is_recomputing())
-        return x.sin().exp()
-
-    y = checkpointed(lambda x: checkpointed(inner)(x.sin()).tanh())(leaf(3))
-    assert seen == [False]
-    y.sum().backward()
-    assert len(seen) >= 2
-    assert all(seen[1:])
-
-
-def test_outer_region_does_not_pin_the_inputs_of_inner_regions():
-    between = []
-
-    def outer(x):
-        for _ in range(3):
-            x = checkpointed(chain)(x)
-            between.extend(watch(x))
-        return x.sin()
-
-    with collector_off():
-        x = leaf(4)
-        y = checkpointed(outer)(x)
-        assert len(between) == 3
-        assert alive(between) == 0
-        y.sum().backward()
-        assert len(between) == 6
-        del y
-        assert alive(between) == 0
 
 
 @pytest.mark.parametrize("theirs", ["ours", "torch"])
@@ -381,9 +235,11 @@ def test_backward_of_nested_regions_holds_the_values_of_one_inner_region_at_a_ti
     assert {len(refs) for refs in made.values()} <= {4, 6}
 
 
-@pytest.mark.parametrize("around", ["region", "checkpoint"])
-@pytest.mark.parametrize("how", [remat.native_save_region, lambda name, *call: remat.op(call[0], name)(*call[1:])])
-@pytest.mark.parametrize("op", [torch.sin, torch.mul, torch.mm, lambda a: a.sin() * a])
+@pairwise(
+    around=["region", "checkpoint"],
+    how=[BY_OP.keep, BY_NATIVE_REGION.keep],
+    op=[torch.sin, torch.mul, torch.mm, lambda a: a.sin() * a],
+)
 def test_a_tensor_that_is_argument_and_variable_of_an_inner_region(op, how, around):
     """The checkpoint in between is replayed with two tensors in place of the one."""
 
@@ -501,3 +357,55 @@ def test_argument_with_a_history_that_an_inner_region_casts_under_autocast(polic
         return y, x.grad
 
     assert_same(program(plain, plain), program(remat.checkpoint(), remat.checkpoint(policy=policy)))
+
+
+@pytest.mark.parametrize("closure", [True, False])
+def test_inner_region_keeps_as_much_where_its_input_is_a_view_in_one_phase_only(closure):
+    def program(wrap):
+        x = leaf(3, 3)
+
+        def outer(x):
+            view = remat.native_save_region("view", lambda: x.sin().t())
+
+            def inner(h):
+                same = call("auto", Identity, Trace(), "same", SAVE, h)
+                return call("auto", Both, Trace(), "reader", RECOMPUTE, h), same
+
+            h, same = wrap(lambda unused: inner(view))(x) if closure else wrap(inner)(view)
+            return call("auto", Both, Trace(), "last", RECOMPUTE, same), h.exp()
+
+        y, z = wrap(outer)(x)
+        (y + z).sum().backward()
+        return y, z, x.grad
+
+    assert_same_program(program)
+
+
+@pairwise(style=STYLES, outer=POLICIES, inner=POLICIES, ids=str)
+def test_op_in_the_body_of_an_op(style, outer, inner):
+    """The inner one belongs to a saved outer one; the body of a recomputed one reads a placeholder of a saved one."""
+
+    def program(wrap):
+        x = leaf(3)
+
+        def forward(ctx, x):
+            y = call(style, Inner, Trace(), "inner", inner, x)
+            return y.sin() if inner is RECOMPUTE else y, {"x": x, "y": y}
+
+        kernel = Kernel("outer", ("x", "y"), forward, lambda ctx, saved, grad: grad * saved[0] * saved[1])
+
+        def block(x):
+            h = call(style, Both, Trace(), "before", SAVE, x.sin())
+            h = call(style, kernel, Trace(), "outer", outer, h)
+            return call(style, Both, Trace(), "after", RECOMPUTE, h)
+
+        y = wrap(block)(x)
+        y.sum().backward()
+        return y, x.grad
+
+    if (outer, inner) == (RECOMPUTE, SAVE):
+        with pytest.raises(remat.PlaceholderError) as caught:
+            program(checkpointed)
+        assert (caught.value.region, caught.value.op) == ("block", "inner")
+    else:
+        assert_same_program(program)
