@@ -4,8 +4,11 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 PYTEST_ARGS ?=
+MUTANTS_ARGS ?=
 BENCH_ARGS ?=
 DEMO_ARGS ?=
+SECONDS ?= 600
+JOBS ?= 2
 
 VENV_PYTHON := .venv/bin/python
 PIP := $(VENV_PYTHON) -m pip -qq --disable-pip-version-check --no-input
@@ -13,12 +16,13 @@ INSTALLED := .venv/.installed
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV_PYTHON) -m mkdocs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint format coverage bench bench-compare demo demo-distributed clean FORCE
+.PHONY: help setup test lint format coverage mutants bench bench-compare demo demo-distributed clean FORCE
 
 help:  ## show this text
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@echo
-	@echo 'Variables: PYTHON (now: $(PYTHON)), TORCH (now: $(TORCH)), PYTEST_ARGS, BENCH_ARGS, DEMO_ARGS, MATRIX'
+	@echo 'Variables: PYTHON (now: $(PYTHON)), TORCH (now: $(TORCH)), PYTEST_ARGS, MUTANTS_ARGS, BENCH_ARGS, DEMO_ARGS, MATRIX,'
+	@echo '  SECONDS, JOBS'
 
 setup: $(INSTALLED)  ## make .venv and install what all other commands need
 
@@ -39,7 +43,11 @@ coverage: $(INSTALLED)  ## run the tests and show the branches that they miss
 	$(VENV_PYTHON) -m coverage run -m pytest $(PYTEST_ARGS)
 	$(VENV_PYTHON) -m coverage report
 
-.PHONY: docs docs-serve matrix release-check
+.PHONY: docs docs-serve matrix release-check soak
+
+soak: $(INSTALLED)  ## judge fresh drawn programs for SECONDS in JOBS processes
+	$(VENV_PYTHON) -m tests.programs --seconds $(SECONDS) --jobs $(JOBS)
+
 
 docs: .venv/.docs  ## build the site into site/; warnings and broken links are errors
 	$(MKDOCS) build --strict
@@ -49,6 +57,9 @@ docs-serve: .venv/.docs  ## show the site, and build it again when a page change
 
 release-check: .venv/.release  ## build wheel and sdist, install them in a clean environment, test them there
 	.ci/release-check $(VENV_PYTHON) '$(TORCH)'
+
+mutants: $(INSTALLED)  ## break the runtime in many places, one at a time: which test notices? MUTANTS_ARGS='--only NAME'
+	$(VENV_PYTHON) -m tests.mutants $(MUTANTS_ARGS)
 
 matrix:  ## run the tests on several versions of Python and torch; the environments stay in .matrix/
 	.ci/matrix $(MATRIX)

@@ -1,0 +1,319 @@
+"""Promises that only a mutant of `tests.mutants` broke before: nothing else in the suite noticed it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import torch_remat as remat
+from tests.features.offload.offloaders import OFFLOAD, Counting
+from tests.helpers import Calls, CountOps, alive, assert_same, checkpointed, leaf, no_other_regions, watch
+from torch_remat.dispatch.region.region import live_regions
+
+
+def two(x):
+    x = x.exp()  # which saves its result, not its input
+    return x.sin(), x.cos()
+
+
+class Steps(torch.nn.Module):
+    """Counts its steps, after it has asked for a factor."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x):
+        factor = self.factor(x)
+        self.count += 1
+        return (x * factor).sin() * 2
+
+
+def test_policy_that_saves_all_draws_keeps_no_random_state():
+    y = checkpointed(lambda x: (x * torch.rand_like(x)).sin(), policy=[torch.ops.aten.rand_like])(leaf(4))
+    assert "random state" not in str(remat.memory_report(y))
+    y.sum().backward()
+
+
+def test_backward_of_one_output_frees_inputs_and_function_though_another_output_is_left():
+    bias, x = torch.ones(4), leaf(4) * 2
+    y, z = checkpointed(lambda x, bias=bias: two(x + bias))(x)
+    storages = watch(x, bias)
+    del x, bias
+    assert alive(storages) == 2
+    y.sum().backward()
+    assert alive(storages) == 0
+    assert z.requires_grad
+
+
+def test_values_of_a_replay_that_fails_do_not_stay():
+    scale, fails = 1.0, False
+
+    def block(x):
+        x = (x * scale).sin()
+        if fails:
+            raise ValueError("once")
+        return x.exp()
+
+    x = leaf(4)
+    y = checkpointed(block)(x).sum()
+    scale, fails = 2.0, True
+    with pytest.raises(ValueError, match="once"):
+        y.backward(retain_graph=True)
+    scale, fails = 1.0, False
+    y.backward()
+    assert_same(torch.autograd.grad(block(x).sum(), x)[0], x.grad)
+
+
+def test_call_after_values_were_compared_is_skipped():
+    calls = []
+
+    def sine(x):
+        calls.append(1)
+        return x.sin()
+
+    checkpointed(lambda x: remat.op(sine, "a")(x.sin().exp()), determinism_check="bitwise")(leaf(4)).sum().backward()
+    assert len(calls) == 1
+
+
+def test_buffer_that_is_changed_after_what_starts_over_is_changed_once():
+    module = Steps(lambda x: float(remat.op(torch.sin, "a")(x).detach().numpy().max()))
+    with pytest.warns(remat.RematWarning):
+        checkpointed(module)(leaf(4)).sum().backward()
+    assert module.count == 1
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    @remat.auto_forward("x")
+    def forward(ctx, x, op_name, policy):
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2, None, None
+
+
+def test_refusal_that_user_code_swallows_stands_where_replay_cannot_start_over():
+    def block(x):
+        y = Doubled.apply(x, "a", remat.CheckpointPolicy.SAVE)
+        try:
+            factor = float(y.detach().numpy().max())
+        except remat.PlaceholderError:
+            factor = 1.0
+        return (x * factor).sin() * 2
+
+    with pytest.raises(remat.PlaceholderError):
+        checkpointed(block)(leaf(4)).sum().backward()
+
+
+def test_leaf_that_a_skipped_call_saves_and_that_changes_later_is_an_error():
+    x, w = leaf(4, 4), torch.nn.Parameter(torch.ones(4, 4))
+    for call in (remat.op, lambda function, name: lambda *args: remat.native_save_region(name, function, *args)):
+        y = checkpointed(lambda x, call=call: call(torch.mm, "a")(x, w))(x)
+        with torch.no_grad():
+            w.add_(1)
+        with pytest.raises(remat.MutationError):
+            y.sum().backward()
+
+
+def test_call_whose_result_is_changed_and_that_wrote_outside_is_refused():
+    total = torch.zeros(4)
+
+    def summed(x):
+        total.add_(x.detach())
+        return x.sin()
+
+    with pytest.raises(remat.UsageError) as caught:
+        checkpointed(lambda x: remat.op(summed, "a")(x).add_(1).sin())(leaf(4)).sum().backward()
+    assert caught.value.op == "a"
+
+
+def test_region_with_a_call_in_a_large_budget_recomputes_nothing():
+    function = Calls(lambda x: remat.op(torch.exp, "a")(x.sin()).cos())
+    with remat.budget("1 MiB"):
+        checkpointed(function)(leaf(4)).sum().backward()
+    assert function.replays == 0
+
+
+def test_result_that_a_policy_offloads_is_not_recomputed():
+    function = Calls(lambda x: x.sin().exp().cos())
+    offloader = Counting()
+    y = checkpointed(function, policy=lambda ctx, op, *_: remat.CheckpointPolicy.OFFLOAD, offloader=offloader)(leaf(4))
+    with CountOps() as ops:
+        y.sum().backward()
+    assert [info.tensor for info in offloader.sent] == ["exp_0_0"]
+    assert not ops.counts["exp"]
+
+
+def test_result_that_replay_was_seen_to_read_is_kept_by_the_next_forward():
+    def block(x):
+        return (x * float(remat.op(torch.sin, "a")(x).detach().numpy().max())).sin() * 2
+
+    with pytest.warns(remat.RematWarning):
+        checkpointed(block)(leaf(4)).sum().backward()
+    checkpointed(block)(leaf(4)).sum().backward()  # a second warning would be an error
+
+
+def test_write_after_what_an_op_named_recompute_saved_is_an_error_in_a_budget():
+    def block(x):
+        h = x * 2
+        y = remat.op(torch.sin, "a", policy=remat.CheckpointPolicy.RECOMPUTE)(h)
+        h.add_(1)
+        return y
+
+    with remat.budget("1 MiB"):
+        y = checkpointed(block)(leaf(4))
+    with pytest.raises(remat.MutationError):
+        y.sum().backward()
+
+
+def test_call_that_writes_what_it_was_not_given_is_refused():
+    class Box:
+        tensor = None
+
+    def block(x):
+        Box.tensor = h = x.sin()
+        return remat.op(lambda x: (Box.tensor.add_(1), x.cos())[1], "a")(x) * h
+
+    with pytest.raises(remat.UsageError) as caught:
+        checkpointed(block)(leaf(4))
+    assert caught.value.op == "a"
+
+
+def test_output_that_is_held_after_backward_holds_no_region():
+    with no_other_regions():
+        y = checkpointed(lambda x: remat.op(torch.sin, "a")(x).exp())(leaf(4))
+        assert len(live_regions()) == 1
+        y.sum().backward()
+        assert not live_regions()
+
+
+def test_value_that_came_back_is_not_held_while_the_graph_is_kept():
+    offloader = Counting()
+    y = checkpointed(lambda x: remat.op(torch.exp, "a", policy=OFFLOAD)(x), offloader=offloader)(leaf(4)).sum()
+    y.backward(retain_graph=True)
+    y.backward()
+    assert [what for what, _ in offloader.log].count("onload") == 2
+
+
+def test_tensor_from_outside_that_was_replaced_where_nobody_looks_is_an_error():
+    class Box:
+        tensor = leaf(4) * 2
+
+    y = checkpointed(lambda x: (x * Box.tensor).sin())(leaf(4))
+    Box.tensor = leaf(4) * 2
+    with pytest.raises(remat.MismatchError):
+        y.sum().backward()
+
+
+def test_tensor_that_two_ops_save_is_sent_once():
+    def block(x):
+        return remat.op(torch.sin, "b", policy=OFFLOAD)(remat.op(torch.exp, "a", policy=OFFLOAD)(x))
+
+    offloader = Counting()
+    checkpointed(block, offloader=offloader)(leaf(4)).sum().backward()
+    assert len(offloader.sent) == 1
+
+
+def test_parameter_that_replay_reads_and_autograd_does_not_save_is_not_changed_unnoticed():
+    w = torch.nn.Parameter(torch.ones(4))
+    y = checkpointed(lambda x: (x + w).sin())(leaf(4))
+    with torch.no_grad():
+        w.add_(1)
+    with pytest.raises(remat.MutationError):
+        y.sum().backward()
+
+
+def test_parameter_that_autocast_cast_in_a_skipped_call_and_that_changes_later_is_an_error():
+    w = torch.nn.Parameter(torch.ones(4, 4))
+    with torch.autocast("cpu", torch.bfloat16):
+        y = checkpointed(lambda x: remat.op(lambda x: x @ w, "a")(x))(leaf(4, 4))
+    with torch.no_grad():
+        w.add_(1)
+    with pytest.raises(remat.MutationError):
+        y.sum().backward()
+
+
+def test_native_region_may_write_an_argument_of_its_region():
+    def block(x, total):
+        remat.native_save_region("a", lambda: total.add_(1))
+        return x.sin().exp()
+
+    total = torch.zeros(4)
+    checkpointed(block)(leaf(4), total).sum().backward()
+    assert total.tolist() == [1.0] * 4
+
+
+def test_write_to_a_recomputed_result_that_numpy_reads_afterwards_is_repeated():
+    def block(x):
+        a = x.sin()
+        b = a.exp()
+        a.add_(1)
+        return (x * float(a.detach().numpy().max())).sin() * b
+
+    x = leaf(4)
+    expected = torch.autograd.grad(block(x).sum(), x)
+    assert_same(expected, torch.autograd.grad(checkpointed(block, policy=[torch.ops.aten.mm])(x).sum(), x))
+
+
+def test_saved_op_that_gets_a_part_of_its_argument_in_replay_is_an_error():
+    def block(x):
+        h = x * 1
+        return (h[:2] if remat.is_recomputing() else h).exp()  # which saves its result
+
+    y = checkpointed(lambda x: block(x).sum() * x.sin(), policy=[torch.ops.aten.exp])(leaf(4))
+    with pytest.raises(remat.MismatchError):
+        y.sum().backward()
+
+
+def test_buffer_that_only_an_inner_region_reaches_is_changed_once():
+    class Box:
+        inner = Steps(lambda x: 2)
+
+    checkpointed(lambda x: checkpointed(Box.inner)(x.sin()).exp())(leaf(4)).sum().backward()
+    assert Box.inner.count == 1
+
+
+def test_outside_tensor_that_the_region_overwrites_before_it_reads_it():
+    scratch = torch.zeros(4)
+
+    def block(x):
+        scratch.copy_(x.detach())
+        return (x.exp() * scratch.cos()).sin()
+
+    x = leaf(4)
+    expected = torch.autograd.grad(block(x).sum(), x)
+    assert_same(expected, torch.autograd.grad(checkpointed(block)(x).sum(), x))
+
+
+class Writing(torch.autograd.Function):
+    @staticmethod
+    @remat.auto_forward("x")
+    def forward(ctx, x, op_name, policy):
+        return x.add_(1) * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2, None, None
+
+
+def test_saved_handle_that_writes_what_the_region_made_is_refused():
+    with pytest.raises(remat.UsageError) as caught:
+        checkpointed(lambda x: Writing.apply(x * 2, "a", remat.CheckpointPolicy.SAVE))(leaf(4))
+    assert caught.value.op == "a"
+
+
+def test_budget_is_kept_while_a_region_runs():
+    def block(x):
+        for _ in range(16):
+            x = x.sin()
+        seen.append(budget.kept_bytes)
+        return x
+
+    seen: list[int] = []
+    with remat.budget("8 KiB") as budget:
+        checkpointed(block)(leaf(256))  # 1 KiB each
+    assert seen[0] <= 8192

@@ -1,0 +1,963 @@
+"""Mutants: the runtime broken on purpose, in one place at a time, to see which test notices.
+
+    python -m tests.mutants [--only NAME ...] [--tests PATH ...] [--jobs 2] [--fail-fast] [--learn] [--json OUT]
+
+A mutant is a text patch of one file of the package that breaks one promise. Each runs in a copy of the repository.
+First comes the test that noticed it before, as ``mutants.json`` has it; only if that passes, or is gone, all tests run.
+A failed test, a crash, and a run beyond the time limit are "noticed". In the end each test that noticed a mutant runs
+without it, where it must pass.
+
+The exit code is 1 if no test notices a mutant, or a patch no longer applies.
+
+The promises are those of the contract; `PROMISES` has them with what they say, and each has several mutants.
+"""
+
+# ruff: noqa: T201  # a command prints
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+HINTS = Path(__file__).with_name("mutants.json")
+PACKAGE = "torch_remat"
+NOTED, OUTPUT = "mutant.failed", "mutant.output"  # in the copy: the first test that failed, and what pytest prints
+WRONG_PACKAGE = 9  # an exit code
+# They look at the source, not at what it does: of the patch itself they would say that it does not apply.
+SOURCE_TESTS = ("test_mutants.py", "test_rules.py", "test_release.py")
+IGNORED = shutil.ignore_patterns(".*", "*.egg-info", "build", "dist", "site", "htmlcov", "shared")
+
+PROMISES = {
+    "gradients": "gradients equal those of the same code without checkpointing, bit for bit",
+    "random": "random numbers are right, also where a skipped op drew some, and generators stay as they are",
+    "bytes": "what is retained after forward is the inputs, the residents and the kept results, and no more",
+    "lifetimes": "no tensor outlives its last use, and there are no reference cycles",
+    "writes": "an in-place modification of what backward needs is noticed",
+    "mismatch": "a replay that does something else than forward is noticed",
+    "outside": "buffers change once, and replay reads no outside tensor that is not as forward left it",
+    "calls": "a call is skipped whole or runs whole, and what reaches the region otherwise is refused",
+    "placeholders": "a placeholder never stands in for a value",
+    "policies": "a policy's verdict holds: what it saves is kept and not recomputed, what it recomputes is not kept",
+    "nesting": "regions nest, in each other and in saved-tensor hooks, and in threads",
+    "errors": "an exception leaves no state behind, and an error that was raised stands",
+    "offload": "an offloaded tensor comes back as it was, leaves the device, and is given back once",
+    "budgets": "a budget is kept, and its figures are what is there",
+    "reports": "a report counts each storage once, and all of them",
+    "dtr": "the bench evicts what its heuristic chooses, and counts what is alive",
+}
+
+
+class Mutant(NamedTuple):
+    """One patch.
+
+    Attributes:
+        name: Its name.
+        promise: Which of `PROMISES` it breaks.
+        file: The file, from the package on.
+        old: What stands there, exactly once.
+        new: What is to stand there.
+    """
+
+    name: str
+    promise: str
+    file: str
+    old: str
+    new: str
+
+    def patched(self, package: Path = ROOT / PACKAGE) -> str:
+        """Return the patched text of the file.
+
+        Raises:
+            ValueError: The old text does not occur exactly once.
+        """
+        text = (package / self.file).read_text(encoding="utf-8")
+        if (count := text.count(self.old)) != 1:
+            raise ValueError(f"{self.name}: the text to patch occurs {count} times in {self.file}, not once")
+        return text.replace(self.old, self.new)
+
+
+class Outcome(NamedTuple):
+    """What became of a mutant.
+
+    Attributes:
+        mutant: The mutant.
+        by: The test that noticed it, or "time limit" or "crash"; empty if nothing did.
+        seconds: How long that took.
+        problem: Why nothing can be said; empty if all went well.
+    """
+
+    mutant: Mutant
+    by: str
+    seconds: float = 0.0
+    problem: str = ""
+
+
+MUTANTS = (
+    # What a replay sees.
+    Mutant(
+        "ambient not restored", "gradients", "dispatch/region/replay.py",
+        "contexts: list[AbstractContextManager[Any]] = region.ambient.contexts()",
+        "contexts: list[AbstractContextManager[Any]] = []",
+    ),
+    Mutant(
+        "autocast left on in replay", "gradients", "dispatch/ambient.py",
+        "needed += [torch.autocast(device, enabled=False) for device, *_ in present.autocast]",
+        "pass",
+    ),
+    Mutant(
+        "context of replay not entered", "gradients", "dispatch/region/replay.py",
+        "            contexts.append(region.replay_context)",
+        "            pass",
+    ),
+    Mutant(
+        "attributes of an input lost", "gradients", "dispatch/region/inputs.py",
+        "leaves[index].__dict__.update(attributes)",
+        "pass",
+    ),
+    Mutant(
+        "strides of an input lost under hooks", "gradients", "dispatch/region/inputs.py",
+        "kept = _with_strides(kept, self._strides[index])",
+        "pass",
+    ),
+    Mutant(
+        "argument given twice is two tensors", "gradients", "dispatch/region/inputs.py",
+        "leaves[index] = leaves[leaf.index]",
+        "leaves[index] = leaves[leaf.index].detach().clone()",
+    ),
+    Mutant(
+        "replay does not stop early", "gradients", "dispatch/region/replay.py",
+        "if not is_last or count_of_modes() or not self._tail_is_tiny():",
+        "if False:",
+    ),
+    Mutant(
+        "mark of outputs without a gradient lost", "gradients", "dispatch/call/handle.py",
+        "        if call.plain:\n",
+        "        if False:\n",
+    ),
+    # Random numbers.
+    Mutant(
+        "random state not replayed", "random", "dispatch/region/replay.py",
+        "contexts.append(region.rng.replayed())",
+        "pass",
+    ),
+    Mutant(
+        "random state not put back after replay", "random", "dispatch/ambient.py",
+        "        finally:\n            present.restore()",
+        "        finally:\n            pass",
+    ),
+    Mutant(
+        "generators of the region not known", "random", "dispatch/ambient.py",
+        "for generator in (*_default_generators(), *extra)}",
+        "for generator in _default_generators()}",
+    ),
+    Mutant(
+        "draws of a skipped call not skipped", "random", "dispatch/call/answerer.py",
+        "        if call.drawn is not None:\n            call.drawn.restore()\n        if call.kind == ONE:",
+        "        if call.kind == ONE:",
+    ),
+    Mutant(
+        "draws of a skipped handle not skipped", "random", "dispatch/call/handle.py",
+        "        if call.drawn is not None:\n            call.drawn.restore()\n        made = []",
+        "        made = []",
+    ),
+    Mutant(
+        "draws of a native region not skipped", "random", "dispatch/call/native.py",
+        "        call.drawn.restore()\n",
+        "        pass\n",
+    ),
+    Mutant(
+        "draws of a skipped op not skipped", "random", "dispatch/log/op_answerer.py",
+        "entry.before.restore(among=self._region.rng)",
+        "pass",
+    ),
+    Mutant(
+        "random state not put back to start over", "random", "dispatch/region/replay.py",
+        "            self.region.rng.restore()",
+        "            pass",
+    ),
+    # What is retained after forward.
+    Mutant(
+        "random state kept though nothing drew", "bytes", "dispatch/region/forward.py",
+        "            region.rng = None\n        region.finished = True",
+        "            pass\n        region.finished = True",
+    ),
+    Mutant(
+        "random state kept though replay draws nothing", "bytes", "dispatch/log/op_recorder.py",
+        "        region.rng = None",
+        "        pass",
+    ),
+    Mutant(
+        "saved result kept though nothing needs it", "bytes", "dispatch/log/needs.py",
+        "            if runs := storage in needed:\n                needed.remove(storage)",
+        "            if runs := storage in needed or bool(entry.saved):\n                needed.discard(storage)",
+    ),
+    Mutant(
+        "argument of a call kept twice", "bytes", "dispatch/call/recorder.py",
+        "if (knows_args and self._elide(call, tensor, owner, holder)) or (",
+        "if (",
+    ),
+    Mutant(
+        "resident is a copy", "bytes", "dispatch/call/recorder.py",
+        "            holder.value = self.mode.alias_of(tensor)\n",
+        "            holder.value = self.mode.alias_of(tensor).clone()\n",
+    ),
+    Mutant(
+        "a skipped node counts as a reader", "bytes", "dispatch/log/readers.py",
+        "if number >= stop or (at >= 0 and number < ends[at]):",
+        "if False:",
+    ),
+    # Lifetimes.
+    Mutant(
+        "inputs kept after backward", "lifetimes", "dispatch/region/region.py",
+        "            self.release()\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "function kept after backward", "lifetimes", "dispatch/region/region.py",
+        "self.inputs = self.function = self.hooks = self.rng = self.replay_context = None",
+        "self.inputs = self.hooks = self.rng = self.replay_context = None",
+    ),
+    Mutant(
+        "kept results kept after backward", "lifetimes", "dispatch/region/region.py",
+        "            self.tape.forget_slots()\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "filled values kept with the graph", "lifetimes", "dispatch/region/region.py",
+        "            finalize(group, self.tape.forget_values).atexit = False",
+        "            pass",
+    ),
+    Mutant(
+        "output owns its region", "lifetimes", "dispatch/region/forward.py",
+        "node.register_prehook(partial(_reach, ref(region)))",
+        "node.register_prehook(partial(_reach, lambda: region))",
+    ),
+    # In-place modifications.
+    Mutant(
+        "write in forward not looked for", "writes", "dispatch/region/forward.py",
+        "elif self._any_version or any(map(_version_of, self._counters)):",
+        "elif False:",
+    ),
+    Mutant(
+        "write to a cast leaf not looked for", "writes", "dispatch/region/forward.py",
+        "if leaf._version != version and (holder := entry()) is not None and holder.value is None:",
+        "if False:",
+    ),
+    Mutant(
+        "version of a parameter not compared", "writes", "dispatch/holder.py",
+        "            if value._version != version:\n",
+        "            if False:\n",
+    ),
+    Mutant(
+        "version of a resident not compared", "writes", "dispatch/holder.py",
+        "    if kept._version != packed.metadata[0]:\n        raise",
+        "    if False:\n        raise",
+    ),
+    Mutant(
+        "version of an input not compared", "writes", "dispatch/region/inputs.py",
+        "elif version >= 0 and kept._version != version:",
+        "elif False:",
+    ),
+    Mutant(
+        "version of a parameter argument not compared", "writes", "dispatch/region/inputs.py",
+        "            if requires_grad is None:\n                if kept._version != version:",
+        "            if requires_grad is None:\n                if False:",
+    ),
+    Mutant(
+        "version of a kept result not compared", "writes", "dispatch/log/slot.py",
+        "if (counted and kept._version != self._version) or any(",
+        "if any(",
+    ),
+    Mutant(
+        "version of a cast leaf of a call not compared", "writes", "dispatch/call/call.py",
+        "    if leaf._version != version:\n",
+        "    if False:\n",
+    ),
+    Mutant(
+        "changed result kept", "writes", "dispatch/log/needs.py",
+        "if entry.saved and can_keep(entry, 0):",
+        "if entry.saved:",
+    ),
+    Mutant(
+        "changes of a recomputed result left out", "writes", "dispatch/log/needs.py",
+        "unfinished = _unfinished(entries, needs) if has_writes else []",
+        "unfinished: list[Entry] = []",
+    ),
+    Mutant(
+        "write in part counts as whole", "writes", "dispatch/log/storages.py",
+        "                if not self._is_whole(part, key, before):\n",
+        "                if False:\n",
+    ),
+    # Replays that do something else.
+    Mutant(
+        "metadata not compared", "mismatch", "dispatch/check/compare.py",
+        "if metadata != [tensor.shape, tensor.dtype, tensor.device]:",
+        "if False:",
+    ),
+    Mutant(
+        "op of a saved tensor not compared", "mismatch", "dispatch/check/compare.py",
+        "if not loaded and _is_by_another_op(holder, owner):",
+        "if False:",
+    ),
+    Mutant(
+        "layout of a view not compared", "mismatch", "dispatch/region/replay.py",
+        "error = lies_otherwise(self.region, position, tensor, owner, before)",
+        "error = None",
+    ),
+    Mutant(
+        "values not compared", "mismatch", "dispatch/check/values.py",
+        "    if same:\n        return None",
+        "    return None",
+    ),
+    Mutant(
+        "more saved tensors not noticed", "mismatch", "dispatch/region/replay.py",
+        "if region.finished and not region.options.early_stop and self.position != len(self._saved):",
+        "if False:",
+    ),
+    Mutant(
+        "outside tensor that was replaced not noticed", "mismatch", "dispatch/region/forward.py",
+        "elif node_number(node) < region.first_number and graph_task() < 0:",
+        "elif False:",
+    ),
+    Mutant(
+        "replaced parameter not noticed", "mismatch", "dispatch/check/unread.py",
+        "                others[id(other)] = partial(_replaced, region, place, one, other)",
+        "                pass",
+    ),
+    Mutant(
+        "changed parameter not noticed", "mismatch", "dispatch/check/unread.py",
+        "if one is not None and old != new and id(one) not in others and one.is_leaf:",
+        "if False:",
+    ),
+    Mutant(
+        "another op answered under a policy", "mismatch", "dispatch/log/op_answerer.py",
+        "if at >= len(entries) or (entries[at].op is not op and not is_mirrored(entries[at].op, op)):",
+        "if at >= len(entries):",
+    ),
+    Mutant(
+        "arguments of a saved op not compared", "mismatch", "dispatch/log/op_answerer.py",
+        "if entry.layout and (found := layout_of(args, kwargs)) and entry.layout != found:",
+        "if False:",
+    ),
+    Mutant(
+        "policy of a call not compared", "mismatch", "dispatch/call/answerer.py",
+        "(call := calls[place]).name == name and call.policy is policy:",
+        "(call := calls[place]).name == name:",
+    ),
+    Mutant(
+        "arguments of a call not compared", "mismatch", "dispatch/call/answerer.py",
+        "if not same or (dense_layout(leaves) if flat else layout_of(leaves, {})) != call.layout:",
+        "if not same:",
+    ),
+    Mutant(
+        "missing call not noticed", "mismatch", "dispatch/call/answerer.py",
+        "        self.check_passed(len(self.region.tape.saved))\n",
+        "",
+    ),
+    Mutant(
+        "missing op of a native region not noticed", "mismatch", "dispatch/call/native.py",
+        "    if (error := ops.missing()) is not None:\n",
+        "    if False:\n",
+    ),
+    # What outlives a region.
+    Mutant(
+        "buffer not put back after replay", "outside", "dispatch/region/replay.py",
+        "            if self._before:\n                put_back(self._before)",
+        "",
+    ),
+    Mutant(
+        "buffer not put back to start over", "outside", "dispatch/region/replay.py",
+        "            put_back(self._before)\n            self._before, _ =",
+        "            self._before, _ =",
+    ),
+    Mutant(
+        "buffer not copied", "outside", "dispatch/region/outside.py",
+        "copy = _copy(tensor) if is_small and may_change else None",
+        "copy = None",
+    ),
+    Mutant(
+        "buffer without a counter not compared", "outside", "dispatch/region/outside.py",
+        "by_value = self.is_trained and not moved",
+        "by_value = False and not moved",
+    ),
+    Mutant(
+        "counter of a buffer not put back", "outside", "dispatch/region/outside.py",
+        "            set_version(tensor, version)",
+        "            pass",
+    ),
+    Mutant(
+        "change by a skipped call not noted", "outside", "dispatch/region/outside.py",
+        "if is_same and now.version == before.version and not by_value:",
+        "if True:",
+    ),
+    Mutant(
+        "later change of an outside tensor not noticed", "outside", "dispatch/region/outside.py",
+        "return 0 if self.is_as_left() else inf",
+        "return 0",
+    ),
+    Mutant(
+        "later change of a changed buffer not noticed", "outside", "dispatch/region/outside.py",
+        "return self.last if self.is_as_left() else inf",
+        "return self.last",
+    ),
+    Mutant(
+        "changes by an inner region not taken over", "outside", "dispatch/region/forward.py",
+        "            parent.region.outside.take_over(region.outside)\n",
+        "",
+    ),
+    Mutant(
+        "unread tensor stays so when it is overwritten", "outside", "dispatch/check/unread.py",
+        "                del self._storages[key]",
+        "                pass",
+    ),
+    Mutant(
+        "early read of what is written later not noticed", "outside", "dispatch/log/op_answerer.py",
+        "            if not changed.isdisjoint(keys_of(tensor)):",
+        "            if False:",
+    ),
+    # Calls.
+    Mutant(
+        "call that must run whole is skipped", "calls", "dispatch/call/ending.py",
+        "            self._find_changed()\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "call that wrote outside runs again", "calls", "dispatch/call/ending.py",
+        "            if call.wrote:\n",
+        "            if False:\n",
+    ),
+    Mutant(
+        "call that wrote outside starts over", "calls", "dispatch/call/answerer.py",
+        "        if entry.touched:\n            return True\n",
+        "",
+    ),
+    Mutant(
+        "write of a call to what it does not name let through", "calls", "dispatch/call/ending.py",
+        "        if log.unknown:\n",
+        "        if False:\n",
+    ),
+    Mutant(
+        "tensor that leaves a call let through", "calls", "dispatch/call/ending.py",
+        "if several and (run := call_left_by_a_tensor(several, self._graph())) is not None:",
+        "if False:",
+    ),
+    Mutant(
+        "list that a call fills let through", "calls", "dispatch/call/call.py",
+        "if self._state and is_changed(self._state, ops.region.function):",
+        "if False:",
+    ),
+    Mutant(
+        "write of an opaque call let through", "calls", "dispatch/call/call.py",
+        "if now != self._versions and not self.written:",
+        "if False:",
+    ),
+    Mutant(
+        "write of a call not noted", "calls", "dispatch/call/call.py",
+        "        if self.written:\n            ops.note_writes(self)",
+        "        pass",
+    ),
+    Mutant(
+        "write of a native region not noted", "calls", "dispatch/call/native.py",
+        "        if self.written:\n            self.ops.note_writes(self)",
+        "        pass",
+    ),
+    Mutant(
+        "odd result of a call let through", "calls", "dispatch/call/result.py",
+        "        if not isinstance(leaf, (torch.Tensor, *_PLAIN)):",
+        "        if False:",
+    ),
+    Mutant(
+        "write of a saved handle let through", "calls", "dispatch/call/recorder.py",
+        "            if version_of(tensor) == version:\n                continue",
+        "            continue",
+    ),
+    Mutant(
+        "gradient through a call in forward let through", "calls", "dispatch/region/region.py",
+        "if op and (self.recorder is None or self.recorder.running() != op):",
+        "if False:",
+    ),
+    Mutant(
+        "gradient that leaves and comes back let through", "calls", "dispatch/region/region.py",
+        "if self.inputs is not None and self.inputs.is_left_by_gradient(self._variables):",
+        "if False:",
+    ),
+    Mutant(
+        "handle without its end let through", "calls", "dispatch/call/handle.py",
+        "        if has_returned(self._ctx):",
+        "        if False:",
+    ),
+    # Placeholders.
+    Mutant(
+        "op on a placeholder reads zeros", "placeholders", "dispatch/placeholder.py",
+        "        result = op.decompose(*args, **kwargs)\n",
+        "        args, kwargs = mapped(_zeros_in_place_of, args, kwargs)\n        return op(*args, **kwargs)\n"
+        "        result = op.decompose(*args, **kwargs)\n",
+    ),
+    Mutant(
+        "swallowed refusal forgotten", "placeholders", "dispatch/placeholder.py",
+        "    last_refusal.set(refusal)\n",
+        "",
+    ),
+    Mutant(
+        "refusal that stands forgotten", "placeholders", "dispatch/region/replay.py",
+        "        if (refusal := self._refused()) is not None:\n            raise refusal.error()",
+        "",
+    ),
+    Mutant(
+        "result that was read not kept from then on", "placeholders", "dispatch/call/answerer.py",
+        "            keep_from_now_on(self.region, refusal.source.op, refusal.source.output)",
+        "            pass",
+    ),
+    # Policies.
+    Mutant(
+        "kept result not kept", "policies", "dispatch/log/needs.py",
+        "                    needs.kept.append((entry, FIRST))\n",
+        "",
+    ),
+    Mutant(
+        "verdict to offload is to recompute", "policies", "policies/kinds.py",
+        'self.keeps = self.offloads or self._name_.endswith("SAVE")',
+        'self.keeps = self._name_.endswith("SAVE")',
+    ),
+    Mutant(
+        "verdicts for several results swapped", "policies", "dispatch/log/op_recorder.py",
+        "places = [place for place, decision in enumerate(said) if decision.keeps]",
+        "places = [place for place, decision in enumerate(said) if not decision.keeps]",
+    ),
+    Mutant(
+        "the weaker of two verdicts holds", "policies", "policies/kinds.py",
+        "return (max(said[0] for said in found if said),) if any(found) else ()",
+        "return (min(said[0] for said in found if said),) if any(found) else ()",
+    ),
+    Mutant(
+        "result left out by name is kept", "policies", "dispatch/log/op_recorder.py",
+        "        entry.saved -= {place}\n",
+        "",
+    ),
+    Mutant(
+        "pattern that matches nothing let through", "policies", "dispatch/log/op_recorder.py",
+        "        if error is not None:\n            raise PolicyError(error.what",
+        "        if False:\n            raise PolicyError(error.what",
+    ),
+    Mutant(
+        "what is written outside by an op is made again", "policies", "dispatch/log/op_recorder.py",
+        "        if entry.outside and entry.made:\n",
+        "        if False:\n",
+    ),
+    # Regions in regions, hooks and threads.
+    Mutant(
+        "names of a region's scope lost in replay", "nesting", "dispatch/region/replay.py",
+        "            contexts.append(scope_restored(region.scope))\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "mode of the enclosing region lost", "nesting", "dispatch/mode.py",
+        "        finally:\n            _current.set(current)",
+        "        finally:\n            _current.set(None)",
+    ),
+    Mutant(
+        "ops stay with a native region that is over", "nesting", "dispatch/call/native.py",
+        "        answerer.native, answerer.ops = None, outer",
+        "        answerer.native = None",
+    ),
+    Mutant(
+        "ops not shown after a hook", "nesting", "dispatch/mode.py",
+        "            yield\n        finally:\n            self.show_ops_to(previous)",
+        "            yield\n        finally:\n            pass",
+    ),
+    Mutant(
+        "two threads replay one region", "nesting", "dispatch/region/region.py",
+        "        self.lock = RLock()",
+        '        self.lock = __import__("contextlib").nullcontext()',
+    ),
+    Mutant(
+        "inner calls not compared", "nesting", "dispatch/check/compare.py",
+        "        if self._replay is not None and not self._replay.over:\n",
+        "        if False:\n",
+    ),
+    # Exceptions.
+    Mutant(
+        "values of a failed replay kept", "errors", "dispatch/region/replay.py",
+        "        except BaseException:\n            region.tape.forget_values()\n",
+        "        except BaseException:\n",
+    ),
+    Mutant(
+        "swallowed misuse forgotten", "errors", "dispatch/region/forward.py",
+        "        if region.misuse is not None:\n",
+        "        if False:\n",
+    ),
+    Mutant(
+        "exception of a call not raised again", "errors", "dispatch/call/call.py",
+        "            self.call.results = Raised(type(error), error.args)\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "log of forward not let go", "lifetimes", "dispatch/region/forward.py",
+        "            self.ops.forget()\n            self.ops = None\n",
+        "            pass\n",
+    ),
+    # Offloading.
+    Mutant(
+        "version of an offloaded tensor not compared", "offload", "offload/transfer.py",
+        "if self._counter._version != self._version or (value is not None and value._version != self._version):",
+        "if False:",
+    ),
+    Mutant(
+        "version of what comes back not set", "offload", "offload/transfer.py",
+        "            set_version(flat, self._version)\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "ticket not released", "offload", "offload/transfer.py",
+        "        finalize(self, offloader.release, ticket).atexit = False\n",
+        "",
+    ),
+    Mutant(
+        "memory of an offloaded tensor stays", "offload", "offload/transfer.py",
+        "        self._counter.data = _NOTHING\n",
+        "",
+    ),
+    Mutant(
+        "value kept though the graph is", "offload", "offload/transfer.py",
+        "self.value = None if graph_is_kept() else value",
+        "self.value = value",
+    ),
+    Mutant(
+        "tensor sent twice", "offload", "offload/table.py",
+        "            if known.serves(tensor._version, placement):\n",
+        "            if False:\n",
+    ),
+    Mutant(
+        "copy to the host not awaited", "offload", "offload/cpu.py",
+        "if self.event is None or self.event.query():",
+        "if True:",
+    ),
+    Mutant(
+        "bytes on the host not taken off", "offload", "offload/cpu.py",
+        "        self._host_bytes -= _host_bytes_of(ticket.stored.nbytes)\n",
+        "",
+    ),
+    Mutant(
+        "prefetch without a bound", "offload", "offload/prefetch.py",
+        "if waiting and waiting + copy.bytes > limit:",
+        "if False:",
+    ),
+    Mutant(
+        "file not removed", "offload", "offload/disk.py",
+        "            ahead.cancel()\n        ticket.folder.remove_file(ticket.path)\n",
+        "            ahead.cancel()\n",
+    ),
+    # Budgets.
+    Mutant(
+        "budget not kept while forward runs", "budgets", "budgets/kept.py",
+        "                if owner.ledger.total > owner.limit:\n",
+        "                if False:\n",
+    ),
+    Mutant(
+        "recomputed tensors kept by a budget", "budgets", "budgets/kept.py",
+        "if len(evictable.stamps) <= self._always_empty or (ops is not None and self._recomputed.saves(ops)):",
+        "if len(evictable.stamps) <= self._always_empty:",
+    ),
+    Mutant(
+        "values set aside not given back", "budgets", "budgets/kept.py",
+        "            for holder, value in full:\n                holder.value = value",
+        "            pass",
+    ),
+    Mutant(
+        "write after eviction not noticed", "budgets", "budgets/evict.py",
+        "        for entry, counter in self._counters:\n",
+        "        for entry, counter in ():\n",
+    ),
+    Mutant(
+        "shared storage evicted", "budgets", "_storages.py",
+        "return count == self.counts.get(key) and storage_uses(key) == count + USES_BY_PYTHON",
+        "return count == self.counts.get(key)",
+    ),
+    Mutant(
+        "buffers counted by a budget", "budgets", "budgets/counted.py",
+        "                if is_made or key not in self._buffers:\n",
+        "                if True:\n",
+    ),
+    Mutant(
+        "storage counted each time", "budgets", "_storages.py",
+        "            self.counts[key] += 1\n            return 0\n",
+        "            self.counts[key] += 1\n            self.total += size\n            return size\n",
+    ),
+    # Reports.
+    Mutant(
+        "shared storage reported twice", "reports", "reports/data.py",
+        "        if memory.key in self._owners:\n            return 0\n",
+        "",
+    ),
+    Mutant(
+        "written results not reported", "reports", "_kept.py",
+        "        for slot in list(entry.written):\n",
+        "        for slot in ():\n",
+    ),
+    Mutant(
+        "regions that keep other things told as one", "reports", "reports/fold.py",
+        "    return _facts(region.tensors), [",
+        "    return None, [",
+    ),
+    Mutant(
+        "random state not reported", "reports", "_kept.py",
+        '    yield from _of_state(region.rng, "")\n',
+        "",
+    ),
+    # The bench for dynamic rematerialization.
+    Mutant(
+        "the newest of equal scores not evicted", "dtr", "dtr/_pool.py",
+        "if score < least or (score == least and score != 0) or chosen is None:",
+        "if score < least or chosen is None:",
+    ),
+    Mutant(
+        "expired match not played again", "dtr", "dtr/_pool.py",
+        "        if self._until[1] < clock:\n",
+        "        if False:\n",
+    ),
+    Mutant(
+        "access not noted", "dtr", "dtr/_memory.py",
+        "            storage.last_access = self.clock\n            if tensor.resident:",
+        "            if tensor.resident:",
+    ),
+    Mutant(
+        "spare room not given back", "dtr", "dtr/_memory.py",
+        "                self.grow(-spare)\n",
+        "                pass\n",
+    ),
+)  # fmt: skip
+
+
+# What runs inside of pytest, as a plugin.
+
+
+def pytest_sessionstart(session: Any) -> None:
+    """See that the package of the copy is what is imported."""
+    import pytest
+
+    import torch_remat
+
+    if Path(torch_remat.__file__).resolve().parent != ROOT / PACKAGE:
+        pytest.exit(f"the tests import {torch_remat.__file__}, not the copy in {ROOT}", returncode=WRONG_PACKAGE)
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    """Note the first test that fails."""
+    if report.failed and not (ROOT / NOTED).exists():
+        (ROOT / NOTED).write_text(report.nodeid, encoding="utf-8")
+
+
+# What runs pytest.
+
+
+@contextmanager
+def copied(mutant: Mutant | None) -> Iterator[Path]:
+    """Copy the repository into a temporary folder, and patch the copy."""
+    with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
+        copy = Path(folder).resolve() / "copy"
+        shutil.copytree(ROOT, copy, ignore=IGNORED)
+        if mutant is not None:
+            (copy / PACKAGE / mutant.file).write_text(mutant.patched(), encoding="utf-8")
+        yield copy
+
+
+def run_tests(copy: Path, tests: Sequence[str], limit: float, options: Sequence[str]) -> str:
+    """Run tests in a copy until the first fails; return what noticed something, empty if nothing did.
+
+    Raises:
+        LookupError: There are no such tests.
+        RuntimeError: The tests did not run with the package of the copy.
+    """
+    (copy / NOTED).unlink(missing_ok=True)
+    arguments = ["-x", "-q", "-p", "tests.mutants", "-p", "no:cacheprovider", "--rootdir", str(copy)]
+    arguments += ["-c", str(copy / "pyproject.toml"), *[f"--ignore-glob=*/{name}" for name in SOURCE_TESTS]]
+    forks = multiprocessing.get_context("forkserver")
+    forks.set_forkserver_preload(["torch", "optree", "pytest"])  # once for all runs: half of what a short one takes
+    process = forks.Process(target=_run_pytest, args=(copy, [*arguments, *options, *tests]))
+    process.start()
+    try:
+        process.join(limit)
+    finally:
+        if is_late := process.is_alive():
+            os.killpg(process.pid or 0, signal.SIGKILL)  # its workers too
+            process.join()
+    if is_late:
+        return "time limit"
+    output = (copy / OUTPUT).read_text(encoding="utf-8", errors="replace")[-500:]
+    if (copy / NOTED).exists():
+        return (copy / NOTED).read_text(encoding="utf-8")
+    if process.exitcode in (4, 5):  # pytest's codes for paths that it does not find, and for no tests
+        raise LookupError(output)
+    if process.exitcode and process.exitcode > 0:  # no test failed, and yet there was an error
+        raise RuntimeError(output)
+    return "" if process.exitcode == 0 else "crash"
+
+
+def _run_pytest(copy: Path, arguments: Sequence[str]) -> None:
+    """Run pytest on a copy, in a process and a group of its own."""
+    os.setsid()
+    output = os.open(copy / OUTPUT, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.chdir(copy)
+    os.environ["PYTHONPATH"] = str(copy)
+    sys.path[:] = [str(copy), *[path for path in sys.path if Path(path).resolve() != ROOT]]
+    for name in list(sys.modules):
+        if name.partition(".")[0] in ("tests", PACKAGE):
+            del sys.modules[name]
+    import pytest
+
+    sys.exit(pytest.main(arguments))
+
+
+def found(copy: Path, hint: str) -> Iterator[str]:
+    """Yield where a test may be now, given the name of its file and its own, which outlives a renamed file."""
+    name, _, test = hint.partition("::")
+    files = sorted((copy / "tests").rglob("test_*.py"))
+    here = [file for file in files if file.name == name]
+    words = f"def {test.rpartition('::')[2]}("
+    for file in [*here, *files]:
+        if test and words in file.read_text(encoding="utf-8"):
+            yield f"{file.relative_to(copy)}::{test}"
+            break
+    yield from [str(file.relative_to(copy)) for file in here]
+
+
+def hint_of(test: str) -> str:
+    """Return a test without its folder, and without its parameters, which change most often."""
+    return Path(test.partition("::")[0]).name + "".join(test.partition("::")[1:]).partition("[")[0]
+
+
+def look(mutant: Mutant, hint: str, limit: float) -> Outcome:
+    """Run the test that noticed a mutant before; if it is gone or passes, its whole file."""
+    begin = time.monotonic()
+    with copied(mutant) as copy:
+        by = ""
+        for place in found(copy, hint):
+            with suppress(LookupError):
+                if by := run_tests(copy, [place], limit, ()):
+                    break
+    return Outcome(mutant, by, time.monotonic() - begin)
+
+
+def look_everywhere(mutant: Mutant, tests: Sequence[str], limit: float, jobs: int) -> Outcome:
+    """Run all tests."""
+    begin = time.monotonic()
+    with copied(mutant) as copy:
+        inside = [str(copy / Path(test).resolve().relative_to(ROOT)) if is_inside(test) else test for test in tests]
+        by = run_tests(copy, inside, limit, ("-n", str(jobs), "--dist", "loadfile") if jobs else ())
+    return Outcome(mutant, by, time.monotonic() - begin)
+
+
+def is_inside(test: str) -> bool:
+    """Whether a path, or a test's name that begins with one, lies in the repository."""
+    return Path(test).resolve().is_relative_to(ROOT)
+
+
+def guarded(look: Callable[..., Outcome], mutant: Mutant, *about: Any) -> Outcome:
+    """Return the outcome, also where nothing can be said."""
+    try:
+        return look(mutant, *about)
+    except (ValueError, LookupError, RuntimeError) as error:
+        return Outcome(mutant, "", problem=str(error))
+
+
+def confirmed(outcomes: Sequence[Outcome], limit: float) -> list[Outcome]:
+    """Return the outcomes; those of tests that fail without a mutant, too, say nothing."""
+    tests = sorted({outcome.by for outcome in outcomes if outcome.by.startswith("tests")})
+    wrong: set[str] = set()
+    with copied(None) as copy:
+        while left := [test for test in tests if test not in wrong]:
+            by = run_tests(copy, left, limit, ())
+            if by not in left:
+                break
+            wrong.add(by)
+    why = "{} fails without the mutant, too"
+    return [one._replace(by="", problem=why.format(one.by)) if one.by in wrong else one for one in outcomes]
+
+
+def told(outcome: Outcome) -> str:
+    """Return the line about one mutant."""
+    said = f"PROBLEM: {outcome.problem}" if outcome.problem else "NOT noticed"
+    if outcome.by:
+        said = f"noticed by {outcome.by}"
+    return f"{outcome.mutant.name:58} {outcome.mutant.promise:12} {outcome.seconds:5.0f} s  {said}"
+
+
+def run_all(
+    mutants: Sequence[Mutant], tests: Sequence[str], jobs: int, fail_fast: bool, limit: float
+) -> Iterator[Outcome]:
+    """Yield the outcome of each mutant: first of those for which a hint helps, then of the others."""
+    hints: dict[str, str] = json.loads(HINTS.read_text(encoding="utf-8")) if HINTS.exists() and not tests else {}
+    left = [mutant for mutant in mutants if mutant.name not in hints]
+    with ThreadPoolExecutor(jobs) as pool:
+        hinted = [mutant for mutant in mutants if mutant.name in hints]
+        for outcome in pool.map(lambda mutant: guarded(look, mutant, hints[mutant.name], limit), hinted):
+            if outcome.by or outcome.problem:
+                yield outcome
+            else:
+                left.append(outcome.mutant)
+    for mutant in left:
+        outcome = guarded(look_everywhere, mutant, tests or ["tests"], 10 * limit, jobs)
+        yield outcome
+        if fail_fast and not outcome.by:
+            return
+
+
+def learn(outcomes: Sequence[Outcome]) -> None:
+    """Write down which tests noticed the mutants."""
+    hints = json.loads(HINTS.read_text(encoding="utf-8")) if HINTS.exists() else {}
+    hints |= {outcome.mutant.name: hint_of(outcome.by) for outcome in outcomes if "::" in outcome.by}
+    known = {mutant.name for mutant in MUTANTS}
+    kept = {name: hint for name, hint in sorted(hints.items()) if name in known}
+    HINTS.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run mutants, and tell which are noticed."""
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description="Which test notices which mutant?")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="only these mutants, or promises")
+    parser.add_argument("--tests", nargs="+", default=[], metavar="PATH", help="only these tests, without hints")
+    parser.add_argument("--jobs", type=int, default=2, help="how many processes at a time")
+    parser.add_argument("--fail-fast", action="store_true", help="stop at the first mutant that is not noticed")
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds for one file; for all of them ten times")
+    parser.add_argument("--learn", action="store_true", help="write to mutants.json which test noticed which mutant")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write the outcomes there")
+    given = parser.parse_args(arguments)
+    chosen = [one for one in MUTANTS if not given.only or one.name in given.only or one.promise in given.only]
+    if not chosen:
+        parser.error(f"no mutant or promise is named {given.only}")
+    begin, outcomes = time.monotonic(), []
+    for outcome in run_all(chosen, given.tests, given.jobs, given.fail_fast, given.limit):
+        print(told(outcome), flush=True)
+        outcomes.append(outcome)
+    outcomes = confirmed(outcomes, 10 * given.limit)
+    bad = [outcome for outcome in outcomes if not outcome.by]
+    if given.learn:
+        learn(outcomes)
+    if given.json is not None:
+        rows = [{"mutant": one.mutant.name, "promise": one.mutant.promise, "by": one.by, "problem": one.problem,
+                 "seconds": round(one.seconds, 1)} for one in outcomes]  # fmt: skip
+        given.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    seconds = time.monotonic() - begin
+    print(f"\n{len(outcomes)} of {len(chosen)} mutants ran in {seconds:.0f} s; {len(bad)} not noticed")
+    for outcome in bad:
+        print(told(outcome))
+    return 1 if bad or len(outcomes) < len(chosen) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""Judges a program: equal to plain autograd bit for bit, or an error of the contract; nothing is left behind."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import torch_remat as remat
+from tests.helpers import assert_clean_state
+from tests.programs.kept import check_kept, is_modelled
+from tests.programs.program import RECOMPUTE, Program, calls_of, draws, policies_of, writes
+from tests.programs.running import Injected, State, run
+from torch_remat.dispatch.region.region import live_regions
+
+
+def allowed_errors(program: Program) -> tuple[type[Exception], ...]:
+    """Return the errors by which regions may refuse a program that plain autograd runs."""
+    allowed: list[type[Exception]] = []
+    calls = calls_of(program)
+    if writes(program):
+        allowed.append(remat.MutationError)
+    has_seeds = any(step.what in ("seed", "named seed") and step.policy != RECOMPUTE for step in calls)
+    if has_seeds or (calls and (writes(program) or draws(program))):  # which a replay cannot start over from
+        allowed.append(remat.PlaceholderError)
+    if "names" in policies_of(program):
+        allowed.append(remat.PolicyError)  # for a pattern that matches nothing
+    if calls:
+        allowed.append(remat.UsageError)
+    return tuple(allowed)
+
+
+def outcome(program: Program) -> str:
+    """Run a program in every way and judge it.
+
+    Returns:
+        What happened: `equal`, `refused by autograd`, `injected`, or the name of the error of ours.
+
+    Raises:
+        AssertionError: A result is wrong, an error is none of the contract, or something is left behind.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        threads, regions = threading.active_count(), len(live_regions())
+        found = _judge(program)
+        _check_nothing_left(threads)
+        if found == "equal":  # after an error the runtime may hold the failed regions until a later step
+            if len(live_regions()) > regions:
+                gc.collect()
+            left = len(live_regions()) - regions
+            assert left <= 0, f"{left} regions are left"
+    return found
+
+
+def _judge(program: Program) -> str:
+    expected = _run(program, False)
+    found = _run(program, True)
+    if isinstance(expected, str):
+        must_raise = not calls_of(program) and not policies_of(program) and program.hooks is None  # which copy
+        assert isinstance(found, str) or not must_raise, f"plain autograd refuses it: {expected}"
+        return "refused by autograd"
+    if isinstance(found, str):
+        return found
+    _assert_same(expected, found)
+    if is_modelled(program):
+        check_kept(program)
+    if program.fault is not None and _run(program, True, faulty=True) == "injected":
+        _assert_same(expected, _run(program, True))
+        return f"injected in {program.fault.phase}"
+    return "equal"
+
+
+def _run(program: Program, wraps: bool, faulty: bool = False) -> list[Any] | str:
+    """Return a program's results, or which error it raised; one that it must not raise goes on."""
+    state = State(wraps, program)
+    try:
+        found: list[Any] | str = run(state, program.fault if faulty else None)
+    except Injected:
+        if program.fault.phase != "forward":
+            _assert_same(state.after_forward, state.changing(), "after an error in backward, buffer or generator")
+        found = "injected"
+    except remat.RematError as error:
+        if not isinstance(error, allowed_errors(program)) and not _is_refused(program, wraps):
+            raise AssertionError(f"{type(error).__name__} is not allowed here: {error}") from error
+        found = type(error).__name__
+    except (RuntimeError, ValueError, TypeError, NotImplementedError, IndexError) as error:
+        if wraps and not _is_refused(program, wraps):
+            raise
+        found = f"{type(error).__name__}: {error}"
+    if state.offloader is not None:
+        gc.collect()
+        state.offloader.assert_all_released_once()
+    return found
+
+
+def _is_refused(program: Program, wraps: bool) -> bool:
+    """Return whether plain autograd refuses a program, so that a region may raise what it likes."""
+    return wraps and isinstance(_run(program, False), str)
+
+
+def _assert_same(expected: list[Any], found: list[Any], what: str = "result") -> None:
+    assert len(expected) == len(found)
+    wrong = [place for place, pair in enumerate(zip(expected, found, strict=True)) if not _is_same(*pair)]
+    assert not wrong, f"{what} {wrong} of {len(expected)} differ from plain autograd's"
+
+
+def _is_same(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    if type(one) is not type(other) or one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    if hasattr(one, "__tensor_flatten__"):
+        names, _ = one.__tensor_flatten__()
+        return all(_is_same(getattr(one, name), getattr(other, name)) for name in names)
+    return torch.equal(one, other) or (one.is_floating_point() and torch.equal(one.nan_to_num(7), other.nan_to_num(7)))
+
+
+def _check_nothing_left(threads: int) -> None:
+    assert_clean_state()
+    assert not remat.is_recomputing(), "a replay did not end"
+    assert threading.active_count() == threads, "a thread is left"

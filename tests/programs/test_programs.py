@@ -1,0 +1,19 @@
+"""A fixed sample of drawn programs; `make soak` draws others."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from tests.programs.soak import batch, reproduction
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_drawn_programs_are_equal_to_plain_autograd_or_refused_by_the_contract(seed):
+    kinds: Counter[str] = Counter()
+    failure = batch(seed, kinds, examples=60)
+    if failure is not None:
+        program, error = failure
+        raise AssertionError(f"{error}\n{reproduction(program)}") from error
+    assert kinds["equal"] > sum(kinds.values()) / 2
