@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import torch_remat as remat
-from tests.features.offload.offloaders import OFFLOAD, Counting
 from tests.handle_ops import RECOMPUTE, Affine, Both, Inner, Trace, call
 from tests.helpers import alive, assert_same, leaf, watch
+from tests.offloaders import OFFLOAD, Counting
 from torch_remat.offload.cpu import CpuOffloader
 from torch_remat.offload.streams import Arrival
 from torch_remat.offload.table import Batch, Table

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import torch_remat as remat
-from tests.features.offload.offloaders import OFFLOAD, Counting
 from tests.handle_ops import RECOMPUTE, Affine, Both, Inner, Trace, call
 from tests.helpers import assert_same, checkpointed, leaf
+from tests.offloaders import OFFLOAD, Counting
 
 
 class Keeping:
@@ -137,3 +137,24 @@ def test_offloader_that_brings_back_something_else_is_an_error(wrong, told):
     with pytest.raises(remat.OffloadError, match=told) as caught:
         y.sum().backward()
     assert (caught.value.op, caught.value.tensor, caught.value.file) == ("a", "m", None)
+
+
+def test_input_changed_in_place_before_the_region_is_equal():
+    def program(wrap):
+        torch.manual_seed(0)
+        leaf_ = leaf(3, 3)
+        x = leaf_ * 1
+        x.mul_(2).add_(1)
+
+        def block(x):
+            h = x.sin()
+            h.mul_(x)
+            return h * x
+
+        y = wrap(block)(x)
+        y.sum().backward()
+        return y, leaf_.grad
+
+    offloader = Counting()
+    assert_same(program(lambda f: f), program(remat.checkpoint(offloader=offloader, offload_inputs=True)))
+    assert len(offloader.sent) == 1

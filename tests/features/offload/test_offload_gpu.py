@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import torch_remat as remat
-from tests.features.offload.offloaders import OFFLOAD
 from tests.handle_ops import RECOMPUTE, SAVE, Affine, Both, Inner, Trace, call
 from tests.helpers import assert_same, leaf
+from tests.offloaders import OFFLOAD
 
 pytestmark = pytest.mark.gpu
 

@@ -14,7 +14,6 @@ from torch.utils.checkpoint import CheckpointPolicy as TorchPolicy
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import torch_remat as remat
-from tests.features.offload.offloaders import OFFLOAD, Counting, Declining
 from tests.handle_ops import (
     KERNELS,
     RECOMPUTE,
@@ -38,6 +37,7 @@ from tests.helpers import (
     pairwise,
     run_with_gradients,
 )
+from tests.offloaders import OFFLOAD, Counting, Declining
 
 
 def three_ops(style, policies, trace):

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import torch_remat as remat
-from tests.features.offload.offloaders import OFFLOAD, Counting
 from tests.handle_ops import RECOMPUTE, Affine, Both, Inner, Trace, call
 from tests.helpers import LiveStorages, assert_same, checkpointed, collector_off, leaf
+from tests.offloaders import OFFLOAD, Counting
 
 
 @pytest.fixture(scope="module", autouse=True)

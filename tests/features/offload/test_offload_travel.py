@@ -12,9 +12,9 @@ from torch import nn
 
 import torch_remat as remat
 from tests.features.offload.disk_model import stored
-from tests.features.offload.offloaders import OFFLOAD, Counting
 from tests.handle_ops import RECOMPUTE, SAVE, Affine, Both, Inner, Trace, call
 from tests.helpers import LiveStorages, assert_same, checkpointed, collector_off, leaf, plain
+from tests.offloaders import OFFLOAD, Counting
 from torch_remat.offload import files
 from torch_remat.offload.table import Batch, Table
 from torch_remat.offload.transfer import ALIGNMENT_BYTES, Placement, flattened, travelling_span
@@ -136,31 +136,6 @@ def test_small_part_of_a_large_storage_travels_alone():
     (info,) = offloader.sent
     assert 40 <= info.bytes < 40 + 512
     assert_same(torch.autograd.grad(run(x * 1).sum(), x), torch.autograd.grad(y.sum(), x))
-
-
-class Complex(torch.autograd.Function):
-    @staticmethod
-    @remat.auto_forward("c", "n", "r")
-    def forward(ctx, x):
-        z = torch.complex(x.sin(), x.cos())
-        ctx.save_for_backward(z.conj(), z.conj().imag, torch.view_as_real(z))
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        c, n, r = ctx.saved_tensors
-        assert c.is_conj()
-        assert n.is_neg()
-        return grad * (c.real + 2 * c.imag + 3 * n + r.sum(-1))
-
-
-def test_lazy_conjugates_negatives_and_other_dtypes_of_one_storage_travel_once():
-    x, offloader = leaf(5), Counting()
-    run = remat.op(Complex.apply, "z", policy=OFFLOAD)
-    expected = torch.autograd.grad(run(x * 1).sum(), x)
-    y = checkpointed(run, offloader=offloader)(x * 1)
-    assert [info.bytes for info in offloader.sent] == [40]
-    assert_same(expected, torch.autograd.grad(y.sum(), x))
 
 
 def test_parameters_leaves_region_inputs_and_elided_tensors_never_travel():

@@ -21,10 +21,9 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import torch_remat as remat
-from tests.features.offload.offloaders import OFFLOAD, Counting
-from tests.features.reports.test_report_bytes import retained_bytes
 from tests.handle_ops import RECOMPUTE, SAVE, Affine, Both, Inner, Noise, Result, SinCos, Trace, call
 from tests.helpers import Mlp, alive, assert_same, checkpointed, collector_off, leaf, no_other_regions, watch
+from tests.offloaders import OFFLOAD, Counting
 from torch_remat.offload.sender import default_offloader
 
 
@@ -53,7 +52,6 @@ def matmul(name, policy, x, w):
     return MatMul.apply(x, w, name, policy)
 
 
-FLOPS = 2 * 8**3
 WEIGHT = nn.Parameter(torch.randn(8, 8))
 
 
@@ -87,23 +85,6 @@ def states(explanation):
         for op in explanation.regions[0].ops
         for tensor in op.tensors
     }
-
-
-def test_each_named_tensor_has_a_state_and_a_reason():
-    told = states(remat.explain(region())(leaf(8, 8)))
-    assert told["a.x"] == ("kept", "the backward of a reads it; it is the region's input args[0], kept anyway")
-    assert told["a.out"] == ("kept", "the replay of mlp/up reads it")
-    assert told["mlp/up.x"] == ("recomputed", "the replay of mlp/up makes it for its backward")
-    assert told["mlp/up.w"] == ("not kept", "a parameter: it exists anyway")
-    assert told["mlp/down.x"] == ("elided", "replay has it as input 0 of mlp/down")
-    assert told["mlp/down.w"] == ("not kept", "a parameter: it exists anyway")
-    assert told["mlp/down.out"] == ("kept", "no replay reads it, but its memory is kept")
-    assert told["pair.x"] == ("kept", "the backward of pair reads it")
-    assert told["pair.0"] == ("kept", "the replay of mix reads it")
-    assert told["pair.1"] == ("not kept", "nothing reads it in replay: a placeholder stands for it")
-    assert told["mix.out"] == ("recomputed", "the replay of mix recomputes it")
-    elided = remat.explain(checkpointed(lambda x: op(Both, "b", SAVE, op(Inner, "a", RECOMPUTE, x))))(leaf(2, 2))
-    assert states(elided)["b.x"] == ("elided", "replay has it as input 1 of b")
 
 
 def test_what_shares_the_memory_of_an_input_is_told_with_its_name_as_in_the_report():
@@ -165,16 +146,6 @@ layers.0
     if save: +-0 B kept, +-0 FLOP in replay
     if offload: +-0 B kept, +-0 FLOP in replay""",
     )
-
-
-def test_ops_and_flops_are_counted_by_phase():
-    explanation = remat.explain(region(), alternatives=False)(leaf(8, 8)).regions[0]
-    assert (explanation.forward_flops, explanation.replay_flops) == (2 * FLOPS, FLOPS)
-    flops = {op.name: (op.forward_flops, op.replay_flops) for op in explanation.ops}
-    assert flops["mlp/up"] == (FLOPS, FLOPS)
-    assert flops["mlp/down"] == (FLOPS, 0)
-    assert [op.replay for op in explanation.ops] == ["skipped", "ran", "skipped", "skipped", "ran"]
-    assert all(op.alternatives == () for op in explanation.ops)
 
 
 def test_region_that_needs_no_replay_and_op_that_replay_does_not_reach():
@@ -336,8 +307,8 @@ def four_ops(policies):
 
     def function(x):
         h = matmul("a", a, op(Both, "b", b, x.sin()), WEIGHT)
-        s, t = op(SinCos, "c", c, h)
-        return matmul("d", d, op(Affine, "e", RECOMPUTE, s, t), WEIGHT)
+        h = remat.op(lambda h: F.gelu(h @ WEIGHT) * h.detach().sigmoid(), "c", policy=c)(h)
+        return matmul("d", d, op(Affine, "e", RECOMPUTE, h, h.t()), WEIGHT)
 
     return function
 
@@ -379,53 +350,10 @@ def test_prices_of_named_ops_are_those_of_a_real_run(policies):
     assert priced == 8
 
 
-class Layer(nn.Module):
-    """Two calls of methods, between plain ops, as in a transformer."""
-
-    def __init__(self, policies):
-        super().__init__()
-        self.qkv, self.up, self.down = nn.Linear(8, 24), nn.Linear(8, 32), nn.Linear(32, 8)
-        self.norms = nn.ModuleList(nn.LayerNorm(8) for _ in range(2))
-        self.policies = policies
-
-    def attend(self, x):
-        q, k, v = self.qkv(x).chunk(3, -1)
-        return (q @ k.transpose(-1, -2)).softmax(-1) @ v
-
-    def mlp(self, x):
-        h = self.up(x)
-        return self.down(nn.functional.gelu(h) * h.detach().sigmoid())  # of two like factors one is saved
-
-    def forward(self, x):
-        for name, norm in zip(("attend", "mlp"), self.norms, strict=True):
-            x = x + remat.op(getattr(self, name), name, policy=self.policies[name])(norm(x))
-        return x
-
-
-@pytest.mark.parametrize(("attend", "mlp"), [(SAVE, RECOMPUTE), (RECOMPUTE, SAVE)])
-def test_prices_of_calls_that_name_nothing_are_those_of_a_real_run(attend, mlp):
-    layer, x = Layer({"attend": attend, "mlp": mlp}), leaf(2, 4, 8)
-
-    def run(**changed):
-        layer.policies = {"attend": attend, "mlp": mlp} | changed
-        with FlopCounterMode(display=False) as counter:
-            loss = checkpointed(layer, preserve_rng_state=False)(x * 1).sum()
-            kept = sum(region.bytes for region in remat.memory_report(loss, layer).regions)
-            loss.backward()
-        return kept, counter.get_total_flops()
-
-    now = run()
-    (told,) = remat.explain(checkpointed(layer, preserve_rng_state=False))(x * 1).regions
-    for one in told.ops:
-        (other,) = (other for other in one.alternatives if other.policy in ("save", "recompute"))
-        kept, flops = run(**{one.name: remat.CheckpointPolicy(other.policy)})
-        assert (other.bytes_change, other.flops_change) == (kept - now[0], flops - now[1])
-
-
 def test_calls_under_a_policy_for_aten_ops_have_no_prices():
-    function = checkpointed(Layer({"attend": SAVE, "mlp": RECOMPUTE}), policy=[torch.ops.aten.addmm.default])
-    (told,) = remat.explain(function)(leaf(2, 4, 8)).regions
-    assert [one.alternatives for one in told.ops] == [(), ()]
+    function = offloading(Counting(), four_ops([SAVE] * 4), policy=[torch.ops.aten.mm.default])
+    (told,) = remat.explain(function)(leaf(8, 8)).regions
+    assert all(one.alternatives == () for one in told.ops)
 
 
 @dataclass
@@ -465,16 +393,6 @@ def test_explanation_says_that_no_backward_ran(form):
     assert "no replay: no backward came to it" in str(explanation)
     assert "nothing has to be recomputed" not in str(explanation)
     assert explanation.to_dict()["no_backward"] == explanation.no_backward
-
-
-def test_nothing_is_said_of_a_missing_backward_where_no_replay_waits_for_one():
-    def kept(x):
-        return Opaque(checkpointed(lambda x: op(Both, "only", SAVE, x))(x).sum())
-
-    explanation = remat.explain(kept)(leaf(4, 4))
-    assert explanation.no_backward is not None
-    assert "no backward" not in str(explanation)
-    assert "no replay: nothing has to be recomputed" in str(explanation)
 
 
 @pytest.mark.parametrize("body", [Mlp(), lambda x: op(Both, "a", SAVE, x.sin()), lambda x: (x * x).view(-1)])
@@ -700,29 +618,6 @@ def test_tensor_that_did_not_leave_says_why():
     assert hooked.ops[0].tensors[1].why == "the backward of b reads it; hooks around the region decide where it is"
 
 
-def with_policy(x):
-    h = remat.op(lambda h: (h @ h).exp(), "n", policy=OFFLOAD)(x.sin())
-    return op(Both, "handle", OFFLOAD, F.gelu(h)).cos()
-
-
-def test_handles_and_native_regions_under_a_policy_for_ops():
-    offloader = Counting()
-    function = offloading(offloader, with_policy, policy=remat.save_names("gelu*"))
-    (told,) = remat.explain(function)(leaf(8, 8)).regions
-    native, handle = told.ops
-    assert {tensor.label: (tensor.state, tensor.why) for tensor in native.tensors} == {
-        "saved_2": ("offloaded", "the backward of n reads it"),
-        "out": ("offloaded", "a backward outside of it reads it"),
-    }
-    states = {tensor.label: (tensor.state, tensor.why, tensor.shared_with) for tensor in handle.tensors}
-    assert states["y"] == ("offloaded", "the backward of handle reads it", None)
-    assert states["out"] == ("offloaded", "a backward outside of it reads it", "r::handle.y")
-    root, measured = retained_bytes(lambda: function(leaf(8, 8)).sum())
-    report = remat.memory_report(root)
-    assert (report.bytes, report.offloaded_bytes) == (measured, offloader.bytes)
-    assert (told.kept_bytes, told.offloaded_bytes) == (report.regions[0].bytes, offloader.bytes)
-
-
 def test_error_of_an_offloader_is_that_of_backward():
     offloader = Counting()
     offloader.lose = OSError("unplugged")
@@ -734,3 +629,11 @@ def test_error_of_an_offloader_is_that_of_backward():
     offloader.lose = None  # its traceback knows the region
     gc.collect()
     offloader.assert_all_released_once()
+
+
+def test_what_a_policy_keeps_as_an_op_left_it_has_a_reader():
+    def function(x):
+        return (torch.zeros(4, 8).add_(x.detach()).exp() + x).tanh() * x
+
+    told = reasons_of(function, leaf(4, 8), policy=remat.save_names("add__0_0"))
+    assert told["add__0_0"] == "an op in replay (exp) reads it"

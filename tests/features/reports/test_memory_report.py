@@ -31,7 +31,7 @@ from tests.handle_ops import (
 )
 from tests.helpers import Mlp, alive, checkpointed, collector_off, leaf, no_other_regions, watch
 from torch_remat._text import format_bytes
-from torch_remat.reports.data import KeptTensor, ParameterReport, RegionReport
+from torch_remat.reports.data import KeptTensor, RegionReport
 from torch_remat.reports.fold import fold
 
 
@@ -236,26 +236,6 @@ def test_report_while_other_threads_run_regions():
         for thread in threads:
             thread.join()
     assert errors == []
-
-
-def test_picture_has_room_for_long_names_and_sums():
-    pytest.importorskip("matplotlib")
-
-    def row(label, count, offloaded=False):
-        return KeptTensor(label, label, "saved", count, (1,), "float32", "cpu", offloaded=offloaded)
-
-    regions = [
-        RegionReport(f"a.rather.long.name.of.a.region.{kind}", (row("x", 2**20), row("y", 2**29, True)), ())
-        for kind in ("first", "second")
-    ]
-    figure = remat.reports.MemoryReport(tuple(regions), (), ParameterReport(0, 0)).plot()
-    figure.canvas.draw()
-    width, _ = figure.canvas.get_width_height()
-    texts = [text for text in figure.axes[0].texts if text.get_text()]
-    assert len(texts) == 2
-    for text in (*texts, *figure.axes[0].get_yticklabels()):
-        box = text.get_window_extent()
-        assert 0 <= box.x0 < box.x1 <= width
 
 
 def test_report_as_html_is_one_table_and_escapes_names():

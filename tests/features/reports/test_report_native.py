@@ -101,21 +101,6 @@ def test_names_of_what_native_regions_and_policies_keep():
     assert kept == ["block::gelu_0_0"]  # nobody needs mm_2_0, the region's output
 
 
-def test_names_of_what_whole_calls_keep():
-    loss = run("whole calls")
-    (region,) = remat.memory_report(loss).regions
-    rows = {tensor.name: tensor for tensor in region.all_tensors()}
-    assert {"block::top.saved_0", "block::top.0", "block::drop.saved_0", "block::drop.out"} <= set(rows)
-    assert "1" in rows["block::top.saved_0"].aliases  # the indices are saved, and returned
-    (told,) = remat.explain(lambda: run("whole calls"))().regions
-    states = {tensor.name: (tensor.state, tensor.why) for op in told.ops for tensor in op.tensors}
-    assert states["block::top.saved_0"] == ("kept", "the backward of top reads it")
-    assert states["block::top.0"] == ("kept", "an op in replay (exp) reads it")
-    assert states["block::top.1"] == ("kept", "an op in replay (gather) reads it")
-    assert states["block::drop.out"] == ("kept", "an op in replay (cos) reads it")
-    assert [op.replay for op in told.ops] == ["skipped"] * 3
-
-
 def held_in_forward(body, **options):
     """Return what a region keeps besides inputs in the middle of its forward: by the report, and by the profiler."""
     found = []

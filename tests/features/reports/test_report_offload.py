@@ -11,11 +11,11 @@ import torch
 from expecttest import assert_expected_inline
 
 import torch_remat as remat
-from tests.features.offload.disk_model import run, run_and_flush, stored
-from tests.features.offload.offloaders import OFFLOAD, Counting
+from tests.features.offload.disk_model import run, run_and_flush
 from tests.features.reports.test_report_bytes import retained_bytes
 from tests.handle_ops import RECOMPUTE, SAVE, Affine, Both, Inner, SinCos, Trace, call
 from tests.helpers import LiveStorages, checkpointed, leaf, no_other_regions
+from tests.offloaders import OFFLOAD, Counting
 from torch_remat.offload import files
 
 
@@ -104,7 +104,6 @@ def nested(offloader):
 PROGRAMS = {
     "residents, slots and input": lambda offloader: region(offloader)(leaf(8, 8) * 2).sum(),
     "one memory in many places": lambda offloader: region(offloader, twice)(leaf(8, 8) * 2).sum(),
-    "views of one input": lambda offloader: region(offloader, torch.mul)(*(leaf(2, 8, 8) * 2).unbind()).sum(),
     "layers": layers,
     "partial backward": partial_backward,
     "retain_graph": graph_kept,
@@ -124,19 +123,6 @@ def test_bytes_in_place_are_those_retained_and_bytes_away_those_of_the_offloader
     root.backward()
     offloader.assert_all_released_once()
     assert remat.memory_report(root).offloaded_bytes == 0
-
-
-def test_files_count_as_offloaded(tmp_path):
-    offloader = remat.DiskOffloader(tmp_path, min_bytes=0)
-    x = torch.randn(20, 20, requires_grad=True)
-    loss = run_and_flush(offloader, x).sum()
-    report = remat.memory_report(loss)
-    on_disk = sum(path.stat().st_size for path in stored(offloader))
-    assert report.offloaded_bytes == offloader.offloaded_bytes == on_disk == 12 * 1600
-    assert sum(region.bytes for region in report.regions) == sum(
-        tensor.bytes for tensor in report.all_tensors() if tensor.kind == "random state"
-    )
-    assert report.bytes_by_device["DiskOffloader"] == on_disk
 
 
 def test_offloader_in_memory_saves_nothing_and_says_so():

@@ -301,8 +301,8 @@ def span_of(region, start, duration, phase="forward"):
     return Span(region, None, phase, 0, start, duration, 1, 0, 0, 0, 0, 0)
 
 
-@pytest.mark.parametrize("name", [r"a$\frac$", "a$b$_{x", "$", "a_b^c"])
-def test_names_are_drawn_as_they_are(name):
+def test_names_are_drawn_as_they_are():
+    name = r"a$\frac$_{x^"
     pytest.importorskip("matplotlib")
     timeline = Timeline()
     timeline.fill(10_000, [span_of(name, 0, 8000)], [Sample(4000, {"cpu": 100})])
