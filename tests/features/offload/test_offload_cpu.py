@@ -91,8 +91,7 @@ def model(wrap, x, depth=4):
     return h
 
 
-@pytest.mark.parametrize("likely", [0.0, 0.1, 0.5, 1.0])
-@pytest.mark.parametrize("prefetch_bytes", [0, 2000])
+@pytest.mark.parametrize(("likely", "prefetch_bytes"), [(0.0, 2000), (0.1, 0), (0.5, 2000), (1.0, 0)])
 def test_training_steps_with_late_copies_are_equal(likely, prefetch_bytes):
     copier = LateCopier(likely)
     offloader = CpuOffloader(

@@ -90,22 +90,6 @@ def partial_backward():
     return z.sum()
 
 
-def with_graph_kept():
-    loss = checkpointed(block)(fresh(6, 6) * 2).exp().sum()
-    (grad,) = torch.autograd.grad(loss, leaves_below(loss), retain_graph=True)
-    return loss + 0 * grad.sum().item()
-
-
-def leaves_below(root):
-    nodes, leaves = [root.grad_fn], []
-    while nodes:
-        node = nodes.pop()
-        if node is not None:
-            leaves += [node.variable] if hasattr(node, "variable") else []
-            nodes += [following for following, _ in node.next_functions]
-    return leaves[:1]
-
-
 PROGRAMS = {
     "no region": lambda: (fresh(5, 5).sin() @ fresh(5, 5)).exp().sum(),
     "plain region": lambda: checkpointed(lambda x: x.sin().exp())(fresh(5, 5) * 2).sum(),
@@ -116,26 +100,15 @@ PROGRAMS = {
     "several regions": several_regions,
     "determinism check": lambda: checkpointed(sines, determinism_check=lambda t: [t.abs(), 1])(fresh(9) * 2).sum(),
     "nested regions": lambda: checkpointed(lambda x: checkpointed(block)(x.sin()).cos())(fresh(6, 6) * 2).sum(),
-    "region in torch's": lambda: torch_checkpoint(checkpointed(torch.sin), fresh(9), use_reentrant=False).sum(),
-    "torch's in a region": lambda: checkpointed(torchs)(fresh(9)).sum(),
-    "packed inputs": lambda: with_packing(lambda: checkpointed(block)(fresh(6, 6) * 2).sum()),
+    "torch's in a region": lambda: checkpointed(in_torchs(torch.sin))(fresh(9)).sum(),
+    "packed inputs": lambda: packed(lambda: checkpointed(block)(fresh(6, 6) * 2).sum()),
     "partial backward": partial_backward,
-    "retain_graph": with_graph_kept,
     "a view of an output": lambda: checkpointed(lambda x: op(Transpose, "t", RECOMPUTE, x).sin())(fresh(4, 4)).sum(),
 }  # fmt: skip
 
 
 def sines(x):
     return x.sin().exp().sin()
-
-
-def with_packing(make):
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: ("here", [t.clone()]), lambda packed: packed[1][0]):
-        return make()
-
-
-def torchs(x):
-    return torch_checkpoint(torch.sin, x, use_reentrant=False)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -280,25 +253,6 @@ INSIDE_EACH_OTHER = {
 )
 def test_torchs_checkpoints_inside_each_other_are_all_counted(program, run):
     assert_exact(lambda: run(INSIDE_EACH_OTHER[program]))
-
-
-def test_what_a_backward_through_torchs_checkpoint_has_recomputed_is_counted():
-    reports = []
-
-    def look(_grad):
-        reports.append(remat.memory_report(y))
-
-    x = made(8, 8)
-    y = through_torch(lambda x: noted(x.sin().exp(), look).tanh(), x).sum()
-    y.backward()
-    (node,) = [node for node in reports[0].outside if node.node == "torch.utils.checkpoint"]
-    recomputed = [tensor for tensor in node.tensors if tensor.kind == "refilled"]
-    assert [tensor.bytes for tensor in recomputed] == [256]
-
-
-def noted(x, look):
-    x.register_hook(look)
-    return x
 
 
 @dataclass

@@ -65,13 +65,6 @@ def layers(offloader):
     return h.sum()
 
 
-def partial_backward(offloader):
-    x = leaf(8, 8) * 2
-    y, z = region(offloader, lambda x: (op(Both, "b", OFFLOAD, x), op(Both, "a", OFFLOAD, x.sin())))(x)
-    torch.autograd.grad(y.sum(), x)
-    return z.sum()
-
-
 def graph_kept(offloader):
     x = leaf(8, 8) * 2
     loss = region(offloader)(x).exp().sum()
@@ -105,7 +98,6 @@ PROGRAMS = {
     "residents, slots and input": lambda offloader: region(offloader)(leaf(8, 8) * 2).sum(),
     "one memory in many places": lambda offloader: region(offloader, twice)(leaf(8, 8) * 2).sum(),
     "layers": layers,
-    "partial backward": partial_backward,
     "retain_graph": graph_kept,
     "nested regions": nested,
     "native regions": lambda offloader: region(offloader, natives)(leaf(8, 8) * 2).sum(),
