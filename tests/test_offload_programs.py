@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import torch_remat as remat
-from tests.features.offload.offloaders import OFFLOAD, Counting
 from tests.handle_ops import SAVE
 from tests.helpers import LiveStorages, assert_same, collector_off, leaf, plain
+from tests.offloaders import OFFLOAD, Counting
 from tests.test_handle_programs import BACKWARDS, SIDE, bodies, outcome, refused_or, settings_for
 
 

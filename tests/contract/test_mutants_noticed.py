@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import torch_remat as remat
-from tests.features.offload.offloaders import OFFLOAD, Counting
 from tests.helpers import Calls, CountOps, alive, assert_same, checkpointed, leaf, no_other_regions, watch
+from tests.offloaders import OFFLOAD, Counting
 from torch_remat.dispatch.region.region import live_regions
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,15 +11,12 @@ import torch
 
 import torch_remat as remat
 from tests.helpers import (
-    CountOps,
     LiveStorages,
-    Stack,
     assert_same_program,
     chain,
     checkpointed,
     collector_off,
     leaf,
-    parameter_gradients,
 )
 
 
@@ -38,31 +34,18 @@ def text_of_error(**options):
     return str(caught.value)
 
 
-def test_error_shows_the_ops_of_both_phases_side_by_side():
+def test_error_shows_the_ops_of_both_phases_side_by_side_with_the_users_lines():
     text = text_of_error(debug=True)
     assert any(len(re.findall(r"\bsin\b", line)) >= 2 for line in text.splitlines()), text
     assert re.search(r"\btanh\b", text)
-    assert re.search(r"\bexp\b", text)
     assert "forward" in text.lower()
     assert "replay" in text.lower()
-
-
-def test_error_shows_the_users_source_lines():
-    text = text_of_error(debug=True)
-    assert Path(__file__).name in text
     first = block_that_differs.__code__.co_firstlineno
-    assert str(first + 1) in text
-    assert str(first + 3) in text
-
-
-def test_error_without_debug_lists_no_ops():
-    assert "tanh" not in text_of_error()
-
-
-def test_error_with_debug_is_readable():
-    text = text_of_error(debug=True)
+    assert f"{Path(__file__).name}:{first + 1}" in text
+    assert f"{Path(__file__).name}:{first + 3}" in text
     assert all(len(line) < 300 for line in text.splitlines())
     assert "site-packages/torch/" not in text
+    assert "tanh" not in text_of_error()
 
 
 def test_error_of_a_long_region_is_bounded_and_shows_the_difference():
@@ -78,17 +61,6 @@ def test_error_of_a_long_region_is_bounded_and_shows_the_difference():
     assert re.search(r"\btanh\b", str(caught.value))
 
 
-def test_programs_are_equal_under_debug():
-    def program(wrap):
-        model = Stack(wrap, depth=2)
-        x = leaf(2, 4, 8)
-        y = wrap(model)(x)
-        y.square().sum().backward()
-        return y, x.grad, *parameter_gradients(model)
-
-    assert_same_program(program, debug=True)
-
-
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_debug_works_with_kept_graphs_and_second_order(early_stop):
     def program(wrap):
@@ -101,44 +73,10 @@ def test_debug_works_with_kept_graphs_and_second_order(early_stop):
     assert_same_program(program, debug=True, early_stop=early_stop)
 
 
-def test_debug_mode_of_one_region_does_not_see_another():
-    with CountOps() as ops:
-        checkpointed(chain, debug=True)(leaf(3)).sum().backward()
-        checkpointed(chain)(leaf(3)).sum().backward()
-    assert ops.counts["sin"] >= 4
-
-
 def step():
     x = leaf(3)
     checkpointed(lambda x: checkpointed(chain, debug=True)(x.sin()).exp(), debug=True)(x).sum().backward()
     return x.grad
-
-
-def python_calls(function):
-    """Return the number of Python and C calls that a function makes."""
-    count = 0
-
-    def profile(frame, event, arg):
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    sys.setprofile(profile)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return count
-
-
-def test_cost_of_a_step_under_debug_does_not_grow_from_step_to_step():
-    for _ in range(3):
-        step()
-    early = python_calls(step)
-    for _ in range(60):
-        step()
-    late = python_calls(step)
-    assert early > 100
-    assert late <= early * 1.01 + 5
 
 
 def test_steps_under_debug_leave_no_objects():

@@ -52,17 +52,6 @@ def test_random_numbers_of_cpu_and_device_in_one_region_are_equal():
     assert_same_program(program, replays=1)
 
 
-def test_device_generator_among_the_inputs_is_equal():
-    def program(wrap):
-        generator = torch.Generator("cuda").manual_seed(3)
-        x = leaf(50, device="cuda")
-        y = wrap(lambda x, *, g: (x * torch.rand(50, device="cuda", generator=g)).sin())(x, g=generator)
-        y.sum().backward()
-        return y, x.grad, torch.rand(3, device="cuda", generator=generator)
-
-    assert_same_program(program, replays=1)
-
-
 def test_replay_leaves_the_generator_of_the_device_where_it_was():
     x = leaf(50, device="cuda")
     y = checkpointed(noisy)(x)
@@ -88,30 +77,17 @@ def test_replay_runs_in_the_backward_thread_of_the_device_with_its_ambient_state
     assert not remat.is_recomputing()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_with_a_shared_weight_is_equal(dtype):
+def test_autocast_with_a_shared_weight_is_equal():
     def program(wrap):
         w = nn.Parameter(torch.randn(8, 8, device="cuda"))
         x = leaf(4, 8, device="cuda")
-        with torch.autocast("cuda", dtype=dtype):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
             h = wrap(lambda h: (h @ w).sin() @ w)(x)
             h = wrap(lambda h: (h @ w).cos() @ w)(h)
         h.float().sum().backward()
         return h, x.grad, w.grad
 
     assert_same_program(program, replays=2)
-
-
-def test_autocast_of_cpu_and_device_together_is_equal():
-    def program(wrap):
-        one, two = nn.Linear(8, 8), nn.Linear(8, 8).cuda()
-        x = leaf(4, 8)
-        with torch.autocast("cpu", dtype=torch.bfloat16), torch.autocast("cuda", dtype=torch.float16):
-            y = wrap(lambda x: two(one(x).sin().cuda()).exp())(x)
-        y.float().sum().backward()
-        return y, x.grad, *parameter_gradients(one), *parameter_gradients(two)
-
-    assert_same_program(program, replays=1)
 
 
 def test_region_over_cpu_and_device_replays_once_for_both_backward_threads():
@@ -126,20 +102,6 @@ def test_region_over_cpu_and_device_replays_once_for_both_backward_threads():
 
     for _ in range(20):
         assert_same_program(program, replays=1)
-
-
-def test_nested_regions_on_the_device_do_not_deadlock_and_are_equal():
-    def program(wrap):
-        def level(x, depth):
-            h = noisy(x)
-            return (wrap(level)(h, depth - 1) if depth else chain(h)).tanh()
-
-        x = leaf(20, device="cuda")
-        y = wrap(level)(x, 4)
-        y.sum().backward()
-        return y, x.grad
-
-    assert_same_program(program)
 
 
 def test_region_on_a_side_stream_is_equal():
@@ -157,26 +119,6 @@ def test_region_on_a_side_stream_is_equal():
 
     for _ in range(5):
         assert_same_program(program, replays=2)
-
-
-def test_stream_entered_inside_a_region_is_equal():
-    def program(wrap):
-        stream = torch.cuda.Stream()
-
-        def block(x):
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                h = (x @ x).sin()
-            torch.cuda.current_stream().wait_stream(stream)
-            return (h @ x).exp()
-
-        x = leaf(128, 128, device="cuda")
-        y = wrap(block)(x * 0.1)
-        y.sum().backward()
-        torch.cuda.synchronize()
-        return y, x.grad
-
-    assert_same_program(program, replays=1)
 
 
 def test_save_on_cpu_with_pinned_memory_is_equal():

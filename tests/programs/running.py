@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import torch_remat as remat
-from tests.features.offload.offloaders import Counting
+from tests.offloaders import Counting
 from tests.programs.program import Body, Fault, Program, Step
 
 SIDE = 4

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import torch_remat as remat
-from tests.features.offload.offloaders import OFFLOAD, Counting
 from tests.handle_ops import RECOMPUTE, SAVE, Affine, Inner, Noise, Trace, call
 from tests.helpers import leaf, no_other_regions
+from tests.offloaders import OFFLOAD, Counting
 from torch_remat._kept import Kept, What, decisions_of, kept_by, parameters_of
 from torch_remat._storages import pieces_in
 from torch_remat.dispatch.region.region import Region, live_regions

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from tests.features.offload.offloaders import OFFLOAD
 from tests.handle_ops import RECOMPUTE, Affine, Both, Inner, Trace, call
 from tests.helpers import checkpointed
+from tests.offloaders import OFFLOAD
 
 
 def block(x):

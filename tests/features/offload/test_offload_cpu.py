@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import torch_remat as remat
-from tests.features.offload.offloaders import OFFLOAD, Counting
 from tests.handle_ops import RECOMPUTE, Affine, Both, Inner, Trace, call
-from tests.helpers import LiveStorages, alive, assert_same, leaf, watch
+from tests.helpers import alive, assert_same, leaf, watch
+from tests.offloaders import OFFLOAD, Counting
 from torch_remat.offload.cpu import CpuOffloader
 from torch_remat.offload.streams import Arrival
 from torch_remat.offload.table import Batch, Table
@@ -91,8 +91,7 @@ def model(wrap, x, depth=4):
     return h
 
 
-@pytest.mark.parametrize("likely", [0.0, 0.1, 0.5, 1.0])
-@pytest.mark.parametrize("prefetch_bytes", [0, 2000])
+@pytest.mark.parametrize(("likely", "prefetch_bytes"), [(0.0, 2000), (0.1, 0), (0.5, 2000), (1.0, 0)])
 def test_training_steps_with_late_copies_are_equal(likely, prefetch_bytes):
     copier = LateCopier(likely)
     offloader = CpuOffloader(
@@ -138,20 +137,6 @@ def test_tensor_is_kept_until_its_copy_is_done_and_then_let_go():
     offloader.release(ticket)
 
 
-def test_released_ticket_keeps_its_tensor_only_until_the_copy_is_done():
-    copier = LateCopier()
-    offloader = CpuOffloader(min_bytes=0, copier=lambda _: copier)
-    tensor = torch.randn(100)
-    (source,) = watch(tensor)
-    offloader.release(offloader.offload(tensor, info(tensor)))
-    del tensor
-    assert alive([source]) == 1  # the copy reads it
-    copier.queue[0].synchronize()
-    other = torch.randn(100)
-    offloader.offload(other, info(other))
-    assert alive([source]) == 0
-
-
 def test_bytes_that_wait_for_their_copy_are_bounded():
     copier = LateCopier()
     offloader = CpuOffloader(min_bytes=0, max_pending_bytes=1000, copier=lambda _: copier)
@@ -186,13 +171,6 @@ def test_without_memory_that_can_be_pinned_a_tensor_stays(monkeypatch):
     with pytest.warns(remat.RematWarning, match="no host memory left"):
         y = model(remat.checkpoint(offloader=offloader), x)
     assert_same(reference(x), torch.autograd.grad(y.sum(), x))
-
-
-def test_small_tensors_stay_and_large_ones_travel():
-    offloader, small, large = CpuOffloader(min_bytes=256), torch.ones(63), torch.ones(64)
-    assert offloader.offload(small, info(small)) is None
-    assert offloader.offload(large, info(large)) is not None
-    assert offloader.offloaded_bytes == 256
 
 
 def test_copy_that_cannot_begin_leaves_the_tensor_and_one_warning_says_so():
@@ -241,17 +219,6 @@ def test_copy_that_fails_later_leaves_the_tensor_and_one_warning_says_so(max_pen
     assert offloader.offloaded_bytes == offloader.host_bytes == 0
 
 
-def test_tensor_whose_copy_failed_is_told_to_stay():
-    copier = FailingCopier()
-    copier.copies = 2
-    offloader, tensor = CpuOffloader(min_bytes=0, copier=lambda _: copier), torch.randn(9)
-    ticket = offloader.offload(tensor, info(tensor))
-    assert offloader.stays(ticket)
-    with pytest.warns(remat.RematWarning, match=r"r::o\.t \(36 bytes\) could not be copied"):
-        assert offloader.onload(ticket).data_ptr() == tensor.data_ptr()
-    assert offloader.still_here(ticket).data_ptr() == tensor.data_ptr()
-
-
 def test_copy_back_that_fails_ahead_of_its_use_is_tried_again():
     class Once(LateCopier):
         def to_device(self, buffer, after):
@@ -270,20 +237,6 @@ def test_copy_back_that_fails_ahead_of_its_use_is_tried_again():
     y = model(remat.checkpoint(offloader=offloader), x)
     with pytest.raises(remat.OffloadError, match=r"could not bring this tensor back.*out of memory"):
         y.sum().backward()  # the first is not asked for ahead
-
-
-def test_tensors_of_the_cpu_are_told_to_save_nothing_once():
-    offloader = CpuOffloader(min_bytes=0)
-    with pytest.warns(remat.RematWarning, match="is there already.*saves nothing") as caught:
-        model(remat.checkpoint(offloader=offloader), leaf(4, 4))
-    assert len(caught) == 1
-
-
-def test_what_comes_back_and_buffers_make_no_garbage():
-    offloader, live = CpuOffloader(min_bytes=0), LiveStorages()
-    with live:
-        model(remat.checkpoint(offloader=offloader), leaf(8, 8) * 1).sum().backward()
-    assert live.bytes() == 0
 
 
 def test_numbers_that_make_no_sense_are_refused():

@@ -1,4 +1,4 @@
-"""Every ticket is released exactly once, at the right moment, whatever becomes of the graph; no collector is needed."""
+"""Every ticket is released exactly once, at the right moment; prefetch asks in the order of backward."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import torch_remat as remat
-from tests.features.offload.offloaders import OFFLOAD, Counting
 from tests.handle_ops import RECOMPUTE, Affine, Both, Inner, Trace, call
 from tests.helpers import LiveStorages, assert_same, checkpointed, collector_off, leaf
+from tests.offloaders import OFFLOAD, Counting
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -70,15 +70,6 @@ def test_graph_that_is_dropped_without_backward_releases_all(offloader):
     assert offloader.count("onload") == offloader.count("prefetch") == 0
 
 
-def test_part_of_a_graph_that_is_dropped_releases_its_part(offloader):
-    x = leaf(3, 3)
-    one, two = run(offloader, x), run(offloader, x)
-    del one
-    assert dict(offloader.released) == dict.fromkeys(range(12), 1)
-    two.sum().backward()
-    offloader.assert_all_released_once()
-
-
 def test_kept_graph_keeps_tickets_and_each_backward_is_equal(offloader):
     x = leaf(3, 3)
     y = run(offloader, x)
@@ -97,23 +88,6 @@ def test_gradients_of_second_order_are_equal_and_release_all(offloader):
         return torch.autograd.grad(first.square().sum(), x)
 
     assert_same(second(reference), second(lambda x: run(offloader, x)))
-    offloader.assert_all_released_once()
-
-
-def test_nested_regions_release_all(offloader):
-    x = leaf(3, 3)
-
-    def outer(x):
-        h = checkpointed(block, offloader=offloader, offload_inputs=True)(x.sin())
-        h = call("handle", Inner, Trace(), "own", OFFLOAD, h)
-        return checkpointed(block, offloader=offloader)(h)
-
-    y = run(offloader, x, function=outer)
-    names = set(offloader.names)
-    assert "outer::own.m" in names
-    assert not any(name.startswith("block::") for name in names)  # the outer region recomputes those
-    torch.autograd.grad(y.sum(), x, retain_graph=True)
-    y.sum().backward()
     offloader.assert_all_released_once()
 
 
@@ -242,12 +216,85 @@ def test_regions_on_many_threads_release_all():
     offloader.assert_all_released_once()
 
 
-def test_releases_inside_of_a_garbage_collection_are_counted_too():
-    offloader = Counting()
-    for _ in range(5):
-        cycle = [run(offloader, leaf(3, 3))]
-        cycle.append(cycle)
-        del cycle
-    assert offloader.released == {}
-    gc.collect()
+BYTES = 36
+
+
+def three_ops(x):
+    for name in "abc":
+        x = call("handle", Inner, Trace(), name, OFFLOAD, x)
+    return call("handle", Affine, Trace(), "d", RECOMPUTE, x, x)
+
+
+def model(offloader, x, depth, **options):
+    h = x * 1
+    for index in range(depth):
+        h = checkpointed(three_ops, offloader=offloader, region_name=f"r{index}", **options)(h)
+    return h
+
+
+def outstanding(log):
+    """Return how many tensors were asked for and not read, after each event."""
+    asked, counts = set(), []
+    for done, ticket in log:
+        if done == "prefetch":
+            asked.add(ticket)
+        elif done in ("onload", "release"):
+            asked.discard(ticket)
+        counts.append(len(asked))
+    return counts
+
+
+def test_order_of_prefetch_is_the_order_in_which_backward_reads():
+    offloader = Counting(prefetch_bytes=1000 * BYTES)
+    y = model(offloader, leaf(3, 3), 3, offload_inputs=True)
+    y.sum().backward()
+    asked = [offloader.names[ticket] for done, ticket in offloader.log if done == "prefetch"]
+    read = [offloader.names[ticket] for done, ticket in offloader.log if done == "onload"]
+    assert read[0] == "r2::args[0]"
+    assert asked == read[1:]
+    assert read[:5] == ["r2::args[0]", "r2::c.out", "r2::c.m", "r2::b.m", "r2::a.m"]
+    assert read[5] == "r1::args[0]"
+    assert outstanding(offloader.log)[-1] == 0
+
+
+@pytest.mark.parametrize("bound", [1, 2, 3, 5])
+def test_bytes_that_are_asked_for_and_not_read_stay_within_the_bound(bound):
+    offloader = Counting(prefetch_bytes=bound * BYTES)
+    y = model(offloader, leaf(3, 3), 4, offload_inputs=True)
+    y.sum().backward()
+    assert max(outstanding(offloader.log)) == bound
+    assert offloader.count("prefetch") == offloader.count("onload") - 1
+    offloader.assert_all_released_once()
+
+
+def test_bound_of_zero_asks_for_nothing_and_a_missing_one_for_all():
+    offloader = Counting(prefetch_bytes=0)
+    model(offloader, leaf(3, 3), 3).sum().backward()
+    assert offloader.count("prefetch") == 0
+    del offloader.prefetch_bytes
+    model(offloader, leaf(3, 3), 3).sum().backward()
+    assert offloader.count("prefetch") == 11
+
+
+def test_failing_prefetch_does_no_harm():
+    class Failing(Counting):
+        def prefetch(self, ticket):
+            raise OSError("not now")
+
+    offloader, x = Failing(prefetch_bytes=1000), leaf(3, 3)
+    y = model(offloader, x, 3, offload_inputs=True)
+    expected = torch.autograd.grad(model(Counting(), x, 3).sum(), x)
+    assert_same(expected, torch.autograd.grad(y.sum(), x))
+    offloader.assert_all_released_once()
+
+
+def test_second_backward_of_a_kept_graph_asks_again_and_drops_what_the_first_left():
+    offloader, x = Counting(prefetch_bytes=3 * BYTES), leaf(3, 3)
+    y = model(offloader, x, 3, offload_inputs=True)
+    for keep in (True, True, False):
+        start = len(offloader.log)
+        torch.autograd.grad(y.sum(), x, retain_graph=keep)
+        log = offloader.log[start:]
+        assert sum(done == "prefetch" for done, _ in log) >= 11
+        assert max(outstanding(log)) <= 3
     offloader.assert_all_released_once()

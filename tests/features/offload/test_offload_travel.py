@@ -1,15 +1,23 @@
-"""What travels, under which name, how often, and as what it comes back."""
+"""What travels, under which name, how often, and as what it comes back; what stays, to the byte."""
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import torch_remat as remat
-from tests.features.offload.offloaders import OFFLOAD, Counting
-from tests.handle_ops import RECOMPUTE, Affine, Both, Inner, Trace, call
-from tests.helpers import assert_same, checkpointed, leaf, plain
+from tests.features.offload.disk_model import stored
+from tests.handle_ops import RECOMPUTE, SAVE, Affine, Both, Inner, Trace, call
+from tests.helpers import LiveStorages, assert_same, checkpointed, collector_off, leaf, plain
+from tests.offloaders import OFFLOAD, Counting
+from torch_remat.offload import files
+from torch_remat.offload.table import Batch, Table
+from torch_remat.offload.transfer import ALIGNMENT_BYTES, Placement, flattened, travelling_span
 
 
 def test_info_names_region_op_tensor_kind_and_bytes():
@@ -65,47 +73,18 @@ def test_one_input_of_many_regions_travels_once():
     offloader.assert_all_released_once()
 
 
-class Views(torch.autograd.Function):
-    """Saves three views of one tensor."""
-
-    @staticmethod
-    @remat.auto_forward("q", "k", "v")
-    def forward(ctx, qkv):
-        q, k, v = qkv.chunk(3, -1)
-        ctx.save_for_backward(q, k.t(), v)
-        return q * k + v
-
-    @staticmethod
-    def backward(ctx, grad):
-        q, k, v = ctx.saved_tensors
-        ctx.layouts.append([(x.shape, x.stride(), x.storage_offset()) for x in (q, k, v)])
-        assert q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
-        return torch.cat([grad * k.t(), grad * q, grad * v.sign()], -1)
-
-
-def test_views_of_one_storage_travel_once_and_come_back_as_views_with_their_strides():
-    layouts = []
-
-    class Watched(Views):
-        @staticmethod
-        def backward(ctx, grad):
-            ctx.layouts = layouts
-            return Views.backward(ctx, grad)
-
-    def model(wrap, x):
-        def block(x):
-            qkv = call("handle" if wrap is not plain else "plain", Inner, Trace(), "qkv", OFFLOAD, x)
-            return remat.op(Watched.apply, "attention", policy=OFFLOAD)(qkv)
-
-        return wrap(block)(x)
+def test_views_of_one_storage_travel_once():
+    def block(x):
+        both = call("handle", Inner, Trace(), "both", OFFLOAD, x)
+        return remat.op(lambda both: torch.mul(*both.chunk(2, -1)), "product", policy=OFFLOAD)(both)
 
     offloader, x = Counting(), leaf(4, 12)
-    wrap = remat.checkpoint(offloader=offloader, region_name="r")
-    results = [torch.autograd.grad(model(w, x * 1).sum(), x) for w in (plain, wrap)]
-    assert_same(*results)
-    assert offloader.names == ["r::qkv.m", "r::attention.q"]
+    y = checkpointed(block, offloader=offloader, region_name="r")(x * 1)
+    assert offloader.names == ["r::both.m", "r::product.saved_0"]
     assert [info.bytes for info in offloader.sent] == [192, 192]
-    assert layouts[0] == layouts[1]
+    expected = torch.autograd.grad(block(x * 1).sum(), x)
+    assert_same(expected, torch.autograd.grad(y.sum(), x))
+    offloader.assert_all_released_once()
 
 
 class Part(torch.autograd.Function):
@@ -128,31 +107,6 @@ def test_small_part_of_a_large_storage_travels_alone():
     (info,) = offloader.sent
     assert 40 <= info.bytes < 40 + 512
     assert_same(torch.autograd.grad(run(x * 1).sum(), x), torch.autograd.grad(y.sum(), x))
-
-
-class Complex(torch.autograd.Function):
-    @staticmethod
-    @remat.auto_forward("c", "n", "r")
-    def forward(ctx, x):
-        z = torch.complex(x.sin(), x.cos())
-        ctx.save_for_backward(z.conj(), z.conj().imag, torch.view_as_real(z))
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        c, n, r = ctx.saved_tensors
-        assert c.is_conj()
-        assert n.is_neg()
-        return grad * (c.real + 2 * c.imag + 3 * n + r.sum(-1))
-
-
-def test_lazy_conjugates_negatives_and_other_dtypes_of_one_storage_travel_once():
-    x, offloader = leaf(5), Counting()
-    run = remat.op(Complex.apply, "z", policy=OFFLOAD)
-    expected = torch.autograd.grad(run(x * 1).sum(), x)
-    y = checkpointed(run, offloader=offloader)(x * 1)
-    assert [info.bytes for info in offloader.sent] == [40]
-    assert_same(expected, torch.autograd.grad(y.sum(), x))
 
 
 def test_parameters_leaves_region_inputs_and_elided_tensors_never_travel():
@@ -180,44 +134,322 @@ def test_parameters_leaves_region_inputs_and_elided_tensors_never_travel():
     assert x.grad is not None
 
 
-def test_offloaded_inputs_that_an_op_saves_travel_once():
-    offloader, x = Counting(), leaf(3, 3)
+INFO = remat.offload.OffloadInfo("r", None, "t", "input", 0)
 
-    def block(x):
-        return call("handle", Affine, Trace(), "a", OFFLOAD, x, x.t())
+ALIASES = {
+    "detach": lambda x: x.detach(),
+    "data": lambda x: x.data,
+    "detach of view": lambda x: x[1:].detach(),
+    "other dtype": lambda x: x.detach().view(torch.int32),
+    "a change before": lambda x: x.data.mul_(2),
+}
 
-    y = checkpointed(block, offloader=offloader, offload_inputs=True, region_name="r")(x * 1)
+
+def product(a, b):
+    b = b.view(torch.float32) if b.dtype is torch.int32 else b
+    return a.sin().sum() * b.cos().sum() * (a.exp().sum() + b.sum())
+
+
+def gradient(wrap, alias, x):
+    h = x * 1
+    other = alias(h)
+    (grad,) = torch.autograd.grad(wrap(product)(h, other), x)
+    return grad
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_inputs_of_one_region_that_share_memory_travel_once(alias):
+    offloader, x = Counting(), leaf(4, 4)
+    wrap = remat.checkpoint(offloader=offloader, offload_inputs=True, region_name="r")
+    assert_same(gradient(plain, ALIASES[alias], x), gradient(wrap, ALIASES[alias], x))
     assert offloader.names == ["r::args[0]"]
-    (grad,) = torch.autograd.grad(y.sum(), x)
-    assert_same(grad, torch.autograd.grad(call("plain", Affine, Trace(), "a", None, x, x.t()).sum(), x)[0])
+    assert offloader.count("onload") == 2
     offloader.assert_all_released_once()
 
 
-@pytest.mark.parametrize("passed", ["to the op", "to the region"])
-def test_detached_alias_of_a_parameter_that_an_op_saves_never_travels(passed):
-    offloader, w, start = Counting(), nn.Parameter(torch.randn(3, 3)), torch.randn(3, 3)
+class Aliased(torch.autograd.Function):
+    """Saves a tensor and an alias of it."""
 
-    class Product(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, w, op_name, remat_policy):
-            handle = remat.get_handle(ctx, op_name, remat_policy)
-            if (ret := handle.maybe_load_saved()) is not None:
-                return ret
-            if passed == "to the op":
-                x, w = handle.save_or_load_inputs(x, w)
-            handle.save_for_backward({"x": x.data, "w": w.detach().t()})
-            return handle.record_outputs(x @ w)
+    @staticmethod
+    @remat.auto_forward("y", "alias")
+    def forward(ctx, x, alias):
+        y = x.exp()
+        ctx.save_for_backward(y, alias(y))
+        return y * 2
 
-        @staticmethod
-        def backward(ctx, grad):
-            x, w = ctx.saved_tensors
-            return grad @ w, x.t() @ grad, None, None
+    @staticmethod
+    def backward(ctx, grad):
+        y, other = ctx.saved_tensors
+        return grad * y * 2 + product(y, other), None
 
-    def program(wrap):
-        w.grad, x = None, start.clone().requires_grad_()
-        block = lambda x, given: Product.apply(x.sin(), w if given is None else given, "p", OFFLOAD)  # noqa: E731
-        wrap(block)(x * 1, w if passed == "to the region" else None).sum().backward()
-        return x.grad, w.grad
 
-    assert_same(program(plain), program(lambda block: checkpointed(block, offloader=offloader)))
-    assert [info.tensor for info in offloader.sent] == ["x"]
+@pytest.mark.parametrize("alias", ALIASES)
+def test_what_one_op_saves_and_shares_memory_travels_once(alias):
+    offloader, x = Counting(), leaf(4, 4)
+
+    def run(x):
+        return remat.op(Aliased.apply, "a", policy=OFFLOAD)(x, ALIASES[alias])
+
+    (expected,) = torch.autograd.grad(run(x * 1).sum(), x)
+    y = checkpointed(run, offloader=offloader, region_name="r")(x * 1)
+    for _ in range(2):
+        (actual,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+        assert_same(expected, actual)
+    assert offloader.names == ["r::a.y"]
+    with collector_off():
+        del y
+        offloader.assert_all_released_once()
+
+
+def test_alias_that_is_sent_later_travels_by_itself():
+    """Its version counter does not tell whether the memory was changed since."""
+    offloader, x = Counting(), leaf(4, 4)
+
+    def model(wrap):
+        h = x * 1
+        first = wrap(torch.sin)(h)
+        h.data.mul_(2)
+        fresh = h.data
+        assert fresh._version == h._version == 0
+        return first, wrap(lambda a, b: (a * b).sin())(x, fresh)
+
+    (expected,) = torch.autograd.grad(model(plain)[1].sum(), x)
+    first, y = model(remat.checkpoint(offloader=offloader, offload_inputs=True))
+    assert_same(expected, torch.autograd.grad(y.sum(), x)[0])
+    assert len(offloader.sent) == 2
+    del first
+    offloader.assert_all_released_once()
+
+
+@pytest.mark.parametrize(("alias", "changed"), [("detach", 1), ("data", 0), ("data", 1)])
+def test_in_place_change_of_either_is_an_error(alias, changed):
+    offloader, x = Counting(), leaf(4, 4)
+    h = x * 1
+    both = h, ALIASES[alias](h)
+    y = checkpointed(product, offloader=offloader, offload_inputs=True, region_name="r")(*both)
+    with torch.no_grad():
+        both[changed].add_(1)
+    with pytest.raises(remat.MutationError, match="r::args") as caught:
+        y.backward()
+    assert caught.value.tensor == f"args[{changed if alias == 'data' else 0}]"
+    del y, caught
+    offloader.assert_all_released_once()
+
+
+def test_versions_of_the_tensors_stay_while_the_first_one_is_still_there(tmp_path, monkeypatch):
+    may_write, write = threading.Event(), files.write
+
+    def wait_and_write(*args):
+        may_write.wait(20)
+        return write(*args)
+
+    monkeypatch.setattr(files, "write", wait_and_write)
+    offloader, x = remat.DiskOffloader(tmp_path, min_bytes=0), leaf(4, 4)
+    h = x * 1
+    with torch.no_grad():
+        h.mul_(1)
+    other, content = h.data, h.detach().clone()
+    y = checkpointed(product, offloader=offloader, offload_inputs=True)(h, other)
+    assert (h._version, other._version) == (1, 0)
+    expected = gradient(plain, ALIASES["data"], x)
+    assert_same(expected, torch.autograd.grad(y, x, retain_graph=True)[0])
+    assert (h._version, other._version) == (1, 0)
+    may_write.set()
+    offloader.flush()
+    assert len(stored(offloader)) == 1
+    del other
+    h.data = torch.zeros(4, 4)
+    assert_same(expected, torch.autograd.grad(y, x)[0])
+    assert_same(content, x.detach())
+    del y
+    assert offloader.offloaded_bytes == 0
+
+
+def test_ticket_of_several_transfers_is_released_once_by_the_thread_that_drops_the_last():
+    offloader = Counting()
+    table = Table()
+    for step in range(100):
+        h = torch.ones(4)
+        batch = Batch()
+        transfers = [[table.send(offloader, tensor, INFO, batch)] for tensor in (h, h.detach(), h.data, h.detach())]
+        together = threading.Barrier(len(transfers))
+
+        def drop(held, together=together):
+            together.wait()
+            held.clear()
+
+        threads = [threading.Thread(target=drop, args=(held,)) for held in transfers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(offloader.sent) == step + 1
+        offloader.assert_all_released_once()
+
+
+def test_offloaded_input_that_the_function_also_closes_over_is_that_input():
+    """In replay the variable is the tensor itself, and the argument another one with its values."""
+    x = leaf(6, 6)
+    h = x * 2
+
+    def function(given):
+        return torch.nn.functional.smooth_l1_loss(given.sin(), h) * h
+
+    expected = torch.autograd.grad(function(h), x, torch.ones(6, 6), retain_graph=True)
+    y = checkpointed(function, offloader=Counting(), offload_inputs=True)(h)
+    assert_same(expected, torch.autograd.grad(y, x, torch.ones(6, 6)))
+
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
+
+
+@st.composite
+def views(draw):
+    """Draw a view of a storage, with any strides, zero too."""
+    dtype = draw(st.sampled_from(DTYPES))
+    shape = draw(st.lists(st.integers(1, 4), max_size=3))
+    stride = [draw(st.integers(0, 9)) for _ in shape]
+    offset = draw(st.integers(0, 500))
+    last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    length = offset + last + 1 + draw(st.sampled_from([0, 1, 7, 1000]))
+    base = torch.arange(length).to(dtype) if dtype is not torch.bool else torch.arange(length) % 3 == 0
+    view = base.as_strided(shape, stride, offset)
+    if dtype.is_complex and draw(st.booleans()):
+        view = view.conj()
+        if draw(st.booleans()):
+            view = view.imag
+    return view
+
+
+@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@given(views())
+def test_view_is_rebuilt_with_its_strides_on_a_copy_of_what_travelled(view):
+    placement = Placement.of(view)
+    span = travelling_span(view, placement)
+    assert span.covers(placement.span)
+    flat = flattened(view, span)
+    assert flat.is_contiguous()
+    assert not flat.is_conj()
+    assert not flat.is_neg()
+    total = view.untyped_storage().nbytes()
+    assert flat.nbytes == span.stop - span.start <= total
+    whole = span.start == 0 and span.stop > total - 16
+    assert whole or span.stop - span.start < ALIGNMENT_BYTES + total / 2
+    assert span.start % ALIGNMENT_BYTES == 0
+    rebuilt = placement.seen_in(flat.clone(), -span.start)
+    assert_same(view, rebuilt)
+    assert rebuilt.stride() == view.stride()
+    assert (rebuilt.is_conj(), rebuilt.is_neg()) == (view.is_conj(), view.is_neg())
+
+
+def test_rebuilt_view_shares_the_version_counter_of_what_came_back():
+    view = torch.randn(4, 4).t()[1:]
+    flat = torch.zeros(16)
+    rebuilt = Placement.of(view).seen_in(flat)
+    rebuilt.add_(1)
+    assert flat._version == rebuilt._version == 1
+
+
+WIDTH, ROWS, BLOCKS = 64, 512, 12
+BYTES = ROWS * WIDTH * 4
+
+
+class Wide(torch.autograd.Function):
+    """The expensive part of a block: saves its input and the wide activation."""
+
+    @staticmethod
+    @remat.auto_forward("x", "h")
+    def forward(ctx, x, up, down):
+        h = torch.tanh(x @ up)
+        ctx.weights = up, down
+        ctx.save_for_backward(x, h)
+        return h @ down
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, h = ctx.saved_tensors
+        up, down = ctx.weights
+        inner = grad @ down.t() * (1 - h * h)
+        return inner @ up.t(), x.t() @ inner, h.t() @ grad
+
+
+class Block(nn.Module):
+    def __init__(self, policy):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Parameter(torch.randn(WIDTH, 4 * WIDTH) / WIDTH**0.5)
+        self.down = nn.Parameter(torch.randn(4 * WIDTH, WIDTH) / WIDTH)
+        self.policy = policy
+
+    def forward(self, x):
+        return x + remat.op(Wide.apply, "wide", policy=self.policy)(self.norm(x), self.up, self.down)
+
+
+def model(policy, offloader=None, inputs=False):
+    torch.manual_seed(0)
+    blocks = [Block(policy) for _ in range(BLOCKS)]
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+
+    def forward():
+        h = x.clone()
+        for block in blocks:
+            h = remat.checkpoint(offloader=offloader, offload_inputs=inputs)(block)(h)
+        return h
+
+    return forward, [x, *(parameter for block in blocks for parameter in block.parameters())]
+
+
+class Peak(LiveStorages):
+    """Notes the most bytes that were alive after any op."""
+
+    peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        self.peak = max(self.peak, self.bytes())
+        return out
+
+
+def retained(forward, flush=lambda: None):
+    """Return the bytes that forward leaves alive."""
+    with LiveStorages() as live:
+        output = forward()
+        flush()
+        retained = live.bytes()
+    del output
+    return retained
+
+
+def test_twelve_blocks_keep_only_what_does_not_leave(tmp_path):
+    forward, _ = model(SAVE)
+    # Of each block its input, and what the op saves: `x` is elided, since replay has it; at the end, the output.
+    assert retained(forward) == (BLOCKS + 1) * BYTES + BLOCKS * 4 * BYTES
+    offloader = remat.DiskOffloader(tmp_path, min_bytes=0)
+    forward, _ = model(OFFLOAD, offloader)
+    assert retained(forward, offloader.flush) == (BLOCKS + 1) * BYTES
+    forward, _ = model(OFFLOAD, offloader, inputs=True)
+    assert retained(forward, offloader.flush) == BYTES
+    assert offloader.offloaded_bytes == 0
+
+
+def test_peak_of_a_step_falls_by_what_has_left(tmp_path):
+    """What waits to be written depends on the disk: here forward waits for each file.
+
+    What backward reads of the files is not counted: it is the offloader's memory, within `prefetch_bytes`.
+    """
+
+    def peak(forward, flush=lambda: None):
+        with Peak() as live:
+            y = forward()
+            flush()
+            y.sum().backward()
+        return live.peak
+
+    (stays, expected), offloader = model(SAVE), remat.DiskOffloader(tmp_path, min_bytes=0, queue_bytes=0, threads=1)
+    leaves, actual = model(OFFLOAD, offloader, inputs=True)
+    before, after = peak(stays), peak(leaves, offloader.flush)
+    # At its highest, a step with SAVE has nearly all of what forward keeps; each block's gradients come in its place.
+    away = BLOCKS * 5 * BYTES
+    assert before - away <= after <= before - 0.6 * away
+    for one, other in zip(expected, actual, strict=True):
+        assert_same(one.grad, other.grad)
