@@ -482,42 +482,6 @@ def test_region_keeps_and_runs_what_was_counted_by_hand(function, ops, names, ru
     assert not Counter(ours) - Counter(peer)
 
 
-def test_saved_view_ops_keep_nothing_of_their_own():
-    """SAC with a policy that saves a view op keeps the whole base alive; here a view is made again."""
-
-    def function(x):
-        big = torch.cat([x, x, x])
-        return big.narrow(0, 0, 4).sin() * 2
-
-    x = leaf(4, 4)
-
-    def views_only(ctx, op, *args, **kwargs):
-        return op.is_view
-
-    assert kept(region(views_only)(function), [x]).bytes == 0
-    assert replayed_ops(function, region(views_only), [x]) == {"cat": 1}
-
-
-def test_kept_outputs_are_freed_as_their_readers_run():
-    x, w, marks, seen = leaf(4, 4), leaf(4, 4), Marks(), []
-
-    def function(x):
-        h = x
-        for name in "abc":
-            h = marks(name, h @ w).sin()
-            h.register_hook(lambda grad, name=name: seen.append((name, marks.alive())))
-        return h
-
-    with uncollected():
-        after = kept(region(MM)(function), [x], marks)
-        assert after.names == {"a", "b", "c"}
-        after.backward([x, w])
-    first_run = seen[:3]
-    assert [name for name, _ in first_run] == ["c", "b", "a"]
-    assert first_run[2][1] == {"a"}
-    assert marks.alive() == set()
-
-
 # --- Policies drawn at random
 
 

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import torch_remat as remat
-from tests.contract.test_bytes_policies import BYTES, SIDE, expected, programs
-from tests.contract.test_bytes_policies import run as run_program
+from tests.contract.test_bytes_handles import BYTES, SIDE, expected, programs
+from tests.contract.test_bytes_handles import run as run_program
 from tests.handle_ops import RECOMPUTE, SAVE, Affine, Both, Inner, Noise, Result, SinCos, Trace, call
 from tests.helpers import Mlp, alive, assert_same, checkpointed, collector_off, leaf, no_other_regions, watch
 

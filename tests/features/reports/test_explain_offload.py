@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from torch.nn import functional as F
 
 import torch_remat as remat
-from tests.contract.test_bytes_policies import SIDE, programs
-from tests.contract.test_bytes_policies import run as run_program
+from tests.contract.test_bytes_handles import SIDE, programs
+from tests.contract.test_bytes_handles import run as run_program
 from tests.features.offload.offloaders import OFFLOAD, Counting
 from tests.features.reports.test_memory_report import retained_bytes
 from tests.handle_ops import RECOMPUTE, SAVE, Both, Inner, Result, SinCos, Trace, call

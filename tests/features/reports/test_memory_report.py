@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import torch_remat as remat
 from benchmarks.memory import allocations
-from tests.contract.test_bytes_policies import programs
-from tests.contract.test_bytes_policies import run as run_program
+from tests.contract.test_bytes_handles import programs
+from tests.contract.test_bytes_handles import run as run_program
 from tests.handle_ops import (
     RECOMPUTE,
     SAVE,

