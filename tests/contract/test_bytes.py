@@ -311,8 +311,6 @@ NATIVE_OPS = {
     "mul": (2, torch.mul, "i"),
     "mm": (2, torch.mm, "i"),
 }
-
-
 """How many tensors an op takes, what it does, and whether it saves its inputs or its output."""
 
 
@@ -497,8 +495,6 @@ OPS = {
     "mul": (2, torch.mul, "i", "mul"),
     "mm": (2, torch.mm, "i", "mm"),
 }
-
-
 """How many tensors an op takes, what it does, whether it saves its inputs or its output, its name if it computes."""
 
 

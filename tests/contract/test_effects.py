@@ -101,30 +101,6 @@ def test_outside_tensor_is_changed_once_in_every_way(change):
     assert_same(*results)
 
 
-def test_cache_written_and_read_inside():
-    """As in generation: keys go to a cache that outlives the region, attention reads the part that is filled."""
-
-    def program(wrap):
-        torch.manual_seed(6)
-        cache, position = torch.zeros(6, 4), torch.zeros((), dtype=torch.long)
-        w, x = leaf(4, 4), leaf(2, 4)
-
-        def attend(h):
-            start = int(position)
-            cache[start : start + len(h)] = h.detach()
-            position.add_(len(h))
-            keys = cache[: int(position)].clone()
-            return (h @ keys.t()).softmax(-1) @ keys + h @ w
-
-        outputs = []
-        for step in range(3):
-            y = wrap(lambda x, step=step: keep("attend", attend, x * (step + 1)).exp())(x)
-            outputs.append(y)
-        return *outputs, *torch.autograd.grad(sum(y.sum() for y in outputs), [x, w]), cache, position
-
-    assert_same_program(program)
-
-
 class Doubled(torch.autograd.Function):
     """Twice a tensor, which it saves."""
 
@@ -265,8 +241,6 @@ def random_half(ctx, op, *args, **kwargs):
 
 
 POLICIES = [everything, nothing, random_half]
-
-
 policies = pytest.mark.parametrize("policy", POLICIES, ids=name_of)
 
 
@@ -472,14 +446,8 @@ CALLS: dict[str, Callable[[Callable], Callable]] = {
     "decorated": lambda function: remat.op(name="c")(function),
     "native": lambda function: lambda *args: remat.native_save_region("c", function, *args),
 }
-
-
 LEAKS: dict[str, Callable[[Callable, Tensor], Tensor]] = {}
-
-
 LEFT: dict[str, Callable[[Callable, Tensor], Tensor]] = {}
-
-
 ODD = {
     "generator": lambda h: (one for one in (h.sin(),)),
     "iterator": lambda h: iter([h.sin()]),
@@ -487,11 +455,7 @@ ODD = {
     "object in a list": lambda h: [h.exp(), SimpleNamespace(y=h.sin())],
     "function": lambda h: lambda: h.sin(),
 }
-
-
 OUTSIDE: list[Any] = []
-
-
 OUTER = nn.Linear(2, 2)
 
 
@@ -520,39 +484,28 @@ def a_variable_gets_a_tensor(call, h):
     return call(f)(h).sin() * kept.sin()
 
 
-@leak
-def a_list_gets_a_tensor(call, h):
-    kept = []
-    y = call(lambda h: kept.append(h.exp()) or h.sin())(h)
-    return y.sin() * kept[0].sin()
+def leak_by(make, leave, read):
+    """Return a block whose call leaves something in a container that the region made, and which reads it."""
+
+    def block(call, h):
+        kept = make(h)
+        y = call(lambda h: leave(kept, h) or h.sin())(h)
+        return y.sin() * read(kept).sin()
+
+    return block
 
 
-@leak
-def a_list_loses_a_tensor(call, h):
-    kept = [h.exp(), h.tanh()]
-    y = call(lambda h: kept.pop() * h)(h)
-    return y.sin() * sum(kept).sin()
-
-
-@leak
-def a_dict_gets_a_tensor(call, h):
-    kept = {}
-    y = call(lambda h: kept.update(a=h.exp()) or h.sin())(h)
-    return y.sin() * kept["a"].sin()
-
-
-@leak
-def a_set_gets_a_tensor(call, h):
-    kept = set()
-    y = call(lambda h: kept.add(h.exp()) or h.sin())(h)
-    return y.sin() * next(iter(kept)).sin()
-
-
-@leak
-def an_object_gets_a_tensor(call, h):
-    kept = SimpleNamespace()
-    y = call(lambda h: setattr(kept, "a", h.exp()) or h.sin())(h)
-    return y.sin() * kept.a.sin()
+LEAKS |= {
+    "a list gets a tensor": leak_by(lambda h: [], lambda kept, h: kept.append(h.exp()), lambda kept: kept[0]),
+    "a list loses a tensor": leak_by(
+        lambda h: [h.exp(), h.tanh()], lambda kept, h: kept.__delitem__(0), lambda kept: sum(kept)
+    ),
+    "a dict gets a tensor": leak_by(lambda h: {}, lambda kept, h: kept.update(a=h.exp()), lambda kept: kept["a"]),
+    "a set gets a tensor": leak_by(lambda h: set(), lambda kept, h: kept.add(h.exp()), lambda kept: next(iter(kept))),
+    "an object gets a tensor": leak_by(
+        lambda h: SimpleNamespace(), lambda kept, h: setattr(kept, "a", h.exp()), lambda kept: kept.a
+    ),
+}
 
 
 @leak
@@ -609,8 +562,6 @@ def run_call(block: Callable, call: Callable, wrap: Callable, counts: list[int])
 
 
 POLICY = {"policy": lambda ctx, op, *args, **kwargs: op is torch.ops.aten.exp.default}
-
-
 AROUND = {
     "nothing": remat.checkpoint(),
     "policy": remat.checkpoint(**POLICY),
@@ -766,8 +717,6 @@ WRITERS = {how: lambda x, v, write, call=call: call(doubled)(x, v, write) for ho
     "seed": lambda x, v, write: SeedWrites.apply(x, v, write, "c", SAVE),
     "seed with names": lambda x, v, write: NamedWrites.apply(x, v, write, "c", SAVE),
 }
-
-
 WRITES = {
     "without a gradient": torch.no_grad()(lambda v: v.mul_(0.5)),
     "past the graph": lambda v: v.detach().mul_(0.5),

@@ -75,24 +75,6 @@ def multi_output(h, w):
     return values, index, {"stats": (variance, mean)}
 
 
-def pieces(h, w):
-    a, b = (h @ w).chunk(2)
-    top, rest = a.split([1, 1])
-    return top * rest, torch.stack(b.unbind(1)), torch.cat([a, b])
-
-
-def decomposition(h, w):
-    q, r = torch.linalg.qr(h @ w + 3 * torch.eye(SIDE))
-    return q, torch.linalg.inv(r + torch.eye(SIDE))
-
-
-def factories(h, w):
-    steps = torch.arange(SIDE, dtype=torch.float32)
-    mask = torch.ones(SIDE, SIDE).tril()
-    bias = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    return h * mask @ w + torch.linspace(0, 1, SIDE) * bias + h.new_full((SIDE,), 0.5) + steps + torch.zeros_like(h)
-
-
 def indexing(h, w):
     a = h @ w
     mask = a > 0
@@ -126,12 +108,6 @@ def attention_with_dropout(h, w):
 def complex_numbers(h, w):
     spectrum = torch.fft.rfft(h @ w)
     return torch.fft.irfft(spectrum * spectrum.conj(), n=SIDE), torch.view_as_real(spectrum), spectrum.real
-
-
-def convolution(h, w):
-    image = h.view(1, 1, SIDE, SIDE)
-    a = F.conv2d(image, w.view(1, 1, SIDE, SIDE)[:, :, :2, :2], padding=1)
-    return F.max_pool2d(a, 2), F.avg_pool2d(F.relu(a), 2)
 
 
 def python_values(h, w):
@@ -173,15 +149,11 @@ BODIES = {
         in_place_on_views,
         out_argument,
         multi_output,
-        pieces,
-        decomposition,
-        factories,
         indexing,
         random_inside,
         under_autocast,
         attention_with_dropout,
         complex_numbers,
-        convolution,
         python_values,
         dynamic_shapes,
         nested,

@@ -119,8 +119,6 @@ POLICIES = {
 
 
 TELLS_OUTPUT = hasattr(SelectiveCheckpointContext(is_recompute=False), "op_output")
-
-
 POLICIES_OF_PEER = [name for name in POLICIES if name != "output" or TELLS_OUTPUT]
 
 
