@@ -75,4 +75,4 @@ def check(root: Path) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    sys.exit("\n".join(sorted(check(Path(__file__).parent.parent))))
+    sys.exit("\n".join(sorted(check(Path(__file__).parent.parent))) or 0)

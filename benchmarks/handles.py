@@ -31,7 +31,7 @@ def handles_recompute() -> Workload:
 
 
 def handles_save() -> Workload:
-    """The same with all outputs kept, so that no body runs again. 0.1.0 is left out: its SAVE needs a CUDA build."""
+    """The same with all outputs kept, so that no body runs again. 0.1.0 is omitted: its SAVE needs a CUDA build."""
     x, chains = _sine_functions(("SAVE",), with_handle=tuple(versions(OURS)), without=(NONE, FLOOR, TORCH))
     return Workload(
         name="handles-save",

@@ -1,8 +1,8 @@
 """Bytes that a step allocates, exact to the byte.
 
 How bytes are counted: ``torch.profiler`` with ``profile_memory`` makes the CPU allocator report each block that it
-hands out or takes back, with the size that was asked for, not rounded. That is below the dispatcher, so nothing
-escapes it, whoever allocates: values inside of autograd, and also the RNG state that ``torch.get_rng_state``
+gives or takes back, with the size that was asked for, not rounded. That is below the dispatcher, so nothing
+escapes it, whatever allocates: values inside of autograd, and also the RNG state that ``torch.get_rng_state``
 returns. The sum of these events over a stretch of the program is what that stretch leaves allocated; their
 largest running sum is its peak. Blocks from before the stretch do not count, nor does their release: the workload's
 inputs, its parameters, the gradient that backward starts from. Python objects (nodes, holders) are not counted either.

@@ -75,7 +75,7 @@ def checkpoint(
             none has to occur; `save_names`; one of `torch_remat.policies`; or several of these with ``|`` between them.
             A saved result is kept only if replay or backward needs it. Every op of the region then passes a dispatch
             mode.
-        allow_cache_entry_mutation: Whether what the policy keeps may be changed in place: no error says so then.
+        allow_cache_entry_mutation: Whether what the policy keeps may be modified in place: no error says so then.
 
     Returns:
         A decorator. The decorated function takes and returns what the function does, and can be pickled and copied if
@@ -86,7 +86,7 @@ def checkpoint(
             in the first call.
         PolicyError: At once, if ``policy`` is not a policy; from the call of the decorated function, if a name pattern
             matched nothing, or a policy function returned something else than a policy.
-        MutationError: From backward, if a tensor that is needed was changed in place.
+        MutationError: From backward, if a tensor that is needed was modified in place.
         MismatchError: From backward, if replay did something else than forward.
         OffloadError: From backward, if an offloaded tensor could not be brought back.
         ReleasedError: From backward, if an earlier backward without ``retain_graph=True`` freed what replay needs.
@@ -244,7 +244,7 @@ def checkpoint_sequential(
 
 
 def is_recomputing() -> bool:
-    """Whether the code that calls this runs in the replay of a region (of any region around it).
+    """Whether the code that calls this runs in the replay of a region (of any enclosing region).
 
     Returns:
         True in replay; False in forward and outside of regions.

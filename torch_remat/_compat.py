@@ -53,7 +53,7 @@ def accelerator_type() -> str:
 
 
 # Whether the backward that runs now was called with retain_graph (True outside any backward). The contract of the
-# README is that retain_graph is detected without an opt-in, and this is the one place where torch tells.
+# README is that retain_graph is detected without an opt-in, and this is the one place where torch shows it.
 graph_is_kept: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 
 # Which backward this thread runs, -1 for none. Without it a region with several outputs would be replayed once for each
@@ -110,7 +110,7 @@ def node_behind(value: Any) -> Any:
 
 
 def is_refused(value: Any) -> bool:
-    """Whether torch refuses to tell of a view, which was made under ``no_grad`` and whose base has a history since."""
+    """Whether torch refuses to describe a view that was made under ``no_grad`` and whose base has a `grad_fn` since."""
     try:
         getattr(value, "grad_fn", None)
     except RuntimeError:
@@ -285,7 +285,7 @@ def _uses_by_python() -> int:
 USES_BY_PYTHON = _uses_by_python()
 
 
-# Tells the compiler's frame evaluation what to do with a code object. Where a release lacks it, modes are as slow as
+# Sets what the compiler's frame evaluation does with a code object. Where a release lacks it, modes are as slow as
 # torch's own.
 _set_strategy = getattr(torch._C._dynamo.eval_frame, "set_code_exec_strategy", None)
 
@@ -428,7 +428,7 @@ class CompiledCode:
     """A context that notes whether compiled code runs in it.
 
     Attributes:
-        is_noticed: Whether this release of torch tells.
+        is_noticed: Whether this release of torch notices.
         ran: Whether some ran.
     """
 
@@ -504,7 +504,7 @@ def with_shared_versions() -> AbstractContextManager[Any]:
     return guard
 
 
-# Whether a tensor is a subclass that wraps other tensors and can be taken apart and made again, such as DTensor.
+# Whether a tensor is a subclass that wraps other tensors and can be taken apart and rebuilt, such as DTensor.
 is_traceable_wrapper: Callable[[object], bool] = torch.utils._python_dispatch.is_traceable_wrapper_subclass
 
 # Runs an op past all dispatch modes. What the hooks of checkpointing do to a tensor is no op of the user's.
@@ -601,7 +601,7 @@ def past_the_compiler(error: Exception) -> Exception:
 
 
 def same_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on the same memory that is no view to autograd; nothing public makes one with a history."""
+    """Return a tensor on the same memory that is no view to autograd; nothing public makes one with a `grad_fn`."""
     with without_dispatch_modes():
         alias: torch.Tensor = torch.ops.aten._unsafe_view(tensor, tensor.shape)
     return alias

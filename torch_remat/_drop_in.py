@@ -45,7 +45,7 @@ def drop_in(**options: Unpack[CheckpointOptions]) -> DropIn:
         options can.
 
     Raises:
-        UsageError: At once, if an option is none of `checkpoint`.
+        UsageError: At once, if `checkpoint` has no such option.
         PolicyError: At once, if ``policy`` is not a policy.
 
     Example:
@@ -221,7 +221,7 @@ class DecoratedFunction:
 def _require_no_hooks(options: Mapping[str, Any]) -> None:
     """Refuse hooks around a region with a policy: what it keeps passes them.
 
-    Those of a region around, ours or torch's, are no hooks of the user's.
+    Those of an enclosing region, ours or torch's, are no hooks of the user's.
     """
     if is_compiling() or options.get("policy") is None or (hooks := top_saved_tensors_hooks()) is None:
         return

@@ -42,7 +42,7 @@ def enable_gradient_checkpointing(model: Any, **options: Unpack[LayerOptions]) -
         **options: Those of `checkpoint` without ``region_name``.
 
     Raises:
-        UsageError: The model has no gradient checkpointing, or none that takes a function; or an option is none of
+        UsageError: The model has no gradient checkpointing, or none that takes a function; or an option is not one of
             `checkpoint`. Then nothing has changed.
         PolicyError: ``policy`` is not a policy.
 

@@ -45,7 +45,7 @@ Kind = Literal[
     "brought back",
 ]
 """Why a tensor is there: replay starts from it; backward needs it; replay needs it; a policy for ops holds it until the
-end of forward tells whether anything needs it; a replay has just made it; replay draws its numbers from this state;
+end of forward decides whether anything needs it; a replay has just made it; replay draws its numbers from this state;
 replay's value is compared with it; it is offloaded and is there as well: since it has not left, or since it has come
 back for a backward that goes on."""
 
@@ -61,7 +61,7 @@ Why = Literal[
 
 
 class Around(NamedTuple):
-    """What a region around this one makes again, or knows as a parameter, or a view of one."""
+    """What an enclosing region recomputes, or knows as a parameter, or a view of one."""
 
     parameter: torch.Tensor | None
 

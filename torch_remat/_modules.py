@@ -54,7 +54,7 @@ def checkpoint_modules(
         patterns: Shell patterns (``*``, ``?``, ``[...]``) that are compared with the whole name, case included; ``*``
             also stands for dots. One, several, or a dict with options for each. Of nested modules that one pattern
             matches the outermost is taken: ``"layers.*"`` means ``layers.0``, not ``layers.0.up``. Modules without a
-            ``forward``, such as ``ModuleList``, are passed over.
+            ``forward``, such as ``ModuleList``, are skipped.
         plan: A plan, by region name, of which saved tensors are kept: see `Budget.plan`. A module that it does not
             name recomputes everything.
         **options: Those of `checkpoint` without ``region_name``, and ``keep_last=n``: the last n matches of a pattern,
@@ -62,11 +62,11 @@ def checkpoint_modules(
             options of a pattern come before those of the call.
 
     Returns:
-        A handle, whose ``remove()`` makes the modules what they were, and whose text tells the options of each.
+        A handle, whose ``remove()`` makes the modules what they were, and whose text shows the options of each.
 
     Raises:
         UsageError: At once, and then nothing has changed: a pattern matches nothing, a module is in a region of
-            another pattern or of an earlier call, or an option is none of `checkpoint`.
+            another pattern or of an earlier call, or `checkpoint` has no such option.
         PolicyError: At once, if ``policy`` is not a policy.
 
     Example:
@@ -162,7 +162,7 @@ class RegionForward(OfModule):
 
     def remove(self) -> None:
         """Make the module what it was."""
-        self.active = False  # for whoever has put a function of its own around this one
+        self.active = False  # for code that has put a function of its own around this one
         module = self._reference()
         if module is None or vars(module).get("forward") is not self:
             return
@@ -175,7 +175,7 @@ class RegionForward(OfModule):
 class CheckpointedModules:
     """What `checkpoint_modules` has made regions; it keeps no module alive.
 
-    Its text tells which modules those are, with their options. In a ``with`` statement it is removed at the end.
+    Its text lists these modules, with their options. In a ``with`` statement it is removed at the end.
     """
 
     def __init__(self, model: str, matches: Sequence[_Match], regions: Sequence[RegionForward]) -> None:
@@ -244,7 +244,7 @@ def _callable_modules(model: Module) -> Iterator[tuple[str, Module]]:
 
 
 # Of such a wrapper the module inside is what a pattern means. A region inside of FSDP's is as if it had been made
-# before: what FSDP does to parameters lies outside of it.
+# before: what FSDP does to parameters is outside of it.
 _WRAPPED = frozenset((WRAPPED_BY_COMPILE, WRAPPED_BY_FSDP1))
 
 

@@ -22,7 +22,7 @@ _FORM = "The form is native_save_region('name', function, *args, **kwargs)."
 def native_save_region(op_name: str, function: Callable[..., R], /, *args: Any, **kwargs: Any) -> R:
     """Run a function at once as one named call, whose Python runs again in replay and whose ops do not.
 
-    Replay answers each op with a placeholder, a tensor without data, and ``.item()`` and the like with what they
+    Replay answers each op with a placeholder, a tensor without data, and calls such as ``.item()`` with what they
     returned; when the function returns, the kept results take their places. What the function modified outside the
     region is not modified again. Kept from forward are the tensors made inside that backward needs, and of the
     returned ones those that recomputed code reads. Tensors that replay will have, and parameters, are not kept.

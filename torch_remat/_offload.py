@@ -52,5 +52,5 @@ def offload_to(offloader: Offloader) -> Iterator[None]:
 
 
 def is_offloader(value: object) -> bool:
-    """Whether a value has the methods of an offloader; a class is none."""
+    """Whether a value has the methods of an offloader; a class does not count."""
     return isinstance(value, Offloader) and not isinstance(value, type)

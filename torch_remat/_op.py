@@ -54,7 +54,7 @@ def op(function: Any = None, name: str | None = None, *, policy: CheckpointPolic
 
     Args:
         function: What is called: a module, a function, a wrapper around kernels, the ``apply`` of a custom autograd
-            Function (if its forward has `auto_forward`, reports use the names of its saved tensors). Left out,
+            Function (if its forward has `auto_forward`, reports use the names of its saved tensors). Omitted,
             ``op(name=...)`` is a decorator for a function or method.
         name: The call's name, unique within the region; `name_scope` prefixes it.
         policy: SAVE (the default); OFFLOAD: as SAVE, and what is kept leaves the device; RECOMPUTE: replay runs the

@@ -95,7 +95,7 @@ def unknown_option(function: str, option: str, known: Iterable[str], form: str) 
 
 
 def require_options(function: str, options: Iterable[str], known: type, form: str) -> None:
-    """Raise `UsageError` if one of the options is none of those of a `TypedDict`."""
+    """Raise `UsageError` if one of the options is not in a `TypedDict`."""
     for option in options:
         if option not in known.__annotations__:
             raise unknown_option(function, option, known.__annotations__, form)

@@ -1,8 +1,8 @@
-"""Bytes by storage, each counted once, however many holders and inputs share it; and which storages a value lies in.
+"""Bytes by storage, each counted once, however many holders and inputs share it; and the storages of a value.
 
 In: the storages that regions begin or cease to hold, by address. Kept: counts and sizes; no storage. Out: the sum.
 
-An address stands for a storage as long as something that was added holds it. Whoever lets go of a storage without
+An address stands for a storage as long as something that was added holds it. Code that lets go of a storage without
 saying so has to be looked up before the sum is believed: see `KeptRegion.refresh`.
 """
 

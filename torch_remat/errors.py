@@ -2,7 +2,7 @@
 
     RematError(RuntimeError)            everything that this library raises
     ├── UsageError(TypeError)           the API was called in a form that it does not have
-    │   └── PolicyError(ValueError)     a region got something that is not a policy, or an entry of it matched nothing
+    │   └── PolicyError(ValueError)     a region got something that is not a policy, or a name pattern matched nothing
     ├── MismatchError                   replay did not do what forward did
     ├── MutationError                   a tensor that backward or replay needs was modified in place
     ├── ReleasedError                   backward asked for values that an earlier backward freed

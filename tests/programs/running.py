@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from tests.features.offload.offloaders import Counting
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional as F
@@ -16,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import torch_remat as remat
+from tests.features.offload.offloaders import Counting
 from tests.programs.program import Body, Fault, Program, Step
 
 SIDE = 4

@@ -2,7 +2,7 @@
 
 `limit` has what users call; `budget` the object and its context manager; `kept` the regions in it, `counted` their
 bytes by storage, `evict` what of them may go; `steps` notes what happened, for `text` and `pictures`; `reserve` learns
-what backward needs on top; `plan` makes decisions that last; `curve` measures what memory buys. `collectives` tells
+what backward needs on top; `plan` makes decisions that last; `curve` measures what memory buys. `collectives` says
 which regions communicate; `agreed` has budgets of several ranks, `group` what these ask of each other.
 """
 

@@ -190,7 +190,7 @@ class AgreedBudget(Budget):
             self.make_room()
 
     def make_room(self, more: int = 0) -> None:
-        """Note by how much the limit is passed: evicting something is not for this rank to decide."""
+        """Note by how much the limit is exceeded: evicting something is not for this rank to decide."""
         if self._changed:
             self._changed = False
             self.refresh()

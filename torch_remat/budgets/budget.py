@@ -80,7 +80,7 @@ class Budget(Data, Pictured):
         limit: The most that regions are to keep: the budget less the reserve.
         ledger: What they keep.
         steps: What happened in the latest steps.
-        backward: The latest backward that has come to a region, as `graph_task` tells it.
+        backward: The latest backward that has come to a region, by `graph_task`.
         step_count: How many steps there were in all.
     """
 
@@ -249,7 +249,7 @@ class Budget(Data, Pictured):
             if self._reserve is not None:
                 self._reserve.end(step)
             if step.peak_bytes > self.budget_bytes and self.limit <= step.sum_of("fixed_bytes"):
-                self._too_much = step.peak_bytes - self.budget_bytes  # which the next region tells
+                self._too_much = step.peak_bytes - self.budget_bytes  # which the next region reports
 
     def make_room(self, more: int = 0) -> None:
         """Evict what is best evicted, until the sum and so many bytes are within the limit or nothing is left."""
@@ -274,7 +274,7 @@ class Budget(Data, Pictured):
         self.note_too_much()
 
     def note_too_much(self) -> None:
-        """Note by how much the budget is passed although everything is recomputed, which the next region tells."""
+        """Note by how much the budget is exceeded although everything is recomputed; the next region reports it."""
         if self.ledger.total > self.limit and not self._warned and self.share is None:
             fixed = {key: self.ledger.sizes[key] for kept in self.alive() for key in kept.counted.fixed}
             self._too_much = max(self._too_much, sum(fixed.values()) - self.budget_bytes)

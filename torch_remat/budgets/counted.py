@@ -43,7 +43,7 @@ class Counted:
         keys: For each the addresses that are counted; 0 where none is.
         fixed: The addresses of inputs, and of what the author saves.
         fixed_bytes: Bytes of these that were new to the first ledger.
-        input_bytes: Bytes of the inputs, whoever else holds them.
+        input_bytes: Bytes of the inputs, also if others hold them.
     """
 
     __slots__ = (

@@ -9,7 +9,7 @@ NOTE [ What is evicted ]
    running code. Use counts tell: those of the storage against those of the ledger.
 3. A holder that is evicted while forward runs leaves the version counter of its tensor here, so that a later in-place
    modification is noticed at the end of forward; one that is evicted later is compared with its counter at once.
-4. Once backward has come without ``retain_graph`` the region drops its inputs, and nothing of it is evicted any more.
+4. Once backward has come without ``retain_graph`` the region drops its inputs, and is not evicted after that.
    So the region's own lock is held while holders are emptied; who cannot have it at once takes another region.
 """
 

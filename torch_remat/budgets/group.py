@@ -30,7 +30,7 @@ _SPIN_SECONDS = 0.002
 _LOOK_SECONDS = 0.2
 """How often it is looked whether a rank has left word."""
 PATIENCE_SECONDS = 30.0
-"""After so long a warning tells what is waited for."""
+"""After so long a warning says what is waited for."""
 _budgets: Counter[str] = Counter()  # by ranks: how many budgets there were, in the same order on each of them
 
 
@@ -124,5 +124,5 @@ class Ranks:
             if store.check([key]):
                 raise RematError(
                     f"{store.get(key).decode()} in a block of this budget, so that the ranks agree no more",
-                    remedy="That rank's traceback tells why. Collectives may be under way: end all processes.",
+                    remedy="That rank's traceback shows why. Collectives may be under way: end all processes.",
                 )

@@ -196,7 +196,7 @@ class KeptRegion:
 
 
 class _Recomputed:
-    """Tells which tensors an op saves that its author named RECOMPUTE."""
+    """Finds which tensors an op saves that its author named RECOMPUTE."""
 
     __slots__ = ("_number", "_record")
 
@@ -221,7 +221,7 @@ class _Recomputed:
 
 
 def _is_watched() -> bool:
-    """Whether a region around this one compares ops: its replay would find those of another backward inside."""
+    """Whether an enclosing region compares ops: its replay would find those of another backward inside."""
     mode = current_mode()
     while mode is not None:
         if isinstance(mode, Recording) and mode.ops is not None and mode.ops.watch is not None:

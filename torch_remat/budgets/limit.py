@@ -22,7 +22,7 @@ _FORMS = (
 
 
 def _limit_of(limit: str | int | None, device_share: float | None) -> tuple[float | None, int]:
-    """Return a budget as a share of what steps keep, None if it is none, and as bytes, as far as they are known."""
+    """Return a budget as a share of what steps keep, or None, and as bytes, as far as they are known."""
     if (limit is None) == (device_share is None):
         raise UsageError("no budget is given" if limit is None else "two budgets are given", remedy=_FORMS)
     if device_share is not None:
@@ -75,7 +75,7 @@ def budget(
             other ranks is refused.
 
     Returns:
-        A context manager, which tells what it did: ``kept_bytes``, ``report()``, ``plot(path)``, ``to_dict()``,
+        A context manager, which reports what it did: ``kept_bytes``, ``report()``, ``plot(path)``, ``to_dict()``,
         ``plan()``.
 
     Raises:

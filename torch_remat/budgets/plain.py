@@ -1,11 +1,11 @@
 """Regions that run as plain autograd, since all of them fit: a region costs its inputs, and each holder a microsecond.
 
 In: a region that is about to begin, and what one like it kept in an earlier step. Kept: what it is counted with, until
-its backward has come or its graph is gone. Out: its output, with a hook that tells when backward comes.
+its backward has come or its graph is gone. Out: its output, with a hook that runs when backward comes.
 
 NOTE [ Regions without holders ]
 1. Only a region of the like of which nothing was evicted in two steps in a row: the same name, shapes, dtypes and mode,
-   no options that ask for more, nothing named inside. One step in many has holders all the same, so that what is
+   no options that ask for more, nothing named inside. One step in many still has holders, so that what is
    counted is measured anew.
 2. It is counted with the bytes that the one like it was counted with. It must leave room for what all regions keep in
    any case; where it does not, it is a region again. So what comes after it can always be evicted down to that.

@@ -15,7 +15,7 @@ class Row:
 
     Attributes:
         name: The region's name.
-        input_bytes: Bytes of its inputs, whoever else holds them.
+        input_bytes: Bytes of its inputs, also if others hold them.
         fixed_bytes: Bytes of its inputs, and of what its author saves, that nothing before it keeps.
         saved_bytes: Bytes of what it would keep without a budget, besides.
         evicted_bytes: How many of these were evicted.

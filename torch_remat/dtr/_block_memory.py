@@ -218,10 +218,10 @@ class BlockMemory(Memory):
                 if storage.resident:
                     self.evict(storage)
 
-    # Tensors from outside
+    # Tensors created outside
 
     def watch(self, op: Op) -> None:
-        """Take note of which tensors from outside a recorded op read."""
+        """Note which tensors created outside the block a recorded op read."""
         for const in op.consts:
             readers = self.readers.setdefault(const.address, [])
             readers.append(op)
@@ -229,7 +229,7 @@ class BlockMemory(Memory):
                 readers[:] = [reader for reader in readers if not reader.gone]
 
     def before_write(self, target: torch.Tensor) -> None:
-        """See to it that no op that read a tensor from outside will read what is to be written to it."""
+        """Ensure that no op that read a tensor created outside reads what is to be written to it."""
         address = storage_key(target)
         self.take_back(address)
         readers = [op for op in self.readers.pop(address, ()) if not op.gone]
@@ -240,12 +240,12 @@ class BlockMemory(Memory):
         if sum(one.size_bytes for one in dependents) <= size:
             for one in dependents:
                 with self.held([one]):
-                    self.pin(one, "computed from a tensor from outside that was written since")
+                    self.pin(one, "computed from a tensor created outside the block that was modified since")
             readers = [op for op in readers if not op.gone]
         if readers:
-            self.reserve(size, "a copy of a tensor from outside that is written")
+            self.reserve(size, "a copy of a tensor created outside the block that is modified")
             copied = copy_memory(target)
-            self.count(copied, "what a tensor from outside was before it was written")
+            self.count(copied, "what a tensor created outside the block was before it was modified")
             for op in readers:
                 _redirect(op, address, copied)
 
@@ -263,7 +263,7 @@ def _reachable(ops: Sequence[Op]) -> list[Version]:
 
 
 def _redirect(op: Op, address: int, copied: torch.Tensor) -> None:
-    """Let a recorded op read a copy of a tensor from outside."""
+    """Let a recorded op read a copy of a tensor created outside."""
 
     def visit(value: Any) -> None:
         if type(value) is Const and value.address == address:

@@ -18,7 +18,7 @@ _LONGEST_CHAIN = 512  # how overhead goes down with the share of the peak hardly
 
 
 def chain_of(ops: int) -> int:
-    """Return how many layers the chain has that stands beside a log: half its ops, within reason."""
+    """Return how many layers the chain beside a log has: half its ops, within reason."""
     return max(3, min(ops // 2, _LONGEST_CHAIN))
 
 

@@ -1,12 +1,12 @@
 """The memory of a run: which storages hold data, which are evicted for room, and how evicted data come back.
 
-A block and the simulator share it. As it stands here it only counts, as the simulator does; a block's subclass
+A block and the simulator share it. This class only counts, as the simulator does; a block's subclass
 computes.
 
 In: ops and the storages that they read and make, requests for room. Kept: each storage that the program or an op can
 still reach. Out: evicted storages, rematerialized ones, and an error where nothing is left to evict.
 
-NOTE [The life of a storage]. It is born resident. While no running op locks it, and it can be made again, it is in
+NOTE [The life of a storage]. It is born resident. While no running op locks it, and it can be recomputed, it is in
 the pool, from which `reserve` takes victims. When the program releases the last tensor on it, deallocation decides:
 it is evicted at once, left to the heuristic, or banished, which pins what was made from it. When no op reads it either,
 it is removed, and so are the storages that only it needed, in a loop and not by recursion: chains of ops are thousands
@@ -18,7 +18,7 @@ NOTE [Running an op]
 2. What is rematerialized keeps the access that asked for it. Results that are resident already take room twice until
    the op has run.
 3. The storage stands for the tensor that made it. A view can be an op of its own, as it is in logs: evicting the
-   storage undefines its views, and each is made again when it is next read.
+   storage undefines its views, and each is recomputed when it is next read.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class Memory:
         self.pool.discard(storage)
 
     def unlock(self, tensors: Iterable[Any]) -> None:
-        """Take one lock off the storage of each tensor; what nothing needs any more is removed."""
+        """Take one lock off the storage of each tensor; what nothing needs is removed."""
         for tensor in tensors:
             storage = tensor.storage
             storage.locks -= 1
@@ -176,7 +176,7 @@ class Memory:
         storage.pin = why
 
     def evict(self, storage: Any) -> None:
-        """Drop the data of a storage that can be made again."""
+        """Drop the data of a storage that can be recomputed."""
         self.pool.discard(storage)
         self.live -= storage.size_bytes
         storage.drop()

@@ -37,7 +37,7 @@ from torch_remat.policies.collectives import is_of_collectives
 
 _SAMPLES = 15  # runs of an op at the same shapes of which the median is taken
 _MOST_KNOWN = 100_000
-_MOST_TERMS = 4  # of a sum of gradients that is made again rather than pinned
+_MOST_TERMS = 4  # of a sum of gradients that is recomputed rather than pinned
 _KEEP = (
     "Change tensors in the thread of the block and by ops, and not by assignments to .data, until the block's results "
     "that depend on them are gone."
@@ -46,7 +46,7 @@ NO_ROOTS: Mapping[Version, torch.Tensor] = {}
 
 Cost = Literal["measured", "flops"] | Callable[..., float]
 # Batch norms in training write their running statistics and do not read them: (name, place of `training`, or -1 for
-# one that always trains). Their other results can be made again without writing the statistics twice.
+# one that always trains). Their other results can be recomputed without writing the statistics twice.
 _BATCH_NORMS = {
     "native_batch_norm": 5,
     "cudnn_batch_norm": 5,
@@ -68,7 +68,7 @@ class Kind:
         name: For people: ``aten.mm``.
         number: Stands for the op in the keys of what was measured.
         view: Whether its results are views of its first argument, and it does nothing else.
-        reshapes: Whether it changes only where its tensor lies in its storage, as ``squeeze_`` does.
+        reshapes: Whether it changes only the place of its tensor in its storage, as ``squeeze_`` does.
         factory: Whether it needs nothing but the metadata of its one tensor.
         written: The arguments that it writes, by place and name.
         returned: For each result, which of the written arguments it is; -1 for a new one.
@@ -169,7 +169,7 @@ class Const:
         tensor = self.tensor
         if memory_key(tensor) != self.address or (self.version >= 0 and tensor._version != self.version):
             raise MutationError(
-                f"a tensor of shape {tuple(tensor.shape)} was changed in place, unseen, and {reader}, which read it, "
+                f"a tensor of shape {tuple(tensor.shape)} was modified in place, unseen, and {reader}, which read it, "
                 "is to run again",
                 op=reader,
                 remedy=remedy,
@@ -255,7 +255,7 @@ class Op:
         gone: Whether the last output is gone.
         terms: How many terms it adds up, of an addition.
         before: The op whose only result this one wrote, where they run as one: see NOTE [Writes in a row].
-        consts: The tensors from outside that it read.
+        consts: The tensors created outside the block that it read.
         through: The storage that stands for that result among the arguments.
 
     NOTE [Writes in a row]. ``gates.sigmoid_()`` supersedes what `gates` was, and if no op has read the old version,

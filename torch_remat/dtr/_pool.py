@@ -82,7 +82,7 @@ class ScanPool:
         """Take note that a storage's last access has changed, if it is here; who asks for scores anew need not."""
 
     def victim(self, clock: float) -> Any:
-        """Return the storage to evict at this clock, one of those given, which stays; None if there is none."""
+        """Return the storage to evict at this clock, one of those given, which stays; or None."""
         self.scored += len(self._storages)
         chosen, least, score_of = None, math.inf, self._heuristic.score
         for storage in self._storages:

@@ -8,7 +8,7 @@ NOTE [What becomes of an op]
 1. A view of a tensor of the block needs no data: torch makes it of the metadata, and it aliases the same buffer.
 2. An op that computes runs on resident inputs and is recorded; its results are new storages.
 3. An op that writes tensors of the block makes the next version of their storages from a copy, or from their own
-   memory where the old version can be made again.
+   memory where the old version can be recomputed.
 4. A write to a tensor that the block did not make happens once. Recorded ops that read the tensor get a copy of what
    it was, or their results are pinned: what takes fewer bytes.
 5. Results of what must not run twice are pinned.
@@ -66,7 +66,7 @@ from torch_remat.errors import RematError
 
 _OURS = frozenset((EvictableTensor, LeftTensor, torch.Tensor, torch.nn.Parameter))
 _DETACH = torch.ops.aten.detach.default
-_MOST_INPUTS = 8  # of writes in a row; what needs more to be made again is pinned, as gradients of shared weights are
+_MOST_INPUTS = 8  # of writes in a row; what needs more to be recomputed is pinned, as gradients of shared weights are
 _TINY = 8  # bytes of what is pinned: a loss gains nothing by eviction, and would keep all that it depends on known
 
 
@@ -146,7 +146,7 @@ class BlockRuntime(DispatchMode):
         return made[0] if isinstance(result, torch.Tensor) else refilled(result, iter(made))
 
     def reshape(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run an op that changes only where its tensor lies in its storage."""
+        """Run an op that changes only the place of its tensor in its storage."""
         tensor = args[0]
         if type(tensor) is not EvictableTensor:
             return func(*args, **kwargs)
@@ -200,7 +200,7 @@ class BlockRuntime(DispatchMode):
                 memory.before_write(target)
             why = self._of_gradients(found) or next((one.pin for one in op.written if one.op is None), "")
             if outside and not trains:
-                why = f"made by {op.name}, which wrote to a tensor from outside"
+                why = f"made by {op.name}, which wrote to a tensor created outside the block"
             self._reserve(op, op.known.bytes < 0 and -1 in kind.returned)
             with memory.to_write(op.written, kind.name) as roots:
                 result, cost, given = self._run(op, roots)
@@ -232,7 +232,7 @@ class BlockRuntime(DispatchMode):
         return op, found
 
     def _reserve(self, op: Op, unknown: bool) -> None:
-        """Make room for what an op makes; where that is unknown a run without data tells."""
+        """Make room for what an op makes; where that is unknown a run without data shows it."""
         known = op.known
         if unknown:
             known.bytes = 0 if op.kind.view else bytes_on_meta(op.func, *op.given(NO_ROOTS))
@@ -358,7 +358,7 @@ class BlockRuntime(DispatchMode):
             return derive(value_of(tensor), place_of(tensor))
 
     def evict_all(self, tensors: Iterable[EvictableTensor]) -> None:
-        """Evict the data of some tensors that can be made again."""
+        """Evict the data of some tensors that can be recomputed."""
         self.forget()
         for tensor in tensors:
             storage = tensor._handle.buffer.storage
@@ -517,7 +517,7 @@ class BlockRuntime(DispatchMode):
         return made[0]
 
     def _alias(self, buffer: Buffer, like: torch.Tensor) -> EvictableTensor:
-        """Return a tensor that lies in a buffer as another one does."""
+        """Return a tensor that has the place in a buffer that another one has."""
         made: EvictableTensor = make_subclass(EvictableTensor, like)
         handle = made._handle = Handle(buffer, place_of(like), look_of(like))
         self.tensors[id(handle)] = ref(made)

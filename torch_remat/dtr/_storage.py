@@ -3,7 +3,7 @@
     EvictableTensor -> Handle -> Buffer -> Version (the present one) -> Op -> Version (what the op read) ...
 
 NOTE [Storages and versions]. A `Version` is what an op made: it holds the data, or only the op that makes it again.
-Its data never changes: a write in place makes another one, the buffer's next version. All tensors of the program
+Its data never changes: an in-place modification makes another one, the buffer's next version. All tensors of a program
 that share memory share one `Buffer`, so all see the write. Such an alias is a place in the storage (size, stride,
 offset), and nothing runs to derive it again. What ops have read they keep as storages, never as tensors of the
 program: references go from results to inputs only, but for `Storage.children`, which the memory takes apart when
@@ -20,7 +20,7 @@ import torch
 from torch_remat._compat import set_conj, set_neg
 from torch_remat.dtr.heuristics import Storage
 
-# Where a tensor lies in its storage: size, stride, offset, and the type and lazy bits that it is read with.
+# The place of a tensor in its storage: size, stride, offset, and the type and lazy bits that it is read with.
 Place = tuple[torch.Size, tuple[int, ...], Any, torch.dtype, bool, bool]
 
 
@@ -89,7 +89,7 @@ class Buffer:
 class Handle:
     """What a tensor of the program holds: its buffer, and its place in there if it is not the whole as it was made.
 
-    When the tensor dies the handle tells the runtime, which frees what nobody can reach before the next op.
+    When the tensor dies the handle notifies the runtime, which frees what nobody can reach before the next op.
     """
 
     __slots__ = ("buffer", "look", "place", "used")
@@ -117,7 +117,7 @@ class Alias(NamedTuple):
 
 
 def place_of(tensor: torch.Tensor) -> Place:
-    """Return where a tensor lies in its storage."""
+    """Return the place of a tensor in its storage."""
     return (
         tensor.shape,
         tensor.stride(),
@@ -129,7 +129,7 @@ def place_of(tensor: torch.Tensor) -> Place:
 
 
 def derive(tensor: torch.Tensor, place: Place, memory: torch.UntypedStorage | None = None) -> torch.Tensor:
-    """Return a tensor that lies at a place in the memory of another one, or in other memory."""
+    """Return a tensor at a place in the memory of another one, or in other memory."""
     shape, stride, offset, dtype, conj, neg = place
     memory = tensor.untyped_storage() if memory is None else memory
     made = torch.empty(0, dtype=dtype, device=tensor.device).set_(memory, offset, shape, stride)
@@ -141,5 +141,5 @@ def derive(tensor: torch.Tensor, place: Place, memory: torch.UntypedStorage | No
 
 
 def copy_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that lies in a copy of the whole memory as this one does in the original."""
+    """Return a tensor with the place in a copy of the whole memory that this one has in the original."""
     return derive(tensor, place_of(tensor), tensor.untyped_storage().clone())

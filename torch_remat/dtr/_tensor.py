@@ -150,7 +150,7 @@ def _plain(result: Any) -> Any:
 
 
 class LostTensor(torch.Tensor):
-    """A tensor whose data could not be made again when its block ended, with an error."""
+    """A tensor whose data could not be recomputed when its block ended, with an error."""
 
     __torch_function__ = without_torch_function_ever
 
@@ -160,7 +160,7 @@ class LostTensor(torch.Tensor):
     ) -> Any:
         """Refuse."""
         raise RematError(
-            f"{func} got a tensor whose data could not be made again when its budget's block ended",
+            f"{func} got a tensor whose data could not be recomputed when its budget's block ended",
             remedy="The error with which the block ended says why.",
         )
 

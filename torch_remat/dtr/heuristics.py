@@ -28,7 +28,7 @@ class Storage:
     `cost` and `last_access` change only while the storage is not evictable, so that an index of scores stays right.
 
     Attributes:
-        size_bytes: Its size, whoever views how much of it.
+        size_bytes: Its size, whatever part of it is viewed.
         cost: Time that the distinct ops take that make it and its views: nanoseconds in a log, else seconds.
         last_access: The clock at the last op that read or made it.
         resident: Whether it holds data now.
@@ -349,7 +349,7 @@ def resolve(heuristic: str | type[Heuristic] | Heuristic) -> Heuristic:
     """Return the heuristic that a name, a class or an instance stands for.
 
     Raises:
-        UsageError: It is none of these.
+        UsageError: It is not one of these.
     """
     if isinstance(heuristic, Heuristic):
         return heuristic

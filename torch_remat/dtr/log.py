@@ -300,7 +300,7 @@ class _Reader:
         if record is None:
             raise LogError(f"the log ends where {kind} of {name!r} should follow", line=self._last)
         if record.text("INSTRUCTION") != kind or record.text("NAME") != name:
-            raise record.broken(f"{kind} of {name!r} should stand here")
+            raise record.broken(f"{kind} of {name!r} is missing here")
         return record
 
 

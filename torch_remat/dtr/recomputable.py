@@ -106,7 +106,7 @@ def recomputable(function: Callable[..., Any], *args: Any) -> Any:
     Args:
         function: Returns tensors, alone or in containers. It must depend on its arguments only. It may draw from the
             default generators and from generators among its arguments.
-        args: Its arguments, which live as long as the results do. One that was changed in place since is an error
+        args: Its arguments, which live as long as the results do. One that was modified in place since is an error
             when a result is read.
 
     Returns:

@@ -75,7 +75,7 @@ def simulate(
         heuristic: What is evicted: a name, a class or an instance.
         deallocation: What happens when the program drops its last name of a storage. ``"eager"``: it is evicted at
             once. ``"ignore"``: nothing. ``"banish"``: it is removed for good once nothing evicted depends on it;
-            what was made from it is pinned, since it can no longer be made again.
+            what was made from it is pinned, since it can no longer be recomputed.
         max_overhead: The run stops when ops run again take more than this less 1 times the log's compute.
         search: How the victim is found: ``"index"``, ``"scan"`` or ``"sample"``; None takes the index where the
             heuristic has one.
@@ -83,7 +83,7 @@ def simulate(
         progress: Called with the number of log steps done, every so often.
 
     Raises:
-        UsageError: The heuristic, the kind of deallocation or the budget is none.
+        UsageError: The heuristic, the kind of deallocation or the budget is not known.
 
     Example:
         >>> log = Log.parse([])

@@ -67,7 +67,7 @@ class CpuOffloader(Shared):
     PyTorch pins memory in powers of two, and that is how it counts here; it keeps what was pinned for later tensors.
 
     Args:
-        max_bytes: How much host memory may be in use, or None. A tensor for which there is none left, or for which
+        max_bytes: How much host memory may be in use, or None. A tensor for which nothing is left, or for which
             none can be pinned, stays on the device; one warning says so.
         min_bytes: The smallest tensor worth moving; smaller ones stay.
         prefetch_bytes: How many bytes are brought back ahead of their use; 0 for none.

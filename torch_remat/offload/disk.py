@@ -59,7 +59,7 @@ class DiskTicket:
         return files.read(self.path, self.info.bytes, self.checksum)
 
     def read_ahead(self) -> torch.Tensor | None:
-        """Return the same; None if that fails: who asks for it reads it again, and tells."""
+        """Return the same; None if that fails: its reader reads it again, and reports the error."""
         try:
             return self.read()
         except BaseException:

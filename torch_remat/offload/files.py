@@ -99,7 +99,7 @@ def read(path: str, count: int, checksum: int) -> torch.Tensor:
     with open(path, "rb", opener=_open_private) as file:
         about = os.fstat(file.fileno())
         if not stat.S_ISREG(about.st_mode):
-            raise ValueError("it is no regular file any more")
+            raise ValueError("it is no longer a regular file")
         if about.st_size != count:
             raise ValueError(f"it has {about.st_size:,} bytes instead of {count:,}")
         content, found = mmap.mmap(-1, count, access=mmap.ACCESS_COPY), 0

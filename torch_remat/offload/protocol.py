@@ -1,4 +1,4 @@
-"""What an offloader is: the contract between the runtime and whoever stores tensors elsewhere."""
+"""What an offloader is: the contract between the runtime and code that stores tensors elsewhere."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Offloader(Protocol):
 
     What travels is one-dimensional, contiguous, detached and strided: the runtime takes storages apart and rebuilds
     views, lazy conjugates and version counters itself. Parameters, tensors on the meta device and tensor subclasses
-    never travel, and neither does anything inside a region around which there are saved-tensor hooks (another
+    never travel, and neither does anything inside a region under saved-tensor hooks (another
     region's, ``save_on_cpu``): those hooks decide there.
 
     The optional attribute ``prefetch_bytes`` bounds how many bytes the runtime asks for ahead (256 MiB without it; one

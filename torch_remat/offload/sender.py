@@ -38,7 +38,7 @@ class Offloaded:
     Attributes:
         transfer: The transfer; the last of its views releases it.
         info: What the tensor is called here.
-        placement: How the tensor lay in its storage.
+        placement: The place of the tensor in its storage.
     """
 
     __slots__ = ("__weakref__", "_place", "_sent", "info", "placement", "transfer")

@@ -34,7 +34,7 @@ from torch_remat.offload.streams import Arrival, arrival_of
 
 _NOTHING = torch.empty(0)
 
-ALIGNMENT_BYTES = 512  # of parts that are cut out: kernels may give other last bits on memory aligned otherwise
+ALIGNMENT_BYTES = 512  # of parts that are cut out: kernels may give different last bits on memory aligned otherwise
 
 
 class Span(NamedTuple):
@@ -49,7 +49,7 @@ class Span(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """Where and how a tensor lies in its storage; ``stride`` is in elements, and conjugates and negatives are lazy."""
+    """The place of a tensor in its storage; ``stride`` is in elements, and conjugates and negatives are lazy."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -123,7 +123,7 @@ class StoredCopy:
         finalize(self, offloader.release, ticket).atexit = False
 
     def told(self, method: str) -> Any:
-        """Return what one of the offloader's optional methods tells of this; None if it tells nothing."""
+        """Return what one of the offloader's optional methods says of this; None if it says nothing."""
         ask = getattr(self.offloader, method, None)
         try:
             return None if ask is None else ask(self.ticket)
@@ -182,7 +182,7 @@ class Transfer:
             missing = value is None
             if self._counter._version != self._version or (value is not None and value._version != self._version):
                 raise MutationError(
-                    "this tensor was changed in place after its offload began",
+                    "this tensor was modified in place after its offload began",
                     region=info.region,
                     op=info.op,
                     tensor=info.tensor,

@@ -27,7 +27,7 @@ class CheckpointPolicy(Enum):
 
 
 def require_policy(policy: object, op: str, region: str | None = None) -> None:
-    """Raise `UsageError` if what was given as the policy of one call is none."""
+    """Raise `UsageError` if what was given as the policy of one call is not one."""
     if not isinstance(policy, CheckpointPolicy):
         raise UsageError(
             f"{shown(policy)} is not a policy",

@@ -24,7 +24,7 @@ def contexts_for_torch(allow_cache_entry_mutation: bool, *parts: Any) -> tuple[A
     """Return the contexts of torch's own checkpoint for one region; the compiler calls it past its trace.
 
     Args:
-        allow_cache_entry_mutation: Whether what the policy keeps may be changed in place.
+        allow_cache_entry_mutation: Whether what the policy keeps may be modified in place.
         *parts: Those of the region's policy; see `OpPolicy.parts`.
 
     Raises:
@@ -81,7 +81,7 @@ def _for_operators(error: TypeError) -> RuntimeError:
 
 
 class _Context(OpContext):
-    """What torch's own checkpoint tells, as our policies expect it."""
+    """What torch's own checkpoint passes, as our policies expect it."""
 
     __slots__ = ("_told",)
 

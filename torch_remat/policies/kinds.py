@@ -123,7 +123,7 @@ class OpContext:
 class OpPolicy(ABC):
     """A policy for the ops of a region; ``|`` combines it with another of any kind, and the stronger decision holds.
 
-    Stronger is: leaving out by name, then MUST before PREFER, then saving before offloading before recomputing.
+    Stronger is: excluding by name, then MUST before PREFER, then saving before offloading before recomputing.
     """
 
     @abstractmethod

@@ -46,7 +46,7 @@ class NamePolicy(OpPolicy):
 
 
 class LeftOut:
-    """Names that a policy is to leave out: its one use is ``policy & ~save_names(...)``."""
+    """Names that a policy excludes: its one use is ``policy & ~save_names(...)``."""
 
     def __init__(self, patterns: Sequence[str]) -> None:
         self._patterns = patterns

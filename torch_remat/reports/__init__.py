@@ -4,7 +4,7 @@
     data, fold                      what regions keep, counted, each storage once; layers that are alike are told once
     graph                           what autograd and `torch.utils.checkpoint` keep outside of regions
     memory, oom                     the memory report that users get, also when memory runs out
-    watch                           what the runtime tells while it is watched, and to whom
+    watch                           what the runtime reports while it is watched, and to whom
     spans, recorder, profile, trace the trace that users get, and how it is recorded
     names                           what a function's ops return, by name
     explanation, reasons, explain   the explanation: its data and text; why, and what else would cost; watching a run

@@ -226,7 +226,7 @@ class Notes(Observer, TorchDispatchMode):
                 op.told.tensors = tuple(never_needed(region, op))
             return
         notes.note_saves()
-        # Left out: ops in the body of a skipped op, which are part of that.
+        # Without ops in the body of a skipped op, which are part of that.
         notes.ops = {name: notes.ops[name] for name in decisions if name in notes.ops}
         told.ops = tuple(op.told for op in notes.ops.values())
         rows = list(kept_by(region))
@@ -291,7 +291,7 @@ def explain(function: Callable[..., Any], *, alternatives: bool = True) -> Calla
     gradient, with ones; gradients are dropped, not accumulated. A function that calls backward itself, such as a
     training step, may return anything.
 
-    For each op it also says what the other policies would cost: the log of this one run tells which storages each op
+    For each op it also says what the other policies would cost: the log of this one run shows which storages each op
     reads, makes and saves, how large they are, and how many FLOPs it has. So these are computed, not measured. Not in
     them is random state. OFFLOAD is priced as if all tensors left that are as large as the offloader's ``min_bytes``.
     Ops have no prices in regions inside other regions, and in those with a policy for aten ops, which would decide
@@ -305,7 +305,7 @@ def explain(function: Callable[..., Any], *, alternatives: bool = True) -> Calla
         A callable that takes the function's arguments and returns the explanation: plain data, and text with ``print``.
 
     Raises:
-        UsageError: It was called inside a region, or ``function`` cannot be called, or its arguments stand beside it.
+        UsageError: It was called inside a region, ``function`` cannot be called, or its arguments are in the same call.
 
     Example:
         >>> import torch

@@ -115,7 +115,7 @@ def nodes_below(roots: Iterable[torch.Tensor]) -> list[Node]:
 
 
 def regions_below(nodes: Iterable[Node], checkpoints: Iterable[TorchCheckpoint] = ()) -> set[Region]:
-    """Return the regions that nodes or checkpoints lie in, and those around these."""
+    """Return the regions of nodes or checkpoints, and those around these."""
     found: set[Region] = set()
     waiting = [packed for _, packed in chain(*map(saved_in, nodes), *(one.kept() for one in checkpoints))]
     while waiting:
@@ -127,7 +127,7 @@ def regions_below(nodes: Iterable[Node], checkpoints: Iterable[TorchCheckpoint] 
 
 
 def checkpoints_below(nodes: Iterable[Node], regions: Iterable[Region]) -> list[TorchCheckpoint]:
-    """Return the checkpoints of ``torch.utils.checkpoint`` that nodes or regions lie in, each once."""
+    """Return the checkpoints of ``torch.utils.checkpoint`` around nodes or regions, each once."""
     found = [packed for node in nodes for _, packed in saved_in(node) if isinstance(packed, TorchCheckpoint)]
     hooks = [region.hooks[1] for region in regions if region.hooks is not None]
     found += [checkpoint for hook in hooks if (checkpoint := TorchCheckpoint.behind(hook)) is not None]
@@ -153,7 +153,7 @@ def collect_nodes(
 ) -> tuple[NodeReport, ...]:
     """Return what nodes save outside of regions, by type, the largest first.
 
-    The checkpoints are those of ``torch.utils.checkpoint`` that the nodes belong to, or that regions lie in; parameters
+    The checkpoints are those of ``torch.utils.checkpoint`` that the nodes belong to, or that regions are in; parameters
     and regions were counted before.
     """
     kept: dict[str, list[list[KeptTensor]]] = {}

@@ -46,7 +46,7 @@ class MemoryReport(Report, Pictured, Sums):
         parameters: Parameters, apart: those that regions and graph refer to, and those of the modules given.
         buffers: Buffers of the modules given, apart.
         budgets: A line for each budget that regions are in.
-        older: Regions that are alive and lie in no graph that was given, apart; in no sum.
+        older: Regions that are alive and in no graph that was given, apart; in no sum.
     """
 
     also: ClassVar[Sequence[str]] = (*Sums.also, "bytes_by_device")
@@ -170,7 +170,7 @@ def _region_block(label: str, regions: Sequence[RegionReport], indent: int = 0) 
 
 
 def _cells(tensor: KeptTensor, label: str) -> list[str]:
-    """Return the cells of a tensor's row; the last tells why it is kept, and what shares its storage."""
+    """Return the cells of a tensor's row; the last says why it is kept, and what shares its storage."""
     why = {"saved": "", "kept for replay": "for replay", "undecided": "the end of forward decides"}
     notes = [tensor.policy, why.get(tensor.kind, tensor.kind)]
     if tensor.aliases:
@@ -200,7 +200,7 @@ def memory_report(*roots: torch.Tensor | torch.nn.Module) -> MemoryReport:
     Args:
         *roots: Tensors with a graph, such as the loss: the report has the regions in it, and what autograd saves
             outside of regions; regions of other graphs that are alive are one line apart. Without a tensor the report
-            has all regions, and nothing else. Modules, too: what lies in the memory of their parameters and
+            has all regions, and nothing else. Modules, too: what shares the memory of their parameters and
             buffers is theirs. Without a module buffers look like activations, and so do detached parameters.
 
     Returns:

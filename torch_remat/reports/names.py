@@ -37,7 +37,7 @@ class NamedResult:
         op: The op, as ``aten.mm.default``.
         shape: Its shape; of a DTensor that of the local tensor, as in all other columns.
         dtype: Its dtype.
-        bytes: Its size in bytes; 0 for a view, which owns no memory. What an op changes in place, or is given by
+        bytes: Its size in bytes; 0 for a view, which owns no memory. What an op modifies in place, or is given by
             ``out=``, is counted there if backward needs it or the policy keeps it as that op left it, else 0.
         flops: Floating point operations of the op, as `torch.utils.flop_counter` counts them; 0 where it does not. An
             op with several results shows them at the first.
@@ -96,8 +96,8 @@ def list_names(
         A callable that takes the function's arguments and returns the table.
 
     Raises:
-        UsageError: The function is not callable, or its arguments stand beside it; or from the call, if the function
-            does not call the layer.
+        UsageError: The function is not callable, or its arguments are in the same call; or from the call, if the
+            function does not call the layer.
         PolicyError: ``policy`` is not a policy; or from the call, if an entry of it matched nothing.
 
     Example:

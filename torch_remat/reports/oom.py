@@ -36,7 +36,7 @@ _active: list[_Watch] = []
 def report_on_oom(file: TextIO | None = None) -> Iterator[None]:
     """Print the memory report of all live regions when an allocation inside fails for want of memory.
 
-    On CUDA the allocator tells of it before it raises, while all that filled the memory is there, also if the error is
+    On CUDA the allocator reports it before it raises, while all that filled the memory is there, also if the error is
     then caught inside. Elsewhere the error is seen when it leaves the block, also as the cause or context of another
     one. It is never hidden or changed.
 

@@ -5,7 +5,7 @@ to be aligned. The public events of ``torch.profiler`` add bytes up by op and ha
 peak, and what is alive of what was allocated since the trace began. The tree has each block.
 
 NOTE [ Which backward belongs to a region ]
-Autograd numbers its nodes as they are made, and the profiler tells the number of each node that the engine runs. A
+Autograd numbers its nodes as they are made, and the profiler shows the number of each node that the engine runs. A
 region's nodes are those with the numbers that were given out during its forward. What the engine does for a node, hooks
 and the replay that a hook starts included, is one event; the replay is taken out of it. Where a hook has run ops, that
 event lacks the number, and the node's own event inside it has it.

@@ -27,7 +27,7 @@ from torch_remat.reports.watch import Observer, WatchedOp
 
 MARK = "torch_remat.trace "
 GIVEN = "torch_remat.given "
-"""The name of a range without length, before the number of what a budget gave up then."""
+"""The name of a range without length, before the number of what a budget evicted then."""
 SENT, GONE = "torch_remat.sent ", "torch_remat.gone "
 """Names of ranges without length, each before the number of an offloaded tensor: it leaves its address; it is gone."""
 
@@ -51,7 +51,7 @@ class Recorder(Observer):
 
     Attributes:
         marks: The spans, in the order in which they began, and one for each region from before.
-        given: What budgets gave up, in order, before the times are known; ``call`` is the region's serial number.
+        given: What budgets evicted, in order, before the times are known; ``call`` is the region's serial number.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 """What all reports can do: show themselves as text and as HTML, and give themselves away as plain data.
 
-A report tells itself once, as blocks: lines, with a table below them. Text and HTML are made of the same blocks.
+A report is made once, as blocks: lines, with a table below them. Text and HTML are made of the same blocks.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Pictured:
         """Draw it, for which matplotlib is loaded.
 
         Args:
-            path: Where to write the picture; the ending tells the format. None writes nothing.
+            path: Where to write the picture; the ending gives the format. None writes nothing.
 
         Returns:
             The matplotlib figure; it is not shown.

@@ -76,14 +76,14 @@ class Sample:
 
 @dataclass(frozen=True)
 class GivenUp:
-    """What a budget gave up of one region, at one moment; see `torch_remat.budget`.
+    """What a budget evicted of one region, at one moment; see `torch_remat.budget`.
 
     Attributes:
         region: The region's name.
         call: Which call of a region it was, as in `Span`.
         time_us: When, in microseconds since the trace began.
         saved_tensors: The places of the saved tensors, as in ``saved tensor 3`` of a memory report.
-        bytes: How many were freed, which replay makes again.
+        bytes: How many were freed, which replay recomputes.
         offloaded_bytes: How many an offloader took instead.
         kept_bytes: What the budget's regions kept from then on.
     """

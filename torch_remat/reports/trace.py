@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 _PHASES: tuple[Phase, ...] = ("forward", "replay", "backward")
 _TIMES = [f"{phase} ms" for phase in _PHASES]
-_TRACE_HEAD = ["", "calls", *_TIMES, "kept", "given up", "offloaded", "freed in backward", "live", "peak"]
+_TRACE_HEAD = ["", "calls", *_TIMES, "kept", "evicted", "offloaded", "freed in backward", "live", "peak"]
 _MOST_GIVEN = 12
-"""How many lines tell what budgets gave up."""
+"""How many lines show what budgets evicted."""
 _LEGEND = "times and bytes are means of the calls; live: at most after forward; peak: at most at any moment"
 
 
@@ -50,10 +50,10 @@ class Trace(Report, Pictured):
         duration_us: How long the trace took.
         spans: Phases of regions and ops, in the order in which they began.
         samples: Live bytes, in order.
-        given_up: What budgets gave up, in order.
+        given_up: What budgets evicted, in order.
         phases: When autograd's engine ran (``"backward"``) and optimizers did, with begin and end in microseconds; the
             rest is forward.
-        budgets: How budgets stood at the end.
+        budgets: The state of budgets at the end.
     """
 
     duration_us: float = 0.0
@@ -109,7 +109,7 @@ class Trace(Report, Pictured):
         return f"{text}, {most}, {format_bytes(self.samples[-1].total_bytes)} alive at the end"
 
     def blocks(self) -> list[Block]:
-        """Return a line for each region, and each op in it, what budgets gave up, and how they stood."""
+        """Return a line for each region, and each op in it, what budgets evicted, and their state."""
         blocks = [Block([self._headline()])]
         if rows := _table(self):
             blocks += [Block([""], rows, range(1, len(rows[0]))), Block([_LEGEND])]
@@ -120,7 +120,7 @@ class Trace(Report, Pictured):
                 for one in self.budgets
             ]
             given, rest = self.given_up[:_MOST_GIVEN], self.given_up[_MOST_GIVEN:]
-            head = ["", *told, *(["given up:"] if given else [])]
+            head = ["", *told, *(["evicted:"] if given else [])]
             blocks.append(Block(head, list(map(_given_cells, given)), (0, 2), 2))
             if rest:
                 blocks.append(Block([f"  and {len(rest)} more times: {sum_of(rest)}"]))
@@ -214,7 +214,7 @@ def _read(profiler: profile, recorder: Recorder, result: Trace) -> None:
 
 
 def _chrome_events(trace: Trace) -> Iterator[dict[str, Any]]:
-    """Yield a trace's events: spans, changes of live bytes, what budgets gave up, and names."""
+    """Yield a trace's events: spans, changes of live bytes, what budgets evicted, and names."""
     yield {"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {"name": "torch_remat"}}
     for span in trace.spans:
         what = {"ph": "X", "name": f"{span.name} [{span.phase}]", "cat": span.phase, "args": asdict(span)}
@@ -222,7 +222,7 @@ def _chrome_events(trace: Trace) -> Iterator[dict[str, Any]]:
     for sample in trace.samples:
         yield {"ph": "C", "name": "live bytes", "pid": 1, "tid": 0, "ts": sample.time_us, "args": sample.live_bytes}
     for one in trace.given_up:
-        what = {"ph": "i", "name": f"{one.region} [given up]", "s": "p", "args": asdict(one)}
+        what = {"ph": "i", "name": f"{one.region} [evicted]", "s": "p", "args": asdict(one)}
         yield {**what, "pid": 1, "tid": 0, "ts": one.time_us}
 
 
@@ -251,7 +251,7 @@ def _table(trace: Trace) -> list[list[str]]:
             cells = _trace_cells(line, given if op is None else [])
             rows.append([label if op is None else f"  {op}", *cells])
     offloads = any(one.offloaded_bytes for part in (trace.spans, trace.given_up) for one in part)
-    is_there = {"given up": bool(trace.given_up), "offloaded": offloads}
+    is_there = {"evicted": bool(trace.given_up), "offloaded": offloads}
     shown = [place for place, title in enumerate(_TRACE_HEAD) if is_there.get(title, True)]
     return [[row[place] for place in shown] for row in rows]
 

@@ -1,4 +1,4 @@
-"""Watches a phase of a region for a profiler and for observers, and tells them what runs.
+"""Watches a phase of a region for a profiler and for observers, and reports what runs.
 
 In: the calls of the runtime, see `options.Watch`. Kept: nothing once the phase is over. Out: ranges named
 ``remat::region::op [phase]`` while a profiler runs, and calls of each `Observer` that `observed_by` lets watch.
@@ -60,7 +60,7 @@ class Observer:
     def gave_up(self, region: Region, places: Sequence[int], freed: int, offloaded: int, kept: int) -> None:
         """A budget has emptied holders of a region.
 
-        ``places`` are those of its saved tensors; ``freed`` the bytes that replay makes again, ``offloaded`` those that
+        ``places`` are those of its saved tensors; ``freed`` the bytes that replay recomputes, ``offloaded`` those that
         an offloader has taken, and ``kept`` those that the budget's regions keep from now on.
         """
 

@@ -27,7 +27,7 @@ def check_offloader(offloader: Offloader, *, device: str | torch.device = "cpu",
 
     Tensors of several dtypes and lengths travel, are prefetched, read once, twice or never, changed by their reader,
     and released in another order, on other threads, and from inside the offloader's own calls. What the offloader
-    does not take, with or without an exception, is left out.
+    does not take, with or without an exception, is skipped.
 
     Args:
         offloader: The offloader. It should keep bits; one that does not fails here.
@@ -38,7 +38,7 @@ def check_offloader(offloader: Offloader, *, device: str | torch.device = "cpu",
         How many tensors the offloader took.
 
     Raises:
-        AssertionError: It broke a rule, which the message tells.
+        AssertionError: It broke a rule, which the message names.
 
     Example:
         >>> import tempfile
@@ -169,7 +169,7 @@ def _stands_threads(offloader: _Checked, device: torch.device, length: int) -> N
     Each releases those of another thread, every 1, 2, 5, ... lines, which comes to lines of all kinds.
     """
     together = threading.Barrier(_THREADS)
-    done: list[deque[Any]] = [deque() for _ in range(_THREADS)]  # tickets that nobody reads any more, by thread
+    done: list[deque[Any]] = [deque() for _ in range(_THREADS)]  # tickets that nobody will read, by thread
     errors: list[BaseException] = []
 
     def release_one(tickets: deque[Any]) -> None:

@@ -897,7 +897,7 @@ def test_trace_shows_what_a_budget_gave_up_and_how_it_stood(tmp_path):
     assert (state.kept_bytes, state.limit_bytes, state.budget_bytes) == (0, 6 * x.nbytes, 6 * x.nbytes)
     text = str(trace)
     assert "budget of 6.0 KiB, limit 6.0 KiB: 0 B kept by its regions at the end" in text
-    assert "given up:" in text
+    assert "evicted:" in text
     assert trace.given_up[0].region in text
     assert "saved tensor" in text
     assert "budget of 6.0 KiB" in trace._repr_html_()

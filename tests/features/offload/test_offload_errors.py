@@ -43,7 +43,7 @@ def test_resident_changed_in_place_after_its_offload_began_is_an_error_with_its_
     offloader, keeping = Counting(), Keeping()
     y = checkpointed(keeping.op("a"), offloader=offloader, region_name="block")(leaf(3, 3))
     change(keeping.tensors["a"])
-    with pytest.raises(remat.MutationError, match=r"^block::a\.m: this tensor was changed in place") as caught:
+    with pytest.raises(remat.MutationError, match=r"^block::a\.m: this tensor was modified in place") as caught:
         y.sum().backward()
     assert (caught.value.region, caught.value.op, caught.value.tensor) == ("block", "a", "m")
 
@@ -59,7 +59,7 @@ def test_slot_changed_in_place_is_an_error_with_its_name():
     y = checkpointed(block, offloader=offloader, region_name="r")(leaf(3, 3))
     with torch.no_grad():
         seen[0].add_(1)
-    with pytest.raises(remat.MutationError, match=r"^r::a\.out: this tensor was changed in place"):
+    with pytest.raises(remat.MutationError, match=r"^r::a\.out: this tensor was modified in place"):
         y.sum().backward()
 
 
@@ -67,7 +67,7 @@ def test_input_changed_in_place_is_an_error_with_its_name():
     offloader, x = Counting(), leaf(3, 3) * 1
     y = checkpointed(torch.sin, offloader=offloader, offload_inputs=True, region_name="r")(x)
     x.mul_(2)
-    with pytest.raises(remat.MutationError, match=r"^r::args\[0\]: this tensor was changed in place"):
+    with pytest.raises(remat.MutationError, match=r"^r::args\[0\]: this tensor was modified in place"):
         y.sum().backward()
 
 
