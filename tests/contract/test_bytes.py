@@ -272,32 +272,6 @@ def test_placeholder_that_outlives_replay_keeps_nothing_of_the_region_alive(make
             states[1].sum().item()
 
 
-@pytest.mark.parametrize("is_read", [False, True])
-@pytest.mark.parametrize("down_is_python", [False, True])
-def test_statistics_that_are_filled_last_do_not_keep_the_result_of_a_later_native_region(down_is_python, is_read):
-    """Replay runs on once they are saved, as for noise that is yet to be drawn, but not into the next native region."""
-    norm, up, down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def block(x, keep=keep):
-        hidden = F.gelu(keep("up", F.linear, norm(keep("first", torch.sin, x)), up.weight, up.bias))
-        if down_is_python:
-            y = x + keep("down", lambda hidden: hidden[:, :8] * 2, hidden)
-        else:
-            y = x + keep("down", F.linear, hidden, down.weight, down.bias)
-        return y.sin() if is_read else y
-
-    x = leaf(4, 8)
-    leaves = [x, *norm.parameters(), *up.parameters()]
-    expected = torch.autograd.grad(block(x, keep=plain_call).sum(), leaves)
-    y = region()(block)(x)
-    assert (" down.out " in str(remat.memory_report(y))) == is_read
-    assert_same(expected, torch.autograd.grad(y.sum(), leaves))
-
-
-def plain_call(_name, function, *args):
-    return function(*args)
-
-
 # --- Native regions drawn at random
 
 
@@ -579,18 +553,6 @@ def test_drawn_program_keeps_and_runs_what_the_model_says(steps):
     assert replayed == dict(again), steps
     peer = replayed_ops(lambda x: run(steps, Marks(), x), lambda f: lambda x: sac(by_position(steps))(f)(x), [x])
     assert not Counter(replayed) - Counter(peer), steps
-
-
-def test_op_is_not_run_for_a_tensor_of_python_values_that_lies_where_its_result_lay():
-    def function(x):
-        y = x * 1.5
-        for _ in range(3):
-            dead = x.cos()
-            del dead
-        return y.index_fill(0, torch.tensor([1]), 0.5).sin()
-
-    for _ in range(20):
-        assert "cos" not in replayed_ops(function, region(lambda ctx, op, *args, **kwargs: False), [leaf(4, 4)])
 
 
 # --- What a mode outside sees of replay

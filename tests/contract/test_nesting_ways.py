@@ -29,7 +29,6 @@ from tests.helpers import (
     python_objects,
 )
 from tests.native_programs import (
-    ComputeOps,
     full,
     keep,
     region,
@@ -243,19 +242,6 @@ def test_dropped_graph_frees_everything(way):
         assert live.bytes() == 0
 
 
-def test_kept_graph_never_runs_the_native_region_again():
-    x, w = leaf(3, 3), leaf(3, 3)
-    y = region()(lambda x: keep("a", torch.cumsum, x * w, 0).sin())(x)
-    with ComputeOps() as ops:
-        results = [torch.autograd.grad(y.sum(), [x, w], retain_graph=True) for _ in range(4)]
-    for result in results:
-        assert_same(results[0], result)
-    plainly = (x * w).cumsum(0).sin().sum()
-    with ComputeOps() as reference:
-        torch.autograd.grad(plainly, [x, w])
-    assert ops.counts["cumsum"] == 4 * reference.counts["cumsum"]
-
-
 def test_hooks_on_tensors_inside_run_as_in_plain_autograd():
     def program(wrap):
         seen, x, w = [], leaf(3, 3), leaf(3, 3)
@@ -373,43 +359,3 @@ def test_change_of_what_a_region_in_a_native_region_keeps_is_an_error():
     kept[0].mul_(2)
     with pytest.raises(remat.MutationError, match=r"inner: a tensor of shape .* modified in place"):
         y.sum().backward()
-
-
-def dead_branch(t, w):
-    """Its last product dies with the function."""
-    a = t * 1.5
-    m = torch.maximum(a, t @ w)
-    m.tanh().mul(w)
-    return m * 1
-
-
-def draws(t, w):
-    return (t * torch.rand_like(t)) @ w + F.dropout(t, 0.3)
-
-
-@pytest.mark.parametrize("native", [False, True])
-@pytest.mark.parametrize("inner", [dead_branch, draws])
-def test_nested_regions_with_every_pair_of_saved_ops(inner, native):
-    """What the inner region keeps passes the outer one, in forward and again in its replay."""
-
-    def named(function, *args):
-        seen = []
-        region(lambda ctx, op, *args, **kwargs: (seen.append(ctx.name), False)[1])(function)(*args)
-        return [(), *((name,) for name in seen if "empty" not in name and "bernoulli" not in name)]
-
-    def outer(inside, x):
-        h = x * 1.5
-        n = keep("n", lambda: inside(x, w) * 1) if native else inside(x, w) * 1
-        return (h @ n).sin()
-
-    def saving(names):
-        return lambda ctx, op, *args, **kwargs: ctx.name in names
-
-    x, w = leaf(4, 4), leaf(4, 4)
-    torch.manual_seed(4)
-    expected = torch.autograd.grad(outer(inner, x).sum(), [x, w])
-    for outside in named(lambda x: outer(inner, x), x):
-        for inside in named(inner, x, w):
-            torch.manual_seed(4)
-            y = region(saving(outside))(lambda x, i=inside: outer(region(saving(i))(inner), x))(x)
-            assert_same(expected, torch.autograd.grad(y.sum(), [x, w]), f"outer {outside}, inner {inside}")

@@ -272,24 +272,6 @@ def test_warning_names_the_reader_and_comes_once_for_a_graph():
     assert warning.filename == __file__
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:FutureWarning")
-def test_forward_mode_derivatives_inside_need_no_second_run():
-    """Autograd makes zeros without memory, which are known by a dispatch key that no placeholder has."""
-    w = nn.Parameter(torch.randn(8, 8))
-
-    def function(x):
-        return torch.func.jvp(lambda r: (r @ w).sin(), (x,), (x,))[1]
-
-    check_read(
-        lambda x: function(x.sin()).cos().exp(),
-        region()(lambda x: keep("a", function, x.sin()).cos().exp()),
-        leaf(4, 8),
-        0,
-    )
-    check_read(function, region(remat.policies.save_matmuls)(lambda x: keep("a", function, x)), leaf(4, 8), 0)
-
-
 class Outside:
     """What a native region changes outside."""
 
