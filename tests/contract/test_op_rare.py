@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import torch_remat as remat
-from tests.helpers import leaf_copies
+from tests.helpers import leaf_copies, pairwise
 from tests.native_programs import SAVE
 
 
@@ -143,26 +143,24 @@ PROGRAMS = (
 REFUSED = (appended_argument, result_with_an_object, generator_from_a_function)
 
 
-@pytest.mark.parametrize("options", [{}, {"policy": remat.policies.save_matmuls}], ids=["plain", "policy"])
-@pytest.mark.parametrize("opaque", [False, True], ids=["watched", "opaque"])
+OPTIONS = {"plain": {}, "policy": {"policy": remat.policies.save_matmuls}}
+
+
+@pairwise(options=OPTIONS, opaque=[False, True])
 def test_gradient_through_a_call_inside_forward_is_refused(opaque, options):
     x = torch.randn(4, 4, requires_grad=True)
     with pytest.raises(remat.UsageError, match="through this call before the region's forward ends") as caught:
-        remat.checkpoint(**options)(lambda x: gradient_after_an_argument_was_elided(x, opaque))(x)
+        remat.checkpoint(**OPTIONS[options])(lambda x: gradient_after_an_argument_was_elided(x, opaque))(x)
     assert caught.value.op == "k"
 
 
-@pytest.mark.parametrize("options", [{}, {"policy": remat.policies.save_matmuls}], ids=["plain", "policy"])
-@pytest.mark.parametrize("opaque", [False, True], ids=["watched", "opaque"])
-@pytest.mark.parametrize("program", REFUSED, ids=lambda program: program.__name__)
+@pairwise(program=REFUSED, opaque=[False, True], options=OPTIONS)
 def test_call_that_replay_cannot_skip_is_refused_in_forward(program, opaque, options):
     with pytest.raises(remat.UsageError, match="cannot skip this call"):
-        remat.checkpoint(**options)(lambda x: program(x, opaque))(torch.randn(4, 4, requires_grad=True))
+        remat.checkpoint(**OPTIONS[options])(lambda x: program(x, opaque))(torch.randn(4, 4, requires_grad=True))
 
 
-@pytest.mark.parametrize("options", [{}, {"policy": remat.policies.save_matmuls}], ids=["plain", "policy"])
-@pytest.mark.parametrize("opaque", [False, True], ids=["watched", "opaque"])
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+@pairwise(program=PROGRAMS, opaque=[False, True], options=OPTIONS)
 def test_gradients_are_those_of_plain_autograd(program, opaque, options):
     grads = []
     given = torch.randn(4, 4, requires_grad=True)
@@ -170,7 +168,7 @@ def test_gradients_are_those_of_plain_autograd(program, opaque, options):
     def block(x):
         return program(x, opaque).sin().exp()  # so that replay comes to all of it
 
-    for run in (block, remat.checkpoint(**options)(block)):
+    for run in (block, remat.checkpoint(**OPTIONS[options])(block)):
         (x,) = leaf_copies([given])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""Native regions that go wrong: another op sequence in replay, changed tensors, exceptions, misuse."""
+"""Native regions and op-level policies that go wrong: another op in replay, changed tensors, exceptions, misuse."""
 
 from __future__ import annotations
 
@@ -6,20 +6,26 @@ import contextlib
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 from torch.profiler import record_function
 
 import torch_remat as remat
-from tests.handle_ops import RECOMPUTE, SAVE, Inner, Result, Trace, call
+from tests.handle_ops import RECOMPUTE, SAVE, Inner, Trace, call
 from tests.helpers import (
     LiveStorages,
     alive,
     assert_clean_state,
     assert_equal_gradients,
     assert_same,
+    assert_same_program,
     leaf,
+    parameter_gradients,
     watch,
 )
-from tests.native_programs import keep, region, uncollected
+from tests.native_programs import aten, keep, region, replayed_ops, uncollected
+
+# --- In a native region
 
 
 def differing(forward, replay):
@@ -35,31 +41,24 @@ def differing(forward, replay):
 CHANGES = {
     "another op": (lambda h: h.cos().exp(), lambda h: h.sin().exp(), ("cos", "sin")),
     "another op later": (lambda h: h.cos().exp().tanh(), lambda h: h.cos().exp().sigmoid(), ("tanh", "sigmoid")),
+    "another overload": (lambda h: h**2, lambda h: h**h, ("pow",)),
     "one op more": (lambda h: h.cos(), lambda h: h.cos().exp(), ("exp",)),
     "one op more that saves its input": (lambda h: h.cos(), lambda h: h.cos().sin(), ("sin",)),
-    "one op more at first": (lambda h: h.cos(), lambda h: h.neg().cos(), ("neg", "cos")),
     "one op fewer": (lambda h: h.cos().exp(), lambda h: h.cos(), ("exp",)),
-    "swapped": (lambda h: h.cos().exp(), lambda h: h.exp().cos(), ("cos", "exp")),
     "none": (lambda h: h.cos(), lambda h: h, ("cos",)),
 }
 
 
 @pytest.mark.parametrize("early_stop", [True, False])
-@pytest.mark.parametrize("change", CHANGES)
-def test_changed_op_sequence_is_an_error_that_names_the_first_difference(change, early_stop):
-    forward, replay, named = CHANGES[change]
-    y = region(region_name="block", early_stop=early_stop)(differing(forward, replay))(leaf(3))
-    with pytest.raises(remat.MismatchError) as caught:
-        y.sum().backward()
-    text = str(caught.value)
-    assert caught.value.region == "block"
-    if change == "another shape":  # the op saves its input, which is the first difference
-        assert caught.value.tensor.startswith("saved tensor")
-    else:
-        assert caught.value.op == "scores"
-        assert "block::scores" in text
-    for name in named:
-        assert name in text
+def test_changed_op_sequence_is_an_error_that_names_the_first_difference(early_stop):
+    for change, (forward, replay, named) in CHANGES.items():
+        y = region(region_name="block", early_stop=early_stop)(differing(forward, replay))(leaf(3))
+        with pytest.raises(remat.MismatchError) as caught:
+            y.sum().backward()
+        assert (caught.value.region, caught.value.op) == ("block", "scores"), change
+        for name in ("block::scores", *named):
+            assert name in str(caught.value), change
+        assert_clean_state()
 
 
 @pytest.mark.parametrize("early_stop", [True, False])
@@ -77,19 +76,6 @@ def test_native_region_that_replay_leaves_out_is_an_error_that_names_it(policy, 
         y.sum().backward()
     assert (caught.value.region, caught.value.op) == ("block", "scores")
     assert_clean_state()
-
-
-@pytest.mark.parametrize("change", ["rows", "dtype"])
-def test_other_shapes_or_dtypes_in_replay_are_never_silent(change):
-    def function(x, w):
-        h = x * 2
-        if remat.is_recomputing():
-            h = h[1:] if change == "rows" else h.double()
-        return keep("a", lambda: h.sin() + 1).sum(0).exp() * w
-
-    y = region()(function)(leaf(3, 3), leaf(3))
-    with pytest.raises(remat.MismatchError):
-        y.sum().backward()
 
 
 def test_native_region_that_is_missing_new_or_renamed_in_replay_is_an_error():
@@ -115,16 +101,6 @@ def test_native_region_that_is_missing_new_or_renamed_in_replay_is_an_error():
         assert caught.value.region == "block"
 
 
-def test_other_policy_in_replay_is_an_error_with_the_name():
-    def function(x):
-        policy = RECOMPUTE if remat.is_recomputing() else SAVE
-        return remat.op(torch.sin, "scores", policy=policy)(x * 2).exp()
-
-    with pytest.raises(remat.MismatchError) as caught:
-        region()(function)(leaf(3)).sum().backward()
-    assert caught.value.op == "scores"
-
-
 # In-place changes of what is kept
 
 
@@ -148,29 +124,6 @@ def test_in_place_change_of_a_kept_tensor_is_an_error_with_its_name(how):
     assert caught.value.op == "scores"
     assert "block::scores" in str(caught.value)
     assert caught.value.tensor
-
-
-def test_in_place_change_inside_of_a_tensor_saved_before_is_refused_as_by_plain_autograd():
-    def body(x, w):
-        h = (x @ w).exp()
-        h.mul_(2)
-        return h
-
-    x, w = leaf(3, 3), leaf(3, 3)
-    with pytest.raises(RuntimeError, match="inplace"):
-        body(x, w).sum().backward()
-    with pytest.raises(remat.MutationError) as caught:
-        region()(lambda x: keep("scores", body, x, w))(x).sum().backward()
-    assert caught.value.op == "scores"
-
-
-def test_change_of_a_region_input_that_only_a_native_region_reads_is_an_error():
-    root, w = leaf(3, 3), leaf(3, 3)
-    x = root * 1
-    y = region()(lambda x: keep("a", torch.mm, x, w) * 2)(x)
-    x.add_(1)
-    with pytest.raises(remat.MutationError):
-        y.sum().backward()
 
 
 # Exceptions
@@ -201,11 +154,35 @@ def test_exception_leaves_no_state_behind_and_frees():
     assert_equal_gradients(function, region()(function), [x])
 
 
-class Leave(BaseException):
-    """The same for code that no ``except Exception`` is to stop."""
+@pytest.mark.parametrize("where", ["first op", "between", "after all", "nested"])
+def test_exception_that_the_region_catches_is_the_same_in_replay(where):
+    def body(h, w):
+        if where == "first op":
+            raise Stop
+        a = h @ w
+        if where == "between":
+            raise Stop
+        b = a.sin()
+        if where == "nested":
+            keep("inner", lambda: (_ for _ in ()).throw(Stop))
+        b.exp()
+        raise Stop
+
+    def function(x, w):
+        h = (x * 2).cos()
+        try:
+            h = keep("risky", body, h, w)
+        except Stop:
+            h = keep("fallback", lambda: (h @ w).tanh())
+        return h.exp()
+
+    inputs = leaf(3, 3), leaf(3, 3)
+    assert_equal_gradients(function, region()(function), inputs)
+    if where != "nested":
+        assert replayed_ops(function, region(), inputs) == {"mul": 1, "cos": 1, "exp": 1}
 
 
-@pytest.mark.parametrize("kind", [Stop, Leave])
+@pytest.mark.parametrize("kind", [Stop, KeyboardInterrupt])
 @pytest.mark.parametrize("way", ["on the exception", "in a list", "after a failing op"])
 def test_tensor_made_before_an_early_exit_is_right_afterwards(kind, way):
     def function(x, w):
@@ -308,11 +285,10 @@ def test_duplicate_name_is_an_error_with_the_name():
         assert caught.value.region == "block"
 
 
-@pytest.mark.parametrize("name", ["", None, 3, b"a"], ids=str)
-def test_name_that_is_empty_or_no_string_is_an_error(name):
-    for call_it in (lambda x: keep(name, torch.sin, x), lambda x: remat.native_save_region(name, torch.sin, x)):
+def test_name_that_is_empty_or_no_string_is_an_error():
+    for name in ("", None, 3, b"a"):
         with pytest.raises(remat.UsageError):
-            region()(call_it)(leaf(3))
+            region()(lambda x, name=name: keep(name, torch.sin, x))(leaf(3))
 
 
 def test_function_that_cannot_be_called_is_a_type_error():
@@ -323,26 +299,145 @@ def test_function_that_cannot_be_called_is_a_type_error():
 # Handles inside and around
 
 
-def test_native_region_is_the_remedy_for_a_native_reader_of_a_saved_handle():
-    def function(x, remedy):
-        h = call("handle", Inner, Trace(), "h", SAVE, x)
-        return (keep("reader", torch.sin, h) if remedy else h.sin()).exp()
-
-    x = leaf(3)
-    with pytest.raises(remat.PlaceholderError):
-        region()(lambda x: function(x, False))(x).sum().backward()
-    y = region()(lambda x: function(x, True))(x)
-    y.sum().backward()
-    h = call("plain", Inner, Trace(), "h", SAVE, x)
-    assert_same(torch.autograd.grad(h.sin().exp().sum(), x)[0], x.grad)
+# --- Under a policy
 
 
-@pytest.mark.filterwarnings("ignore::torch_remat.RematWarning")
-def test_gradient_taken_inside_through_a_handle_in_a_native_region_is_refused():
-    def function(x):
-        y = keep("scores", lambda: call("auto", Result, Trace(), "h", RECOMPUTE, x.sin()).cos())
+MM = [aten.mm.default]
+
+
+def matmuls(ctx, op, *args, **kwargs):
+    return op is aten.mm.default
+
+
+# Other ops in replay
+
+
+@pytest.mark.parametrize("policy", [matmuls, lambda ctx, op, *args, **kwargs: False], ids=["matmuls", "nothing"])
+@pytest.mark.parametrize("kind", ["record_function", "DataParallel", "finally"])
+def test_ops_that_the_end_of_replay_leaves_through_are_no_mismatch(kind, policy):
+    counts = []
+
+    def program(wrap):
+        counter, log, linear, x = torch.zeros(()), torch.zeros(2, 3), nn.Linear(3, 3), leaf(2, 3)
+        names = []
+
+        def function(x):
+            h = x.sin()
+            try:
+                if kind == "record_function":
+                    with record_function("a"):
+                        return linear(h)
+                return linear(h) if kind == "finally" else parallel(h)
+            finally:
+                if kind == "finally":
+                    counter.add_(1)
+                    counter.add_(counter)
+                    torch.add(log, 1, out=log)
+                    names.append(h.view(-1).shape)
+
+        parallel = nn.DataParallel(linear)
+        y = wrap(function)(x)
+        y.sum().backward()
+        counts.append(len(names))
+        return y, x.grad, parameter_gradients(linear)  # what `finally` modified, it modifies once more
+
+    assert_same_program(program, policy=policy)
+    assert counts == ([1, 2] if kind == "finally" else [0, 0])
+
+
+POLICY_CHANGES = {
+    "another op": (lambda h: h.sin(), lambda h: h.cos(), ("sin", "cos")),
+    "one op more": (lambda h: h.sin(), lambda h: h.neg().sin(), ("neg",)),
+    "one op fewer": (lambda h: h.neg().sin(), lambda h: h.sin(), ("neg",)),
+    "swapped": (lambda h: h.exp().sin(), lambda h: h.sin().exp(), ("exp", "sin")),
+}
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("change", POLICY_CHANGES)
+def test_other_ops_in_replay_are_an_error_that_names_the_first_difference(change, early_stop):
+    forward, replay, named = POLICY_CHANGES[change]
+
+    def function(x, w):
+        h = (x @ w) * 2
+        return (replay if remat.is_recomputing() else forward)(h).exp() @ w
+
+    y = region(MM, region_name="block", early_stop=early_stop)(function)(leaf(3, 3), leaf(3, 3))
+    with pytest.raises(remat.MismatchError) as caught:
+        y.sum().backward()
+    assert caught.value.region == "block"
+    assert any(name in str(caught.value).lower() for name in named)
+    assert_clean_state()
+
+
+def test_policy_that_answers_otherwise_in_replay_changes_nothing():
+    """What forward decided holds."""
+
+    def policy(ctx, op, *args, **kwargs):
+        return (op is aten.mm.default) != ctx.is_recompute
+
+    x, w = leaf(3, 3), leaf(3, 3)
+    function = lambda x: ((x @ w).sin() @ w).exp()  # noqa: E731
+    actual = torch.autograd.grad(region(policy)(function)(x).sum(), x)
+    assert_same(torch.autograd.grad(function(x).sum(), x), actual)
+
+
+# Changes in place that no version counter of the kept tensor shows
+
+
+HIDDEN_CHANGES = {
+    "product of three dimensions": lambda x, w: (x.sin() @ w).add_(1).sigmoid(),
+    "a slice of it": lambda x, w: (x.sin() @ w)[..., :2].mul_(3).sigmoid(),
+    "unsafe_chunk": lambda x, w: (x[0].sin() @ w).unsafe_chunk(2, 1)[0].add_(1).sigmoid(),
+    "data": lambda x, w: (lambda h: (h.data.mul_(2), h.exp())[1])(x.sin() @ w),
+}
+
+
+@pytest.mark.parametrize("policy", [MM, matmuls, remat.save_names("mm_*")])
+@pytest.mark.parametrize("change", HIDDEN_CHANGES)
+def test_result_that_the_region_itself_changes_unseen_by_autograd_is_right_kept_or_not(change, policy):
+    function = HIDDEN_CHANGES[change]
+    inputs = leaf(2, 3, 4), leaf(4, 4)
+    expected = torch.autograd.grad(function(*inputs).sum(), inputs)
+    for chosen in (policy, [aten.sigmoid.default]) if change != "data" else (policy,):
+        y = region(chosen, region_name="block")(function)(*inputs)
+        assert_same(expected, torch.autograd.grad(y.sum(), inputs))
+
+
+def test_hidden_change_after_the_region_is_an_error():
+    h, y = region(MM)(lambda x, w: (h := x.sin() @ w, h.exp().tanh()))(leaf(2, 3, 4), leaf(4, 4))
+    with torch.no_grad():
+        h.add_(1)
+    with pytest.raises(remat.MutationError, match="mm_0_0"):
+        y.sum().backward()
+
+
+# Surroundings
+
+
+@pytest.mark.parametrize("policy", [MM, matmuls, remat.save_names("*")], ids=["list", "function", "names"])
+def test_backward_inside_a_region_through_ops_that_are_not_kept_is_refused(policy):
+    def function(x, w):
+        y = (F.dropout(x.sin(), 0.2) @ w).exp()
         (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-        return y + gradient
+        return (gradient * y).tanh() * torch.rand(3)
 
-    with pytest.raises(remat.UsageError, match="a gradient is taken through this call"):
-        region()(function)(leaf(3)).sum().backward()
+    with pytest.raises(remat.UsageError, match="a gradient is taken before the region's forward ends"):
+        region(policy)(function)(leaf(3, 3), leaf(3, 3))
+    assert_clean_state()
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("policy", [lambda *_, **__: False, lambda _, op, *__, **___: op is aten.add.Tensor])
+def test_read_that_would_need_random_numbers_whose_state_was_not_kept_is_refused(policy, early_stop):
+    """What is made again may itself read what was drawn, and nothing else of the region drew in replay."""
+
+    def function(x):
+        noisy = x.detach() + torch.rand(3)
+        return (x.exp() * float(noisy.numpy().sum())).sin()
+
+    y = remat.checkpoint(policy=policy, early_stop=early_stop)(function)(leaf(3))
+    state = torch.get_rng_state()
+    with pytest.raises(remat.PlaceholderError):
+        y.sum().backward()
+    assert torch.equal(torch.get_rng_state(), state)
