@@ -9,6 +9,7 @@ import torch
 
 import torch_remat as remat
 from torch_remat._compat import accelerator_type
+from torch_remat.dispatch.ambient import seeds_of_regions
 from torch_remat.dispatch.call.ending import forget_what_was_read
 
 MARKERS = {"gpu": "needs a CUDA device", "slow": "takes more than five seconds"}
@@ -61,6 +62,7 @@ def _clean_state():
 
     torch.manual_seed(0)
     forget_what_was_read()
+    seeds_of_regions.clear()
     yield
     assert_clean_state()
     assert not remat.is_recomputing()

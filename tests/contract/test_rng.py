@@ -79,7 +79,6 @@ def test_draws_before_inside_and_after_what_is_kept_are_those_of_plain_autograd(
     assert_same_in(way, program, early_stop=early_stop)
 
 
-@pytest.mark.xfail(strict=True, reason="a region that seeds counts as one that drew nothing where it ends as it began")
 def test_layers_that_seed_alike_are_equal():
     """The second one begins and ends with the same state of the generator, and draws in between."""
 
