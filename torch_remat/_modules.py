@@ -80,7 +80,7 @@ def checkpoint_modules(
             0
             1
             2
-            left as it is: 3
+            unchanged: 3
         >>> model(torch.randn(2, 8)).sum().backward()
         >>> handle.remove()
     """
@@ -184,7 +184,7 @@ class CheckpointedModules:
             told = ", ".join(f"{name}={shown(value)}" for name, value in match.options.items())
             lines.append(f"{match.pattern!r}: {told or 'no options'}")
             lines += [f"    {name}" for name, _ in match.regions]
-            lines += [f"    left as it is: {name}" for name in match.left]
+            lines += [f"    unchanged: {name}" for name in match.left]
         self._text = "\n".join(lines)
         self._regions = regions
 
@@ -208,7 +208,7 @@ class CheckpointedModules:
 
 
 class _Match(NamedTuple):
-    """What one pattern has found."""
+    """What one pattern matches."""
 
     pattern: str
     options: Mapping[str, Any]
@@ -221,14 +221,14 @@ def _checked(patterns: Any) -> list[tuple[str, Mapping[str, Any]]]:
     if isinstance(patterns, str):
         patterns = [patterns]
     if not isinstance(patterns, Iterable):
-        raise UsageError(f"checkpoint_modules() has no use for {shown(patterns)} as patterns", remedy=_FORM)
+        raise UsageError(f"checkpoint_modules() cannot use {shown(patterns)} as patterns", remedy=_FORM)
     found = list(patterns.items() if isinstance(patterns, Mapping) else ((pattern, {}) for pattern in patterns))
     for pattern, own in found:
         if not isinstance(pattern, str) or not pattern:
-            raise UsageError(f"checkpoint_modules() has no use for the pattern {shown(pattern)}", remedy=_FORM)
+            raise UsageError(f"checkpoint_modules() cannot use the pattern {shown(pattern)}", remedy=_FORM)
         if not isinstance(own, Mapping):
             raise UsageError(
-                f"checkpoint_modules() has no use for {shown(own)} as the options of {pattern!r}", remedy=_FORM
+                f"checkpoint_modules() cannot use {shown(own)} as the options of {pattern!r}", remedy=_FORM
             )
     if not found:
         raise UsageError("checkpoint_modules() got no pattern", remedy=_FORM)
@@ -309,7 +309,7 @@ def _region_of(module: Module) -> RegionForward | None:
 def _raise_unless_it_fits(plan: Plan, names: Sequence[str]) -> None:
     if not (isinstance(plan, Mapping) and hasattr(plan, "bind")):
         raise UsageError(
-            f"checkpoint_modules() has no use for {shown(plan)} as a plan",
+            f"checkpoint_modules() cannot use {shown(plan)} as a plan",
             remedy="It is a plan of budget.plan(), or Plan.from_json(text). A policy for ops is the option policy.",
         )
     if not any(name in plan for name in names):

@@ -113,7 +113,7 @@ def test_keep_last_may_leave_all_alone(model):
 def test_keep_last_counts_in_the_order_of_the_model():
     chain = nn.Sequential(*(nn.Linear(8, 8) for _ in range(12)))
     handle = remat.checkpoint_modules(chain, "*", keep_last=2)
-    assert "left as it is: 10\n    left as it is: 11" in str(handle)
+    assert "unchanged: 10\n    unchanged: 11" in str(handle)
 
 
 def test_options_of_a_pattern_come_before_those_of_the_call(model):
@@ -298,15 +298,15 @@ def test_a_module_under_two_names_is_one_region():
 ERRORS = {
     "no such name": ("layer.*", "matches no module with a forward in this Model.\nNear names: layers.2"),
     "a container": ("layers", "'layers' matches no module with a forward"),
-    "the root": ("", "no use for the pattern ''"),
+    "the root": ("", "cannot use the pattern ''"),
     "inside one another": (["layers.*", "layers.0.1"], "'layers.0.1' meet: layers.0.1 is inside layers.0"),
     "inside, the other way round": (["layers.0.1", "layers.*"], "'layers.0.1' meet: layers.0.1 is inside layers.0"),
     "the same": (["layers.?", "layers.*"], "meet: layers.0 is matched by both"),
     "the second is wrong": (["layers.*", "hat"], "'hat' matches no module"),
     "no pattern": ([], "got no pattern"),
-    "no string": ([3], "no use for the pattern 3"),
-    "nothing": (None, "no use for None as patterns"),
-    "options that are none": ({"layers.*": 1}, "no use for 1 as the options of 'layers.*'"),
+    "no string": ([3], "cannot use the pattern 3"),
+    "nothing": (None, "cannot use None as patterns"),
+    "options that are none": ({"layers.*": 1}, "cannot use 1 as the options of 'layers.*'"),
     "unknown option": ({"layers.*": {"polcy": 1}}, "no option 'polcy'"),
     "unknown option of the second": ({"layers.*": {}, "head": {"debug": 1}}, "debug=1"),
     "a name": ({"layers.*": {"region_name": "x"}}, "no option 'region_name'"),

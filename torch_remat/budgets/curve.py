@@ -109,7 +109,7 @@ def frontier(function: Callable[..., Any], *args: Any, budgets: int = 6, steps: 
         function(*args, **kwargs)
         if not any(step.has_backward for step in budget.steps):
             raise UsageError(
-                "frontier() has found no region whose backward ran",
+                "frontier() found no region whose backward ran",
                 remedy="The function runs a whole step, with regions in it: remat.checkpoint or checkpoint_modules.",
             )
     most = max(step.most_bytes for step in budget.steps)

@@ -28,7 +28,7 @@ from torch_remat.errors import RematError, RematWarning, UsageError, user_line
 _SPIN_SECONDS = 0.002
 """For so long it is looked again and again whether all ranks have come."""
 _LOOK_SECONDS = 0.2
-"""How often it is looked whether a rank has left word."""
+"""How often a rank looks whether another one has reported an error."""
 PATIENCE_SECONDS = 30.0
 """After so long a warning says what is waited for."""
 _budgets: Counter[str] = Counter()  # by ranks: how many budgets there were, in the same order on each of them
@@ -123,6 +123,6 @@ class Ranks:
         for key in [f"{self._prefix}/{block}" for block in blocks]:
             if store.check([key]):
                 raise RematError(
-                    f"{store.get(key).decode()} in a block of this budget, so that the ranks agree no more",
+                    f"{store.get(key).decode()} in a block of this budget, so the ranks no longer agree",
                     remedy="That rank's traceback shows why. Collectives may be under way: end all processes.",
                 )

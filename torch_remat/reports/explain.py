@@ -351,7 +351,7 @@ def _backward(output: Any) -> str | None:
         torch.autograd.grad(roots, variables, [torch.ones_like(root) for root in roots], allow_unused=True)
         return None
     if found:
-        return "the function has run that of what it returned itself"
+        return "the function itself ran the backward of what it returned"
     return (
         f"it found no tensor that needs a gradient in what the function returned ({type(output).__name__}). "
         "Return the loss, in a container or dataclass if need be, or run backward in the function."
