@@ -301,8 +301,8 @@ class Budget(Data, Pictured):
         report = "\n".join(str(memory_report()).splitlines()[:12])
         _warn(
             f"the budget of {self.budget_bytes:,} B is exceeded by {too_much:,} B, although regions recompute "
-            "everything: they need their inputs, what is saved by name, and in backward the tensors of one region in any "
-            f"case. Gradients are right.\n{report}"
+            "everything: they need their inputs, what is saved by name, and in backward the tensors of one region. "
+            f"Gradients are right.\n{report}"
         )
 
     def alive(self) -> Iterator[KeptRegion]:

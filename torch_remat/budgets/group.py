@@ -28,7 +28,7 @@ from torch_remat.errors import RematError, RematWarning, UsageError, user_line
 _SPIN_SECONDS = 0.002
 """For so long it is looked again and again whether all ranks have come."""
 _LOOK_SECONDS = 0.2
-"""How often a rank looks whether another one has reported an error."""
+"""How often a rank checks whether another one has reported an error."""
 PATIENCE_SECONDS = 30.0
 """After so long a warning says what is waited for."""
 _budgets: Counter[str] = Counter()  # by ranks: how many budgets there were, in the same order on each of them
