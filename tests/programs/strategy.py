@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from tests.programs.program import OFFLOAD, RECOMPUTE, SAVE, Body, Fault, Program, Step, steps_of
-from tests.programs.running import BINARY, FUNCTIONS, IN_PLACE, POLICIES, READ, STATE, UNARY, VIEW
+from tests.programs.running import BINARY, FUNCTIONS, IN_PLACE, LATER, POLICIES, READ, STATE, TREES, UNARY, VIEW
 
 TABLES = {"unary": UNARY, "binary": BINARY, "view": VIEW, "read": READ, "in_place": IN_PLACE, "state": STATE}
 NAMES = {kind: st.sampled_from(list(table)) for kind, table in TABLES.items()}
@@ -18,6 +18,7 @@ PICK = st.sampled_from((0, 0, 1, 2, 3, 4, 5, 6))
 MAYBE_POLICY = st.sampled_from((None, None, *POLICIES))
 DECISIONS = st.sampled_from((SAVE, SAVE, RECOMPUTE, OFFLOAD))
 BACKWARDS = st.sampled_from(("once", "once", "kept", "two orders", "one by one", "subset", "thread", "dropped"))
+RESULTS = st.sampled_from((*("tuple",) * 3, *TREES))
 PHASES = st.sampled_from(("forward", "replay", "backward"))
 FAULTS = st.tuples(PHASES, st.integers(0, 20)).map(lambda drawn: Fault(*drawn))
 
@@ -60,7 +61,8 @@ def bodies(allowed: Kinds, depth: int = 2) -> st.SearchStrategy[Body]:
         inner = st.sampled_from(allowed.nested).flatmap(lambda kind: nested(allowed, kind, depth))
         step = st.one_of(step, step, inner)
     steps = st.lists(step, min_size=1, max_size=9 if depth == 2 else 4).map(tuple)
-    return st.tuples(steps, st.lists(PICK, min_size=1, max_size=2).map(tuple)).map(lambda drawn: Body(*drawn))
+    returns = st.lists(PICK, min_size=1, max_size=2).map(tuple)
+    return st.tuples(steps, returns, RESULTS).map(lambda drawn: Body(*drawn))
 
 
 def nested(allowed: Kinds, kind: str, depth: int) -> st.SearchStrategy[Step]:
@@ -86,13 +88,15 @@ def programs(draw: st.DrawFn) -> Program:
     allowed = draw(kinds())
     around = ("nothing",) * 3 + ("region", "region with policy", "twice") + ("torch",) * ("torch" in allowed.nested)
     body, policy, options = draw(bodies(allowed)), draw(MAYBE_POLICY), {}
-    odd = draw(st.sampled_from(("", "", "", "hooks", "autocast", "inputs", "offload", "budget", "fault", "fault")))
+    odd = draw(st.sampled_from(("", "", "", "hooks", "autocast", "inputs", "offload", "budget", "fault", "fault", *("later",) * 4)))
     if odd == "hooks":
         options["hooks"] = draw(st.sampled_from(("around", "inside")))
     elif odd == "inputs":
         options["inputs"] = "wrapper"  # `subclass` is known to leave regions behind, and to be refused after calls
     elif odd == "budget":
         options["budget"] = draw(st.sampled_from((1, 300, 1000, 10**6)))
+    elif odd == "later":
+        options["later"] = draw(st.sampled_from(list(LATER)))
     elif odd == "fault":
         options["fault"] = draw(FAULTS)
     elif odd:
