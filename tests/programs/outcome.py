@@ -12,7 +12,7 @@ from torch import Tensor
 
 import torch_remat as remat
 from tests.helpers import assert_clean_state
-from tests.programs.kept import check_kept, is_modelled
+from tests.programs.kept import check_kept, check_recomputed, is_modelled
 from tests.programs.program import RECOMPUTE, Program, calls_of, draws, policies_of, writes
 from tests.programs.running import Injected, State, run
 from torch_remat.dispatch.region.region import live_regions
@@ -46,7 +46,8 @@ def outcome(program: Program) -> str:
         AssertionError: A result is wrong, an error is none of the contract, or something is left behind.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+        warnings.simplefilter("always")
+        warnings.showwarning = lambda *given, **named: None
         threads, regions = threading.active_count(), len(live_regions())
         found = _judge(program)
         _check_nothing_left(threads)
@@ -71,6 +72,7 @@ def _judge(program: Program) -> str:
     _assert_same(expected, found)
     if is_modelled(program):
         check_kept(program)
+        check_recomputed(program)
     if program.fault is not None and _run(program, True, faulty=True) == "injected":
         _assert_same(expected, _run(program, True))
         return f"injected in {program.fault.phase}"
