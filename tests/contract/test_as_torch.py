@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import threading
 from collections import Counter
 
 import pytest
@@ -19,15 +18,12 @@ import torch.utils.checkpoint as of_torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import allow_mutation_on_saved_tensors, disable_saved_tensors_hooks, saved_tensors_hooks
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.testing._internal.two_tensor import TwoTensor
-from torch.utils.checkpoint import create_selective_checkpoint_contexts, set_checkpoint_early_stop
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 import torch_remat as remat
-from tests.helpers import CountOps, Mlp, assert_clean_state, assert_same, chain, leaf, parameter_gradients
+from tests.helpers import assert_clean_state, assert_same, chain, leaf
 from torch_remat import _compat
 
-aten = torch.ops.aten
 TORCH = functools.partial(of_torch.checkpoint, use_reentrant=False)
 OURS = remat.drop_in()
 SAVING = remat.drop_in(policy=lambda ctx, op, *args, **kwargs: True)
@@ -103,41 +99,6 @@ def test_a_function_may_bind_its_arguments_anew(run):
     assert_same(expected, torch.autograd.grad(run(function, x, [y, z]).sum(), [x, y, z]))
 
 
-@EVERY
-def test_nested_regions_take_and_return_what_is_no_tensor(run):
-    def inner(x, scale, *, names):
-        return {"y": (x * scale).sin(), "names": [*names, "inner"], "none": None}, scale + 1
-
-    def outer(x, scale=2.0):
-        found, scale = run(inner, x.exp(), scale, names=("outer",))
-        return found["y"].cos() * scale, found["names"], found["none"]
-
-    x = leaf(3)
-    expected = outer(x)
-    actual = run(outer, x, scale=2.0)
-    assert actual[1:] == expected[1:] == (["outer", "inner"], None)
-    assert_same([expected[0]], [actual[0]])
-    assert_same(torch.autograd.grad(expected[0].sum(), x), torch.autograd.grad(actual[0].sum(), x))
-
-
-@EVERY
-def test_results_without_gradient_stay_without(run):
-    linear = nn.Linear(3, 3)
-
-    def function(x):
-        h = linear(x)
-        with torch.no_grad():
-            count = h.exp().sum(0)
-        return h.sin(), h.detach(), count, (h > 0).nonzero()
-
-    x = leaf(2, 3)
-    plain, found = function(x), run(function, x)
-    assert [y.requires_grad for y in found] == [y.requires_grad for y in plain] == [True, False, False, False]
-    assert_same(plain, found)
-    (found[0] * found[2]).sum().backward()
-    assert_same(torch.autograd.grad((plain[0] * plain[2]).sum(), x), [x.grad])
-
-
 @BOTH
 @pytest.mark.parametrize("how", ["detach", "no_grad"])
 def test_backward_from_a_region_that_is_all_detached_is_the_error_of_plain_autograd(run, how):
@@ -151,49 +112,6 @@ def test_backward_from_a_region_that_is_all_detached_is_the_error_of_plain_autog
     assert not y.requires_grad
     with pytest.raises(RuntimeError, match="does not require grad"):
         y.sum().backward()
-
-
-@EVERY
-def test_detached_input_gets_no_gradient_and_parameters_do(run):
-    mlp = Mlp(4)
-    x = leaf(2, 4)
-    expected = torch.autograd.grad(mlp(x.detach()).square().sum(), list(mlp.parameters()))
-    run(mlp, x.detach()).square().sum().backward()
-    assert x.grad is None
-    assert_same(expected, parameter_gradients(mlp))
-
-
-@EVERY
-def test_complex_named_and_packed_inputs_are_equal(run):
-    lstm = nn.LSTM(3, 4, batch_first=True)
-
-    def recurrent(sequence):
-        out, (h, c) = lstm(sequence)
-        return out.data.sin(), h * c
-
-    def spectrum(x):
-        return torch.view_as_real(x * x.conj().exp()).sin()
-
-    def order(pair):
-        return pair.values.sin() * pair.indices
-
-    cases = [
-        (recurrent, lambda x: nn.utils.rnn.pack_padded_sequence(x, torch.tensor([3, 2]), batch_first=True)),
-        (spectrum, lambda x: torch.complex(x, x.cos())),
-        (order, lambda x: x.sort(dim=1)),
-    ]
-    for function, made in cases:
-        x = leaf(2, 3, 3)
-
-        def gradients(call, function=function, made=made, x=x):
-            out = call(function, made(x))
-            out = out if isinstance(out, tuple) else (out,)
-            lstm.zero_grad()
-            return torch.autograd.grad(sum(y.sum() for y in out), [x, *lstm.parameters()], allow_unused=True)
-
-        expected = gradients(lambda function, *args: function(*args))
-        actual = gradients(run)
-        assert_same([g for g in expected if g is not None], [g for g in actual if g is not None])
 
 
 @EVERY
@@ -271,56 +189,6 @@ def test_what_a_subclass_makes_of_functions_it_makes_in_replay_too(run, backward
 # ---- hooks on tensors
 
 
-@EVERY
-def test_hook_of_a_weight_that_is_used_inside_and_outside_runs_once_with_the_whole_gradient(run):
-    w, x = nn.Parameter(torch.randn(3, 3)), leaf(2, 3)
-
-    def function(x):
-        return (x @ w).sin().exp()
-
-    expected = torch.autograd.grad((function(x) @ w).cos().sum(), w)
-    hooked, accumulated = [], []
-    w.register_hook(lambda grad: hooked.append(grad.clone()))
-    w.register_post_accumulate_grad_hook(lambda tensor: accumulated.append(tensor.grad.clone()))
-    (run(function, x) @ w).cos().sum().backward()
-    assert_same([expected, expected], [hooked, accumulated])
-
-
-@EVERY
-@pytest.mark.parametrize("mode", ["all", "any"])
-def test_hook_of_several_tensors_runs_once(run, mode):
-    x, w = leaf(3), nn.Parameter(torch.randn(3))
-    calls = []
-
-    def once(gradients):
-        gradients = gradients if mode == "all" else [gradients]
-        calls.append(sum(gradient is not None for gradient in gradients))
-
-    h = x * 1
-    torch.autograd.graph.register_multi_grad_hook([h, w], once, mode=mode)
-    y = run(lambda x: (x.sin() * w).exp(), h)
-    y.sum().backward()
-    assert calls == [2 if mode == "all" else 1]
-
-
-@EVERY
-def test_hooks_of_modules_see_the_gradients_of_one_backward(run):
-    def gradients(call):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-        seen = []
-        for name, module in (("first", model[0]), ("all", model)):
-            module.register_full_backward_hook(lambda _, given, out, name=name: seen.append((name, *given, *out)))
-            module.register_full_backward_pre_hook(lambda _, out, name=name: seen.append((name, *out)))
-        x = torch.linspace(-1, 1, 6).view(2, 3).requires_grad_()
-        call(model, x).square().sum().backward()
-        return [name for name, *_ in seen], [tensor for _, *tensors in seen for tensor in tensors], x.grad
-
-    expected, actual = gradients(lambda model, x: model(x)), gradients(run)
-    assert actual[0] == expected[0]
-    assert_same(expected[1:], actual[1:])
-
-
 # ---- hooks on saved tensors
 
 
@@ -351,26 +219,6 @@ def test_an_exception_of_hooks_outside_reaches_the_caller(run):
         y.sum().backward()
     assert_clean_state()
     run(chain, x).sum().backward()
-
-
-@EVERY
-def test_hooks_inside_and_outside_together_are_equal(run):
-    def hooks(factor):  # which change the values, in a way that is undone
-        return saved_tensors_hooks(lambda tensor: (tensor * factor, factor), lambda pair: pair[0] / pair[1])
-
-    def function(x):
-        with hooks(4.0):
-            h = x.sin().exp()
-        with hooks(0.5), hooks(2.0):
-            return h.cos() * x
-
-    x = leaf(3)
-    gradients = []
-    for call in (lambda function, x: function(x), run):
-        with hooks(8.0):
-            y = call(function, x * 1).tanh()
-        gradients.append(torch.autograd.grad(y.sum(), x))
-    assert_same(*gradients)
 
 
 @pytest.mark.parametrize("run", [OURS, MATMULS, SAVING], ids=["plain", "save_matmuls", "save_everything"])
@@ -500,94 +348,6 @@ def test_replay_stops_also_through_code_that_catches_exceptions():
 
 
 @EVERY
-def test_gradients_are_taken_several_times_in_any_order_and_for_any_inputs(run):
-    w = nn.Parameter(torch.randn(3, 3))
-
-    def function(x, y):
-        h = (x @ w).sin()
-        return h.exp() * y, (y @ w).cos()
-
-    def gradients(call):
-        x, y = (torch.linspace(low, 1, 9).view(3, 3).requires_grad_() for low in (-1, 0))
-        one, two = call(function, x, y)
-        found = [
-            torch.autograd.grad(one.sum(), y, retain_graph=True),
-            torch.autograd.grad(two.sum(), [y, w], retain_graph=True),
-            torch.autograd.grad(two.sum(), x, retain_graph=True, allow_unused=True, materialize_grads=True),
-            torch.autograd.grad([one, two], [w, x], [one.detach(), two.detach()], retain_graph=True),
-        ]
-        rows = torch.eye(9).view(9, 3, 3)
-        found.append(torch.autograd.grad(one, [x, w], rows, retain_graph=True, is_grads_batched=True))
-        torch.autograd.backward([one.sum(), two.sum()], inputs=[x])
-        assert w.grad is None
-        return [*found, x.grad]
-
-    assert_same(gradients(lambda function, *args: function(*args)), gradients(run))
-
-
-@EVERY
-def test_second_derivatives_through_a_custom_function_are_equal(run):
-    class Cube(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x**3
-
-        @staticmethod
-        def backward(ctx, grad):
-            (x,) = ctx.saved_tensors
-            return Square.apply(x) * 3 * grad
-
-    class Square(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x**2
-
-        @staticmethod
-        def backward(ctx, grad):
-            (x,) = ctx.saved_tensors
-            return 2 * x * grad
-
-    def function(x):
-        return Cube.apply(x.sin()).exp() * Square.apply(x)
-
-    def gradients(call):
-        x = torch.linspace(-1, 1, 5).requires_grad_()
-        (first,) = torch.autograd.grad(call(function, x).sum(), x, create_graph=True)
-        (second,) = torch.autograd.grad(call(torch.mul, first, first).sum(), x, create_graph=True)
-        return first, second, *torch.autograd.grad(second.sum(), x)
-
-    assert_same(gradients(lambda function, *args: function(*args)), gradients(run))
-
-
-@EVERY
-def test_without_multithreading_backward_is_equal(run):
-    x, mlp = leaf(2, 4), Mlp(4)
-    expected = torch.autograd.grad(mlp(mlp(x)).sum(), [x, *mlp.parameters()])
-    with torch.autograd.set_multithreading_enabled(False):
-        y = run(lambda x: run(mlp, run(mlp, x)), x)
-        assert_same(expected, torch.autograd.grad(y.sum(), [x, *mlp.parameters()]))
-
-
-@EVERY
-def test_backwards_in_many_threads_over_one_weight_add_up(run):
-    w = nn.Parameter(torch.ones(4, 4, dtype=torch.float64))
-
-    def function(x):
-        return (x @ w).sin() @ w
-
-    inputs = [torch.full((2, 4), float(number), dtype=torch.float64) for number in range(6)]
-    expected = sum(torch.autograd.grad(function(x).sum(), w)[0] for x in inputs)
-    threads = [threading.Thread(target=lambda x=x: run(function, x).sum().backward()) for x in inputs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    torch.testing.assert_close(w.grad, expected)  # the order in which they are added differs
-
-
-@EVERY
 @pytest.mark.parametrize("shape", ["one region", "regions in a row", "nested"])
 def test_weights_that_are_updated_as_soon_as_their_gradient_is_there_are_equal(run, shape):
     def update(weight):
@@ -612,26 +372,6 @@ def test_weights_that_are_updated_as_soon_as_their_gradient_is_there_are_equal(r
         return [weight.detach() for weight in model.parameters()]
 
     assert_same(trained(lambda function, x: function(x)), trained(run))
-
-
-@EVERY
-def test_gradients_of_inputs_first_and_of_weights_later_are_equal_with_several_batches_under_way(run):
-    """As schedules of pipelines do that take the two apart."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    inputs = [torch.full((2, 4), float(number)).requires_grad_() for number in range(3)]
-
-    def gradients(call):
-        under_way, found = [], []
-        for x in inputs:
-            under_way.append((x, call(model, x).sin().sum()))
-            if len(under_way) > 1:
-                found += torch.autograd.grad(under_way[-2][1], under_way[-2][0], retain_graph=True)
-        for _, loss in under_way:
-            found += torch.autograd.grad(loss, list(model.parameters()))
-        return found
-
-    assert_same(gradients(lambda function, x: function(x)), gradients(run))
 
 
 @EVERY
@@ -666,35 +406,7 @@ def test_errors_of_the_reentrant_kind_leave_the_other_kind_alone():
     assert_same(torch.autograd.grad(chain(x).sum(), x), torch.autograd.grad(OURS(chain, x).sum(), x))
 
 
-@EVERY
-def test_backward_of_the_reentrant_kind_inside_regions_is_equal(run):
-    mlp = Mlp(4)
-
-    def function(x):
-        return of_torch.checkpoint(mlp, run(mlp, x).sin(), use_reentrant=True).exp()
-
-    def gradients(call):
-        mlp.zero_grad()
-        x = torch.linspace(-1, 1, 8).view(2, 4).requires_grad_()
-        call(function, x * 1).sum().backward()
-        return x.grad, *parameter_gradients(mlp)
-
-    assert_same(gradients(lambda function, x: mlp(mlp(x).sin()).exp()), gradients(lambda _, x: run(function, x)))
-
-
 # ---- where regions meet other parts of torch
-
-
-@EVERY
-def test_parametrized_weights_are_equal(run):
-    def gradients(call):
-        torch.manual_seed(0)
-        linear = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
-        x = torch.linspace(-1, 1, 8).view(2, 4).requires_grad_()
-        call(linear, call(linear, x).sin()).sum().backward()
-        return x.grad, *parameter_gradients(linear)
-
-    assert_same(gradients(lambda function, x: function(x)), gradients(run))
 
 
 @BOTH
@@ -702,72 +414,13 @@ def test_parametrized_weight_that_a_cache_has_in_one_phase_only_is_an_error(run)
     linear = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
     with nn.utils.parametrize.cached():
         y = run(linear, run(linear, leaf(2, 4)))
-    with pytest.raises(RuntimeError, match=r"metadata|another tensor"):
+    with pytest.raises(RuntimeError, match=r"metadata|used another"):
         y.sum().backward()
 
 
 LIBRARY = torch.library.Library("remat_tests_more", "DEF")
 LIBRARY.define("product_and_length(Tensor x, Tensor y) -> (Tensor, int)")
 LIBRARY.impl("product_and_length", lambda x, y: (x * y, x.shape[0]), "CompositeExplicitAutograd")
-
-
-class Product(torch.autograd.Function):
-    """Calls an op whose results are a tensor and a number."""
-
-    @staticmethod
-    def forward(ctx, x, y):
-        ctx.save_for_backward(x, y)
-        out, ctx.length = torch.ops.remat_tests_more.product_and_length(x, y)
-        return out * ctx.length
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, y = ctx.saved_tensors
-        return grad * y * ctx.length, grad * x * ctx.length
-
-
-@pytest.mark.parametrize("checkpoint", [TORCH, OURS], ids=["torch", "ours"])
-@pytest.mark.parametrize("saved", [True, False])
-def test_op_that_returns_a_number_beside_its_tensor_is_saved_or_run_again(checkpoint, saved):
-    op = torch.ops.remat_tests_more.product_and_length.default
-    context_fn = functools.partial(create_selective_checkpoint_contexts, [op] if saved else [aten.exp.default])
-
-    def function(x, y):
-        return Product.apply(x.sin(), y).exp()
-
-    x, y = leaf(3), leaf(3)
-    expected = torch.autograd.grad(function(x, y).sum(), [x, y])
-    out = checkpoint(function, x, y, context_fn=context_fn)
-    with CountOps() as ops:
-        actual = torch.autograd.grad(out.sum(), [x, y])
-    assert_same(expected, actual)
-    if checkpoint is OURS:
-        assert ops.counts["product_and_length"] == 0 or not saved
-
-
-@pytest.mark.parametrize("checkpoint", [TORCH, OURS], ids=["torch", "ours"])
-@pytest.mark.parametrize("products", [[aten.mm.default], [aten.mm.default, aten.sin.default]], ids=str)
-def test_contexts_of_selective_checkpointing_work_on_a_wrapper_subclass(checkpoint, products):
-    context_fn = functools.partial(create_selective_checkpoint_contexts, products)
-
-    def function(x, w):
-        return ((x @ w).sin() @ w).exp()
-
-    def gradients(call):
-        x, w = (TwoTensor(torch.linspace(low, 1, 9).view(3, 3), torch.ones(3, 3)) for low in (-1, 0))
-        x.requires_grad_()
-        w.requires_grad_()
-        y = call(x, w)
-        with CountOps() as ops:
-            y.sum().backward()
-        assert type(x.grad) is TwoTensor
-        return [y.a, y.b, x.grad.a, x.grad.b, w.grad.a, w.grad.b], ops.counts
-
-    expected, plain = gradients(function)
-    actual, replayed = gradients(lambda x, w: checkpoint(function, x, w, context_fn=context_fn))
-    assert_same(expected, actual)
-    assert replayed["mm"] == plain["mm"]  # those of backward; no product runs again
-    assert replayed["sin"] == plain["sin"] + (aten.sin.default not in products)
 
 
 # ---- where there are no values
@@ -790,29 +443,6 @@ def test_tensors_without_data_get_gradients_of_the_right_shape(kind, run):
         run(layer, x).sum().backward()
     assert x.grad.shape == x.shape
     assert all(parameter.grad.shape == parameter.shape for parameter in layer.parameters())
-
-
-CONSTANTS = pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="what a policy keeps is a constant to the tracer"
-)
-
-
-@pytest.mark.parametrize(
-    "run",
-    [TORCH, OURS, *(pytest.param(run, marks=CONSTANTS) for run in (MATMULS, SAVING))],
-    ids=["torch", "plain", "save_matmuls", "save_everything"],
-)
-def test_trace_of_a_whole_step_is_right_for_other_inputs(run):
-    w = torch.randn(4, 4)
-
-    def step(call, x):
-        x = x.detach().requires_grad_()
-        return torch.autograd.grad(call(lambda x: (x @ w).sin().exp(), x).sum(), x)[0]
-
-    traced = make_fx(functools.partial(step, run))(torch.randn(3, 4))
-    for _ in range(2):
-        x = torch.randn(3, 4)
-        assert_same([step(lambda function, x: function(x), x)], [traced(x)])
 
 
 @pytest.mark.parametrize("keep", ["policy", "native region"])

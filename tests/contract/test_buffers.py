@@ -13,7 +13,6 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import torch_remat as remat
 from tests.helpers import assert_same, assert_same_program, leaf, name_of, pairwise, plain
-from torch_remat.dispatch.region.region import live_regions
 
 
 class Counting(nn.Module):
@@ -123,17 +122,6 @@ def test_buffers_are_changed_once(way):
     assert module.steps == twin.steps == 3
 
 
-def test_buffers_are_changed_once_where_the_graph_is_kept():
-    def twice(y):
-        y.sum().backward(retain_graph=True)
-        y.sum().backward()
-
-    torch.manual_seed(1)
-    module = Counting()
-    twin = copy.deepcopy(module)
-    assert_same(train(lambda m: m, module, twice), train(remat.checkpoint(), twin, twice))
-
-
 def test_what_happened_between_forward_and_backward_stays():
     module = nn.BatchNorm1d(4)
     y = remat.checkpoint()(module)(torch.randn(8, 4, requires_grad=True))
@@ -170,15 +158,6 @@ def test_buffer_that_autograd_saved_is_still_compared():
     module.scale.mul_(2)
     with pytest.raises(remat.MutationError):
         y.sum().backward()
-
-
-def test_statistics_that_did_not_change_are_not_looked_after():
-    module = nn.Linear(4, 4)
-    module.register_buffer("frequencies", torch.ones(4))
-    y = remat.checkpoint()(module)(leaf(2, 4))
-    (region,) = [region for region in live_regions() if region.function is module]
-    assert region.outside.go_back("") == ([], [])
-    del y
 
 
 def test_replay_reads_what_forward_read():
@@ -292,114 +271,6 @@ def test_module_that_changes_its_buffers_beside_what_is_saved_in_the_region(name
     assert_same_program(program, **({} if policy is None else {"policy": policy}))
 
 
-class Updating(nn.Module):
-    """Changes a buffer in its own code and another in a named call, and reads both before and after that."""
-
-    def __init__(self):
-        super().__init__()
-        self.normed = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
-        self.norm = nn.BatchNorm1d(4)
-        for name in ("plain", "kept"):
-            self.register_buffer(name, torch.ones(4))
-
-    def update(self, h):
-        with torch.no_grad():
-            self.kept.lerp_(h.mean(0), 0.5)
-        return self.norm(h).sin()
-
-    def forward(self, x, call):
-        h = self.normed(x)
-        with torch.no_grad():
-            self.plain.add_(1)
-        h = call(self.update, h * self.plain.clone())
-        with torch.no_grad():
-            self.plain.mul_(0.5)
-        return (h * self.plain).sin() * self.kept * self.norm.running_mean
-
-
-def caught(call):
-    def catching(function, h):
-        def raising(h):
-            raise KeyError
-
-        try:
-            call(raising, h)
-        except KeyError:
-            return function(h)
-
-    return catching
-
-
-CALLS = {
-    "native region": lambda function, h: remat.native_save_region("call", function, h),
-    "torch function": lambda function, h: function(remat.native_save_region("call", torch.sin, h)),
-    "region": lambda function, h: remat.op(function, "call")(h),
-    "recomputed": lambda function, h: remat.op(function, "call", policy=remat.CheckpointPolicy.RECOMPUTE)(h),
-    "raised": caught(lambda function, h: remat.native_save_region("call", function, h)),
-}
-
-
-@pytest.mark.parametrize("retain", [False, True])
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_buffers_changed_outside_of_the_named_calls_of_a_region_are_read_as_forward_found_them(call, retain):
-    def backward(y):
-        if retain:
-            y.sum().backward(retain_graph=True)
-        y.sum().backward()
-
-    torch.manual_seed(0)
-    plain = Updating()
-    module = copy.deepcopy(plain)
-    first = torch.sin if call is CALLS["torch function"] else torch.clone
-    expected = train(lambda module: lambda x: module(x, lambda function, h: function(first(h))), plain, backward)
-    assert_same(train(lambda module: lambda x: remat.checkpoint()(module)(x, call), module, backward), expected)
-
-
-class Amax(torch.autograd.Function):
-    """Notes the largest value that it has seen in a buffer of its module, as kernels of low precision do."""
-
-    @staticmethod
-    def forward(ctx, x, amax, policy):
-        handle = remat.get_handle(ctx, "amax", policy)
-        if (out := handle.maybe_load_saved()) is not None:
-            return out
-        x = handle.save_or_load_inputs(x)
-        with torch.no_grad():
-            amax.copy_(torch.maximum(amax, x.detach().abs().max()))
-        handle.save_for_backward({"x": x})
-        return handle.record_outputs(x.sin())
-
-    @staticmethod
-    def backward(ctx, grad):
-        (x,) = ctx.saved_tensors
-        return grad * x.cos(), None, None
-
-
-class Scaled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.normed = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
-        self.register_buffer("amax", torch.zeros(()))
-
-    def forward(self, x):
-        seen = Amax.apply(self.normed(x), self.amax, remat.CheckpointPolicy.SAVE)
-        return remat.native_save_region("read", lambda: seen + 1) * (x * self.amax.clone()).cos()
-
-
-@pytest.mark.parametrize("policy", [None, lambda ctx, op, *args, **kwargs: False])
-def test_buffers_that_the_body_of_a_skipped_op_changes_beside_those_that_the_region_does(policy):
-    torch.manual_seed(0)
-    plain = Scaled()
-    module = copy.deepcopy(plain)
-    options = {} if policy is None else {"policy": policy}
-
-    def backward(y):
-        y.sum().backward()
-
-    expected = train(lambda module: module, plain, backward)
-    assert_same(train(lambda module: remat.checkpoint(**options)(module), module, backward), expected)
-
-
 class Inner(nn.Module):
     """Takes a gradient between a change of a buffer in a native region and what reads that."""
 
@@ -509,51 +380,6 @@ def test_module_with_spectral_norm_may_run_again_before_backward(normed, how):
     assert_same(program(plain), program(NORMED[how]))
 
 
-@pytest.mark.parametrize("options", SAVING)
-@pytest.mark.parametrize("normed", [nn.utils.parametrizations.spectral_norm, nn.utils.spectral_norm])
-def test_gradient_taken_through_a_module_with_spectral_norm(normed, options):
-    """All that ran before it runs again, on buffers as they were, though it was left out of replay when it ran."""
-
-    def program(wrap):
-        torch.manual_seed(0)
-        module = normed(nn.Linear(4, 4))
-        x = leaf(3, 4)
-
-        def penalized(x):
-            y = module(x).exp()
-            (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-            return y + gradient.square()
-
-        y = wrap(penalized)(x)
-        y.sum().backward()
-        return y, x.grad, *(parameter.grad for parameter in module.parameters()), *module.buffers()
-
-    assert_same_or_refused(program(plain), lambda: program(remat.checkpoint(**SAVING[options])))
-
-
-NOTHING = {"policy": lambda *args, **kwargs: remat.CheckpointPolicy.RECOMPUTE}
-
-
-@pairwise(around=[False, True], inner=[*SAVING, "nothing"], outer=[*SAVING, "nothing"])
-def test_module_with_spectral_norm_in_an_inner_region_and_around_it(outer, inner, around):
-    """What the inner region read is as it was for the replay of the outer one, whoever changes it afterwards."""
-    options = {**SAVING, "some": MULTIPLICATIONS, "nothing": NOTHING}
-
-    def program(wrap):
-        torch.manual_seed(0)
-        module = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
-        inside = wrap(inner)(module)
-        outside = wrap(outer)(lambda x: module(inside(x).sin()) if around else inside(x * 1.5).sin())
-        results = []
-        for _ in range(2):
-            x = leaf(3, 4)
-            outside(x).square().sum().backward()
-            results += [x.grad, *(parameter.grad.clone() for parameter in module.parameters())]
-        return [*results, *module.buffers()]
-
-    assert_same(program(lambda _: plain), program(lambda how: remat.checkpoint(**options[how])))
-
-
 SPARED = {
     "call": lambda function: remat.op(function, "kept"),
     "opaque call": lambda function: remat.op(function, "kept", opaque=True),
@@ -583,36 +409,3 @@ def test_gradient_taken_after_a_call_of_a_module_with_spectral_norm(options, spa
         return y, x.grad, *(parameter.grad for parameter in module.parameters()), *module.buffers()
 
     assert_same_or_refused(program(plain, plain), lambda: program(remat.checkpoint(**SAVING[options]), SPARED[spared]))
-
-
-class Cached(nn.Module):
-    """Makes a buffer when it first runs, as attention does with the biases of positions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.register_buffer("bias", None, persistent=False)
-
-    def forward(self, x):
-        if self.bias is None:
-            self.bias = -torch.arange(4.0).mul(0.5)
-        return (self.linear(x) + self.bias).softmax(-1)
-
-
-@pytest.mark.parametrize("called", [False, True])
-def test_buffer_that_forward_makes_is_there_once_replay_has_made_it_too(called):
-    def block(x):
-        y = remat.op(module, "module")(x) if called else module(x)
-        return (y * module.bias).sin() + module(y)
-
-    gradients = []
-    for wrap in (lambda function: function, remat.checkpoint(policy=[torch.ops.aten._softmax.default])):
-        torch.manual_seed(0)
-        module, x = Cached(), leaf(3, 4)
-        y = wrap(block)(x)
-        made = module.bias
-        y.sum().backward()
-        assert module.bias is made
-        wrap(block)(x).sum().backward()
-        gradients.append([x.grad, *(p.grad for p in module.parameters())])
-    assert_same(*gradients)

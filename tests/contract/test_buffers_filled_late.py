@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch.nn import functional as F
 
-import torch_remat as remat
 from tests.helpers import assert_same_program, leaf, pairwise
 
 RRELUS = {
@@ -34,29 +32,6 @@ def test_rrelu_that_saves_its_noise_before_it_fills_it_is_equal(name, early_stop
     assert_same_program(program, early_stop=early_stop)
 
 
-@pytest.mark.parametrize("down", [torch.mul, lambda x, y: x + y])
-def test_rrelu_whose_noise_is_filled_last_before_a_native_region_is_equal(down):
-    def program(wrap):
-        x = leaf(50)
-        keep = remat.native_save_region
-        y = wrap(lambda x: x + keep("b", down, F.rrelu(keep("a", torch.sin, x), training=True), x.detach()))(x)
-        y.sum().backward()
-        return y, x.grad, torch.rand(2)
-
-    assert_same_program(program)
-
-
-def test_rrelu_in_nested_regions_is_equal():
-    def program(wrap):
-        x = leaf(50)
-        inner = wrap(RRELUS["last"])
-        y = wrap(lambda x: inner(x.cos()))(x)
-        y.sum().backward()
-        return y, x.grad
-
-    assert_same_program(program)
-
-
 def test_function_whose_buffer_is_filled_after_it_was_saved_is_equal():
     class LateFill(torch.autograd.Function):
         @staticmethod
@@ -78,22 +53,3 @@ def test_function_whose_buffer_is_filled_after_it_was_saved_is_equal():
         return y, x.grad
 
     assert_same_program(program, replays=1)
-
-
-@pytest.mark.parametrize("saved", [{"rrelu_with_noise_0_0"}, {"sin_0_0"}, {"mul_0_0", "rrelu_with_noise_0_0"}])
-def test_rrelu_whose_result_a_policy_saves_is_equal_or_refused(saved):
-    """Its noise is none of its results, but is filled by it: replay makes both again, or refuses."""
-
-    def program(wrap):
-        x = leaf(50)
-        y = wrap(lambda x: F.rrelu(x.sin(), training=True) * x)(x)
-        return y, torch.autograd.grad(y.sum(), x, retain_graph=True), torch.autograd.grad(y.sum(), x), torch.rand(2)
-
-    def policy(ctx, op, *args, **kwargs):
-        return ctx.name in saved
-
-    if "rrelu_with_noise_0_0" in saved:
-        with pytest.raises(remat.PlaceholderError, match="saving it for backward"):
-            program(remat.checkpoint(policy=policy))
-    else:
-        assert_same_program(program, policy=policy)

@@ -16,7 +16,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch.autograd.graph import saved_tensors_hooks
 
 from tests.handle_ops import POLICIES, RECOMPUTE, SAVE, STYLES, Kernel, Trace, call, policy_ids
 from tests.helpers import LiveStorages, assert_same, checkpointed, collector_off, leaf, pairwise
@@ -172,15 +171,6 @@ def test_region_keeps_the_minimum_for_every_assignment_of_policies(shape, polici
         check(shape(policies, pattern, style))
 
 
-@pytest.mark.parametrize("policies", ASSIGNMENTS, ids=policy_ids)
-def test_region_keeps_the_minimum_where_each_op_saves_something_else(policies):
-    for patterns in itertools.product(["x", "m", "y"], repeat=4):
-        ops = diamond(policies, "x")
-        for op, pattern in zip(ops, patterns, strict=True):
-            op.pattern = pattern
-        check(ops)
-
-
 @st.composite
 def programs(draw):
     """Draw up to eight ops, each reading one or two earlier values by way of views."""
@@ -239,27 +229,6 @@ def test_outer_region_keeps_nothing_of_what_an_inner_one_saves():
     loss.backward()
     assert trace.runs["a"] == 2  # the inner region's residents are recomputed by the outer one
     assert 2 <= trace.runs["b"] <= 3
-
-
-def test_enclosing_saved_tensor_hooks_take_residents_and_slots_away():
-    elsewhere = []
-
-    def pack(tensor):
-        elsewhere.append(tensor.clone())
-        return len(elsewhere) - 1
-
-    trace, x = Trace(), leaf(SIDE, SIDE)
-    ops = chain([SAVE, RECOMPUTE, SAVE, SAVE], "xm")
-    with saved_tensors_hooks(pack, lambda index: elsewhere[index]):
-        outputs = checkpointed(lambda x: run(ops, trace, x))(x)
-    loss = loss_of(outputs)
-    del outputs
-    assert len(expected(ops)) == 5
-    assert trace.alive() == set()
-    assert len(elsewhere) >= len(expected(ops))
-    loss.backward()
-    assert_same(x.grad, torch.autograd.grad(loss_of(run(ops, Trace(), x)), x)[0])
-    assert [trace.runs[name] for name in "abcd"] == [1, 2, 1, 1]
 
 
 def test_memory_of_a_chain_of_saved_ops_that_save_nothing_of_their_inputs_does_not_grow():

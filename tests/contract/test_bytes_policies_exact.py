@@ -14,7 +14,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from tests.helpers import (
     Calls,
@@ -220,36 +219,6 @@ def test_saved_view_ops_keep_nothing_of_their_own():
     assert replayed_ops(function, region(views_only), [x]) == {"cat": 1}
 
 
-def test_dropped_graph_frees_everything():
-    x, w = leaf(4, 4), leaf(4, 4)
-    with uncollected():
-        with LiveStorages() as live:
-            y = region(MM)(lambda x: ((x @ w).sin() @ w).cos())(x)
-        assert live.bytes() == 3 * y.nbytes
-        del y
-        assert live.bytes() == 0
-
-
-def test_kept_outputs_are_freed_as_their_readers_run():
-    x, w, marks, seen = leaf(4, 4), leaf(4, 4), Marks(), []
-
-    def function(x):
-        h = x
-        for name in "abc":
-            h = marks(name, h @ w).sin()
-            h.register_hook(lambda grad, name=name: seen.append((name, marks.alive())))
-        return h
-
-    with uncollected():
-        after = kept(region(MM)(function), [x], marks)
-        assert after.names == {"a", "b", "c"}
-        after.backward([x, w])
-    first_run = seen[:3]
-    assert [name for name, _ in first_run] == ["c", "b", "a"]
-    assert first_run[2][1] == {"a"}
-    assert marks.alive() == set()
-
-
 def test_region_output_that_is_a_saved_result_is_held_by_the_caller_alone():
     x, w = leaf(4, 4), leaf(4, 4)
     with uncollected():
@@ -258,27 +227,6 @@ def test_region_output_that_is_a_saved_result_is_held_by_the_caller_alone():
         del y
         assert alive(reference) == 0
         del graph
-
-
-def test_no_mode_is_left_on_the_stack():
-    x, stacks = leaf(4, 4), []
-
-    def function(x):
-        stacks.append(len(_get_current_dispatch_mode_stack()))
-        return (x @ x).sin()
-
-    y = region(MM)(function)(x)
-    assert _get_current_dispatch_mode_stack() == []
-    y.sum().backward()
-    assert _get_current_dispatch_mode_stack() == []
-    assert stacks[0] == 1
-
-
-def test_attention_keeps_its_result_and_the_row_sums():
-    x = leaf(2, 4, 8, 16)
-    ops = [aten._scaled_dot_product_flash_attention_for_cpu.default]
-    after = kept(region(ops)(lambda x: F.scaled_dot_product_attention(x * 2, x * 3, x * 4)), [x])
-    assert after.bytes == x.nbytes + x.nbytes // 16
 
 
 # Programs drawn at random
@@ -381,18 +329,6 @@ def test_drawn_program_keeps_and_runs_what_the_model_says(steps):
     assert not Counter(replayed) - Counter(peer), steps
 
 
-def test_op_is_not_run_for_a_tensor_of_python_values_that_lies_where_its_result_lay():
-    def function(x):
-        y = x * 1.5
-        for _ in range(3):
-            dead = x.cos()
-            del dead
-        return y.index_fill(0, torch.tensor([1]), 0.5).sin()
-
-    for _ in range(20):
-        assert "cos" not in replayed_ops(function, region(lambda ctx, op, *args, **kwargs: False), [leaf(4, 4)])
-
-
 # What a mode outside sees of replay
 
 
@@ -426,15 +362,3 @@ def test_replay_ends_at_the_last_tensor_also_if_that_is_a_float_without_gradient
     assert_same(
         torch.autograd.grad(function(x, w).sum(), x), torch.autograd.grad(region(policy)(function)(x, w).sum(), x)
     )
-
-
-def test_views_of_skipped_results_run_no_ops_that_forward_did_not():
-    def function(x):
-        h = x.sin() * 1.5
-        h[:, :3].mul_(2)
-        h.view(-1)[2:5].add_(1)
-        return h.exp().sin()
-
-    x = leaf(4, 4)
-    ours = all_backward_ops(region([aten.exp.default])(function), x)
-    assert "empty" not in ours  # of the tensors without data by which the views' shapes are told

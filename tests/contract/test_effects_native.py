@@ -19,7 +19,7 @@ from tests.helpers import (
     parameter_gradients,
     plain,
 )
-from tests.native_programs import Experts, Marks, keep, kept, region, replayed_ops, uncollected
+from tests.native_programs import Experts, keep, region, replayed_ops
 
 
 @torch.library.custom_op("remat_native_tests::scaled_sine", mutates_args=())
@@ -141,14 +141,6 @@ def test_batch_norm_updates_its_buffers_once(momentum):
     assert_same_program(program)
 
 
-def test_batch_norm_runs_nothing_again_and_keeps_what_backward_reads():
-    norm, x = nn.BatchNorm1d(3), leaf(8, 3)
-    function = lambda x: keep("norm", norm, x * 2).exp()  # noqa: E731
-    assert replayed_ops(function, region(), [x], list(norm.parameters())) == {"mul": 1, "exp": 1}
-    after = kept(region()(lambda x: keep("norm", norm, x * 2) * 2), [x])
-    assert after.bytes == 2 * 3 * 4  # the batch's mean and inverse deviation
-
-
 def test_cache_written_and_read_inside():
     """As in generation: keys go to a cache that outlives the region, attention reads the part that is filled."""
 
@@ -266,107 +258,6 @@ def test_tensor_kept_for_a_reader_and_then_changed_by_the_region_is_right_or_ref
         assert_same(expected, actual)
 
 
-def test_in_place_change_of_a_returned_tensor_by_the_caller_that_nobody_reads_is_fine():
-    x, w = leaf(3, 3), leaf(3, 3)
-    y = region()(lambda x: keep("a", torch.mm, x, w))(x)
-    y.add_(1)
-    y.sum().backward()
-    assert_same(torch.autograd.grad((x @ w).sum(), x)[0], x.grad)
-
-
-class Doubled(torch.autograd.Function):
-    """Twice a tensor, which it saves."""
-
-    @staticmethod
-    @remat.auto_forward("x")
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        return ctx.saved_tensors[0] * 0 + grad * 2
-
-
-def view_changed(x, w):
-    h = keep("a", F.conv1d, x.reshape(1, 3, 3), w.reshape(3, 3, 1)).reshape(3, 3)
-    return h.sin_()
-
-
-def dead_result_changed(x, w):
-    h = keep("a", torch.mm, x, w)
-    h.copy_(x)
-    return x.exp().sin()
-
-
-def changed_before_a_saved_op(x, w):
-    h = keep("a", torch.mm, x, w)
-    h[0].mul_(2)
-    return remat.op(Doubled.apply, "double", policy=remat.CheckpointPolicy.SAVE)(h)
-
-
-@pytest.mark.parametrize("early_stop", [True, False])
-@pytest.mark.parametrize("function", [view_changed, dead_result_changed, changed_before_a_saved_op])
-def test_returned_tensor_changed_in_place_runs_whole_where_no_graph_shows_a_reader(function, early_stop):
-    inputs = leaf(3, 3), leaf(3, 3)
-    expected = torch.autograd.grad(function(*inputs).sum(), inputs, allow_unused=True)
-    with pytest.warns(remat.RematWarning, match="::a: replay recomputes this call"):
-        outputs = region(early_stop=early_stop)(function)(*inputs)
-    actual = torch.autograd.grad(outputs.sum(), inputs, allow_unused=True)
-    assert [g is None for g in expected] == [g is None for g in actual]
-    assert_same([g for g in expected if g is not None], [g for g in actual if g is not None])
-
-
-@pytest.mark.parametrize("function", [torch.neg, lambda y: -y])
-def test_replay_that_fills_its_last_tensor_with_a_buffer_comes_to_no_native_region_after_it(function):
-    """The op may fill the buffer after it has saved it, so that the replay does not end there at once."""
-
-    def program(x):
-        y = x * torch.rand(3, 3)
-        return keep("a", function, y) + 1
-
-    x = leaf(3, 3)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert replayed_ops(program, region(), [x]) == {"rand": 1, "mul": 1}
-
-
-@pytest.mark.filterwarnings("ignore::torch_remat.RematWarning")  # it runs whole
-def test_copy_into_a_region_local_buffer():
-    def function(x, w):
-        buffer = torch.zeros(3, 3)
-        keep("a", lambda: buffer.copy_(x @ w))
-        return (buffer * x).exp()
-
-    inputs = leaf(3, 3), leaf(3, 3)
-    expected = torch.autograd.grad(function(*inputs).sum(), inputs)
-    try:
-        actual = torch.autograd.grad(region()(function)(*inputs).sum(), inputs)
-    except remat.RematError as error:
-        assert "a" in str(error)  # noqa: PT017
-    else:
-        assert_same(expected, actual)
-
-
-@pytest.mark.filterwarnings("ignore::torch_remat.RematWarning")  # it runs whole
-def test_local_buffer_without_gradient_filled_inside():
-    """Replay makes the buffer anew, and skips the op that filled it."""
-
-    def function(x):
-        buffer = torch.zeros(3, 3)
-        keep("a", lambda: buffer.add_(x.detach()).mul_(2))
-        return (x * buffer).exp()
-
-    x = leaf(3, 3)
-    expected = torch.autograd.grad(function(x).sum(), x)
-    try:
-        actual = torch.autograd.grad(region()(function)(x).sum(), x)
-    except remat.RematError as error:
-        assert "a" in str(error)  # noqa: PT017
-    else:
-        assert_same(expected, actual)
-
-
 # A placeholder that is read after all
 
 
@@ -439,56 +330,6 @@ def test_second_run_enables_gradients_as_forward_did(body):
     assert_same(torch.autograd.grad(function(x).sum(), x), torch.autograd.grad(y.sum(), x))
 
 
-def test_result_that_two_ops_read_after_all_is_computed_once_more():
-    def function(x, w):
-        h = keep("scores", torch.mm, x, w)
-        return (x * h.detach().abs().amax() * h.detach().cos() + h.detach().sum()).sin()
-
-    inputs = leaf(3, 3), leaf(3, 3)
-    expected = torch.autograd.grad(function(*inputs).sum(), inputs, allow_unused=True)
-    y = region()(function)(*inputs)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        actual = torch.autograd.grad(y.sum(), inputs, allow_unused=True)
-    assert_same(expected[0], actual[0])
-    assert len(caught) <= 1
-
-
-@pytest.mark.parametrize("early_stop", [True, False])
-def test_region_that_runs_once_more_because_another_does(early_stop):
-    def function(x):
-        one = keep("one", lambda h: (h * 1.5).exp(), x)
-        two = keep("two", lambda h: (h * 2, h), one)
-        three = keep("three", lambda h: h[0] + h[1].sin(), two)
-        return x.sin() * three.detach().abs().max()
-
-    x = leaf(3)
-    expected = torch.autograd.grad(function(x).sum(), x)
-    y = region(early_stop=early_stop)(function)(x)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert_same(expected, torch.autograd.grad(y.sum(), x))
-
-
-def test_region_that_runs_once_more_draws_the_same_numbers():
-    def program(wrap):
-        x = leaf(3, 3)
-
-        def function(x):
-            a = F.dropout(x, 0.3)
-            h = keep("scores", lambda h: F.dropout(h @ h, 0.4), a)
-            b = F.dropout(a * h.detach().abs().amax(), 0.3)
-            return (b + torch.rand(3, 3)).sin()
-
-        y = wrap(function)(x)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            y.sum().backward()
-        return y, x.grad, torch.rand(2)
-
-    assert_same_program(program)
-
-
 def test_region_that_changed_something_outside_does_not_run_once_more():
     counter = torch.zeros(())
 
@@ -519,74 +360,6 @@ def test_custom_op_inside_is_called_once():
     assert replayed_ops(function, region(), [x]) == {"mul": 2, "exp": 1}
 
 
-def test_custom_op_keeps_what_its_backward_reads():
-    marks, x = Marks(), leaf(3)
-
-    def function(x):
-        y, cosine = keep("a", scaled_sine, x * 2, 3.0)
-        marks("y", y), marks("cosine", cosine)
-        return y * 2
-
-    after = kept(region()(function), [x], marks)
-    assert after.names == {"cosine"}
-
-
-def test_custom_op_that_changes_an_outside_tensor_is_called_once():
-    counter, x = torch.zeros(()), leaf(3)
-
-    def function(x):
-        positive = keep("a", lambda: count(x.detach() * 2, counter))
-        return (x * positive).exp()
-
-    y = region()(function)(x)
-    assert int(counter) == 1
-    y.sum().backward()
-    assert int(counter) == 1
-    assert_same(torch.autograd.grad(function(x).sum(), x)[0], x.grad)
-
-
-def test_custom_op_that_draws_leaves_later_draws_right():
-    def program(wrap):
-        x = leaf(4)
-
-        def function(x):
-            h = F.dropout(x, 0.3)
-            h = h * keep("a", lambda: draw(x.detach()))
-            return F.dropout(h, 0.3).exp()
-
-        y = wrap(function)(x)
-        y.sum().backward()
-        return y, x.grad, torch.rand(2)
-
-    assert_same_program(program, replays=1)
-
-
-def test_custom_autograd_function_inside():
-    class Cube(torch.autograd.Function):
-        runs = 0
-
-        @staticmethod
-        def forward(ctx, x):
-            Cube.runs += 1
-            ctx.k = 3
-            y = x * x
-            ctx.save_for_backward(x, y)
-            return y * x
-
-        @staticmethod
-        def backward(ctx, grad):
-            x, y = ctx.saved_tensors
-            assert_same(x * x, y)
-            return grad * ctx.k * y
-
-    def function(x):
-        return keep("a", lambda h: Cube.apply(h).sin(), x * 2).exp()
-
-    x = leaf(3)
-    assert_equal_gradients(function, region()(function), [x])
-    assert replayed_ops(function, region(), [x]) == {"mul": 1, "exp": 1}
-
-
 # Models
 
 
@@ -609,36 +382,3 @@ def test_mixture_of_experts_trains_as_plain_autograd_and_routes_once():
         return losses, list(model.parameters()), model.load
 
     assert_same_program(program)
-
-
-def test_mixture_of_experts_wholly_in_a_native_region():
-    def program(wrap):
-        torch.manual_seed(8)
-        model = Experts()
-        x = leaf(2, 5, 8)
-        y = wrap(lambda x: keep("experts", model, x.sin()).exp())(x)
-        y.sum().backward()
-        return y, x.grad, parameter_gradients(model), model.load
-
-    assert_same_program(program)
-
-
-def test_router_is_not_run_again():
-    model = Experts()
-    route = model.route
-    model.route = lambda tokens: keep("route", route, tokens)
-    replayed = replayed_ops(model, region(), [leaf(2, 5, 8)], list(model.parameters()))
-    assert not {"topk", "bincount", "_softmax", "mm", "add_"} & set(replayed)
-    assert replayed["gelu"] >= 1
-
-
-def test_nothing_of_a_failed_effect_is_left():
-    counter, x = torch.zeros(()), leaf(3)
-
-    def body(h):
-        counter.add_(1)
-        raise ValueError("no")
-
-    with uncollected(), pytest.raises(ValueError, match="no"):
-        region()(lambda x: keep("a", body, x))(x)
-    assert int(counter) == 1

@@ -340,7 +340,7 @@ def test_output_that_differs_in_replay_is_an_error_of_the_op_that_saved_it(style
         return call(style, Affine, Trace(), "keeper", SAVE, h, x.detach())
 
     loss = checkpointed(block)(x).sum()
-    told = "the op that made it returns" if style == "handle" else "the op is given"
+    told = "the op that made it returns" if style == "handle" else "the op gets"
     with pytest.raises(remat.MismatchError, match=told) as caught:
         loss.backward()
     assert (caught.value.op, caught.value.tensor) == ("keeper", "x")
@@ -392,7 +392,7 @@ def test_output_that_differs_in_replay_is_an_error_of_the_op_that_saved_a_view_o
     x = leaf(4)
     loss = checkpointed(block, region_name="block")(x).sum()
     if style == "auto" and view == "view" and request.node.callspec.id.endswith("shape"):
-        loss.backward()  # what the op is given is as it was
+        loss.backward()  # what the op gets is as it was
         assert_same(torch.autograd.grad(block(x).sum(), x)[0], x.grad)
         return
     with pytest.raises(remat.MismatchError) as caught:
@@ -409,7 +409,7 @@ def test_number_of_outputs_that_differs_in_replay_is_an_error_of_the_op_that_sav
     def block(x):
         return call("auto", Affine, Trace(), "keeper", SAVE, call("auto", parts, Trace(), "parts", RECOMPUTE, x)[-1], x)
 
-    # What the op is given looks like what it was given, so that values alone tell.
+    # What the op gets looks like what it was given, so that values alone tell.
     loss = checkpointed(block, determinism_check="bitwise")(leaf(3)).sum()
     with pytest.raises(remat.MismatchError, match="other values") as caught:
         loss.backward()

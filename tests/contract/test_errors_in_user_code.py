@@ -10,7 +10,6 @@ from torch.nn import functional as F
 
 import torch_remat as remat
 from tests.helpers import (
-    Calls,
     LiveStorages,
     alive,
     assert_clean_state,
@@ -130,27 +129,6 @@ def test_exception_in_backward_passes_and_leaves_nothing_behind(kind):
             del x, y
         assert live.bytes() == 0
     assert_next_region_works()
-
-
-def test_exception_in_one_inner_region_that_the_outer_one_handles_is_equal():
-    def program(wrap):
-        def fails(x):
-            x.exp().cos()
-            raise ValueError("always")
-
-        def outer(x):
-            h = x.sin()
-            try:
-                h = wrap(fails)(h)
-            except ValueError:
-                h = h.tanh()
-            return h.exp()
-
-        x = leaf(3)
-        wrap(outer)(x).sum().backward()
-        return x.grad
-
-    assert_same_program(program)
 
 
 def test_replay_that_failed_once_may_be_tried_again():
@@ -274,34 +252,6 @@ def test_code_that_catches_exceptions_is_right_under_early_stop(block, early_sto
         return y, first, x.grad
 
     assert_same_program(program, early_stop=early_stop)
-
-
-def test_exception_that_user_code_handles_inside_a_region_is_equal():
-    def program(wrap):
-        def block(x):
-            try:
-                x.sin().exp() @ torch.ones(17)
-            except RuntimeError:
-                x = x.cos()
-            return chain(x)
-
-        x = leaf(4)
-        wrap(block)(x).sum().backward()
-        return x.grad
-
-    assert_same_program(program, replays=1)
-
-
-def test_region_that_replays_after_an_exception_elsewhere_in_backward_is_right():
-    x = leaf(4)
-    function = Calls(chain)
-    y = checkpointed(function)(x)
-    bad = Fails.apply(y, ValueError)
-    with pytest.raises(ValueError, match="in backward"):
-        bad.sum().backward(retain_graph=True)
-    y.sum().backward()
-    assert function.replays == 1
-    assert_same(x.grad, torch.autograd.grad(chain(x).sum(), x)[0])
 
 
 def test_a_function_of_torchs_own_is_named_as_users_know_it():

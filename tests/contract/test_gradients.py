@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
 from tests.helpers import (
-    Mlp,
     assert_same,
     assert_same_program,
     chain,
     checkpointed,
     leaf,
-    parameter_gradients,
     tensors_in,
 )
 
@@ -25,29 +22,6 @@ def test_second_order_gradients_are_equal():
         (gx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
         gx.square().sum().backward()
         return y, gx, x.grad, w.grad
-
-    assert_same_program(program)
-
-
-def test_third_order_gradients_are_equal():
-    def program(wrap):
-        x = leaf(4)
-        results = [wrap(chain)(x)]
-        for _ in range(3):
-            results += torch.autograd.grad(results[-1].sum(), x, create_graph=True)
-        return results
-
-    assert_same_program(program)
-
-
-def test_second_order_gradients_through_several_regions_are_equal():
-    def program(wrap):
-        model = nn.Sequential(Mlp(4), nn.Tanh(), Mlp(4))
-        x = leaf(2, 4)
-        y = wrap(model[2])(wrap(lambda h: model[1](model[0](h)))(x))
-        (gx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-        (gx.square().sum() + y.sum()).backward()
-        return gx, x.grad, *parameter_gradients(model)
 
     assert_same_program(program)
 
@@ -101,19 +75,6 @@ def test_gradient_for_a_tensor_made_inside_the_region_is_equal():
         x = leaf(3)
         y = wrap(block)(x)
         return torch.autograd.grad(y.sum(), [inner[0], x])
-
-    assert_same_program(program)
-
-
-def test_several_losses_over_one_region_are_equal():
-    def program(wrap):
-        x = leaf(3, 3)
-        y = wrap(chain)(x)
-        y.sum().backward(retain_graph=True)
-        first = x.grad.clone()
-        y.square().sum().backward(retain_graph=True)
-        (y.exp().sum() + y.mean()).backward()
-        return first, x.grad
 
     assert_same_program(program)
 

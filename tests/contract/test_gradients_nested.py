@@ -173,17 +173,6 @@ def test_gradient_by_what_is_kept(outer, inner, call, gradient):
         assert_same(result(program), actual)
 
 
-def test_call_before_a_region_is_none_of_the_region_when_torch_recomputes_inside_of_it():
-    def program(h, w, outer=plain, inner=plain, keep=called):
-        return outer(lambda h: inner(lambda h: of_a_copy(torch.tanh, h).sin())(keep(torch.sin, h)))(h)
-
-    for call in CALLS.values():
-        for inner in ("plain", "bitwise", "products"):
-            with refused_if(inner in REFUSING):
-                actual = result(lambda h, w: program(h, w, outer=torchs, inner=REGIONS[inner], keep=call))  # noqa: B023
-                assert_same(result(program), actual)
-
-
 @pytest.mark.parametrize("shape", ["", "products"])
 def test_gradient_that_a_policy_keeps_and_code_outside_changes_is_an_error(shape):
     def block(h):

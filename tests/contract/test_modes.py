@@ -25,25 +25,6 @@ from tests.helpers import (
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_caller_without_gradients_keeps_nothing(mode):
-    inner = []
-
-    def block(x):
-        h = x.sin()
-        inner.extend(watch(h))
-        return h.exp()
-
-    with collector_off(), mode():
-        x = torch.randn(3)
-        inputs = watch(x)
-        y = checkpointed(block)(x)
-        assert not y.requires_grad
-        assert_same(y, x.sin().exp())
-        del x
-        assert alive(inputs + inner) == 0
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_caller_without_gradients_keeps_nothing_of_inputs_and_parameters_that_need_them(mode):
     mlp = Mlp(4)
     with collector_off():
@@ -74,43 +55,6 @@ def test_gradients_enabled_inside_a_region_of_a_caller_without_them_are_right():
         return y
 
     assert_same_program(program)
-
-
-def test_input_without_gradients_in_grad_mode_keeps_nothing():
-    with collector_off():
-        x = torch.randn(3)
-        references = watch(x)
-        y = checkpointed(chain)(x)
-        assert not y.requires_grad
-        del x
-        assert alive(references) == 0
-
-
-def test_backward_under_no_grad_is_equal():
-    def program(wrap):
-        x = leaf(3)
-        y = wrap(chain)(x)
-        with torch.no_grad():
-            y.backward(torch.ones(3))
-        return x.grad
-
-    assert_same_program(program, replays=1)
-
-
-def test_part_of_a_region_without_gradients_is_equal():
-    def program(wrap):
-        def block(x):
-            with torch.no_grad():
-                scale = x.exp()
-            with torch.set_grad_enabled(False):
-                shift = x.cos()
-            return (x * scale).sin() + shift
-
-        x = leaf(3)
-        wrap(block)(x).sum().backward()
-        return x.grad
-
-    assert_same_program(program, replays=1)
 
 
 OUTSIDE = {
@@ -176,34 +120,6 @@ def test_weight_shared_by_two_regions_under_autocast_is_equal(use_before, use_be
         return h, x.grad, w.grad
 
     assert_same_program(program, replays=2, early_stop=early_stop)
-
-
-def test_weight_shared_by_two_regions_with_backward_inside_autocast_is_equal():
-    def program(wrap):
-        w = nn.Parameter(torch.randn(4, 4))
-        x = leaf(2, 4)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            h = wrap(lambda h: (h @ w).sin() @ w)(x)
-            h = wrap(lambda h: (h @ w).cos() @ w)(h)
-            h.float().sum().backward()
-            again = wrap(lambda h: (h @ w).cos() @ w)(x)
-            again.float().sum().backward()
-        return h, again, x.grad, w.grad
-
-    assert_same_program(program, replays=3)
-
-
-def test_weight_shared_by_inner_and_outer_region_under_autocast_is_equal():
-    def program(wrap):
-        w = nn.Parameter(torch.randn(4, 4))
-        x = leaf(2, 4)
-        inner = wrap(lambda h: (h @ w).sin() @ w)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            h = wrap(lambda h: inner(h @ w).cos() @ w)(x)
-        h.float().sum().backward()
-        return h, x.grad, w.grad
-
-    assert_same_program(program)
 
 
 @pytest.mark.parametrize(("forward", "backward"), [("meta", None), (None, "meta"), ("meta", "cpu"), ("cpu", "meta")])

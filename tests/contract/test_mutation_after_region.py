@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -125,43 +124,6 @@ def test_argument_that_a_call_changes_and_other_code_changes_again(part, call, o
     assert_same(expected, gradients(inner if outer is None else outer(inner), x))
 
 
-@dataclass
-class Output:
-    hidden: torch.Tensor
-
-
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("options", [{}, {"policy": remat.policies.save_discrete}])
-def test_result_in_an_object_may_be_an_argument_of_an_inner_region_that_does_not_use_it(call, options):
-    def block(x, run, wrap):
-        made = run("attention", lambda x: Output(F.scaled_dot_product_attention(x, x, x) + x), x)
-        return wrap(lambda h, x: x.log_softmax(-1))(made.hidden, x)
-
-    x = leaf(2, 2, 4, 8)
-    expected = gradients(lambda x: block(x, plainly, lambda f: f), x)
-    assert_same(expected, gradients(lambda x: block(x, CALLS[call], remat.checkpoint()), x, options))
-
-
-@pytest.mark.parametrize("options", [{}, {"policy": remat.policies.save_discrete}])
-def test_call_that_returns_a_tensor_twice_returns_it_twice_in_replay(options):
-    attention, project = nn.MultiheadAttention(8, 2), nn.Linear(8, 8)
-    same = []
-
-    def shared(x):
-        h = project(x)
-        return h, [h, x], h.detach()
-
-    def block(x, run):
-        keys, (values, given), _ = run("shared", shared, x)
-        same.append((keys is values, given is x))
-        return attention(x, keys, values, need_weights=False)[0]
-
-    x = leaf(3, 4, 8)
-    expected = gradients(lambda x: block(x, plainly), x)
-    assert_same(expected, gradients(lambda x: block(x, CALLS["region"]), x, options))
-    assert same == [(True, True)] * 3
-
-
 def force(x):
     z = x.detach().requires_grad_()
     return torch.autograd.grad(z.sin().exp().sum(), z)[0]
@@ -205,19 +167,6 @@ def test_activation_may_change_after_a_gradient_by_a_leaf_in_its_memory(options)
 
     x = leaf(3, 4)
     assert_same(gradients(block, x), gradients(block, x, options))
-
-
-def offloaded_under_autocast(x, linear):
-    with torch.autocast("cpu", torch.bfloat16):
-        return remat.checkpoint()(lambda x: remat.op(linear, "linear", policy=OFFLOAD)(x.sin()).sin())(x)
-
-
-@pytest.mark.filterwarnings("ignore:CpuOffloader moves")
-def test_report_of_what_is_offloaded_under_autocast():
-    linear, x = nn.Linear(8, 8), leaf(3, 8)
-    assert "linear" in str(remat.memory_report(offloaded_under_autocast(x, linear)))
-    with remat.budget("1 GiB"):
-        offloaded_under_autocast(x, linear).float().sum().backward()
 
 
 def casts(ctx, op, *args, **kwargs):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from functools import partial
 
 import pytest
 import torch
@@ -59,38 +58,6 @@ def test_views_that_autograd_makes_anew_after_a_write_are_not_taken_for_those_of
 
     options = {} if natively else {"policy": lambda ctx, op, *args, **kwargs: op is not aten.exp.default}
     assert_same_program(program, **options)
-
-
-PARTS = {
-    "part, then all": lambda h: (h[1].mul_(2), h.mul_(3)),
-    "all, then part": lambda h: (h.mul_(3), h[1].mul_(2)),
-    "two parts": lambda h: (h[1].mul_(2), h[:, 0].mul_(3)),
-    "one part": lambda h: h[1].mul_(2),
-    "parts, and all of another": lambda h: (h[1].mul_(2), h[2].add_(1), h.mul_(0.5)),
-}
-
-
-@pytest.mark.parametrize("early_stop", [True, False])
-@pytest.mark.parametrize("name", PARTS)
-def test_all_parts_that_a_native_region_changes_of_a_recomputed_tensor_are_restored(name, early_stop):
-    def body(h, k):
-        PARTS[name](h)
-        k.add_(1)
-        return h
-
-    def program(wrap):
-        x = leaf(3, 3)
-
-        def block(x):
-            h, k = x * 1.5, x.cos()
-            keep("body", body, h, k)
-            return h.sin() * k.exp()
-
-        y = wrap(block)(x)
-        y.sum().backward()
-        return y, x.grad
-
-    assert_same_program(program, early_stop=early_stop)
 
 
 def test_what_lies_at_the_address_of_something_gone_is_another_tensor():
@@ -175,131 +142,6 @@ def test_surprise_reads_a_saved_result_as_later_native_regions_left_it(name):
         assert_same_program(program)
 
 
-@pytest.mark.parametrize("reshape", [lambda h: h.t_(), lambda h: h.unsqueeze_(0).squeeze_(0)])
-def test_saved_result_that_is_changed_outside_and_then_reshaped_in_a_native_region(reshape):
-    def block(x):
-        y = keep("made", torch.sin, x * 1.5)
-        y.copy_(y.detach().t().clone())
-        keep("reshaped", returns_nothing(reshape), y)
-        return y.exp() * x.cos()
-
-    def program(wrap):
-        x = leaf(3, 3)
-        y = wrap(block)(x)
-        y.sum().backward()
-        return y, x.grad
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", remat.RematWarning)
-        assert_same_program(program)
-
-
-@pytest.mark.filterwarnings("ignore::torch_remat.RematWarning")
-@pytest.mark.parametrize("saves", [True, False])
-def test_reshape_in_place_of_what_a_saved_call_wrote_under_a_policy(saves):
-    def written(h):
-        h.t().mul_(1.5)
-        return h
-
-    def block(x):
-        y = x.sin()
-        z = remat.op(written, "written")(y)
-        remat.op(returns_nothing(lambda h: h.t_()), "reshaped")(y)
-        return (y.reshape(3, 3) + z) * x.cos()
-
-    def program(wrap):
-        x = leaf(3, 3)
-        y = wrap(block)(x)
-        y.sum().backward()
-        return y, x.grad
-
-    assert_same_program(program, policy=lambda ctx, op, *args, **kwargs: saves)
-
-
-def test_view_made_anew_after_a_write_is_not_taken_for_one_of_a_call_that_follows():
-    def block(x):
-        y, z = x.sin(), x * 1.5
-        z.t().mul_(1.5)
-        remat.op(returns_nothing(torch.t), "call")(y)
-        return y.reshape(3, 3) * x.cos()
-
-    def program(wrap):
-        x = leaf(3, 3)
-        y = wrap(block)(x)
-        first = torch.autograd.grad(y.sum(), x, retain_graph=True)
-        return (y, *first, *torch.autograd.grad(y.sum(), x))
-
-    assert_same_program(program, policy=lambda ctx, op, *args, **kwargs: False)
-
-
-@pytest.mark.filterwarnings("ignore::torch_remat.RematWarning")
-@pytest.mark.parametrize("call", [keep, lambda name, function, *args: remat.op(function, name)(*args)])
-@pytest.mark.parametrize("reader", [lambda y: y.detach() * 3, lambda y: 1 + y.tolist()[0][0]])
-def test_tensor_that_replay_makes_again_is_changed_again_though_no_graph_shows_its_reader(call, reader):
-    def block(x):
-        y = call("made", lambda h: h.sin(), x * 1.5)
-        before = y * x.cos()  # whose backward reads the result as it was made, and is not run
-        call("changed", returns_nothing(lambda h: h.relu_()), y)
-        return (x * reader(y)).exp() + before.detach()
-
-    def program(wrap):
-        x = leaf(3, 3)
-        y = wrap(block)(x)
-        y.sum().backward()
-        return y, x.grad
-
-    assert_same_program(program)
-
-
-@pytest.mark.filterwarnings("ignore::torch_remat.RematWarning")
-def test_part_of_a_saved_result_that_is_changed_and_read_before_and_after():
-    def block(x):
-        view = keep("made", torch.sin, x * 1.5).t()
-        before = view.exp().clamp(max=3)
-
-        def changed():
-            view[0].mul_(3)
-            return before * view
-
-        return (keep("changed", changed) + view) * x.cos()
-
-    def program(wrap):
-        x = leaf(3, 3)
-        y = wrap(block)(x)
-        y.sum().backward()
-        return y, x.grad
-
-    assert_same_program(program)
-
-
-MAKERS = {
-    "call": lambda h: keep("made", torch.sin, h),
-    "function": lambda h: keep("made", lambda: h.sin()),
-    "region": lambda h: remat.op(lambda h: h.sin(), "made")(h),
-    "opaque region": lambda h: remat.op(lambda h: h.sin(), "made", opaque=True)(h),
-}
-
-
-@pytest.mark.filterwarnings("ignore::torch_remat.RematWarning")
-@pytest.mark.parametrize("options", [{}, {"policy": lambda ctx, op, *args, **kwargs: "sin" in str(op)}])
-@pytest.mark.parametrize("maker", MAKERS)
-def test_kept_result_that_a_later_native_region_reshapes_is_not_taken_for_changed(maker, options):
-    """In replay the reshape must not count as a change of what the holders of the result share with it."""
-
-    def block(x):
-        y = MAKERS[maker](x * 1.5)
-        keep("reshaped", returns_nothing(lambda h: h.t_()), y)
-        return y @ x.cos()
-
-    def program(wrap):
-        x = leaf(3, 3)
-        y = wrap(block)(x)
-        first = torch.autograd.grad(y.sum(), x, retain_graph=True)
-        return (y, *first, *torch.autograd.grad(y.sum(), x))
-
-    assert_same_program(program, **options)
-
-
 VIEWS = {
     "view": (lambda h: h.view(-1), lambda h: h.t_()),
     "select": (lambda h: h[:, 4], lambda h: h.t_()),
@@ -329,10 +171,6 @@ def test_view_of_a_saved_tensor_that_is_reshaped_in_place_under_a_policy(name):
         assert_same_program(program, policy=lambda ctx, op, *args, **kwargs: True)
 
 
-def under_a_policy(function):
-    return remat.checkpoint(policy=lambda ctx, op, *args, **kwargs: False)(function)
-
-
 def test_read_of_a_tensor_from_outside_that_a_region_with_a_policy_reshapes_is_refused():
     def program(wrap):
         x, table = leaf(3, 4), torch.arange(12.0).view(4, 3)
@@ -345,61 +183,3 @@ def test_read_of_a_tensor_from_outside_that_a_region_with_a_policy_reshapes_is_r
 
     with pytest.raises(remat.MutationError, match="variable 'table'"):
         program(remat.checkpoint(policy=lambda ctx, op, *args, **kwargs: False))
-
-
-@pytest.mark.parametrize("call_of", ["native region", "call"])
-@pytest.mark.parametrize("dims", [0, (), (1, 3)])
-@pytest.mark.filterwarnings("ignore:.*in place the shape:torch_remat.RematWarning")
-def test_reshape_in_place_of_what_replay_makes_again(dims, call_of):
-    """Also where it changes nothing, so that the tensor has the shape that it was left with from the start."""
-
-    def function(h):
-        return h.squeeze_(dims)
-
-    def program(wrap):
-        saved = (
-            partial(partial, remat.native_save_region, "kept")
-            if call_of == "native region"
-            else lambda f: remat.op(f, "kept")
-        )
-        x = leaf(3, 1, 4, 1)
-        h = wrap(lambda x: (saved(function)(x * 1.0) * 0.7).exp() + x.sum())(x)
-        return h, torch.autograd.grad(h.sum(), x)
-
-    assert_same_program(program)
-
-
-def test_reshape_in_place_that_changes_nothing_is_run_again():
-    def block(x):
-        y = x.sin()
-        view = y.t()
-        view.as_strided_((3, 3), (1, 3))
-        return (x * view).cos()
-
-    def program(wrap):
-        x = leaf(3, 3)
-        y = wrap(block)(x)
-        y.sum().backward()
-        return y, x.grad
-
-    assert_same_program(program, policy=lambda ctx, op, *args, **kwargs: False)
-
-
-@pytest.mark.parametrize("inside", [True, False])
-def test_tensor_that_a_region_with_a_policy_has_overwritten_must_keep_its_shape(inside):
-    """The copy from before the change would be seen in another shape than the op saw it in."""
-    table = torch.arange(9.0).view(3, 3)
-
-    @under_a_policy
-    def block(x):
-        y = x + table
-        table.mul_(2)
-        if inside:
-            table.t_()
-        return y.sin()
-
-    y = block(leaf(3, 3))
-    if not inside:
-        table.t_()
-    with pytest.raises(remat.MutationError, match=r"add: .* reads a tensor created outside the region"):
-        y.sum().backward()

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import collections
 import functools
-import warnings
-from typing import NamedTuple
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -18,13 +15,12 @@ from tests.helpers import (
     Calls,
     assert_equal_gradients,
     assert_same,
-    assert_same_program,
     checkpointed,
     leaf,
     pairwise,
     tensors_in,
 )
-from tests.native_programs import RECOMPUTE, SAVE, ComputeOps, keep, region, replayed_ops, wrapped_natively
+from tests.native_programs import RECOMPUTE, SAVE, ComputeOps, keep, region, replayed_ops
 
 SIDE = 4
 
@@ -264,40 +260,6 @@ def test_nothing_inside_is_computed_again(name):
     assert replayed == {"mul": 1, "sin": outputs, "exp": outputs}
 
 
-@pytest.mark.parametrize("name", BODIES)
-def test_kept_graph_gives_the_same_gradients_again(name):
-    function = framed(BODIES[name])
-    inputs = leaf(SIDE, SIDE), leaf(SIDE, SIDE)
-    torch.manual_seed(3)
-    expected = torch.autograd.grad([y.sum() for y in function(*inputs)], inputs, allow_unused=True)
-    torch.manual_seed(3)
-    outputs = [y.sum() for y in region()(function)(*inputs)]
-    for keep_graph in (True, True, False):
-        actual = torch.autograd.grad(outputs, inputs, allow_unused=True, retain_graph=keep_graph)
-        assert [g is None for g in actual] == [g is None for g in expected]
-        assert_same([g for g in expected if g is not None], [g for g in actual if g is not None])
-
-
-@pytest.mark.parametrize("reads", ["tolist", "numpy", "iteration", "python len and str"])
-def test_values_read_into_python_inside_give_the_same_gradients(reads):
-    def body(h, w):
-        a = h @ w
-        if reads == "tolist":
-            scale = sum(a.detach().sum(-1).tolist())
-        elif reads == "numpy":
-            scale = float(a.detach().numpy().max())
-        elif reads == "iteration":
-            scale = sum(row.sum().item() for row in a.detach())
-        else:
-            scale = len(a) + (f"{a.shape}" == "never")
-        return (a * scale).exp()
-
-    function = framed(body)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", remat.RematWarning)  # no dispatch mode sees `tolist` and `numpy`
-        assert_equal_gradients(function, region()(function), (leaf(SIDE, SIDE), leaf(SIDE, SIDE)))
-
-
 @pytest.mark.parametrize("before", [lambda x: x, torch.exp])
 @pytest.mark.parametrize("is_leaf", [True, False])
 def test_indices_that_ops_without_a_gradient_read_before_the_last_save_are_kept(before, is_leaf):
@@ -336,31 +298,6 @@ def test_region_all_of_whose_saved_tensors_are_born_inside_is_not_replayed():
     assert_same(torch.autograd.grad(x.exp().tanh().sum(), x)[0], x.grad)
 
 
-def test_saved_chain_of_native_regions_runs_nothing_again():
-    def function(x, w):
-        h = x
-        for index in range(4):
-            h = keep(f"layer{index}", lambda h: (h @ w).sin(), h)
-        return h
-
-    inputs = leaf(SIDE, SIDE), leaf(SIDE, SIDE)
-    assert_equal_gradients(function, region()(function), inputs)
-    assert replayed_ops(function, region(), inputs) == {}
-
-
-def test_only_the_ops_outside_run_again_between_native_regions():
-    def function(x, w):
-        a = keep("a", torch.mm, x, w)
-        b = a.sin()
-        c = keep("c", lambda: (b @ w).exp())
-        d = c.cos() + 1
-        return keep("e", torch.mm, d, w).tanh()
-
-    inputs = leaf(SIDE, SIDE), leaf(SIDE, SIDE)
-    assert_equal_gradients(function, region()(function), inputs)
-    assert replayed_ops(function, region(), inputs) == {"sin": 1, "cos": 1, "add": 1, "tanh": 1}
-
-
 # The forms of the call
 
 
@@ -377,25 +314,6 @@ def test_outside_of_a_region_it_is_a_plain_call():
         assert_same(torch.sin(given), keep("a", torch.sin, given))
 
 
-@pytest.mark.parametrize("call", [keep, lambda name, f, /, *a, **k: remat.native_save_region(name, f, *a, **k)])
-def test_arguments_and_keywords_reach_the_function(call):
-    def function(x):
-        one = call("closure", lambda: x.sin())
-        two = call("args", torch.addmm, x, one, x, beta=2, alpha=0.5)
-        given = {"policy": {"t": two}, "name": 3, "args": [x]}
-        return call("kwargs", lambda policy, name, args: policy["t"] * name + args[0], **given).exp()
-
-    assert_equal_gradients(function, region()(function), [leaf(3, 3)])
-    assert replayed_ops(function, region(), [leaf(3, 3)]) == {"exp": 1}
-
-
-def test_keywords_named_like_its_own_parameters_reach_the_function():
-    def function(x):
-        return keep("a", lambda *, op_name, function: (op_name * function).sin(), op_name=x, function=x.exp()).cos()
-
-    assert_equal_gradients(function, region()(function), [leaf(3)])
-
-
 def test_save_is_the_policy_of_native_region_unless_told():
     def function(x, policy):
         options = {} if policy is None else {"policy": policy}
@@ -410,44 +328,6 @@ def test_save_is_the_policy_of_native_region_unless_told():
         bound = functools.partial(function, policy=policy)
         assert_equal_gradients(bound, region()(bound), [x])
         assert replayed_ops(bound, region(), [x]) == expected, policy
-
-
-def test_recomputed_native_region_may_read_what_saved_ops_made():
-    def function(x, w):
-        a = keep("a", torch.mm, x, w)
-        b = remat.op(lambda t, *, more: (t[0] * more["w"]).sin(), "b", policy=RECOMPUTE)((a.t(),), more={"w": w})
-        return keep("c", lambda: b.exp() @ w)
-
-    inputs = leaf(3, 3), leaf(3, 3)
-    assert_equal_gradients(function, region()(function), inputs)
-    replayed = replayed_ops(function, region(), inputs)
-    assert replayed.items() <= {"mul": 1, "sin": 1}.items()  # sin's result is needed by exp, which keeps its own result
-    assert replayed["mul"] == 1
-
-
-def test_result_of_the_call_is_the_functions_result_in_forward():
-    class Pair(NamedTuple):
-        left: torch.Tensor
-        right: object
-
-    seen = []
-
-    def body(h):
-        seen.append(Pair(h.sin(), {"k": [None, 3, "text", True, 2.5], "t": h.cos(), "size": h.shape}))
-        return seen[-1]
-
-    def function(x):
-        pair = keep("a", body, x)
-        if not remat.is_recomputing():
-            assert pair.left is seen[-1].left
-        assert type(pair) is Pair
-        assert pair.right["k"] == [None, 3, "text", True, 2.5]
-        assert pair.right["size"] == x.shape
-        assert list(pair.right) == ["k", "t", "size"]
-        return (pair.left * pair.right["t"]).exp() * pair.right["k"][1]
-
-    x = leaf(3)
-    assert_equal_gradients(function, region()(function), [x])
 
 
 @pytest.mark.parametrize(
@@ -484,17 +364,6 @@ def test_output_tree_of_every_kind_is_given_back_in_replay(tree):
     assert len(set(kinds)) == 1
     outputs = len(flat(tree(*inputs)))
     assert replayed_ops(function, region(), inputs) == {"mul": outputs, "exp": outputs}
-
-
-def test_nothing_returned_is_fine():
-    def function(x):
-        assert keep("a", lambda: None) is None
-        assert keep("b", lambda: (x.sin(), None)[1]) is None
-        assert keep("c", lambda: 3) == 3
-        return x.exp().sin()
-
-    assert_equal_gradients(function, region()(function), [leaf(3)])
-    assert replayed_ops(function, region(), [leaf(3)]) == {"exp": 1}
 
 
 def test_python_value_made_from_a_tensor_is_the_same_in_replay():
@@ -559,125 +428,6 @@ def test_an_outer_mode_sees_each_op_inside_once_in_forward():
     assert actual.counts == expected.counts
 
 
-class Attend(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(8)
-        self.attention = nn.MultiheadAttention(8, 2, dropout=0.2, batch_first=True)
-        self.out = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.3), nn.Linear(16, 8))
-
-    def forward(self, x):
-        h = self.norm(x)
-        return x + self.out(self.attention(h, h, h, need_weights=False)[0])
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        Attend,
-        lambda: nn.GRU(8, 8, 2, batch_first=True),
-        lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.1, batch_first=True),
-    ],
-)
-def test_modules_run_as_native_regions(kind):
-    def program(wrap):
-        module = kind()
-        x = leaf(2, 3, 8)
-
-        def block(x):
-            h = keep("module", module, x.sin())
-            h = h[0] if isinstance(h, tuple) else h
-            return F.dropout(h.exp(), 0.2)
-
-        y = wrap(block)(x)
-        y.sum().backward()
-        return y, x.grad, [p.grad for p in module.parameters()], torch.rand(2)
-
-    assert_same_program(program, replays=1)
-
-
-def test_module_inside_runs_none_of_its_ops_again():
-    module = Attend()
-    x = leaf(2, 3, 8)
-    function = lambda x: keep("module", module, x * 2).exp()  # noqa: E731
-    assert replayed_ops(function, region(), [x], list(module.parameters())) == {"mul": 1, "exp": 1}
-
-
-def test_autocast_around_the_region_with_one_weight_in_several_native_regions():
-    """The cast of the weight is cached by autocast: forward and replay differ in which op finds it in the cache."""
-
-    def program(wrap):
-        w, x = leaf(4, 4), leaf(4, 4)
-
-        def block(x):
-            a = keep("a", torch.mm, x, w)
-            b = a.sin() @ w
-            c = keep("c", torch.mm, b, w)
-            return keep("d", lambda: (c.float() @ w).exp())
-
-        with torch.autocast("cpu", torch.bfloat16):
-            y = wrap(block)(x)
-            z = wrap(block)(y.float())
-        (y.float().sum() + z.float().sum()).backward()
-        return y, z, x.grad, w.grad
-
-    assert_same_program(program)
-
-
-@pytest.mark.parametrize("inside", ["first", "second", "both"])
-def test_autocast_inside_the_region_around_native_regions(inside):
-    def program(wrap):
-        w, x = leaf(4, 4), leaf(4, 4)
-
-        def block(x):
-            with torch.autocast("cpu", torch.bfloat16):
-                a = keep("a", torch.mm, x, w) if inside != "second" else x @ w
-                b = keep("b", lambda: a.cos() @ w) if inside != "first" else a.cos() @ w
-            return b.float().exp()
-
-        y = wrap(block)(x)
-        y.sum().backward()
-        return y, x.grad, w.grad
-
-    assert_same_program(program)
-
-
-def test_native_region_under_no_grad_and_inference_mode_callers():
-    x, w = leaf(3, 3), leaf(3, 3)
-    function = framed(in_place)
-    expected = [y.detach() for y in function(x, w)]
-    for context in (torch.no_grad, torch.inference_mode):
-        with context():
-            actual = region()(function)(x, w)
-        assert not actual[0].requires_grad
-        assert_same(expected, actual)
-
-
-def test_part_without_gradients_before_a_part_with_them():
-    def function(x, w):
-        with torch.no_grad():
-            a = keep("a", torch.mm, x, w)
-        b = keep("b", lambda: (a * x).sin())
-        return b.exp()
-
-    inputs = leaf(3, 3), leaf(3, 3)
-    assert_equal_gradients(function, region()(function), inputs)
-    assert replayed_ops(function, region(), inputs) == {"exp": 1}
-
-
-def test_three_regions_in_a_row_use_the_same_names():
-    def function(x, w):
-        return keep("a", lambda: (x @ w).sin()).exp()
-
-    def three(wrap, x, w):
-        for _ in range(3):
-            x = wrap(function)(x, w).tanh()
-        return x
-
-    inputs = leaf(3, 3), leaf(3, 3)
-    assert_equal_gradients(functools.partial(three, lambda f: f), functools.partial(three, region()), inputs)
-
-
 def test_results_are_placeholders_while_a_native_region_is_replayed():
     seen = []
 
@@ -706,23 +456,3 @@ def test_result_that_is_changed_inside_is_no_result_of_its_first_op_in_replay():
         return keep("a", inside, x, w).exp()
 
     assert_equal_gradients(function, region()(function), (leaf(3, 3), leaf(3, 3)))
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        torch.fft.ifft,
-        lambda t: torch.fft.fft(t).conj(),
-        lambda t: torch.view_as_real(torch.fft.fft(t)),
-    ],
-)
-def test_views_of_results_that_lie_where_these_do_are_told_apart(function):
-    """A lazy conjugate has the shape and strides of what it is one of."""
-
-    def program(wrap):
-        x = leaf(3, 4)
-        native = wrapped_natively(wrap)
-        y = wrap(lambda x: (native("n", function, x * 1.5) * 2).sin())(x)
-        return y, torch.autograd.grad(y.abs().sum(), x)
-
-    assert_same_program(program)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import threading
 import warnings
 import weakref
 from collections import namedtuple
@@ -20,12 +19,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import torch_remat as remat
 from tests.helpers import (
-    CountOps,
     LiveStorages,
     alive,
     assert_same,
@@ -36,7 +33,7 @@ from tests.helpers import (
     pairwise,
     watch,
 )
-from tests.native_programs import SAVE, keep, retained_bytes
+from tests.native_programs import SAVE, keep
 
 OFFLOAD, RECOMPUTE = remat.CheckpointPolicy.OFFLOAD, remat.CheckpointPolicy.RECOMPUTE
 Pair = namedtuple("Pair", "first second")
@@ -811,25 +808,6 @@ def test_nothing_outlives_the_graph_of_an_opaque_call():
     assert [name for name in names if lives(name, "opaque", backward=False)] == []
 
 
-def test_keeps_what_a_native_region_keeps():
-    w = nn.Parameter(torch.randn(4, 4))
-
-    def block(x, make):
-        h = x.sin()
-        return make("k", lambda: (h @ w).sin() * h).exp()
-
-    made = {how: retained_bytes(remat.checkpoint()(lambda x, how=how: block(x, Noted(how))), (leaf(4, 4),)) for how in
-            ("save", "opaque", "native")}  # fmt: skip
-    assert made["save"] == made["opaque"] == made["native"]
-
-
-def test_replay_runs_no_op_of_the_call():
-    y = remat.checkpoint()(lambda x: remat.op(lambda h: h.tanh() * h.erf(), "k")(x.sin()).sin())(leaf(4))
-    with CountOps() as ops:
-        y.sum().backward()
-    assert not {"tanh", "erf"} & set(ops.counts)
-
-
 def test_as_a_decorator_it_keeps_the_method_and_is_plain_outside():
     class Block(nn.Module):
         calls = 0
@@ -852,24 +830,6 @@ def test_as_a_decorator_it_keeps_the_method_and_is_plain_outside():
         remat.checkpoint()(lambda t: block.mix(block.mix(t)))(x)
 
 
-def test_a_decorated_method_with_a_batch_norm_does_not_warn():
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bn = nn.BatchNorm1d(4)
-
-        @remat.op(name="norm")
-        def norm(self, x: Tensor) -> Tensor:
-            return self.bn(x)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.norm(x.sin()).exp()
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        remat.checkpoint()(Block())(leaf(4, 4)).sum().backward()
-
-
 def test_numbers_and_strings_are_left_once():
     left = []
 
@@ -882,35 +842,6 @@ def test_numbers_and_strings_are_left_once():
     x = leaf(4)
     remat.checkpoint()(block)(x).sum().backward()
     assert left == [3, 1]
-
-
-@pytest.mark.parametrize("how", ["save", "opaque", "native"])
-def test_a_subclass(how):
-    def run(make, wrap):
-        x = TwoTensor(torch.ones(4, 4), torch.full((4, 4), 2.0)).requires_grad_()
-        y = wrap(lambda t: make("k", lambda h: (h @ h).sin(), t.exp()).sin())(x)
-        (g,) = torch.autograd.grad(y.sum(), x)
-        return [g.a, g.b]
-
-    assert_same(run(Noted("plain"), lambda f: f), run(Noted(how), remat.checkpoint()))
-
-
-def test_in_threads():
-    x, wrong = leaf(4, 4), []
-    (expected,) = torch.autograd.grad((lambda h: h.exp() * h)(x.sin()).sin().sum(), x)
-
-    def work():
-        for _ in range(20):
-            y = remat.checkpoint()(lambda t: remat.op(lambda h: h.exp() * h, "k")(t.sin()).sin())(x)
-            if not torch.equal(torch.autograd.grad(y.sum(), x)[0], expected):
-                wrong.append(1)
-
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
 
 
 def test_a_result_dies_with_its_last_use():
@@ -926,19 +857,6 @@ def test_a_result_dies_with_its_last_use():
         y = remat.checkpoint()(block)(leaf(64))
         y.backward()
         assert alive(marks) == 0
-
-
-def test_an_object_that_a_call_closes_over_dies():
-    class Thing:
-        pass
-
-    thing = Thing()
-    thing.tensor, reference = torch.ones(4), weakref.ref(thing)
-    with collector_off():
-        y = remat.checkpoint()(lambda x, t=thing: remat.op(lambda h: h * t.tensor, "k")(x.sin()).sin())(leaf(4))
-        y.sum().backward()
-        del thing, y
-        assert reference() is None
 
 
 @pytest.mark.parametrize(
@@ -1000,18 +918,6 @@ def test_an_argument_dies_in_forward_with_its_last_use(form, opaque):
 
     remat.checkpoint()(block)(leaf(1024, 1024)).backward()
     assert dead[0]
-
-
-def test_a_constant_that_a_call_returns_is_in_the_report():
-    y = remat.checkpoint(region_name="r")(lambda x: (x * remat.op(_constant, "constant")()).sin())(leaf(8, 8))
-    assert "constant.out" in str(remat.memory_report(y.sum()))
-
-
-_CONSTANTS = [torch.ones(8, 8)]
-
-
-def _constant() -> Tensor:
-    return _CONSTANTS[0]
 
 
 @pytest.mark.parametrize("opaque", [False, True])
@@ -1152,18 +1058,6 @@ def test_an_alias_of_an_argument(alias, options, how):
     assert torch.equal(got, torch.autograd.grad(block(lambda function, _: function, x).sum(), x)[0])
 
 
-def test_a_write_past_autograd_beside_the_one_result():
-    def block(make, x):
-        h = x.sin()
-        return (make("k", lambda t: (t.detach().mul_(2), t + 1)[1], h) * h).sin()
-
-    x = leaf(4)
-    y = remat.checkpoint()(lambda t: block(Noted("save"), t))(x)
-    with pytest.warns(remat.RematWarning, match="k: replay recomputes this call, since it modified a tensor"):
-        (got,) = torch.autograd.grad(y.sum(), x)
-    assert torch.equal(got, torch.autograd.grad(block(Noted("plain"), x).sum(), x)[0])
-
-
 @pytest.mark.parametrize("opaque", [False, True])
 @pytest.mark.parametrize("change", ["function", "shape"])
 def test_another_python_function_or_shape_is_a_mismatch_that_names_the_call(change, opaque):
@@ -1195,19 +1089,6 @@ def test_what_replay_is_told_to_need_is_kept(options):
     assert torch.equal(got, torch.autograd.grad(block(x).exp().sum(), x)[0])
 
 
-def test_random_state_is_kept_for_calls_that_draw():
-    def block(x):
-        for index in range(4):
-            x = F.dropout(x, 0.5)
-            x = remat.op(lambda t: t.exp().sin(), f"k{index}")(x)
-        return F.dropout(x, 0.5)
-
-    with no_other_regions():
-        y = remat.checkpoint(region_name="r")(block)(leaf(4))
-        states = [row for row in remat.memory_report(y).regions[0].all_tensors() if row.kind == "random state"]
-    assert len(states) == 2  # the region's, and that of the first call, of which nobody knows
-
-
 def test_replay_does_not_start_over_without_end():
     def block(x):
         y = remat.native_save_region("k", lambda t: t.sin().t(), x)
@@ -1233,37 +1114,6 @@ def test_results_that_share_memory_with_an_argument_and_are_no_views_of_it(in_pl
     (plain,) = torch.autograd.grad(block(x, lambda f: f).sum(), x)
     y = remat.checkpoint()(block)(x, lambda f: remat.op(f, "split", opaque=opaque))
     assert torch.equal(torch.autograd.grad(y.sum(), x)[0], plain)
-
-
-@pytest.mark.filterwarnings("ignore::torch_remat.RematWarning")
-def test_sparse_tensor_saved_in_a_call_beside_an_op_with_a_handle_is_equal():
-    def program(wrap):
-        torch.manual_seed(0)
-        x = torch.randn(4, 4, requires_grad=True)
-
-        def function(x):
-            x.sin(), remat.op(Kept.apply, "kept")(x)
-            return remat.op(lambda: x.to_sparse() * x.to_sparse(), "sparse")().to_dense()
-
-        y = wrap(function)(x)
-        y.sum().backward()
-        return y, x.grad
-
-    class Kept(torch.autograd.Function):
-        @staticmethod
-        @remat.auto_forward("y")
-        def forward(ctx, x):
-            y = x.exp()
-            ctx.save_for_backward(y)
-            return y
-
-        @staticmethod
-        def backward(ctx, grad):
-            (y,) = ctx.saved_tensors
-            return grad * y
-
-    for one, other in zip(program(remat.checkpoint()), program(lambda function: function), strict=True):
-        assert torch.equal(one, other)
 
 
 def filled(h: Tensor) -> Tensor:
@@ -1392,15 +1242,6 @@ def test_view_of_complex_numbers_is_one_in_replay(view, options, made):
         (first,) = torch.autograd.grad(y, z, create_graph=True)
         results.append((y, first, torch.autograd.grad(first.abs().square().sum(), z)))
     assert_same(*results)
-
-
-@pytest.mark.parametrize("shape", [(0,), (2, 0), ()])
-@pytest.mark.parametrize("view", [torch.real, torch.imag, torch.conj, torch.view_as_real])
-def test_view_of_no_complex_numbers_or_of_one(view, shape):
-    z = torch.ones(shape, dtype=torch.complex64, requires_grad=True)
-    for policy in (None, lambda *args, **kwargs: RECOMPUTE):
-        block = remat.checkpoint(policy=policy)(lambda z: remat.op(view, "k")(z * 1.0).exp().abs().sum())
-        assert_same(torch.autograd.grad(view(z * 1.0).exp().abs().sum(), z), torch.autograd.grad(block(z), z))
 
 
 def test_call_of_another_checkpointed_function_is_noticed():

@@ -75,16 +75,6 @@ def test_region_inputs_go_through_the_hooks_outside_and_nothing_from_inside_does
     assert_same(expected, [leaf_input.grad])
 
 
-def test_input_that_needs_no_gradient_goes_through_the_hooks_outside():
-    packed = []
-    w = leaf(3)
-    x = torch.randn(3)
-    with saved_tensors_hooks(lambda t: packed.append(t.detach().clone()) or t, lambda t: t):
-        y = checkpointed(lambda x: (x * w).sin())(x)
-    assert any(torch.equal(tensor, x) for tensor in packed)
-    y.sum().backward()
-
-
 def test_hooks_around_backward_only_do_not_reach_into_replay():
     def refuse(tensor):
         raise AssertionError("packed in backward")
@@ -119,31 +109,6 @@ def test_hooks_entered_inside_the_region_are_equal(kind):
 
     assert_same_program(program)
     assert bool(packed) == (kind == "own")
-
-
-def test_region_that_only_saves_under_hooks_of_its_own_is_equal():
-    def program(wrap):
-        def block(x):
-            with save_on_cpu():
-                return chain(x)
-
-        x = leaf(3)
-        wrap(block)(x).sum().backward()
-        return x.grad
-
-    assert_same_program(program)
-
-
-def test_hooks_outside_two_nested_regions_see_the_outermost_inputs_only():
-    packed = []
-    x = leaf(3)
-    h = x * 1
-    with saved_tensors_hooks(lambda t: packed.append(t.detach().clone()) or t, lambda t: t):
-        y = checkpointed(lambda x: checkpointed(chain)(x.exp()).cos())(h)
-    assert len(packed) >= 1
-    assert all(torch.equal(tensor, h) for tensor in packed)
-    y.sum().backward()
-    assert_same(x.grad, torch.autograd.grad(chain(x.exp()).cos().sum(), x)[0])
 
 
 SLICES = {

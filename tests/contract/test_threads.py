@@ -11,7 +11,6 @@ from torch import nn
 
 import torch_remat as remat
 from tests.helpers import Calls, Mlp, assert_same, chain, checkpointed, leaf
-from torch_remat._compat import sequence_number
 
 TIMEOUT_SECONDS = 30
 
@@ -90,35 +89,6 @@ def test_backward_in_another_thread_than_forward_is_equal():
     assert_same(x.grad, torch.autograd.grad(chain(x).sum(), x)[0])
 
 
-def test_region_made_and_backpropagated_in_one_thread_while_another_is_in_replay():
-    in_replay, other_done = threading.Event(), threading.Event()
-    seen = []
-
-    def slow(x):
-        if remat.is_recomputing():
-            in_replay.set()
-            assert other_done.wait(TIMEOUT_SECONDS)
-        return x.sin().exp()
-
-    def first():
-        x = torch.linspace(0, 1, 5).requires_grad_()
-        checkpointed(slow)(x).sum().backward()
-        return x.grad
-
-    def second():
-        assert in_replay.wait(TIMEOUT_SECONDS)
-        seen.append(remat.is_recomputing())
-        x = torch.linspace(0, 1, 5).requires_grad_()
-        checkpointed(lambda x: x.sin().exp())(x).sum().backward()
-        seen.append(remat.is_recomputing())
-        other_done.set()
-        return x.grad
-
-    one, two = run_in_threads(first, second)
-    assert_same(one, two)
-    assert seen == [False, False]
-
-
 class Overlap:
     """Runs a function slowly and remembers how many calls of it ran at one time."""
 
@@ -155,21 +125,6 @@ def test_two_threads_that_reach_one_region_replay_it_once():
         assert function.total == 2
         assert_same(leaves[0], torch.autograd.grad(x.sin().exp().sum(), x)[0])
         assert_same(leaves[1], torch.autograd.grad(x.cos().tanh().sum(), x)[0])
-
-
-def test_two_threads_that_keep_the_graph_of_one_region_never_replay_it_at_once():
-    function = Overlap(lambda x: chain(x).tanh())
-    x = leaf(6)
-    y = checkpointed(function)(x)
-
-    def backward():
-        return [torch.autograd.grad(y.sum(), x, retain_graph=True)[0] for _ in range(3)]
-
-    results = run_in_threads(backward, backward, backward)
-    assert function.most == 1
-    expected = torch.autograd.grad(chain(x).tanh().sum(), x)[0]
-    for gradients in results:
-        assert_same([expected] * 3, gradients)
 
 
 def test_two_threads_that_reach_nested_regions_in_different_order_do_not_deadlock():
@@ -241,40 +196,6 @@ def test_an_exception_in_one_threads_replay_does_not_disturb_another():
     assert_same(grad, x.grad)
 
 
-def test_backwards_at_once_over_one_kept_graph_are_equal():
-    class Slow(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            time.sleep(0.004)
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, grad):
-            (x,) = ctx.saved_tensors
-            time.sleep(0.003)
-            return grad * 2 + x * 0
-
-    def slowly(x):
-        for _ in range(4):
-            x = Slow.apply(x.sin())
-        return x
-
-    x = leaf(4)
-    expected = torch.autograd.grad(slowly(x).sum(), x)
-    y = checkpointed(slowly)(x)
-
-    def backward_after(seconds):
-        def backward():
-            time.sleep(seconds)  # so that one reads what another's replay has just filled
-            return torch.autograd.grad(y.sum(), x, retain_graph=True)
-
-        return backward
-
-    for actual in run_in_threads(*(backward_after(0.006 * index) for index in range(4))):
-        assert_same(expected, actual)
-
-
 def outside(kind):
     """Return a leaf and a function that makes, from it, what a region's function finds in a variable."""
     s = torch.linspace(1, 2, 16).view(4, 4).requires_grad_()
@@ -314,36 +235,3 @@ def test_variable_from_outside_that_is_another_tensor_in_replay_is_an_error_in_a
         backward()
     assert caught == ["r"]
     assert before is not t
-
-
-@pytest.mark.parametrize("threaded", [False, True])
-@pytest.mark.parametrize("kind", ["result", "view of a result", "leaf", "view of a leaf"])
-def test_variable_from_outside_that_stays_is_equal_in_any_thread(kind, threaded):
-    _, make = outside(kind)
-    x, t = leaf(4, 4), make(2.0)
-    y = checkpointed(lambda v: (v.sin() * t).cos())(x)
-    run_in_threads(lambda: y.sum().backward()) if threaded else y.sum().backward()
-    assert_same(x.grad, torch.autograd.grad((x.sin() * t).cos().sum(), x)[0])
-
-
-@pytest.mark.parametrize("view", [False, True])
-def test_argument_that_another_thread_has_made_is_an_argument(view):
-    """Its node has a number of that thread, which may be larger than those of the region."""
-    x, made, ahead = leaf(4, 4), [], sequence_number() + 1000
-
-    def make():
-        h = x
-        while sequence_number() < ahead:
-            h = h.view(4, 4)
-        made.append((h * 2).sin())
-
-    thread = threading.Thread(target=make)
-    thread.start()
-    thread.join()
-    given = made[0].t() if view else made[0]
-    out = checkpointed(lambda h: (h.sin() @ h.cos()).exp())(given)
-    (gradient,) = torch.autograd.grad(out.sum(), x)
-    h = (x * 2).sin()
-    h = h.t() if view else h
-    (expected,) = torch.autograd.grad((h.sin() @ h.cos()).exp().sum(), x)
-    assert_same([expected], [gradient])

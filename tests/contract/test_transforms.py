@@ -105,46 +105,6 @@ def test_leaf_of_a_wrapper_subclass_that_replay_makes_with_other_values_is_an_er
         remat.checkpoint()(penalty)(x).sum().backward()
 
 
-def test_region_inside_the_backward_of_a_custom_function_is_equal():
-    def program(wrap):
-        class Outer(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, x):
-                ctx.save_for_backward(x)
-                return chain(x)
-
-            @staticmethod
-            def backward(ctx, grad):
-                (x,) = ctx.saved_tensors
-                with torch.enable_grad():
-                    inner = x.detach().requires_grad_()
-                    return torch.autograd.grad(wrap(chain)(inner), inner, grad)[0]
-
-        x = leaf(4)
-        wrap(lambda x: Outer.apply(x.cos()).tanh())(x).sum().backward()
-        return x.grad
-
-    assert_same_program(program)
-
-
-def test_backward_from_a_tensor_that_left_the_region_by_the_side_is_equal():
-    def program(wrap):
-        left = []
-
-        def block(x):
-            h = x.sin().exp()
-            left.append(h.cos())
-            return h.tanh()
-
-        x = leaf(4)
-        y = wrap(block)(x)
-        first = torch.autograd.grad(left[0].sum(), x, retain_graph=True)
-        y.sum().backward()
-        return first, x.grad
-
-    assert_same_program(program)
-
-
 def test_plain_region_runs_under_no_dispatch_mode_in_either_phase():
     stacks = []
 
@@ -164,19 +124,6 @@ def test_saved_parameter_is_read_without_a_replay():
     assert function.total == 1
     y.sum().backward()
     assert w.grad is not None
-
-
-def test_gradients_are_equal_when_the_same_region_is_part_of_two_losses_in_two_graphs():
-    def program(wrap):
-        x, w = leaf(4), leaf(4)
-        region = wrap(lambda x: (x * w).sin().exp())
-        shared = region(x)
-        one, two = region(shared), region(shared.detach())
-        two.sum().backward()
-        one.sum().backward()
-        return x.grad, w.grad
-
-    assert_same_program(program, replays=3)
 
 
 def test_is_recomputing_is_false_in_hooks_that_run_in_backward():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import threading
 
 import pytest
 import torch
@@ -86,14 +85,6 @@ def test_region_is_traced_into_one_graph_as_a_checkpoint_that_the_compiler_knows
     assert sum("tag_activation_checkpoint" in target for target in backend.targets()) == 2
 
 
-def test_aot_eager_has_equal_gradients():
-    expected = train_step(*build(plain))
-    model, x = build(checkpointed)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    for _ in range(2):
-        assert_same(expected, train_step(compiled, x))
-
-
 def test_inductor_has_equal_gradients():
     expected = train_step(*build(plain))
     model, x = build(checkpointed)
@@ -136,49 +127,6 @@ def test_dropout_in_a_compiled_region_has_the_same_mask_in_both_phases():
     assert torch.equal(x.grad != 0, kept)
 
 
-def test_options_that_the_compiler_needs_not_know_are_accepted():
-    options = {"region_name": "block", "determinism_check": "bitwise", "early_stop": False, "debug": True}
-    x = leaf(4)
-    region = remat.checkpoint(**options)(lambda x, *, scale: (x * scale).sin().exp())
-    compiled = torch.compile(lambda x: region(x, scale=2.0), backend="aot_eager")
-    compiled(x).sum().backward()
-    assert_same(x.grad, torch.autograd.grad((x * 2.0).sin().exp().sum(), x)[0])
-
-
-def test_keywords_containers_and_several_outputs_are_traced():
-    def block(items, *, scale, debug=None):
-        h = (items[0] * scale["s"]).sin()
-        return {"h": h, "pair": (h.exp(), items[0].cos())}
-
-    def program(wrap):
-        def run(x, s):
-            out = wrap(block)([x], scale={"s": s}, debug=3)
-            return (out["h"] * out["pair"][0] + out["pair"][1]).sum()
-
-        return run
-
-    x, s = leaf(4), leaf(4)
-    torch.compile(program(checkpointed), backend="aot_eager", fullgraph=True)(x, s).backward()
-    assert_same([x.grad, s.grad], torch.autograd.grad(program(plain)(x, s), [x, s]))
-
-
-def test_nested_regions_are_traced():
-    def program(wrap):
-        inner = wrap(lambda x: x.sin().exp())
-        return wrap(lambda x: inner(x.cos()).tanh())
-
-    x = leaf(4)
-    torch.compile(program(checkpointed), backend="aot_eager")(x).sum().backward()
-    assert_same(x.grad, torch.autograd.grad(program(plain)(x).sum(), x)[0])
-
-
-def test_compiled_model_without_gradients_gives_equal_outputs():
-    model, x = build(checkpointed)
-    compiled = torch.compile(model.eval(), backend="aot_eager")
-    with torch.no_grad():
-        assert_same(compiled(x), build(plain)[0].eval()(x))
-
-
 @pytest.mark.parametrize("retain_graph", [False, True])
 def test_region_around_compiled_code_is_equal(retain_graph):
     mlp = Mlp(4)
@@ -207,17 +155,6 @@ def test_graph_break_inside_a_region_is_equal():
     compiled = torch.compile(lambda x: checkpointed(block)(x).tanh(), backend="aot_eager")
     compiled(x).sum().backward()
     assert_same(x.grad, torch.autograd.grad(block(x).tanh().sum(), x)[0])
-
-
-def test_decorated_function_compiles():
-    @functools.partial(torch.compile, backend="aot_eager")
-    @remat.checkpoint(region_name="decorated")
-    def block(x):
-        return x.sin().exp()
-
-    x = leaf(4)
-    block(x).sum().backward()
-    assert_same(x.grad, torch.autograd.grad(x.sin().exp().sum(), x)[0])
 
 
 @pytest.mark.parametrize("kind", ["list", "function"])
@@ -331,17 +268,6 @@ def test_region_with_a_policy_compiles_to_one_graph(kind, backend):
         torch.testing.assert_close(
             one, other, rtol=0 if backend == "aot_eager" else None, atol=0 if backend == "aot_eager" else None
         )
-
-
-def test_policy_function_of_the_compiled_function_itself_compiles_to_one_graph():
-    def region(x):
-        def policy(ctx, op, *args, **kwargs):
-            return op in MATMULS
-
-        return remat.checkpoint(policy=policy)(model)(x)
-
-    model, x = mlp(), leaf(4, 8)
-    assert_same(one_graph(region, x), torch.autograd.grad(model(x).sum(), [x]))
 
 
 class Scale(torch.autograd.Function):
@@ -632,30 +558,6 @@ def test_what_is_saved_keeps_no_more_than_torchs_must_save_of_the_same_ops(form)
     assert not {"sigmoid", "tanh"} & {str(op).split(".")[1] for op in ours[1]}
 
 
-def test_what_a_compiled_region_recomputes_keeps_nothing():
-    x, w = leaf(8, 8), leaf(8, 8)
-
-    def kept(part):
-        return kept_and_rerun(lambda x, w: remat.checkpoint()(lambda x: part(x.sin(), w).exp().cos())(x), x, w)[0]
-
-    nothing = kept(lambda x, w: (x @ w).sigmoid())
-    assert kept(lambda x, w: remat.op(saving("nothing"), "op", policy=RECOMPUTE)(x, w)) == nothing
-    assert kept(lambda x, w: remat.op(saving("nothing"), "op", policy=RECOMPUTE)(x, w)) == nothing
-    assert kept(lambda x, w: remat.recompute_needs_tensor(x) or (x @ w).sigmoid()) == nothing
-
-
-def test_modules_by_pattern_keep_what_the_same_regions_keep():
-    by_pattern, by_call, x = mlp(), mlp(), leaf(4, 8)
-    model = nn.Sequential(by_pattern, nn.Tanh())
-    remat.checkpoint_modules(model, "0", policy=READY)
-    ours = kept_and_rerun(lambda x: model(x), x)
-    assert ours == kept_and_rerun(lambda x: remat.checkpoint(policy=READY)(by_call)(x).tanh(), x)
-    for one, other in zip(
-        one_graph(model, x, backend="inductor"), torch.autograd.grad(model(x).sum(), [x]), strict=True
-    ):
-        torch.testing.assert_close(one, other)
-
-
 def contexts_for_matmuls():
     return create_selective_checkpoint_contexts(MATMULS)
 
@@ -728,25 +630,6 @@ def test_what_runs_as_it_is_written_under_a_tool_still_compiles_afterwards(tool,
     checkpointed(compiled(first.blocks[0]))(x).sum().backward()
 
 
-def test_threads_that_leave_such_a_tool_in_another_order_leave_the_compiler_as_it_was():
-    entered, left = threading.Event(), threading.Event()
-
-    def other():
-        with remat.dtr.budget("1 MiB"):
-            entered.set()
-            left.wait(30)
-
-    thread = threading.Thread(target=other)
-    with remat.dtr.budget("1 MiB"):
-        thread.start()
-        entered.wait(30)
-    left.set()
-    thread.join()
-    counter = CompileCounterWithBackend("eager")
-    torch.compile(torch.sin, backend=counter)(leaf(3))
-    assert counter.frame_count == 1
-
-
 @pytest.mark.parametrize("report", [remat.print_current_memory_report, remat.format_current_memory_report])
 def test_report_on_the_current_region_in_compiled_code_is_an_error_that_says_so(report):
     def block(x):
@@ -756,12 +639,6 @@ def test_report_on_the_current_region_in_compiled_code_is_an_error_that_says_so(
 
     with pytest.raises(remat.UsageError, match=r"outside of any region.*\n.*torch\.compile"):
         torch.compile(lambda x: remat.checkpoint()(block)(x), backend="aot_eager")(leaf(4))
-
-
-def test_native_region_outside_of_regions_leaves_the_choice_to_the_compiler():
-    x, w = leaf(8, 8), leaf(8, 8)
-    plain = kept_and_rerun(lambda x, w: ((x.sin() @ w).sigmoid() @ w).cos(), x, w)
-    assert kept_and_rerun(lambda x, w: (saving("native")(x.sin(), w) @ w).cos(), x, w) == plain
 
 
 @pytest.mark.parametrize("fullgraph", [False, True])
@@ -852,18 +729,6 @@ def test_saved_call_of_compiled_code_runs_once(keep):
     x = leaf(4, 8)
     remat.checkpoint()(lambda x: keep(compiled, x).sin())(x).sum().backward()
     assert len(runs) == 1
-
-
-def test_compiled_code_inside_a_watched_native_region_gives_right_gradients():
-    model, x = mlp(), leaf(4, 8)
-    compiled = torch.compile(model, backend="inductor")
-    compiled(x)
-
-    def region(x):
-        return remat.native_save_region("f", lambda x: compiled(x.sin()).exp(), x).cos()
-
-    actual = torch.autograd.grad(remat.checkpoint(debug=True)(region)(x).sum(), [x])
-    assert_same(actual, torch.autograd.grad(model(x.sin()).exp().cos().sum(), [x]))
 
 
 @pytest.mark.skipif(not CompiledCode.is_noticed, reason="before torch 2.13 it runs as it is written")

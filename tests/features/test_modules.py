@@ -16,7 +16,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import torch_remat as remat
-from tests.helpers import Attention, CountOps, Mlp, assert_same, collector_off, no_other_regions, parameter_gradients
+from tests.helpers import Attention, Mlp, assert_same, collector_off, no_other_regions, parameter_gradients
 from torch_remat import _modules
 from torch_remat._modules import CheckpointedModules
 from torch_remat.errors import PolicyError, UsageError
@@ -212,14 +212,6 @@ def test_a_layer_by_itself_can_be_copied(model):
     layer(INPUT).sum().backward()
 
 
-@pytest.mark.parametrize("copied", [copy.copy, nn.Module._replicate_for_data_parallel])
-def test_a_shallow_copy_has_the_forward_of_the_original(model, copied):
-    """A limit that docs/limits.md tells."""
-    layer = model.layers[0]
-    remat.checkpoint_modules(model, "layers.*")
-    assert copied(layer).forward.module is layer
-
-
 def test_a_forward_without_its_module_says_so(model):
     remat.checkpoint_modules(model, "layers.*")
     forward = copy.deepcopy(model.layers[0].forward)
@@ -236,18 +228,6 @@ def test_a_model_is_freed_without_the_collector():
         del model
         assert [reference() for reference in references] == [None] * len(references)
         handle.remove()
-
-
-def test_a_graph_keeps_the_modules_that_it_runs_again(model):
-    expected = train_step(model)
-    remat.checkpoint_modules(model, "layers.*")
-    torch.manual_seed(1)
-    parameters = list(model.parameters())
-    model.zero_grad(set_to_none=True)
-    loss = model(INPUT).square().mean()
-    del model
-    loss.backward()
-    assert_same(expected[1:], [parameter.grad for parameter in parameters])
 
 
 def test_remove_makes_the_model_what_it_was(model):
@@ -313,25 +293,6 @@ def test_a_module_under_two_names_is_one_region():
     assert names_of_regions(model) == ["1.0", "1.0"]
     handle.remove()
     assert "1 region in" in str(remat.checkpoint_modules(model, ["0"]))
-
-
-def test_a_module_that_lies_in_another_match_by_its_second_name_belongs_to_that():
-    shared = Mlp()
-    handle = remat.checkpoint_modules(nn.Sequential(shared, nn.Sequential(shared)), "*")
-    assert str(handle) == "1 region in Sequential\n'*': no options\n    1"
-
-
-def test_replay_runs_what_the_policy_leaves(model):
-    def products():
-        loss = model(INPUT).sum()
-        with CountOps() as ops:
-            loss.backward()
-        return ops.counts["addmm"]
-
-    with remat.checkpoint_modules(model, "layers.*"):
-        assert products() == 3 * 2  # of three in a layer the last is needed by nothing
-    with remat.checkpoint_modules(model, "layers.*", policy=remat.policies.save_matmuls):
-        assert products() == 0
 
 
 ERRORS = {
@@ -456,22 +417,6 @@ def test_compiled_before_or_after_is_one_graph_with_regions(model, how):
     assert_same(expected, train_step(compiled))
     assert backend.frame_count == 1
     assert checkpoints_in(backend) == (1 if "layers" in how else 3)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning:torch")
-@pytest.mark.usefixtures("_compiler")
-def test_code_that_is_compiled_already_is_compiled_again_when_regions_come_and_go(model):
-    model.eval()
-    expected = train_step(model)
-    backend = CompileCounterWithBackend("eager")
-    model.compile(backend=backend, fullgraph=True)
-    assert_same(expected, train_step(model))
-    assert checkpoints_in(backend) == 0
-    with remat.checkpoint_modules(model, "layers.*"):
-        assert_same(expected, train_step(model))
-        assert checkpoints_in(backend) == 3
-    assert_same(expected, train_step(model))
-    assert checkpoints_in(backend) == 3
 
 
 def test_example_of_the_docstring_runs():

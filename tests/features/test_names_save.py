@@ -20,10 +20,8 @@ from tests.helpers import (
     assert_same_program,
     leaf,
     pairwise,
-    parameter_gradients,
-    plain,
 )
-from tests.native_programs import Marks, aten, keep, kept, region, replayed_ops, sac, uncollected
+from tests.native_programs import Marks, aten, kept, region, replayed_ops, uncollected
 
 
 class Attention(nn.Module):
@@ -160,15 +158,6 @@ def test_module_that_is_called_twice_gets_other_names():
     assert all(name.startswith("linear.") for name in names)
 
 
-def test_method_and_closure_as_the_regions_function():
-    """Whatever the function is, names are there and differ."""
-    block, x = Block(), leaf(3, 8)
-    for function in (block.forward, lambda x: block(x), lambda x: block.mlp(block.attention(x))):
-        seen = names_of(function, x)
-        assert len({name for name, _ in seen}) == len(seen)
-        assert all("mlp" in name.lower() for name, op in seen if op is aten.addmm.default)
-
-
 def test_hooks_and_an_exception_in_a_module_do_not_change_later_names():
     class Fails(nn.Module):
         def forward(self, x):
@@ -237,13 +226,6 @@ def test_full_name_saves_exactly_one_result(index):
     assert replayed_ops(chain, region(policy), inputs)["mm"] == 2
 
 
-def test_save_names_of_matmuls_is_the_list_of_matmuls():
-    inputs = leaf(4, 4), leaf(4, 4)
-    by_name = replayed_ops(chain, region(remat.save_names("mm_*")), inputs)
-    assert by_name == replayed_ops(chain, region([aten.mm.default]), inputs) == {"sin": 2}
-    assert by_name == replayed_ops(chain, sac([aten.mm.default]), inputs)
-
-
 def test_one_output_of_several():
     def function(x):
         values, index = x.sort(-1)
@@ -258,34 +240,6 @@ def test_one_output_of_several():
     after = kept(region(remat.save_names("sort_*"))(marked), [x], marks)
     assert after.names == {"values", "index"}
     assert replayed_ops(function, region(remat.save_names("sort_*")), [x]) == {}
-
-
-def test_policy_may_be_used_for_many_regions():
-    policy, x, w = remat.save_names("mm_*"), leaf(4, 4), leaf(4, 4)
-    for _ in range(3):
-        assert replayed_ops(chain, region(policy), (x, w)) == {"sin": 2}
-    y = region(policy)(lambda x: chain(region(policy)(lambda x: chain(x, w))(x), w))(x)
-    assert_same(torch.autograd.grad(chain(chain(x, w), w).sum(), [x, w]), torch.autograd.grad(y.sum(), [x, w]))
-
-
-def test_stack_of_blocks_trains_as_plain_autograd():
-    def program(wrap):
-        torch.manual_seed(5)
-        stack = Stack()
-        optimizer = torch.optim.Adam(stack.parameters(), 1e-2)
-        losses = []
-        for _ in range(3):
-            loss = wrap(stack)(torch.randn(3, 8)).square().mean()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.detach())
-        return losses, list(stack.parameters()), parameter_gradients(stack)
-
-    for patterns in (["layers.0.attention.*"], ["*.mlp.*", "layers.1.attention.mm_*"], ["layers.[01].norm.*"]):
-        torch.manual_seed(2)
-        expected = program(plain)
-        torch.manual_seed(2)
-        assert_same(expected, program(region(remat.save_names(*patterns))))
 
 
 # Patterns that match nothing
@@ -362,20 +316,6 @@ def test_name_by_hand_without_a_policy_costs_nothing():
     assert kept(region()(named), inputs).bytes == 0
 
 
-def test_names_by_hand_match_patterns_and_stand_beside_automatic_ones():
-    def function(x, w):
-        a = remat.checkpoint_name((x @ w).exp(), "scores.a")
-        b = remat.checkpoint_name((a @ w).exp(), "scores.b")
-        return (a * b).sin()
-
-    inputs = leaf(4, 4), leaf(4, 4)
-    for pattern in ("scores.*", "scores.?", "*.[ab]"):
-        policy = remat.save_names(pattern)
-        assert_equal_gradients(function, region(policy)(function), inputs)
-        assert replayed_ops(function, region(policy), inputs) == {"mul": 1}
-    assert replayed_ops(function, region(remat.save_names("scores.b", "mm_*")), inputs) == {"exp": 1, "mul": 1}
-
-
 def test_name_by_hand_that_nothing_has_is_an_error():
     with pytest.raises(remat.RematError) as caught:
         region(remat.save_names("hiden"))(named)(leaf(4, 4), leaf(4, 4))
@@ -398,14 +338,6 @@ def test_name_by_hand_of_an_input_keeps_nothing_more():
     policy = remat.save_names("input")
     assert_equal_gradients(function, region(policy)(function), inputs)
     assert kept(region(policy)(function), inputs).bytes == 0
-
-
-def test_name_by_hand_inside_a_native_region_is_harmless():
-    def function(x, w):
-        return keep("a", lambda: remat.checkpoint_name((x @ w).exp(), "hidden").sin()).exp()
-
-    inputs = leaf(4, 4), leaf(4, 4)
-    assert_equal_gradients(function, region()(function), inputs)
 
 
 @pytest.mark.parametrize("view", ["conj", "t", "view_as_real", "rows"])
@@ -437,11 +369,6 @@ def _written_through_a_view(x, w):
     return _named(h).sin()
 
 
-class _Named(nn.Module):
-    def forward(self, x):
-        return _named(x)
-
-
 IN_PLACE = {
     "relu": lambda x, w: _named(F.relu(x @ w, inplace=True)).sin(),
     "product": lambda x, w: _named(F.relu(x @ w, inplace=True)) @ w,
@@ -471,31 +398,6 @@ def test_name_by_hand_after_an_op_in_place_that_saves_its_own_result(name, retai
     if name in ("relu", "product", "sigmoid", "elu"):
         assert "mm" not in replayed_ops(function, region(remat.save_names("act")), inputs)
         assert kept(region(remat.save_names("act"))(function), inputs).bytes == inputs[0].nbytes
-
-
-def test_name_by_hand_after_an_activation_in_place_in_a_module():
-    def program(wrap):
-        module = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), _Named(), nn.Linear(4, 4))
-        x = leaf(3, 4)
-        y = wrap(module)(x)
-        y.sum().backward()
-        return y, x.grad, parameter_gradients(module)
-
-    assert_same_program(program, policy=remat.save_names("act"))
-    assert_same_program(program, policy=remat.save_names("act") | remat.policies.save_matmuls)
-
-
-def test_transposed_view_with_a_name_is_kept_as_the_whole_result():
-    w = leaf(4, 4)
-
-    def block(x):
-        h = remat.checkpoint_name((x @ w).sin().t(), "h")
-        return (h * 2).cos() * h.exp()
-
-    x = leaf(4, 4)
-    expected = torch.autograd.grad(block(x).sum(), [x, w])
-    found = torch.autograd.grad(remat.checkpoint(policy=remat.save_names("h"))(block)(x).sum(), [x, w])
-    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
 
 
 def _by_helper(ctx):

@@ -175,16 +175,6 @@ def test_writes_to_what_outlives_the_region_are_not_repeated():
     assert seen.tolist() == [1] * 4
 
 
-def test_every_other_matmul_is_counted_with_what_is_left_out():
-    def function(x):
-        for _ in range(4):
-            x = (x @ x).sin()
-        return x
-
-    policy = policies.save_every_other_matmul & ~remat.save_names("mm_0_0")
-    assert kept(policy, function) == ["mm_2_0"]
-
-
 # Nonsense
 
 

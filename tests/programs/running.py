@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from tests.features.offload.offloaders import Counting
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional as F

@@ -103,35 +103,6 @@ def test_scope_ends_where_an_exception_leaves_it():
     assert name_of_error(function) == "op"
 
 
-def test_one_scope_may_be_entered_again_for_other_names():
-    def function(x):
-        for name in ("one", "two"):
-            with remat.name_scope("a"):
-                x = call("handle", Both, Trace(), name, SAVE, x)
-        with remat.name_scope("a"):
-            return twice("two")(x)
-
-    assert name_of_error(function) == "a/two"
-
-
-@pytest.mark.parametrize("style", STYLES)
-def test_scope_counts_for_every_form(style):
-    def function(x):
-        h = call(style, Inner, Trace(), "op", SAVE, x)
-        return call(style, Inner, Trace(), "op", SAVE, h)
-
-    assert name_of_error(scoped("block", inside=function)) == "block/op"
-
-
-def test_name_written_with_its_prefix_is_the_same_name():
-    def function(x):
-        x = call("handle", Inner, Trace(), "a/op", SAVE, x)
-        with remat.name_scope("a"):
-            return call("handle", Inner, Trace(), "op", SAVE, x)
-
-    assert name_of_error(function) == "a/op"
-
-
 def test_changed_resident_is_named_with_its_scope():
     x = leaf(3)
     y = checkpointed(scoped("block.0", inside=lambda x: call("auto", Result, Trace(), "op", SAVE, x)))(x)
@@ -186,13 +157,6 @@ def test_scopes_around_inner_regions_are_equal():
         return y, results, x.grad
 
     assert_same_program(program)
-
-
-def test_scope_outside_regions_changes_nothing():
-    x = leaf(3)
-    with remat.name_scope("a"), remat.name_scope("b"):
-        y = twice()(x)
-    assert_same(torch.autograd.grad(twice()(x).sum(), x), torch.autograd.grad(y.sum(), x))
 
 
 def test_scope_left_open_by_an_early_stop_does_not_leak():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import random
 import sys
 import warnings
 from contextlib import nullcontext
@@ -33,7 +32,6 @@ from tests.helpers import (
     plain,
     watch,
 )
-from tests.test_random_programs import outcome
 from torch_remat import _compat
 from torch_remat._kept import kept_by
 from torch_remat.budgets.reserve import Reserve
@@ -57,29 +55,6 @@ def kept_without_limit(program):
 
 
 # Gradients
-
-
-@pytest.mark.parametrize("seed", range(150))
-def test_random_program_is_equal_in_a_random_budget(seed):
-    expected = outcome(seed, plain, in_place=0)
-    with remat.budget(random.Random(seed).choice([1, 100, 300, 1000, 3000, 10**6]), reserve=0) as budget:
-        assert_same(expected, outcome(seed, checkpointed, in_place=0))
-    assert budget.kept_bytes == 0
-
-
-@pytest.mark.parametrize("seed", range(150))
-def test_random_program_with_in_place_ops_is_equal_or_refused_in_a_random_budget(seed):
-    given = []
-    expected = outcome(seed, plain, in_place=3, given=given)
-    with remat.budget(random.Random(seed).choice([1, 100, 300, 1000, 3000, 10**6]), reserve=0):
-        actual = outcome(seed, checkpointed, in_place=3)
-    if isinstance(expected, RuntimeError):
-        assert isinstance(actual, remat.MutationError)
-    elif isinstance(actual, RuntimeError):
-        assert isinstance(actual, remat.MutationError)
-        assert any(tensor._version != version for tensor, version in given), str(actual)
-    else:
-        assert_same(expected, actual)
 
 
 def stack_step(wrap, x, seed=1):
@@ -126,17 +101,6 @@ def test_outside_of_the_block_everything_is_recomputed_again():
     del inside
     assert budget.kept_bytes == 0
     assert outside is not None
-
-
-@pytest.mark.parametrize("limit", [1, 400, 10**6])
-def test_kept_graph_gives_equal_gradients_twice(limit):
-    x = leaf(4, 8)
-    block = Mlp()
-    expected = torch.autograd.grad(block(x).square().sum(), [x, *block.parameters()])
-    with remat.budget(limit, reserve=0):
-        loss = checkpointed(block)(x).square().sum()
-        for kept in (True, True, False):
-            assert_same(expected, torch.autograd.grad(loss, [x, *block.parameters()], retain_graph=kept))
 
 
 @pytest.mark.parametrize("limit", [1, 400, 10**6])
@@ -226,57 +190,6 @@ def test_sparse_tensors_are_counted_with_all_their_parts(layout, limit):
             assert_same(expected, torch.autograd.grad(y.sum(), w))
             del y
             assert budget.kept_bytes == 0
-
-
-@pytest.mark.parametrize("limit", [1, 500, 2000, 10**6])
-def test_accumulated_gradients_of_graphs_that_live_together_are_equal(limit):
-    blocks, xs = [Mlp() for _ in range(3)], [torch.randn(4, 8) for _ in range(3)]
-
-    def program(wrap):
-        for block in blocks:
-            block.zero_grad()
-        losses = []
-        for x in xs:
-            for block in blocks:
-                x = wrap(block)(x)
-            losses.append(x.square().sum())
-        for loss in losses:
-            loss.backward()
-        return [gradient for block in blocks for gradient in parameter_gradients(block)]
-
-    expected = program(plain)
-    with remat.budget(limit, reserve=0) as budget:
-        assert_same(expected, program(checkpointed))
-    assert budget.kept_bytes == 0
-
-
-def test_partial_backward_is_equal():
-    x = leaf(4, 8)
-
-    def block(x):
-        return x.sin().exp(), (x.cos() * x).tanh()
-
-    expected = torch.autograd.grad(block(x)[0].sum(), x), torch.autograd.grad(block(x)[1].sum(), x)
-    for limit in (1, 200, 10**6):
-        with remat.budget(limit, reserve=0) as budget:
-            one, other = checkpointed(block)(x)
-            first = torch.autograd.grad(one.sum(), x, retain_graph=True)
-            second = torch.autograd.grad(other.sum(), x)
-            assert_same(expected, (first, second))
-            del one, other
-            assert budget.kept_bytes == 0
-
-
-def test_generation_without_gradients_in_between_changes_nothing():
-    block, x = Mlp(), leaf(4, 8)
-    expected = torch.autograd.grad(block(x).sum(), x)
-    with remat.budget(400, reserve=0) as budget:
-        y = checkpointed(block)(x)
-        with torch.no_grad():
-            kept = budget.kept_bytes
-            checkpointed(block)(x)
-            assert budget.kept_bytes == kept
-        assert_same(expected, torch.autograd.grad(y.sum(), x))
 
 
 @pytest.mark.parametrize("limit", [1, 300, 10**6])
@@ -495,16 +408,6 @@ def test_native_region_named_recompute_is_never_kept():
 # Bytes
 
 
-def test_each_storage_is_counted_once():
-    x = leaf(16, 16)
-    with remat.budget("1 MiB", reserve=0) as budget:
-        h = checkpointed(lambda x: x * x.t() * x[1:].sum())(x)  # saves x twice, a view of it, and a product
-        kept = budget.kept_bytes
-        y = checkpointed(lambda h: h.exp())(h)  # its input is what the caller holds; its result is saved
-        assert budget.kept_bytes == kept + h.nbytes + y.nbytes
-    assert kept <= 4 * x.nbytes
-
-
 def test_parameters_and_buffers_are_not_counted():
     class Masked(nn.Module):
         def __init__(self):
@@ -535,35 +438,6 @@ def bytes_there(budget):
     return sum(sizes.values())
 
 
-def test_storages_that_take_the_place_of_others_are_counted_by_their_own_bytes():
-    def block(x):
-        sums = []
-        for length in (2048, 64, 1000, 300):
-            x[: length // 2].exp().exp()  # gone at once: the next results lie where these lay
-            sums.append(x[:length].exp().exp().sum())
-        return sum(sums)
-
-    with remat.budget("1 GiB", reserve=0) as budget:
-        for step in range(10):
-            y = checkpointed(block)(leaf(2048 + step))  # steps that are alike have no holders to look at
-            assert budget.kept_bytes == bytes_there(budget)
-            y.backward()
-            del y
-            assert budget.kept_bytes == 0
-
-
-def test_what_dies_with_forward_is_not_counted():
-    def block(x):
-        _, turned = remat.op(lambda: (x.exp(), x.t()), "pair")()
-        return turned * torch.zeros(8, 8)
-
-    with remat.budget("1 GiB", reserve=0) as budget:
-        y = checkpointed(block)(leaf(8, 8))
-        assert budget.kept_bytes == bytes_there(budget)
-        del y
-        assert budget.kept_bytes == 0
-
-
 @pytest.mark.parametrize("limit", [1, 2000, 5000, 10**9])
 def test_count_equals_the_profilers(limit):
     blocks = [Mlp(16) for _ in range(4)]
@@ -579,36 +453,6 @@ def test_count_equals_the_profilers(limit):
             h.sum().backward()
             del h
         assert budget.kept_bytes == 0
-
-
-def test_tensor_that_the_user_holds_is_not_given_up_in_vain():
-    held = []
-
-    def block(x):
-        held.append(h := x.sin())
-        return h * x.cos()
-
-    x = leaf(64, 64)
-    with remat.budget(2 * x.nbytes, reserve=0) as budget:
-        y = checkpointed(block)(x)
-        y = checkpointed(lambda y: y.exp())(y)
-    assert budget.steps[-1].rows[0].evicted_bytes == x.nbytes  # the cosine, but not the sine
-    del y
-    held.clear()  # which its region's function owns
-
-
-def test_values_given_up_are_freed_at_once():
-    seen = []
-
-    def block(x):
-        h = x.sin()
-        seen.extend(watch(h))
-        return h.exp() * 2
-
-    with collector_off(), remat.budget(1, reserve=0):
-        y = checkpointed(block)(leaf(64, 64))
-        assert all(reference.expired() for reference in seen)
-        y.sum().backward()
 
 
 @pytest.mark.parametrize("limit", [1, 3000, 10**9])
@@ -662,68 +506,7 @@ def test_inner_budget_counts_towards_the_outer():
     assert outer.kept_bytes == inner.kept_bytes == 0
 
 
-def test_outer_budget_gives_up_what_the_inner_would_keep():
-    x = leaf(16, 16)
-    with remat.budget(2 * x.nbytes, reserve=0) as outer, remat.budget("1 MiB", reserve=0) as inner:
-        y = checkpointed(lambda x: x.exp().sin().exp() * 2)(x)
-        assert outer.kept_bytes <= 2 * x.nbytes
-        assert inner.kept_bytes <= 2 * x.nbytes
-        expected = torch.autograd.grad((x.exp().sin().exp() * 2).sum(), x)
-        assert_same(expected, torch.autograd.grad(y.sum(), x))
-
-
 # Steps
-
-
-def soak(steps, seed):
-    """Run steps in random budgets, with exceptions and dropped graphs; return the budgets that they ran in."""
-    rng = random.Random(seed)
-    torch.manual_seed(seed)
-    blocks = [Mlp(width=8) for _ in range(4)]
-    budgets = [remat.budget(rng.randint(1, 40_000), reserve=0) for _ in range(5)]
-    parameters = [parameter for block in blocks for parameter in block.parameters()]
-
-    def fail(x):
-        raise ValueError
-
-    for step in range(steps):
-        x = torch.randn(rng.randint(1, 32), 8)
-        kind = rng.choice(["whole", "whole", "dropped", "raises", "kept", "partial"])
-        h = x
-        with rng.choice(budgets):
-            try:
-                for place, block in enumerate(blocks):
-                    h = checkpointed(fail if kind == "raises" and place == 2 else block)(h)
-            except ValueError:
-                pass
-        if kind in ("whole", "kept", "partial"):
-            parts = parameters if kind != "partial" else parameters[-2:]
-            expected = x
-            for block in blocks:
-                expected = block(expected)
-            expected = torch.autograd.grad(expected.sum(), parts)
-            if kind == "kept":
-                assert_same(expected, torch.autograd.grad(h.sum(), parts, retain_graph=True))
-            assert_same(expected, torch.autograd.grad(h.sum(), parts))
-        del h
-        assert [budget.kept_bytes for budget in budgets] == [0] * len(budgets), step
-    return budgets
-
-
-def test_budgets_that_change_from_step_to_step_count_truly():
-    budgets = soak(60, seed=0)
-    assert all(budget.ledger.counts == {} for budget in budgets)
-
-
-@pytest.mark.slow
-def test_a_thousand_steps_leave_nothing_behind():
-    soak(50, seed=1)
-    with collector_off():
-        before = torch.randn(1), len(gc.get_objects())
-        budgets = soak(1000, seed=1)
-        assert all(budget.ledger.counts == {} for budget in budgets)
-        del budgets
-        assert len(gc.get_objects()) - before[1] < 2000
 
 
 class Blocks(nn.Module):
@@ -935,13 +718,6 @@ def test_without_a_driver_a_build_for_cuda_counts_what_is_on_the_cpu():
     remat.budgets.frontier(lambda: remat.checkpoint()(block)(x).sum().backward(), budgets=2, steps=1)
 
 
-@pytest.mark.usefixtures("built_for_cuda")
-def test_without_a_driver_a_share_is_one_of_the_memory_of_the_machine():
-    assert 2**20 < remat.budget(device_share=0.5).budget_bytes < remat.budget(device_share=1).budget_bytes
-    with remat.dtr.budget(0.5) as runtime:
-        assert runtime.budget_bytes > 2**20
-
-
 # Reports
 
 
@@ -997,11 +773,6 @@ def test_the_picture_tells_which_region_was_evicted_when_and_why_without_text_ov
     boxes = [text.get_window_extent() for text in texts if text.get_visible() and text.get_text()]
     for place, box in enumerate(boxes):
         assert not any(box.overlaps(other) for other in boxes[:place])
-
-
-def test_a_budget_without_a_step_has_a_picture_too():
-    pytest.importorskip("matplotlib")
-    remat.budget("3 KiB").plot()
 
 
 # Plans
@@ -1102,16 +873,6 @@ def test_regions_and_torch_checkpoints_in_each_other_are_equal(pattern, limit):
         test_nesting.test_regions_and_torch_checkpoints_in_each_other_have_equal_gradients(pattern)
 
 
-def test_reports_of_memory_know_of_the_budget():
-    with no_other_regions(), remat.budget("1 MiB", reserve=0):
-        y = checkpointed(torch.exp)(leaf(16, 16))
-        assert "by regions: 2.0 KiB of a budget of 1.0 MiB, 0 B evicted in this step" in str(remat.memory_report())
-        with remat.trace() as trace:
-            checkpointed(torch.exp, region_name="traced")(leaf(16, 16)).sum().backward()
-        assert "2.0 KiB" in str(trace)
-        del y
-
-
 def test_trace_shows_what_a_budget_gave_up_and_how_it_stood(tmp_path):
     def step(h):
         for place in range(3):
@@ -1162,14 +923,6 @@ def test_trace_shows_what_a_budget_offloaded(tmp_path):
     assert "offloaded" in str(trace)
     assert trace.budgets[0].kept_bytes <= 2 * x.nbytes
     y.sum().backward()
-
-
-def test_trace_without_a_budget_says_nothing_of_one():
-    with no_other_regions(), remat.trace() as trace:
-        checkpointed(torch.exp)(leaf(16, 16)).sum().backward()
-    assert trace.budgets == trace.given_up == ()
-    assert "given up" not in str(trace)
-    assert "budget" not in str(trace)
 
 
 # Regions without holders, where all fits
@@ -1269,61 +1022,6 @@ def test_what_a_region_asks_for_besides_is_not_passed_over(what):
         y.sum().backward()
         del y
     assert counts[4] == 1
-
-
-def test_regions_that_stay_whole_run_without_holders_beside_those_that_are_evicted():
-    model, x = model_of_blocks(count=6), torch.randn(64, 16)
-    model(x).sum().backward()
-    expected = parameter_gradients(model)
-    model.zero_grad()
-    with remat.budget(2**40, reserve=0) as free:
-        model(x).sum().backward()
-    (step,) = free.steps
-    budget = remat.budget(int(step.most_bytes * 0.6), reserve=0)
-    for _ in range(12):
-        model.zero_grad()
-        count, loss = regions_in(budget, lambda: model(x).sum())
-        largest_result = 64 * 16 * 4 * 4
-        assert budget.kept_bytes <= budget.limit + largest_result
-        loss.backward()
-        assert_same(expected, parameter_gradients(model))
-        del loss
-    assert 0 < count < 6
-    assert budget.steps[-1].evictions or any(row.is_empty_from_start for row in budget.steps[-1].rows)
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_limit_holds_whatever_lengths_come_after_steps_without_holders(seed):
-    generator = random.Random(seed)
-    model = model_of_blocks(count=5)
-    most = {}
-    for length in (8, 16, 64):
-        with remat.budget(2**40, reserve=0) as free:
-            model(torch.randn(length, 16)).sum().backward()
-        most[length] = free.steps[0].most_bytes
-    fixed = 5 * 64 * 16 * 4
-    budget = remat.budget(max(int(most[64] * generator.uniform(0.3, 0.9)), fixed), reserve=0)
-    for _ in range(25):
-        length = generator.choice([8, 8, 8, 16, 64])
-        _, loss = regions_in(budget, lambda length=length: model(torch.randn(length, 16)).sum())
-        assert budget.kept_bytes <= max(budget.limit, fixed) + 64 * 16 * 4 * 4
-        loss.backward()
-        del loss
-
-
-def test_regions_without_holders_leave_room_for_the_inputs_of_all():
-    """Else what comes after them could not be evicted down to the limit."""
-    model, x = model_of_blocks(count=4), torch.randn(64, 16)
-    with remat.budget(2**40, reserve=0) as free:
-        model(x).sum().backward()
-    (step,) = free.steps
-    budget = remat.budget(step.most_bytes + step.sum_of("fixed_bytes") // 2, reserve=0)
-    for _ in range(5):
-        count, loss = regions_in(budget, lambda: model(x).sum())
-        loss.backward()
-        del loss
-    assert 0 < count < 4
-    assert not budget.steps[-1].evictions
 
 
 def test_region_with_another_switch_is_not_like_the_one_before():

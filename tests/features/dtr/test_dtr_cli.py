@@ -143,28 +143,6 @@ def test_progress_without_tqdm(log_file, monkeypatch, capsys):
     assert "dtr_eq" in capsys.readouterr().out
 
 
-def test_progress_counts_all_steps(log_file, monkeypatch):
-    bars = []
-
-    class Bar:
-        def __init__(self, total, **_):
-            self.total, self.n, self.most = total, 0, 0
-            bars.append(self)
-
-        def update(self, count):
-            assert count >= 0
-            self.n += count
-
-        def close(self):
-            assert self.n == self.total
-
-    module = type(sys)("tqdm")
-    module.tqdm = Bar
-    monkeypatch.setitem(sys.modules, "tqdm", module)
-    assert main(["simulate", log_file, "--budgets", "0.9", "0.2", "--heuristics", "lru", "size"]) == 0
-    assert bars[0].total == 4 * len(recurrent(12).log().steps)
-
-
 def test_chart_has_a_line_for_each_heuristic_and_bound():
     pytest.importorskip("matplotlib")
     log, shares = chain(40).log(), [0.9, 0.5, 0.2]
@@ -214,36 +192,6 @@ def test_optimal_chain_is_what_a_search_of_all_schedules_finds(length):
                 optimal_chain(length, budget)
         else:
             assert optimal_chain(length, budget) == wanted
-
-
-def test_optimal_chain_is_the_best_of_all_places():
-    def plain(length, room, first, memo):
-        key = (length, room, first)
-        if key not in memo:
-            if length == 1:
-                memo[key] = first if room >= 1 else math.inf
-            elif room < 2:
-                memo[key] = math.inf
-            else:
-                memo[key] = min(
-                    place + plain(place, room - first, 0, memo) + plain(length - place, room - 1, first, memo)
-                    for place in range(1, length)
-                )
-        return memo[key]
-
-    memo: dict = {}
-    for length in range(3, 33):
-        for budget in range(3, length + 1):
-            assert optimal_chain(length, budget) == plain(length, budget, 1, memo) - length
-
-
-def test_no_heuristic_beats_the_bound():
-    for length, budget in ((20, 20), (20, 10), (20, 6), (50, 8), (100, 20)):
-        log = chain(length).log()
-        for heuristic in ("dtr", "dtr_eq", "lru", "msps", "e_star"):
-            run = simulate(log, budget, heuristic, max_overhead=1000)
-            assert run.rematerializations >= optimal_chain(length, budget)
-    assert simulate(chain(20).log(), 20, "dtr").rematerializations == optimal_chain(20, 20) == 0
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 5, 16, 17, 64, 100])

@@ -208,23 +208,6 @@ def test_leaves_are_plain_when_the_graph_is_gone() -> None:
     assert "not plain" not in runtime.report()
 
 
-def test_a_gradient_that_the_program_sets_is_used_by_the_optimizer() -> None:
-    def program(block: Callable[[], Any]) -> list[Any]:
-        w = torch.nn.Parameter(torch.ones(3))
-        with block():
-            gradient = torch.arange(3.0) * 2
-            w.grad = gradient
-        _assert_plain(gradient)
-        gradient.add_(1)
-        optimizer = torch.optim.SGD([w], lr=0.1, momentum=0.9)
-        optimizer.step()
-        after = w.grad.tolist()
-        optimizer.zero_grad(set_to_none=False)
-        return [w, after, gradient]
-
-    _same_as_without_a_block(program)
-
-
 def test_hooks_and_retained_gradients_work_on() -> None:
     def program(block: Callable[[], Any]) -> list[Any]:
         seen = []
@@ -257,16 +240,6 @@ def test_a_tangent_leaves_with_its_tensor() -> None:
     _same_as_without_a_block(program)
 
 
-@pytest.mark.parametrize("around", [False, True])
-def test_inference_mode(around: bool) -> None:
-    with torch.inference_mode(around), _in_budget(), torch.inference_mode(not around):
-        a = torch.arange(3.0) + 1
-        row = a[1:]
-    _assert_plain(a, row)
-    assert (a.tolist(), row.tolist()) == ([1, 2, 3], [2, 3])
-    assert a.is_inference() != around
-
-
 def test_lazy_conjugates_and_real_views() -> None:
     def program(block: Callable[[], Any]) -> list[Any]:
         with block():
@@ -278,19 +251,6 @@ def test_lazy_conjugates_and_real_views() -> None:
         _assert_plain(a, real, conjugate, imaginary, alone)
         real.mul_(2)
         return [a, real, conjugate.tolist(), imaginary.tolist(), alone.tolist(), imaginary.is_neg(), alone.is_conj()]
-
-    _same_as_without_a_block(program)
-
-
-def test_views_with_another_dtype() -> None:
-    def program(block: Callable[[], Any]) -> list[Any]:
-        with block():
-            a = torch.arange(12.0).view(3, 4) + 1
-            bits, bytes_ = a.view(torch.int32), a.view(torch.uint8)[1]
-            complex_ = torch.view_as_complex(torch.ones(3, 2) * 2)
-        _assert_plain(complex_, a, bits)
-        a.mul_(2)
-        return [a, bits, bytes_, complex_, bytes_.tolist(), a._version, bits._version, bytes_._version]
 
     _same_as_without_a_block(program)
 

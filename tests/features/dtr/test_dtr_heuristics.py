@@ -222,21 +222,6 @@ def test_index_names_the_storage_that_a_scan_names(kind, whole):
         assert index.victim(clock) is scan.victim(clock) is None
 
 
-def test_index_of_storages_that_only_age():
-    """Orders change with the clock alone: nothing is added or touched between searches."""
-    index, scan = make_pool(Weighted(), "index"), make_pool(Weighted(), "scan")
-    for last in range(0, 900, 3):  # the older, the dearer: the young ones catch up one after the other
-        block = Block("", round(1e9 / (1001 + 2 * last) ** 0.5), 1000, last=last)
-        index.add(block)
-        scan.add(block)
-    winners = set()
-    for clock in range(1001, 4000, 7):
-        winners.add(index.victim(clock))
-        assert index.victim(clock) is scan.victim(clock)
-    assert len(winners) > 20
-    assert index.scored == 300
-
-
 def duels_for_each_eviction(live, monkeypatch):
     """Storages come, age and go; a chain, so that components form and merge."""
     played = 0
@@ -272,16 +257,6 @@ def test_work_of_an_eviction_hardly_grows_with_the_live_storages(monkeypatch):
     assert looked_many < 2 * looked_few < 20
 
 
-def test_a_pool_without_pressure_scores_nothing():
-    pool = make_pool(DtrEq())
-    blocks = [Block("") for _ in range(1000)]
-    for block in blocks * 3:
-        pool.add(block)
-        pool.discard(block)
-    assert pool.scored == 0
-    assert len(pool._storages) == 64
-
-
 def test_sample_looks_at_the_square_root_and_finds_a_good_one():
     pool = make_pool(Plain(), "sample", seed=1)
     blocks = [Block("", cost) for cost in range(1, 10_001)]
@@ -297,20 +272,6 @@ def test_sample_looks_at_the_square_root_and_finds_a_good_one():
         assert victim.place == -1
     assert sum(ranks) / 50 < 300  # the best of 100 is in the best hundredth, on average
     assert len(pool._storages) == 9950
-
-
-def test_sample_of_few_is_all():
-    pool = make_pool(Plain(), "sample")
-    blocks = [Block("", cost) for cost in (5, 2, 9)]
-    for block in blocks:
-        pool.add(block)
-    assert pool.victim(1) is blocks[1]
-    pool.discard(blocks[1])
-    pool.discard(blocks[1])
-    assert pool.victim(1) is blocks[0]
-    pool.discard(blocks[0])
-    pool.discard(blocks[2])
-    assert pool.victim(1) is None
 
 
 def test_the_search_that_suits_is_taken():

@@ -135,10 +135,6 @@ def test_a_chain_in_a_budget_of_its_square_root_takes_linear_time(layers: int) -
         assert _chain_ops(layers, "dtr") <= 1.0
 
 
-def test_lru_takes_more_than_linear_time_on_a_chain() -> None:
-    assert _chain_ops(256, "lru") > 2 * _chain_ops(16, "lru")
-
-
 def test_ten_thousand_ops_come_back_without_recursion() -> None:
     with remat.dtr.budget(3_000) as runtime:
         x = torch.zeros(8)
@@ -167,38 +163,6 @@ def test_what_leaves_a_block_is_exactly_a_tensor() -> None:
         assert type(tensor) is torch.Tensor
         assert isinstance(tensor.detach().numpy(), object)
     assert loss.grad_fn is not None
-
-
-def test_forward_inside_and_backward_after_the_block() -> None:
-    weight = torch.nn.Parameter(torch.randn(4, 4))
-    x = torch.randn(2, 4)
-    with remat.dtr.budget(200):
-        hidden = torch.tanh(x @ weight)
-        loss = (hidden * hidden.exp()).sum()
-    loss.backward(retain_graph=True)
-    got, weight.grad = weight.grad, None
-    plain = torch.tanh(x @ weight)
-    (plain * plain.exp()).sum().backward()
-    assert torch.equal(got, weight.grad)
-    assert torch.equal(hidden + 1, plain + 1)
-    (inner,) = torch.autograd.grad(loss, hidden)
-    assert inner.shape == hidden.shape
-
-
-def test_sizes_and_types_are_read_without_data() -> None:
-    with remat.dtr.budget("1 MiB") as runtime:
-        x = torch.randn(6, 4).t()
-        x.sum()
-        memory = runtime._memory
-        runtime.live_bytes  # noqa: B018
-        for storage in list(memory.storages):
-            if storage.place >= 0:
-                memory.evict(storage)
-        assert (x.shape, x.stride(), x.dtype, x.device.type) == ((4, 6), (1, 4), torch.float32, "cpu")
-        x.view(torch.int32).t().reshape(-1)[:3].unsqueeze(0)
-        assert runtime.rematerializations == 0
-        assert "tensor(" in repr(x)
-        assert runtime.rematerializations > 0
 
 
 def test_a_tensor_of_a_block_in_another_thread_is_a_clear_error() -> None:
@@ -237,14 +201,6 @@ def test_a_budget_inside_a_budget_is_an_error_and_leaves_the_outer_one() -> None
 def test_a_budget_that_is_none_is_refused_at_once(limit: Any) -> None:
     with pytest.raises(remat.UsageError, match="budget"):
         remat.dtr.budget(limit)
-
-
-def test_budgets_are_read_from_text() -> None:
-    for text, size in (("600 MiB", 600 * 2**20), ("6 GiB", 6 * 2**30), ("1.5KiB", 1536), ("17 B", 17), (99, 99)):
-        with remat.dtr.budget(text) as runtime:
-            assert runtime.budget_bytes == size
-    with remat.dtr.budget(0.5) as runtime:
-        assert runtime.budget_bytes > 2**20
 
 
 def _layers() -> torch.nn.Sequential:
@@ -309,11 +265,3 @@ def test_the_report_says_what_happened() -> None:
     assert "evictions" in report
     assert "run again" in report
     assert "aten." in report
-
-
-def test_no_cost_is_spent_on_dead_tensors() -> None:
-    with remat.dtr.budget(600) as runtime:
-        for _ in range(100):
-            torch.randn(32).exp().sum()
-        assert runtime.evictions == 0
-        assert runtime.live_bytes <= 4

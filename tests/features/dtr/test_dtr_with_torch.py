@@ -150,20 +150,6 @@ def test_the_block_counts_plain_gradients_while_they_live() -> None:
         assert runtime.live_bytes == 0
 
 
-def test_a_leaf_of_the_block_leaves_with_its_gradient() -> None:
-    with remat.dtr.budget("1 MiB"):
-        x = torch.ones(3, requires_grad=True)
-        layer = torch.nn.Linear(3, 3)
-        (layer(x * x)).sum().backward()
-    assert type(x) is torch.Tensor
-    assert x.is_leaf
-    assert x.requires_grad
-    assert type(x.grad) is torch.Tensor
-    assert isinstance(layer.weight, torch.nn.Parameter)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    optimizer.step()
-
-
 def test_ops_that_must_not_run_twice_are_pinned() -> None:
     from torch.distributed import HashStore, all_reduce, destroy_process_group, init_process_group
 
@@ -185,18 +171,6 @@ def test_ops_that_must_not_run_twice_are_pinned() -> None:
     finally:
         destroy_process_group()
     assert x.tolist() == [3.0] * 8
-
-
-def test_hooks_of_a_plain_leaf_see_plain_gradients() -> None:
-    w = torch.ones(4, requires_grad=True)
-    seen: list[type] = []
-    w.register_hook(lambda g: g * 2)
-    w.register_post_accumulate_grad_hook(lambda leaf: seen.append(type(leaf.grad)))
-    with remat.dtr.budget("1 MiB"):
-        for _ in range(2):
-            (w * 3).sum().backward()
-    assert seen == [torch.Tensor] * 2
-    assert w.grad.tolist() == [12.0] * 4
 
 
 def test_what_autograd_still_holds_leaves_as_a_tensor_with_data_and_its_results_are_plain() -> None:

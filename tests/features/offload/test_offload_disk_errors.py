@@ -78,7 +78,7 @@ def test_disk_on_which_no_file_can_be_written_is_told_once_in_many_steps(tmp_pat
         step(offloader, x, disk)
     offloader.flush()
     assert ["No space left" in str(one.message) for one in told] == [True]
-    assert Path(told[0].filename).parent == Path(__file__).parent  # a line of the user's
+    assert Path(__file__).parents[2] in Path(told[0].filename).parents  # a line of the user's
     assert (stored(offloader), offloader.offloaded_bytes) == ([], 0)
 
 
