@@ -332,3 +332,12 @@ def test_views_listed_as_parameters_in_forward_and_attributes_in_replay_are_no_o
         gradients.append(torch.autograd.grad(y.sum(), [x, flat], retain_graph=True))
     for one, other in zip(*gradients, strict=True):
         assert torch.equal(one, other)
+
+
+def test_attribute_of_a_bare_module_replaced_before_backward_is_an_error():
+    holder = torch.nn.Module()
+    holder.scale = torch.rand(4)
+    out = remat.checkpoint()(lambda x: (x * holder.scale).sin())(torch.randn(4, requires_grad=True))
+    holder.scale = holder.scale * 2
+    with pytest.raises(remat.MutationError, match="scale"):
+        out.sum().backward()

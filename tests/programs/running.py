@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tests.features.offload.offloaders import Counting
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional as F
@@ -102,8 +101,8 @@ STATE: dict[str, Callable[[State, Tensor], Tensor]] = {
     "read": lambda s, a: a * s.inner.buffer,
     "update": _without_gradient(lambda s, a: s.inner.buffer.mul_(0.5).add_(a.detach().abs().mean(0)) * 1.0),
     "batch norm": lambda s, a: s.batch_norm(a),
-    "closed": lambda s, a: a * s.closed[0],
-    "update closed": _without_gradient(lambda s, a: s.closed[0].add_(a.detach().abs().mean(0)) * 1.0),
+    "closed": lambda s, a: a * s.closed,
+    "update closed": _without_gradient(lambda s, a: s.closed.add_(a.detach().abs().mean(0)) * 1.0),
     "scale": lambda s, a: (a * s.scale).sin(),
 }
 OPS_OF: dict[str, set[str] | None] = {
@@ -127,7 +126,7 @@ class State(nn.Module):
     """What a program reaches outside of its region.
 
     Attributes:
-        closed: A list with a tensor that is no buffer.
+        closed: An attribute that is no buffer.
         scale: A tensor with a history, made before the region.
         wraps: Whether there are regions; else the program runs with plain autograd.
         saved: What is entered while a saved call runs: the byte model watches it.
@@ -144,7 +143,7 @@ class State(nn.Module):
         self.inner.register_buffer("buffer", torch.rand(SIDE, SIDE) + 0.5)
         self.batch_norm = nn.BatchNorm1d(SIDE)
         self.generator = torch.Generator().manual_seed(3)
-        self.closed = [torch.rand(SIDE, SIDE) + 0.5]
+        self.closed = torch.rand(SIDE, SIDE) + 0.5
         self.scale_leaf = torch.rand(SIDE, SIDE).requires_grad_()
         self.scale = self.scale_leaf * 2
         self.parameters_at_first = [self.weight, self.batch_norm.weight, self.scale_leaf]
@@ -167,7 +166,7 @@ class State(nn.Module):
     def changing(self) -> list[Tensor]:
         """Return what a forward changes: buffers, and the state of generators."""
         norm = self.batch_norm
-        buffers = [self.inner.buffer, self.closed[0], norm.running_mean, norm.running_var, norm.num_batches_tracked]
+        buffers = [self.inner.buffer, self.closed, norm.running_mean, norm.running_var, norm.num_batches_tracked]
         return [*buffers, self.generator.get_state(), torch.get_rng_state()]
 
 
@@ -417,8 +416,8 @@ LATER: dict[str, Callable[[State, Sequence[Tensor], Sequence[Tensor]], Any]] = {
     "other input": _without_gradient(lambda s, given, outputs: given[1].detach().add_(1)),
     "weight": _without_gradient(lambda s, given, outputs: s.weight.mul_(0.5)),
     "buffer": _without_gradient(lambda s, given, outputs: s.inner.buffer.mul_(0.5)),
-    "closed": lambda s, given, outputs: s.closed[0].mul_(0.5),
-    "closed replaced": lambda s, given, outputs: s.closed.__setitem__(0, s.closed[0] * 2),
+    "closed": lambda s, given, outputs: s.closed.mul_(0.5),
+    "closed replaced": lambda s, given, outputs: setattr(s, "closed", s.closed * 2),
     "output": lambda s, given, outputs: outputs[0].mul_(0.5),
     "output in no_grad": _without_gradient(lambda s, given, outputs: outputs[-1].mul_(0.5)),
     "replaced weight": lambda s, given, outputs: _replace(s, "weight"),

@@ -19,6 +19,7 @@ MAYBE_POLICY = st.sampled_from((None, None, *POLICIES))
 DECISIONS = st.sampled_from((SAVE, SAVE, RECOMPUTE, OFFLOAD))
 BACKWARDS = st.sampled_from(("once", "once", "kept", "two orders", "one by one", "subset", "thread", "dropped"))
 RESULTS = st.sampled_from((*("tuple",) * 3, *TREES))
+ODD = ("", "", "", "hooks", "autocast", "inputs", "offload", "budget", "fault", "fault", "later", "later", "later")
 PHASES = st.sampled_from(("forward", "replay", "backward"))
 FAULTS = st.tuples(PHASES, st.integers(0, 20)).map(lambda drawn: Fault(*drawn))
 
@@ -33,9 +34,9 @@ class Kinds:
     """
 
     def __init__(self, writes: bool, state: bool, calls: tuple[str, ...], torch: bool) -> None:
-        self.plain = ("unary",) * 4 + ("binary", "binary", "view", "read") + ("in_place",) * 2 * writes
-        self.plain += ("state",) * state
-        self.nested = ("call",) * 2 * bool(calls) + ("region",) + ("torch",) * torch
+        self.plain = ("unary",) * 4 + ("binary", "binary", "view", "read") + ("in_place",) * 3 * writes
+        self.plain += ("state",) * 3 * state
+        self.nested = ("call",) * 4 * bool(calls) + ("region",) + ("torch",) * torch
         self.calls = calls
 
     def without_writes(self) -> Kinds:
@@ -76,10 +77,18 @@ def nested(allowed: Kinds, kind: str, depth: int) -> st.SearchStrategy[Step]:
         if what.endswith("mm"):
             return st.tuples(PICK, PICK, st.none(), DECISIONS).map(lambda drawn: Step("call", what, *drawn))
         inner = allowed.without_writes() if what in FUNCTIONS or what == "opaque" else allowed
-        drawn = st.tuples(PICK, PICK, bodies(inner, depth - 1), DECISIONS, st.booleans())
+        body = bodies(inner, depth - 1)
+        if "in_place" in inner.plain:  # so that calls change what was read before them
+            body = st.one_of(body, st.tuples(body, NAMES["in_place"], PICK).map(_changing_an_argument))
+        drawn = st.tuples(PICK, PICK, body, DECISIONS, st.booleans())
         return drawn.map(lambda drawn: Step("call", what, *drawn))
 
     return st.sampled_from(allowed.calls).flatmap(of_call)
+
+
+def _changing_an_argument(drawn: tuple[Body, str, int]) -> Body:
+    body, what, two = drawn
+    return body._replace(steps=(Step("in_place", what, two % 2, two), *body.steps))
 
 
 @st.composite
@@ -88,7 +97,7 @@ def programs(draw: st.DrawFn) -> Program:
     allowed = draw(kinds())
     around = ("nothing",) * 3 + ("region", "region with policy", "twice") + ("torch",) * ("torch" in allowed.nested)
     body, policy, options = draw(bodies(allowed)), draw(MAYBE_POLICY), {}
-    odd = draw(st.sampled_from(("", "", "", "hooks", "autocast", "inputs", "offload", "budget", "fault", "fault", *("later",) * 4)))
+    odd = draw(st.sampled_from(ODD))
     if odd == "hooks":
         options["hooks"] = draw(st.sampled_from(("around", "inside")))
     elif odd == "inputs":
