@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import torch_remat as remat
 from tests.features.offload.offloaders import Counting
-from tests.programs.program import Body, Fault, Program, Step
+from tests.programs.program import Body, Fault, Program, Step, steps_of
 
 SIDE = 4
 DECISIONS = {policy.name: policy for policy in remat.CheckpointPolicy}
@@ -89,7 +89,7 @@ READ: dict[str, Callable[[State, Tensor, Tensor], Tensor]] = {
     "weight": lambda s, a, b: a @ s.weight,
     "dropout": lambda s, a, b: F.dropout(a, 0.3),
     "noise": lambda s, a, b: a * torch.rand(SIDE, SIDE),
-    "generator": lambda s, a, b: a * torch.rand(SIDE, SIDE, generator=s.generator),
+    "generator": lambda s, a, b: a * torch.rand(SIDE, SIDE, generator=None if s.has_torch else s.generator),
     "no_grad": _without_gradient(lambda s, a, b: a * s.weight),
     "mask": lambda s, a, b: torch.where(_without_gradient(torch.gt)(a, b), a, b),
     "number": lambda s, a, b: a * float(b.detach().mean()),
@@ -128,6 +128,7 @@ class State(nn.Module):
     Attributes:
         closed: An attribute that is no buffer.
         scale: A tensor with a history, made before the region.
+        has_torch: Whether torch's checkpoint runs a part.
         wraps: Whether there are regions; else the program runs with plain autograd.
         saved: What is entered while a saved call runs: the byte model watches it.
         note: Called with what the outermost region keeps as an input and an op made.
@@ -148,6 +149,8 @@ class State(nn.Module):
         self.scale = self.scale_leaf * 2
         self.parameters_at_first = [self.weight, self.batch_norm.weight, self.scale_leaf]
         self.wraps, self.program = wraps, program
+        kinds = {step.kind for step in steps_of(program.body)}
+        self.has_torch = "torch" in kinds or program.around == "torch"  # which draws from other generators twice
         self.saved: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
         self.note: Callable[[Tensor], Any] = lambda tensor: None
         self.after_forward: list[Tensor] | None = None

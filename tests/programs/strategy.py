@@ -92,12 +92,12 @@ def _changing_an_argument(drawn: tuple[Body, str, int]) -> Body:
 
 
 @st.composite
-def programs(draw: st.DrawFn) -> Program:
-    """Draw a program; at most a few odd things are around it."""
+def programs(draw: st.DrawFn, odds: tuple[str, ...] = ODD) -> Program:
+    """Draw a program; at most one of the odd things named, and a few others, are around it."""
     allowed = draw(kinds())
     around = ("nothing",) * 3 + ("region", "region with policy", "twice") + ("torch",) * ("torch" in allowed.nested)
     body, policy, options = draw(bodies(allowed)), draw(MAYBE_POLICY), {}
-    odd = draw(st.sampled_from(ODD))
+    odd = draw(st.sampled_from(odds))
     if odd == "hooks":
         options["hooks"] = draw(st.sampled_from(("around", "inside")))
     elif odd == "inputs":

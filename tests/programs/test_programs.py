@@ -12,11 +12,14 @@ from tests.programs.soak import batch, reproduction
 PROGRAMS = int(os.environ.get("REMAT_PROGRAMS", "60"))
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_drawn_programs_are_equal_to_plain_autograd_or_refused_by_the_contract(seed):
+ODDS = [("",), ("",), ("later",), ("later",), ("hooks", "autocast", "inputs", "offload", "budget"), ("fault",)]
+
+
+@pytest.mark.parametrize(("seed", "odds"), enumerate(ODDS))
+def test_drawn_programs_are_equal_to_plain_autograd_or_refused_by_the_contract(seed, odds):
     kinds: Counter[str] = Counter()
-    failure = batch(seed, kinds, examples=PROGRAMS)
+    failure = batch(seed, kinds, PROGRAMS, odds)
     if failure is not None:
         program, error = failure
         raise AssertionError(f"{error}\n{reproduction(program)}") from error
-    assert kinds["equal"] > sum(kinds.values()) / 2
+    assert kinds["equal"] > sum(kinds.values()) / 3
