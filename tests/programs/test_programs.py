@@ -15,7 +15,7 @@ PROGRAMS = int(os.environ.get("REMAT_PROGRAMS", "60"))
 ODDS = [("",), ("",), ("later",), ("later",), ("hooks", "autocast", "inputs", "offload", "budget"), ("fault",)]
 
 
-@pytest.mark.parametrize(("seed", "odds"), enumerate(ODDS))
+@pytest.mark.parametrize(("seed", "odds"), list(enumerate(ODDS)))
 def test_drawn_programs_are_equal_to_plain_autograd_or_refused_by_the_contract(seed, odds):
     kinds: Counter[str] = Counter()
     failure = batch(seed, kinds, PROGRAMS, odds)
