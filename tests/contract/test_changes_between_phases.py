@@ -10,6 +10,7 @@ from torch import nn
 
 import torch_remat as remat
 from tests.helpers import assert_same, checkpointed, leaf, pairwise
+from torch_remat.dispatch.check import unread
 
 
 class Layers(nn.Module):
@@ -271,3 +272,32 @@ def test_a_bias_that_is_none_or_no_parameter_in_replay_is_an_error(is_deleted):
         layer.bias = None
     with pytest.raises(remat.MismatchError, match=r"parameter 1.*then none"):
         y.sum().backward()
+
+
+def test_views_listed_as_parameters_in_forward_and_attributes_in_replay_are_no_other_parameters(monkeypatch):
+    """As the first FSDP has them, with `use_orig_params=True`; the replay watches no op for them."""
+    monkeypatch.setattr(unread.Unread, "add", lambda *_: pytest.fail("the replay is watched"))
+    flat = nn.Parameter(torch.randn(20))
+    layer = nn.Linear(4, 4)
+    del layer.weight, layer.bias
+    weight, bias = flat[:16].view(4, 4), flat[16:]
+    layer._parameters.update(weight=weight, bias=bias)
+    x = torch.randn(2, 4, requires_grad=True)
+    gradients = []
+    for wrap in (lambda function: function, remat.checkpoint()):
+        layer._parameters.update(weight=weight, bias=bias)
+        y = wrap(lambda x: layer(x).sin().sin())(x)
+        layer._parameters.clear()
+        layer.__dict__.update(weight=weight, bias=bias)
+        gradients.append(torch.autograd.grad(y.sum(), [x, flat], retain_graph=True))
+    for one, other in zip(*gradients, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_attribute_of_a_bare_module_replaced_before_backward_is_an_error():
+    holder = torch.nn.Module()
+    holder.scale = torch.rand(4)
+    out = remat.checkpoint()(lambda x: (x * holder.scale).sin())(torch.randn(4, requires_grad=True))
+    holder.scale = holder.scale * 2
+    with pytest.raises(remat.MutationError, match="scale"):
+        out.sum().backward()

@@ -4,6 +4,9 @@ The model tells storages apart by who made them, not by their sizes. Of all that
 alive with the outputs dropped must be one of: an input of the outermost region, made by a saved call or in it, or the
 result of an op that a policy selects; with in-place steps also what they changed, of which the model says nothing.
 With the graph dropped nothing is alive. The garbage collector is off.
+
+From below: no op in a saved call and no op that a policy selects runs in a replay, and nothing warns of a second run,
+unless the program modifies tensors in place or reads data out of autograd's sight.
 """
 
 from __future__ import annotations
@@ -11,14 +14,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import warnings
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import torch_remat as remat
 from tests.helpers import LiveStorages, has_storage, tensors_in
-from tests.programs.program import Program, policies_of, writes
-from tests.programs.running import OPS_OF, State, forward, make_leaves
+from tests.programs.program import Program, policies_of, reads_into_python, steps_of, writes
+from tests.programs.running import OPS_OF, State, backward, forward, make_leaves
 
 # The ops that policies without a set of names select.
 OTHER_POLICIES = {"list": {"mm", "sin"}, "names": {"mul"}, "ready": {"mm", "addmm", "bmm", "baddbmm"}}
@@ -94,3 +100,46 @@ def check_kept(program: Program) -> None:
         assert births.count() == 0, f"{births.count()} storages, {births.bytes()} bytes, outlive their graph"
     finally:
         gc.enable()
+
+
+class Replayed(TorchDispatchMode):
+    """Notes the ops that run in a replay, though they are in a saved call or selected by a policy."""
+
+    def __init__(self, selected: set[str]) -> None:
+        super().__init__()
+        self.selected, self.in_saved_call, self.ran = selected, 0, list[str]()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        makes = all(result.alias_info is None for result in func._schema.returns) and name != "_to_copy"  # autocast's
+        if remat.is_recomputing() and makes and (self.in_saved_call or name in self.selected):
+            self.ran.append(name)
+        return func(*args, **(kwargs or {}))
+
+    @contextlib.contextmanager
+    def saved_call(self) -> Iterator[None]:
+        """Note all ops inside."""
+        self.in_saved_call += 1
+        try:
+            yield
+        finally:
+            self.in_saved_call -= 1
+
+
+def check_recomputed(program: Program) -> None:
+    """Run a program and assert that replay recomputes nothing that forward was to keep, and that nothing warns."""
+    inner = any(step.kind in ("region", "torch") for step in steps_of(program.body))
+    inner = inner or program.around not in ("nothing", "twice")  # whose outer replay runs the inner forward again
+    if writes(program) or reads_into_python(program) or program.backward == "dropped" or program.later is not None:
+        return
+    policies = set() if inner else policies_of(program)
+    selected = set().union(*(OPS_OF.get(name) or OTHER_POLICIES.get(name, ()) for name in policies))
+    state, leaves, replayed = State(True, program), make_leaves(program), Replayed(selected)
+    state.saved = contextlib.nullcontext if inner else replayed.saved_call
+    with warnings.catch_warnings(record=True) as told, replayed:
+        warnings.simplefilter("always")
+        if outputs := [y for y in forward(state, leaves) if y.requires_grad]:
+            backward(program, outputs, leaves)
+    texts = [str(one.message) for one in told if issubclass(one.category, remat.RematWarning)]
+    assert not texts, f"a warning: {texts[0]}"
+    assert not replayed.ran, f"replay recomputes what is saved: {replayed.ran}"

@@ -9,10 +9,17 @@ SAVE, RECOMPUTE, OFFLOAD = "SAVE", "RECOMPUTE", "OFFLOAD"
 
 
 class Body(NamedTuple):
-    """A function: its steps, and which of its values it returns; index 0 is the latest value."""
+    """A function.
+
+    Attributes:
+        steps: What it does.
+        returns: Which of its values it returns; index 0 is the latest value.
+        tree: How it returns them: `tuple`, `bare` (a single one), `dict`, `with None`, `dataclass` or `nested`.
+    """
 
     steps: tuple[Step, ...]
     returns: tuple[int, ...]
+    tree: str = "tuple"
 
 
 class Step(NamedTuple):
@@ -59,6 +66,7 @@ class Program(NamedTuple):
         budget: Bytes of a budget around the step, or None.
         early_stop: The region's option.
         fault: The error to inject, or None.
+        later: What the caller changes between forward and backward, or None.
     """
 
     body: Body
@@ -72,6 +80,7 @@ class Program(NamedTuple):
     budget: int | None = None
     early_stop: bool = True
     fault: Fault | None = None
+    later: str | None = None
 
 
 def steps_of(body: Body) -> Iterator[Step]:
@@ -98,6 +107,12 @@ def calls_of(program: Program) -> list[Step]:
 def writes(program: Program) -> bool:
     """Return whether the program changes a tensor or a buffer in place."""
     return any(step.kind in ("in_place", "state") for step in steps_of(program.body))
+
+
+def reads_into_python(program: Program) -> bool:
+    """Return whether the program reads data that autograd does not see it read."""
+    unseen = ("number", "numpy", "branch", "rows", "mask", "no_grad", "detach", "gather", "where")
+    return any(step.what in unseen for step in steps_of(program.body))
 
 
 def draws(program: Program) -> bool:

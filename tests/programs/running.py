@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import torch_remat as remat
 from tests.offloaders import Counting
-from tests.programs.program import Body, Fault, Program, Step
+from tests.programs.program import Body, Fault, Program, Step, steps_of
 
 SIDE = 4
 DECISIONS = {policy.name: policy for policy in remat.CheckpointPolicy}
@@ -79,6 +80,7 @@ IN_PLACE: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "row": lambda a, b: a[0].mul_(0.5),
     "zero every third": lambda a, b: a.view(-1)[::3].zero_(),
     "transposed": lambda a, b: a.t().sub_(1),
+    "mul_ detached": lambda a, b: a.detach().mul_(0.9),
     "mul_ in no_grad": _without_gradient(lambda a, b: a.mul_(0.9)),
     "bernoulli_": lambda a, b: a.mul_(torch.empty(SIDE, SIDE).bernoulli_(0.6)),
 }
@@ -87,7 +89,7 @@ READ: dict[str, Callable[[State, Tensor, Tensor], Tensor]] = {
     "weight": lambda s, a, b: a @ s.weight,
     "dropout": lambda s, a, b: F.dropout(a, 0.3),
     "noise": lambda s, a, b: a * torch.rand(SIDE, SIDE),
-    "generator": lambda s, a, b: a * torch.rand(SIDE, SIDE, generator=s.generator),
+    "generator": lambda s, a, b: a * torch.rand(SIDE, SIDE, generator=None if s.has_torch else s.generator),
     "no_grad": _without_gradient(lambda s, a, b: a * s.weight),
     "mask": lambda s, a, b: torch.where(_without_gradient(torch.gt)(a, b), a, b),
     "number": lambda s, a, b: a * float(b.detach().mean()),
@@ -99,6 +101,9 @@ STATE: dict[str, Callable[[State, Tensor], Tensor]] = {
     "read": lambda s, a: a * s.inner.buffer,
     "update": _without_gradient(lambda s, a: s.inner.buffer.mul_(0.5).add_(a.detach().abs().mean(0)) * 1.0),
     "batch norm": lambda s, a: s.batch_norm(a),
+    "closed": lambda s, a: a * s.closed,
+    "update closed": _without_gradient(lambda s, a: s.closed.add_(a.detach().abs().mean(0)) * 1.0),
+    "scale": lambda s, a: (a * s.scale).sin(),
 }
 OPS_OF: dict[str, set[str] | None] = {
     "products": {"mm"},
@@ -121,6 +126,9 @@ class State(nn.Module):
     """What a program reaches outside of its region.
 
     Attributes:
+        closed: An attribute that is no buffer.
+        scale: A tensor with a history, made before the region.
+        has_torch: Whether torch's checkpoint runs a part.
         wraps: Whether there are regions; else the program runs with plain autograd.
         saved: What is entered while a saved call runs: the byte model watches it.
         note: Called with what the outermost region keeps as an input and an op made.
@@ -136,7 +144,13 @@ class State(nn.Module):
         self.inner.register_buffer("buffer", torch.rand(SIDE, SIDE) + 0.5)
         self.batch_norm = nn.BatchNorm1d(SIDE)
         self.generator = torch.Generator().manual_seed(3)
+        self.closed = torch.rand(SIDE, SIDE) + 0.5
+        self.scale_leaf = torch.rand(SIDE, SIDE).requires_grad_()
+        self.scale = self.scale_leaf * 2
+        self.parameters_at_first = [self.weight, self.batch_norm.weight, self.scale_leaf]
         self.wraps, self.program = wraps, program
+        kinds = {step.kind for step in steps_of(program.body)}
+        self.has_torch = "torch" in kinds or program.around == "torch"  # which draws from other generators twice
         self.saved: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
         self.note: Callable[[Tensor], Any] = lambda tensor: None
         self.after_forward: list[Tensor] | None = None
@@ -155,7 +169,7 @@ class State(nn.Module):
     def changing(self) -> list[Tensor]:
         """Return what a forward changes: buffers, and the state of generators."""
         norm = self.batch_norm
-        buffers = [self.inner.buffer, norm.running_mean, norm.running_var, norm.num_batches_tracked]
+        buffers = [self.inner.buffer, self.closed, norm.running_mean, norm.running_var, norm.num_batches_tracked]
         return [*buffers, self.generator.get_state(), torch.get_rng_state()]
 
 
@@ -238,6 +252,34 @@ def run_body(
     return tuple(_pick(values, pick) for pick in body.returns)
 
 
+@dataclass
+class Pair:
+    """A result tree with names."""
+
+    first: Tensor
+    last: Tensor
+
+
+TREES: dict[str, Callable[[tuple[Tensor, ...]], Any]] = {
+    "tuple": lambda out: out,
+    "bare": lambda out: out[0] if len(out) == 1 else out,
+    "dict": lambda out: {"first": out[0], "rest": list(out[1:])},
+    "with None": lambda out: (None, *out),
+    "dataclass": lambda out: Pair(out[0], out[-1]),
+    "nested": lambda out: [out, {"again": out[-1]}],
+}
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """Return the tensors of a result tree."""
+    if isinstance(tree, Pair):
+        return [tree.first, tree.last]
+    if isinstance(tree, Tensor):
+        return [tree]
+    leaves = tree.values() if isinstance(tree, dict) else tree or ()
+    return [tensor for leaf in leaves for tensor in tensors_of(leaf)]
+
+
 def _pick(values: Sequence[Tensor], index: int) -> Tensor:
     return values[-1 - index % len(values)]
 
@@ -261,13 +303,14 @@ def run_step(state: State, step: Step, values: list[Tensor], path: str, in_funct
         IN_PLACE[step.what](fresh[0] if fresh else one, two)
         return fresh
 
-    def function(*tensors: Tensor) -> tuple[Tensor, ...]:
-        return run_body(state, step.body, tensors, path, in_function)
+    def function(*tensors: Tensor) -> Any:
+        return TREES[step.body.tree](run_body(state, step.body, tensors, path, in_function))
 
     if step.kind == "region":
-        return state.region(step.policy)(function)(one, two)
+        return tensors_of(state.region(step.policy)(function)(one, two))
     if step.kind == "torch":
-        return torch_checkpoint(function, one, two, use_reentrant=False) if state.wraps else function(one, two)
+        run = (lambda *args: torch_checkpoint(function, *args, use_reentrant=False)) if state.wraps else function
+        return tensors_of(run(one, two))
     return run_call(state, step, function, (one, two), path, in_function)
 
 
@@ -295,8 +338,7 @@ def run_call(
         else:
             function = remat.op(function, name, policy=decision, opaque=step.what == "opaque")
     with entered():
-        out = function(*args)
-    return out if isinstance(out, tuple) else [out]
+        return tensors_of(function(*args))
 
 
 # --- Running a program.
@@ -338,16 +380,16 @@ def forward(state: State, leaves: Sequence[Tensor]) -> list[Tensor]:
     """Run a program's forward; return its outputs."""
     program = state.program
 
-    def block(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    def block(a: Tensor, b: Tensor) -> Any:
         with copying() if program.hooks == "inside" and state.wraps else contextlib.nullcontext():
-            return run_body(state, program.body, (a * 1.0, b))
+            return TREES[program.body.tree](run_body(state, program.body, (a * 1.0, b)))
 
     region = state.region(program.policy, early_stop=program.early_stop)(block)
     run = region
     if program.around == "twice":
 
-        def run(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
-            first = region(a, b)[0]
+        def run(a: Tensor, b: Tensor) -> Any:
+            first = tensors_of(region(a, b))[0]
             state.note(first)
             return region(first, b)
 
@@ -359,7 +401,33 @@ def forward(state: State, leaves: Sequence[Tensor]) -> list[Tensor]:
             run = state.region("products" if program.around == "region with policy" else None)(outer)
     hooks = copying() if program.hooks == "around" and state.wraps else contextlib.nullcontext()
     with torch.autocast("cpu", torch.bfloat16, enabled=program.autocast), hooks:
-        return list(run(*leaves))
+        return tensors_of(run(*leaves))
+
+
+@torch.no_grad()
+def _replace(state: State, name: str) -> None:
+    setattr(state, name, nn.Parameter(getattr(state, name) * 2))
+
+
+@torch.no_grad()
+def _forward_again(state: State, given: Sequence[Tensor]) -> None:
+    forward(state, [tensor.detach().clone() for tensor in given])
+
+
+LATER: dict[str, Callable[[State, Sequence[Tensor], Sequence[Tensor]], Any]] = {
+    "input": _without_gradient(lambda s, given, outputs: given[0].mul_(0.5)),
+    "other input": _without_gradient(lambda s, given, outputs: given[1].detach().add_(1)),
+    "weight": _without_gradient(lambda s, given, outputs: s.weight.mul_(0.5)),
+    "buffer": _without_gradient(lambda s, given, outputs: s.inner.buffer.mul_(0.5)),
+    "closed": lambda s, given, outputs: s.closed.mul_(0.5),
+    "closed replaced": lambda s, given, outputs: setattr(s, "closed", s.closed * 2),
+    "output": lambda s, given, outputs: outputs[0].mul_(0.5),
+    "output in no_grad": _without_gradient(lambda s, given, outputs: outputs[-1].mul_(0.5)),
+    "replaced weight": lambda s, given, outputs: _replace(s, "weight"),
+    "replaced buffer": lambda s, given, outputs: setattr(s.inner, "buffer", s.inner.buffer * 2),
+    "forward again": lambda s, given, outputs: _forward_again(s, given),
+    "random": lambda s, given, outputs: torch.rand(3),
+}
 
 
 def backward(program: Program, outputs: list[Tensor], leaves: Sequence[Tensor]) -> list[Tensor | None]:
@@ -421,11 +489,14 @@ class Tagged(Tensor):
 def run(state: State, fault: Fault | None = None) -> list[Any]:
     """Run a program; return what must be equal with and without regions."""
     program, leaves = state.program, make_leaves(state.program)
+    given = [leaf * 1.0 for leaf in leaves] if program.later in ("input", "other input") else leaves
     injecting = Injecting(fault) if fault is not None else contextlib.nullcontext()
     with_budget = program.budget is not None and state.wraps
     with remat.budget(program.budget, reserve=0) if with_budget else contextlib.nullcontext() as budget:
         with injecting:
-            outputs = forward(state, leaves)
+            outputs = forward(state, given)
+            if program.later is not None:
+                LATER[program.later](state, given, outputs)
             values = [y.detach().clone() for y in outputs]
             outputs = [y for y in outputs if y.requires_grad]
             extra: list[Any] = []
@@ -437,5 +508,5 @@ def run(state: State, fault: Fault | None = None) -> list[Any]:
         del outputs
         if with_budget:
             assert budget.kept_bytes == 0, f"a budget counts {budget.kept_bytes} bytes of graphs that are gone"
-    gradients = [leaf.grad for leaf in (*leaves, state.weight, state.batch_norm.weight)]
+    gradients = [leaf.grad for leaf in (*leaves, *state.parameters_at_first)]
     return [*values, *extra, *gradients, *state.changing()]

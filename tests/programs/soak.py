@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, seed, settings
 
 from tests.programs.outcome import outcome
 from tests.programs.program import Program
-from tests.programs.strategy import programs
+from tests.programs.strategy import ODD, programs
 
 BATCH = 200
 """Programs drawn from one seed."""
@@ -30,13 +30,16 @@ def options(examples: int) -> settings:
     )
 
 
-def batch(drawn_from: int, kinds: Counter[str], examples: int = BATCH) -> tuple[Program, AssertionError] | None:
+def batch(
+    drawn_from: int, kinds: Counter[str], examples: int = BATCH, odds: tuple[str, ...] = ODD
+) -> tuple[Program, AssertionError] | None:
     """Judge the programs of a seed.
 
     Args:
         drawn_from: The seed.
         kinds: Counts what the programs came to.
         examples: How many programs.
+        odds: The odd things that may be around them.
 
     Returns:
         The smallest program that failed and its error, or None.
@@ -45,7 +48,7 @@ def batch(drawn_from: int, kinds: Counter[str], examples: int = BATCH) -> tuple[
 
     @seed(drawn_from)
     @options(examples)
-    @given(programs())
+    @given(programs(odds))
     def judge(program: Program) -> None:
         try:
             kinds[outcome(program)] += 1

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from tests.programs.program import OFFLOAD, RECOMPUTE, SAVE, Body, Fault, Program, Step, steps_of
-from tests.programs.running import BINARY, FUNCTIONS, IN_PLACE, POLICIES, READ, STATE, UNARY, VIEW
+from tests.programs.program import OFFLOAD, RECOMPUTE, SAVE, Body, Fault, Program, Step, policies_of, steps_of
+from tests.programs.running import BINARY, FUNCTIONS, IN_PLACE, LATER, POLICIES, READ, STATE, TREES, UNARY, VIEW
 
 TABLES = {"unary": UNARY, "binary": BINARY, "view": VIEW, "read": READ, "in_place": IN_PLACE, "state": STATE}
 NAMES = {kind: st.sampled_from(list(table)) for kind, table in TABLES.items()}
@@ -18,6 +18,8 @@ PICK = st.sampled_from((0, 0, 1, 2, 3, 4, 5, 6))
 MAYBE_POLICY = st.sampled_from((None, None, *POLICIES))
 DECISIONS = st.sampled_from((SAVE, SAVE, RECOMPUTE, OFFLOAD))
 BACKWARDS = st.sampled_from(("once", "once", "kept", "two orders", "one by one", "subset", "thread", "dropped"))
+RESULTS = st.sampled_from((*("tuple",) * 3, *TREES))
+ODD = ("", "", "", "hooks", "autocast", "inputs", "offload", "budget", "fault", "fault", "later", "later", "later")
 PHASES = st.sampled_from(("forward", "replay", "backward"))
 FAULTS = st.tuples(PHASES, st.integers(0, 20)).map(lambda drawn: Fault(*drawn))
 
@@ -32,9 +34,9 @@ class Kinds:
     """
 
     def __init__(self, writes: bool, state: bool, calls: tuple[str, ...], torch: bool) -> None:
-        self.plain = ("unary",) * 4 + ("binary", "binary", "view", "read") + ("in_place",) * 2 * writes
-        self.plain += ("state",) * state
-        self.nested = ("call",) * 2 * bool(calls) + ("region",) + ("torch",) * torch
+        self.plain = ("unary",) * 4 + ("binary", "binary", "view", "read") + ("in_place",) * 3 * writes
+        self.plain += ("state",) * 3 * state
+        self.nested = ("call",) * 4 * bool(calls) + ("region",) + ("torch",) * torch
         self.calls = calls
 
     def without_writes(self) -> Kinds:
@@ -60,7 +62,8 @@ def bodies(allowed: Kinds, depth: int = 2) -> st.SearchStrategy[Body]:
         inner = st.sampled_from(allowed.nested).flatmap(lambda kind: nested(allowed, kind, depth))
         step = st.one_of(step, step, inner)
     steps = st.lists(step, min_size=1, max_size=9 if depth == 2 else 4).map(tuple)
-    return st.tuples(steps, st.lists(PICK, min_size=1, max_size=2).map(tuple)).map(lambda drawn: Body(*drawn))
+    returns = st.lists(PICK, min_size=1, max_size=2).map(tuple)
+    return st.tuples(steps, returns, RESULTS).map(lambda drawn: Body(*drawn))
 
 
 def nested(allowed: Kinds, kind: str, depth: int) -> st.SearchStrategy[Step]:
@@ -74,31 +77,43 @@ def nested(allowed: Kinds, kind: str, depth: int) -> st.SearchStrategy[Step]:
         if what.endswith("mm"):
             return st.tuples(PICK, PICK, st.none(), DECISIONS).map(lambda drawn: Step("call", what, *drawn))
         inner = allowed.without_writes() if what in FUNCTIONS or what == "opaque" else allowed
-        drawn = st.tuples(PICK, PICK, bodies(inner, depth - 1), DECISIONS, st.booleans())
+        body = bodies(inner, depth - 1)
+        if "in_place" in inner.plain:  # so that calls change what was read before them
+            body = st.one_of(body, st.tuples(body, NAMES["in_place"], PICK).map(_changing_an_argument))
+        drawn = st.tuples(PICK, PICK, body, DECISIONS, st.booleans())
         return drawn.map(lambda drawn: Step("call", what, *drawn))
 
     return st.sampled_from(allowed.calls).flatmap(of_call)
 
 
+def _changing_an_argument(drawn: tuple[Body, str, int]) -> Body:
+    body, what, two = drawn
+    return body._replace(steps=(Step("in_place", what, two % 2, two), *body.steps))
+
+
 @st.composite
-def programs(draw: st.DrawFn) -> Program:
-    """Draw a program; at most a few odd things are around it."""
+def programs(draw: st.DrawFn, odds: tuple[str, ...] = ODD) -> Program:
+    """Draw a program; at most one of the odd things named, and a few others, are around it."""
     allowed = draw(kinds())
     around = ("nothing",) * 3 + ("region", "region with policy", "twice") + ("torch",) * ("torch" in allowed.nested)
     body, policy, options = draw(bodies(allowed)), draw(MAYBE_POLICY), {}
-    odd = draw(st.sampled_from(("", "", "", "hooks", "autocast", "inputs", "offload", "budget", "fault", "fault")))
+    odd = draw(st.sampled_from(odds))
     if odd == "hooks":
         options["hooks"] = draw(st.sampled_from(("around", "inside")))
     elif odd == "inputs":
         options["inputs"] = "wrapper"  # `subclass` is known to leave regions behind, and to be refused after calls
     elif odd == "budget":
         options["budget"] = draw(st.sampled_from((1, 300, 1000, 10**6)))
+    elif odd == "later":
+        options["later"] = draw(st.sampled_from(list(LATER)))
     elif odd == "fault":
         options["fault"] = draw(FAULTS)
     elif odd:
         options[odd] = True
     early_stop = draw(st.sampled_from((True, True, False)))
     program = Program(body, policy, draw(st.sampled_from(around)), draw(BACKWARDS), early_stop=early_stop, **options)
+    if program.later is not None and "replaced" in program.later and policies_of(program):
+        program = program._replace(later="buffer")  # docs/limits.md: a skipped op read what was replaced
     return program if program.offload else _staying(program)
 
 

@@ -26,8 +26,8 @@ from torch.nn import Module, Parameter
 
 from torch_remat._compat import PYTREE_NAMESPACE, adopt_pytree_node
 
-# Torch's own modules, to which nobody adds an attribute, have buffers at most.
-_BARE = frozenset(kind for kind in vars(torch.nn).values() if isinstance(kind, type) and issubclass(kind, Module))
+# Torch's own modules, to which nobody adds an attribute, have buffers at most; a bare `Module()` is a holder.
+_BARE = {kind for kind in vars(torch.nn).values() if isinstance(kind, type) and issubclass(kind, Module)} - {Module}
 _COUNT = len(Module().__dict__)  # of the attributes that every module has, which come first
 
 

@@ -26,6 +26,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import torch_remat as remat
 from tests.helpers import LiveStorages, collector_off
 
+pytestmark = pytest.mark.slow
+
 SAVE, RECOMPUTE = remat.CheckpointPolicy.SAVE, remat.CheckpointPolicy.RECOMPUTE
 SHARE = float(os.environ.get("REMAT_MATRIX_SHARE", "0.15"))  # of the cells with odd surroundings; 1 runs them all
 Pair = namedtuple("Pair", "first second")

@@ -17,6 +17,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import torch_remat as remat
 from tests.helpers import assert_same, checkpointed, plain
 
+pytestmark = pytest.mark.slow
+
 SIZE = 4
 UNARY = [torch.sin, torch.exp, torch.tanh, torch.sigmoid, torch.cos, F.relu, F.gelu, torch.neg, torch.t]
 UNARY += [lambda t: t.softmax(-1), lambda t: t * 2, lambda t: t + 1, lambda t: F.layer_norm(t, (SIZE,)), torch.square]

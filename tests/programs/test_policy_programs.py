@@ -12,7 +12,9 @@ import torch
 import torch_remat as remat
 from tests.helpers import assert_same, plain, tensors_in
 from tests.native_programs import keep, kept, region, replayed_ops, sac
-from tests.test_random_programs import BINARY, IN_PLACE, SIZE, UNARY
+from tests.programs.test_random_programs import BINARY, IN_PLACE, SIZE, UNARY
+
+pytestmark = pytest.mark.slow
 
 INSIDE = [lambda t: t.sort(-1)[0], lambda t: t.max(-1, keepdim=True)[0] * t, lambda t: t * torch.rand_like(t)]
 INSIDE += [lambda t: t.unbind(0)[1].expand(SIZE, SIZE), lambda t: torch.cat(t.chunk(2)), lambda t: t.cumsum(0)]

@@ -1,6 +1,6 @@
 """Programs drawn at random: handle ops, native ops, views, dropout, nested regions; bit for bit as plain autograd.
 
-`REMAT_EXAMPLES=5000 pytest tests/test_handle_programs.py` runs more programs, other ones each time.
+`REMAT_EXAMPLES=5000 pytest tests/programs/test_handle_programs.py` runs more programs, other ones each time.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ from tests.handle_ops import (
     policy_ids,
 )
 from tests.helpers import LiveStorages, assert_same, collector_off, leaf, plain
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -26,6 +26,8 @@ from torch.nn import functional as F
 
 import torch_remat as remat
 
+pytestmark = pytest.mark.slow
+
 SAVE, RECOMPUTE = remat.CheckpointPolicy.SAVE, remat.CheckpointPolicy.RECOMPUTE
 SHARE = float(os.environ.get("REMAT_MATRIX_SHARE", "0.01"))  # of the cells far from the plain ones; 1 runs them all
 aten = torch.ops.aten

@@ -1,6 +1,6 @@
 """Programs drawn at random with native regions, handle ops, regions and views; bit for bit as plain autograd.
 
-`REMAT_EXAMPLES=5000 pytest tests/test_native_programs.py` runs more programs, other ones each time.
+`REMAT_EXAMPLES=5000 pytest tests/programs/test_native_programs.py` runs more programs, other ones each time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch_remat as remat
 from tests.handle_ops import POLICIES, RECOMPUTE, SAVE, STYLES, Affine, Gather
 from tests.helpers import LiveStorages, assert_same, collector_off, leaf, plain
 from tests.native_programs import keep, region, replayed_ops
-from tests.test_handle_programs import (
+from tests.programs.test_handle_programs import (
     BACKWARDS,
     BINARY,
     IN_PLACE,
@@ -36,8 +36,10 @@ from tests.test_handle_programs import (
     gradients,
     refused_or,
 )
-from tests.test_handle_programs import settings_for as common_settings
-from tests.test_policy_programs import drawn_policy
+from tests.programs.test_handle_programs import settings_for as common_settings
+from tests.programs.test_policy_programs import drawn_policy
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module", autouse=True)
