@@ -32,6 +32,7 @@ from tests.helpers import (
     plain,
     watch,
 )
+from tests.ways import RECOMPUTED
 from torch_remat import _compat
 from torch_remat._kept import kept_by
 from torch_remat.budgets.reserve import Reserve
@@ -870,7 +871,7 @@ def test_what_would_be_given_up_is_offered_to_the_offloader_first(tmp_path):
 @pairwise(pattern=["to", "oto", "ttoo", "totot"], limit=[1, 100, 200, 300, 500, 1000, 10**6])
 def test_regions_and_torch_checkpoints_in_each_other_are_equal(pattern, limit):
     with remat.budget(limit, reserve=0):
-        test_nesting.test_regions_and_torch_checkpoints_in_each_other_have_equal_gradients(pattern)
+        test_nesting.test_regions_and_torch_checkpoints_in_each_other_have_equal_gradients(RECOMPUTED, pattern, True)
 
 
 def test_trace_shows_what_a_budget_gave_up_and_how_it_stood(tmp_path):

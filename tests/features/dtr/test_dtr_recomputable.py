@@ -112,7 +112,7 @@ def test_an_argument_changed_since_is_an_error() -> None:
     made = remat.dtr.recomputable(torch.exp, x)
     assert (made + 0).shape == (3,)
     x.add_(1)
-    with pytest.raises(remat.MutationError, match="changed in place"):
+    with pytest.raises(remat.MutationError, match="modified in place"):
         made + 0
     with pytest.raises(remat.MutationError):
         made.tolist()
