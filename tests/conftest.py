@@ -33,8 +33,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _no_leftovers():
-    """Collect what earlier files left in cycles: an exception's frames hold regions, which reports would list."""
+    """Collect what earlier files left in cycles: an exception's frames hold regions, which reports would list.
+
+    What is left is frozen: the many collections of the tests, and their walks over all objects, then take no time.
+    """
+    gc.unfreeze()
     gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
