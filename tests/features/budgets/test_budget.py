@@ -43,7 +43,7 @@ KIB = 2**10
 
 @pytest.fixture(autouse=True)
 def _quiet():
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), no_other_regions():
         warnings.filterwarnings("ignore", message="the budget")
         yield
 
