@@ -12,7 +12,7 @@ from torch_remat._compat import accelerator_type
 from torch_remat.dispatch.ambient import seeds_of_regions
 from torch_remat.dispatch.call.ending import forget_what_was_read
 
-MARKERS = {"gpu": "needs a CUDA device", "slow": "takes more than five seconds"}
+MARKERS = {"gpu": "needs a CUDA device", "slow": "takes long, or is a further row of a product of parameters"}
 
 
 def pytest_configure(config: pytest.Config) -> None:

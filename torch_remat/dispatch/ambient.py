@@ -26,7 +26,7 @@ class Ambient(NamedTuple):
     device_index: int | None
 
     def contexts(self) -> list[AbstractContextManager[object]]:
-        """Return the contexts that turn the present state into this one; usually it is empty."""
+        """Return the contexts that turn the present state into this one; usually an empty list."""
         present = capture_ambient()
         if present is self or present == self:
             return []
@@ -212,8 +212,8 @@ def _seed_of(state: torch.Tensor) -> bytes:
 
 
 _SEED_BYTES = 8  # a generator's state begins with its seed, on the CPU and on CUDA
-_MOST_SEEDS = 1000  # of them
-seeds_of_regions: set[bytes] = set()  # those that regions have set
+_MOST_SEEDS = 1000  # that are remembered
+seeds_of_regions: set[bytes] = set()  # the seeds that regions have set
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
