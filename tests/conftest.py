@@ -12,15 +12,6 @@ from torch_remat._compat import accelerator_type
 from torch_remat.dispatch.ambient import seeds_of_regions
 from torch_remat.dispatch.call.ending import forget_what_was_read
 
-MARKERS = {"gpu": "needs a CUDA device", "slow": "takes long, or is a further row of a product of parameters"}
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Make the markers known, so that strict markers hold with and without the project's settings."""
-    for name, meaning in MARKERS.items():
-        config.addinivalue_line("markers", f"{name}: {meaning}")
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what needs a GPU where there is none."""
     if accelerator_type() == "cuda":
