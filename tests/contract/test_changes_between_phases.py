@@ -7,9 +7,11 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.autograd import Function
 
 import torch_remat as remat
 from tests.helpers import assert_same, checkpointed, leaf, pairwise
+from tests.ways import BY_HANDLE, SAVE, WAYS, Way
 from torch_remat.dispatch.check import unread
 
 
@@ -299,5 +301,34 @@ def test_attribute_of_a_bare_module_replaced_before_backward_is_an_error():
     holder.scale = torch.rand(4)
     out = remat.checkpoint()(lambda x: (x * holder.scale).sin())(torch.randn(4, requires_grad=True))
     holder.scale = holder.scale * 2
+    with pytest.raises(remat.MutationError, match="scale"):
+        out.sum().backward()
+
+
+class Product(Function):
+    """Saves both of its arguments."""
+
+    @staticmethod
+    @remat.auto_forward("x", "scale")
+    def forward(ctx, x, scale, op_name, remat_policy):
+        ctx.save_for_backward(x, scale)
+        return x * scale
+
+    @staticmethod
+    def backward(ctx, grad):
+        _, scale = ctx.saved_tensors
+        return grad * scale, None, None, None
+
+
+BY_AUTO_FORWARD = Way("auto_forward", lambda name, _function, *tensors: Product.apply(*tensors, name, SAVE))
+SKIPPING = [BY_AUTO_FORWARD if way is BY_HANDLE else way for way in WAYS]
+
+
+@pairwise(way=SKIPPING, is_buffer=[True, False])
+def test_tensor_that_a_skipped_op_saves_replaced_before_backward_is_an_error(way, is_buffer):
+    module = nn.Module()
+    module.register_buffer("scale", torch.rand(4, 4)) if is_buffer else setattr(module, "scale", torch.rand(4, 4))
+    out = way.region(lambda x: way.keep("product", torch.mul, x.sin(), module.scale))(leaf(4, 4))
+    module.scale = module.scale * 2
     with pytest.raises(remat.MutationError, match="scale"):
         out.sum().backward()

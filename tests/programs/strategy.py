@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from tests.programs.program import OFFLOAD, RECOMPUTE, SAVE, Body, Fault, Program, Step, policies_of, steps_of
+from tests.programs.program import OFFLOAD, RECOMPUTE, SAVE, Body, Fault, Program, Step, steps_of
 from tests.programs.running import BINARY, FUNCTIONS, IN_PLACE, LATER, POLICIES, READ, STATE, TREES, UNARY, VIEW
 
 TABLES = {"unary": UNARY, "binary": BINARY, "view": VIEW, "read": READ, "in_place": IN_PLACE, "state": STATE}
@@ -112,8 +112,6 @@ def programs(draw: st.DrawFn, odds: tuple[str, ...] = ODD) -> Program:
         options[odd] = True
     early_stop = draw(st.sampled_from((True, True, False)))
     program = Program(body, policy, draw(st.sampled_from(around)), draw(BACKWARDS), early_stop=early_stop, **options)
-    if program.later is not None and "replaced" in program.later and policies_of(program):
-        program = program._replace(later="buffer")  # docs/limits.md: a skipped op read what was replaced
     return program if program.offload else _staying(program)
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
 from operator import attrgetter, is_
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.nn import Parameter
@@ -35,6 +35,24 @@ MakeError = Callable[[], RematError]
 MakeErrorOf = Callable[[torch.Tensor], RematError]  # of the tensor that is read
 # What writes all of its first argument, whatever was there.
 _OVERWRITES = frozenset(("copy_", "fill_", "zero_"))
+
+
+class Unreadable(NamedTuple):
+    """What a replay must not read.
+
+    Attributes:
+        tensor: The tensor.
+        until: How many names must have begun in the replay before it may.
+        may_be_overwritten: Whether an op that overwrites all of it makes it right.
+        has_moved: Whether it is another tensor since forward ended, or was modified, so that a saved one is wrong, too.
+        error: The error, given the tensor that is read.
+    """
+
+    tensor: torch.Tensor
+    until: float
+    may_be_overwritten: bool
+    has_moved: bool
+    error: MakeErrorOf
 
 
 class Unread(DispatchMode):
@@ -59,32 +77,39 @@ class Unread(DispatchMode):
         self._passed = passed
         self._parameters: Mapping[int, MakeError] = {}
         self._storages: dict[int, tuple[float, bool, MakeErrorOf]] = {}
+        self._moved: set[int] = set()
         self.compiled_code = CompiledCode()
 
     def add(
         self,
         parameters: Mapping[int, MakeError],
-        tensors: Sequence[tuple[torch.Tensor, float, bool, MakeErrorOf]],
+        tensors: Sequence[Unreadable],
         storages: Sequence[tuple[int, float, MakeErrorOf]],
     ) -> None:
         """Note what must not be read.
 
         Args:
             parameters: By the id of each parameter its error.
-            tensors: Each with how many names must have begun before it may be read, and whether an op that overwrites
-                all of it makes it right.
-            storages: The same for storages, as `key_of` names them, which no such op makes right.
+            tensors: Other tensors.
+            storages: Storages, as `key_of` names them, each with how many names must have begun before it may be read.
         """
         self._parameters = parameters
-        for tensor, until, may_be_overwritten, error in tensors:
+        for tensor, until, may_be_overwritten, has_moved, error in tensors:
             for key in keys_of(tensor):
                 self._add(key, until, may_be_overwritten, error)
+                if has_moved:
+                    self._moved.add(key)
         for key, until, error in storages:
             self._add(key, until, False, error)
 
     def _add(self, key: int, until: float, may_be_overwritten: bool, error: MakeErrorOf) -> None:
         if until > self._storages.get(key, (0.0,))[0]:
             self._storages[key] = until, may_be_overwritten, error
+
+    def check_saved(self, tensor: torch.Tensor) -> None:
+        """End the replay if forward saved something else: an op or a call that is skipped reads nothing."""
+        if self._moved and not self._moved.isdisjoint(keys_of(tensor)):
+            self.read(tensor)
 
     def refuse_compiled_code(self) -> RematError | None:
         """Return, after the replay, the error about compiled code that ran in it."""
@@ -98,6 +123,13 @@ class Unread(DispatchMode):
             tensor=errors[0].tensor,
             remedy="Modify the tensor after backward, or compile the whole region.",
         )
+
+    def read(self, tensor: torch.Tensor) -> None:
+        """End the replay if it may not read this tensor now."""
+        for key in keys_of(tensor):
+            until, _, error = self._storages.get(key, (0, False, None))
+            if error is not None and until > self._passed():
+                self._fail(error(tensor))
 
     def __torch_dispatch__(
         self, op: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -115,10 +147,7 @@ class Unread(DispatchMode):
     def _look_at(self, effects: Effects, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         written = written_arguments(effects, args, kwargs)
         for tensor in _read(effects, args, kwargs, written):
-            for key in keys_of(tensor):
-                until, _, error = self._storages.get(key, (0, False, None))
-                if error is not None and until > self._passed():
-                    self._fail(error(tensor))
+            self.read(tensor)
         if effects.name in _OVERWRITES:
             key = key_of(written[0])
             known = self._storages.get(key)

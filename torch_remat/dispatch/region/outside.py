@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from torch_remat._compat import BATCH_NORM, NORM, is_refused, set_version, without_modes_for
+from torch_remat.dispatch.check.unread import Unreadable
 from torch_remat.dispatch.log.meta import key_of, keys_of
 from torch_remat.dispatch.log.slot import UNCOUNTED, version_of
 from torch_remat.dispatch.reach import Place
@@ -155,22 +156,24 @@ class Noted:
             self.is_copied, self.last = True, inf
         self.left = (None, 0) if now.tensor is None else (ref(now.tensor), now.version)
 
-    def is_as_left(self) -> bool:
-        """Whether the place is as forward left it."""
+    def has_moved(self) -> bool:
+        """Whether another tensor is there since forward ended, or its version counter moved."""
         known, version = self.left
         now = self.now(False)
-        if now.tensor is not (None if known is None else known()) or now.version != version:
+        return now.tensor is not (None if known is None else known()) or now.version != version
+
+    def is_as_left(self) -> bool:
+        """Whether the place is as forward left it."""
+        tensor = self.place.held()
+        if self.has_moved():
             return False
-        return self.after is None or now.tensor is None or _same(now.tensor, self.after)
+        return self.after is None or not isinstance(tensor, Tensor) or _same(tensor, self.after)
 
     def unread_until(self) -> float:
         """Return how many names must have begun in a replay before it may read what is there."""
         if not self.is_changed:
             return 0 if self.is_as_left() else inf
         return self.last if self.is_as_left() else inf
-
-
-Unreadable = tuple[Tensor, float, bool, Callable[[Tensor], RematError]]
 
 
 class Outside:
@@ -274,6 +277,7 @@ class Outside:
             if isinstance(made, Tensor) and not is_lazy(made):  # there is no earlier state to start from
                 noted = Noted(State(place, made, version_of(made), None))
                 noted.is_changed, noted.is_copied, noted.last = True, True, inf
+                noted.left = ref(made), version_of(made)
                 self._noted.append(noted)
 
     def let_go(self) -> None:
@@ -312,8 +316,7 @@ class Outside:
         """Let the places be as a replay needs them.
 
         Returns:
-            What they were, for `put_back`; and what the replay must not read: the tensor, how many names must have
-            begun before it may, whether an op that overwrites all of it makes it right, and the error.
+            What they were, for `put_back`; and what the replay must not read.
         """
         before: list[State] = []
         unread: list[Unreadable] = []
@@ -323,14 +326,15 @@ class Outside:
                 assert noted.start is not None
                 started = noted.start.tensor
                 if started is not None and noted.start.copy is None and started._version != noted.start.version:
-                    unread.append((started, inf, True, partial(_changed, region, noted.place, False)))
+                    unread.append(Unreadable(started, inf, True, True, partial(_changed, region, noted.place, False)))
             elif until := noted.unread_until():
                 state = noted.now(noted.is_copied)
                 if noted.is_changed:  # a native region's Python binds its place anew
                     before.append(state)
                 if state.tensor is not None:
                     error = partial(_changed, region, noted.place, noted.is_changed)
-                    unread.append((state.tensor, until, noted.skipped is None, error))
+                    may_be_overwritten, has_moved = noted.skipped is None, noted.has_moved()
+                    unread.append(Unreadable(state.tensor, until, may_be_overwritten, has_moved, error))
         put_back([noted.start for noted in self._noted if noted.is_put_back and noted.start is not None])
         return before, unread
 

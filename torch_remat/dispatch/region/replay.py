@@ -34,7 +34,7 @@ from torch_remat.dispatch.check.compare import (
     saved_otherwise,
     what_differs,
 )
-from torch_remat.dispatch.check.unread import Unread, check_parameters
+from torch_remat.dispatch.check.unread import Unread, Unreadable, check_parameters
 from torch_remat.dispatch.check.values import LeftOut, Values, difference, value_function
 from torch_remat.dispatch.holder import (
     AUTOCAST_DTYPES,
@@ -52,7 +52,7 @@ from torch_remat.dispatch.naming import scope, scope_restored
 from torch_remat.dispatch.options import DEFAULTS, is_watched, watch
 from torch_remat.dispatch.placeholder import Packed, Placeholder, Refusal, add_note, last_refusal, unpack
 from torch_remat.dispatch.region.inputs import fresh_alias, leaves_of, with_leaves
-from torch_remat.dispatch.region.outside import State, Unreadable, put_back
+from torch_remat.dispatch.region.outside import State, put_back
 from torch_remat.errors import MismatchError
 
 if TYPE_CHECKING:
@@ -205,6 +205,8 @@ class Filling(Replaying):
 
         As in forward, it does itself what an ordinary tensor needs, and leaves all others to `pack`.
         """
+        if self.unread is not None:
+            return self.pack
         tape, last = self.region.tape, self._last
         saved, layouts, buffers = tape.saved, tape.layouts, tape.buffers
 
@@ -332,12 +334,17 @@ class Filling(Replaying):
         if not self.region.finished and value._version != holder.metadata[0]:
             value = value.data  # with a version counter of its own
             set_version(value, holder.metadata[0])
-        holder.value = value
-        if self._values is not None:
-            self._values.add(holder, value)
+        self._fill(holder, value)
         is_buffer = not tensor.requires_grad and value.is_floating_point()
         if is_buffer and (self.ops is None or self.ops.may_fill()):
             self._unfilled_number = sequence_number()
+
+    def _fill(self, holder: Holder, value: torch.Tensor) -> None:
+        if self.unread is not None:
+            self.unread.check_saved(value)
+        holder.value = value
+        if self._values is not None:
+            self._values.add(holder, value)
 
     def _call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the function, a second time if replay starts over."""
@@ -452,9 +459,7 @@ class Filling(Replaying):
         """Give a skipped holder its value; unless it is an input, the region may still modify it."""
         if self.region.hooks is not None:  # what they restored may count its versions anew
             holder.metadata = (value._version, *holder.metadata[1:])
-        holder.value = value
-        if self._values is not None:
-            self._values.add(holder, value)
+        self._fill(holder, value)
         self._waiting -= 1
         if is_input and not self._waiting and self.position > self._last:
             self.stop()
