@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import torch_remat as remat
-from tests.helpers import assert_same, pairwise
+from tests.helpers import assert_same, no_other_regions, pairwise
 
 ATEN = torch.ops.aten
 
@@ -90,3 +90,19 @@ def test_gradients_are_equal_whether_arguments_are_leaves_or_not(policy, program
             warnings.simplefilter("error", remat.RematWarning)
             actual = gradients(lambda f, name="a": call(f, name), lambda f, **o: remat.checkpoint(**o)(f), leaves)
         assert_same(expected, actual)
+
+
+def test_cast_of_a_weight_in_the_memory_of_a_result_that_is_gone_is_not_taken_for_it():
+    """A native region keeps what it makes, but not a cast that autocast keeps: both phases must say the same of it."""
+    weight, x = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+
+    def product(x):
+        (x.cos(), x.bfloat16(), x.bfloat16())  # the two casts that `mm` needs take their memory
+        return torch.mm(x, weight)
+
+    with torch.autocast("cpu", torch.bfloat16), no_other_regions():
+        out = remat.checkpoint()(lambda x: remat.native_save_region("product", product, x.sin()).sin())(x)
+        report = str(remat.memory_report())
+    assert "product.out" in report
+    assert "product.cos_0_0" not in report
+    out.sum().backward()

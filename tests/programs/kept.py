@@ -27,7 +27,7 @@ from tests.programs.program import Program, policies_of, reads_into_python, step
 from tests.programs.running import OPS_OF, State, backward, forward, make_leaves
 
 # The ops that policies without a set of names select.
-OTHER_POLICIES = {"list": {"mm", "sin"}, "names": {"mul"}, "ready": {"mm", "addmm", "bmm", "baddbmm"}}
+OTHER_POLICIES = {"list": {"mm", "sin"}, "names": {"mul", "mul_"}, "ready": {"mm", "addmm", "bmm", "baddbmm"}}
 
 
 class Births(LiveStorages):
@@ -102,17 +102,59 @@ def check_kept(program: Program) -> None:
         gc.enable()
 
 
+def check_let_go(program: Program) -> None:
+    """Run a program and assert that with its outputs alive nothing else is, once a backward through all is over.
+
+    Nor are the functions that regions ran, unless the graph is kept: its next backward may need all that it has now,
+    but no value that this backward recomputed.
+    """
+    if program.backward in ("subset", "one by one", "dropped") or program.later is not None or writes(program):
+        return
+    _warm()
+    births, state, leaves = LiveStorages(), State(True, program), make_leaves(program)
+    replayed = InReplay()
+    gc.disable()
+    try:
+        with births, replayed:
+            outputs = forward(state, leaves)
+            if not (differentiable := [y for y in outputs if y.requires_grad]):
+                return
+            extra = backward(program, differentiable, leaves)
+        del differentiable
+        held = [*outputs, *extra, *(leaf.grad for leaf in (*leaves, *state.parameters_at_first))]
+        allowed = {one.untyped_storage()._cdata for one in held if one is not None}
+        keeps_graph = program.backward in ("kept", "two orders")
+        if keeps_graph:
+            allowed |= births.seen.keys() - replayed.seen.keys()
+        left = [size for key, (one, size) in births.seen.items() if not one.expired() and key not in allowed]
+        assert not left, f"after backward storages of {left} bytes are alive besides outputs and gradients"
+        has_functions = any(function() is not None for function in state.functions)
+        assert keeps_graph or not has_functions, "the function of a region outlives its backward"
+    finally:
+        gc.enable()
+
+
+class InReplay(LiveStorages):
+    """Watches what is made in replays."""
+
+    def watch(self, tensor: Tensor) -> None:
+        """Count a storage that is made in a replay."""
+        if remat.is_recomputing():
+            super().watch(tensor)
+
+
 class Replayed(TorchDispatchMode):
     """Notes the ops that run in a replay, though they are in a saved call or selected by a policy."""
 
     def __init__(self, selected: set[str]) -> None:
         super().__init__()
-        self.selected, self.in_saved_call, self.ran = selected, 0, list[str]()
+        self.selected, self.in_saved_call, self.in_whole_body, self.ran = selected, 0, 0, list[str]()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
         makes = all(result.alias_info is None for result in func._schema.returns) and name != "_to_copy"  # autocast's
-        if remat.is_recomputing() and makes and (self.in_saved_call or name in self.selected):
+        kept = makes and not self.in_whole_body and (self.in_saved_call or name in self.selected)
+        if kept and remat.is_recomputing():
             self.ran.append(name)
         return func(*args, **(kwargs or {}))
 
@@ -125,6 +167,15 @@ class Replayed(TorchDispatchMode):
         finally:
             self.in_saved_call -= 1
 
+    @contextlib.contextmanager
+    def whole_body(self) -> Iterator[None]:
+        """Note no ops inside: what a policy selects there, it does not see."""
+        self.in_whole_body += 1
+        try:
+            yield
+        finally:
+            self.in_whole_body -= 1
+
 
 def check_recomputed(program: Program) -> None:
     """Run a program and assert that replay recomputes nothing that forward was to keep, and that nothing warns."""
@@ -136,6 +187,7 @@ def check_recomputed(program: Program) -> None:
     selected = set().union(*(OPS_OF.get(name) or OTHER_POLICIES.get(name, ()) for name in policies))
     state, leaves, replayed = State(True, program), make_leaves(program), Replayed(selected)
     state.saved = contextlib.nullcontext if inner else replayed.saved_call
+    state.whole = replayed.whole_body
     with warnings.catch_warnings(record=True) as told, replayed:
         warnings.simplefilter("always")
         if outputs := [y for y in forward(state, leaves) if y.requires_grad]:

@@ -6,7 +6,8 @@ import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import torch_remat as remat
 from tests.offloaders import Counting
-from tests.programs.program import Body, Fault, Program, Step, steps_of
+from tests.programs.program import RECOMPUTE, Body, Fault, Program, Step, steps_of
 
 SIDE = 4
 DECISIONS = {policy.name: policy for policy in remat.CheckpointPolicy}
@@ -131,8 +132,10 @@ class State(nn.Module):
         has_torch: Whether torch's checkpoint runs a part.
         wraps: Whether there are regions; else the program runs with plain autograd.
         saved: What is entered while a saved call runs: the byte model watches it.
+        whole: What is entered while a handle runs that replay recomputes as a whole.
         note: Called with what the outermost region keeps as an input and an op made.
         offloader: Takes the inputs of regions and what is marked; None without one.
+        functions: Weak references to what regions ran.
         after_forward: Copies of what `changing` returned after forward, where a fault is injected.
     """
 
@@ -152,7 +155,9 @@ class State(nn.Module):
         kinds = {step.kind for step in steps_of(program.body)}
         self.has_torch = "torch" in kinds or program.around == "torch"  # which draws from other generators twice
         self.saved: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
+        self.whole: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
         self.note: Callable[[Tensor], Any] = lambda tensor: None
+        self.functions: list[ref[Callable]] = []
         self.after_forward: list[Tensor] | None = None
         self.offloader = Counting() if program.offload and wraps else None
 
@@ -164,7 +169,12 @@ class State(nn.Module):
             options["policy"] = POLICIES[policy]
         if self.offloader is not None:
             options |= {"offloader": self.offloader, "offload_inputs": True}
-        return remat.checkpoint(**options)
+
+        def wrap(function: Callable) -> Callable:
+            self.functions.append(ref(function))
+            return remat.checkpoint(**options)(function)
+
+        return wrap
 
     def changing(self) -> list[Tensor]:
         """Return what a forward changes: buffers, and the state of generators."""
@@ -321,7 +331,11 @@ def run_call(
     if step.what in FUNCTIONS and in_function:
         return []
     name, decision = path.replace(".", "_"), DECISIONS[step.policy]
-    entered = state.saved if step.policy != "RECOMPUTE" or step.what.startswith("native") else contextlib.nullcontext
+    entered = contextlib.nullcontext
+    if step.policy != RECOMPUTE or step.what.startswith("native"):
+        entered = state.saved
+    elif step.what.endswith("seed"):
+        entered = state.whole
     if step.what in FUNCTIONS:
         function, args = FUNCTIONS[step.what].apply, (state, step.body, path, *given)
         if step.what != "op Function":
@@ -486,8 +500,20 @@ class Tagged(Tensor):
     """A subclass that does nothing."""
 
 
-def run(state: State, fault: Fault | None = None) -> list[Any]:
-    """Run a program; return what must be equal with and without regions."""
+class Found(NamedTuple):
+    """What must be equal with and without regions: outputs, gradients, and what a forward changes."""
+
+    outputs: list[Tensor]
+    gradients: list[Tensor | None]
+    changed: list[Tensor]
+
+    def all(self) -> list[Tensor | None]:
+        """Return all of them."""
+        return [*self.outputs, *self.gradients, *self.changed]
+
+
+def run(state: State, fault: Fault | None = None) -> Found:
+    """Run a program."""
     program, leaves = state.program, make_leaves(state.program)
     given = [leaf * 1.0 for leaf in leaves] if program.later in ("input", "other input") else leaves
     injecting = Injecting(fault) if fault is not None else contextlib.nullcontext()
@@ -499,7 +525,7 @@ def run(state: State, fault: Fault | None = None) -> list[Any]:
                 LATER[program.later](state, given, outputs)
             values = [y.detach().clone() for y in outputs]
             outputs = [y for y in outputs if y.requires_grad]
-            extra: list[Any] = []
+            extra: list[Tensor | None] = []
             if fault is not None:
                 state.after_forward = [tensor.clone() for tensor in state.changing()]
                 injecting.phase = "backward"
@@ -509,4 +535,4 @@ def run(state: State, fault: Fault | None = None) -> list[Any]:
         if with_budget:
             assert budget.kept_bytes == 0, f"a budget counts {budget.kept_bytes} bytes of graphs that are gone"
     gradients = [leaf.grad for leaf in (*leaves, *state.parameters_at_first)]
-    return [*values, *extra, *gradients, *state.changing()]
+    return Found(values, [*extra, *gradients], state.changing())

@@ -106,7 +106,10 @@ class RunningNative(Running):
         if effects.cast and in_autocast():
             ops.region.inputs.note_histories()
         if is_bookkeeping(effects, args, kwargs) or ops.is_in_skipped_body():
-            return op(*args, **kwargs)
+            result = op(*args, **kwargs)
+            if effects.cast:  # it may have the memory of a result that is gone
+                self.makers.pop(key_of(result), None)
+            return result
         entry = _new(make)
         entry.count = self._counts[effects.name] = self._counts.get(effects.name, -1) + 1
         changed = list(args[:1]) if effects.reshapes else entry.changed_arguments(args, kwargs)
