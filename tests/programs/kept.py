@@ -71,7 +71,8 @@ class Births(LiveStorages):
 
 def is_modelled(program: Program) -> bool:
     """Return whether the model says what a program keeps: hooks, budgets and subclasses keep by other rules."""
-    return program.hooks is None and program.budget is None and program.inputs == "plain" and program.around != "torch"
+    is_plain = program.hooks is None and program.budget is None and program.inputs == "plain"
+    return is_plain and program.around != "torch" and program.later is None
 
 
 @functools.cache
@@ -108,7 +109,7 @@ def check_let_go(program: Program) -> None:
     Nor are the functions that regions ran, unless the graph is kept: its next backward may need all that it has now,
     but no value that this backward recomputed.
     """
-    if program.backward in ("subset", "one by one", "dropped") or program.later is not None or writes(program):
+    if program.backward in ("subset", "one by one", "dropped") or writes(program):
         return
     _warm()
     births, state, leaves = LiveStorages(), State(True, program), make_leaves(program)
@@ -181,7 +182,7 @@ def check_recomputed(program: Program) -> None:
     """Run a program and assert that replay recomputes nothing that forward was to keep, and that nothing warns."""
     inner = any(step.kind in ("region", "torch") for step in steps_of(program.body))
     inner = inner or program.around not in ("nothing", "twice")  # whose outer replay runs the inner forward again
-    if writes(program) or reads_into_python(program) or program.backward == "dropped" or program.later is not None:
+    if writes(program) or reads_into_python(program) or program.backward == "dropped":
         return
     policies = set() if inner else policies_of(program)
     selected = set().union(*(OPS_OF.get(name) or OTHER_POLICIES.get(name, ()) for name in policies))

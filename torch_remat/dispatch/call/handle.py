@@ -365,12 +365,12 @@ class SavedOp(ForwardOp):
         self.inputs = ()
         if as_tuple or len(outs) > 1:
             call.template = _SEVERAL
-            call.results = described(outs, None)
+            call.results = self._described(outs)
         elif usual:
             geometry = out.shape, out.stride(), out.storage_offset()
             call.results = new_tuple(Meta, (geometry, out.dtype, out.device, False, NOT_LAZY))
         else:
-            call.results = described(out, None)
+            (call.results,) = self._described((out,))
         if plain := ctx.non_differentiable:
             call.plain = [place for place, out in enumerate(outs) if any(out is tensor for tensor in plain)]
         ops.end_handle(self, outs)
@@ -380,6 +380,26 @@ class SavedOp(ForwardOp):
             ops.expect(call, expected, self.args)
             self._named, self.args = {}, ()
         return outs if as_tuple or len(outs) > 1 else out
+
+    def _described(self, outs: Sequence[Tensor]) -> list[Any]:
+        """Return what placeholders must show of the outputs.
+
+        Raises:
+            UsageError: No placeholder can stand in for one: it is sparse, or a subclass that is not a wrapper.
+        """
+        metas = [described(out, None) for out in outs]
+        for place, meta in enumerate(metas):
+            if isinstance(meta, Tensor):
+                raise UsageError(
+                    f"an op with policy {self.call.policy.name} returned a {type(meta).__name__} of layout {meta.layout}, "
+                    "for which replay has no placeholder",
+                    region=self.ops.region.name,
+                    op=self.call.name,
+                    tensor=str(place) if len(outs) > 1 else "out",
+                    remedy="Call it as remat.op(Fn.apply, 'name')(...), which keeps such a result, or give it the "
+                    "policy RECOMPUTE.",
+                )
+        return metas
 
 
 class ReplayOp(RematHandle):

@@ -176,7 +176,7 @@ def _leaf_of(replay: Loading, call: Call, place: int, form: Any, given: Sequence
         return before[form.at]
     if kind is Slot:  # of a layout for which no placeholder stands in
         value = replay.load(form, call.name, call.label(place))
-        replay.note_loaded(value)
+        replay.note_loaded(value if value._base is None else value._base)
         return value
     return _passed(replay, call, form, given[form.place]) if kind is Passed else form
 

@@ -125,7 +125,7 @@ def _described_tensor(tensor: torch.Tensor, first: Any, given: Sequence[torch.Te
             for name, part in values.items()
         }
         return WrapperMeta(kind, parts, context, geometry_of(tensor), _is_alias(tensor, first))
-    return tensor
+    return tensor.detach()  # its own graph would own it
 
 
 def _is_alias(tensor: torch.Tensor, first: Any) -> bool:
