@@ -390,9 +390,10 @@ class SavedOp(ForwardOp):
         metas = [described(out, None) for out in outs]
         for place, meta in enumerate(metas):
             if isinstance(meta, Tensor):
+                kind, layout = type(meta).__name__, meta.layout
                 raise UsageError(
-                    f"an op with policy {self.call.policy.name} returned a {type(meta).__name__} of layout {meta.layout}, "
-                    "for which replay has no placeholder",
+                    f"an op with policy {self.call.policy.name} returned a {kind} of layout {layout}, for which replay "
+                    "has no placeholder",
                     region=self.ops.region.name,
                     op=self.call.name,
                     tensor=str(place) if len(outs) > 1 else "out",
