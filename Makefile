@@ -91,7 +91,7 @@ clean:  ## remove caches and build output; .venv stays
 # The pinned torch goes first: the package asks only for a range, and pip would take the newest build in it.
 $(INSTALLED): pyproject.toml .venv/.torch | .venv/bin/pip
 	$(PIP) install '$(TORCH)'
-	$(PIP) install --editable '.[test,dev,plot,demo]'
+	$(PIP) install --editable '.[dev,plot,demo]'
 	@touch $@
 
 # Real models to measure; large, so only where they are asked for.
