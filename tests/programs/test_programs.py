@@ -12,7 +12,7 @@ from tests.programs.soak import batch, reproduction
 PROGRAMS = int(os.environ.get("REMAT_PROGRAMS", "60"))
 
 
-ODDS = [("",), ("",), ("later",), ("later",), ("hooks", "autocast", "inputs", "offload", "budget"), ("fault",)]
+ODDS = [("",), ("",), ("later",), ("later",), ("hooks", "autocast"), ("inputs", "offload", "budget"), ("fault",)]
 
 
 @pytest.mark.parametrize(("seed", "odds"), list(enumerate(ODDS)))
