@@ -71,7 +71,7 @@ class Births(LiveStorages):
 
 def is_modelled(program: Program) -> bool:
     """Return whether the model says what a program keeps: hooks, budgets and subclasses keep by other rules."""
-    is_plain = program.hooks is None and program.budget is None and program.inputs == "plain"
+    is_plain = program.hooks is None and program.budget is None and program.inputs in ("plain", "transposed")
     return is_plain and program.around != "torch" and program.later is None
 
 

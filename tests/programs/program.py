@@ -60,8 +60,8 @@ class Program(NamedTuple):
         around: `nothing`, `region`, `region with policy`, `torch`, or `twice`: the region runs two times.
         backward: `once`, `kept`, `two orders`, `one by one`, `subset`, `thread` or `dropped`.
         hooks: Saved-tensor hooks that copy: `around` forward, or `inside` of the region.
-        autocast: Whether forward runs under autocast to bfloat16.
-        inputs: `plain`, `subclass` (by `as_subclass`) or `wrapper` (a subclass of two tensors).
+        autocast: What runs under autocast to bfloat16: `forward`, `backward` or None.
+        inputs: `plain`, `transposed`, `subclass` (by `as_subclass`) or `wrapper` (a subclass of two tensors).
         offload: Whether there is an offloader, which takes the inputs and what is marked.
         budget: Bytes of a budget around the step, or None.
         early_stop: The region's option.
@@ -74,7 +74,7 @@ class Program(NamedTuple):
     around: str = "nothing"
     backward: str = "once"
     hooks: str | None = None
-    autocast: bool = False
+    autocast: str | None = None
     inputs: str = "plain"
     offload: bool = False
     budget: int | None = None

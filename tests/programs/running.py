@@ -390,6 +390,11 @@ def copying() -> contextlib.AbstractContextManager:
     return torch.autograd.graph.saved_tensors_hooks(exact_copy, lambda tensor: tensor)
 
 
+def casting(program: Program, phase: str) -> contextlib.AbstractContextManager:
+    """Return autocast, enabled if the program asks for it in this phase."""
+    return torch.autocast("cpu", torch.bfloat16, enabled=program.autocast == phase)
+
+
 def forward(state: State, leaves: Sequence[Tensor]) -> list[Tensor]:
     """Run a program's forward; return its outputs."""
     program = state.program
@@ -414,7 +419,7 @@ def forward(state: State, leaves: Sequence[Tensor]) -> list[Tensor]:
         else:
             run = state.region("products" if program.around == "region with policy" else None)(outer)
     hooks = copying() if program.hooks == "around" and state.wraps else contextlib.nullcontext()
-    with torch.autocast("cpu", torch.bfloat16, enabled=program.autocast), hooks:
+    with casting(program, "forward"), hooks:
         return tensors_of(run(*leaves))
 
 
@@ -446,6 +451,11 @@ LATER: dict[str, Callable[[State, Sequence[Tensor], Sequence[Tensor]], Any]] = {
 
 def backward(program: Program, outputs: list[Tensor], leaves: Sequence[Tensor]) -> list[Tensor | None]:
     """Take the gradients of the outputs as the program says: into the leaves, and into what is returned."""
+    with casting(program, "backward"):
+        return _gradients(program, outputs, leaves)
+
+
+def _gradients(program: Program, outputs: list[Tensor], leaves: Sequence[Tensor]) -> list[Tensor | None]:
     weights = torch.arange(float(SIDE * SIDE)).reshape(SIDE, SIDE)
     loss = sum((y * weights).sum() for y in outputs)
     extra: list[Tensor | None] = []
@@ -487,7 +497,9 @@ def make_leaves(program: Program) -> list[Tensor]:
     """Return the leaves that a program starts from."""
     torch.manual_seed(1)
     tensors = [torch.randn(SIDE, SIDE) for _ in range(2)]
-    if program.inputs == "subclass":
+    if program.inputs == "transposed":
+        tensors = [tensor.t() for tensor in tensors]
+    elif program.inputs == "subclass":
         tensors = [tensor.as_subclass(Tagged) for tensor in tensors]
     elif program.inputs == "wrapper":
         from torch.testing._internal.two_tensor import TwoTensor

@@ -97,6 +97,7 @@ def programs(draw: st.DrawFn, odds: tuple[str, ...] = ODD) -> Program:
     allowed = draw(kinds())
     around = ("nothing",) * 3 + ("region", "region with policy", "twice") + ("torch",) * ("torch" in allowed.nested)
     body, policy, options = draw(bodies(allowed)), draw(MAYBE_POLICY), {}
+    options["inputs"] = draw(st.sampled_from(("plain", "plain", "transposed")))
     odd = draw(st.sampled_from(odds))
     if odd == "hooks":
         options["hooks"] = draw(st.sampled_from(("around", "inside")))
@@ -108,8 +109,10 @@ def programs(draw: st.DrawFn, odds: tuple[str, ...] = ODD) -> Program:
         options["later"] = draw(st.sampled_from(list(LATER)))
     elif odd == "fault":
         options["fault"] = draw(FAULTS)
-    elif odd in ("autocast", "offload"):
-        options[odd] = True
+    elif odd == "autocast":
+        options["autocast"] = draw(st.sampled_from(("forward", "forward", "backward")))
+    elif odd == "offload":
+        options["offload"] = True
     early_stop = draw(st.sampled_from((True, True, False)))
     program = Program(body, policy, draw(st.sampled_from(around)), draw(BACKWARDS), early_stop=early_stop, **options)
     return program if program.offload else _staying(program)
