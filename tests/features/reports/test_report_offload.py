@@ -11,7 +11,7 @@ import torch
 from expecttest import assert_expected_inline
 
 import torch_remat as remat
-from tests.features.offload.disk_model import run, run_and_flush
+from tests.features.offload.blocks import run, run_and_flush
 from tests.features.reports.test_report_bytes import retained_bytes
 from tests.handle_ops import RECOMPUTE, SAVE, Affine, Both, Inner, SinCos, Trace, call
 from tests.helpers import LiveStorages, checkpointed, leaf, no_other_regions
