@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-import threading
+import warnings
 
 import pytest
 import torch
@@ -16,58 +16,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional as F
 
 import torch_remat as remat
-from tests.handle_ops import (
-    RECOMPUTE,
-    SAVE,
-    Affine,
-    Both,
-    Inner,
-    InnerView,
-    Noise,
-    Result,
-    SinCos,
-    Trace,
-    call,
-)
-from tests.helpers import Mlp, alive, checkpointed, collector_off, leaf, no_other_regions, watch
+from tests.features.reports.blocks import MM, W1, W2, block, native_block, op, several_regions
+from tests.handle_ops import RECOMPUTE, SAVE, Affine, Both, Result, SinCos
+from tests.helpers import alive, checkpointed, collector_off, in_threads, leaf, watch
 from torch_remat._text import format_bytes
 from torch_remat.reports.data import KeptTensor, RegionReport
 from torch_remat.reports.fold import fold
-
-
-@pytest.fixture(autouse=True)
-def _no_other_regions():
-    with no_other_regions():
-        yield
-
-
-def op(kernel, name, policy, *inputs, style="auto"):
-    return call(style, kernel, Trace(), name, policy, *inputs)
-
-
-def block(x):
-    """Ops of both policies, scopes, views, several outputs, shared storage, and random numbers."""
-    h = op(Both, "a", SAVE, x)
-    with remat.name_scope("sub.0"):
-        h = op(Inner, "b", RECOMPUTE, h)
-    h = op(InnerView, "c", SAVE, h.t())
-    s, c = op(SinCos, "d", SAVE, h)
-    h = op(Affine, "e", RECOMPUTE, s.t(), c)
-    return op(Noise, "f", SAVE, h, style="handle")
-
-
-def fresh(*shape):
-    return torch.randn(*shape, requires_grad=True)
-
-
-MODULES = nn.ModuleList(Mlp() for _ in range(3))
-
-
-def several_regions():
-    h = F.gelu(fresh(4, 8) * 3.0)
-    for index, module in enumerate(MODULES):
-        h = checkpointed(module, region_name=f"layers.{index}")(h)
-    return (h * h).sum()
 
 
 def test_regions_of_other_graphs_are_apart_and_without_roots_all_regions_are_told():
@@ -129,12 +83,9 @@ def test_graph_may_be_deep():
     assert remat.memory_report(x, x).outside[0].count >= 1
 
 
-def test_root_that_is_no_tensor_is_an_error():
+def test_wrong_uses_are_errors():
     with pytest.raises(remat.UsageError, match="takes tensors and modules, not a list"):
         remat.memory_report([torch.ones(1)])
-
-
-def test_current_report_outside_of_regions_is_an_error():
     with pytest.raises(remat.UsageError, match="outside of any region"):
         remat.format_current_memory_report()
     with pytest.raises(remat.UsageError, match=r"print_current_memory_report\(\) was called outside"):
@@ -171,6 +122,24 @@ layers.0: 240 B
   pair.1             48 B  float32[3, 4] cpu  save, for replay
   mix                 0 B                     recompute
 """,
+    )
+
+
+def test_report_in_forward_tells_what_a_policy_holds_so_far():
+    texts = []
+
+    def function(x):
+        h = x @ W1
+        texts.append(remat.format_current_memory_report())
+        return h.exp()
+
+    checkpointed(function, region_name="r", preserve_rng_state=False, policy=[MM])(leaf(4, 8))
+    assert_expected_inline(
+        texts[0],
+        """\
+r: 384 B
+  args[0]  128 B  float32[4, 8] cpu   input
+  mm_0_0   256 B  float32[4, 16] cpu  save, the end of forward decides""",
     )
 
 
@@ -212,29 +181,40 @@ def test_names_of_unnamed_saves_are_those_of_errors_and_do_not_change():
     assert names == [["block::args[0]", "block::saved tensor 1"]] * 2
 
 
+def test_names_of_what_native_regions_and_policies_keep():
+    (region,) = remat.memory_report(checkpointed(native_block, region_name="block")(leaf(4, 8) * 3)).regions
+    assert [op.name for op in region.ops] == ["attn", "s/two"]
+    assert {"block::attn.saved_1", "block::attn.out", "block::s/two.exp_0_0", "block::s/two.1"} <= {
+        one.name for one in region.all_tensors()
+    }
+    policy = remat.save_names("mm_0_0", "mm_2_0") | remat.offload_names("mm_1_0")
+    function = checkpointed(lambda x: ((x @ W1).exp() @ W2).exp() @ W1, policy=policy)
+    with remat.offload_to(remat.CpuOffloader(min_bytes=0)), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        y = function(leaf(4, 8) * 2)
+    report = remat.memory_report(y)
+    assert {tensor.label: tensor.policy for tensor in report.regions[0].tensors} == {
+        "args[0]": "",
+        "mm_0_0": "save",
+        "mm_1_0": "offload",  # nobody needs mm_2_0, the region's output
+    }
+    assert report.to_dict()["regions"][0]["tensors"][-1]["policy"] in ("save", "offload")
+
+
 def test_report_while_other_threads_run_regions():
-    stop = threading.Event()
     errors = []
 
-    def work():
+    def work(place):
         try:
-            while not stop.is_set():
-                checkpointed(lambda x: op(Result, "a", SAVE, x).view(-1), preserve_rng_state=False)(
-                    leaf(4)
-                ).sum().backward()
+            for _ in range(50):
+                if place:
+                    checkpointed(lambda x: op(Result, "a", SAVE, x).view(-1))(leaf(4)).sum().backward()
+                else:
+                    str(remat.memory_report())
         except Exception as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    try:
-        for _ in range(200):
-            str(remat.memory_report())
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
+    in_threads(work, 5)
     assert errors == []
 
 
@@ -313,28 +293,9 @@ def test_rows_of_dtensors_have_the_local_shapes_and_bytes():
     assert (norm.shape, norm.bytes, norm.needed, norm.kept) == ((2, 1), 8, True, False)
     assert rows["0.t_0_0"].bytes == 0  # a view
     assert "kept: 64 bytes" in str(table)
-
-
-@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
-@pytest.mark.usefixtures("process_group")
-def test_each_name_in_the_table_can_be_saved_and_the_same_is_kept():
-    block, x = split(), leaf(2, 4)
-    for name in remat.list_names(block)(x).names:
-        policy = remat.save_names(name)
-        listed = [row.name for row in remat.list_names(block, policy=policy)(x) if row.kept]
-        assert listed in ([], [name])
-        report = remat.memory_report(remat.checkpoint(policy=policy)(block)(x))
-        assert [tensor.label for tensor in report.all_tensors() if tensor.policy == "save"] == listed
-
-
-@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
-@pytest.mark.usefixtures("process_group")
-def test_report_says_that_shards_are_local():
     report = remat.memory_report(remat.checkpoint(policy=remat.save_names("0.addmm_*"))(split())(leaf(2, 4)))
-    (row,) = (tensor for tensor in report.all_tensors() if tensor.label.startswith("0.addmm"))
+    (row,) = (tensor for tensor in report.all_tensors() if tensor.policy == "save")
     assert row.shard
-    assert (row.shape, row.bytes) == ((2, 8), 64)
+    assert (row.label, row.shape, row.bytes) == ("0.addmm_0_0", (2, 8), 64)
     assert "float32[2, 8] cpu  save, local shard" in str(report)
     assert str(report).count("local shard") == 1
-    plain = remat.memory_report(remat.checkpoint(policy=[torch.ops.aten.exp.default])(torch.exp)(leaf(3)))
-    assert "local shard" not in str(plain)

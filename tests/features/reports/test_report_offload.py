@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import warnings
 
 import pytest
@@ -11,18 +10,11 @@ import torch
 from expecttest import assert_expected_inline
 
 import torch_remat as remat
-from tests.features.offload.blocks import run, run_and_flush
-from tests.features.reports.test_report_bytes import retained_bytes
-from tests.handle_ops import RECOMPUTE, SAVE, Affine, Both, Inner, SinCos, Trace, call
-from tests.helpers import LiveStorages, checkpointed, leaf, no_other_regions
+from tests.features.offload.blocks import Writes, run, run_and_flush
+from tests.features.reports.blocks import op, retained_bytes
+from tests.handle_ops import RECOMPUTE, SAVE, Affine, Both, Inner, SinCos
+from tests.helpers import LiveStorages, checkpointed, leaf
 from tests.offloaders import OFFLOAD, Counting
-from torch_remat.offload import files
-
-
-@pytest.fixture(autouse=True)
-def _no_other_regions():
-    with no_other_regions():
-        yield
 
 
 class Allocating(Counting):
@@ -30,10 +22,6 @@ class Allocating(Counting):
 
     def onload(self, ticket):
         return super().onload(ticket).clone()
-
-
-def op(kernel, name, policy, *inputs):
-    return call("auto", kernel, Trace(), name, policy, *inputs)
 
 
 def block(x, policy=OFFLOAD):
@@ -56,13 +44,6 @@ def twice(x):
     g = op(Both, "b", OFFLOAD, h.t())
     g = op(Affine, "c", RECOMPUTE, h[2:6], g.t()[1:5])
     return g * op(Affine, "d", RECOMPUTE, h.view(-1)[:32].view(4, 8), g)
-
-
-def layers(offloader):
-    h = leaf(8, 8) * 2
-    for index in range(3):
-        h = region(offloader, region_name=f"layers.{index}")(h).tanh()
-    return h.sum()
 
 
 def graph_kept(offloader):
@@ -97,7 +78,6 @@ def nested(offloader):
 PROGRAMS = {
     "residents, slots and input": lambda offloader: region(offloader)(leaf(8, 8) * 2).sum(),
     "one memory in many places": lambda offloader: region(offloader, twice)(leaf(8, 8) * 2).sum(),
-    "layers": layers,
     "retain_graph": graph_kept,
     "nested regions": nested,
     "native regions": lambda offloader: region(offloader, natives)(leaf(8, 8) * 2).sum(),
@@ -188,20 +168,14 @@ def in_place(report):
 
 
 def test_what_is_not_written_yet_is_in_place_as_well(tmp_path, monkeypatch):
-    may_write, write = threading.Event(), files.write
-
-    def wait_and_write(*args):
-        may_write.wait(20)
-        return write(*args)
-
-    monkeypatch.setattr(files, "write", wait_and_write)
-    offloader = remat.DiskOffloader(tmp_path, min_bytes=0)
-    x = torch.randn(20, 20, requires_grad=True)
+    writes = Writes(monkeypatch)
+    writes.go.clear()
+    offloader, x = remat.DiskOffloader(tmp_path, min_bytes=0), leaf(20, 20)
     with LiveStorages() as live:
         y = run(offloader, x)
         on_its_way = remat.memory_report()
         before = live.bytes()
-    may_write.set()
+    writes.go.set()
     offloader.flush()
     written = remat.memory_report()
     assert on_its_way.offloaded_bytes == written.offloaded_bytes == 12 * 1600
@@ -214,11 +188,8 @@ def test_what_is_not_written_yet_is_in_place_as_well(tmp_path, monkeypatch):
 
 
 def test_what_cannot_be_written_is_explained_as_kept(tmp_path, monkeypatch):
-    def fail_at_once(path, content):
-        raise OSError("no")
-
-    offloader = remat.DiskOffloader(tmp_path, min_bytes=0)
-    monkeypatch.setattr(files, "write", fail_at_once)
+    writes, offloader = Writes(monkeypatch), remat.DiskOffloader(tmp_path, min_bytes=0)
+    writes.fails = lambda number: True
     tell = offloader.offload
 
     def offload(tensor, info):
