@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-import threading
+from collections import Counter
 
 import pytest
 import torch
@@ -13,8 +13,9 @@ from expecttest import assert_expected_inline
 from torch.profiler import ProfilerActivity, profile
 
 import torch_remat as remat
-from tests.handle_ops import RECOMPUTE, SAVE, Both, Inner, Noise, Result, Trace, call
-from tests.helpers import alive, checkpointed, collector_off, leaf, watch
+from tests.features.reports.blocks import native_block
+from tests.handle_ops import RECOMPUTE, SAVE, Both, Inner, Result, Trace, call
+from tests.helpers import alive, checkpointed, collector_off, in_threads, leaf, watch
 from torch_remat.dispatch import options
 from torch_remat.reports.profile import Event, Memory
 from torch_remat.reports.recorder import GONE, SENT
@@ -92,19 +93,16 @@ def test_bytes_of_a_trace_are_those_that_the_allocator_saw():
 
 
 def test_region_that_is_not_replayed_and_backward_of_nested_regions():
-    x = leaf(4, 4) * 2
-
     def outer(x):
         return checkpointed(lambda x: x.sin().exp(), region_name="inner")(x.cos()).tanh()
 
     with remat.trace() as trace:
-        kept = checkpointed(lambda x: call("auto", Both, Trace(), "a", SAVE, x), region_name="kept")(x)
+        kept = checkpointed(lambda x: call("auto", Both, Trace(), "a", SAVE, x), region_name="kept")(leaf(4, 4) * 2)
         checkpointed(outer, region_name="outer")(kept).sum().backward()
-    assert phases(trace).count(("kept", "replay")) == 0
-    assert phases(trace).count(("kept", "backward")) == 1
-    assert phases(trace).count(("outer", "replay")) == 1
-    assert phases(trace).count(("inner", "forward")) == 2  # in forward, and in the outer region's replay
-    assert ("inner", "backward") in phases(trace)
+    counts = Counter(phases(trace))
+    assert counts["kept", "replay"] == 0
+    assert counts["kept", "backward"] == counts["outer", "replay"] == 1
+    assert counts["inner", "forward"] == 2  # in forward, and in the outer region's replay
     inner = [span for span in trace.spans if span.region == "inner" and span.phase == "backward"]
     outer_backward = [span for span in trace.spans if span.region == "outer" and span.phase == "backward"]
     assert outer_backward[0].start_us < inner[0].start_us
@@ -112,25 +110,18 @@ def test_region_that_is_not_replayed_and_backward_of_nested_regions():
 
 
 def test_exception_in_an_op_leaves_no_span_open():
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        @remat.auto_forward()
-        def forward(ctx, x):
-            raise ValueError("in the body")
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad
+    def fail(x):
+        raise ValueError("in the body")
 
     def function(x):
         with contextlib.suppress(ValueError):
-            remat.op(Fails.apply, "fails")(x)
+            remat.op(fail, "fails")(x)
         return call("auto", Both, Trace(), "after", SAVE, x)
 
     with remat.trace() as trace:
         checkpointed(function, region_name="caught")(leaf(2)).sum().backward()
         with pytest.raises(ValueError, match="in the body"):
-            checkpointed(lambda x: remat.op(Fails.apply, "fails")(x), region_name="not caught")(leaf(2))
+            checkpointed(lambda x: remat.op(fail, "fails")(x), region_name="not caught")(leaf(2))
     assert [(span.region, span.op, span.phase) for span in trace.spans] == [
         ("caught", None, "forward"),
         ("caught", "fails", "forward"),
@@ -140,19 +131,6 @@ def test_exception_in_an_op_leaves_no_span_open():
         ("not caught", None, "forward"),
         ("not caught", "fails", "forward"),
     ]
-
-
-class NamesTooFew(torch.autograd.Function):
-    @staticmethod
-    @remat.auto_forward("x")
-    def forward(ctx, x):
-        ctx.save_for_backward(x, x)
-        return x.sin()
-
-
-def test_wrong_use_of_a_handle_is_the_same_error_in_a_trace():
-    with remat.trace(), pytest.raises(remat.UsageError, match="saves 2 tensors and auto_forward names 1"):
-        checkpointed(lambda x: remat.op(NamesTooFew.apply, "few")(x))(leaf(2))
 
 
 def test_error_goes_on_also_if_its_trace_cannot_be_read(monkeypatch):
@@ -201,16 +179,14 @@ def test_trace_keeps_nothing_alive():
 def test_trace_while_another_thread_records_is_an_error():
     raised = []
 
-    def record():
+    def record(_):
         with pytest.raises(remat.UsageError, match="a profiler runs already") as caught, remat.trace():
             pass
         raised.append(caught.value)
 
     for around in (remat.trace(), profile(activities=[ProfilerActivity.CPU], acc_events=True)):
         with around:
-            thread = threading.Thread(target=record)
-            thread.start()
-            thread.join()
+            in_threads(record, 1)
     assert len(raised) == 2
 
 
@@ -223,18 +199,14 @@ def test_trace_that_runs_cannot_be_read():
 
 
 def test_regions_of_other_threads_do_not_disturb():
-    def work():
-        for _ in range(20):
-            checkpointed(block)(leaf(2, 2)).sum().backward()
+    def work(place):
+        for _ in range(1 if place == 0 else 20):
+            checkpointed(block, region_name=str(place))(leaf(2, 2)).sum().backward()
 
     with remat.trace() as trace:
-        threads = [threading.Thread(target=work) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        checkpointed(block, region_name="mine")(leaf(2, 2)).sum().backward()
-        for thread in threads:
-            thread.join()
-    assert {"forward", "replay", "backward"} <= {span.phase for span in trace.spans if span.region == "mine"}
+        in_threads(work, 3)
+        work(0)
+    assert {"forward", "replay", "backward"} <= {span.phase for span in trace.spans if span.region == "0"}
 
 
 def small_trace():
@@ -306,15 +278,12 @@ def test_names_are_drawn_as_they_are():
     pytest.importorskip("matplotlib")
     timeline = Timeline()
     timeline.fill(10_000, [span_of(name, 0, 8000)], [Sample(4000, {"cpu": 100})])
-    y = checkpointed(block, region_name=name)(leaf(64, 64))  # other regions may be alive
-    figures = timeline.plot(), remat.memory_report(y).plot()
-    for figure in figures:
+    trace, report = timeline.plot(), remat.memory_report(checkpointed(block, region_name=name)(leaf(64, 64))).plot()
+    for figure in (trace, report):
         figure.canvas.draw()
-    trace, report = figures
-    label = next(text for text in report.axes[0].get_yticklabels() if text.get_text() == name)
-    texts = [*trace.axes[-1].texts, label]
-    assert [name in text.get_text() for text in texts] == [True] * 2
-    assert not any(text.get_parse_math() for text in texts)
+    (label,) = (text for text in report.axes[0].get_yticklabels() if text.get_text() == name)
+    assert name in trace.axes[-1].texts[0].get_text()
+    assert not any(text.get_parse_math() for text in (*trace.axes[-1].texts, label))
     assert name in trace.axes[0].get_title(loc="left")
 
 
@@ -416,40 +385,32 @@ def test_picture_of_a_trace_has_no_text_over_text():
 
 
 def test_exception_leaves_nothing_behind_and_the_trace_readable():
-    traces = []
-
     def fail():
-        with remat.trace() as trace:
-            traces.append(trace)
-            checkpointed(torch.sin)(leaf(2))
-            raise ZeroDivisionError
+        checkpointed(torch.sin)(leaf(2))
+        raise ZeroDivisionError
 
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(ZeroDivisionError), remat.trace() as trace:
         fail()
     assert options.observers == []
     assert not options.is_watched()
-    assert [span.phase for span in traces[0].spans] == ["forward"]  # what happened until then
-    assert "sin" in str(traces[0])
+    assert [span.phase for span in trace.spans] == ["forward"]  # what happened until then
+    assert "sin" in str(trace)
 
 
-def test_gradients_under_a_trace_are_the_same():
-    def gradients():
+def test_trace_has_native_regions_with_their_backward_and_changes_no_gradient():
+    def gradient():
         torch.manual_seed(3)
-        x = leaf(4, 4)
-        checkpointed(lambda x: call("auto", Noise, Trace(), "n", SAVE, block(x)))(x).sum().backward()
+        x = leaf(4, 8)
+        checkpointed(native_block)(x * 3).sum().backward()
         return x.grad
 
-    expected = gradients()
-    with remat.trace():
-        assert torch.equal(gradients(), expected)
-
-
-def test_without_profiler_and_trace_no_phase_is_watched():
-    seen = []
-    checkpointed(lambda x: (seen.append(remat.dispatch.mode.current_mode().observed), x.sin())[1])(
-        leaf(2)
-    ).sum().backward()
-    assert seen == [None, None]
+    expected = gradient()
+    with remat.trace() as trace:
+        assert torch.equal(gradient(), expected)
+    spans = {(span.op, span.phase) for span in trace.spans}
+    assert {(op, phase) for op in ("attn", "s/two") for phase in ("forward", "replay", "backward")} <= spans
+    attn = next(span for span in trace.spans if span.op == "attn" and span.phase == "forward")
+    assert attn.kept_bytes == 3 * 4 * 16 * 4 + 4 * 8 * 4
 
 
 @pytest.mark.gpu
