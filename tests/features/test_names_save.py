@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import operator
-import re
 from functools import partial
 
 import pytest
@@ -19,55 +18,36 @@ from tests.helpers import (
     assert_same,
     assert_same_program,
     leaf,
-    pairwise,
 )
 from tests.native_programs import Marks, aten, kept, region, replayed_ops, uncollected
 
 
 class Attention(nn.Module):
-    def __init__(self, width=8):
+    def __init__(self):
         super().__init__()
-        self.wq = nn.Linear(width, width, bias=False)
-        self.wk = nn.Linear(width, width, bias=False)
-        self.wo = nn.Linear(width, width, bias=False)
+        self.wq, self.wk = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
 
     def forward(self, x):
-        q, k = self.wq(x), self.wk(x)
-        scores = (q @ k.t()).softmax(-1)
-        return self.wo(scores @ x)
+        return (self.wq(x) @ self.wk(x).t()).softmax(-1) @ x
 
 
 class Mlp(nn.Module):
-    def __init__(self, width=8):
+    def __init__(self):
         super().__init__()
-        self.up = nn.Linear(width, 2 * width)
-        self.down = nn.Linear(2 * width, width)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
 
     def forward(self, x):
         return self.down(F.gelu(self.up(x)))
 
 
 class Block(nn.Module):
-    def __init__(self, width=8):
+    def __init__(self):
         super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.attention = Attention(width)
-        self.mlp = Mlp(width)
+        self.norm, self.attention, self.mlp = nn.LayerNorm(8), Attention(), Mlp()
 
     def forward(self, x):
         x = x + self.attention(self.norm(x))
         return x + self.mlp(x).sin()
-
-
-class Stack(nn.Module):
-    def __init__(self, depth=2, width=8):
-        super().__init__()
-        self.layers = nn.ModuleList(Block(width) for _ in range(depth))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
 
 
 def chain(x, w):
@@ -94,42 +74,28 @@ def names_of(function, *inputs):
 
 def test_name_is_path_op_count_and_output():
     names = [name for name, _ in names_of(chain, leaf(4, 4), leaf(4, 4))]
-    assert len(set(names)) == 6
-    assert sorted(names)[:3] == sorted(name for name in names if re.fullmatch(r"mm_\d+(_\d+)?", name))
-    assert sorted(names)[3:] == sorted(name for name in names if re.fullmatch(r"sin_\d+(_\d+)?", name))
+    assert names == ["mm_0_0", "sin_0_0", "mm_1_0", "sin_1_0", "mm_2_0", "sin_2_0"]
 
 
-def test_name_begins_with_the_path_of_the_module():
-    seen = names_of(Block(), leaf(3, 8))
-    by_op = {}
-    for name, op in seen:
-        by_op.setdefault(op, []).append(name)
-    assert all(name.startswith("norm.") for name in by_op[aten.native_layer_norm.default])
-    assert all(name.startswith("attention.") for name in by_op[aten._softmax.default])
-    assert all(name.startswith("attention.") for name in by_op[aten.mm.default])
-    assert {name.rsplit(".", 1)[0] for name in by_op[aten.addmm.default]} == {"mlp.up", "mlp.down"}
-    assert {name.rsplit(".", 1)[0] for name in by_op[aten.gelu.default]} == {"mlp"}
-    assert all("." not in name for name in by_op[aten.sin.default])
-    assert len({name for name, _ in seen}) == len(seen)
-
-
-def test_path_begins_at_the_root_of_the_region():
-    stack, x = Stack(), leaf(3, 8)
-    whole = [name for name, op in names_of(stack, x) if op is aten.gelu.default]
-    part = [name for name, op in names_of(stack.layers[1], x) if op is aten.gelu.default]
-    assert [name.split("mlp")[0] for name in whole] == ["layers.0.", "layers.1."]
-    assert [name.split("mlp")[0] for name in part] == [""]
-    assert part[0] == whole[0].removeprefix("layers.0.")
-
-
-def test_names_are_the_same_each_time():
-    stack, x = Stack(), leaf(3, 8)
-    first = names_of(stack, x)
-    assert first == names_of(stack, x)
-    torch.manual_seed(3)
-    assert first == names_of(Stack(), leaf(3, 8))
-    with torch.autocast("cpu", enabled=False):
-        assert first == names_of(stack, x)
+def test_name_begins_with_the_path_of_the_module_below_the_root_of_the_region():
+    block, x = Block(), leaf(3, 8)
+    names = [name for name, op in names_of(block, x) if op not in (aten.t.default, aten.view.default)]
+    assert names == [
+        "norm.native_layer_norm_0_0",
+        "attention.wq.mm_0_0",
+        "attention.wk.mm_0_0",
+        "attention.mm_0_0",
+        "attention._softmax_0_0",
+        "attention.mm_1_0",
+        "add_0_0",
+        "mlp.up.addmm_0_0",
+        "mlp.gelu_0_0",
+        "mlp.down.addmm_0_0",
+        "sin_0_0",
+        "add_1_0",
+    ]
+    whole = [name for name, _ in names_of(nn.Sequential(block), x)]
+    assert whole == [f"0.{name}" for name, _ in names_of(block, x)]
 
 
 def test_names_in_replay_are_those_of_forward():
@@ -187,13 +153,9 @@ def test_hooks_and_an_exception_in_a_module_do_not_change_later_names():
     ("patterns", "not_again"),
     [
         (["attention.*"], {"mm", "_softmax"}),
-        (["mlp.*"], {"addmm", "gelu"}),
-        (["*addmm*"], {"addmm"}),
         (["*.gelu_*", "*mm_*"], {"gelu", "mm", "addmm"}),
-        (["norm.*", "sin_*"], {"native_layer_norm", "sin"}),
         (["[am]*.*"], {"mm", "_softmax", "addmm", "gelu"}),
         (["*"], {"mm", "_softmax", "addmm", "gelu", "native_layer_norm", "add", "sin"}),
-        (["mlp.u?.*"], set()),
     ],
 )
 def test_patterns_save_what_they_match(patterns, not_again):
@@ -205,23 +167,21 @@ def test_patterns_save_what_they_match(patterns, not_again):
     assert not not_again & set(replayed)
     nothing = replayed_ops(block, region(lambda ctx, op, *args, **kwargs: False), [x], parameters)
     for op, count in nothing.items():
-        if op not in not_again and patterns != ["mlp.u?.*"] and op != "add":
+        if op not in not_again and op != "add":
             assert replayed.get(op, 0) <= count
 
 
-@pytest.mark.parametrize("index", range(3))
-def test_full_name_saves_exactly_one_result(index):
+def test_full_name_saves_exactly_one_result():
     inputs, marks = (leaf(4, 4), leaf(4, 4)), Marks()
-    names = [name for name, op in names_of(chain, *inputs) if op is aten.mm.default]
 
     def marked(x, w):
         for number in range(3):
             x = marks(f"h{number}", x @ w).sin()
         return x
 
-    policy = remat.save_names(f"{names[index]}*")
+    policy = remat.save_names("mm_1_0")
     after = kept(region(policy)(marked), inputs, marks)
-    assert after.names == {f"h{index}"}
+    assert after.names == {"h1"}
     assert after.bytes == inputs[0].nbytes
     assert replayed_ops(chain, region(policy), inputs)["mm"] == 2
 
@@ -249,8 +209,6 @@ def test_one_output_of_several():
     ("pattern", "near"),
     [
         ("atention.*", "attention."),
-        ("attention.bmm_0_0", "attention."),
-        ("mlp.upp.*", "mlp.up."),
         ("norm.layer_norm_0_0", "norm.native_layer_norm"),
     ],
 )
@@ -271,10 +229,10 @@ def test_error_comes_at_the_end_of_forward_and_frees():
     assert ran == [1]
 
 
-@pytest.mark.parametrize("patterns", [(), ("",), (3,), (None,), (["mm_*"],)])
-def test_patterns_that_are_none_are_an_error(patterns):
-    with pytest.raises((remat.UsageError, TypeError)):
-        region(remat.save_names(*patterns))(chain)(leaf(4, 4), leaf(4, 4))
+def test_patterns_that_are_none_are_an_error():
+    for patterns in ((), ("",), (3,), (["mm_*"],)):
+        with pytest.raises(remat.PolicyError):
+            remat.save_names(*patterns)
 
 
 # Names by hand
@@ -323,19 +281,18 @@ def test_name_by_hand_that_nothing_has_is_an_error():
     assert "hidden" in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["", None, 3])
-def test_name_by_hand_that_is_empty_or_no_string_is_an_error(name):
-    with pytest.raises((remat.UsageError, TypeError)):
-        region()(lambda x: remat.checkpoint_name(x * 2, name))(leaf(3))
+def test_name_by_hand_that_is_empty_or_no_string_is_an_error():
+    for name in ("", None, 3):
+        with pytest.raises(remat.UsageError):
+            region()(lambda x, name=name: remat.checkpoint_name(x * 2, name))(leaf(3))
 
 
 def test_name_by_hand_of_an_input_keeps_nothing_more():
-    def function(x, w):
-        x = remat.checkpoint_name(x, "input")
-        return (x @ w).sin()
+    inputs, policy = (leaf(4, 4), leaf(4, 4)), remat.save_names("input")
 
-    inputs = leaf(4, 4), leaf(4, 4)
-    policy = remat.save_names("input")
+    def function(x, w):
+        return (remat.checkpoint_name(x, "input") @ w).sin()
+
     assert_equal_gradients(function, region(policy)(function), inputs)
     assert kept(region(policy)(function), inputs).bytes == 0
 
@@ -371,31 +328,25 @@ def _written_through_a_view(x, w):
 
 IN_PLACE = {
     "relu": lambda x, w: _named(F.relu(x @ w, inplace=True)).sin(),
-    "product": lambda x, w: _named(F.relu(x @ w, inplace=True)) @ w,
     "sigmoid": lambda x, w: _named((x @ w).sigmoid_()).sin() @ w,
-    "elu": lambda x, w: _named(F.elu_(x @ w)).cos(),
     "last": lambda x, w: _named((x @ w).exp_()),
     "mul": lambda x, w: _named((x @ w).mul_(2)).sin(),
-    "view": lambda x, w: _named((x @ w).view(16).relu_()).sin(),
     "named view": lambda x, w: _named(F.relu(x @ w, inplace=True)[1:]).sin(),
     "named base": _written_through_a_view,
     "part": lambda x, w: _named(F.relu((x @ w)[1:], inplace=True)).cos(),
-    "named after its use": lambda x, w: (lambda h: h.sin() * _named(h).cos())(F.relu(x @ w, inplace=True)),
     "two": lambda x, w: _named((_named((x @ w).exp_()) @ w).tanh_()).sin(),
 }
 
 
-@pairwise(name=IN_PLACE, retain=[False, True])
-def test_name_by_hand_after_an_op_in_place_that_saves_its_own_result(name, retain):
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_name_by_hand_after_an_op_in_place_that_saves_its_own_result(name):
     function, inputs = IN_PLACE[name], (leaf(4, 4), leaf(4, 4))
+    expected = torch.autograd.grad(function(*inputs).sum(), inputs)
     for policy in (remat.save_names("act"), remat.offload_names("act")):
-        assert_equal_gradients(function, region(policy)(function), inputs)
         y = region(policy)(function)(*inputs).sum()
-        expected = torch.autograd.grad(function(*inputs).sum(), inputs)
-        if retain:
-            assert_same(expected, torch.autograd.grad(y, inputs, retain_graph=True))
-        assert_same(expected, torch.autograd.grad(y, inputs))
-    if name in ("relu", "product", "sigmoid", "elu"):
+        for keep in (True, False):
+            assert_same(expected, torch.autograd.grad(y, inputs, retain_graph=keep))
+    if name in ("relu", "sigmoid"):
         assert "mm" not in replayed_ops(function, region(remat.save_names("act")), inputs)
         assert kept(region(remat.save_names("act"))(function), inputs).bytes == inputs[0].nbytes
 

@@ -39,13 +39,10 @@ def preferred(ctx, op, *args, **kwargs):
 
 POLICIES = {
     "list": [aten.addmm.default],
-    "packet": (aten.addmm,),
-    "set": {aten.addmm.default},
     "function": is_product,
     "weak function": preferred,
     "names": remat.save_names("*.addmm_*"),
     "offloaded": remat.offload_names("*.addmm_*"),
-    "ready": policies.save_matmuls,
     "combined": [aten.sin.default] | remat.save_names("gate.addmm_*") | policies.save_matmuls,
 }
 GATE = "gate.addmm_0_0"
@@ -83,9 +80,8 @@ def test_what_is_left_out_runs_again_whatever_kind_the_policy_is(policy):
     [
         policies.save_matmuls & ~remat.save_names("gate.*") | [aten.sin.default],
         [aten.sin.default] | policies.save_matmuls & ~remat.save_names("gate.*"),
-        ([aten.sin.default] | policies.save_matmuls) & ~remat.save_names("gate.*"),
+        ([aten.sin.default] | policies.save_matmuls) & ~remat.save_names("gate.*") & ~remat.save_names("gate.add*"),
         policies.save_matmuls & ~remat.save_names("gate.*") | remat.save_names("sin_0_0", GATE),
-        policies.save_matmuls & ~remat.save_names("gate.*") & ~remat.save_names("gate.add*") | [aten.sin.default],
     ],
     ids=repr,
 )
@@ -98,20 +94,15 @@ def test_bytes_are_those_of_the_rest():
     policy = policies.save_matmuls & ~remat.save_names("gate.*")
     both, one, nothing = (retained_bytes(region(p)(module), [x]) for p in (policies.save_matmuls, policy, [aten.cos]))
     assert both - one == one - nothing == 3 * 8 * 4  # each is what replay makes the tanh of
-    policy = [aten.tanh.default] & ~remat.save_names("tanh_0_0")
-    both, one, nothing = (retained_bytes(region(p)(module), [x]) for p in ([aten.tanh.default], policy, [aten.cos]))
-    assert both - one == one - nothing == 3 * 8 * 4
 
 
-@pytest.mark.parametrize("pattern", ["native_layer_norm_0_1", "native_layer_norm_0_[12]"])
-def test_one_of_several_results_is_left_out(pattern):
+def test_one_of_several_results_is_left_out():
     def function(x):
         return F.layer_norm(x.sin(), [4]).exp().sin()
 
-    policy = [aten.native_layer_norm.default] & ~remat.save_names(pattern)
+    policy = [aten.native_layer_norm.default] & ~remat.save_names("native_layer_norm_0_1")
     assert_equal_gradients(function, region(policy)(function), [leaf(3, 4)])
-    names = kept(policy, function)
-    assert not any(name in ("native_layer_norm_0_1", pattern) for name in names)
+    assert "native_layer_norm_0_1" not in kept(policy, function)
 
 
 def test_what_was_modified_in_place_is_left_out():
@@ -131,15 +122,12 @@ def named(x):
 
 
 @pytest.mark.parametrize("left_out", ["hidden", "mm_0_0"])
-@pytest.mark.parametrize(
-    "policy", [policies.save_matmuls, remat.save_names("hidden", "other"), remat.save_names("mm_*")]
-)
+@pytest.mark.parametrize("policy", [policies.save_matmuls, remat.save_names("hidden", "other")])
 def test_names_by_hand_and_automatic_ones_are_left_out(policy, left_out):
     x = leaf(4, 4)
     without = policy & ~remat.save_names(left_out)
     assert_equal_gradients(named, region(without)(named), [x])
-    table = remat.list_names(named, policy=without)(leaf(4, 4))
-    assert [row.name for row in table if row.kept] == ["other"]
+    assert kept(without, named) == ["other"]
     assert replayed_ops(named, region(without), [x])["mm"] == 1
 
 
@@ -175,9 +163,6 @@ def test_writes_to_what_outlives_the_region_are_not_repeated():
     assert seen.tolist() == [1] * 4
 
 
-# Nonsense
-
-
 def test_pattern_that_matches_nothing_is_an_error():
     policy = policies.save_matmuls & ~remat.save_names("gate.*", "gates.*")
     with pytest.raises(remat.PolicyError, match=r"'gates.\*' matches nothing that the region made"):
@@ -190,7 +175,6 @@ def test_pattern_that_matches_nothing_is_an_error():
         lambda: remat.checkpoint(policy=~remat.save_names("a")),
         lambda: policies.save_matmuls | ~remat.save_names("a"),
         lambda: ~remat.save_names("a") | policies.save_matmuls,
-        lambda: ~remat.offload_names("a"),
         lambda: remat.save_names("b") & ~remat.offload_names("a"),
         lambda: 3 & ~remat.save_names("a"),
     ],
@@ -205,9 +189,7 @@ def test_other_forms_are_errors_that_show_the_right_one(make):
     [
         lambda: policies.save_matmuls & remat.save_names("a"),
         lambda: ~policies.save_matmuls,
-        lambda: ~remat.save_names("a") & ~remat.save_names("b"),
         lambda: ~~remat.save_names("a"),
-        lambda: ~remat.save_names("a") & policies.save_matmuls,
     ],
 )
 def test_operators_that_policies_do_not_have_are_type_errors(make):
