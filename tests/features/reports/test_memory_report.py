@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import warnings
 
 import pytest
 import torch
@@ -16,9 +15,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional as F
 
 import torch_remat as remat
-from tests.features.reports.blocks import MM, W1, W2, block, native_block, op, several_regions
+from tests.features.reports.blocks import W1, W2, block, op, several_regions
 from tests.handle_ops import RECOMPUTE, SAVE, Affine, Both, Result, SinCos
 from tests.helpers import alive, checkpointed, collector_off, in_threads, leaf, watch
+from tests.offloaders import Counting
 from torch_remat._text import format_bytes
 from torch_remat.reports.data import KeptTensor, RegionReport
 from torch_remat.reports.fold import fold
@@ -125,24 +125,6 @@ layers.0: 240 B
     )
 
 
-def test_report_in_forward_tells_what_a_policy_holds_so_far():
-    texts = []
-
-    def function(x):
-        h = x @ W1
-        texts.append(remat.format_current_memory_report())
-        return h.exp()
-
-    checkpointed(function, region_name="r", preserve_rng_state=False, policy=[MM])(leaf(4, 8))
-    assert_expected_inline(
-        texts[0],
-        """\
-r: 384 B
-  args[0]  128 B  float32[4, 8] cpu   input
-  mm_0_0   256 B  float32[4, 16] cpu  save, the end of forward decides""",
-    )
-
-
 def test_whole_report_folds_layers_that_are_alike():
     h = F.gelu(leaf(4, 8) * 3.0)
     for index in range(12):
@@ -181,18 +163,11 @@ def test_names_of_unnamed_saves_are_those_of_errors_and_do_not_change():
     assert names == [["block::args[0]", "block::saved tensor 1"]] * 2
 
 
-def test_names_of_what_native_regions_and_policies_keep():
-    (region,) = remat.memory_report(checkpointed(native_block, region_name="block")(leaf(4, 8) * 3)).regions
-    assert [op.name for op in region.ops] == ["attn", "s/two"]
-    assert {"block::attn.saved_1", "block::attn.out", "block::s/two.exp_0_0", "block::s/two.1"} <= {
-        one.name for one in region.all_tensors()
-    }
+def test_rows_tell_the_policy_of_what_a_policy_for_ops_keeps():
     policy = remat.save_names("mm_0_0", "mm_2_0") | remat.offload_names("mm_1_0")
     function = checkpointed(lambda x: ((x @ W1).exp() @ W2).exp() @ W1, policy=policy)
-    with remat.offload_to(remat.CpuOffloader(min_bytes=0)), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        y = function(leaf(4, 8) * 2)
-    report = remat.memory_report(y)
+    with remat.offload_to(Counting()):
+        report = remat.memory_report(function(leaf(4, 8) * 2))
     assert {tensor.label: tensor.policy for tensor in report.regions[0].tensors} == {
         "args[0]": "",
         "mm_0_0": "save",

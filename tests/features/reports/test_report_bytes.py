@@ -67,25 +67,11 @@ def turned(function):
     return lambda x: through_torch(function, x).view(-1).sin()
 
 
-def in_each_other(x):
-    return turned(lambda x: through_torch(torch.mm, x.view(4, 16), W).view(64))(x)
-
-
-def products(x, y, *, z):
-    return x * y[0] * z
-
-
 def graph_kept_of(function):
     x = fresh(4, 16)
     y = function(x * 1).sum()
     torch.autograd.grad(y, x, retain_graph=True)
     return y
-
-
-def after_partial_backward(function):
-    y = function(fresh(4, 16) * 1)
-    torch.autograd.grad(y.exp().sum(), y)
-    return y.sum()
 
 
 PROGRAMS = {
@@ -104,10 +90,7 @@ PROGRAMS = {
     "a view of an output": lambda: checkpointed(lambda x: op(Transpose, "t", RECOMPUTE, x).sin())(fresh(4, 4)).sum(),
     "linear, frozen": lambda: FROZEN(fresh(4, 16) * 1).sin().sum(),
     "view of a frozen parameter": lambda: (fresh(4, 16) * 1 @ W[:, :8]).sum(),
-    "torch's in each other": lambda: in_each_other(fresh(4, 16) * 1).sum(),
     "torch's with a region between": lambda: graph_kept_of(in_torchs(checkpointed(turned(in_torchs(sines))))),
-    "torch's after a part of backward": lambda: after_partial_backward(in_torchs(checkpointed(turned(sines)))),
-    "torch's with all arguments": lambda: through_torch(products, fresh(9), [fresh(9)], z=fresh(9).cos()).sum(),
 }
 
 

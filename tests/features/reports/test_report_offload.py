@@ -12,7 +12,7 @@ from expecttest import assert_expected_inline
 import torch_remat as remat
 from tests.features.offload.blocks import Writes, run, run_and_flush
 from tests.features.reports.blocks import op, retained_bytes
-from tests.handle_ops import RECOMPUTE, SAVE, Affine, Both, Inner, SinCos
+from tests.handle_ops import RECOMPUTE, Affine, Both
 from tests.helpers import LiveStorages, checkpointed, leaf
 from tests.offloaders import OFFLOAD, Counting
 
@@ -24,16 +24,7 @@ class Allocating(Counting):
         return super().onload(ticket).clone()
 
 
-def block(x, policy=OFFLOAD):
-    """Residents, slots, views, several outputs, what is elided, and ops that stay."""
-    h = op(Both, "a", policy, x.sin())
-    h = op(Inner, "b", RECOMPUTE, h)
-    s, c = op(SinCos, "c", policy, h)
-    h = op(Both, "d", SAVE, s.t())
-    return op(Affine, "e", RECOMPUTE, h, c)
-
-
-def region(offloader, function=block, **options):
+def region(offloader, function, **options):
     options = {"region_name": "r", "preserve_rng_state": False, "offload_inputs": True, **options}
     return checkpointed(function, offloader=offloader, **options)
 
@@ -44,13 +35,6 @@ def twice(x):
     g = op(Both, "b", OFFLOAD, h.t())
     g = op(Affine, "c", RECOMPUTE, h[2:6], g.t()[1:5])
     return g * op(Affine, "d", RECOMPUTE, h.view(-1)[:32].view(4, 8), g)
-
-
-def graph_kept(offloader):
-    x = leaf(8, 8) * 2
-    loss = region(offloader)(x).exp().sum()
-    (grad,) = torch.autograd.grad(loss, x, retain_graph=True)
-    return loss + 0 * grad.sum().item()
 
 
 def natives(x):
@@ -68,21 +52,12 @@ def by_policy(offloader):
     return region(offloader, lambda x: ((x @ x).exp().sin() @ x).cos(), policy=policy)(leaf(8, 8) * 2).sum()
 
 
-def nested(offloader):
-    inner = region(offloader, region_name="inner")
-    return region(offloader, lambda x: op(Inner, "p", RECOMPUTE, inner(op(Both, "o", OFFLOAD, x.sin()))))(
-        leaf(8, 8) * 2
-    ).sum()
-
-
 PROGRAMS = {
-    "residents, slots and input": lambda offloader: region(offloader)(leaf(8, 8) * 2).sum(),
+    "three regions": lambda offloader: run(offloader, leaf(8, 8)).sum(),
     "one memory in many places": lambda offloader: region(offloader, twice)(leaf(8, 8) * 2).sum(),
-    "retain_graph": graph_kept,
-    "nested regions": nested,
     "native regions": lambda offloader: region(offloader, natives)(leaf(8, 8) * 2).sum(),
     "policies for ops": by_policy,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -101,12 +76,12 @@ def test_offloader_in_memory_saves_nothing_and_says_so():
     offloader = remat.CpuOffloader(min_bytes=0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        root, measured = retained_bytes(lambda: region(offloader)(leaf(8, 8) * 2).sum())
+        root, measured = retained_bytes(lambda: region(offloader, twice)(leaf(8, 8) * 2).sum())
     report = remat.memory_report(root)
     assert report.offloaded_bytes == offloader.offloaded_bytes > 0
     assert report.bytes + offloader.host_bytes >= measured
     with pytest.warns(remat.RematWarning, match="saves nothing"):
-        region(remat.CpuOffloader(min_bytes=0))(leaf(8, 8) * 2)
+        region(remat.CpuOffloader(min_bytes=0), twice)(leaf(8, 8) * 2)
 
 
 def test_report_of_offloaded_tensors_as_text():
@@ -199,7 +174,7 @@ def test_what_cannot_be_written_is_explained_as_kept(tmp_path, monkeypatch):
 
     monkeypatch.setattr(offloader, "offload", offload)
     with pytest.warns(remat.RematWarning, match="stays in memory"):
-        told = remat.explain(region(offloader))(leaf(8, 8) * 1)
+        told = remat.explain(region(offloader, twice))(leaf(8, 8) * 1)
     why = [tensor.why for op in told.regions[0].ops for tensor in op.tensors if tensor.state == "kept"]
     assert any("took it, but it could not leave" in one for one in why)
 
@@ -211,7 +186,7 @@ def legend(report):
 
 
 def test_picture_and_table_tell_offloaded_bytes_apart(tmp_path):
-    report = remat.memory_report(region(Counting())(leaf(8, 8) * 2).sum())
+    report = remat.memory_report(run(Counting(), leaf(16, 16)).sum())
     figure = report.plot(tmp_path / "kept.png")
     assert "offloaded" in figure.get_suptitle()
     offloaded = [bar for bars in figure.axes[0].containers if bars.get_label() == "offloaded" for bar in bars]
