@@ -192,10 +192,9 @@ def test_picture_and_table_tell_offloaded_bytes_apart(tmp_path):
     offloaded = [bar for bars in figure.axes[0].containers if bars.get_label() == "offloaded" for bar in bars]
     assert {bar.get_hatch() for bar in offloaded} == {"----"}
     assert sum(bar.get_width() for bar in offloaded) == report.offloaded_bytes / 1024
-    html = report._repr_html_()
-    assert f"{report.offloaded_bytes} B offloaded" in html
+    assert "12.0 KiB offloaded" in report._repr_html_()
     data = json.loads(report.to_json())
-    assert data["offloaded_bytes"] == report.offloaded_bytes == data["bytes_by_device"]["Counting"]
+    assert 12 << 10 == data["offloaded_bytes"] == report.offloaded_bytes == data["bytes_by_device"]["Counting"]
 
 
 def test_live_bytes_of_a_trace_fall_when_a_thread_of_the_offloader_frees_a_tensor(tmp_path):
