@@ -334,10 +334,22 @@ def test_explanation_says_that_no_backward_ran(form):
     assert explanation.to_dict()["no_backward"] == explanation.no_backward
 
 
+class Double(torch.autograd.Function):
+    """Saves nothing, as the sum does: a second backward could run through both."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
 def test_training_step_that_returns_its_loss_after_backward():
     def step(x):
         h = checkpointed(Mlp())(x)
-        loss = h.exp().sum()
+        loss = (h + Double.apply(h)).exp().sum()
         loss.backward()
         return {"loss": loss, "hidden": h}
 

@@ -67,6 +67,10 @@ def turned(function):
     return lambda x: through_torch(function, x).view(-1).sin()
 
 
+def products(x, y, *, z):
+    return x * y[0] * z
+
+
 def graph_kept_of(function):
     x = fresh(4, 16)
     y = function(x * 1).sum()
@@ -90,6 +94,7 @@ PROGRAMS = {
     "a view of an output": lambda: checkpointed(lambda x: op(Transpose, "t", RECOMPUTE, x).sin())(fresh(4, 4)).sum(),
     "linear, frozen": lambda: FROZEN(fresh(4, 16) * 1).sin().sum(),
     "view of a frozen parameter": lambda: (fresh(4, 16) * 1 @ W[:, :8]).sum(),
+    "torch's with all arguments": lambda: through_torch(products, fresh(9), [fresh(9)], z=fresh(9).cos()).sum(),
     "torch's with a region between": lambda: graph_kept_of(in_torchs(checkpointed(turned(in_torchs(sines))))),
 }
 

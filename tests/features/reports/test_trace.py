@@ -133,6 +133,19 @@ def test_exception_in_an_op_leaves_no_span_open():
     ]
 
 
+class NamesTooFew(torch.autograd.Function):
+    @staticmethod
+    @remat.auto_forward("x")
+    def forward(ctx, x):
+        ctx.save_for_backward(x, x)
+        return x.sin()
+
+
+def test_wrong_use_of_a_handle_is_the_same_error_in_a_trace():
+    with remat.trace(), pytest.raises(remat.UsageError, match="saves 2 tensors and auto_forward names 1"):
+        checkpointed(lambda x: remat.op(NamesTooFew.apply, "few")(x))(leaf(2))
+
+
 def test_error_goes_on_also_if_its_trace_cannot_be_read(monkeypatch):
     monkeypatch.setattr("torch_remat.reports.trace.events_in", lambda roots: 1 / 0)
     with pytest.raises(KeyError) as caught, remat.trace():
@@ -277,7 +290,7 @@ def test_names_are_drawn_as_they_are():
     name = r"a$\frac$_{x^"
     pytest.importorskip("matplotlib")
     timeline = Timeline()
-    timeline.fill(10_000, [span_of(name, 0, 8000)], [Sample(4000, {"cpu": 100})])
+    timeline.fill(10_000, [span_of(name, 0, 8000), span_of("short", 8100, 1)], [Sample(4000, {"cpu": 100})])
     trace, report = timeline.plot(), remat.memory_report(checkpointed(block, region_name=name)(leaf(64, 64))).plot()
     for figure in (trace, report):
         figure.canvas.draw()
