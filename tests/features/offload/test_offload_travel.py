@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 import torch_remat as remat
 from tests.features.offload.blocks import Writes, stored
 from tests.handle_ops import RECOMPUTE, SAVE, Affine, Inner, Trace, call
-from tests.helpers import LiveStorages, assert_same, checkpointed, collector_off, leaf, plain
+from tests.helpers import LiveStorages, assert_same, checkpointed, leaf, plain
 from tests.offloaders import OFFLOAD, Counting
 from torch_remat.offload.transfer import ALIGNMENT_BYTES, Placement, flattened, travelling_span
 
@@ -54,20 +52,6 @@ def test_one_input_of_many_regions_travels_once():
     offloader.assert_all_released_once()
 
 
-def test_views_of_one_storage_travel_once():
-    def block(x):
-        both = call("handle", Inner, Trace(), "both", OFFLOAD, x)
-        return remat.op(lambda both: torch.mul(*both.chunk(2, -1)), "product", policy=OFFLOAD)(both)
-
-    offloader, x = Counting(), leaf(4, 12)
-    y = checkpointed(block, offloader=offloader, region_name="r")(x * 1)
-    assert offloader.names == ["r::both.m", "r::product.saved_0"]
-    assert [info.bytes for info in offloader.sent] == [192, 192]
-    expected = torch.autograd.grad(block(x * 1).sum(), x)
-    assert_same(expected, torch.autograd.grad(y.sum(), x))
-    offloader.assert_all_released_once()
-
-
 def test_small_part_of_a_large_storage_travels_alone():
     def part(x):
         large = torch.zeros(100, 100) + 2
@@ -90,7 +74,7 @@ def test_parameters_leaves_region_inputs_and_elided_tensors_never_travel():
         h = call("handle", Affine, Trace(), "c", OFFLOAD, x, w.detach())  # by a handle, which knows no inputs
         h = call("handle", Affine, Trace(), "d", OFFLOAD, own, own)
         h = call("handle", Inner, Trace(), "e", RECOMPUTE, x.sin())
-        return call("auto", Affine, Trace(), "f", OFFLOAD, h, h.t())  # made again in replay
+        return call("auto", Affine, Trace(), "f", OFFLOAD, h, h.t())  # recomputed in replay
 
     y = checkpointed(block, offloader=offloader)(x * 1, leaf(3, 3))
     assert offloader.names == []
@@ -127,40 +111,6 @@ def test_inputs_of_one_region_that_share_memory_travel_once(alias):
     assert offloader.names == ["r::args[0]"]
     assert offloader.count("onload") == 2
     offloader.assert_all_released_once()
-
-
-class Aliased(torch.autograd.Function):
-    """Saves a tensor and an alias of it."""
-
-    @staticmethod
-    @remat.auto_forward("y", "alias")
-    def forward(ctx, x, alias):
-        y = x.exp()
-        ctx.save_for_backward(y, alias(y))
-        return y * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        y, other = ctx.saved_tensors
-        return grad * y * 2 + product(y, other), None
-
-
-@pytest.mark.parametrize("alias", ALIASES)
-def test_what_one_op_saves_and_shares_memory_travels_once(alias):
-    offloader, x = Counting(), leaf(4, 4)
-
-    def run(x):
-        return remat.op(Aliased.apply, "a", policy=OFFLOAD)(x, ALIASES[alias])
-
-    (expected,) = torch.autograd.grad(run(x * 1).sum(), x)
-    y = checkpointed(run, offloader=offloader, region_name="r")(x * 1)
-    for _ in range(2):
-        (actual,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
-        assert_same(expected, actual)
-    assert offloader.names == ["r::a.y"]
-    with collector_off():
-        del y
-        offloader.assert_all_released_once()
 
 
 def test_alias_that_is_sent_later_travels_by_itself():
@@ -222,46 +172,27 @@ def test_versions_of_the_tensors_stay_while_the_first_one_is_still_there(tmp_pat
     assert offloader.offloaded_bytes == 0
 
 
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
-
-
-@st.composite
-def views(draw):
-    """Draw a view of a storage, with any strides, zero too."""
-    dtype = draw(st.sampled_from(DTYPES))
-    shape = draw(st.lists(st.integers(1, 4), max_size=3))
-    stride = [draw(st.integers(0, 9)) for _ in shape]
-    offset = draw(st.integers(0, 500))
-    last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-    length = offset + last + 1 + draw(st.sampled_from([0, 1, 7, 1000]))
-    base = torch.arange(length).to(dtype) if dtype is not torch.bool else torch.arange(length) % 3 == 0
-    view = base.as_strided(shape, stride, offset)
-    if dtype.is_complex and draw(st.booleans()):
-        view = view.conj()
-        if draw(st.booleans()):
-            view = view.imag
-    return view
-
-
-@settings(max_examples=300, deadline=None, derandomize=True, database=None)
-@given(views())
-def test_view_is_rebuilt_with_its_strides_on_a_copy_of_what_travelled(view):
-    placement = Placement.of(view)
-    span = travelling_span(view, placement)
-    assert span.covers(placement.span)
-    flat = flattened(view, span)
-    assert flat.is_contiguous()
-    assert not flat.is_conj()
-    assert not flat.is_neg()
-    total = view.untyped_storage().nbytes()
-    assert flat.nbytes == span.stop - span.start <= total
-    whole = span.start == 0 and span.stop > total - 16
-    assert whole or span.stop - span.start < ALIGNMENT_BYTES + total / 2
-    assert span.start % ALIGNMENT_BYTES == 0
-    rebuilt = placement.seen_in(flat.clone(), -span.start)
-    assert_same(view, rebuilt)
-    assert rebuilt.stride() == view.stride()
-    assert (rebuilt.is_conj(), rebuilt.is_neg()) == (view.is_conj(), view.is_neg())
+def test_view_is_rebuilt_with_its_strides_on_a_copy_of_what_travelled():
+    base = torch.arange(1000.0)
+    numbers = torch.view_as_complex(base.view(500, 2))
+    views = [base, base[7], base[400:440].view(5, 8).t(), base[500:].as_strided((4, 3), (9, 2)), base[:1].expand(4)]
+    views += [base.bool()[3:], numbers[90:].conj(), numbers[90:].conj().imag, base.to(torch.uint8)[::5]]
+    for view in views:
+        placement = Placement.of(view)
+        span = travelling_span(view, placement)
+        assert span.covers(placement.span)
+        flat = flattened(view, span)
+        assert flat.is_contiguous()
+        assert (flat.is_conj(), flat.is_neg()) == (False, False)
+        total = view.untyped_storage().nbytes()
+        assert flat.nbytes == span.stop - span.start <= total
+        whole = span.start == 0 and span.stop > total - 16
+        assert whole or span.stop - span.start < ALIGNMENT_BYTES + total / 2
+        assert span.start % ALIGNMENT_BYTES == 0
+        rebuilt = placement.seen_in(flat.clone(), -span.start)
+        assert_same(view, rebuilt)
+        assert rebuilt.stride() == view.stride()
+        assert (rebuilt.is_conj(), rebuilt.is_neg()) == (view.is_conj(), view.is_neg())
 
 
 def test_rebuilt_view_shares_the_version_counter_of_what_came_back():

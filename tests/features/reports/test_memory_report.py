@@ -15,10 +15,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional as F
 
 import torch_remat as remat
-from tests.features.reports.blocks import W1, W2, block, op, several_regions
+from tests.features.reports.blocks import block, op
 from tests.handle_ops import RECOMPUTE, SAVE, Affine, Both, Result, SinCos
 from tests.helpers import alive, checkpointed, collector_off, in_threads, leaf, watch
-from tests.offloaders import Counting
 from torch_remat._text import format_bytes
 from torch_remat.reports.data import KeptTensor, RegionReport
 from torch_remat.reports.fold import fold
@@ -62,18 +61,6 @@ def test_report_replays_nothing_and_unpacks_nothing():
         loss = checkpointed(lambda x: (runs.append(1), x.sin())[1])(leaf(3) * 2).exp().sum()
     assert remat.memory_report(loss).bytes > 0
     assert (unpacked, runs) == ([], [1])
-
-
-def test_report_as_data_has_the_sums_beside_the_parts():
-    loss = several_regions()
-    report = remat.memory_report(loss)
-    data = json.loads(report.to_json())
-    assert data == json.loads(json.dumps(report.to_dict()))
-    assert data["bytes"] == sum(part["bytes"] for part in data["regions"] + data["outside"])
-    assert data["bytes_by_device"] == {"cpu": data["bytes"]}
-    assert [region["name"] for region in data["regions"]] == ["layers.0", "layers.1", "layers.2"]
-    assert data["regions"][0]["tensors"][0]["name"] == "layers.0::args[0]"
-    assert data["regions"][0]["tensors"][0]["shape"] == [4, 8]
 
 
 def test_graph_may_be_deep():
@@ -163,19 +150,6 @@ def test_names_of_unnamed_saves_are_those_of_errors_and_do_not_change():
     assert names == [["block::args[0]", "block::saved tensor 1"]] * 2
 
 
-def test_rows_tell_the_policy_of_what_a_policy_for_ops_keeps():
-    policy = remat.save_names("mm_0_0", "mm_2_0") | remat.offload_names("mm_1_0")
-    function = checkpointed(lambda x: ((x @ W1).exp() @ W2).exp() @ W1, policy=policy)
-    with remat.offload_to(Counting()):
-        report = remat.memory_report(function(leaf(4, 8) * 2))
-    assert {tensor.label: tensor.policy for tensor in report.regions[0].tensors} == {
-        "args[0]": "",
-        "mm_0_0": "save",
-        "mm_1_0": "offload",  # nobody needs mm_2_0, the region's output
-    }
-    assert report.to_dict()["regions"][0]["tensors"][-1]["policy"] in ("save", "offload")
-
-
 def test_report_while_other_threads_run_regions():
     errors = []
 
@@ -193,7 +167,7 @@ def test_report_while_other_threads_run_regions():
     assert errors == []
 
 
-def test_report_as_html_is_one_table_and_escapes_names():
+def test_report_as_html_is_one_table_that_escapes_names_and_as_data_has_sums():
     report = remat.memory_report(checkpointed(block, region_name="<b>")(leaf(6, 6)).exp().sum())
     html = report._repr_html_()
     assert html.startswith("<table>")
@@ -203,6 +177,14 @@ def test_report_as_html_is_one_table_and_escapes_names():
     assert "kept for backward" in html
     assert "for replay" in html
     assert html.count("<tr>") == html.count("</tr>")
+    data = json.loads(report.to_json())
+    assert data == json.loads(json.dumps(report.to_dict()))
+    assert (
+        data["bytes"]
+        == data["bytes_by_device"]["cpu"]
+        == sum(part["bytes"] for part in data["regions"] + data["outside"])
+    )
+    assert (data["regions"][0]["tensors"][0]["label"], data["regions"][0]["tensors"][0]["shape"]) == ("args[0]", [6, 6])
 
 
 def test_regions_are_folded_only_where_all_is_alike():

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import torch_remat as remat
-from benchmarks.memory import allocations
 from tests.features.reports.blocks import (
     EXP,
     MM,
@@ -149,37 +148,7 @@ def test_total_stays_exact_while_the_graph_is_kept_and_ends_with_it(case):
     assert remat.memory_report(loss).regions == ()
 
 
-def held_in_forward(body, **options):
-    """Return what a region keeps besides inputs in the middle of its forward: by the report, and by the profiler."""
-    found = []
-
-    def function(x):
-        with allocations() as events:
-            y = body(x)
-            (region,) = remat.memory_report().regions
-            small = y.untyped_storage().nbytes()  # held by this function
-        kept = [tensor for tensor in region.all_tensors() if tensor.kind not in ("input", "random state")]
-        found.append((sum(tensor.bytes for tensor in kept), sum(events) - small, region))
-        return y
-
-    checkpointed(function, **options)(leaf(40_000, 8) * 2)  # forward holds the first MiB till its end, unreported
-    return found[0]
-
-
-@pytest.mark.parametrize(
-    ("body", "policy"),
-    [
-        (lambda x: remat.native_save_region("n", lambda: (x.sin() @ W1).exp()).sum(1), remat.policies.save_matmuls),
-        (lambda x: (x @ W1).topk(2, -1)[0].sum(1), [torch.ops.aten.topk.default]),
-        (lambda x: op(Both, "b", SAVE, x.sin()).sum(1), remat.policies.save_matmuls),
-    ],
-)
-def test_report_in_the_middle_of_forward_has_what_waits_for_its_end(body, policy):
-    reported, held, region = held_in_forward(body, policy=policy)
-    assert reported == held, region
-
-
-def test_total_in_the_middle_of_backward_counts_what_replay_has_fresh():
+def test_total_in_the_middle_of_backward_counts_what_replay_has_recomputed():
     seen = []
 
     def look(_grads):

@@ -84,27 +84,6 @@ def test_offloader_in_memory_saves_nothing_and_says_so():
         region(remat.CpuOffloader(min_bytes=0), twice)(leaf(8, 8) * 2)
 
 
-def test_report_of_offloaded_tensors_as_text():
-    loss = region(Counting(), twice)(leaf(8, 8) * 2).sum()
-    assert_expected_inline(
-        str(remat.memory_report(loss)),
-        """\
-kept for backward: 264 B + 768 B offloaded
-  by device: Counting 768 B, cpu 264 B
-
-in 1 region: 0 B + 768 B offloaded
-  r: 0 B + 768 B offloaded
-    args[0]  256 B  float32[8, 8] Counting  input, offloaded
-    a.y      256 B  float32[8, 8] Counting  offload, also out, offloaded
-    b.x        0 B  float32[8, 8] Counting  offload, counted as r::a.y, offloaded
-    b.y      256 B  float32[8, 8] Counting  offload, also out, offloaded
-
-outside of regions: 264 B
-  AccumulateGrad  256 B  1 node: variable
-  MulBackward0      8 B  1 node: other""",
-    )
-
-
 def test_value_that_came_back_is_resident_as_well():
     offloader, reports = Allocating(), []
     x = leaf(8, 8) * 2

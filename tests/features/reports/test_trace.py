@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
-from collections import Counter
 
 import pytest
 import torch
@@ -90,47 +88,6 @@ def test_bytes_of_a_trace_are_those_that_the_allocator_saw():
     # The leaf's gradient, y, the byte tensor; the seed of backward is freed.
     assert trace.samples[-1].live_bytes == {"cpu": 2 * nbytes + kept.nbytes}
     assert trace.peak.total_bytes == max(sample.total_bytes for sample in trace.samples)
-
-
-def test_region_that_is_not_replayed_and_backward_of_nested_regions():
-    def outer(x):
-        return checkpointed(lambda x: x.sin().exp(), region_name="inner")(x.cos()).tanh()
-
-    with remat.trace() as trace:
-        kept = checkpointed(lambda x: call("auto", Both, Trace(), "a", SAVE, x), region_name="kept")(leaf(4, 4) * 2)
-        checkpointed(outer, region_name="outer")(kept).sum().backward()
-    counts = Counter(phases(trace))
-    assert counts["kept", "replay"] == 0
-    assert counts["kept", "backward"] == counts["outer", "replay"] == 1
-    assert counts["inner", "forward"] == 2  # in forward, and in the outer region's replay
-    inner = [span for span in trace.spans if span.region == "inner" and span.phase == "backward"]
-    outer_backward = [span for span in trace.spans if span.region == "outer" and span.phase == "backward"]
-    assert outer_backward[0].start_us < inner[0].start_us
-    assert inner[-1].end_us <= outer_backward[-1].end_us
-
-
-def test_exception_in_an_op_leaves_no_span_open():
-    def fail(x):
-        raise ValueError("in the body")
-
-    def function(x):
-        with contextlib.suppress(ValueError):
-            remat.op(fail, "fails")(x)
-        return call("auto", Both, Trace(), "after", SAVE, x)
-
-    with remat.trace() as trace:
-        checkpointed(function, region_name="caught")(leaf(2)).sum().backward()
-        with pytest.raises(ValueError, match="in the body"):
-            checkpointed(lambda x: remat.op(fail, "fails")(x), region_name="not caught")(leaf(2))
-    assert [(span.region, span.op, span.phase) for span in trace.spans] == [
-        ("caught", None, "forward"),
-        ("caught", "fails", "forward"),
-        ("caught", "after", "forward"),
-        ("caught", None, "backward"),
-        ("caught", "after", "backward"),
-        ("not caught", None, "forward"),
-        ("not caught", "fails", "forward"),
-    ]
 
 
 class NamesTooFew(torch.autograd.Function):
