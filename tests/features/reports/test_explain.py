@@ -381,32 +381,6 @@ def offloading(offloader, function=offloaded_block, **options):
     return lambda x: checkpointed(function, offloader=offloader, **options)(x * 2)
 
 
-def test_explanation_of_offloaded_tensors_as_text():
-    offloader = Counting()
-    text = str(remat.explain(offloading(offloader))(leaf(8, 8)))
-    assert_expected_inline(
-        text,
-        """\
-r
-  keeps 0 B + 512 B offloaded, of which 0 B + 256 B offloaded inputs; without recomputing 1.5 KiB
-  forward: 6 ops, 0 FLOP; replay: 4 ops, 0 FLOP
-  3 saved tensors without a name: recomputed
-  c: offload, replay: skipped, 0 FLOP in forward, 0 FLOP in replay
-    x  elided     256 B  replay has it as input 1 of c
-    0  offloaded  256 B  the replay of d reads it
-    1  not kept   256 B  nothing reads it in replay: a placeholder stands for it
-    if recompute: +-0 B kept, -256 B offloaded, +-0 FLOP in replay
-    if save: +256 B kept, -256 B offloaded, +-0 FLOP in replay
-  d: recompute, replay: ran, 0 FLOP in forward, 0 FLOP in replay
-    x    recomputed  256 B  the replay of d makes it for its backward
-    y    recomputed  256 B  the replay of d makes it for its backward
-    out  recomputed  256 B  the replay of d recomputes it
-    if save: +512 B kept, -256 B offloaded, +-0 FLOP in replay
-    if offload: +-0 B kept, +256 B offloaded, +-0 FLOP in replay""",
-    )
-    offloader.assert_all_released_once()
-
-
 def test_prices_of_offloading_send_nothing_to_the_offloader_that_all_share():
     before, said = default_offloader().offloaded_bytes, set(default_offloader()._warned)
     with warnings.catch_warnings():

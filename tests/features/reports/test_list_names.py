@@ -146,27 +146,6 @@ def test_under_inference_mode_the_names_are_those_that_regions_have():
         assert remat.list_names(lambda x, scale: x["a"] * scale)({"a": torch.randn(3)}, scale=2).names == ["mul_0_0"]
 
 
-class Around(nn.Module):
-    """Calls a module, the forward of another past its call, and a function that calls one back."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.other.forward(self.inner(x).sin()) + (lambda module: module(x))(self.inner)
-
-
-def test_op_belongs_to_the_innermost_module_that_is_called():
-    rows = [*rows_of(Around(), leaf(2, 4))]
-    assert "inner.addmm_0_0" in rows
-    assert "inner.addmm_1_0" in rows
-    assert {"sin_0_0", "addmm_0_0", "add_0_0"} <= set(rows)
-    outside = Around()
-    assert "sin_0_0" in rows_of(lambda x: x.sin() + outside.inner(x), leaf(2, 4))
-    assert "Linear.addmm_0_0" in rows_of(lambda x: x.sin() + outside.inner(x), leaf(2, 4))
-
-
 class NeedsMore(nn.Module):
     """A layer that takes a mask and a position, as those of many models do."""
 
