@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import torch_remat as remat
 from tests.features.reports.blocks import block, op
 from tests.handle_ops import RECOMPUTE, SAVE, Affine, Both, Result, SinCos
-from tests.helpers import alive, checkpointed, collector_off, in_threads, leaf, watch
+from tests.helpers import alive, checkpointed, collector_off, leaf, watch
 from torch_remat._text import format_bytes
 from torch_remat.reports.data import KeptTensor, RegionReport
 from torch_remat.reports.fold import fold
@@ -148,23 +148,6 @@ def test_names_of_unnamed_saves_are_those_of_errors_and_do_not_change():
     for _ in range(2):
         y.sum().backward(retain_graph=True)
     assert names == [["block::args[0]", "block::saved tensor 1"]] * 2
-
-
-def test_report_while_other_threads_run_regions():
-    errors = []
-
-    def work(place):
-        try:
-            for _ in range(50):
-                if place:
-                    checkpointed(lambda x: op(Result, "a", SAVE, x).view(-1))(leaf(4)).sum().backward()
-                else:
-                    str(remat.memory_report())
-        except Exception as error:
-            errors.append(error)
-
-    in_threads(work, 5)
-    assert errors == []
 
 
 def test_report_as_html_is_one_table_that_escapes_names_and_as_data_has_sums():
