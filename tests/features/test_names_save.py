@@ -105,6 +105,12 @@ def test_hooks_an_exception_and_a_second_call_of_a_module_leave_names_as_they_ar
     ]
 
 
+def test_name_of_an_op_in_a_module_outside_of_the_regions_begins_with_its_class():
+    outside = nn.Linear(8, 8)
+    names = [name for name, op in names_of(lambda x: outside(x.sin()), leaf(3, 8)) if op is not aten.t.default]
+    assert names == ["sin_0_0", "Linear.addmm_0_0"]
+
+
 # Saving by them
 
 

@@ -178,6 +178,20 @@ def test_limit_of_bytes_keeps_tensors_resident_and_one_warning_says_so(tmp_path)
     assert_same(x.grad, expected_gradient(x, 6))
 
 
+def test_file_that_is_cut_short_keeps_its_tensor_resident(offloader):
+    resource = pytest.importorskip("resource")
+    x, limits = leaf(64, 64), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, limits[1]))
+    try:
+        with pytest.warns(remat.RematWarning, match="File too large"):
+            y = run_and_flush(offloader, x)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (stored(offloader), offloader.offloaded_bytes) == ([], 0)
+    y.sum().backward()
+    assert_same(x.grad, expected_gradient(x))
+
+
 @pytest.mark.parametrize("how", ["truncated", "changed", "removed", "directory removed", "a link", "a pipe"])
 def test_damaged_file_is_an_error_that_names_file_region_op_and_tensor(offloader, how, tmp_path):
     x = leaf(8, 8)
@@ -261,6 +275,23 @@ def test_files_of_a_process_that_lives_are_left_alone(tmp_path):
     files.remove_folders_left_in(str(tmp_path))
     assert list(tmp_path.iterdir()) == []
     files.remove_folders_left_in(str(tmp_path / "nowhere"))
+
+
+def test_folder_that_another_process_took_for_one_that_is_left_is_made_anew(tmp_path, monkeypatch):
+    lock, removed = files._lock, []
+
+    def late(descriptor):
+        if not removed:
+            removed.extend(tmp_path.iterdir())
+            files.remove_folders_left_in(str(tmp_path))
+        lock(descriptor)
+
+    monkeypatch.setattr(files, "_lock", late)
+    folder = files.Folder(str(tmp_path))
+    assert len(removed) == 1
+    assert Path(folder.new_path()).parent.exists()
+    folder.remove()
+    assert list(tmp_path.iterdir()) == []
 
 
 FORKED = """

@@ -239,6 +239,20 @@ def test_failing_prefetch_does_no_harm():
     offloader.assert_all_released_once()
 
 
+def test_part_of_a_graph_that_is_dropped_is_not_asked_for():
+    def both(x):
+        with remat.name_scope("other"):
+            other = three_ops(x.cos())
+        return three_ops(x), other
+
+    offloader = Counting(prefetch_bytes=1000 * BYTES)
+    y, other = checkpointed(both, offloader=offloader)(leaf(3, 3) * 1)
+    del other
+    y.sum().backward()
+    assert offloader.count("prefetch") == offloader.count("onload") - 1
+    offloader.assert_all_released_once()
+
+
 def test_second_backward_of_a_kept_graph_asks_again_and_drops_what_the_first_left():
     offloader, x = Counting(prefetch_bytes=3 * BYTES), leaf(3, 3)
     y = model(offloader, x, 3, offload_inputs=True)

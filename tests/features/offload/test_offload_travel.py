@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import torch_remat as remat
+from tests.features.offload.blocks import Writes, stored
 from tests.handle_ops import RECOMPUTE, SAVE, Affine, Inner, Trace, call
 from tests.helpers import LiveStorages, assert_same, checkpointed, leaf, plain
 from tests.offloaders import OFFLOAD, Counting
@@ -145,6 +146,30 @@ def test_in_place_change_of_either_is_an_error(alias, changed):
     assert caught.value.tensor == f"args[{changed if alias == 'data' else 0}]"
     del y, caught
     offloader.assert_all_released_once()
+
+
+def test_versions_of_the_tensors_stay_while_the_first_one_is_still_there(tmp_path, monkeypatch):
+    writes = Writes(monkeypatch)
+    writes.go.clear()
+    offloader, x = remat.DiskOffloader(tmp_path, min_bytes=0), leaf(4, 4)
+    h = x * 1
+    with torch.no_grad():
+        h.mul_(1)
+    other, content = h.data, h.detach().clone()
+    y = checkpointed(product, offloader=offloader, offload_inputs=True)(h, other)
+    assert (h._version, other._version) == (1, 0)
+    expected = gradient(plain, ALIASES["data"], x)
+    assert_same(expected, torch.autograd.grad(y, x, retain_graph=True)[0])
+    assert (h._version, other._version) == (1, 0)
+    writes.go.set()
+    offloader.flush()
+    assert len(stored(offloader)) == 1
+    del other
+    h.data = torch.zeros(4, 4)
+    assert_same(expected, torch.autograd.grad(y, x)[0])
+    assert_same(content, x.detach())
+    del y
+    assert offloader.offloaded_bytes == 0
 
 
 def test_view_is_rebuilt_with_its_strides_on_a_copy_of_what_travelled():

@@ -244,7 +244,9 @@ def test_prices_of_named_ops_are_those_of_a_real_run(policies):
 
     x = leaf(8, 8)
     now = run(policies)
-    (told,) = remat.explain(offloading(Counting(), four_ops(policies)))(x).regions
+    explanation = remat.explain(offloading(Counting(), four_ops(policies)))(x)
+    (told,) = explanation.regions
+    assert " kept, +256 B offloaded, +-0 FLOP in replay" in str(explanation)
     assert (told.kept_bytes, told.offloaded_bytes) == now[:2]
     places, priced = {"a": 0, "b": 1, "c": 2, "d": 3}, 0
     for one in told.ops:

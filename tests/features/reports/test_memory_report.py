@@ -35,6 +35,7 @@ def test_regions_of_other_graphs_are_apart_and_without_roots_all_regions_are_tol
     assert report.to_dict()["older"][0]["bytes"] == report.older[0].bytes
     del first, second
     assert remat.memory_report().regions == ()
+    assert str(remat.memory_report()) == "kept for backward: 0 B"
 
 
 def test_report_keeps_nothing_alive_and_changes_nothing():

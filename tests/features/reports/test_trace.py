@@ -236,6 +236,7 @@ def test_plots_are_written_and_names_are_drawn_as_they_are(tmp_path):
     trace = timeline.plot(tmp_path / "trace.png")
     assert name in trace.axes[0].get_title(loc="left")
     assert name in trace.axes[-1].texts[0].get_text()
+    assert small_trace().plot().axes[-1].texts[0].get_text() == "layers.0"
     with remat.trace() as empty:
         pass
     empty.plot(tmp_path / "empty.svg")
