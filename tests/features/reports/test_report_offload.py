@@ -7,7 +7,6 @@ import warnings
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
 
 import torch_remat as remat
 from tests.features.offload.blocks import Writes, run, run_and_flush
@@ -96,19 +95,9 @@ def test_value_that_came_back_is_resident_as_well():
     kept, freed = reports
     assert kept.offloaded_bytes == before.offloaded_bytes
     assert not any(tensor.kind == "brought back" for tensor in kept.all_tensors())
-    assert_expected_inline(
-        str(freed),
-        """\
-kept for backward: 768 B + 256 B offloaded
-  by device: Allocating 256 B, cpu 768 B
-
-in 1 region: 768 B + 256 B offloaded
-  r: 768 B + 256 B offloaded
-    saved tensor 0  256 B  float32[8, 8] cpu         refilled
-    a.x             256 B  float32[8, 8] cpu         offload, refilled
-    a.y             256 B  float32[8, 8] Allocating  offload, offloaded
-    a.y             256 B  float32[8, 8] cpu         offload, brought back""",
-    )
+    rows = [(row.bytes, row.device, row.kind) for row in freed.all_tensors() if row.name == "r::a.y"]
+    assert rows == [(256, "Allocating", "saved"), (256, "cpu", "brought back")]
+    assert (freed.bytes, freed.offloaded_bytes) == (3 * 256, 256)
 
 
 def in_place(report):
