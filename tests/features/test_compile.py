@@ -295,12 +295,23 @@ def matmuls_first(ctx, op, *args, **kwargs):
     return decisions.MUST_SAVE if op in MATMULS else decisions.PREFER_RECOMPUTE
 
 
-@pytest.mark.parametrize("policy", [MATMULS, matmuls_first], ids=["ops", "function"])
-def test_compiled_region_keeps_what_selective_checkpointing_of_torch_keeps(policy):
+SAC = functools.partial(create_selective_checkpoint_contexts, MATMULS)
+
+
+def contexts_for_matmuls():
+    return SAC()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"policy": MATMULS}, {"policy": matmuls_first}, {"context_fn": SAC}, {"context_fn": contexts_for_matmuls}],
+    ids=["ops", "function", "contexts", "contexts of a function"],
+)
+def test_compiled_region_keeps_what_selective_checkpointing_of_torch_keeps(options):
     model, x = mlp(), leaf(4, 8)
-    contexts = functools.partial(create_selective_checkpoint_contexts, MATMULS)
-    theirs = kept_and_rerun(lambda x: torch_checkpoint(model, x, use_reentrant=False, context_fn=contexts).cos(), x)
-    ours = kept_and_rerun(lambda x: remat.checkpoint(policy=policy)(model)(x).cos(), x)
+    theirs = kept_and_rerun(lambda x: torch_checkpoint(model, x, use_reentrant=False, context_fn=SAC).cos(), x)
+    region = remat.checkpoint(**options)(model)
+    ours = kept_and_rerun(lambda x: region(x).cos(), x)
     nothing = kept_and_rerun(lambda x: remat.checkpoint()(model)(x).cos(), x)
     assert ours == theirs
     assert ours[0] > nothing[0]
@@ -345,19 +356,6 @@ def test_what_is_saved_inside_a_compiled_region_does_not_run_again(how, options)
         assert found[0] <= kept_and_rerun(theirs, x, w)[0]
     expected = torch.autograd.grad(block(SAVING[how])(x, w).sum(), [x, w])
     assert_same(one_graph(program(SAVING[how]), x, w), expected)
-
-
-def contexts_for_matmuls():
-    return create_selective_checkpoint_contexts(MATMULS)
-
-
-def test_contexts_of_selective_checkpointing_are_handed_on():
-    contexts = functools.partial(create_selective_checkpoint_contexts, MATMULS)
-    model, x = mlp(), leaf(4, 8)
-    theirs = kept_and_rerun(lambda x: torch_checkpoint(model, x, use_reentrant=False, context_fn=contexts).cos(), x)
-    for given in (contexts, contexts_for_matmuls):
-        region = remat.checkpoint(context_fn=given)(model)
-        assert kept_and_rerun(lambda x, region=region: region(x).cos(), x) == theirs
 
 
 def test_reports_around_compiled_code_see_no_regions_in_it_or_run_it_as_it_is_written():

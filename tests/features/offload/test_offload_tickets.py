@@ -40,14 +40,6 @@ def test_backward_releases_each_ticket_as_its_node_runs(offloader):
     assert [ticket // 4 for ticket in order] == [2] * 4 + [1] * 4 + [0] * 4
 
 
-def test_graph_that_is_dropped_without_backward_releases_all(offloader):
-    y = run(offloader, leaf(3, 3))
-    assert offloader.released == {}
-    del y
-    offloader.assert_all_released_once()
-    assert offloader.count("onload") == offloader.count("prefetch") == 0
-
-
 def test_kept_graph_keeps_tickets_and_each_backward_is_equal(offloader):
     x = leaf(3, 3)
     y = run(offloader, x)
