@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gc
+import contextlib
 import threading
 
 import pytest
@@ -12,7 +12,17 @@ from torch.autograd.graph import save_on_cpu
 from torch.nn import functional as F
 
 import torch_remat as remat
-from tests.helpers import Calls, Stack, assert_same, assert_same_program, chain, checkpointed, leaf, parameter_gradients
+from tests.helpers import (
+    Calls,
+    Stack,
+    assert_same,
+    assert_same_program,
+    chain,
+    checkpointed,
+    collector_off,
+    leaf,
+    parameter_gradients,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -21,35 +31,28 @@ def noisy(x):
     return F.dropout(x.sin(), 0.5) * torch.randn_like(x) + x.exp()
 
 
-def test_model_on_the_device_is_equal():
+@pytest.mark.parametrize("around", [contextlib.nullcontext, lambda: save_on_cpu(pin_memory=True)], ids=["", "pinned"])
+def test_model_on_the_device_is_equal(around):
     def program(wrap):
         model = Stack(wrap, depth=2).cuda()
         x = leaf(2, 6, 8, device="cuda")
-        y = model(x)
+        with around():
+            y = model(x)
         y.square().sum().backward()
         return y, x.grad, *parameter_gradients(model)
 
     assert_same_program(program, replays=4)
 
 
-def test_random_numbers_of_the_device_are_equal():
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_random_numbers_of_cpu_and_device_are_equal(device):
     def program(wrap):
-        x = leaf(50, device="cuda")
-        y = wrap(noisy)(wrap(noisy)(x))
+        x = leaf(50, device=device)
+        y = wrap(lambda x: noisy(noisy(x).cuda()).to(device))(wrap(noisy)(x))
         results = [torch.autograd.grad(y.sum(), x, retain_graph=True) for _ in range(2)]
-        return y, results, torch.rand(3, device="cuda")
+        return y, results, torch.rand(3), torch.rand(3, device="cuda")
 
     assert_same_program(program)
-
-
-def test_random_numbers_of_cpu_and_device_in_one_region_are_equal():
-    def program(wrap):
-        x = leaf(50)
-        y = wrap(lambda x: noisy(noisy(x).cuda()).cpu())(x)
-        y.sum().backward()
-        return y, x.grad, torch.rand(3), torch.rand(3, device="cuda")
-
-    assert_same_program(program, replays=1)
 
 
 def test_replay_leaves_the_generator_of_the_device_where_it_was():
@@ -121,22 +124,8 @@ def test_region_on_a_side_stream_is_equal():
         assert_same_program(program, replays=2)
 
 
-def test_save_on_cpu_with_pinned_memory_is_equal():
-    def program(wrap):
-        model = Stack(wrap, depth=1).cuda()
-        x = leaf(2, 6, 8, device="cuda")
-        with save_on_cpu(pin_memory=True):
-            y = model(x)
-        y.sum().backward()
-        return y, x.grad, *parameter_gradients(model)
-
-    assert_same_program(program, replays=2)
-
-
 def test_dropping_the_output_and_backward_free_the_devices_memory():
-    gc.collect()
-    gc.disable()
-    try:
+    with collector_off():
         x = leaf(1024, 1024, device="cuda")
         before = torch.cuda.memory_allocated()
         y = checkpointed(chain)(x * 1)
@@ -145,8 +134,6 @@ def test_dropping_the_output_and_backward_free_the_devices_memory():
         assert torch.cuda.memory_allocated() == before
         checkpointed(chain)(x * 1).sum().backward()
         assert torch.cuda.memory_allocated() - before == x.grad.nbytes
-    finally:
-        gc.enable()
 
 
 def test_exception_in_replay_on_the_backward_thread_passes_and_leaves_nothing_behind():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import operator
-import re
 from functools import partial
 
 import pytest
@@ -14,60 +13,19 @@ from torch.nn import functional as F
 
 import torch_remat as remat
 from tests.helpers import (
+    Stack,
     assert_clean_state,
     assert_equal_gradients,
     assert_same,
     assert_same_program,
     leaf,
-    pairwise,
 )
 from tests.native_programs import Marks, aten, kept, region, replayed_ops, uncollected
 
 
-class Attention(nn.Module):
-    def __init__(self, width=8):
-        super().__init__()
-        self.wq = nn.Linear(width, width, bias=False)
-        self.wk = nn.Linear(width, width, bias=False)
-        self.wo = nn.Linear(width, width, bias=False)
-
-    def forward(self, x):
-        q, k = self.wq(x), self.wk(x)
-        scores = (q @ k.t()).softmax(-1)
-        return self.wo(scores @ x)
-
-
-class Mlp(nn.Module):
-    def __init__(self, width=8):
-        super().__init__()
-        self.up = nn.Linear(width, 2 * width)
-        self.down = nn.Linear(2 * width, width)
-
-    def forward(self, x):
-        return self.down(F.gelu(self.up(x)))
-
-
-class Block(nn.Module):
-    def __init__(self, width=8):
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.attention = Attention(width)
-        self.mlp = Mlp(width)
-
-    def forward(self, x):
-        x = x + self.attention(self.norm(x))
-        return x + self.mlp(x).sin()
-
-
-class Stack(nn.Module):
-    def __init__(self, depth=2, width=8):
-        super().__init__()
-        self.layers = nn.ModuleList(Block(width) for _ in range(depth))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
+def block():
+    """Return attention, which draws no random numbers, and an MLP, as `blocks.0` and `blocks.1`."""
+    return Stack(depth=1).eval()
 
 
 def chain(x, w):
@@ -94,71 +52,32 @@ def names_of(function, *inputs):
 
 def test_name_is_path_op_count_and_output():
     names = [name for name, _ in names_of(chain, leaf(4, 4), leaf(4, 4))]
-    assert len(set(names)) == 6
-    assert sorted(names)[:3] == sorted(name for name in names if re.fullmatch(r"mm_\d+(_\d+)?", name))
-    assert sorted(names)[3:] == sorted(name for name in names if re.fullmatch(r"sin_\d+(_\d+)?", name))
+    assert names == ["mm_0_0", "sin_0_0", "mm_1_0", "sin_1_0", "mm_2_0", "sin_2_0"]
 
 
-def test_name_begins_with_the_path_of_the_module():
-    seen = names_of(Block(), leaf(3, 8))
-    by_op = {}
-    for name, op in seen:
-        by_op.setdefault(op, []).append(name)
-    assert all(name.startswith("norm.") for name in by_op[aten.native_layer_norm.default])
-    assert all(name.startswith("attention.") for name in by_op[aten._softmax.default])
-    assert all(name.startswith("attention.") for name in by_op[aten.mm.default])
-    assert {name.rsplit(".", 1)[0] for name in by_op[aten.addmm.default]} == {"mlp.up", "mlp.down"}
-    assert {name.rsplit(".", 1)[0] for name in by_op[aten.gelu.default]} == {"mlp"}
-    assert all("." not in name for name in by_op[aten.sin.default])
-    assert len({name for name, _ in seen}) == len(seen)
+def test_name_begins_with_the_path_of_the_module_below_the_root_of_the_region():
+    stack, x = block(), leaf(2, 3, 8)
+    views = {"t", "view", "transpose", "split", "expand", "_unsafe_view"}
+    names = [name for name, op in names_of(stack, x) if op.overloadpacket.__name__ not in views]
+    assert names == [
+        "blocks.0.norm.native_layer_norm_0_0",
+        "blocks.0.qkv.addmm_0_0",
+        "blocks.0.bmm_0_0",
+        "blocks.0.div_0_0",
+        "blocks.0._softmax_0_0",
+        "blocks.0.bmm_1_0",
+        "blocks.0.add_0_0",
+        "blocks.1.up.addmm_0_0",
+        "blocks.1.gelu_0_0",
+        "blocks.1.down.addmm_0_0",
+        "blocks.1.add_0_0",
+    ]
+    assert names_of(stack, x) == names_of(block(), leaf(2, 3, 8))  # the same each time
+    inner = [name for name, _ in names_of(stack.blocks[0], x)]
+    assert [name for name, _ in names_of(stack, x)][: len(inner)] == [f"blocks.0.{name}" for name in inner]
 
 
-def test_path_begins_at_the_root_of_the_region():
-    stack, x = Stack(), leaf(3, 8)
-    whole = [name for name, op in names_of(stack, x) if op is aten.gelu.default]
-    part = [name for name, op in names_of(stack.layers[1], x) if op is aten.gelu.default]
-    assert [name.split("mlp")[0] for name in whole] == ["layers.0.", "layers.1."]
-    assert [name.split("mlp")[0] for name in part] == [""]
-    assert part[0] == whole[0].removeprefix("layers.0.")
-
-
-def test_names_are_the_same_each_time():
-    stack, x = Stack(), leaf(3, 8)
-    first = names_of(stack, x)
-    assert first == names_of(stack, x)
-    torch.manual_seed(3)
-    assert first == names_of(Stack(), leaf(3, 8))
-    with torch.autocast("cpu", enabled=False):
-        assert first == names_of(stack, x)
-
-
-def test_names_in_replay_are_those_of_forward():
-    seen = {False: [], True: []}
-
-    def policy(ctx, op, *args, **kwargs):
-        seen[ctx.is_recompute].append(ctx.name)
-        return False
-
-    region(policy)(Block())(leaf(3, 8)).sum().backward()
-    assert seen[False]
-    assert set(seen[True]) <= set(seen[False])
-
-
-def test_module_that_is_called_twice_gets_other_names():
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-
-        def forward(self, x):
-            return self.linear(self.linear(x).sin())
-
-    names = [name for name, op in names_of(Twice(), leaf(3, 8)) if op is aten.addmm.default]
-    assert len(set(names)) == 2
-    assert all(name.startswith("linear.") for name in names)
-
-
-def test_hooks_and_an_exception_in_a_module_do_not_change_later_names():
+def test_hooks_an_exception_and_a_second_call_of_a_module_leave_names_as_they_are():
     class Fails(nn.Module):
         def forward(self, x):
             x.cos()
@@ -167,17 +86,29 @@ def test_hooks_and_an_exception_in_a_module_do_not_change_later_names():
     class Outer(nn.Module):
         def __init__(self):
             super().__init__()
-            self.fails = Fails()
-            self.mlp = Mlp()
+            self.fails, self.linear = Fails(), nn.Linear(8, 8)
+            self.linear.register_forward_hook(lambda module, args, output: output.tanh())
 
         def forward(self, x):
             with contextlib.suppress(KeyError):
                 self.fails(x)
-            return self.mlp(x).sin()
+            return self.linear(self.linear(x).sin())
 
-    seen = names_of(Outer(), leaf(3, 8))
-    assert [name.rsplit("_", 2)[0] for name, op in seen if op is aten.sin.default] in (["sin"], ["sin_0"])
-    assert all(name.startswith("mlp.") for name, op in seen if op is aten.gelu.default)
+    names = [name for name, op in names_of(Outer(), leaf(3, 8)) if op is not aten.t.default]
+    assert names == [
+        "fails.cos_0_0",
+        "linear.addmm_0_0",
+        "linear.tanh_0_0",
+        "sin_0_0",
+        "linear.addmm_1_0",
+        "linear.tanh_1_0",
+    ]
+
+
+def test_name_of_an_op_in_a_module_outside_of_the_regions_begins_with_its_class():
+    outside = nn.Linear(8, 8)
+    names = [name for name, op in names_of(lambda x: outside(x.sin()), leaf(3, 8)) if op is not aten.t.default]
+    assert names == ["sin_0_0", "Linear.addmm_0_0"]
 
 
 # Saving by them
@@ -186,81 +117,53 @@ def test_hooks_and_an_exception_in_a_module_do_not_change_later_names():
 @pytest.mark.parametrize(
     ("patterns", "not_again"),
     [
-        (["attention.*"], {"mm", "_softmax"}),
-        (["mlp.*"], {"addmm", "gelu"}),
-        (["*addmm*"], {"addmm"}),
-        (["*.gelu_*", "*mm_*"], {"gelu", "mm", "addmm"}),
-        (["norm.*", "sin_*"], {"native_layer_norm", "sin"}),
-        (["[am]*.*"], {"mm", "_softmax", "addmm", "gelu"}),
-        (["*"], {"mm", "_softmax", "addmm", "gelu", "native_layer_norm", "add", "sin"}),
-        (["mlp.u?.*"], set()),
+        (["blocks.0.*"], {"bmm", "_softmax", "native_layer_norm"}),
+        (["*.gelu_*", "*mm_*"], {"gelu", "bmm", "addmm"}),
+        (["*.[ab]*_?_0"], {"addmm", "bmm"}),
+        (["*"], {"bmm", "_softmax", "addmm", "gelu", "native_layer_norm", "add", "div"}),
     ],
 )
 def test_patterns_save_what_they_match(patterns, not_again):
-    block, x = Block(), leaf(3, 8)
-    parameters = list(block.parameters())
+    model, x = block(), leaf(2, 3, 8)
+    parameters = list(model.parameters())
     policy = remat.save_names(*patterns)
-    assert_equal_gradients(block, region(policy)(block), [x])
-    replayed = replayed_ops(block, region(policy), [x], parameters)
+    assert_equal_gradients(model, region(policy)(model), [x])
+    replayed = replayed_ops(model, region(policy), [x], parameters)
     assert not not_again & set(replayed)
-    nothing = replayed_ops(block, region(lambda ctx, op, *args, **kwargs: False), [x], parameters)
+    nothing = replayed_ops(model, region(lambda ctx, op, *args, **kwargs: False), [x], parameters)
     for op, count in nothing.items():
-        if op not in not_again and patterns != ["mlp.u?.*"] and op != "add":
-            assert replayed.get(op, 0) <= count
+        assert replayed.get(op, 0) <= count
 
 
-@pytest.mark.parametrize("index", range(3))
-def test_full_name_saves_exactly_one_result(index):
+def test_full_name_saves_exactly_one_result():
     inputs, marks = (leaf(4, 4), leaf(4, 4)), Marks()
-    names = [name for name, op in names_of(chain, *inputs) if op is aten.mm.default]
 
     def marked(x, w):
         for number in range(3):
             x = marks(f"h{number}", x @ w).sin()
         return x
 
-    policy = remat.save_names(f"{names[index]}*")
+    policy = remat.save_names("mm_1_0")
     after = kept(region(policy)(marked), inputs, marks)
-    assert after.names == {f"h{index}"}
+    assert after.names == {"h1"}
     assert after.bytes == inputs[0].nbytes
     assert replayed_ops(chain, region(policy), inputs)["mm"] == 2
-
-
-def test_one_output_of_several():
-    def function(x):
-        values, index = x.sort(-1)
-        return values.sin() + index
-
-    x, marks = leaf(4, 4), Marks()
-
-    def marked(x):
-        values, index = x.sort(-1)
-        return marks("values", values).sin() + marks("index", index)
-
-    after = kept(region(remat.save_names("sort_*"))(marked), [x], marks)
-    assert after.names == {"values", "index"}
-    assert replayed_ops(function, region(remat.save_names("sort_*")), [x]) == {}
 
 
 # Patterns that match nothing
 
 
-@pytest.mark.parametrize(
-    ("pattern", "near"),
-    [
-        ("atention.*", "attention."),
-        ("attention.bmm_0_0", "attention."),
-        ("mlp.upp.*", "mlp.up."),
-        ("norm.layer_norm_0_0", "norm.native_layer_norm"),
-    ],
-)
-def test_pattern_that_matches_nothing_is_an_error_with_near_matches(pattern, near):
-    with pytest.raises(remat.RematError) as caught:
-        region(remat.save_names("*.addmm_*", pattern), region_name="block")(Block())(leaf(3, 8))
-    text = str(caught.value)
-    assert pattern in text
-    assert near in text
-    assert caught.value.region == "block"
+def test_pattern_that_matches_nothing_is_an_error_with_near_matches():
+    for pattern, near in (
+        ("bloks.0.*", "blocks.0."),
+        ("blocks.0.norm.layer_norm_0_0", "blocks.0.norm.native_layer_norm"),
+    ):
+        with pytest.raises(remat.RematError) as caught:
+            region(remat.save_names("*.addmm_*", pattern), region_name="block")(block())(leaf(2, 3, 8))
+        text = str(caught.value)
+        assert pattern in text
+        assert near in text
+        assert caught.value.region == "block"
     assert_clean_state()
 
 
@@ -271,10 +174,10 @@ def test_error_comes_at_the_end_of_forward_and_frees():
     assert ran == [1]
 
 
-@pytest.mark.parametrize("patterns", [(), ("",), (3,), (None,), (["mm_*"],)])
-def test_patterns_that_are_none_are_an_error(patterns):
-    with pytest.raises((remat.UsageError, TypeError)):
-        region(remat.save_names(*patterns))(chain)(leaf(4, 4), leaf(4, 4))
+def test_patterns_that_are_none_are_an_error():
+    for patterns in ((), ("",), (3,), (["mm_*"],)):
+        with pytest.raises(remat.PolicyError):
+            remat.save_names(*patterns)
 
 
 # Names by hand
@@ -285,14 +188,12 @@ def named(x, w):
     return (h * 2).sin()
 
 
-def test_name_by_hand_outside_of_regions_changes_nothing():
-    x, w = leaf(4, 4), leaf(4, 4)
-    y = (x @ w).exp()
-    again = remat.checkpoint_name(y, "hidden")
-    assert_same(y, again)
-    assert again.requires_grad
-    plainly = torch.autograd.grad(((x @ w).exp() * 2).sin().sum(), [x, w])
-    assert_same(plainly, torch.autograd.grad(named(x, w).sum(), [x, w]))
+def test_name_by_hand_outside_of_regions_or_without_a_policy_changes_nothing():
+    inputs = leaf(4, 4), leaf(4, 4)
+    expected = torch.autograd.grad(((inputs[0] @ inputs[1]).exp() * 2).sin().sum(), inputs)
+    assert_same(expected, torch.autograd.grad(named(*inputs).sum(), inputs))
+    assert_equal_gradients(named, region()(named), inputs)
+    assert kept(region()(named), inputs).bytes == 0
 
 
 def test_name_by_hand_is_saved_by_that_name():
@@ -310,12 +211,6 @@ def test_name_by_hand_is_saved_by_that_name():
     assert after.bytes == inputs[0].nbytes
 
 
-def test_name_by_hand_without_a_policy_costs_nothing():
-    inputs = leaf(4, 4), leaf(4, 4)
-    assert_equal_gradients(named, region()(named), inputs)
-    assert kept(region()(named), inputs).bytes == 0
-
-
 def test_name_by_hand_that_nothing_has_is_an_error():
     with pytest.raises(remat.RematError) as caught:
         region(remat.save_names("hiden"))(named)(leaf(4, 4), leaf(4, 4))
@@ -323,40 +218,40 @@ def test_name_by_hand_that_nothing_has_is_an_error():
     assert "hidden" in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["", None, 3])
-def test_name_by_hand_that_is_empty_or_no_string_is_an_error(name):
-    with pytest.raises((remat.UsageError, TypeError)):
-        region()(lambda x: remat.checkpoint_name(x * 2, name))(leaf(3))
+def test_name_by_hand_that_is_empty_or_no_string_is_an_error():
+    for name in ("", None, 3):
+        with pytest.raises(remat.UsageError):
+            region()(lambda x, name=name: remat.checkpoint_name(x * 2, name))(leaf(3))
 
 
 def test_name_by_hand_of_an_input_keeps_nothing_more():
-    def function(x, w):
-        x = remat.checkpoint_name(x, "input")
-        return (x @ w).sin()
+    inputs, policy = (leaf(4, 4), leaf(4, 4)), remat.save_names("input")
 
-    inputs = leaf(4, 4), leaf(4, 4)
-    policy = remat.save_names("input")
+    def function(x, w):
+        return (remat.checkpoint_name(x, "input") @ w).sin()
+
     assert_equal_gradients(function, region(policy)(function), inputs)
     assert kept(region(policy)(function), inputs).bytes == 0
 
 
-@pytest.mark.parametrize("view", ["conj", "t", "view_as_real", "rows"])
-def test_name_given_to_a_view_keeps_the_whole_as_it_is(view):
-    views = {"conj": torch.conj, "t": torch.t, "view_as_real": torch.view_as_real, "rows": lambda t: t[1:]}
+def test_name_given_to_a_view_keeps_the_whole_as_it_is():
+    def program(view):
+        def run(wrap):
+            x = torch.randn(4, 4, dtype=torch.cfloat, requires_grad=True)
 
-    def program(wrap):
-        x = torch.randn(4, 4, dtype=torch.cfloat, requires_grad=True)
+            def function(x):
+                h = x @ x
+                v = remat.checkpoint_name(view(h), "v")
+                v = v if v.is_complex() else torch.view_as_complex(v)
+                return (v * 2).sin() + h.exp()[: v.shape[0]]
 
-        def function(x):
-            h = x @ x
-            v = remat.checkpoint_name(views[view](h), "v")
-            v = v if v.is_complex() else torch.view_as_complex(v)
-            return (v * 2).sin() + h.exp()[: v.shape[0]]
+            y = wrap(function)(x)
+            return y, torch.autograd.grad(y.abs().sum(), x)
 
-        y = wrap(function)(x)
-        return y, torch.autograd.grad(y.abs().sum(), x)
+        return run
 
-    assert_same_program(program, policy=remat.save_names("v"))
+    for view in (torch.conj, torch.t, torch.view_as_real, lambda t: t[1:]):
+        assert_same_program(program(view), policy=remat.save_names("v"))
 
 
 def _named(tensor):
@@ -371,31 +266,22 @@ def _written_through_a_view(x, w):
 
 IN_PLACE = {
     "relu": lambda x, w: _named(F.relu(x @ w, inplace=True)).sin(),
-    "product": lambda x, w: _named(F.relu(x @ w, inplace=True)) @ w,
     "sigmoid": lambda x, w: _named((x @ w).sigmoid_()).sin() @ w,
-    "elu": lambda x, w: _named(F.elu_(x @ w)).cos(),
-    "last": lambda x, w: _named((x @ w).exp_()),
-    "mul": lambda x, w: _named((x @ w).mul_(2)).sin(),
-    "view": lambda x, w: _named((x @ w).view(16).relu_()).sin(),
     "named view": lambda x, w: _named(F.relu(x @ w, inplace=True)[1:]).sin(),
     "named base": _written_through_a_view,
-    "part": lambda x, w: _named(F.relu((x @ w)[1:], inplace=True)).cos(),
-    "named after its use": lambda x, w: (lambda h: h.sin() * _named(h).cos())(F.relu(x @ w, inplace=True)),
     "two": lambda x, w: _named((_named((x @ w).exp_()) @ w).tanh_()).sin(),
 }
 
 
-@pairwise(name=IN_PLACE, retain=[False, True])
-def test_name_by_hand_after_an_op_in_place_that_saves_its_own_result(name, retain):
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_name_by_hand_after_an_op_in_place_that_saves_its_own_result(name):
     function, inputs = IN_PLACE[name], (leaf(4, 4), leaf(4, 4))
+    expected = torch.autograd.grad(function(*inputs).sum(), inputs)
     for policy in (remat.save_names("act"), remat.offload_names("act")):
-        assert_equal_gradients(function, region(policy)(function), inputs)
         y = region(policy)(function)(*inputs).sum()
-        expected = torch.autograd.grad(function(*inputs).sum(), inputs)
-        if retain:
-            assert_same(expected, torch.autograd.grad(y, inputs, retain_graph=True))
-        assert_same(expected, torch.autograd.grad(y, inputs))
-    if name in ("relu", "product", "sigmoid", "elu"):
+        for keep in (True, False):
+            assert_same(expected, torch.autograd.grad(y, inputs, retain_graph=keep))
+    if name in ("relu", "sigmoid"):
         assert "mm" not in replayed_ops(function, region(remat.save_names("act")), inputs)
         assert kept(region(remat.save_names("act"))(function), inputs).bytes == inputs[0].nbytes
 
@@ -408,13 +294,12 @@ def test_policy_function_that_reads_names_indirectly_sees_those_of_list_names():
     def block(x):
         return (x.sin().cos().sin().exp() * 2).cos()
 
-    kinds = {
-        "global": lambda ctx, op, *args, **kwargs: _by_helper(ctx),
-        "partial": partial(lambda test, ctx, op, *args, **kwargs: test(ctx), _by_helper),
-        "getattr": lambda ctx, op, *args, **kwargs: getattr(ctx, "name").startswith("sin_1"),  # noqa: B009
-        "object": type("Policy", (), {"__call__": lambda self, ctx, op, *args, **kwargs: _by_helper(ctx)})(),
-    }
-    for policy in kinds.values():
+    for policy in (
+        lambda ctx, op, *args, **kwargs: _by_helper(ctx),
+        partial(lambda test, ctx, op, *args, **kwargs: test(ctx), _by_helper),
+        lambda ctx, op, *args, **kwargs: getattr(ctx, "name").startswith("sin_1"),  # noqa: B009
+        type("Policy", (), {"__call__": lambda self, ctx, op, *args, **kwargs: _by_helper(ctx)})(),
+    ):
         remat.checkpoint(policy=policy)(block)(leaf(3)).sum().backward()
         table = remat.list_names(block, policy=policy)(leaf(3))
         assert [row.name for row in table if row.kept] == ["sin_1_0"]

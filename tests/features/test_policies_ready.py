@@ -1,4 +1,4 @@
-"""`remat.policies`: the ready-made policies, alone and combined with `|`."""
+"""`remat.policies`: the ready-made policies, alone, combined with `|`, and without what `& ~save_names` excludes."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import pickle
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
 import torch_remat as remat
-from tests.helpers import assert_equal_gradients, assert_same, assert_same_program, leaf
+from tests.helpers import assert_equal_gradients, leaf
 from tests.native_programs import (
     ATTENTION,
     MATMULS,
@@ -22,6 +21,7 @@ from tests.native_programs import (
     replayed_ops,
     retained_bytes,
 )
+from tests.offloaders import Counting
 from torch_remat import policies
 
 MM = [aten.mm.default]
@@ -43,79 +43,47 @@ def test_all_are_there():
 # Each alone
 
 
-def test_save_attention_is_the_list_of_attention_ops():
+@pytest.mark.parametrize(
+    ("policy", "ops", "retained"),
+    [(policies.save_attention, ATTENTION, 1_056_768), (policies.save_matmuls, MATMULS, 4_718_592)],
+)
+def test_ready_policy_is_the_list_of_its_ops(policy, ops, retained):
     x, block = leaf(2, 8, 16), TransformerBlock(16, 2)
     parameters = list(block.parameters())
-    assert replayed_ops(block, region(policies.save_attention), [x], parameters) == replayed_ops(
-        block, region(ATTENTION), [x], parameters
-    )
-    x, block = leaf(4, 128, 256), TransformerBlock()
-    assert retained_bytes(region(policies.save_attention)(block), [x]) == 1_056_768
+    assert_equal_gradients(block, region(policy)(block), [x])
+    assert replayed_ops(block, region(policy), [x], parameters) == replayed_ops(block, region(ops), [x], parameters)
+    assert retained_bytes(region(policy)(TransformerBlock()), [leaf(4, 128, 256)]) == retained
 
 
-def test_save_matmuls_is_the_list_of_matmul_ops():
-    x, block = leaf(2, 8, 16), TransformerBlock(16, 2)
-    parameters = list(block.parameters())
-    assert replayed_ops(block, region(policies.save_matmuls), [x], parameters) == replayed_ops(
-        block, region(MATMULS), [x], parameters
-    )
-    x, block = leaf(4, 128, 256), TransformerBlock()
-    assert retained_bytes(region(policies.save_matmuls)(block), [x]) == 4_718_592
-
-
-@pytest.mark.parametrize("product", ["mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "einsum"])
-def test_save_matmuls_saves_products_of_every_form(product):
+def test_save_matmuls_saves_products_of_every_form():
     def function(x, w):
         b = x.expand(2, 4, 4)
-        y = {
-            "mm": lambda: x @ w,
-            "addmm": lambda: torch.addmm(x, x, w),
-            "bmm": lambda: torch.bmm(b, b * 2),
-            "baddbmm": lambda: torch.baddbmm(b, b, b),
-            "matmul": lambda: b @ w,
-            "linear": lambda: F.linear(b, w, x[0]),
-            "einsum": lambda: torch.einsum("bij,jk->bik", b, w),
-        }[product]()
-        return y.sin().exp()
+        products = [x @ w, torch.addmm(x, x, w), torch.bmm(b, b * 2), torch.baddbmm(b, b, b)]
+        products += [b @ w, F.linear(b, w, x[0]), torch.einsum("bij,jk->bik", b, w)]
+        return sum(y.sin().exp().sum() for y in products)
 
-    inputs = leaf(4, 4), leaf(4, 4)
-    assert_equal_gradients(function, region(policies.save_matmuls)(function), inputs)
-    assert not {"mm", "addmm", "bmm", "baddbmm"} & set(replayed_ops(function, region(policies.save_matmuls), inputs))
+    inputs, wrap = (leaf(4, 4), leaf(4, 4)), region(policies.save_matmuls)
+    assert_equal_gradients(function, wrap(function), inputs)
+    assert not {"mm", "addmm", "bmm", "baddbmm"} & set(replayed_ops(function, wrap, inputs))
+
+
+def odd_chain(x, w):
+    for _ in range(3):
+        x = (x @ w).sin()
+    return x
 
 
 def test_save_every_other_matmul_saves_half_of_them_and_always_the_same():
-    inputs = leaf(4, 4), leaf(4, 4)
-    assert_equal_gradients(sine_chain, region(policies.save_every_other_matmul)(sine_chain), inputs)
-    for _ in range(2):
-        replayed = replayed_ops(sine_chain, region(policies.save_every_other_matmul), inputs)
-        assert replayed["mm"] == 3
-
-
-def test_save_every_other_matmul_has_no_state():
     """With an odd number of products a counter would alternate from region to region."""
-
-    def odd(x, w):
-        for _ in range(3):
-            x = (x @ w).sin()
-        return x
-
-    inputs = leaf(4, 4), leaf(4, 4)
-    wrap = region(policies.save_every_other_matmul)
-    counts = [replayed_ops(odd, wrap, inputs)["mm"] for _ in range(4)]
-    assert counts == [1] * 4
+    inputs, wrap = (leaf(4, 4), leaf(4, 4)), region(policies.save_every_other_matmul)
+    assert_equal_gradients(sine_chain, wrap(sine_chain), inputs)
+    for _ in range(3):
+        assert replayed_ops(sine_chain, wrap, inputs)["mm"] == 3
+        assert replayed_ops(odd_chain, wrap, inputs)["mm"] == 1
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)]),
-        lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True),
-        lambda: TransformerBlock(8, 2),
-    ],
-)
-def test_save_every_other_matmul_alternates_over_the_whole_region(make):
+def test_save_every_other_matmul_alternates_over_the_whole_region():
     """Each module here runs one product, so that a count for each module would save all or none."""
-    module, x = make(), leaf(2, 4, 8)
     asked = []
 
     def policy(ctx, op, *args, **kwargs):
@@ -123,85 +91,49 @@ def test_save_every_other_matmul_alternates_over_the_whole_region(make):
             asked.append(said)
         return said
 
-    assert_equal_gradients(module, region(policies.save_every_other_matmul)(module), [x])
-    region(policy)(module)(x).sum().backward()
-    count = len(asked)
-    assert count >= 4
-    assert asked == [place % 2 == 0 for place in range(count)]
-    table = remat.list_names(module, policy=policies.save_every_other_matmul)(x)
-    assert any(row.kept for row in table)
+    for module in (nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)]), TransformerBlock(8, 2)):
+        asked.clear()
+        x = leaf(2, 4, 8)
+        assert_equal_gradients(module, region(policies.save_every_other_matmul)(module), [x])
+        region(policy)(module)(x).sum().backward()
+        assert len(asked) >= 4
+        assert asked == [place % 2 == 0 for place in range(len(asked))]
+        table = remat.list_names(module, policy=policies.save_every_other_matmul)(x)
+        assert any(row.kept for row in table)
 
 
 def test_save_every_other_matmul_counts_anew_in_the_replay_of_an_outer_region():
-    def odd(x, w):
-        for _ in range(3):
-            x = (x @ w).sin()
-        return x
-
-    inner = region(policies.save_every_other_matmul)(odd)
+    inner = region(policies.save_every_other_matmul)(odd_chain)
 
     def outer(x, w):
         return inner(inner(x, w).cos(), w).exp()
 
     inputs = leaf(4, 4), leaf(4, 4)
-    both = remat.checkpoint()(outer), region(policies.save_every_other_matmul)(outer)
-    for checkpointed in both:
-        assert_equal_gradients(lambda x, w: odd(odd(x, w).cos(), w).exp(), checkpointed, inputs)
+    for wrap in (region(), region(policies.save_every_other_matmul)):
+        assert_equal_gradients(lambda x, w: odd_chain(odd_chain(x, w).cos(), w).exp(), wrap(outer), inputs)
 
 
-@pytest.mark.parametrize(
-    "op", ["topk", "sort", "argsort", "argmax", "argmin", "unique", "nonzero", "max", "multinomial"]
-)
+CHOICES = {
+    "topk": lambda h, flat: h.topk(2)[0],
+    "sort": lambda h, flat: h.sort(-1)[0],
+    "argsort": lambda h, flat: h.gather(-1, flat.argsort(-1)),
+    "argmax": lambda h, flat: h[flat.argmax(-1)],
+    "argmin": lambda h, flat: h[flat.argmin(-1)],
+    "unique": lambda h, flat: h * torch.unique((flat > 0).long(), return_inverse=True)[1],
+    "nonzero": lambda h, flat: h[(flat > 0).nonzero(as_tuple=True)],
+}
+
+
+@pytest.mark.parametrize("op", CHOICES)
 def test_save_discrete_does_not_choose_again(op):
     def function(x):
         h = x * 2
-        flat = h.detach()
-        if op == "topk":
-            h = h.topk(2)[0]
-        elif op == "sort":
-            h = h.sort(-1)[0]
-        elif op == "argsort":
-            h = h.gather(-1, flat.argsort(-1))
-        elif op in ("argmax", "argmin"):
-            h = h[getattr(flat, op)(-1)]
-        elif op == "unique":
-            h = h * torch.unique((flat > 0).long(), return_inverse=True)[1]
-        else:
-            h = h[(flat > 0).nonzero(as_tuple=True)]
-        return h.sin().exp()
+        return CHOICES[op](h, h.detach()).sin().exp()
 
-    x = leaf(4, 4)
-    replayed = replayed_ops(function, region(policies.save_discrete), [x])
-    chosen = {"topk", "sort", "argmax", "argmin", "nonzero", "unique", "_unique2"}
-    assert not chosen & set(replayed), replayed
-    assert_equal_gradients(function, region(policies.save_discrete)(function), [x])
-
-
-@pytest.fixture
-def _process_group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("_process_group")
-def test_collective_that_writes_its_argument_is_not_run_again():
-    def function(x, w):
-        h = (x @ w).sin()
-        total = h.detach().clone()
-        dist.all_reduce(total)
-        return (h * total).exp() @ w
-
-    inputs = leaf(4, 4), leaf(4, 4)
-    expected = torch.autograd.grad(function(*inputs).sum(), inputs)
-    try:
-        y = region(policies.never_replay_effects)(function)(*inputs)
-        actual = torch.autograd.grad(y.sum(), inputs)
-    except remat.RematError as error:
-        assert "clone" in str(error) or "allreduce" in str(error)  # noqa: PT017
-        return
-    assert_same(expected, actual)
-    assert not any("reduce" in name for name in replayed_ops(function, region(policies.never_replay_effects), inputs))
+    x, wrap = leaf(4, 4), region(policies.save_discrete)
+    replayed = replayed_ops(function, wrap, [x])
+    assert not {*CHOICES, "_unique2"} & set(replayed), replayed
+    assert_equal_gradients(function, wrap(function), [x])
 
 
 # Combined
@@ -237,79 +169,158 @@ def test_policies_of_every_kind_combine():
             assert replayed == {"mm", "sin"} - saved[left] - saved[right], (left, right)
 
 
-def test_stronger_decision_wins():
-    def never(ctx, op, *args, **kwargs):
-        return remat.CheckpointPolicy.RECOMPUTE
-
-    inputs = leaf(4, 4), leaf(4, 4)
-    for combined in (policies.save_matmuls | never, never | policies.save_matmuls):
-        assert "mm" not in replayed_ops(sine_chain, region(combined), inputs)
-
-
-def test_unmatched_entry_of_a_combined_policy_is_named():
-    with pytest.raises(remat.RematError, match="attention"):
-        region(policies.save_matmuls | remat.save_names("attention.*"))(sine_chain)(leaf(4, 4), leaf(4, 4))
-
-
-def test_combination_with_something_else_is_a_type_error():
+def test_combination_with_something_else_is_an_error():
     with pytest.raises(TypeError):
         policies.save_matmuls | 3
     with pytest.raises(TypeError):
         "mm" | policies.save_matmuls
-
-
-def test_ready_policy_of_which_only_some_ops_run_is_fine():
-    """`save_matmuls` names many ops; a region need not run all of them."""
-    inputs = leaf(4, 4), leaf(4, 4)
-    for policy in (policies.save_matmuls, policies.save_every_other_matmul):
-        region(policy)(sine_chain)(*inputs).sum().backward()
-    region(policies.save_discrete)(lambda x: x.topk(2)[0].sin())(leaf(4)).sum().backward()
-
-
-def test_trained_transformer_with_each_policy_is_equal_to_plain():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.blocks = nn.ModuleList(TransformerBlock(16, 2) for _ in range(2))
-
-    for policy in (
-        policies.save_attention,
-        policies.save_matmuls,
-        policies.save_every_other_matmul,
-        policies.save_attention | policies.save_every_other_matmul,
-    ):
-
-        def program(wrap):
-            torch.manual_seed(9)
-            model, losses = Model(), []
-            optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-            for _ in range(3):
-                h = torch.randn(2, 6, 16)
-                for block in model.blocks:
-                    h = F.dropout(wrap(block)(h), 0.1)
-                loss = h.square().mean()
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                losses.append(loss.detach())
-            return losses, list(model.parameters())
-
-        assert_same_program(program, policy=policy)
+    with pytest.raises(remat.RematError, match="attention"):
+        region(policies.save_matmuls | remat.save_names("attention.*"))(sine_chain)(leaf(4, 4), leaf(4, 4))
 
 
 @pytest.mark.parametrize("copied", [lambda policy: pickle.loads(pickle.dumps(policy)), copy.deepcopy])
-def test_policies_can_be_pickled_and_copied(copied):
+def test_policies_say_what_they_are_and_can_be_copied(copied):
     for name in policies.__all__:
         assert copied(getattr(policies, name)) is getattr(policies, name)
-    policy = policies.save_matmuls | remat.save_names("a.*", "b") | [aten.sin.default] | remat.offload_names("c")
-    assert repr(copied(policy)) == repr(policy)
-    inputs = leaf(4, 4), leaf(4, 4)
-    policy = policies.save_matmuls | [aten.sin.default]
+    policy = policies.save_matmuls | remat.save_names("a.*", "b") | MM | remat.offload_names("c")
+    text = "save_matmuls | save_names('a.*', 'b') | [aten.mm.default] | offload_names('c')"
+    assert repr(copied(policy)) == repr(policy) == text
+    policy = policies.save_matmuls & ~remat.save_names("gate.*", "x") | remat.save_names("y")
+    assert repr(copied(policy)) == repr(policy) == "save_matmuls & ~save_names('gate.*', 'x') | save_names('y')"
+    assert kept(copied(policies.save_matmuls & ~remat.save_names("gate.*"))) == ["up.addmm_0_0"]
+    inputs, policy = (leaf(4, 4), leaf(4, 4)), policies.save_matmuls | [aten.sin.default]
     assert replayed_ops(sine_chain, region(copied(policy)), inputs) == replayed_ops(sine_chain, region(policy), inputs)
 
 
-def test_policies_say_what_they_are():
-    policy = remat.policies.save_matmuls | remat.save_names("a.*", "b") | [torch.ops.aten.mm.default]
-    assert repr(policy | remat.offload_names("c")) == (
-        "save_matmuls | save_names('a.*', 'b') | [aten.mm.default] | offload_names('c')"
-    )
+# Without results that are excluded by name
+
+
+class Experts(nn.Module):
+    """A gate and a layer, each a product under an activation that saves its own result."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(4, 8)
+        self.up = nn.Linear(4, 8)
+
+    def forward(self, x):
+        return (self.gate(x).tanh() * self.up(x).tanh()).sin().exp()
+
+
+def preferred(ctx, op, *args, **kwargs):
+    is_one = op is aten.addmm.default
+    return torch.utils.checkpoint.CheckpointPolicy.PREFER_SAVE if is_one else None
+
+
+POLICIES = {
+    "list": [aten.addmm.default],
+    "weak function": preferred,
+    "names": remat.save_names("*.addmm_*"),
+    "offloaded": remat.offload_names("*.addmm_*"),
+    "combined": [aten.sin.default] | remat.save_names("gate.addmm_*") | policies.save_matmuls,
+}
+GATE = "gate.addmm_0_0"
+
+
+def kept(policy, function=None):
+    inputs = leaf(3, 4) if function is None else leaf(4, 4)
+    table = remat.list_names(function or Experts(), policy=policy)(inputs)
+    return [row.name for row in table if row.kept]
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_what_is_left_out_runs_again_whatever_kind_the_policy_is(policy):
+    module, x = Experts(), leaf(4, 4)
+    leaves = list(module.parameters())
+    without = policy & ~remat.save_names("gate.*")
+    with remat.offload_to(Counting()):
+        assert_equal_gradients(module, region(without)(module), [x])
+        everything, some = ({*kept(one, module)} for one in (policy, without))
+        assert everything - some == {GATE}
+        assert some
+        assert [replayed_ops(module, region(one), [x], leaves).get("addmm", 0) for one in (policy, without)] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        policies.save_matmuls & ~remat.save_names("gate.*") | [aten.sin.default],
+        [aten.sin.default] | policies.save_matmuls & ~remat.save_names("gate.*"),
+        ([aten.sin.default] | policies.save_matmuls) & ~remat.save_names("gate.*") & ~remat.save_names("gate.add*"),
+        policies.save_matmuls & ~remat.save_names("gate.*") | remat.save_names("sin_0_0", GATE),
+    ],
+    ids=repr,
+)
+def test_leaving_out_is_the_strongest_decision_wherever_it_stands(policy):
+    assert kept(policy) == ["up.addmm_0_0", "sin_0_0"]
+
+
+def test_what_was_modified_in_place_is_left_out():
+    def function(x):
+        h = (x @ x).relu_()
+        return h.sin() * h
+
+    for pattern, found in (("relu__0_0", []), ("mm_0_0", []), ("sin_*", ["relu__0_0"])):
+        policy = policies.save_matmuls & ~remat.save_names(pattern)
+        assert_equal_gradients(function, region(policy)(function), [leaf(4, 4)])
+        assert kept(policy, function) == found
+
+
+def named(x):
+    h = remat.checkpoint_name(x @ x, "hidden")
+    return h.sin() * remat.checkpoint_name(h @ x, "other").sin()
+
+
+@pytest.mark.parametrize("left_out", ["hidden", "mm_0_0"])
+@pytest.mark.parametrize("policy", [policies.save_matmuls, remat.save_names("hidden", "other")])
+def test_names_by_hand_and_automatic_ones_are_left_out(policy, left_out):
+    without = policy & ~remat.save_names(left_out)
+    assert_equal_gradients(named, region(without)(named), [leaf(4, 4)])
+    assert kept(without, named) == ["other"]
+    assert replayed_ops(named, region(without), [leaf(4, 4)])["mm"] == 1
+
+
+def test_name_that_comes_after_the_result_was_kept_is_an_error():
+    def function(x):
+        return remat.checkpoint_name(x.exp(), "hidden").sin()
+
+    with pytest.raises(remat.PolicyError, match=r"'hidden' cannot be excluded.*\n.*'exp_0_0'"):
+        region([aten.exp.default] & ~remat.save_names("hidden"))(function)(leaf(3))
+    policy = [aten.exp.default] & ~remat.save_names("exp_0_0")
+    assert_equal_gradients(function, region(policy)(function), [leaf(3)])
+    assert kept(policy, function) == []
+
+
+def test_calls_are_kept_as_their_author_says():
+    def function(x):
+        h = remat.checkpoint_name(remat.op(torch.exp, "exp")(x), "hidden")
+        return h.sin() @ h
+
+    policy = policies.save_matmuls & ~remat.save_names("hidden")
+    assert_equal_gradients(function, region(policy)(function), [leaf(4, 4)])
+    assert "exp" not in replayed_ops(function, region(policy), [leaf(4, 4)])
+
+
+def test_pattern_that_matches_nothing_is_an_error():
+    policy = policies.save_matmuls & ~remat.save_names("gate.*", "gates.*")
+    with pytest.raises(remat.PolicyError, match=r"'gates.\*' matches nothing that the region made"):
+        region(policy)(Experts())(leaf(3, 4))
+
+
+def test_other_forms_are_errors_and_ours_show_the_right_one():
+    for make in (
+        lambda: remat.checkpoint(policy=~remat.save_names("a")),
+        lambda: policies.save_matmuls | ~remat.save_names("a"),
+        lambda: ~remat.save_names("a") | policies.save_matmuls,
+        lambda: remat.save_names("b") & ~remat.offload_names("a"),
+        lambda: 3 & ~remat.save_names("a"),
+    ):
+        with pytest.raises(remat.PolicyError, match=r"policy & ~remat.save_names"):
+            make()
+    for make in (
+        lambda: policies.save_matmuls & remat.save_names("a"),
+        lambda: ~policies.save_matmuls,
+        lambda: ~~remat.save_names("a"),
+    ):
+        with pytest.raises(TypeError):
+            make()

@@ -7,15 +7,16 @@ early reads garbage here.
 from __future__ import annotations
 
 import random
+import re
 import warnings
 
 import pytest
 import torch
 
 import torch_remat as remat
-from tests.handle_ops import RECOMPUTE, Affine, Both, Inner, Trace, call
+from tests.features.offload.blocks import expected_gradient, run
 from tests.helpers import alive, assert_same, leaf, watch
-from tests.offloaders import OFFLOAD, Counting
+from tests.offloaders import Counting
 from torch_remat.offload.cpu import CpuOffloader
 from torch_remat.offload.streams import Arrival
 from torch_remat.offload.table import Batch, Table
@@ -78,47 +79,24 @@ def info(tensor):
     return remat.offload.OffloadInfo("r", "o", "t", "residual", tensor.nbytes)
 
 
-def block(x):
-    h = call("handle", Inner, Trace(), "a", OFFLOAD, x.sin())
-    h = call("handle", Both, Trace(), "b", OFFLOAD, h)
-    return call("handle", Affine, Trace(), "c", RECOMPUTE, h, h.t())
-
-
-def model(wrap, x, depth=4):
-    h = x * 1
-    for _ in range(depth):
-        h = wrap(block)(h)
-    return h
-
-
-@pytest.mark.parametrize(("likely", "prefetch_bytes"), [(0.0, 2000), (0.1, 0), (0.5, 2000), (1.0, 0)])
-def test_training_steps_with_late_copies_are_equal(likely, prefetch_bytes):
-    copier = LateCopier(likely)
-    offloader = CpuOffloader(
-        min_bytes=0, prefetch_bytes=prefetch_bytes, max_pending_bytes=1500, copier=lambda _: copier
-    )
-    wrap = remat.checkpoint(offloader=offloader, offload_inputs=True)
-    for step in range(6):
-        torch.manual_seed(step)
-        x = leaf(8, 8) if step % 2 else leaf(9, 9)
-        (expected,) = reference(x)
-        y = model(wrap, x)
-        if step == 3:
-            assert_same(expected, torch.autograd.grad(y.sum(), x, retain_graph=True)[0])
-        if step == 4:
-            del y  # without backward, with copies on their way
-            continue
-        assert_same(expected, torch.autograd.grad(y.sum(), x)[0])
-        assert offloader.offloaded_bytes == 0
-
-
-def reference(x, depth=4):
-    h = x * 1
-    for _ in range(depth):
-        h = call("plain", Inner, Trace(), "a", None, h.sin())
-        h = call("plain", Both, Trace(), "b", None, h)
-        h = call("plain", Affine, Trace(), "c", None, h, h.t())
-    return torch.autograd.grad(h.sum(), x)
+def test_training_steps_with_late_copies_are_equal():
+    for likely, prefetch_bytes in ((0.0, 2000), (0.5, 2000), (1.0, 0)):
+        copier = LateCopier(likely)
+        offloader = CpuOffloader(
+            min_bytes=0, prefetch_bytes=prefetch_bytes, max_pending_bytes=1500, copier=lambda _, copier=copier: copier
+        )
+        for step in range(6):
+            torch.manual_seed(step)
+            x = leaf(8, 8) if step % 2 else leaf(9, 9)
+            expected = expected_gradient(x, 4)
+            y = run(offloader, x, 4)
+            if step == 3:
+                assert_same(expected, torch.autograd.grad(y.sum(), x, retain_graph=True)[0])
+            if step == 4:
+                del y  # without backward, with copies on their way
+                continue
+            assert_same(expected, torch.autograd.grad(y.sum(), x)[0], f"likely={likely}, step {step}")
+            assert offloader.offloaded_bytes == 0
 
 
 def test_tensor_is_kept_until_its_copy_is_done_and_then_let_go():
@@ -149,16 +127,22 @@ def test_bytes_that_wait_for_their_copy_are_bounded():
         offloader.release(ticket)
 
 
-def test_without_host_memory_a_tensor_stays_and_one_warning_says_so():
-    offloader, x = CpuOffloader(min_bytes=0, max_bytes=1000), leaf(8, 8)
-    with pytest.warns(remat.RematWarning, match=r"no host memory left for block::b\.y \(256 bytes\).*stays") as caught:
-        y = model(remat.checkpoint(offloader=offloader, offload_inputs=True), x)
-    assert len(caught) == 2  # and one that the CPU's memory is host memory
-    assert offloader.host_bytes <= 1000
-    assert_same(reference(x), torch.autograd.grad(y.sum(), x))
+class Refusing(LateCopier):
+    """A copier whose copies to the host cannot begin."""
+
+    def to_host(self, tensor, buffer):
+        raise RuntimeError("CUDA error")
 
 
-def test_without_memory_that_can_be_pinned_a_tensor_stays(monkeypatch):
+@pytest.mark.parametrize(
+    ("case", "told"),
+    [
+        ("limit", r"no host memory left for block::b\.y \(256 bytes\).*stays"),
+        ("no pinned memory", "no host memory left"),
+        ("no copy", "could not take"),
+    ],
+)
+def test_tensor_that_cannot_leave_stays_and_one_warning_says_so(monkeypatch, case, told):
     empty = torch.empty
 
     def fail(*args, **options):
@@ -166,23 +150,17 @@ def test_without_memory_that_can_be_pinned_a_tensor_stays(monkeypatch):
             raise RuntimeError("CUDA error: out of memory")
         return empty(*args, **options)
 
-    offloader, x = CpuOffloader(min_bytes=0), leaf(8, 8)
-    monkeypatch.setattr(torch, "empty", fail)
-    with pytest.warns(remat.RematWarning, match="no host memory left"):
-        y = model(remat.checkpoint(offloader=offloader), x)
-    assert_same(reference(x), torch.autograd.grad(y.sum(), x))
-
-
-def test_copy_that_cannot_begin_leaves_the_tensor_and_one_warning_says_so():
-    class Failing(LateCopier):
-        def to_host(self, tensor, buffer):
-            raise RuntimeError("CUDA error")
-
-    offloader, x = CpuOffloader(min_bytes=0, copier=lambda _: Failing()), leaf(8, 8)
-    with pytest.warns(remat.RematWarning, match="could not take"):
-        y = model(remat.checkpoint(offloader=offloader), x)
-    assert offloader.host_bytes == offloader.offloaded_bytes == 0
-    assert_same(reference(x), torch.autograd.grad(y.sum(), x))
+    options = {"limit": {"max_bytes": 1000}, "no copy": {"copier": lambda _: Refusing()}}.get(case, {})
+    offloader, x = CpuOffloader(min_bytes=0, **options), leaf(8, 8)
+    if case == "no pinned memory":
+        monkeypatch.setattr(torch, "empty", fail)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        y = run(offloader, x, 4)
+    messages = [str(one.message) for one in caught if "saves nothing" not in str(one.message)]
+    assert [re.search(told, message) is not None for message in messages] == [True], messages
+    assert offloader.host_bytes == offloader.offloaded_bytes <= (1000 if case == "limit" else 0)
+    assert_same(expected_gradient(x, 4), torch.autograd.grad(y.sum(), x)[0])
 
 
 class FailingEvent(LateEvent):
@@ -211,8 +189,8 @@ def test_copy_that_fails_later_leaves_the_tensor_and_one_warning_says_so(max_pen
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):
-            y = model(remat.checkpoint(offloader=offloader, offload_inputs=True), x)
-            assert_same(reference(x), torch.autograd.grad(y.sum(), x))
+            y = run(offloader, x, 4)
+            assert_same(expected_gradient(x, 4), torch.autograd.grad(y.sum(), x)[0])
     told = [one for one in map(str, (one.message for one in caught)) if "could not be copied to host memory" in one]
     assert len(told) == 1
     assert "CUDA error: misaligned address" in told[0]
@@ -234,15 +212,9 @@ def test_copy_back_that_fails_ahead_of_its_use_is_tried_again():
     with pytest.raises(RuntimeError, match="out of memory"):
         offloader.prefetch(ticket)  # the runtime ignores that
     assert_same(offloader.onload(ticket), tensor)
-    y = model(remat.checkpoint(offloader=offloader), x)
+    y = run(offloader, x, 4)
     with pytest.raises(remat.OffloadError, match=r"could not bring this tensor back.*out of memory"):
         y.sum().backward()  # the first is not asked for ahead
-
-
-def test_numbers_that_make_no_sense_are_refused():
-    for options in ({"max_bytes": -1}, {"min_bytes": -1}, {"prefetch_bytes": 0.5}, {"max_pending_bytes": "1"}):
-        with pytest.raises(remat.UsageError, match=next(iter(options))):
-            CpuOffloader(**options)
 
 
 class Stream:

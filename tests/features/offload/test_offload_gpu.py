@@ -8,22 +8,17 @@ import pytest
 import torch
 
 import torch_remat as remat
-from tests.handle_ops import RECOMPUTE, SAVE, Affine, Both, Inner, Trace, call
+from tests.features.offload.blocks import block
+from tests.handle_ops import SAVE
 from tests.helpers import assert_same, leaf
 from tests.offloaders import OFFLOAD
 
 pytestmark = pytest.mark.gpu
 
 
-def block(x, policy=OFFLOAD):
-    h = call("handle", Inner, Trace(), "a", policy, x.sin())
-    h = call("handle", Both, Trace(), "b", policy, h)
-    return call("handle", Affine, Trace(), "c", RECOMPUTE, h, h.t())
-
-
-def gradient(wrap, x, policy, depth=6):
+def gradient(wrap, x, policy):
     h = x * 1
-    for _ in range(depth):
+    for _ in range(6):
         h = wrap(block)(h, policy)
     return torch.autograd.grad(h.sum(), x)[0]
 

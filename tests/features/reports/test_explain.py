@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import copy
-import gc
 import json
 import re
-import threading
 import warnings
-from collections import OrderedDict
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -21,16 +18,11 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import torch_remat as remat
-from tests.handle_ops import RECOMPUTE, SAVE, Affine, Both, Inner, Noise, Result, SinCos, Trace, call
-from tests.helpers import Mlp, alive, assert_same, checkpointed, collector_off, leaf, no_other_regions, watch
+from tests.features.reports.blocks import native_block, op
+from tests.handle_ops import RECOMPUTE, SAVE, Affine, Both, Inner, Result, SinCos
+from tests.helpers import Mlp, alive, assert_same, checkpointed, collector_off, leaf, watch
 from tests.offloaders import OFFLOAD, Counting
 from torch_remat.offload.sender import default_offloader
-
-
-@pytest.fixture(autouse=True)
-def _no_other_regions():
-    with no_other_regions():
-        yield
 
 
 class MatMul(torch.autograd.Function):
@@ -55,10 +47,6 @@ def matmul(name, policy, x, w):
 WEIGHT = nn.Parameter(torch.randn(8, 8))
 
 
-def op(kernel, name, policy, *inputs, style="auto"):
-    return call(style, kernel, Trace(), name, policy, *inputs)
-
-
 def block(x):
     h = op(Both, "a", SAVE, x)
     with remat.name_scope("mlp"):
@@ -71,14 +59,6 @@ def block(x):
 
 def region(**options):
     return checkpointed(block, region_name="layers.0", preserve_rng_state=False, **options)
-
-
-def states(explanation):
-    return {
-        f"{op.name}.{tensor.label}": (tensor.state, tensor.why)
-        for op in explanation.regions[0].ops
-        for tensor in op.tensors
-    }
 
 
 def test_explanation_as_text():
@@ -135,28 +115,6 @@ def test_region_that_needs_no_replay_and_op_that_replay_does_not_reach():
     assert [one.replay for one in second.ops] == ["ran", "not reached", "not reached"]
 
 
-def drops(x):
-    h = op(Noise, "noise", SAVE, torch.dropout(x, 0.5, True))
-    return torch.dropout(op(Inner, "inner", RECOMPUTE, h), 0.5, True)
-
-
-def test_results_random_numbers_and_module_state_are_not_disturbed():
-    def function(x):
-        h = checkpointed(drops)(x)
-        results.append(h.detach())
-        return h + torch.rand(())
-
-    results = []
-    x = leaf(6, 6)
-    torch.manual_seed(5)
-    function(x)
-    state = torch.get_rng_state()
-    torch.manual_seed(5)
-    remat.explain(function)(x)
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 def test_regions_run_as_often_as_in_training_and_those_that_are_alike_are_told_once():
     runs = []
 
@@ -180,9 +138,8 @@ def test_nested_regions_are_told_apart():
         h = op(Both, "a", SAVE, x)
         return checkpointed(lambda h: op(Affine, "b", RECOMPUTE, h, h).exp(), region_name="inner")(h)
 
-    explanation = remat.explain(checkpointed(outer, region_name="outer"))(leaf(4, 4))
-    assert [region.name for region in explanation.regions] == ["outer", "inner"]
-    outer_told, inner_told = explanation.regions
+    outer_told, inner_told = remat.explain(checkpointed(outer, region_name="outer"))(leaf(4, 4)).regions
+    assert (outer_told.name, inner_told.name) == ("outer", "inner")
     assert outer_told.ops[0].tensors[-1].why == "the replay of an inner region reads it"
     assert inner_told.ops[0].alternatives == ()
     assert outer_told.ops[0].alternatives[0].bytes_change == -64
@@ -209,23 +166,24 @@ def test_wrong_uses_are_errors():
     assert str(remat.explain(lambda: None)()) == "no region ran"
 
 
-def test_ops_of_a_region_inside_another_are_recomputed_by_that_one():
-    def inner(x):
-        return op(Inner, "r", RECOMPUTE, op(Both, "s", SAVE, x.sin()))
+def saved_and_recomputed(x):
+    return op(Inner, "r", RECOMPUTE, op(Both, "s", SAVE, x.sin()))
 
+
+def test_ops_of_a_region_inside_another_are_recomputed_by_that_one():
+    inner = checkpointed(saved_and_recomputed, region_name="inner")
     for around in (
-        lambda x: checkpointed(lambda x: checkpointed(inner, region_name="inner")(x.cos()))(x),
-        lambda x: torch_checkpoint(lambda x: checkpointed(inner, region_name="inner")(x.cos()), x, use_reentrant=False),
+        checkpointed(lambda x: inner(x.cos())),
+        lambda x: torch_checkpoint(lambda x: inner(x.cos()), x, use_reentrant=False),
     ):
-        regions = remat.explain(around)(leaf(4, 4)).regions
-        explained = next(region for region in regions if region.name == "inner")
+        explained = next(region for region in remat.explain(around)(leaf(4, 4)).regions if region.name == "inner")
         assert explained.kept_bytes == 0
         assert {tensor.state for op in explained.ops for tensor in op.tensors} <= {"recomputed", "elided", "not kept"}
         assert explained.ops[0].tensors[-1].why == "the replay of r reads it; the enclosing checkpoint recomputes it"
 
 
 def test_region_that_needs_no_gradient_keeps_nothing():
-    function = checkpointed(lambda x: op(Inner, "r", RECOMPUTE, op(Both, "s", SAVE, x.sin())), region_name="block")
+    function = checkpointed(saved_and_recomputed, region_name="block")
     explanation = remat.explain(function)(torch.ones(4))
     (region,) = explanation.regions
     assert (region.kept_bytes, region.input_bytes, region.replays) == (0, 0, 0)
@@ -235,44 +193,25 @@ def test_region_that_needs_no_gradient_keeps_nothing():
     assert not any(op.alternatives for op in region.ops)
 
 
-def test_what_changes_outside_changes_as_in_one_step():
+def test_what_changes_outside_and_random_numbers_are_those_of_one_step():
     norm, counter, cache = torch.nn.BatchNorm1d(4), torch.zeros(1), torch.zeros(3, 4)
 
     def body(x):
         counter.add_(1)
-        cache[1].copy_(x.detach()[0])
-        return op(Inner, "r", RECOMPUTE, op(Both, "s", SAVE, norm(x)))
+        cache[1].copy_(torch.dropout(x.detach(), 0.5, True)[0])
+        return saved_and_recomputed(norm(x)) + torch.rand(())
 
-    x = leaf(8, 4)
-    expected = copy.deepcopy((norm, counter, cache))
-    remat.explain(checkpointed(body), alternatives=False)(x)
-    once = copy.deepcopy((norm, counter, cache))
-    norm, counter, cache = expected
-    remat.explain(checkpointed(body))(x)
-    assert_same([*once[0].state_dict().values(), *once[1:]], [*norm.state_dict().values(), counter, cache])
-
-
-def test_regions_of_other_threads_are_not_explained():
-    def block(x):
-        return op(Inner, "r", RECOMPUTE, op(Both, "s", SAVE, x.sin()))
-
-    def elsewhere():
-        checkpointed(block, region_name="elsewhere")(leaf(4, 4) * 2).sum().backward()
-
-    def function(x):
-        def with_company(x):
-            thread = threading.Thread(target=elsewhere)
-            thread.start()
-            thread.join()
-            return block(x)
-
-        return checkpointed(with_company, region_name="here")(x)
-
-    explanation = remat.explain(function)(leaf(4, 4) * 2)
-    assert [region.name for region in explanation.regions] == ["here"]
-    assert all(
-        len(op.alternatives) == 2 and not any(one.error for one in op.alternatives) for op in explanation.regions[0].ops
-    )
+    x, states, fresh = leaf(8, 4), [], copy.deepcopy((norm, counter, cache))
+    for alternatives in (None, True, False):
+        torch.manual_seed(5)
+        norm, counter, cache = copy.deepcopy(fresh)
+        if alternatives is None:
+            checkpointed(body)(x).sum().backward()
+        else:
+            remat.explain(checkpointed(body), alternatives=alternatives)(x)
+        states.append([*norm.state_dict().values(), counter, cache, torch.get_rng_state()])
+    assert_same(states[0], states[1])
+    assert_same(states[0], states[2])
 
 
 def four_ops(policies):
@@ -289,12 +228,7 @@ def four_ops(policies):
 
 @pytest.mark.parametrize(
     "policies",
-    [
-        (SAVE, SAVE, SAVE, SAVE),
-        (RECOMPUTE, RECOMPUTE, RECOMPUTE, RECOMPUTE),
-        (OFFLOAD, SAVE, OFFLOAD, RECOMPUTE),
-        (SAVE, OFFLOAD, RECOMPUTE, OFFLOAD),
-    ],
+    [(SAVE, SAVE, SAVE, SAVE), (SAVE, OFFLOAD, RECOMPUTE, OFFLOAD)],
     ids=lambda policies: "".join(policy.name[0] for policy in policies),
 )
 def test_prices_of_named_ops_are_those_of_a_real_run(policies):
@@ -309,7 +243,9 @@ def test_prices_of_named_ops_are_those_of_a_real_run(policies):
 
     x = leaf(8, 8)
     now = run(policies)
-    (told,) = remat.explain(offloading(Counting(), four_ops(policies)))(x).regions
+    explanation = remat.explain(offloading(Counting(), four_ops(policies)))(x)
+    (told,) = explanation.regions
+    assert " kept, +256 B offloaded, +-0 FLOP in replay" in str(explanation)
     assert (told.kept_bytes, told.offloaded_bytes) == now[:2]
     places, priced = {"a": 0, "b": 1, "c": 2, "d": 3}, 0
     for one in told.ops:
@@ -338,10 +274,6 @@ class Output:
     logits: object = None
 
 
-class Named(OrderedDict):
-    """The same, as a mapping."""
-
-
 class Opaque:
     """The same, as an object that nobody can look into."""
 
@@ -349,7 +281,7 @@ class Opaque:
         self.loss = loss
 
 
-@pytest.mark.parametrize("form", [lambda y: Named(loss=Output(None, [y])), lambda y: SimpleNamespace(a={"b": y})])
+@pytest.mark.parametrize("form", [lambda y: Output(None, [y]), lambda y: SimpleNamespace(a={"b": y})])
 def test_backward_starts_from_what_lies_in_dataclasses_and_containers(form):
     function = checkpointed(Mlp(), region_name="mlp")
     explanation = remat.explain(lambda x: form(function(x).sum()))(leaf(2, 8))
@@ -369,20 +301,6 @@ def test_explanation_says_that_no_backward_ran(form):
     assert explanation.to_dict()["no_backward"] == explanation.no_backward
 
 
-@pytest.mark.parametrize("body", [Mlp(), lambda x: op(Both, "a", SAVE, x.sin()), lambda x: (x * x).view(-1)])
-def test_training_step_that_returns_its_loss_after_backward(body):
-    def step(x):
-        h = checkpointed(body)(x)
-        h = h + Double.apply(h)
-        loss = h.exp().sum()
-        loss.backward()
-        return {"loss": loss, "hidden": h}
-
-    explanation = remat.explain(step)(leaf(2, 8))
-    assert [region.replays for region in explanation.regions] == [1]
-    assert "ran no backward" not in str(explanation)
-
-
 class Double(torch.autograd.Function):
     """Saves nothing, as the sum does: a second backward could run through both."""
 
@@ -395,23 +313,20 @@ class Double(torch.autograd.Function):
         return grad * 2
 
 
-W1, W2 = nn.Parameter(torch.randn(8, 16)), nn.Parameter(torch.randn(16, 8))
+def test_training_step_that_returns_its_loss_after_backward():
+    def step(x):
+        h = checkpointed(Mlp())(x)
+        loss = (h + Double.apply(h)).exp().sum()
+        loss.backward()
+        return {"loss": loss, "hidden": h}
 
-
-def native_block(x, policy=SAVE):
-    """Two native regions, one with two results, between plain ops."""
-    h = (x * 2).tanh()
-    a = remat.op(lambda h: F.gelu(h @ W1).sin() @ W2, "attn", policy=policy)(h)
-    with remat.name_scope("s"):
-        c, d = remat.native_save_region("two", lambda b: ((b @ W1).exp(), torch.dropout(b, 0.5, True)), a.exp())
-    return (c @ W2) * d.cos()
+    explanation = remat.explain(step)(leaf(2, 8))
+    assert [region.replays for region in explanation.regions] == [1]
+    assert "ran no backward" not in str(explanation)
 
 
 def native_run(policy):
     return checkpointed(lambda x: native_block(x, policy), region_name="block")(leaf(4, 8) * 3).sum()
-
-
-MM = torch.ops.aten.mm.default
 
 
 def test_explanation_of_native_regions():
@@ -438,127 +353,29 @@ def reasons_of(function, *args, **options):
     }
 
 
-def exponential(x):
-    return remat.native_save_region("n", torch.exp, x.sin())
-
-
-def both(name, x):
-    return call("auto", Both, Trace(), name, RECOMPUTE, x)
-
-
 @pytest.mark.parametrize(
     ("read", "reader"),
     [
         (lambda h: h.cos(), "a backward outside of it reads it"),
         (lambda h: h.view(-1)[:3].t().tan(), "an op in replay (tan) reads it"),
-        (lambda h: both("o", h), "the replay of o reads it"),
+        (lambda h: op(Both, "o", RECOMPUTE, h), "the replay of o reads it"),
         (lambda h: checkpointed(torch.tan)(h).cos(), "the replay of an inner region reads it"),
         (lambda h: remat.op(lambda h: h.tan().cos(), "r", policy=RECOMPUTE)(h), "the replay of r reads it"),
     ],
 )
 def test_reader_of_what_a_native_region_returns_is_named(read, reader):
-    assert reasons_of(lambda x: read(exponential(x)), leaf(4, 4) * 2)["n.out"] == reader
-
-
-def test_readers_of_what_a_policy_keeps_are_named():
-    def function(x):
-        h = (x @ W1).exp() @ W2
-        h = call("auto", Both, Trace(), "s", SAVE, h.tan())
-        return both("o", h @ W1)
-
-    told = reasons_of(function, leaf(4, 8) * 2, policy=[MM])
-    assert told["mm_0_0"] == "an op in replay (exp) reads it"
-    assert told["mm_1_0"] == "an op in replay (tan) reads it"
-    assert told["s.out"] == "a backward outside of it reads it"
-    policy = [torch.ops.aten.sin.default]
-    told = reasons_of(lambda x: both("o", call("auto", Both, Trace(), "s", SAVE, x.sin())), leaf(4, 8), policy=policy)
-    assert told["s.out"] == "the replay of o reads it"
+    told = reasons_of(lambda x: read(remat.native_save_region("n", torch.exp, x.sin())), leaf(4, 4) * 2)
+    assert told["n.out"] == reader
 
 
 def offloaded_block(x):
-    h = op(Both, "a", OFFLOAD, x.sin())
-    h = op(Inner, "b", RECOMPUTE, h)
-    s, _ = op(SinCos, "c", SAVE, h)
+    s, _ = op(SinCos, "c", OFFLOAD, x.sin())
     return op(Both, "d", RECOMPUTE, s)
 
 
 def offloading(offloader, function=offloaded_block, **options):
     options = {"region_name": "r", "preserve_rng_state": False, "offload_inputs": True, **options}
     return lambda x: checkpointed(function, offloader=offloader, **options)(x * 2)
-
-
-def test_explanation_of_offloaded_tensors_as_text():
-    offloader = Counting()
-    text = str(remat.explain(offloading(offloader))(leaf(8, 8)))
-    assert_expected_inline(
-        text,
-        """\
-r
-  keeps 256 B + 512 B offloaded, of which 0 B + 256 B offloaded inputs; without recomputing 2.0 KiB
-  forward: 12 ops, 0 FLOP; replay: 7 ops, 0 FLOP
-  4 saved tensors without a name: recomputed
-  a: offload, replay: skipped, 0 FLOP in forward, 0 FLOP in replay
-    x    elided     256 B  replay has it as input 1 of a
-    y    offloaded  256 B  the backward of a reads it
-    out  offloaded  256 B  the replay of b reads it (same memory as a.y)
-    if recompute: +-0 B kept, -256 B offloaded, +-0 FLOP in replay
-    if save: +256 B kept, -256 B offloaded, +-0 FLOP in replay
-  b: recompute, replay: ran, 0 FLOP in forward, 0 FLOP in replay
-    m    recomputed  256 B  the replay of b makes it for its backward
-    out  recomputed  256 B  the replay of b recomputes it
-    if save: +512 B kept, +-0 FLOP in replay
-    if offload: +256 B kept, +256 B offloaded, +-0 FLOP in replay
-  c: save, replay: skipped, 0 FLOP in forward, 0 FLOP in replay
-    x  elided    256 B  replay has it as input 1 of c
-    0  kept      256 B  the replay of d reads it
-    1  not kept  256 B  nothing reads it in replay: a placeholder stands for it
-    if recompute: -256 B kept, +-0 FLOP in replay
-    if offload: -256 B kept, +256 B offloaded, +-0 FLOP in replay
-  d: recompute, replay: ran, 0 FLOP in forward, 0 FLOP in replay
-    x    recomputed  256 B  the replay of d makes it for its backward
-    y    recomputed  256 B  the replay of d makes it for its backward
-    out  recomputed  256 B  the replay of d recomputes it
-    if save: +256 B kept, +-0 FLOP in replay
-    if offload: -256 B kept, +512 B offloaded, +-0 FLOP in replay""",
-    )
-    offloader.assert_all_released_once()
-
-
-def model(x):
-    """Handles, native regions of both kinds, a policy for ops, and a region in a region."""
-    h = remat.checkpoint(region_name="handles", offload_inputs=True)(offloaded_block)(x * 1)
-    h = remat.checkpoint(region_name="native")(natives)(h.tanh())
-    policy = remat.offload_names("mm_*") | remat.save_names("exp_0_0")
-    h = remat.checkpoint(region_name="policy", policy=policy)(lambda h: ((h @ h).exp().sin() @ h).cos())(h.tanh())
-    return remat.checkpoint(region_name="outer")(nested)(h)
-
-
-def natives(x):
-    h = remat.op(lambda h: (h @ h).tanh().exp(), "n", policy=OFFLOAD)(x.sin())
-    return remat.op(torch.matmul, "w", policy=OFFLOAD)(h, h).tanh()
-
-
-def nested(x):
-    h = op(Both, "o", OFFLOAD, x.sin())
-    return remat.checkpoint(region_name="inner")(lambda h: op(Both, "i", OFFLOAD, h.sin()))(
-        op(Inner, "p", RECOMPUTE, h)
-    )
-
-
-def test_native_regions_and_ops_of_a_policy_are_explained_as_offloaded():
-    def natives(x):
-        h = remat.op(lambda h: (h @ h).tanh().exp(), "n", policy=OFFLOAD)(x.sin())
-        return remat.op(torch.matmul, "w", policy=OFFLOAD)(h, h).tanh()
-
-    offloader = Counting()
-    (told,) = remat.explain(offloading(offloader, natives), alternatives=False)(leaf(8, 8)).regions
-    states = {tensor.name: tensor.state for op in told.ops for tensor in op.tensors}
-    assert states["r::n.saved_3"] == states["r::w.saved_0"] == states["r::w.out"] == "offloaded"
-    policy = remat.offload_names("mm_*") | remat.save_names("exp_0_0")
-    function = offloading(offloader, lambda h: ((h @ h).exp().sin() @ h).cos(), policy=policy)
-    (told,) = remat.explain(function)(leaf(8, 8)).regions
-    assert {tensor.label: tensor.state for tensor in told.by_policy} == {"exp_0_0": "kept", "mm_1_0": "offloaded"}
-    offloader.assert_all_released_once()
 
 
 def test_prices_of_offloading_send_nothing_to_the_offloader_that_all_share():
@@ -569,31 +386,6 @@ def test_prices_of_offloading_send_nothing_to_the_offloader_that_all_share():
     other = told.ops[0].alternatives[1]
     assert (other.policy, other.bytes_change, other.offloaded_bytes_change) == ("offload", -160_000, 160_000)
     assert (default_offloader().offloaded_bytes, default_offloader()._warned) == (before, said)
-
-
-def test_tensor_that_did_not_leave_says_why():
-    declining = Counting(least_bytes=1 << 20)
-    (told,) = remat.explain(offloading(declining, lambda x: op(Both, "b", OFFLOAD, x.sin())))(leaf(8, 8)).regions
-    assert told.ops[0].tensors[1].why == "the backward of b reads it; the offloader did not take it"
-    outer = checkpointed(lambda x: offloading(Counting(), lambda x: op(Both, "b", OFFLOAD, x.sin()))(x).cos())
-    inner = remat.explain(outer)(leaf(8, 8)).regions[1]
-    assert inner.ops[0].tensors[1].why == "the backward of b reads it; the enclosing checkpoint recomputes it"
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.clone(), lambda packed: packed):
-        (hooked,) = remat.explain(offloading(Counting(), lambda x: op(Both, "b", OFFLOAD, x.sin())))(leaf(8, 8)).regions
-    assert hooked.ops[0].tensors[1].why == "the backward of b reads it; hooks around the region decide where it is"
-
-
-def test_error_of_an_offloader_is_that_of_backward():
-    offloader = Counting()
-    offloader.lose = OSError("unplugged")
-    x = leaf(8, 8)
-    with pytest.raises(remat.OffloadError, match="unplugged") as caught:
-        remat.explain(offloading(offloader, offload_inputs=False))(x)
-    assert str(caught.value).startswith("r::a.out: ")
-    del caught
-    offloader.lose = None  # its traceback knows the region
-    gc.collect()
-    offloader.assert_all_released_once()
 
 
 def test_what_a_policy_keeps_as_an_op_left_it_has_a_reader():

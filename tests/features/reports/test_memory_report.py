@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import threading
 
 import pytest
 import torch
@@ -16,58 +15,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional as F
 
 import torch_remat as remat
-from tests.handle_ops import (
-    RECOMPUTE,
-    SAVE,
-    Affine,
-    Both,
-    Inner,
-    InnerView,
-    Noise,
-    Result,
-    SinCos,
-    Trace,
-    call,
-)
-from tests.helpers import Mlp, alive, checkpointed, collector_off, leaf, no_other_regions, watch
+from tests.features.reports.blocks import block, op
+from tests.handle_ops import RECOMPUTE, SAVE, Affine, Both, Result, SinCos
+from tests.helpers import alive, checkpointed, collector_off, leaf, watch
 from torch_remat._text import format_bytes
 from torch_remat.reports.data import KeptTensor, RegionReport
 from torch_remat.reports.fold import fold
-
-
-@pytest.fixture(autouse=True)
-def _no_other_regions():
-    with no_other_regions():
-        yield
-
-
-def op(kernel, name, policy, *inputs, style="auto"):
-    return call(style, kernel, Trace(), name, policy, *inputs)
-
-
-def block(x):
-    """Ops of both policies, scopes, views, several outputs, shared storage, and random numbers."""
-    h = op(Both, "a", SAVE, x)
-    with remat.name_scope("sub.0"):
-        h = op(Inner, "b", RECOMPUTE, h)
-    h = op(InnerView, "c", SAVE, h.t())
-    s, c = op(SinCos, "d", SAVE, h)
-    h = op(Affine, "e", RECOMPUTE, s.t(), c)
-    return op(Noise, "f", SAVE, h, style="handle")
-
-
-def fresh(*shape):
-    return torch.randn(*shape, requires_grad=True)
-
-
-MODULES = nn.ModuleList(Mlp() for _ in range(3))
-
-
-def several_regions():
-    h = F.gelu(fresh(4, 8) * 3.0)
-    for index, module in enumerate(MODULES):
-        h = checkpointed(module, region_name=f"layers.{index}")(h)
-    return (h * h).sum()
 
 
 def test_regions_of_other_graphs_are_apart_and_without_roots_all_regions_are_told():
@@ -82,6 +35,7 @@ def test_regions_of_other_graphs_are_apart_and_without_roots_all_regions_are_tol
     assert report.to_dict()["older"][0]["bytes"] == report.older[0].bytes
     del first, second
     assert remat.memory_report().regions == ()
+    assert str(remat.memory_report()) == "kept for backward: 0 B"
 
 
 def test_report_keeps_nothing_alive_and_changes_nothing():
@@ -110,18 +64,6 @@ def test_report_replays_nothing_and_unpacks_nothing():
     assert (unpacked, runs) == ([], [1])
 
 
-def test_report_as_data_has_the_sums_beside_the_parts():
-    loss = several_regions()
-    report = remat.memory_report(loss)
-    data = json.loads(report.to_json())
-    assert data == json.loads(json.dumps(report.to_dict()))
-    assert data["bytes"] == sum(part["bytes"] for part in data["regions"] + data["outside"])
-    assert data["bytes_by_device"] == {"cpu": data["bytes"]}
-    assert [region["name"] for region in data["regions"]] == ["layers.0", "layers.1", "layers.2"]
-    assert data["regions"][0]["tensors"][0]["name"] == "layers.0::args[0]"
-    assert data["regions"][0]["tensors"][0]["shape"] == [4, 8]
-
-
 def test_graph_may_be_deep():
     x = y = leaf(2)
     for _ in range(5000):
@@ -129,12 +71,9 @@ def test_graph_may_be_deep():
     assert remat.memory_report(x, x).outside[0].count >= 1
 
 
-def test_root_that_is_no_tensor_is_an_error():
+def test_wrong_uses_are_errors():
     with pytest.raises(remat.UsageError, match="takes tensors and modules, not a list"):
         remat.memory_report([torch.ones(1)])
-
-
-def test_current_report_outside_of_regions_is_an_error():
     with pytest.raises(remat.UsageError, match="outside of any region"):
         remat.format_current_memory_report()
     with pytest.raises(remat.UsageError, match=r"print_current_memory_report\(\) was called outside"):
@@ -212,33 +151,7 @@ def test_names_of_unnamed_saves_are_those_of_errors_and_do_not_change():
     assert names == [["block::args[0]", "block::saved tensor 1"]] * 2
 
 
-def test_report_while_other_threads_run_regions():
-    stop = threading.Event()
-    errors = []
-
-    def work():
-        try:
-            while not stop.is_set():
-                checkpointed(lambda x: op(Result, "a", SAVE, x).view(-1), preserve_rng_state=False)(
-                    leaf(4)
-                ).sum().backward()
-        except Exception as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    try:
-        for _ in range(200):
-            str(remat.memory_report())
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
-    assert errors == []
-
-
-def test_report_as_html_is_one_table_and_escapes_names():
+def test_report_as_html_is_one_table_that_escapes_names_and_as_data_has_sums():
     report = remat.memory_report(checkpointed(block, region_name="<b>")(leaf(6, 6)).exp().sum())
     html = report._repr_html_()
     assert html.startswith("<table>")
@@ -248,6 +161,14 @@ def test_report_as_html_is_one_table_and_escapes_names():
     assert "kept for backward" in html
     assert "for replay" in html
     assert html.count("<tr>") == html.count("</tr>")
+    data = json.loads(report.to_json())
+    assert data == json.loads(json.dumps(report.to_dict()))
+    assert (
+        data["bytes"]
+        == data["bytes_by_device"]["cpu"]
+        == sum(part["bytes"] for part in data["regions"] + data["outside"])
+    )
+    assert (data["regions"][0]["tensors"][0]["label"], data["regions"][0]["tensors"][0]["shape"]) == ("args[0]", [6, 6])
 
 
 def test_regions_are_folded_only_where_all_is_alike():
@@ -313,28 +234,9 @@ def test_rows_of_dtensors_have_the_local_shapes_and_bytes():
     assert (norm.shape, norm.bytes, norm.needed, norm.kept) == ((2, 1), 8, True, False)
     assert rows["0.t_0_0"].bytes == 0  # a view
     assert "kept: 64 bytes" in str(table)
-
-
-@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
-@pytest.mark.usefixtures("process_group")
-def test_each_name_in_the_table_can_be_saved_and_the_same_is_kept():
-    block, x = split(), leaf(2, 4)
-    for name in remat.list_names(block)(x).names:
-        policy = remat.save_names(name)
-        listed = [row.name for row in remat.list_names(block, policy=policy)(x) if row.kept]
-        assert listed in ([], [name])
-        report = remat.memory_report(remat.checkpoint(policy=policy)(block)(x))
-        assert [tensor.label for tensor in report.all_tensors() if tensor.policy == "save"] == listed
-
-
-@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
-@pytest.mark.usefixtures("process_group")
-def test_report_says_that_shards_are_local():
     report = remat.memory_report(remat.checkpoint(policy=remat.save_names("0.addmm_*"))(split())(leaf(2, 4)))
-    (row,) = (tensor for tensor in report.all_tensors() if tensor.label.startswith("0.addmm"))
+    (row,) = (tensor for tensor in report.all_tensors() if tensor.policy == "save")
     assert row.shard
-    assert (row.shape, row.bytes) == ((2, 8), 64)
+    assert (row.label, row.shape, row.bytes) == ("0.addmm_0_0", (2, 8), 64)
     assert "float32[2, 8] cpu  save, local shard" in str(report)
     assert str(report).count("local shard") == 1
-    plain = remat.memory_report(remat.checkpoint(policy=[torch.ops.aten.exp.default])(torch.exp)(leaf(3)))
-    assert "local shard" not in str(plain)

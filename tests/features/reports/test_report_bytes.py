@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -13,74 +14,45 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import torch_remat as remat
-from benchmarks.memory import allocations
-from tests.handle_ops import (
-    RECOMPUTE,
-    SAVE,
-    Affine,
-    Both,
-    Inner,
-    InnerView,
-    Noise,
-    Result,
-    SinCos,
-    Trace,
-    Transpose,
-    call,
+from tests.features.reports.blocks import (
+    EXP,
+    MM,
+    W1,
+    W2,
+    assert_exact,
+    block,
+    fresh,
+    native_block,
+    op,
+    retained_bytes,
+    several_regions,
 )
-from tests.helpers import Mlp, checkpointed, leaf, no_other_regions, pairwise
+from tests.handle_ops import RECOMPUTE, SAVE, Both, Result, Transpose
+from tests.helpers import checkpointed, leaf
 
-
-@pytest.fixture(autouse=True)
-def _no_other_regions():
-    with no_other_regions():
-        yield
-
-
-def retained_bytes(make):
-    """Return a root and the bytes, besides its own, that making it has left allocated."""
-    make()  # what is made once only is made now
-    with allocations() as events:
-        root = make()
-    return root, sum(events) - root.untyped_storage().nbytes()
-
-
-def assert_exact(make):
-    """Assert that the report of a root says what the profiler sees; return the report."""
-    root, measured = retained_bytes(make)
-    report = remat.memory_report(root)
-    assert report.bytes == measured, f"{measured} bytes retained\n{report}"
-    return report
-
-
-def op(kernel, name, policy, *inputs, style="auto"):
-    return call(style, kernel, Trace(), name, policy, *inputs)
-
-
-def block(x):
-    """Ops of both policies, scopes, views, several outputs, shared storage, and random numbers."""
-    h = op(Both, "a", SAVE, x)
-    with remat.name_scope("sub.0"):
-        h = op(Inner, "b", RECOMPUTE, h)
-    h = op(InnerView, "c", SAVE, h.t())
-    s, c = op(SinCos, "d", SAVE, h)
-    h = op(Affine, "e", RECOMPUTE, s.t(), c)
-    return op(Noise, "f", SAVE, h, style="handle")
-
-
-def fresh(*shape):
-    return torch.randn(*shape, requires_grad=True)
-
-
+FROZEN = nn.Linear(16, 16).requires_grad_(False)
+CONV = nn.Sequential(nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3))
+EMBEDDING = nn.Embedding(16, 16)
 PARAMETER = nn.Parameter(torch.randn(6, 6))
-MODULES = nn.ModuleList(Mlp() for _ in range(3))
+W = FROZEN.weight
 
 
-def several_regions():
-    h = F.gelu(fresh(4, 8) * 3.0)
-    for index, module in enumerate(MODULES):
-        h = checkpointed(module, region_name=f"layers.{index}")(h)
-    return (h * h).sum()
+def through_torch(function, *args, **kwargs):
+    return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
+
+
+def in_torchs(function):
+    return lambda x: through_torch(function, x)
+
+
+def packed(make):
+    """Run with hooks that put each saved tensor, as it is, into a tuple."""
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: ("here", [tensor]), lambda kept: kept[1][0]):
+        return make()
+
+
+def sines(x):
+    return x.sin().exp().sin()
 
 
 def partial_backward():
@@ -88,6 +60,21 @@ def partial_backward():
     y, z = checkpointed(lambda x: (op(Result, "b", RECOMPUTE, x).exp(), op(Both, "a", SAVE, x)))(x)
     torch.autograd.grad(y.sum(), x)
     return z.sum()
+
+
+def turned(function):
+    return lambda x: through_torch(function, x).view(-1).sin()
+
+
+def products(x, y, *, z):
+    return x * y[0] * z
+
+
+def graph_kept_of(function):
+    x = fresh(4, 16)
+    y = function(x * 1).sum()
+    torch.autograd.grad(y, x, retain_graph=True)
+    return y
 
 
 PROGRAMS = {
@@ -104,19 +91,64 @@ PROGRAMS = {
     "packed inputs": lambda: packed(lambda: checkpointed(block)(fresh(6, 6) * 2).sum()),
     "partial backward": partial_backward,
     "a view of an output": lambda: checkpointed(lambda x: op(Transpose, "t", RECOMPUTE, x).sin())(fresh(4, 4)).sum(),
-}  # fmt: skip
-
-
-def sines(x):
-    return x.sin().exp().sin()
+    "linear, frozen": lambda: FROZEN(fresh(4, 16) * 1).sin().sum(),
+    "view of a frozen parameter": lambda: (fresh(4, 16) * 1 @ W[:, :8]).sum(),
+    "torch's with all arguments": lambda: through_torch(products, fresh(9), [fresh(9)], z=fresh(9).cos()).sum(),
+    "torch's with a region between": lambda: graph_kept_of(in_torchs(checkpointed(turned(in_torchs(sines))))),
+}
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_total_equals_the_bytes_that_the_profiler_sees_retained(program):
-    assert_exact(PROGRAMS[program])
+    _, report = assert_exact(PROGRAMS[program])
+    if "frozen" in program:
+        assert report.parameters.bytes == 16 * 16 * 4
 
 
-def test_total_in_the_middle_of_backward_counts_what_replay_has_made():
+def with_write(x):
+    """A native region that changes a tensor that is made inside the region."""
+    h = x.sin()
+    remat.native_save_region("write", lambda: h.add_(1).mul_(2))
+    return h.exp() @ W1
+
+
+def whole_calls(x):
+    """Native regions that are one call of a function of torch's own: with residents, choices, random numbers."""
+    g = remat.native_save_region("mm", torch.matmul, x.sin(), W1).tanh()
+    values, places = remat.native_save_region("top", torch.topk, g, 8)
+    h = remat.native_save_region("drop", torch.dropout, values.exp(), 0.5, True)
+    return h.cos() * g.gather(-1, places)
+
+
+def by_policy(x):
+    return (F.gelu(torch.dropout(x, 0.5, True) @ W1).exp() @ W2).sin() @ W1
+
+
+KEPT_BY_CALLS_AND_POLICIES = {
+    "native regions": (native_block, {}),
+    "native region recomputed": (lambda x: native_block(x, RECOMPUTE), {}),
+    "whole calls": (whole_calls, {}),
+    "a write": (with_write, {}),
+    "products and results": (by_policy, {"policy": [MM, EXP]}),
+    "native regions under a policy": (native_block, {"policy": [MM]}),
+}
+
+
+@pytest.mark.parametrize("case", KEPT_BY_CALLS_AND_POLICIES)
+def test_total_stays_exact_while_the_graph_is_kept_and_ends_with_it(case):
+    function, options = KEPT_BY_CALLS_AND_POLICIES[case]
+    loss, report = assert_exact(lambda: checkpointed(function, **options)(leaf(4, 8) * 3).sum())
+    warned = pytest.warns(remat.RematWarning, match="modified a tensor of the region in place")
+    with warned if case == "a write" else nullcontext():
+        loss.backward(retain_graph=True)
+    (after,) = remat.memory_report(loss).regions
+    assert after.bytes == report.regions[0].bytes
+    with warned if case == "a write" else nullcontext():
+        loss.backward()
+    assert remat.memory_report(loss).regions == ()
+
+
+def test_total_in_the_middle_of_backward_counts_what_replay_has_recomputed():
     seen = []
 
     def look(_grads):
@@ -138,43 +170,6 @@ def test_parameters_are_apart_and_counted_once():
     assert not any(tensor.shape == (8, 8) for tensor in report.all_tensors())
 
 
-FROZEN = nn.Linear(16, 16).requires_grad_(False)
-CONV = nn.Sequential(nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3))
-EMBEDDING = nn.Embedding(16, 16)
-W = FROZEN.weight
-
-
-def made(*shape):
-    """Return a tensor that nothing but what saves it keeps."""
-    return torch.randn(*shape, requires_grad=True) * 1
-
-
-def through_torch(function, *args, **kwargs):
-    return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
-
-
-def packed(make):
-    """Run with hooks that put each saved tensor, as it is, into a tuple."""
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: ("here", [tensor]), lambda kept: kept[1][0]):
-        return make()
-
-
-FROZEN_PROGRAMS = {
-    "linear": lambda: FROZEN(made(4, 16)).sin().sum(),
-    "view": lambda: (made(4, 16) @ W[:, :8]).sum(),
-    "views as inputs by name": lambda: checkpointed(lambda x, **w: x @ w["a"] @ w["b"])(
-        made(4, 16), a=W.t(), b=EMBEDDING.weight.t()
-    ).sum(),
-    "view that hooks hold": lambda: packed(lambda: FROZEN(made(4, 16)).sin().sum()),
-}
-
-
-@pytest.mark.parametrize("program", FROZEN_PROGRAMS)
-def test_views_of_parameters_that_need_no_gradient_are_apart(program):
-    report = assert_exact(FROZEN_PROGRAMS[program])
-    assert report.parameters.bytes == 16 * 16 * 4 * report.parameters.count > 0
-
-
 def test_region_does_not_keep_the_parameter_that_an_input_is_a_view_of():
     weight = nn.Parameter(torch.randn(4, 4), requires_grad=False)
     gone = torch.utils.weak.WeakTensorKeyDictionary({weight: True})
@@ -190,10 +185,10 @@ def test_given_modules_have_their_buffers_and_what_shares_memory_with_their_para
     masked = nn.Module()
     masked.register_buffer("mask", torch.randn(4, 16))
     programs = (
-        (lambda: CONV(made(2, 3, 8, 8)).sum(), CONV, 24),  # the statistics; batches are counted apart, too
-        (lambda: (made(4, 16) * masked.mask).sum(), masked, 256),
-        (lambda: checkpointed(lambda x, mask: x * mask)(made(4, 16), masked.mask).sum(), masked, 256),
-        (lambda: (made(4, 16) @ EMBEDDING.weight.detach()).sum(), EMBEDDING, 1024),
+        (lambda: CONV(fresh(2, 3, 8, 8)).sum(), CONV, 24),  # the statistics; batches are counted apart, too
+        (lambda: (fresh(4, 16) * masked.mask).sum(), masked, 256),
+        (lambda: checkpointed(lambda x, mask: x * mask)(fresh(4, 16), masked.mask).sum(), masked, 256),
+        (lambda: (fresh(4, 16) @ EMBEDDING.weight.detach()).sum(), EMBEDDING, 1024),
     )
     for make, module, shared in programs:
         loss, measured = retained_bytes(make)
@@ -208,51 +203,6 @@ def test_given_modules_have_their_buffers_and_what_shares_memory_with_their_para
 
 def test_module_whose_parameters_are_not_made_yet_has_none():
     assert remat.memory_report(nn.LazyLinear(4)).parameters.bytes == 0
-
-
-def turned(function):
-    return lambda x: through_torch(function, x).view(-1).sin()
-
-
-def sine_cosine(x):
-    return x.sin().cos()
-
-
-def twice_over(function):
-    return lambda x: through_torch(lambda x: function(through_torch(sine_cosine, x)), x)
-
-
-def graph_kept_of(function):
-    x = torch.randn(4, 16, requires_grad=True)
-    y = function(x * 1).sum()
-    torch.autograd.grad(y, x, retain_graph=True)
-    return y
-
-
-def after_partial_backward(function):
-    y = function(made(4, 16))
-    torch.autograd.grad(y.exp().sum(), y)
-    return y.sum()
-
-
-def in_torchs(function):
-    return lambda x: through_torch(function, x)
-
-
-INSIDE_EACH_OTHER = {
-    "two and a product": turned(lambda x: through_torch(torch.mm, x.view(4, 16), W).view(64)),
-    "a region between": in_torchs(checkpointed(turned(twice_over(sine_cosine)))),
-    "arguments of all kinds": lambda x: through_torch(lambda x, y, *, z: x * y[0] * z, x, [x.exp()], z=x.cos()),
-    "what hooks hold": lambda x: packed(lambda: through_torch(turned(sine_cosine), x.exp())),
-}
-
-
-@pairwise(
-    program=INSIDE_EACH_OTHER,
-    run=[lambda f: f(made(4, 16)).sum(), graph_kept_of, after_partial_backward],
-)
-def test_torchs_checkpoints_inside_each_other_are_all_counted(program, run):
-    assert_exact(lambda: run(INSIDE_EACH_OTHER[program]))
 
 
 @dataclass
@@ -291,11 +241,11 @@ class KeepsInside(torch.autograd.Function):
 
 
 def test_tensors_in_dataclasses_and_containers_on_ctx_are_counted():
-    report = assert_exact(lambda: KeepsInside.apply(made(4, 16)).sum())
+    _, report = assert_exact(lambda: KeepsInside.apply(fresh(4, 16)).sum())
     (node,) = [node for node in report.outside if node.node == "KeepsInsideBackward"]
     assert [tensor.label for tensor in node.tensors] == ["pair"] * 3 + ["table"] * 2 + ["others"] * 2
     assert report.parameters.count == 1
-    assert_exact(lambda: checkpointed(lambda x: KeepsInside.apply(x.sin()).cos())(made(4, 16)).sum())
+    assert_exact(lambda: checkpointed(lambda x: KeepsInside.apply(x.sin()).cos())(fresh(4, 16)).sum())
 
 
 @pytest.mark.gpu

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
-import threading
 
 import pytest
 import torch
@@ -13,8 +11,9 @@ from expecttest import assert_expected_inline
 from torch.profiler import ProfilerActivity, profile
 
 import torch_remat as remat
-from tests.handle_ops import RECOMPUTE, SAVE, Both, Inner, Noise, Result, Trace, call
-from tests.helpers import alive, checkpointed, collector_off, leaf, watch
+from tests.features.reports.blocks import native_block
+from tests.handle_ops import RECOMPUTE, SAVE, Both, Inner, Result, Trace, call
+from tests.helpers import alive, assert_same, checkpointed, collector_off, in_threads, leaf, watch
 from torch_remat.dispatch import options
 from torch_remat.reports.profile import Event, Memory
 from torch_remat.reports.recorder import GONE, SENT
@@ -91,57 +90,6 @@ def test_bytes_of_a_trace_are_those_that_the_allocator_saw():
     assert trace.peak.total_bytes == max(sample.total_bytes for sample in trace.samples)
 
 
-def test_region_that_is_not_replayed_and_backward_of_nested_regions():
-    x = leaf(4, 4) * 2
-
-    def outer(x):
-        return checkpointed(lambda x: x.sin().exp(), region_name="inner")(x.cos()).tanh()
-
-    with remat.trace() as trace:
-        kept = checkpointed(lambda x: call("auto", Both, Trace(), "a", SAVE, x), region_name="kept")(x)
-        checkpointed(outer, region_name="outer")(kept).sum().backward()
-    assert phases(trace).count(("kept", "replay")) == 0
-    assert phases(trace).count(("kept", "backward")) == 1
-    assert phases(trace).count(("outer", "replay")) == 1
-    assert phases(trace).count(("inner", "forward")) == 2  # in forward, and in the outer region's replay
-    assert ("inner", "backward") in phases(trace)
-    inner = [span for span in trace.spans if span.region == "inner" and span.phase == "backward"]
-    outer_backward = [span for span in trace.spans if span.region == "outer" and span.phase == "backward"]
-    assert outer_backward[0].start_us < inner[0].start_us
-    assert inner[-1].end_us <= outer_backward[-1].end_us
-
-
-def test_exception_in_an_op_leaves_no_span_open():
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        @remat.auto_forward()
-        def forward(ctx, x):
-            raise ValueError("in the body")
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad
-
-    def function(x):
-        with contextlib.suppress(ValueError):
-            remat.op(Fails.apply, "fails")(x)
-        return call("auto", Both, Trace(), "after", SAVE, x)
-
-    with remat.trace() as trace:
-        checkpointed(function, region_name="caught")(leaf(2)).sum().backward()
-        with pytest.raises(ValueError, match="in the body"):
-            checkpointed(lambda x: remat.op(Fails.apply, "fails")(x), region_name="not caught")(leaf(2))
-    assert [(span.region, span.op, span.phase) for span in trace.spans] == [
-        ("caught", None, "forward"),
-        ("caught", "fails", "forward"),
-        ("caught", "after", "forward"),
-        ("caught", None, "backward"),
-        ("caught", "after", "backward"),
-        ("not caught", None, "forward"),
-        ("not caught", "fails", "forward"),
-    ]
-
-
 class NamesTooFew(torch.autograd.Function):
     @staticmethod
     @remat.auto_forward("x")
@@ -201,16 +149,14 @@ def test_trace_keeps_nothing_alive():
 def test_trace_while_another_thread_records_is_an_error():
     raised = []
 
-    def record():
+    def record(_):
         with pytest.raises(remat.UsageError, match="a profiler runs already") as caught, remat.trace():
             pass
         raised.append(caught.value)
 
     for around in (remat.trace(), profile(activities=[ProfilerActivity.CPU], acc_events=True)):
         with around:
-            thread = threading.Thread(target=record)
-            thread.start()
-            thread.join()
+            in_threads(record, 1)
     assert len(raised) == 2
 
 
@@ -223,18 +169,14 @@ def test_trace_that_runs_cannot_be_read():
 
 
 def test_regions_of_other_threads_do_not_disturb():
-    def work():
-        for _ in range(20):
-            checkpointed(block)(leaf(2, 2)).sum().backward()
+    def work(place):
+        for _ in range(1 if place == 0 else 20):
+            checkpointed(block, region_name=str(place))(leaf(2, 2)).sum().backward()
 
     with remat.trace() as trace:
-        threads = [threading.Thread(target=work) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        checkpointed(block, region_name="mine")(leaf(2, 2)).sum().backward()
-        for thread in threads:
-            thread.join()
-    assert {"forward", "replay", "backward"} <= {span.phase for span in trace.spans if span.region == "mine"}
+        in_threads(work, 3)
+        work(0)
+    assert {"forward", "replay", "backward"} <= {span.phase for span in trace.spans if span.region == "0"}
 
 
 def small_trace():
@@ -284,38 +226,24 @@ def test_trace_as_data_and_as_chrome_trace(tmp_path):
     assert [event["args"]["cpu"] for event in counters] == [2**20, 6 * 2**20, 2**19]
 
 
-def test_plots_are_written(tmp_path):
+def test_plots_are_written_and_names_are_drawn_as_they_are(tmp_path):
     pytest.importorskip("matplotlib")
-    small_trace().plot(tmp_path / "trace.png")
+    name = r"a$\frac$_{x^"
+    timeline = Timeline()
+    spans = [(name, 0, 8000), ("short", 8100, 1)]
+    spans = [Span(region, None, "forward", 0, start, length, 1, 0, 0, 0, 0, 0) for region, start, length in spans]
+    timeline.fill(10_000, spans, [Sample(4000, {"cpu": 100})])
+    trace = timeline.plot(tmp_path / "trace.png")
+    assert name in trace.axes[0].get_title(loc="left")
+    assert name in trace.axes[-1].texts[0].get_text()
+    assert small_trace().plot().axes[-1].texts[0].get_text() == "layers.0"
     with remat.trace() as empty:
         pass
     empty.plot(tmp_path / "empty.svg")
-    report = remat.memory_report(checkpointed(block)(leaf(2, 2)))
-    figure = report.plot(tmp_path / "report.pdf")
-    assert figure.axes
+    report = remat.memory_report(checkpointed(block, region_name=name)(leaf(64, 64))).plot(tmp_path / "report.pdf")
+    assert name in [text.get_text() for text in report.axes[0].get_yticklabels()]
     assert remat.memory_report().plot() is not None
-    assert all((tmp_path / name).stat().st_size > 1000 for name in ("trace.png", "empty.svg", "report.pdf"))
-
-
-def span_of(region, start, duration, phase="forward"):
-    return Span(region, None, phase, 0, start, duration, 1, 0, 0, 0, 0, 0)
-
-
-def test_names_are_drawn_as_they_are():
-    name = r"a$\frac$_{x^"
-    pytest.importorskip("matplotlib")
-    timeline = Timeline()
-    timeline.fill(10_000, [span_of(name, 0, 8000)], [Sample(4000, {"cpu": 100})])
-    y = checkpointed(block, region_name=name)(leaf(64, 64))  # other regions may be alive
-    figures = timeline.plot(), remat.memory_report(y).plot()
-    for figure in figures:
-        figure.canvas.draw()
-    trace, report = figures
-    label = next(text for text in report.axes[0].get_yticklabels() if text.get_text() == name)
-    texts = [*trace.axes[-1].texts, label]
-    assert [name in text.get_text() for text in texts] == [True] * 2
-    assert not any(text.get_parse_math() for text in texts)
-    assert name in trace.axes[0].get_title(loc="left")
+    assert all((tmp_path / file).stat().st_size > 1000 for file in ("trace.png", "empty.svg", "report.pdf"))
 
 
 def test_trace_shows_itself_in_a_notebook():
@@ -401,55 +329,33 @@ def test_what_runs_outside_of_regions_is_told_as_forward_backward_or_the_optimiz
     assert json.loads(backward.to_json())["phases"][0][0] == "backward"
 
 
-def test_picture_of_a_trace_has_no_text_over_text():
-    pytest.importorskip("matplotlib")
-    timeline = Timeline()
-    name = "model.decoder.layers.31.self_attention.with.a.rather.long.name"
-    timeline.fill(10_000, [span_of(name, 4000, 3000), span_of("b", 7100, 100)], [Sample(5000, {"cpu": 2**30})])
-    figure = timeline.plot()
-    figure.canvas.draw()
-    curve, lanes = figure.axes
-    texts = [figure._suptitle, curve._left_title, curve.yaxis.label, lanes.xaxis.label, *figure.legends[0].get_texts()]
-    texts += [*lanes.texts, *lanes.get_yticklabels(), *lanes.get_xticklabels(), *curve.get_yticklabels()]
-    boxes = [text.get_window_extent() for text in texts if text.get_text()]
-    assert not any(one.overlaps(two) for place, one in enumerate(boxes) for two in boxes[:place])
-
-
 def test_exception_leaves_nothing_behind_and_the_trace_readable():
-    traces = []
-
     def fail():
-        with remat.trace() as trace:
-            traces.append(trace)
-            checkpointed(torch.sin)(leaf(2))
-            raise ZeroDivisionError
+        checkpointed(torch.sin)(leaf(2))
+        raise ZeroDivisionError
 
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(ZeroDivisionError), remat.trace() as trace:
         fail()
     assert options.observers == []
     assert not options.is_watched()
-    assert [span.phase for span in traces[0].spans] == ["forward"]  # what happened until then
-    assert "sin" in str(traces[0])
+    assert [span.phase for span in trace.spans] == ["forward"]  # what happened until then
+    assert "sin" in str(trace)
 
 
-def test_gradients_under_a_trace_are_the_same():
-    def gradients():
+def test_trace_has_native_regions_with_their_backward_and_changes_no_gradient():
+    def gradient():
         torch.manual_seed(3)
-        x = leaf(4, 4)
-        checkpointed(lambda x: call("auto", Noise, Trace(), "n", SAVE, block(x)))(x).sum().backward()
+        x = leaf(4, 8)
+        checkpointed(native_block)(x * 3).sum().backward()
         return x.grad
 
-    expected = gradients()
-    with remat.trace():
-        assert torch.equal(gradients(), expected)
-
-
-def test_without_profiler_and_trace_no_phase_is_watched():
-    seen = []
-    checkpointed(lambda x: (seen.append(remat.dispatch.mode.current_mode().observed), x.sin())[1])(
-        leaf(2)
-    ).sum().backward()
-    assert seen == [None, None]
+    expected = gradient()
+    with remat.trace() as trace:
+        assert_same(gradient(), expected)
+    spans = {(span.op, span.phase) for span in trace.spans}
+    assert {(op, phase) for op in ("attn", "s/two") for phase in ("forward", "replay", "backward")} <= spans
+    attn = next(span for span in trace.spans if span.op == "attn" and span.phase == "forward")
+    assert attn.kept_bytes == 3 * 4 * 16 * 4 + 4 * 8 * 4
 
 
 @pytest.mark.gpu
