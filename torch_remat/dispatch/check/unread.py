@@ -65,6 +65,7 @@ class Unread(DispatchMode):
         passed: Returns how many names have begun in the replay.
 
     Attributes:
+        moved: The storages of tensors that were replaced or modified since forward ended.
         compiled_code: Notes whether compiled code runs, whose reads nobody sees.
     """
 
@@ -77,7 +78,7 @@ class Unread(DispatchMode):
         self._passed = passed
         self._parameters: Mapping[int, MakeError] = {}
         self._storages: dict[int, tuple[float, bool, MakeErrorOf]] = {}
-        self._moved: set[int] = set()
+        self.moved: set[int] = set()
         self.compiled_code = CompiledCode()
 
     def add(
@@ -98,7 +99,7 @@ class Unread(DispatchMode):
             for key in keys_of(tensor):
                 self._add(key, until, may_be_overwritten, error)
                 if has_moved:
-                    self._moved.add(key)
+                    self.moved.add(key)
         for key, until, error in storages:
             self._add(key, until, False, error)
 
@@ -108,7 +109,7 @@ class Unread(DispatchMode):
 
     def check_saved(self, tensor: torch.Tensor) -> None:
         """End the replay if forward saved something else: an op or a call that is skipped reads nothing."""
-        if self._moved and not self._moved.isdisjoint(keys_of(tensor)):
+        if not self.moved.isdisjoint(keys_of(tensor)):
             self.read(tensor)
 
     def refuse_compiled_code(self) -> RematError | None:

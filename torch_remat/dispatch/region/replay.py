@@ -205,7 +205,7 @@ class Filling(Replaying):
 
         As in forward, it does itself what an ordinary tensor needs, and leaves all others to `pack`.
         """
-        if self.unread is not None:
+        if self.unread is not None and self.unread.moved:
             return self.pack
         tape, last = self.region.tape, self._last
         saved, layouts, buffers = tape.saved, tape.layouts, tape.buffers
@@ -340,7 +340,7 @@ class Filling(Replaying):
             self._unfilled_number = sequence_number()
 
     def _fill(self, holder: Holder, value: torch.Tensor) -> None:
-        if self.unread is not None:
+        if self.unread is not None and self.unread.moved:
             self.unread.check_saved(value)
         holder.value = value
         if self._values is not None:
