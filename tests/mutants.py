@@ -219,6 +219,11 @@ MUTANTS = (
         "if number >= stop or (at >= 0 and number < ends[at]):",
         "if False:",
     ),
+    Mutant(
+        "cast of a weight taken for a result of a native region", "bytes", "dispatch/call/native.py",
+        "self.makers.pop(key_of(result), None)",
+        "pass",
+    ),
     # Lifetimes.
     Mutant(
         "inputs kept after backward", "lifetimes", "dispatch/region/region.py",
@@ -414,6 +419,11 @@ MUTANTS = (
         "return self.last",
     ),
     Mutant(
+        "tensor replaced that a skipped op saves not noticed", "outside", "dispatch/check/unread.py",
+        "if not self.moved.isdisjoint(keys_of(tensor)):",
+        "if False:",
+    ),
+    Mutant(
         "changes by an inner region not taken over", "outside", "dispatch/region/forward.py",
         "            parent.region.outside.take_over(region.outside)\n",
         "",
@@ -505,6 +515,11 @@ MUTANTS = (
         "        result = op.decompose(*args, **kwargs)\n",
         "        args, kwargs = mapped(_zeros_in_place_of, args, kwargs)\n        return op(*args, **kwargs)\n"
         "        result = op.decompose(*args, **kwargs)\n",
+    ),
+    Mutant(
+        "placeholder for a subclass", "placeholders", "dispatch/call/handle.py",
+        "            if isinstance(meta, Tensor):\n",
+        "            if False:\n",
     ),
     Mutant(
         "swallowed refusal forgotten", "placeholders", "dispatch/placeholder.py",
