@@ -20,31 +20,14 @@ def grad(y, **options):
     return torch.autograd.grad(y.sum(), x, **options)
 
 
-def without_gradients():
-    with torch.no_grad():
-        checkpointed(chain)(x)
-
-
 def nested(call=lambda function, x: function(x)):
     inner = checkpointed(chain)
     return checkpointed(lambda x: inner(call(torch.sin, x)).exp())(x)
 
 
-def kept_graph():
-    y = checkpointed(chain)(x)
-    grad(y, retain_graph=True)
-    (first,) = grad(y, create_graph=True)
-    torch.autograd.grad(first.sum(), x)
-
-
 def every_option():
     options = {"region_name": "r", "determinism_check": "bitwise", "early_stop": False, "debug": True}
     grad(checkpointed(lambda x: F.dropout(chain(x)).exp(), **options)(x))
-
-
-def containers():
-    y = checkpointed(lambda d, *, k: {"y": [chain(d["x"][0]) * k], "z": d["x"][0].cos()})({"x": [x]}, k=torch.ones(3))
-    grad(y["y"][0].mul_(2))
 
 
 def exception(phase):
@@ -58,42 +41,24 @@ def exception(phase):
         grad(checkpointed(block)(x))
 
 
-def backward_inside():
-    def block(x):
-        inner = x.detach().requires_grad_()
-        (step,) = torch.autograd.grad(chain(inner).sum(), inner)
-        return (x + step).sin().exp()
-
-    grad(checkpointed(block)(x))
-
-
 def error_of_mutation():
     h = x * 1
     y = checkpointed(chain)(h)
     with torch.no_grad():
         h.add_(1)
-    try:
+    with pytest.raises(remat.MutationError):
         grad(y)
-    except remat.MutationError:
-        pass
-    else:
-        raise AssertionError("nothing was raised")
 
 
 STEPS = {
     "forward and backward": lambda: grad(checkpointed(chain)(x)),
     "forward only": lambda: checkpointed(lambda x: chain(x @ w))(x),
-    "without gradients": without_gradients,
     "nested": lambda: grad(nested()),
-    "nested, forward only": nested,
     "a call": lambda: grad(nested(lambda function, x: remat.op(function, "sin")(x))),
     "a native region": lambda: grad(nested(lambda function, x: remat.native_save_region("sin", function, x))),
-    "kept graph": kept_graph,
     "every option": every_option,
-    "containers": containers,
     "exception in forward": lambda: exception("forward"),
     "exception in replay": lambda: exception("replay"),
-    "backward inside": backward_inside,
     "error of mutation": error_of_mutation,
 }
 FULL = {"forward and backward", "forward only"}

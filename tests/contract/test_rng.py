@@ -37,18 +37,14 @@ def draw_forked(x):
 
 
 DRAWING = [way for way in WAYS if way is not BY_HANDLE]  # whose backward would draw again
-SOME_STATE = torch.Generator().manual_seed(3).get_state()
 DRAWS = {
     "nothing": lambda x: x * 2,
     "dropout": lambda x: F.dropout(x, 0.4),
-    "normal of odd size": lambda x: x * torch.randn(3).sum(),
     "in place": lambda x: x * torch.empty(x.shape).normal_().bernoulli_(0.5),
     "permutation": lambda x: x[torch.randperm(len(x))],
     "several": lambda x: F.alpha_dropout(x * torch.randn_like(x), 0.2) + torch.randint(0, 5, x.shape),
-    "many numbers": lambda x: x * torch.rand(5000).mean(),
     "seeded": lambda x: (torch.manual_seed(7), x * torch.rand_like(x))[1],
     "forked": lambda x: x * draw_forked(x),
-    "set and drawn": lambda x: (torch.set_rng_state(SOME_STATE), x * torch.rand_like(x))[1],
 }
 
 
@@ -125,33 +121,9 @@ def test_draws_around_ops_are_those_of_plain_autograd(style, name, policies):
         y = wrap(block)(y)
         torch.rand(5)
         results = [torch.autograd.grad(y.square().sum(), [x, w], retain_graph=True) for _ in range(2)]
-        (first,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-        return y, results, torch.autograd.grad(first.square().sum(), x), torch.rand(3)
+        return y, results, torch.rand(3)
 
     assert_same_program(program)
-
-
-@pytest.mark.parametrize("way", DRAWING, ids=str)
-def test_nested_regions_that_draw_are_equal_also_in_second_order(way):
-    def program(way):
-        def inner(x):
-            return way.keep("a", lambda h: F.dropout(h).sin(), F.dropout(x)), noisy(x)
-
-        def outer(x):
-            h = way.keep("a", F.dropout, x.sin())
-            h, noise = way.region(inner)(h)
-            h = way.keep("b", lambda h: F.dropout(h) * 1.5, h)
-            return (*way.region(inner)(h), noise)
-
-        x = leaf(20)
-        outputs = way.region(outer)(x)
-        results = [torch.autograd.grad(sum(y.sum() for y in outputs), x, retain_graph=True) for _ in range(2)]
-        (first,) = torch.autograd.grad(sum(y.square().sum() for y in outputs), x, create_graph=True)
-        torch.rand(2)
-        results += torch.autograd.grad(first.square().sum(), x)
-        return outputs, results, torch.rand(3)
-
-    assert_same_in(way, program)
 
 
 def with_generator(x, generator):
@@ -201,13 +173,12 @@ def test_generators_are_restored_even_if_the_replay_raises(way):
     assert_same(before, (generator.get_state(), torch.get_rng_state()))
 
 
-def test_without_preserve_rng_state_replay_draws_anew_but_saved_draws_are_the_same():
+def test_without_preserve_rng_state_replay_draws_anew():
     drawn = []
 
     def block(x):
-        noise = torch.rand(8)
-        drawn.append(noise)
-        return (x * noise).sin()
+        drawn.append(torch.rand(8))
+        return (x * drawn[-1]).sin()
 
     y = checkpointed(block, preserve_rng_state=False)(leaf(8))
     before = torch.get_rng_state()
@@ -255,56 +226,15 @@ def test_generator_states_are_kept_only_where_something_drew_and_die_with_the_re
         assert rng_states() == before
 
 
-class Watched:
-    """The default generator, which counts what is asked of it."""
+class Owner(nn.Module):
+    """A module that has a generator."""
 
-    def __init__(self):
-        self.generator, self.calls = torch.default_generator, []
-
-    def __getattr__(self, name):
-        self.calls.append(name)
-        return getattr(self.generator, name)
-
-
-@pairwise(way=WAYS, draws=[False, True])
-def test_without_preserve_rng_state_no_generator_is_touched(monkeypatch, way, draws):
-    watched = Watched()
-
-    def refuse(*args, **kwargs):
-        raise AssertionError("a generator's state was read or set")
-
-    for name in ("get_rng_state", "set_rng_state", "fork_rng"):
-        monkeypatch.setattr(torch.random, name, refuse)
-        monkeypatch.setattr(torch, name, refuse, raising=False)
-    monkeypatch.setattr(torch, "default_generator", watched)
-    monkeypatch.setattr(torch.random, "default_generator", watched)
-    x = leaf(4, 5)
-
-    def block(x):
-        return way.keep("kept", lambda x: (F.dropout(x) if draws else x).sin(), x), x.exp()
-
-    y, z = way.region(block, preserve_rng_state=False)(x)
-    (y.sum() + z.sum()).backward()
-    assert watched.calls == []
-    assert x.grad is not None
-
-
-class Owner(torch.nn.Module):
-    """A module with a generator, in itself or in a module of its own."""
-
-    def __init__(self, generator, depth=0):
+    def __init__(self, generator):
         super().__init__()
-        self.linear = torch.nn.Linear(2, 2)
-        if depth:
-            self.inner = torch.nn.Sequential(Owner(generator, depth - 1))
-        else:
-            self.generator = generator
+        self.generator = generator
 
     def forward(self, x):
-        return with_generator(x, self.generator) if hasattr(self, "generator") else self.inner(x)
-
-    def lambda_over_self(self, wrap, x):
-        return wrap(lambda x: self(x))(x)
+        return with_generator(x, self.generator)
 
 
 class NoModule:
@@ -313,18 +243,6 @@ class NoModule:
 
     def __call__(self, x):
         return with_generator(x, self.generator)
-
-
-def decorated(generator):
-    @functools.wraps(with_generator)
-    def call(x):
-        return inner(x)
-
-    def inner(x, generator=generator):
-        return with_generator(x, generator)
-
-    call.__wrapped__ = inner
-    return call
 
 
 def in_file(x):
@@ -336,14 +254,10 @@ REACHED = {
     "cell": lambda wrap, x, g: wrap(lambda x: with_generator(x, g))(x),
     "keyword default": lambda wrap, x, g: wrap(lambda x, *, g=g: with_generator(x, g))(x),
     "partial": lambda wrap, x, g: wrap(functools.partial(with_generator, generator=g))(x),
-    "wrapped": lambda wrap, x, g: wrap(decorated(g))(x),
     "nested": lambda wrap, x, g: wrap(wrap(lambda x: with_generator(x, g)))(x),
-    "submodule": lambda wrap, x, g: wrap(Owner(g, 2))(x),
+    "submodule": lambda wrap, x, g: wrap(nn.Sequential(nn.Sequential(Owner(g))))(x),
     "method": lambda wrap, x, g: wrap(Owner(g).forward)(x),
-    "module in a cell": lambda wrap, x, g: Owner(g).lambda_over_self(wrap, x),
     "object": lambda wrap, x, g: wrap(NoModule(g))(x),
-    "method of an object": lambda wrap, x, g: wrap(NoModule(g).__call__)(x),
-    "several ways": lambda wrap, x, g: wrap(lambda x, h, k=g: with_generator(x, g))(x, g),
     "file": lambda wrap, x, g: wrap(in_file)(x),
     "default generator": lambda wrap, x, g: wrap(lambda x, g=torch.default_generator: with_generator(x, g))(x),
 }
@@ -378,24 +292,8 @@ def test_generator_that_the_function_reaches_is_kept_only_if_it_drew_and_only_if
         del y
 
 
-def test_function_with_a_variable_that_is_not_set_yet_runs():
-    def block(x):
-        return x.sin().exp() if x is not None else later
-
-    y = checkpointed(block)(leaf(5))
-    later = None
-    y.sum().backward()
-
-
 def forked(x):
     with torch.random.fork_rng():
-        scale = torch.rand(8)
-    return x * scale
-
-
-def seeded_in_between(x):
-    with torch.random.fork_rng():
-        torch.manual_seed(5)
         scale = torch.rand(8)
     return x * scale
 
@@ -407,7 +305,7 @@ def put_back_by_hand(x):
     return x * scale
 
 
-@pytest.mark.parametrize("aside", [forked, seeded_in_between, put_back_by_hand])
+@pytest.mark.parametrize("aside", [forked, put_back_by_hand])
 @pytest.mark.parametrize("native", [False, True])
 def test_code_that_puts_the_generator_back_after_a_draw_that_a_policy_saved_is_equal(aside, native):
     def function(x):
@@ -474,7 +372,7 @@ DRAWING_CALLS = {
 }
 
 
-@pairwise(earlier=[0, 1, 3], torch_own=[False, True], way=DRAWING_CALLS)
+@pairwise(earlier=[0, 3], torch_own=[False, True], way=DRAWING_CALLS)
 @pytest.mark.filterwarnings("ignore:.*replay recomputes this call:torch_remat.RematWarning")
 def test_call_that_runs_whole_draws_what_it_drew_after_ops_that_a_policy_skips(way, torch_own, earlier):
     dropout = torch.dropout if torch_own else lambda x, p, train: F.dropout(x, p, train)
@@ -482,8 +380,7 @@ def test_call_that_runs_whole_draws_what_it_drew_after_ops_that_a_policy_skips(w
     def train(wrap, call):
         def function(x):
             for _ in range(earlier):
-                skipped = F.dropout(x, 0.3)  # nothing reads it, or the policy saves what is read
-                x = x + skipped.sum() if earlier == 3 else x
+                x = x + F.dropout(x, 0.3).sum()  # the policy saves what is read
             h = call("dropped", dropout, x, 0.3, True)
             y = h.softmax(-1)
             h.mul_(0.9)  # so the call runs whole
@@ -498,20 +395,3 @@ def test_call_that_runs_whole_draws_what_it_drew_after_ops_that_a_policy_skips(w
     policy = [torch.ops.aten.mul.Tensor, torch.ops.aten.sum.default]
     checkpointed = train(remat.checkpoint(policy=policy), DRAWING_CALLS[way])
     assert_same(checkpointed, train(lambda function: function, run))
-
-
-@pytest.mark.gpu
-def test_draws_on_the_device():
-    def program(wrap):
-        x = torch.randn(64, device="cuda", requires_grad=True)
-
-        def function(x):
-            h = F.dropout(x, 0.4).sin()
-            h = remat.native_save_region("a", lambda: F.dropout(h, 0.4).sin() * torch.rand(64, device="cuda"))
-            return F.dropout(h, 0.4).exp()
-
-        y = wrap(function)(x)
-        y.sum().backward()
-        return y, x.grad, torch.rand(2, device="cuda")
-
-    assert_same_program(program, replays=1)
