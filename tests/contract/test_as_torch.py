@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections import Counter
 
 import pytest
 import torch
@@ -19,10 +18,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import allow_mutation_on_saved_tensors, disable_saved_tensors_hooks
 from torch.testing._internal.two_tensor import TwoTensor
-from torch.utils.checkpoint import create_selective_checkpoint_contexts, set_checkpoint_early_stop
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import torch_remat as remat
-from tests.helpers import CountOps, Mlp, assert_clean_state, assert_same, chain, leaf, parameter_gradients
+from tests.helpers import CountOps, assert_clean_state, assert_same, chain, leaf
 from torch_remat import _compat
 
 aten = torch.ops.aten
@@ -34,7 +33,6 @@ EVERY = pytest.mark.parametrize(
     "run", [TORCH, OURS, MATMULS, SAVING], ids=["torch", "plain", "save_matmuls", "save_everything"]
 )
 BOTH = pytest.mark.parametrize("run", [TORCH, OURS], ids=["torch", "plain"])
-SIZE = 3000  # ops so large that replay stops before them
 
 
 class Saving(torch.autograd.Function):
@@ -56,11 +54,7 @@ class Saving(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("where", ["argument", "closure"])
-@pytest.mark.parametrize(
-    "run",
-    [TORCH, OURS, MATMULS, SAVING],
-    ids=["torch", "plain", "save_matmuls", "save_everything"],
-)
+@EVERY
 def test_backward_gets_the_very_object_that_was_saved_if_it_needs_no_gradient(run, where):
     x, y, seen = leaf(3), torch.ones(3), []
     out = run(Saving.apply, x, y, seen) if where == "argument" else run(lambda x: Saving.apply(x, y, seen), x)
@@ -102,14 +96,11 @@ def test_nested_tensors_are_equal(run):
 @pytest.mark.parametrize(
     "run",
     [
-        TORCH,
         pytest.param(
             OURS, marks=pytest.mark.xfail(strict=True, reason="a Parameter made inside is taken for one from outside")
         ),
         MATMULS,
-        SAVING,
     ],
-    ids=["torch", "plain", "save_matmuls", "save_everything"],
 )
 def test_region_that_copies_a_module_is_equal(run):
     linear = nn.Linear(3, 3)
@@ -132,14 +123,7 @@ class Doubled(torch.Tensor):
 
 
 @pytest.mark.parametrize(
-    ("run", "backward_of"),
-    [
-        pytest.param(OURS, "a tensor", id="plain"),
-        pytest.param(MATMULS, "a tensor", id="save_matmuls"),
-        pytest.param(OURS, "the subclass", id="plain, in backward of the subclass"),
-        pytest.param(MATMULS, "the subclass", id="save_matmuls, in backward of the subclass"),
-        pytest.param(SAVING, "the subclass", id="save_everything, in backward of the subclass"),
-    ],
+    ("run", "backward_of"), [(OURS, "a tensor"), (OURS, "the subclass"), (MATMULS, "the subclass")]
 )
 def test_what_a_subclass_makes_of_functions_it_makes_in_replay_too(run, backward_of):
     """Where backward is a method of the subclass, torch's checkpoint gives the gradients of another function."""
@@ -208,76 +192,11 @@ def test_saved_tensors_that_are_changed_where_that_is_allowed_are_right_or_an_er
     assert_clean_state()
 
 
-# ---- early stop
-
-
-def counted(function, counts, name):
-    """Count the calls of a function, and how many came to their end."""
-
-    def call(*args):
-        counts[name, "begun"] += 1
-        out = function(*args)
-        counts[name, "ended"] += 1
-        return out
-
-    return call
-
-
-EARLY = [None, True, False]
-
-
-@pytest.mark.parametrize("around", EARLY)
-@pytest.mark.parametrize("inside", EARLY)
-def test_switches_of_early_stop_around_nested_regions_stop_where_torch_does(around, inside):
-    def switch(value):
-        return contextlib.nullcontext() if value is None else set_checkpoint_early_stop(value)
-
-    def counts_of(run):
-        counts = Counter()
-
-        def inner(x):
-            return x.sin().exp().sin()
-
-        def outer(x):
-            with switch(inside):
-                y = run(counted(inner, counts, "inner"), x.cos())
-            return y.exp().sin()
-
-        x = torch.linspace(-1, 1, SIZE).requires_grad_()
-        with switch(around):
-            y = run(counted(outer, counts, "outer"), x)
-        y.sum().backward()
-        return counts, x.grad
-
-    (theirs, expected), (ours, actual) = counts_of(TORCH), counts_of(OURS)
-    assert_same([expected], [actual])
-    assert ours["outer", "ended"] == theirs["outer", "ended"] == 1 + (around is False)
-    assert ours["inner", "begun"] <= theirs["inner", "begun"]
-
-
-def test_replay_stops_also_through_code_that_catches_exceptions():
-    """Torch's early stop is an `Exception`: its replay would go on with what the code falls back to."""
-
-    def function(x):
-        y = x.sin()
-        try:
-            y = y.exp().cos()
-        except Exception:  # noqa: BLE001, RUF100
-            y = y.tanh()
-        return y.sin().sum()
-
-    x = torch.linspace(-1, 1, SIZE).requires_grad_()
-    expected = torch.autograd.grad(function(x), x)
-    for policy in (None, remat.policies.save_matmuls):
-        assert_same(expected, torch.autograd.grad(remat.drop_in(policy=policy)(function, x), x))
-
-
 # ---- backward
 
 
 @EVERY
-@pytest.mark.parametrize("shape", ["one region", "regions in a row", "nested"])
-def test_weights_that_are_updated_as_soon_as_their_gradient_is_there_are_equal(run, shape):
+def test_weights_that_are_updated_as_soon_as_their_gradient_is_there_are_equal(run):
     def update(weight):
         with torch.no_grad():
             weight.add_(weight.grad, alpha=-0.1)
@@ -290,32 +209,11 @@ def test_weights_that_are_updated_as_soon_as_their_gradient_is_there_are_equal(r
             weight.register_post_accumulate_grad_hook(update)
         for _ in range(2):
             x = torch.linspace(-1, 1, 8).view(2, 4)
-            if shape == "one region":
-                y = call(model, x)
-            elif shape == "nested":
-                y = call(lambda x: call(model[2], call(model[:2], x).exp()), x)
-            else:
-                y = call(model[2], call(model[:2], x))
+            y = call(lambda x: call(model[2], call(model[:2], x).exp()), x)
             y.sin().sum().backward()
         return [weight.detach() for weight in model.parameters()]
 
     assert_same(trained(lambda function, x: function(x)), trained(run))
-
-
-@EVERY
-def test_backward_of_the_reentrant_kind_inside_regions_is_equal(run):
-    mlp = Mlp(4)
-
-    def function(x):
-        return of_torch.checkpoint(mlp, run(mlp, x).sin(), use_reentrant=True).exp()
-
-    def gradients(call):
-        mlp.zero_grad()
-        x = torch.linspace(-1, 1, 8).view(2, 4).requires_grad_()
-        call(function, x * 1).sum().backward()
-        return x.grad, *parameter_gradients(mlp)
-
-    assert_same(gradients(lambda function, x: mlp(mlp(x).sin()).exp()), gradients(lambda _, x: run(function, x)))
 
 
 # ---- where regions meet other parts of torch
@@ -330,14 +228,9 @@ def test_parametrized_weight_that_a_cache_has_in_one_phase_only_is_an_error(run)
         y.sum().backward()
 
 
-LIBRARY = torch.library.Library("remat_tests_more", "DEF")
-LIBRARY.define("product_and_length(Tensor x, Tensor y) -> (Tensor, int)")
-LIBRARY.impl("product_and_length", lambda x, y: (x * y, x.shape[0]), "CompositeExplicitAutograd")
-
-
-@pytest.mark.parametrize("checkpoint", [TORCH, OURS], ids=["torch", "ours"])
+@BOTH
 @pytest.mark.parametrize("products", [[aten.mm.default], [aten.mm.default, aten.sin.default]], ids=str)
-def test_contexts_of_selective_checkpointing_work_on_a_wrapper_subclass(checkpoint, products):
+def test_contexts_of_selective_checkpointing_work_on_a_wrapper_subclass(run, products):
     context_fn = functools.partial(create_selective_checkpoint_contexts, products)
 
     def function(x, w):
@@ -354,7 +247,7 @@ def test_contexts_of_selective_checkpointing_work_on_a_wrapper_subclass(checkpoi
         return [y.a, y.b, x.grad.a, x.grad.b, w.grad.a, w.grad.b], ops.counts
 
     expected, plain = gradients(function)
-    actual, replayed = gradients(lambda x, w: checkpoint(function, x, w, context_fn=context_fn))
+    actual, replayed = gradients(lambda x, w: run(function, x, w, context_fn=context_fn))
     assert_same(expected, actual)
     assert replayed["mm"] == plain["mm"]  # those of backward; no product runs again
     assert replayed["sin"] == plain["sin"] + (aten.sin.default not in products)
@@ -363,14 +256,8 @@ def test_contexts_of_selective_checkpointing_work_on_a_wrapper_subclass(checkpoi
 # ---- where there are no values
 
 
-@pytest.mark.parametrize(
-    ("kind", "run"),
-    [
-        pytest.param(kind, run, id=f"{kind}-{name}")
-        for kind in ("meta", "fake")
-        for name, run in (("torch", TORCH), ("plain", OURS), ("save_matmuls", MATMULS), ("save_everything", SAVING))
-    ],
-)
+@EVERY
+@pytest.mark.parametrize("kind", ["meta", "fake"])
 def test_tensors_without_data_get_gradients_of_the_right_shape(kind, run):
     """As those do who measure a model before it is there."""
     mode = FakeTensorMode() if kind == "fake" else torch.device("meta")

@@ -7,23 +7,19 @@ import contextlib
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.profiler import record_function
 
 import torch_remat as remat
 from tests.handle_ops import RECOMPUTE, SAVE, Inner, Trace, call
 from tests.helpers import (
-    LiveStorages,
-    alive,
     assert_clean_state,
     assert_equal_gradients,
     assert_same,
     assert_same_program,
     leaf,
     parameter_gradients,
-    watch,
 )
-from tests.native_programs import aten, keep, region, replayed_ops, uncollected
+from tests.native_programs import aten, keep, region, replayed_ops
 
 # --- In a native region
 
@@ -61,23 +57,6 @@ def test_changed_op_sequence_is_an_error_that_names_the_first_difference(early_s
         assert_clean_state()
 
 
-@pytest.mark.parametrize("early_stop", [True, False])
-@pytest.mark.parametrize("policy", [None, [torch.ops.aten.exp.default]])
-def test_native_region_that_replay_leaves_out_is_an_error_that_names_it(policy, early_stop):
-    """Its function runs all the same, and saves the same."""
-
-    def function(x):
-        h = x * 2
-        h = torch.exp(h) if remat.is_recomputing() else keep("scores", lambda: torch.exp(h))
-        return h.sin().exp().tanh()
-
-    y = region(policy, region_name="block", early_stop=early_stop)(function)(leaf(3))
-    with pytest.raises(remat.MismatchError, match="forward ran this op, but replay") as caught:
-        y.sum().backward()
-    assert (caught.value.region, caught.value.op) == ("block", "scores")
-    assert_clean_state()
-
-
 def test_native_region_that_is_missing_new_or_renamed_in_replay_is_an_error():
     def renamed(x):
         return keep("other" if remat.is_recomputing() else "scores", torch.sin, x * 2).exp()
@@ -95,10 +74,16 @@ def test_native_region_that_is_missing_new_or_renamed_in_replay_is_an_error():
         h = keep(names[0], torch.sin, x * 2)
         return keep(names[1], torch.sin, h).exp()
 
-    for function in (renamed, missing, new, swapped):
-        with pytest.raises(remat.MismatchError) as caught:
-            region(region_name="block")(function)(leaf(3)).sum().backward()
-        assert caught.value.region == "block"
+    def missing_where_its_ops_run(x):
+        h = torch.sin(x * 2) if remat.is_recomputing() else keep("scores", lambda: torch.sin(x * 2))
+        return h.exp().tanh()
+
+    for function in (renamed, missing, new, swapped, missing_where_its_ops_run):
+        for policy in (None, [torch.ops.aten.exp.default]):
+            with pytest.raises(remat.MismatchError) as caught:
+                region(policy, region_name="block")(function)(leaf(3)).sum().backward()
+            assert caught.value.region == "block"
+        assert function is not missing_where_its_ops_run or caught.value.op == "scores"
 
 
 # In-place changes of what is kept
@@ -133,39 +118,14 @@ class Stop(Exception):
     """Raised by bodies of native regions."""
 
 
-def test_exception_leaves_no_state_behind_and_frees():
-    x, held = leaf(3), []
-
-    def body(h):
-        a = h.sin()
-        held.extend(watch(a))
-        a.exp()
-        raise Stop
-
-    with uncollected():
-        with LiveStorages() as live, pytest.raises(Stop) as caught:
-            region()(lambda x: keep("a", body, x * 2))(x)
-        del caught
-        assert_clean_state()
-        assert alive(held) == 0
-        assert live.bytes() == 0
-        assert not remat.is_recomputing()
-    function = lambda x: keep("a", torch.sin, x * 2).exp()  # noqa: E731
-    assert_equal_gradients(function, region()(function), [x])
-
-
-@pytest.mark.parametrize("where", ["first op", "between", "after all", "nested"])
+@pytest.mark.parametrize("where", ["first op", "after all", "nested"])
 def test_exception_that_the_region_catches_is_the_same_in_replay(where):
     def body(h, w):
         if where == "first op":
             raise Stop
-        a = h @ w
-        if where == "between":
-            raise Stop
-        b = a.sin()
+        (h @ w).sin()
         if where == "nested":
             keep("inner", lambda: (_ for _ in ()).throw(Stop))
-        b.exp()
         raise Stop
 
     def function(x, w):
@@ -212,32 +172,6 @@ def test_tensor_made_before_an_early_exit_is_right_afterwards(kind, way):
         assert_equal_gradients(function, region()(function), inputs)
 
 
-@pytest.mark.parametrize("where", ["inside", "around"])  # the counter is counted once more: docs/limits.md
-def test_ops_of_a_context_manager_that_the_end_of_replay_leaves_are_no_mismatch(where):
-    counter = torch.zeros(())
-
-    @contextlib.contextmanager
-    def counted():
-        try:
-            with record_function("range"):
-                yield
-        finally:
-            counter.add_(1).mul_(1)
-            torch.stack([torch.ones(2), torch.zeros(2)])
-
-    def function(x):
-        def body(h):
-            with counted():
-                return torch.ops.aten.sin(h) * h
-
-        if where == "inside":
-            return keep("a", body, x * 2)
-        with counted():
-            return keep("a", torch.sin, x * 2) * x
-
-    assert_equal_gradients(function, region()(function), [leaf(3)])
-
-
 @pytest.mark.parametrize("where", ["inside", "outside"])
 def test_op_that_fails_on_the_data_fails_in_replay_too(where):
     """Cholesky with a fallback: the failure depends on data that replay does not have."""
@@ -267,6 +201,14 @@ def test_op_that_fails_on_the_data_fails_in_replay_too(where):
 # Misuse
 
 
+def test_wrong_name_or_function_is_an_error():
+    for name in ("", None, 3, b"a"):
+        with pytest.raises(remat.UsageError):
+            region()(lambda x, name=name: keep(name, torch.sin, x))(leaf(3))
+    with pytest.raises(TypeError):
+        region()(lambda x: keep("a", x.sin()))(leaf(3))
+
+
 def test_duplicate_name_is_an_error_with_the_name():
     def twice(x):
         return keep("scores", torch.sin, keep("scores", torch.sin, x))
@@ -285,20 +227,6 @@ def test_duplicate_name_is_an_error_with_the_name():
         assert caught.value.region == "block"
 
 
-def test_name_that_is_empty_or_no_string_is_an_error():
-    for name in ("", None, 3, b"a"):
-        with pytest.raises(remat.UsageError):
-            region()(lambda x, name=name: keep(name, torch.sin, x))(leaf(3))
-
-
-def test_function_that_cannot_be_called_is_a_type_error():
-    with pytest.raises(TypeError):
-        region()(lambda x: keep("a", x.sin()))(leaf(3))
-
-
-# Handles inside and around
-
-
 # --- Under a policy
 
 
@@ -313,7 +241,7 @@ def matmuls(ctx, op, *args, **kwargs):
 
 
 @pytest.mark.parametrize("policy", [matmuls, lambda ctx, op, *args, **kwargs: False], ids=["matmuls", "nothing"])
-@pytest.mark.parametrize("kind", ["record_function", "DataParallel", "finally"])
+@pytest.mark.parametrize("kind", ["record_function", "finally"])
 def test_ops_that_the_end_of_replay_leaves_through_are_no_mismatch(kind, policy):
     counts = []
 
@@ -327,7 +255,7 @@ def test_ops_that_the_end_of_replay_leaves_through_are_no_mismatch(kind, policy)
                 if kind == "record_function":
                     with record_function("a"):
                         return linear(h)
-                return linear(h) if kind == "finally" else parallel(h)
+                return linear(h)
             finally:
                 if kind == "finally":
                     counter.add_(1)
@@ -335,7 +263,6 @@ def test_ops_that_the_end_of_replay_leaves_through_are_no_mismatch(kind, policy)
                     torch.add(log, 1, out=log)
                     names.append(h.view(-1).shape)
 
-        parallel = nn.DataParallel(linear)
         y = wrap(function)(x)
         y.sum().backward()
         counts.append(len(names))
@@ -385,25 +312,6 @@ def test_policy_that_answers_otherwise_in_replay_changes_nothing():
 # Changes in place that no version counter of the kept tensor shows
 
 
-HIDDEN_CHANGES = {
-    "product of three dimensions": lambda x, w: (x.sin() @ w).add_(1).sigmoid(),
-    "a slice of it": lambda x, w: (x.sin() @ w)[..., :2].mul_(3).sigmoid(),
-    "unsafe_chunk": lambda x, w: (x[0].sin() @ w).unsafe_chunk(2, 1)[0].add_(1).sigmoid(),
-    "data": lambda x, w: (lambda h: (h.data.mul_(2), h.exp())[1])(x.sin() @ w),
-}
-
-
-@pytest.mark.parametrize("policy", [MM, matmuls, remat.save_names("mm_*")])
-@pytest.mark.parametrize("change", HIDDEN_CHANGES)
-def test_result_that_the_region_itself_changes_unseen_by_autograd_is_right_kept_or_not(change, policy):
-    function = HIDDEN_CHANGES[change]
-    inputs = leaf(2, 3, 4), leaf(4, 4)
-    expected = torch.autograd.grad(function(*inputs).sum(), inputs)
-    for chosen in (policy, [aten.sigmoid.default]) if change != "data" else (policy,):
-        y = region(chosen, region_name="block")(function)(*inputs)
-        assert_same(expected, torch.autograd.grad(y.sum(), inputs))
-
-
 def test_hidden_change_after_the_region_is_an_error():
     h, y = region(MM)(lambda x, w: (h := x.sin() @ w, h.exp().tanh()))(leaf(2, 3, 4), leaf(4, 4))
     with torch.no_grad():
@@ -412,31 +320,14 @@ def test_hidden_change_after_the_region_is_an_error():
         y.sum().backward()
 
 
-# Surroundings
-
-
-@pytest.mark.parametrize("policy", [MM, matmuls, remat.save_names("*")], ids=["list", "function", "names"])
-def test_backward_inside_a_region_through_ops_that_are_not_kept_is_refused(policy):
-    def function(x, w):
-        y = (F.dropout(x.sin(), 0.2) @ w).exp()
-        (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-        return (gradient * y).tanh() * torch.rand(3)
-
-    with pytest.raises(remat.UsageError, match="a gradient is taken before the region's forward ends"):
-        region(policy)(function)(leaf(3, 3), leaf(3, 3))
-    assert_clean_state()
-
-
-@pytest.mark.parametrize("early_stop", [True, False])
-@pytest.mark.parametrize("policy", [lambda *_, **__: False, lambda _, op, *__, **___: op is aten.add.Tensor])
-def test_read_that_would_need_random_numbers_whose_state_was_not_kept_is_refused(policy, early_stop):
+def test_read_that_would_need_random_numbers_whose_state_was_not_kept_is_refused():
     """What is made again may itself read what was drawn, and nothing else of the region drew in replay."""
 
     def function(x):
         noisy = x.detach() + torch.rand(3)
         return (x.exp() * float(noisy.numpy().sum())).sin()
 
-    y = remat.checkpoint(policy=policy, early_stop=early_stop)(function)(leaf(3))
+    y = remat.checkpoint(policy=lambda *_, **__: False)(function)(leaf(3))
     state = torch.get_rng_state()
     with pytest.raises(remat.PlaceholderError):
         y.sum().backward()

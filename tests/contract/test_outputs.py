@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections import OrderedDict, UserList, defaultdict, deque, namedtuple
+from collections import deque, namedtuple
 from functools import partial
 
 import pytest
@@ -21,8 +21,6 @@ from tests.handle_ops import (
     Both,
     Gated,
     Gather,
-    Half,
-    Identity,
     Inner,
     Sort,
     Trace,
@@ -42,17 +40,6 @@ class Result:
 
 class MyTuple(tuple):
     __slots__ = ()
-
-
-class MyDict(dict):
-    pass
-
-
-@dataclasses.dataclass
-class Slotted:
-    __slots__ = ("aside", "y")
-    y: torch.Tensor
-    aside: object
 
 
 class Registered:
@@ -83,21 +70,12 @@ def looped(y):
 RETURNED = {
     "nothing": (lambda y: None, lambda out: []),
     "number": (lambda y: 3, lambda out: []),
-    "text": (lambda y: "text", lambda out: []),
-    "none in tuple": (lambda y: (y, None), lambda out: [out[0]]),
-    "number in dict": (lambda y: {"logits": y, "loss": 0.5}, lambda out: [out["logits"]]),
     "deep": (lambda y: {"a": [y, (y, [True, "t", y])]}, lambda out: [out["a"][0], out["a"][1][1][2]]),
     "named tuple": (lambda y: [1, Pair(y, None)], lambda out: [out[1].one]),
-    "result of max": (lambda y: y.max(0), lambda out: [out.values]),
-    "ordered dict": (lambda y: OrderedDict(y=y, n=1), lambda out: [out["y"]]),
-    "default dict": (lambda y: (defaultdict(list, y=y), None), lambda out: [out[0]["y"]]),
     "subclass of tuple": (lambda y: MyTuple([y]), lambda out: [out[0]]),
-    "subclass of dict": (lambda y: {"d": MyDict(y=y)}, lambda out: [out["d"]["y"]]),
-    "user list": (lambda y: UserList([y]), lambda out: [out[0]]),
     "deque": (lambda y: deque([y, 2]), lambda out: [out[0]]),
     "set": (lambda y: {y}, lambda out: list(out)),
     "dataclass": (lambda y: {"r": Result(y)}, lambda out: [out["r"].y]),
-    "dataclass with slots": (lambda y: Slotted(y, None), lambda out: [out.y]),
     "registered pytree": (lambda y: Registered(y), lambda out: list(out.hidden)),
     "object": (lambda y: (Plain(y, "n"), y * 2), lambda out: [out[0].y, out[1]]),
     "generator": (lambda y: (row for row in (y, y * 3)), list),
@@ -113,13 +91,13 @@ def test_whatever_a_plain_function_may_return_a_region_may_return(name):
     def program(wrap):
         x = leaf(2, 3)
         out = wrap(lambda x: function(x.sin().exp()))(x)
-        shown.append((type(out), repr(out) if name in ("nothing", "number", "text") else ""))
+        shown.append((type(out), repr(out) if name in ("nothing", "number") else ""))
         found = tensors_in(out)
         total = sum((y.exp().sum() for y in found), x.sum())
         total.backward()
         return found, x.grad
 
-    assert_same_program(program, replays=0 if name in ("nothing", "number", "text") else 1)
+    assert_same_program(program, replays=0 if name in ("nothing", "number") else 1)
     with torch.no_grad():
         out = checkpointed(function)(leaf(2, 3))
     assert all(isinstance(y, torch.Tensor) for y in tensors_in(out))
@@ -137,19 +115,6 @@ def test_output_of_any_kind_takes_the_region_with_it_when_it_dies(name):
         assert live.count() == 0
 
 
-def test_output_of_a_transformers_layer_is_what_it_is_without_a_region():
-    outputs = pytest.importorskip("transformers.modeling_outputs")
-
-    def program(wrap):
-        x = leaf(2, 3)
-        out = wrap(lambda x: outputs.BaseModelOutputWithPast(last_hidden_state=x.sin().exp(), past_key_values=None))(x)
-        assert type(out) is outputs.BaseModelOutputWithPast
-        out.last_hidden_state.sum().backward()
-        return out.last_hidden_state, x.grad
-
-    assert_same_program(program, replays=1)
-
-
 def unsaved_end(x):
     """The last op saves nothing, so plain autograd lets the caller change the output."""
     return x.sin().exp() + x
@@ -157,13 +122,9 @@ def unsaved_end(x):
 
 CALLER_CHANGES = {
     "mul_ input": lambda y, x: y.mul_(x),
-    "twice": lambda y, x: y.mul_(2).add_(x).sin_(),
-    "relu_": lambda y, x: nn.functional.relu_(y),
     "view": lambda y, x: y.view(-1).mul_(3),
     "row": lambda y, x: y[0].mul_(x[1]),
     "row set": lambda y, x: y.__setitem__(0, x[1].cos()),
-    "detached": lambda y, x: y.detach().mul_(2),
-    "no_grad": lambda y, x: torch.no_grad()(lambda: y.mul_(2))(),
 }
 
 
@@ -182,23 +143,12 @@ def test_output_changed_in_place_by_the_caller_is_equal(name):
     assert_same_program(program)
 
 
-@pytest.mark.parametrize("view", [lambda h: h.view(-1), lambda h: h.t(), lambda h: h[1]], ids=["all", "t", "row"])
-def test_output_that_is_a_view_of_an_inner_tensor_changed_by_the_caller_is_equal(view):
-    def program(wrap):
-        x = leaf(3, 4)
-        y = wrap(lambda x: view(unsaved_end(x)))(x)
-        y.mul_(2)
-        y.sum().backward()
-        return y, x.grad
-
-    assert_same_program(program, replays=1)
-
-
-def test_two_outputs_that_share_memory_one_changed_by_the_caller_are_equal():
+@pytest.mark.parametrize("view", [lambda h: h.view(12)[:4], lambda h: h[0]], ids=["flat", "row"])
+def test_two_outputs_that_share_memory_one_changed_by_the_caller_are_equal(view):
     def program(wrap):
         def block(x):
             h = unsaved_end(x)
-            return h, h[0]
+            return h, view(h)
 
         x = leaf(3, 4)
         whole, row = wrap(block)(x)
@@ -220,14 +170,12 @@ def test_output_that_its_producer_saved_may_be_changed_by_the_caller():
 
 OUTPUTS = {
     "input and more": lambda x, w: (x, x.sin().exp()),
-    "input twice": lambda x, w: [x, x, x.sin() * w],
     "view of input": lambda x, w: (x.view(-1), x.t(), (x * w).sin()),
     "detached input": lambda x, w: (x.detach(), x.sin()),
     "parameter": lambda x, w: (w, w.view(-1), (x * w).sin()),
     "same twice": lambda x, w: [h := (x * w).sin().exp(), h],
     "views of one": lambda x, w: list((x * w).sin().exp().unbind()),
     "no gradient": lambda x, w: (x.sin().exp(), (x > 0), x.argmax(-1), torch.ones(2)),
-    "expanded": lambda x, w: ((x.sum() * w.sum()).sin().expand(2, 2),),
     "complex": lambda x, w: (torch.complex(x.sin(), w.cos()).exp(),),
 }
 
@@ -328,51 +276,6 @@ def test_integer_and_undifferentiable_outputs_feed_other_ops(sort):
 
     for policies in itertools.product(POLICIES, repeat=2):
         assert_same_program(partial(program, policies=policies), replays=1)
-
-
-@pytest.mark.parametrize("policy", POLICIES, ids=str)
-def test_gradients_that_are_missing_are_none_where_the_op_asked_for_it(policy):
-    def program(wrap):
-        x = leaf(3)
-        outputs = wrap(lambda x: call("auto", Half, Trace(), "it", policy, x.sin()))(x)
-        both = torch.autograd.grad(outputs[0].sum() + outputs[1].sum(), x, retain_graph=True)
-        one = torch.autograd.grad(outputs[0].sum(), x, retain_graph=True)
-        return both, one, torch.autograd.grad(outputs[1].sum(), x)
-
-    assert_same_program(program)
-
-
-POLICIES_OF_THREE = list(itertools.product(POLICIES, repeat=3))
-
-
-@pairwise(kernel=[Identity, Transpose], policies=POLICIES_OF_THREE, style=STYLES)
-def test_native_views_of_outputs_that_are_views_of_inputs_are_equal(kernel, policies, style):
-    """Such a view may look just like what the op was given, but replay has data of only one of them."""
-
-    def program(wrap):
-        x, w = leaf(3, 3), leaf(3, 3)
-
-        def block(x, w):
-            results = []
-            for name, given in {
-                "input": x,
-                "constant": x.detach() * 2,
-                "op without gradients": call(style, Inner, Trace(), "c", policies[0], x.detach()),
-                "native": x * 2,
-                "view": (x + 1).t(),
-                "op": call(style, Inner, Trace(), "h", policies[0], x),
-            }.items():
-                out = call(style, kernel, Trace(), f"alias of {name}", policies[1], given)
-                view = out if kernel is Identity else out.t()
-                results.append(call(style, Affine, Trace(), f"reader of {name}", RECOMPUTE, view.view_as(view), w))
-                results.append(call(style, Affine, Trace(), f"other reader of {name}", policies[2], given, view[:1]))
-            return tuple(results)
-
-        results = wrap(block)(x, w)
-        sum(y.sum() for y in results).backward()
-        return results, x.grad, w.grad
-
-    assert_same_program(program, replays=1)
 
 
 @pytest.mark.parametrize("style", STYLES)
