@@ -98,7 +98,7 @@ def test_bitwise_reports_the_first_difference():
     assert [p - positions[0] for p in positions] == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
 def test_bitwise_sees_the_smallest_difference(dtype):
     integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -121,23 +121,20 @@ def test_bitwise_sees_random_numbers_that_were_not_preserved():
     backward(block, leaf(5), determinism_check="bitwise")
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        torch.tensor([float("nan"), float("inf"), -0.0]),
-        torch.zeros(0),
-        torch.zeros(0, 4),
-        torch.tensor(2.0),
-        torch.randn(4, 6)[:, ::2].t(),
-        torch.randn(1, 3).expand(5, 3),
-        torch.randn(3, dtype=torch.complex64).conj(),
-        torch.randn(4, dtype=torch.bfloat16),
-    ],
-    ids=["nan", "empty", "empty2", "scalar", "strided", "expanded", "conjugate", "bfloat16"],
-)
-def test_bitwise_takes_every_kind_of_value(value):
+VALUES = {
+    "nan": torch.tensor([float("nan"), float("inf"), -0.0]),
+    "empty": torch.zeros(0, 4),
+    "scalar": torch.tensor(2.0),
+    "strided": torch.randn(4, 6)[:, ::2].t(),
+    "expanded": torch.randn(1, 3).expand(5, 3),
+    "conjugate": torch.randn(3, dtype=torch.complex64).conj(),
+}
+
+
+@pytest.mark.parametrize("kind", VALUES)
+def test_bitwise_takes_every_kind_of_value(kind):
     w = torch.randn((), requires_grad=True)
-    y = checkpointed(lambda x: ((x * w).sin() * x).exp(), determinism_check="bitwise")(value)
+    y = checkpointed(lambda x: ((x * w).sin() * x).exp(), determinism_check="bitwise")(VALUES[kind])
     y.abs().sum().backward()
     assert w.grad is not None
 
@@ -202,7 +199,6 @@ def batch_norm_of_outside(train, momentum=0.1):
 STATISTICS = {
     "module": lambda train: nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.ReLU()).train(train),
     "function": batch_norm_of_outside,
-    "instance norm": lambda train: nn.InstanceNorm2d(3, track_running_stats=True, affine=True).train(train),
 }
 
 
@@ -246,12 +242,11 @@ class Bare(torch.Tensor):
         return tree_map(lambda leaf: Bare(leaf) if isinstance(leaf, torch.Tensor) else leaf, out)
 
 
-@pytest.mark.parametrize("early_stop", [True, False])
 @pytest.mark.parametrize("inside", [False, True])
-def test_bitwise_takes_wrapper_subclasses(inside, early_stop):
+def test_bitwise_takes_wrapper_subclasses(inside):
     x = TwoTensor(torch.randn(3), torch.randn(3))
     x = (TwoTensor(x, x.detach()) if inside else x).requires_grad_()
-    backward(lambda x: x.sin().exp(), x, determinism_check="bitwise", early_stop=early_stop)
+    backward(lambda x: x.sin().exp(), x, determinism_check="bitwise")
     with pytest.raises(remat.MismatchError):
         backward(lambda x: (x + (1 if remat.is_recomputing() else 0)).sin().exp(), x, determinism_check="bitwise")
 
@@ -261,12 +256,11 @@ def test_bitwise_refuses_a_subclass_whose_values_it_cannot_read():
         checkpointed(lambda x: x.sin().exp(), determinism_check="bitwise")(Bare(torch.randn(3)))
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_recurrent_layers_are_compared_without_what_nobody_has_written(kind):
+def test_recurrent_layers_are_compared_without_what_nobody_has_written():
     """The workspace of an LSTM on the CPU has gaps, in which lies what was there before: no zeros in both phases."""
 
     def program(wrap):
-        layer, x, calls = kind(4, 4), leaf(4, 1, 4), []
+        layer, x, calls = nn.LSTM(4, 4), leaf(4, 1, 4), []
 
         def block(x):
             calls.append(1)
@@ -279,18 +273,6 @@ def test_recurrent_layers_are_compared_without_what_nobody_has_written(kind):
         return y, x.grad, *parameter_gradients(layer)
 
     assert_same_program(program, determinism_check="bitwise")
-
-
-def test_input_of_a_recurrent_layer_that_differs_is_still_noticed():
-    layer, calls = nn.LSTM(4, 4), []
-
-    def block(x):
-        calls.append(1)
-        return layer((x * len(calls)).sin())[0]
-
-    y = remat.checkpoint(determinism_check="bitwise")(block)(leaf(5, 2, 4))
-    with pytest.raises(remat.MismatchError, match="other values"):
-        y.sum().backward()
 
 
 def test_error_shows_no_values_of_tensors_that_a_check_returned():
