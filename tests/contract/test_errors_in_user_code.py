@@ -55,17 +55,17 @@ def assert_next_region_works():
     """Assert that a fresh region, with random numbers in it, is right."""
     assert_clean_state()
     assert not remat.is_recomputing()
-    assert_same_program(lambda wrap: _one_step(wrap))
+
+    def program(wrap):
+        x = leaf(5)
+        y = wrap(lambda x: F.dropout(chain(x), 0.5))(x)
+        y.sum().backward()
+        return y, x.grad, torch.rand(2)
+
+    assert_same_program(program)
 
 
-def _one_step(wrap):
-    x = leaf(5)
-    y = wrap(lambda x: F.dropout(chain(x), 0.5))(x)
-    y.sum().backward()
-    return y, x.grad, torch.rand(2)
-
-
-KINDS = [ValueError, remat.RematError, KeyboardInterrupt, OwnError, torch.OutOfMemoryError]
+KINDS = [ValueError, remat.RematError, OwnError, torch.OutOfMemoryError]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -118,7 +118,7 @@ def test_exception_in_replay_passes_and_leaves_nothing_behind(kind, depth):
     assert_next_region_works()
 
 
-@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("kind", [ValueError, OwnError])
 def test_exception_in_backward_passes_and_leaves_nothing_behind(kind):
     with collector_off():
         live = LiveStorages()
@@ -168,13 +168,6 @@ def with_finally_at_the_end(x):
         (x.cos().exp().tanh() * x).sum()
 
 
-def with_suppress(x):
-    h = x * 2
-    with contextlib.suppress(Exception):
-        h = h.sin().exp().tanh()
-    return h
-
-
 @contextlib.contextmanager
 def scope():
     try:
@@ -193,7 +186,7 @@ def with_scope(x):
 
 
 @pairwise(
-    block=[caught, with_finally_at_the_end, with_suppress, with_scope],
+    block=[caught, with_finally_at_the_end, with_scope],
     early_stop=[True, False],
     nested=[False, True],
 )
@@ -222,9 +215,3 @@ def test_exception_that_user_code_handles_inside_a_region_is_equal():
         return x.grad
 
     assert_same_program(program, replays=1)
-
-
-def test_a_function_of_torchs_own_is_named_as_users_know_it():
-    x = torch.ones(2, requires_grad=True)
-    y = remat.checkpoint()(torch.sin)(x)
-    assert "  sin: 8 B" in str(remat.memory_report(y)).splitlines()

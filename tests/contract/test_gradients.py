@@ -42,7 +42,7 @@ def test_hessian_and_jacobian_are_equal():
     assert_same(jacobian(chain, x, create_graph=True), jacobian(checkpointed(chain), x, create_graph=True))
 
 
-@pytest.mark.parametrize("chosen", [[0], [1], [2], [0, 2], [3], [1, 3]])
+@pytest.mark.parametrize("chosen", [[0], [1, 3], [2]])
 def test_gradients_for_a_subset_of_inputs_and_parameters_are_equal(chosen):
     def program(wrap):
         leaves = [leaf(3, 3) for _ in range(4)]
@@ -65,19 +65,6 @@ def test_gradient_for_a_tensor_made_inside_the_region_is_equal():
         x = leaf(3)
         y = wrap(block)(x)
         return torch.autograd.grad(y.sum(), [inner[0], x])
-
-    assert_same_program(program)
-
-
-def test_several_losses_over_one_region_are_equal():
-    def program(wrap):
-        x = leaf(3, 3)
-        y = wrap(chain)(x)
-        y.sum().backward(retain_graph=True)
-        first = x.grad.clone()
-        y.square().sum().backward(retain_graph=True)
-        (y.exp().sum() + y.mean()).backward()
-        return first, x.grad
 
     assert_same_program(program)
 

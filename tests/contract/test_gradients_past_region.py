@@ -7,8 +7,6 @@ A model of forces does so: positions, and the distances that were made of them o
 from __future__ import annotations
 
 import itertools
-import warnings
-from functools import partial
 
 import pytest
 import torch
@@ -79,10 +77,6 @@ REGIONS = {
     "on cpu": on_cpu,
 }
 NESTED = [("plain", "plain"), ("plain", "nothing"), ("all", "all"), ("torch", "plain"), ("plain", "torch")]
-KEPT = {
-    "native region": lambda function: partial(remat.native_save_region, "kept", function),
-    "call": lambda function: remat.op(function, "kept"),
-}
 
 
 def program(function, wrap, given, is_leaf):
@@ -123,17 +117,6 @@ def test_gradient_that_leaves_an_inner_region(function, outer):
     wraps = [REGIONS[name] for name in outer]
     may_refuse = not REFUSING.isdisjoint(outer)
     assert_equal_in_all_ways(function, lambda function: wraps[0](around(wraps[1](function))), around, may_refuse)
-
-
-@pairwise(function=FUNCTIONS, kept=KEPT, region=["plain", "nothing"])
-def test_gradient_that_leaves_what_is_kept(function, kept, region):
-    def around(function):
-        return lambda *args: function(*args).sin()
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", remat.RematWarning)
-        wrap = lambda function: REGIONS[region](around(KEPT[kept](function)))  # noqa: E731
-        assert_equal_in_all_ways(function, wrap, around, may_refuse=True)
 
 
 def test_backward_that_comes_to_leaves_is_not_repeated_before_the_region():
