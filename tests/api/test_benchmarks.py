@@ -12,14 +12,14 @@ import pytest
 import torch
 
 import torch_remat as remat
-from benchmarks import budget_models, budgets, compare, contenders, page, peers, results
+from benchmarks import budget_models, budgets, compare, contenders, page, results
 from benchmarks.__main__ import GROUPS
 from benchmarks.__main__ import main as run_benchmarks
-from benchmarks.bars import BARS, only_judged
-from benchmarks.contenders import NONE, OURS, OURS_FUNCTION, OURS_POLICY, REENTRANT, SAC, TORCH
+from benchmarks.bars import BARS
+from benchmarks.contenders import NONE, OURS, OURS_FUNCTION, OURS_POLICY, SAC, TORCH
 from benchmarks.measure import GradientMismatchError, Measurement, Result, check_gradients
 from benchmarks.results import PEAK, RETAINED, TIME
-from benchmarks.tables import MARKS, write_between
+from benchmarks.tables import MARKS
 from benchmarks.workloads import Workload
 from tests.helpers import assert_same, leaf
 from torch_remat._version import __version__
@@ -75,12 +75,6 @@ def test_contender_that_cannot_run_is_left_out_and_its_reason_told():
     assert re.match("UsageError: .*no", failed["broken"])
 
 
-def test_quick_run_leaves_out_what_no_bar_names():
-    run = torch.sin
-    workload = replace(simple(**dict.fromkeys((OURS, TORCH, REENTRANT, "floor"), run)), name="transformer")
-    assert set(only_judged(workload).forwards) == {NONE, OURS, TORCH}
-
-
 def test_other_checkout_takes_part_with_its_own_code(other_checkout):
     contenders.compare_with(other_checkout)
     package = contenders.versions(OURS)["before"]
@@ -100,11 +94,6 @@ def test_other_checkout_takes_part_with_its_own_code(other_checkout):
     x = leaf(3)
     torch.testing.assert_close(torch.autograd.grad(package.checkpoint()(torch.sin)(x).sum(), x)[0], x.cos())
     assert "before" in contenders.full_recompute()
-
-
-def test_folder_without_the_package_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match="is no checkout"):
-        peers.load_checkout(tmp_path)
 
 
 def of_time(ratio, low, high, name="transformer"):
@@ -194,16 +183,6 @@ def test_results_and_charts_of_each_contender_are_written(tmp_path):
     assert "| must | transformer |" not in (tmp_path / "benchmarks" / "README.md").read_text()
     assert "| aim | transformer |" in (tmp_path / "benchmarks" / "README.md").read_text()
     assert {path.name for path in (tmp_path / "docs" / "pictures").iterdir()} == set(page.CHARTS.values())
-
-
-@pytest.mark.parametrize("name", ["docs/performance.md", "benchmarks/README.md", "benchmarks/BUDGETS.md"])
-def test_figures_in_the_docs_have_a_place(name, tmp_path):
-    document = tmp_path / "page.md"
-    shutil.copy(ROOT / name, document)
-    text = document.read_text()
-    assert 0 < text.find(MARKS[0]) < text.find(MARKS[1])
-    write_between(document, ["| new |"])
-    assert document.read_text().split(MARKS[0])[1].split(MARKS[1])[0].strip() == "| new |"
 
 
 @pytest.mark.parametrize("name", budgets.MODELS)
