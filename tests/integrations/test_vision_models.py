@@ -42,8 +42,6 @@ _FINAL = {"final_block_channels": 16}
 _WHETHER = [[0, 1], [1], [0]]
 NETWORKS = {
     "ResNet": Network("resnet", {**_THREE_STAGES, "bottleneck": False, "conv1_stride": True}),
-    "PreResNet": Network("preresnet", {**_THREE_STAGES, "bottleneck": True, "conv1_stride": True}),
-    "MobileNetV2": Network("mobilenetv2", {**_THREE_STAGES, **_FINAL, "remove_exp_conv": False}, ("hardtanh_",)),
     "MobileNetV3": Network(
         "mobilenetv3",
         {
@@ -58,7 +56,6 @@ NETWORKS = {
         ("relu_", "hardtanh_"),
     ),
     "DenseNet": Network("densenet", {"channels": [[12, 16], [12, 16]], "init_block_channels": 8, "dropout_rate": 0.2}),
-    "RegNet": Network("regnet", {**_THREE_STAGES, "groups": [2, 4, 4], "use_se": True}),
     "EfficientNet": Network(
         "efficientnet",
         {
