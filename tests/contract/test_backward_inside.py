@@ -23,9 +23,8 @@ from tests.helpers import (
 )
 
 
-def forces(energy, positions, create_graph):
-    (grad,) = torch.autograd.grad(energy.sum(), positions, create_graph=create_graph)
-    return -grad
+def _grad_of(output, *inputs, **options):
+    return torch.autograd.grad(output.sum(), inputs, **options)[0]
 
 
 @pytest.mark.parametrize("check", ["default", "bitwise"])
@@ -35,7 +34,7 @@ def test_gradient_taken_inside_a_region_with_create_graph_is_equal(check):
 
         def block(x):
             h = x.sin()
-            return h + forces(model(h), h, create_graph=True)
+            return h - _grad_of(model(h), h, create_graph=True)
 
         x = leaf(2, 4)
         y = wrap(block)(x)
@@ -45,34 +44,14 @@ def test_gradient_taken_inside_a_region_with_create_graph_is_equal(check):
     assert_same_program(program, determinism_check=check)
 
 
-@pytest.mark.parametrize("policy", [[torch.ops.aten.mm.default], remat.policies.save_attention])
-def test_backward_of_an_inner_region_inside_a_region_with_a_policy_is_refused(policy):
-    w = leaf(3, 3)
-
-    def outer(x, w):
-        h = (x @ w).sin()
-        q = checkpointed(lambda h: (h @ w).tanh())(h)
-        q.sum().backward(inputs=[w], retain_graph=True)
-        return (h * q).exp()
-
-    with pytest.raises(remat.UsageError, match="before the region's forward ends, through an op that is not kept"):
-        remat.checkpoint(policy=policy)(outer)(leaf(3, 3), w)
-
-
 def torchs(function):
     return lambda *args: torch_checkpoint(function, *args, use_reentrant=False)
-
-
-def _grad_of(output, *inputs, **options):
-    return torch.autograd.grad(output.sum(), inputs, **options)[0]
 
 
 WHOLE_CALLS = {
     "alone": lambda run, h, w: h.cos() * _grad_of(run("n", torch.exp, h), h),
     "product": lambda run, h, w: (h.cos() * _grad_of(run("n", torch.mm, h, w), h)).sin(),
-    "two": lambda run, h, w: h.exp() * _grad_of(run("b", torch.sigmoid, run("a", torch.exp, h)), h),
     "create_graph": lambda run, h, w: h.cos() * _grad_of(run("n", torch.exp, h).sin() + h, h, create_graph=True),
-    "watched": lambda run, h, w: h.cos() * _grad_of(run("n", lambda: h.exp() * 2) + h.sin(), h),
     "of its result": lambda run, h, w: (lambda q: q * _grad_of(q.sin(), q, create_graph=True))(run("n", torch.exp, h)),
 }
 
@@ -93,7 +72,7 @@ def test_gradient_taken_inside_a_region_through_a_call_of_torchs_own_is_refused(
     else:
         with pytest.raises(remat.UsageError, match="through this call before the region's forward ends") as caught:
             program(checkpointed)
-        assert caught.value.op in ("n", "a", "b")
+        assert caught.value.op == "n"
 
 
 INSIDE_A_NATIVE_REGION = {
@@ -211,30 +190,6 @@ def test_gradient_inside_a_call_in_a_region_under_a_checkpoint(outer, options):
     expected = torch.autograd.grad(program(plain, plain, plain)(x).sum(), x)
     actual = program(outer, checkpointed, lambda f: remat.op(f, "through", **options))(x)
     assert_same(expected, torch.autograd.grad(actual.sum(), x))
-
-
-@pytest.mark.parametrize("options", [{}, {"determinism_check": "bitwise"}, {"policy": lambda *args, **kwargs: False}])
-@pytest.mark.parametrize("create_graph", [False, True])
-def test_gradient_inside_by_a_leaf_of_its_own_under_autocast(create_graph, options):
-    """Replay has another leaf, of which autocast makes the copy."""
-
-    def program(wrap):
-        torch.manual_seed(0)
-        x = leaf(4, 4)
-
-        def function(a):
-            p = a.detach().requires_grad_()
-            with torch.autocast("cpu", torch.bfloat16):
-                y = (p @ p.T).sin()
-            (gradient,) = torch.autograd.grad(y.float().sum(), p, create_graph=create_graph)
-            return (a + gradient).sin()
-
-        y = wrap(function)(x.cos())
-        y.square().sum().backward()
-        return y, x.grad
-
-    with refused_if("policy" in options):
-        assert_same(program(plain), program(remat.checkpoint(**options)))
 
 
 # --- Regions in each other: the replay of an inner one is part of the ops of the outer one

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 import torch
 from torch import nn
@@ -36,10 +34,8 @@ def differing(forward, replay):
 
 CHANGES = {
     "another op": (lambda h: h.cos().exp(), lambda h: h.sin().exp(), ("cos", "sin")),
-    "another op later": (lambda h: h.cos().exp().tanh(), lambda h: h.cos().exp().sigmoid(), ("tanh", "sigmoid")),
     "another overload": (lambda h: h**2, lambda h: h**h, ("pow",)),
     "one op more": (lambda h: h.cos(), lambda h: h.cos().exp(), ("exp",)),
-    "one op more that saves its input": (lambda h: h.cos(), lambda h: h.cos().sin(), ("sin",)),
     "one op fewer": (lambda h: h.cos().exp(), lambda h: h.cos(), ("exp",)),
     "none": (lambda h: h.cos(), lambda h: h, ("cos",)),
 }
@@ -142,36 +138,6 @@ def test_exception_that_the_region_catches_is_the_same_in_replay(where):
         assert replayed_ops(function, region(), inputs) == {"mul": 1, "cos": 1, "exp": 1}
 
 
-@pytest.mark.parametrize("kind", [Stop, KeyboardInterrupt])
-@pytest.mark.parametrize("way", ["on the exception", "in a list", "after a failing op"])
-def test_tensor_made_before_an_early_exit_is_right_afterwards(kind, way):
-    def function(x, w):
-        made = []
-
-        def body(h):
-            if way == "after a failing op":
-                with contextlib.suppress(RuntimeError):
-                    h.view(5)
-            h = (h @ w).sin()
-            torch.rand(2)
-            done = kind()
-            if way == "on the exception":
-                done.value = h
-            else:
-                made.append(h)
-            raise done
-
-        try:
-            keep("search", body, x * 2)
-        except kind as done:
-            h = done.value if way == "on the exception" else made[0]
-        return h.exp() * torch.rand_like(h)
-
-    inputs = leaf(4, 3), leaf(3, 3)
-    with pytest.warns(remat.RematWarning, match=r"search\.sin_0_0"):
-        assert_equal_gradients(function, region()(function), inputs)
-
-
 @pytest.mark.parametrize("where", ["inside", "outside"])
 def test_op_that_fails_on_the_data_fails_in_replay_too(where):
     """Cholesky with a fallback: the failure depends on data that replay does not have."""
@@ -241,8 +207,7 @@ def matmuls(ctx, op, *args, **kwargs):
 
 
 @pytest.mark.parametrize("policy", [matmuls, lambda ctx, op, *args, **kwargs: False], ids=["matmuls", "nothing"])
-@pytest.mark.parametrize("kind", ["record_function", "finally"])
-def test_ops_that_the_end_of_replay_leaves_through_are_no_mismatch(kind, policy):
+def test_ops_that_the_end_of_replay_leaves_through_are_no_mismatch(policy):
     counts = []
 
     def program(wrap):
@@ -252,16 +217,13 @@ def test_ops_that_the_end_of_replay_leaves_through_are_no_mismatch(kind, policy)
         def function(x):
             h = x.sin()
             try:
-                if kind == "record_function":
-                    with record_function("a"):
-                        return linear(h)
-                return linear(h)
+                with record_function("a"):
+                    return linear(h)
             finally:
-                if kind == "finally":
-                    counter.add_(1)
-                    counter.add_(counter)
-                    torch.add(log, 1, out=log)
-                    names.append(h.view(-1).shape)
+                counter.add_(1)
+                counter.add_(counter)
+                torch.add(log, 1, out=log)
+                names.append(h.view(-1).shape)
 
         y = wrap(function)(x)
         y.sum().backward()
@@ -269,7 +231,7 @@ def test_ops_that_the_end_of_replay_leaves_through_are_no_mismatch(kind, policy)
         return y, x.grad, parameter_gradients(linear)  # what `finally` modified, it modifies once more
 
     assert_same_program(program, policy=policy)
-    assert counts == ([1, 2] if kind == "finally" else [0, 0])
+    assert counts == [1, 2]
 
 
 POLICY_CHANGES = {
@@ -318,17 +280,3 @@ def test_hidden_change_after_the_region_is_an_error():
         h.add_(1)
     with pytest.raises(remat.MutationError, match="mm_0_0"):
         y.sum().backward()
-
-
-def test_read_that_would_need_random_numbers_whose_state_was_not_kept_is_refused():
-    """What is made again may itself read what was drawn, and nothing else of the region drew in replay."""
-
-    def function(x):
-        noisy = x.detach() + torch.rand(3)
-        return (x.exp() * float(noisy.numpy().sum())).sin()
-
-    y = remat.checkpoint(policy=lambda *_, **__: False)(function)(leaf(3))
-    state = torch.get_rng_state()
-    with pytest.raises(remat.PlaceholderError):
-        y.sum().backward()
-    assert torch.equal(torch.get_rng_state(), state)
