@@ -184,29 +184,6 @@ def test_everything_dies_however_a_region_ends(way, end, depth, options):
     assert live.bytes() == 0
 
 
-@pairwise(way=WAYS, where=["call", "between", "end"], depth=[1, 2])
-def test_exception_in_forward_frees_everything(way, where, depth):
-    live = LiveStorages()
-
-    def fail(_):
-        raise ValueError("in forward")
-
-    def level(h, left):
-        h = way.keep("a", lambda h: h.sin().exp(), h)
-        if left:
-            h = way.region(level)(h, left - 1)
-        elif where == "call":
-            way.keep("fails", fail, h)
-        elif where == "between":
-            fail(h)
-        way.keep("b", lambda h: h.tanh() * h, h)
-        fail(h)
-
-    with live, pytest.raises(ValueError, match="in forward"):
-        way.region(level)(leaf(3, 3) * 1, depth - 1)
-    assert live.bytes() == 0
-
-
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_retained_bytes_after_forward_are_inputs_and_outputs_and_nothing_more(early_stop):
     mlp = Mlp(16)

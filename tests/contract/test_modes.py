@@ -6,7 +6,6 @@ import contextlib
 
 import pytest
 import torch
-from torch import nn
 
 from tests.helpers import (
     Calls,
@@ -19,7 +18,6 @@ from tests.helpers import (
     checkpointed,
     collector_off,
     leaf,
-    pairwise,
     parameter_gradients,
     watch,
 )
@@ -101,24 +99,6 @@ def test_replay_runs_under_the_autocast_of_forward(forward, backward):
         return y, x.grad, *parameter_gradients(mlp)
 
     assert_same_program(program, replays=2)
-
-
-@pairwise(use_before=[False, True], use_between=[False, True], early_stop=[True, False])
-def test_weight_shared_by_two_regions_under_autocast_is_equal(use_before, use_between, early_stop):
-    """The first use of a weight casts it, later uses find it in the cast cache; replay starts with an empty cache."""
-
-    def program(wrap):
-        w = nn.Parameter(torch.randn(4, 4))
-        x = leaf(2, 4)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            h = x @ w if use_before else x
-            h = wrap(lambda h: (h @ w).sin() @ w)(h)
-            h = h @ w if use_between else h
-            h = wrap(lambda h: (h @ w).cos() @ w)(h)
-        h.float().sum().backward()
-        return h, x.grad, w.grad
-
-    assert_same_program(program, replays=2, early_stop=early_stop)
 
 
 @pytest.mark.parametrize(("forward", "backward"), [("meta", None), (None, "meta")])

@@ -23,7 +23,7 @@ from tests.helpers import (
     plain,
     watch,
 )
-from tests.ways import BY_HANDLE, BY_NATIVE_REGION, BY_OP, WAYS, assert_same_in
+from tests.ways import BY_HANDLE, WAYS, assert_same_in
 
 TORCH = functools.partial(torch_checkpoint, use_reentrant=False)
 REENTRANT = functools.partial(torch_checkpoint, use_reentrant=True)
@@ -220,33 +220,6 @@ def test_backward_of_nested_regions_holds_the_values_of_one_inner_region_at_a_ti
     assert {len(refs) for refs in made.values()} <= {4, 6}
 
 
-@pairwise(
-    around=["region", "checkpoint"],
-    how=[BY_OP.keep, BY_NATIVE_REGION.keep],
-    op=[torch.sin, torch.mul, torch.mm, lambda a: a.sin() * a],
-)
-def test_a_tensor_that_is_argument_and_variable_of_an_inner_region(op, how, around):
-    """The checkpoint in between is replayed with two tensors in place of the one."""
-
-    def program(outer, checkpoint, inner, call):
-        def middle(one, other):
-            return inner(lambda x: call("op", op, *((x, one) if op in (torch.mul, torch.mm) else (one,))).sin())(other)
-
-        def block(x):
-            y = x.softmax(-1)
-            return checkpoint(middle)(y, y)
-
-        x = leaf(4, 4)
-        return torch.autograd.grad(outer(block)(x).sum(), x)[0]
-
-    torchs = functools.partial(functools.partial, TORCH)
-    wrap = checkpointed if around == "region" else torchs
-    torch.manual_seed(0)
-    expected = program(plain, plain, plain, lambda name, function, *args: function(*args))
-    torch.manual_seed(0)
-    assert_same(expected, program(wrap, torchs, checkpointed, how))
-
-
 @pytest.mark.parametrize("opaque", [True, False])
 def test_argument_with_a_history_that_a_call_in_an_inner_region_reads_as_a_variable(opaque):
     """In the outer replay it must be no leaf either, of which nothing is kept: nor would be what the call returns."""
@@ -264,27 +237,6 @@ def test_argument_with_a_history_that_a_call_in_an_inner_region_reads_as_a_varia
 
     actual = program(checkpointed, checkpointed, lambda function: remat.op(function, "kept", opaque=opaque))
     assert_same(program(plain, plain, plain), actual)
-
-
-@pytest.mark.parametrize(
-    "policy", [None, [torch.ops.aten.mm.default], lambda *args, **kwargs: remat.CheckpointPolicy.SAVE]
-)
-def test_argument_with_a_history_that_an_inner_region_casts_under_autocast(policy):
-    """Autocast keeps the casts of leaves, which an argument is in no phase."""
-
-    def program(outer, inner):
-        torch.manual_seed(0)
-        x = leaf(4, 4)
-
-        def function(h):
-            with torch.autocast("cpu", torch.bfloat16):
-                return torch.linalg.cholesky(h @ h.T + torch.eye(4)).float()
-
-        y = outer(lambda a: inner(function)(a))(x.cos())
-        y.square().sum().backward()
-        return y, x.grad
-
-    assert_same(program(plain, plain), program(remat.checkpoint(), remat.checkpoint(policy=policy)))
 
 
 @pairwise(style=STYLES, outer=POLICIES, inner=POLICIES, ids=str)

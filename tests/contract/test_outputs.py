@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections import deque, namedtuple
-from functools import partial
 
 import pytest
 import torch
@@ -13,16 +11,12 @@ from torch import nn
 
 from tests.handle_ops import (
     KERNELS,
-    POLICIES,
     RECOMPUTE,
     SAVE,
     STYLES,
-    Affine,
     Both,
-    Gated,
     Gather,
     Inner,
-    Sort,
     Trace,
     Transpose,
     as_tuple,
@@ -98,21 +92,13 @@ def test_whatever_a_plain_function_may_return_a_region_may_return(name):
         return found, x.grad
 
     assert_same_program(program, replays=0 if name in ("nothing", "number") else 1)
-    with torch.no_grad():
-        out = checkpointed(function)(leaf(2, 3))
-    assert all(isinstance(y, torch.Tensor) for y in tensors_in(out))
     assert shown[0] == shown[1]
-    assert shown[0][0] is type(out)
-
-
-@pytest.mark.parametrize("name", [name for name in RETURNED if name not in ("object", "itself inside")])
-def test_output_of_any_kind_takes_the_region_with_it_when_it_dies(name):
-    function, _ = RETURNED[name]
     x = leaf(2, 3)
     with collector_off(), LiveStorages() as live:
         out = checkpointed(lambda x: function(x.sin().exp()))(x)
+        assert type(out) is shown[0][0]
         del out
-        assert live.count() == 0
+        assert live.count() == 0 or name in ("object", "itself inside")  # they hold themselves
 
 
 def unsaved_end(x):
@@ -135,10 +121,7 @@ def test_output_changed_in_place_by_the_caller_is_equal(name):
         y = wrap(unsaved_end)(x)
         CALLER_CHANGES[name](y, x)
         z = wrap(unsaved_end)(y * 1)
-        results = [torch.autograd.grad(z.sum(), x, retain_graph=True) for _ in range(2)]
-        (first,) = torch.autograd.grad(z.sum(), x, create_graph=True)
-        first.square().sum().backward()
-        return y, z, results, first, x.grad
+        return y, z, [torch.autograd.grad(z.sum(), x, retain_graph=True) for _ in range(2)]
 
     assert_same_program(program)
 
@@ -258,43 +241,7 @@ def test_replay_shows_of_the_outputs_of_a_skipped_op_what_forward_showed(kernel,
     assert shown[:2] == shown[2:]
 
 
-@pytest.mark.parametrize("sort", POLICIES, ids=str)
-def test_integer_and_undifferentiable_outputs_feed_other_ops(sort):
-    def program(wrap, policies):
-        x = leaf(3, 3)
-
-        def block(x):
-            values, index = call("handle", Sort, Trace(), "sort", sort, x.sin())
-            y, mask = call("auto", Gated, Trace(), "gate", policies[0], values)
-            assert (index.requires_grad, mask.requires_grad) == (False, False)
-            h = call("auto", Gather, Trace(), "gather", policies[1], y, index)
-            return call("handle", Affine, Trace(), "reader", RECOMPUTE, h, mask), index, mask
-
-        y, index, mask = wrap(block)(x)
-        y.sum().backward()
-        return y, index, mask, x.grad
-
-    for policies in itertools.product(POLICIES, repeat=2):
-        assert_same_program(partial(program, policies=policies), replays=1)
-
-
-@pytest.mark.parametrize("style", STYLES)
-def test_saved_op_that_is_given_a_tensor_and_a_skipped_view_of_it_is_equal(style):
-    def program(wrap):
-        x = leaf(3, 3)
-
-        def block(x):
-            h = x.sin()
-            return call(style, Affine, Trace(), "both", SAVE, call(style, Transpose, Trace(), "view", SAVE, h), h)
-
-        y = wrap(block)(x)
-        y.sum().backward()
-        return y, x.grad
-
-    assert_same_program(program)
-
-
-@pytest.mark.parametrize("alias", ["of the view", "of the base", "of an alias", "of a skipped result"])
+@pytest.mark.parametrize("alias", ["of the view", "of a skipped result"])
 def test_op_that_runs_again_on_a_detached_alias_of_a_skipped_view_is_equal(alias):
     def program(wrap):
         x = leaf(3, 3)
@@ -303,9 +250,9 @@ def test_op_that_runs_again_on_a_detached_alias_of_a_skipped_view_is_equal(alias
             h = x.sin()
             if alias == "of a skipped result":
                 h = call("auto", Inner, Trace(), "skipped", SAVE, h)
-            given = h.detach() if alias in ("of an alias", "of a skipped result") else h
+            given = h.detach() if alias == "of a skipped result" else h
             view = call("auto", Transpose, Trace(), "view", SAVE, given)
-            read = {"of the view": view.detach(), "of the base": h.detach()}.get(alias, given)
+            read = view.detach() if alias == "of the view" else given
             return call("auto", Both, Trace(), "again", RECOMPUTE, read), call("auto", Inner, Trace(), "in", SAVE, h)
 
         y, z = wrap(block)(x)

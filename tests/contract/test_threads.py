@@ -67,18 +67,6 @@ def test_regions_in_eight_threads_at_once_have_equal_gradients():
         assert_same(one, other)
 
 
-def test_backward_in_another_thread_than_forward_is_equal():
-    x = leaf(6)
-    y = checkpointed(chain)(x)
-
-    def backward():
-        y.sum().backward()
-        assert not remat.is_recomputing()
-
-    run_in_threads(backward)
-    assert_same(x.grad, torch.autograd.grad(chain(x).sum(), x)[0])
-
-
 class Overlap:
     """Runs a function slowly and remembers how many calls of it ran at one time."""
 

@@ -85,24 +85,6 @@ def test_leaf_of_a_wrapper_subclass_that_replay_makes_with_other_values_is_an_er
         remat.checkpoint()(penalty)(x).sum().backward()
 
 
-def test_backward_from_a_tensor_that_left_the_region_by_the_side_is_equal():
-    def program(wrap):
-        left = []
-
-        def block(x):
-            h = x.sin().exp()
-            left.append(h.cos())
-            return h.tanh()
-
-        x = leaf(4)
-        y = wrap(block)(x)
-        first = torch.autograd.grad(left[0].sum(), x, retain_graph=True)
-        y.sum().backward()
-        return first, x.grad
-
-    assert_same_program(program)
-
-
 def test_plain_region_runs_under_no_dispatch_mode_in_either_phase():
     stacks = []
 
