@@ -173,18 +173,6 @@ def test_figures_in_the_docs_are_those_of_the_newest_results(document, text):
     assert written.strip() == text(results.read(results.newest(1)[0]))
 
 
-def test_results_and_charts_of_each_contender_are_written(tmp_path):
-    pytest.importorskip("matplotlib")
-    for name in ("docs/performance.md", "benchmarks/README.md"):
-        (tmp_path / name).parent.mkdir()
-        shutil.copy(ROOT / name, tmp_path / name)
-    page.write(run_of(of_time(0.5, 0.4, 0.6), version="now"), tmp_path)
-    assert "| transformer | 0.500 (0.400-0.600) |" in (tmp_path / "docs" / "performance.md").read_text()
-    assert "| must | transformer |" not in (tmp_path / "benchmarks" / "README.md").read_text()
-    assert "| aim | transformer |" in (tmp_path / "benchmarks" / "README.md").read_text()
-    assert {path.name for path in (tmp_path / "docs" / "pictures").iterdir()} == set(page.CHARTS.values())
-
-
 @pytest.mark.parametrize("name", budgets.MODELS)
 def test_models_of_budgets_have_equal_gradients_in_regions(name):
     model = budgets.MODELS[name]()

@@ -148,15 +148,6 @@ class Doubling(torch.autograd.graph.saved_tensors_hooks):
 PRODUCTS_KEPT = {"context_fn": functools.partial(create_selective_checkpoint_contexts, PRODUCTS)}
 
 
-@pytest.mark.parametrize("respects", [None, True])
-def test_what_a_policy_keeps_passes_the_hooks_around(block, respects):
-    hooks = Doubling()
-    with hooks:
-        y = remat.drop_in()(block, X, use_reentrant=False, respect_saved_tensors_hooks=respects, **PRODUCTS_KEPT)
-    assert hooks.packed.count((4, 8)) == 2  # its input, and the last product
-    y.sum().backward()
-
-
 @pytest.mark.parametrize("given", ["option", "contexts"])
 def test_a_policy_and_hooks_that_are_not_to_be_respected_are_an_error(block, given):
     run = remat.drop_in(policy=PRODUCTS) if given == "option" else remat.drop_in()
@@ -294,15 +285,6 @@ def test_options_of_drop_in_come_before_those_of_a_call():
         run(remat.drop_in(), determinism_check="bitwise")
     with pytest.raises(MismatchError):
         run(remat.drop_in(determinism_check="bitwise"), determinism_check="default")
-
-
-def test_random_state_is_kept_unless_the_call_says_otherwise(block):
-    states = []
-    for given in ({}, {"preserve_rng_state": True}, {"preserve_rng_state": False}):
-        with no_other_regions():
-            (region,) = remat.memory_report(remat.drop_in()(block, X, **given)).regions
-        states.append("random state" in [tensor.label for tensor in region.tensors])
-    assert states == [True, True, False]
 
 
 def test_wrong_options_are_errors(block):

@@ -150,10 +150,8 @@ class Odd(nn.Module):
 
 ODD = {
     "sparse": lambda: (torch.eye(8).to_sparse(), torch.sparse.mm),
-    "sparse rows": lambda: (torch.eye(8).to_sparse_csr(), torch.sparse.mm),
     "wrapper": lambda: (TwoTensor(torch.ones(4), torch.ones(4)), lambda odd, y: odd.add_(1).a.clone() * y),
     "jagged": lambda: (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), None),
-    "overlapping": lambda: (torch.ones(1).expand(4), torch.mul),
     "meta": lambda: (torch.ones(4, device="meta"), None),
 }
 

@@ -22,6 +22,7 @@ from tests.helpers import (
     pairwise,
     watch,
 )
+from tests.ways import WAYS
 
 
 class OwnError(BaseException):
@@ -68,20 +69,26 @@ def assert_next_region_works():
 KINDS = [ValueError, remat.RematError, OwnError, torch.OutOfMemoryError]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_exception_in_forward_passes_and_leaves_nothing_behind(kind):
+@pairwise(kind=KINDS, way=WAYS, where=["in what is kept", "after it"])
+def test_exception_in_forward_passes_and_leaves_nothing_behind(kind, way, where):
     inner = []
 
-    def block(x):
+    def kept(x):
         h = x.sin().exp()
         inner.extend(watch(h))
+        if where == "in what is kept":
+            raise kind("in forward")
+        return h
+
+    def block(x):
+        way.keep("kept", kept, x)
         with torch.autocast("cpu"), torch.no_grad():
             raise kind("in forward")
 
     with collector_off():
         x = leaf(3) * 1
         references = watch(x)
-        assert raised(kind, checkpointed(block), x).startswith("in forward")
+        assert raised(kind, way.region(block), x).startswith("in forward")
         assert alive(inner) == 0
         del x
         assert alive(references) == 0

@@ -195,7 +195,6 @@ ATTRIBUTED = {
     "argument": lambda body, x, m: lambda wrap: wrap(body)(x, m),
     "in a list, twice": lambda body, x, m: lambda wrap: wrap(lambda x, m, ms: body(x, ms[0]))(x, m, [m]),
     "view": lambda body, x, m: lambda wrap: wrap(body)(x, marked(m.view(-1)[:3], **m.__dict__)),
-    "result of an op": lambda body, x, m: lambda wrap: wrap(body)(x, marked(x * 2, **m.__dict__)),
     "parameter": lambda body, x, m: lambda wrap: wrap(body)(x, marked(nn.Parameter(m * 1), **m.__dict__)),
 }
 

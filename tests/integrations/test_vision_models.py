@@ -56,20 +56,6 @@ NETWORKS = {
         ("relu_", "hardtanh_"),
     ),
     "DenseNet": Network("densenet", {"channels": [[12, 16], [12, 16]], "init_block_channels": 8, "dropout_rate": 0.2}),
-    "EfficientNet": Network(
-        "efficientnet",
-        {
-            **_THREE_STAGES,
-            **_FINAL,
-            "kernel_sizes": [[3, 3], [5], [3]],
-            "strides_per_stage": [1, 2, 2],
-            "expansion_factors": [[1, 1], [2], [2]],
-        },
-        (),
-    ),
-    "ShuffleNetV2": Network(
-        "shufflenetv2", {"channels": [[32, 32], [32]], "init_block_channels": 8, **_FINAL, "use_se": True}
-    ),
 }
 BLOCKS = "features.stage?.*"  # residual units, and the transitions between dense blocks
 POLICIES = {name: getattr(remat.policies, name) for name in remat.policies.__all__}
@@ -159,17 +145,6 @@ def test_what_is_saved_and_then_activated_in_place_gives_the_same(name, policy):
     model, x = build(name)
     remat.checkpoint_modules(model, BLOCKS, policy=policy)
     assert_same(expected, train_step(model, x))
-
-
-def test_an_activation_that_is_a_region_and_changes_its_input_is_an_error_in_torch_too():
-    model, x = build("ResNet")
-    regions_by_torch(model, "features.stage?.*.activ")
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        train_step(model, x)
-    model, x = build("ResNet")
-    remat.checkpoint_modules(model, "features.stage?.*.activ")
-    with pytest.raises(remat.MutationError, match=r"activ::args\[0\]"):
-        train_step(model, x)
 
 
 TRANSFORMERS = [name for name, family in FAMILIES.items() if family.statistics]
