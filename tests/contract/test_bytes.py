@@ -16,13 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import torch_remat as remat
-from tests.helpers import (
-    CountOps,
-    alive,
-    assert_same,
-    leaf,
-    watch,
-)
+from tests.helpers import CountOps, alive, assert_same, leaf, watch
 from tests.native_programs import (
     ATTENTION,
     MATMULS,

@@ -11,14 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import GraphExecGroup
 
 import torch_remat as remat
-from tests.handle_ops import (
-    POLICIES,
-    STYLES,
-    Affine,
-    Power,
-    Trace,
-    call,
-)
+from tests.handle_ops import POLICIES, STYLES, Affine, Power, Trace, call
 from tests.helpers import (
     Calls,
     CountOps,

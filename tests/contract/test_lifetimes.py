@@ -12,16 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import GraphExecGroup
 
 import torch_remat as remat
-from tests.handle_ops import (
-    POLICIES,
-    RECOMPUTE,
-    STYLES,
-    Inner,
-    Kernel,
-    Trace,
-    call,
-    policy_ids,
-)
+from tests.handle_ops import POLICIES, RECOMPUTE, STYLES, Inner, Kernel, Trace, call, policy_ids
 from tests.helpers import (
     LiveStorages,
     Mlp,

@@ -9,19 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.handle_ops import (
-    KERNELS,
-    RECOMPUTE,
-    SAVE,
-    STYLES,
-    Both,
-    Gather,
-    Inner,
-    Trace,
-    Transpose,
-    as_tuple,
-    call,
-)
+from tests.handle_ops import KERNELS, RECOMPUTE, SAVE, STYLES, Both, Gather, Inner, Trace, Transpose, as_tuple, call
 from tests.helpers import LiveStorages, assert_same, assert_same_program, checkpointed, collector_off, leaf, pairwise
 
 Pair = namedtuple("Pair", ["one", "two"])

@@ -14,15 +14,7 @@ from torch.nn import functional as F
 
 import torch_remat as remat
 from tests.handle_ops import POLICIES, RECOMPUTE, SAVE, STYLES, Affine, Kernel, Trace, call
-from tests.helpers import (
-    assert_same,
-    assert_same_program,
-    checkpointed,
-    collector_off,
-    leaf,
-    pairwise,
-    plain,
-)
+from tests.helpers import assert_same, assert_same_program, checkpointed, collector_off, leaf, pairwise, plain
 from tests.ways import BY_HANDLE, KEEPING, WAYS, assert_same_in
 
 
