@@ -124,21 +124,6 @@ def test_what_a_subclass_makes_of_functions_it_makes_in_replay_too(run, backward
 # ---- hooks on tensors
 
 
-@EVERY
-def test_hook_of_a_weight_that_is_used_inside_and_outside_runs_once_with_the_whole_gradient(run):
-    w, x = nn.Parameter(torch.randn(3, 3)), leaf(2, 3)
-
-    def function(x):
-        return (x @ w).sin().exp()
-
-    expected = torch.autograd.grad((function(x) @ w).cos().sum(), w)
-    hooked, accumulated = [], []
-    w.register_hook(lambda grad: hooked.append(grad.clone()))
-    w.register_post_accumulate_grad_hook(lambda tensor: accumulated.append(tensor.grad.clone()))
-    (run(function, x) @ w).cos().sum().backward()
-    assert_same([expected, expected], [hooked, accumulated])
-
-
 # ---- hooks on saved tensors
 
 

@@ -13,10 +13,9 @@ from collections import Counter
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import torch_remat as remat
-from tests.helpers import CountOps, alive, assert_same, leaf, watch
+from tests.helpers import alive, assert_same, leaf, watch
 from tests.native_programs import (
     ATTENTION,
     MATMULS,
@@ -33,92 +32,6 @@ from tests.native_programs import (
     sac,
     uncollected,
 )
-
-
-def unread(m, x, w):
-    """A matmul saves what it was given; nobody reads what it makes."""
-    return m("h", keep("a", torch.mm, x, w)) * 2
-
-
-def born_inside(m, x, w):
-    return keep("a", lambda: m("c", m("b", m("a", x @ w).sin()).exp())) * 2
-
-
-def read_through_a_sum(m, x, w):
-    return m("y", m("sum", m("h", keep("a", torch.mm, x, w)) + x).sin())
-
-
-def read_after_the_last_fill(m, x, w):
-    g = m("g", x.sin())
-    return m("y", m("h", keep("a", torch.mm, g, w)) + g)
-
-
-def outside_tensor_saved_inside(m, x, w):
-    g = m("g", x.exp())
-    return keep("a", lambda: m("s", g.sin()) * 2)
-
-
-def read_by_the_next_native_region(m, x, w):
-    h = m("h", keep("a", torch.mm, x, w))
-    return keep("b", lambda: m("s", h.sin()) * 2)
-
-
-def view_of_what_it_returns(m, x, w):
-    return m("y", m("h", keep("a", torch.mm, x, w)).t()[1:].sin())
-
-
-def returned_twice(m, x, w):
-    one, two, three = keep("a", lambda: ((h := m("h", x @ w)), h, h.view(-1)))
-    return (one.sin() + two.cos()).view(-1) * three
-
-
-def parameter_inside(m, x, w):
-    return keep("a", lambda: m("s", w.sin()) + m("t", w.t()[1:].cos()).sum(0)) * 2
-
-
-def one_of_two_outputs(m, x, w):
-    u, v = keep("a", lambda: (m("u", x @ w), m("v", x * 3)))
-    return m("y", v.sin()) + u
-
-
-def integers(m, x, w):
-    values, index = keep("a", lambda: tuple(m(*pair) for pair in zip(("values", "index"), x.sort(-1), strict=True)))
-    return w.gather(-1, index) + values
-
-
-def changed_in_place_inside(m, x, w):
-    return keep("a", lambda: m("s", m("h", x @ w).add_(1).mul_(2).sin())) * 2
-
-
-def recomputed_region_reads(m, x, w):
-    h = m("h", keep("a", torch.mm, x, w))
-    return remat.op(lambda t: m("s", m("d", t * 2).sin()).exp(), "b", policy=RECOMPUTE)(h)
-
-
-def native_chain(m, x, w):
-    a = m("a", keep("1", torch.mm, x, w))
-    b = m("b", keep("2", torch.mm, a, w))
-    c = m("c", keep("3", torch.mm, b.sin(), w))
-    return m("d", keep("4", lambda: c * 2))
-
-
-BY_HAND = {
-    unread: "",
-    born_inside: "a c",
-    read_through_a_sum: "h",
-    read_after_the_last_fill: "",
-    outside_tensor_saved_inside: "",
-    read_by_the_next_native_region: "h",
-    view_of_what_it_returns: "h",
-    returned_twice: "h",
-    parameter_inside: "",
-    one_of_two_outputs: "v",
-    integers: "index",
-    changed_in_place_inside: "h",
-    recomputed_region_reads: "h",
-    native_chain: "a b",
-}
-
 
 TRANSFORMER = {  # the bytes kept at width 256, and the ops that run again
     "attention": (ATTENTION, 1_056_768, {"native_layer_norm": 2, "addmm": 3, "add": 1, "gelu": 1}),
@@ -180,10 +93,52 @@ def test_placeholder_that_outlives_replay_keeps_nothing_of_the_region_alive(make
             states[1].sum().item()
 
 
-# --- Under a policy
-
-
 MM = [aten.mm.default]
+
+
+def returned_twice(m, x, w):
+    one, two, three = keep("a", lambda: ((h := m("h", x @ w)), h, h.view(-1)))
+    return (one.sin() + two.cos()).view(-1) * three
+
+
+def one_of_two_outputs(m, x, w):
+    u, v = keep("a", lambda: (m("u", x @ w), m("v", x * 3)))
+    return m("y", v.sin()) + u
+
+
+def integers(m, x, w):
+    values, index = keep("a", lambda: tuple(m(*pair) for pair in zip(("values", "index"), x.sort(-1), strict=True)))
+    return w.gather(-1, index) + values
+
+
+def recomputed_region_reads(m, x, w):
+    h = m("h", keep("a", torch.mm, x, w))
+    return remat.op(lambda t: m("s", m("d", t * 2).sin()).exp(), "b", policy=RECOMPUTE)(h)
+
+
+def native_chain(m, x, w):
+    a = m("a", keep("1", torch.mm, x, w))
+    b = m("b", keep("2", torch.mm, a, w))
+    c = m("c", keep("3", torch.mm, b.sin(), w))
+    return m("d", keep("4", lambda: c * 2))
+
+
+NATIVE = {  # program, and the names of what it keeps; it takes what marks a tensor by a name, and two tensors
+    "read by nobody": (lambda m, x, w: m("h", keep("a", torch.mm, x, w)) * 2, ""),
+    "born inside": (lambda m, x, w: keep("a", lambda: m("c", m("b", m("a", x @ w).sin()).exp())) * 2, "a c"),
+    "read through a sum": (lambda m, x, w: m("y", m("s", m("h", keep("a", torch.mm, x, w)) + x).sin()), "h"),
+    "read after the last fill": (lambda m, x, w: (g := m("g", x.sin())) + m("h", keep("a", torch.mm, g, w)), ""),
+    "saved inside, born outside": (lambda m, x, w: keep("a", lambda g: m("s", g.sin()) * 2, m("g", x.exp())), ""),
+    "read by the next one": (lambda m, x, w: keep("b", lambda h: h.sin() * 2, m("h", keep("a", torch.mm, x, w))), "h"),
+    "view of its result": (lambda m, x, w: m("y", m("h", keep("a", torch.mm, x, w)).t()[1:].sin()), "h"),
+    "returned twice": (returned_twice, "h"),
+    "parameter inside": (lambda m, x, w: keep("a", lambda: m("s", w.sin()) + w.t()[1:].cos().sum(0)) * 2, ""),
+    "one of two outputs": (one_of_two_outputs, "v"),
+    "integers": (integers, "index"),
+    "changed in place": (lambda m, x, w: keep("a", lambda: m("h", x @ w).add_(1).mul_(2).sin()) * 2, "h"),
+    "read by a recomputed one": (recomputed_region_reads, "h"),
+    "chain": (native_chain, "a b"),
+}
 
 
 def only_feeds_a_saved_op(m, x, w):
@@ -221,7 +176,7 @@ def numbers(m, x, w):
 
 
 ROWS = [
-    *((function, None, names, None) for function, names in BY_HAND.items()),
+    *(pytest.param(program, None, names, None, id=name) for name, (program, names) in NATIVE.items()),
     (only_feeds_a_saved_op, MM, "h", {"exp": 1}),
     (only_feeds_a_saved_op, [], "", {"mul": 1, "add": 1, "mm": 1, "exp": 1}),
     (only_feeds_a_saved_op, [aten.add.Tensor], "b", {"mm": 1, "exp": 1}),
@@ -272,36 +227,3 @@ def test_region_keeps_and_runs_what_was_counted_by_hand(function, ops, names, ru
         assert runs is None or ours == runs
         peer = replayed_ops(lambda x: function(Marks(), x, w), sac(policy), [x], [w])
         assert not Counter(ours) - Counter(peer)
-
-
-# --- What a mode outside sees of replay
-
-
-def all_backward_ops(checkpointed, *inputs):
-    """Return how often each op ran in backward, as a mode outside counts, detach excluded, and the gradients."""
-    y = checkpointed(*inputs)
-    with CountOps() as ops:
-        gradients = torch.autograd.grad(y.sum(), inputs)
-    del ops.counts["detach"]
-    return ops.counts, gradients
-
-
-@pytest.mark.parametrize("last", ["a norm", "a product with a constant"])
-def test_replay_ends_at_the_last_tensor_also_if_that_is_a_float_without_gradient(last):
-    """Such a tensor may be a buffer that its op is about to fill; here it is none, as the calls tell."""
-
-    def function(x, w):
-        if last == "a norm":
-            h = F.layer_norm(x.sin(), (4,))
-        else:
-            with torch.no_grad():
-                constant = (x @ w).sin()
-            h = x.sin() * constant
-        return h.t().contiguous().t() + h.view(2, -1)[:, :4].sum()
-
-    policy = [aten.add.Tensor]
-    x, w = leaf(4, 4), torch.randn(4, 4)
-    ours, gradient = all_backward_ops(lambda x: region(policy)(function)(x, w), x)
-    peers, _ = all_backward_ops(lambda x: sac(policy)(function)(x, w), x)
-    assert not ours - peers
-    assert_same(torch.autograd.grad(function(x, w).sum(), x), gradient)

@@ -82,9 +82,6 @@ def test_native_region_that_is_missing_new_or_renamed_in_replay_is_an_error():
         assert function is not missing_where_its_ops_run or caught.value.op == "scores"
 
 
-# In-place changes of what is kept
-
-
 @pytest.mark.parametrize("how", ["returned", "view", "inside", "slot"])
 def test_in_place_change_of_a_kept_tensor_is_an_error_with_its_name(how):
     held = []
@@ -105,9 +102,6 @@ def test_in_place_change_of_a_kept_tensor_is_an_error_with_its_name(how):
     assert caught.value.op == "scores"
     assert "block::scores" in str(caught.value)
     assert caught.value.tensor
-
-
-# Exceptions
 
 
 class Stop(Exception):
@@ -136,9 +130,6 @@ def test_exception_that_the_region_catches_is_the_same_in_replay(where):
     assert_equal_gradients(function, region()(function), inputs)
     if where != "nested":
         assert replayed_ops(function, region(), inputs) == {"mul": 1, "cos": 1, "exp": 1}
-
-
-# Misuse
 
 
 def test_wrong_name_or_function_is_an_error():
@@ -175,9 +166,6 @@ MM = [aten.mm.default]
 
 def matmuls(ctx, op, *args, **kwargs):
     return op is aten.mm.default
-
-
-# Other ops in replay
 
 
 @pytest.mark.parametrize("policy", [matmuls, lambda ctx, op, *args, **kwargs: False], ids=["matmuls", "nothing"])
@@ -246,11 +234,3 @@ def test_policy_that_answers_otherwise_in_replay_changes_nothing():
 
 
 # Changes in place that no version counter of the kept tensor shows
-
-
-def test_hidden_change_after_the_region_is_an_error():
-    h, y = region(MM)(lambda x, w: (h := x.sin() @ w, h.exp().tanh()))(leaf(2, 3, 4), leaf(4, 4))
-    with torch.no_grad():
-        h.add_(1)
-    with pytest.raises(remat.MutationError, match="mm_0_0"):
-        y.sum().backward()

@@ -206,19 +206,3 @@ def test_code_that_catches_exceptions_is_right_under_early_stop(block, early_sto
         return y, first, x.grad
 
     assert_same_program(program, early_stop=early_stop)
-
-
-def test_exception_that_user_code_handles_inside_a_region_is_equal():
-    def program(wrap):
-        def block(x):
-            try:
-                x.sin().exp() @ torch.ones(17)
-            except RuntimeError:
-                x = x.cos()
-            return chain(x)
-
-        x = leaf(4)
-        wrap(block)(x).sum().backward()
-        return x.grad
-
-    assert_same_program(program, replays=1)

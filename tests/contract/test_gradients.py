@@ -108,11 +108,6 @@ def to_another(a, b, w, x):
     return force * 2 + b.sum()
 
 
-def to_both(a, b, w, x):
-    (force,) = torch.autograd.grad((b.sin() * a).sum(), a, create_graph=True)
-    return (force * 2 + b.sum()).exp() * 0.1
-
-
 def as_numbers(a, b, w, x):
     (force,) = torch.autograd.grad((b.sin() * a).sum(), a, retain_graph=True)
     return force * 2 * b
@@ -134,7 +129,7 @@ def not_leaving(a, b, w, x):
     return force * b
 
 
-FUNCTIONS = [to_another, to_both, as_numbers, of_what_is_linear, to_a_leaf_before, not_leaving]
+FUNCTIONS = [to_another, as_numbers, of_what_is_linear, to_a_leaf_before, not_leaving]
 
 
 def by_torch(function):
@@ -210,7 +205,7 @@ def test_backward_that_comes_to_leaves_is_not_repeated_before_the_region():
 
 @pytest.mark.parametrize("is_leaf", [False, True])
 @pytest.mark.parametrize(
-    "function", [to_another, to_both, as_numbers, of_what_is_linear], ids=lambda function: function.__name__
+    "function", [to_another, as_numbers, of_what_is_linear], ids=lambda function: function.__name__
 )
 def test_gradient_that_comes_back_by_another_argument_is_an_error_in_forward(function, is_leaf):
     x = leaf(4, 4)

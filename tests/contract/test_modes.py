@@ -12,13 +12,10 @@ from torch import nn
 
 import torch_remat as remat
 from tests.helpers import (
-    Calls,
-    LiveStorages,
     Mlp,
     alive,
     assert_same,
     assert_same_program,
-    chain,
     checkpointed,
     collector_off,
     leaf,
@@ -45,24 +42,6 @@ def test_caller_without_gradients_keeps_nothing(mode):
         assert_same(y, x.sin().exp())
         del x
         assert alive(inputs + inner) == 0
-
-
-def test_gradients_enabled_inside_a_region_of_a_caller_without_them_are_right():
-    def program(wrap):
-        x = leaf(3)
-
-        def block(x):
-            with torch.enable_grad():
-                h = x.sin().exp()
-                (grad,) = torch.autograd.grad(h.sum(), x)
-            return h.detach() * grad
-
-        with torch.no_grad():
-            y = wrap(block)(x)
-        assert not y.requires_grad
-        return y
-
-    assert_same_program(program)
 
 
 def test_part_of_a_region_without_gradients_is_equal():
@@ -124,18 +103,6 @@ def test_replay_makes_tensors_on_the_default_device_of_forward(forward, backward
         y.backward()
     assert seen == [forward or "cpu"] * 2
     assert_same(x.grad, torch.autograd.grad(x.sin().exp().sum(), x)[0])
-
-
-def test_dispatch_mode_of_the_caller_sees_the_ops_of_both_phases():
-    function = Calls(chain)
-    live = LiveStorages()
-    with live:
-        y = checkpointed(function)(leaf(3))
-        made = len(live.seen)
-        y.sum().backward()
-    assert made >= 4
-    assert len(live.seen) > made + 4
-    assert function.total == 2
 
 
 # --- Autocast keeps casts of leaves, so that leaves must be the same in both phases

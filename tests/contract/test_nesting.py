@@ -113,28 +113,6 @@ def test_regions_and_torch_checkpoints_in_each_other_have_equal_gradients(way, p
     assert_same_in(way, program, early_stop=early_stop)
 
 
-@pairwise(nested_in=[0, 1], order=["base, view", "view, base", "base, base, view"])
-def test_region_given_a_tensor_and_views_of_it_inside_other_regions_is_equal(order, nested_in):
-    def program(wrap):
-        def inner(*tensors):
-            total = sum((tensor * (index + 2)).sin() * tensors[0] for index, tensor in enumerate(tensors))
-            return total * wrap(torch.mul)(tensors[0] * 1.5, tensors[-1]).square()
-
-        def outer(x):
-            base = x * 1.5
-            view = base.t()
-            return wrap(inner)(*(base if name == "base" else view for name in order.split(", "))).exp()
-
-        for _ in range(nested_in):
-            outer = (lambda f: lambda x: wrap(f)(x.cos()).tanh())(outer)
-        x = leaf(3, 3)
-        y = outer(x)
-        y.sum().backward()
-        return y, x.grad
-
-    assert_same_program(program)
-
-
 IN_CLOSURES = {
     "itself": lambda wrap, h: wrap(lambda p: (p * h).sin())(h),
     "views": lambda wrap, h: wrap(lambda p: (p * h.view(4) + h.t() * p).sin())(h),

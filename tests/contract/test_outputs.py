@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.handle_ops import KERNELS, RECOMPUTE, SAVE, STYLES, Both, Gather, Inner, Trace, Transpose, as_tuple, call
+from tests.handle_ops import KERNELS, SAVE, STYLES, Gather, Trace, as_tuple, call
 from tests.helpers import LiveStorages, assert_same, assert_same_program, checkpointed, collector_off, leaf, pairwise
 
 Pair = namedtuple("Pair", ["one", "two"])
@@ -172,24 +172,6 @@ def test_input_that_is_returned_is_the_same_object():
     assert y.grad_fn is not None
 
 
-def test_output_has_no_node_more_than_without_a_region():
-    x = leaf(3, 4)
-
-    def names(y):
-        found, todo = [], [y.grad_fn]
-        while todo:
-            node = todo.pop()
-            if node is not None:
-                found.append(node.name())
-                todo.extend(next_node for next_node, _ in node.next_functions)
-        return found
-
-    assert names(checkpointed(unsaved_end)(x)) == names(unsaved_end(x))
-    y = checkpointed(lambda x: x.sin().exp().t())(x)
-    assert y._base is not None
-    assert not checkpointed(unsaved_end)(x)._is_view()
-
-
 def test_output_that_is_a_leaf_made_inside_is_the_leaf_and_gradients_are_right():
     made = []
 
@@ -227,24 +209,3 @@ def test_replay_shows_of_the_outputs_of_a_skipped_op_what_forward_showed(kernel,
     z.sum().backward()
     assert len(shown) == 4
     assert shown[:2] == shown[2:]
-
-
-@pytest.mark.parametrize("alias", ["of the view", "of a skipped result"])
-def test_op_that_runs_again_on_a_detached_alias_of_a_skipped_view_is_equal(alias):
-    def program(wrap):
-        x = leaf(3, 3)
-
-        def block(x):
-            h = x.sin()
-            if alias == "of a skipped result":
-                h = call("auto", Inner, Trace(), "skipped", SAVE, h)
-            given = h.detach() if alias == "of a skipped result" else h
-            view = call("auto", Transpose, Trace(), "view", SAVE, given)
-            read = view.detach() if alias == "of the view" else given
-            return call("auto", Both, Trace(), "again", RECOMPUTE, read), call("auto", Inner, Trace(), "in", SAVE, h)
-
-        y, z = wrap(block)(x)
-        z.sum().backward()
-        return y, z, x.grad
-
-    assert_same_program(program, early_stop=False)
