@@ -14,10 +14,6 @@ import torch
 import torch.utils.checkpoint as of_torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    apply_activation_checkpointing,
-    checkpoint_wrapper,
-)
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
@@ -307,43 +303,6 @@ def test_copies_and_pickles_do_the_same(block):
         assert kept(duplicate.run, duplicate, X) == BOTH
         assert duplicate.decorated.function is duplicate.mlp
     assert repr(pickle.loads(pickle.dumps(run))) == "drop_in(policy=save_matmuls)"
-
-
-def test_a_partial_of_a_modules_forward_is_that_method(block):
-    """As models of Hugging Face call it: keyword arguments are in the partial, and become inputs of the region."""
-    scale = torch.ones(8)
-    given = functools.partial(Block.forward, block, scale=scale)
-    run = remat.drop_in(policy=remat.save_names("mlp.up.*"))
-    assert kept(run, given, X) == ["args[0]", "kwargs['scale']", "mlp.up.addmm_0_0"]
-    y = run(given, X)
-    scale.add_(1)
-    with pytest.raises(remat.MutationError, match=r"kwargs\['scale'\]"):
-        y.sum().backward()
-    other = functools.partial(torch.add, other=X)
-    assert_same(remat.drop_in()(other, X), X + X)
-
-
-def test_wrappers_of_torch_take_it_as_their_function():
-    """As torchtitan and others do: all options by keyword, and a module."""
-    torch.manual_seed(0)
-    model = nn.Sequential(Block(), Block(), nn.Linear(8, 8))
-    expected = train_step(lambda model, x: model(x), model)
-    apply_activation_checkpointing(
-        model,
-        checkpoint_wrapper_fn=functools.partial(
-            checkpoint_wrapper,
-            checkpoint_fn=remat.drop_in(),
-            context_fn=counting_contexts,
-            preserve_rng_state=True,
-            determinism_check="default",
-            early_stop=False,
-            debug=False,
-        ),
-        check_fn=lambda module: isinstance(module, Block),
-    )
-    assert_same(expected, train_step(lambda model, x: model(x), model))
-    with no_other_regions():
-        assert [len(region.tensors) for region in remat.memory_report(model(X)).regions] == [3, 3]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning:torch")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import weakref
 
 import pytest
@@ -106,11 +105,6 @@ def backward(y, x):
     torch.autograd.grad(y.sum(), x)
 
 
-def keep_the_graph(y, x):
-    for _ in range(2):
-        torch.autograd.grad(y.sum(), x, retain_graph=True)
-
-
 def second_order(y, x):
     (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     torch.autograd.grad(grad.square().sum(), x)
@@ -132,13 +126,7 @@ def error_in_replay(y, x):
     raise_in_backward(ValueError, y, x)
 
 
-def in_a_thread(y, x):
-    thread = threading.Thread(target=backward, args=(y, x))
-    thread.start()
-    thread.join()
-
-
-ENDS = [drop, backward, keep_the_graph, second_order, mismatch, error_in_replay, in_a_thread]
+ENDS = [drop, backward, second_order, mismatch, error_in_replay]
 
 
 @pairwise(

@@ -13,7 +13,6 @@ from tests.helpers import LiveStorages, chain, checkpointed, collector_off, pyth
 
 REGIONS = 2_000
 x = torch.ones(3, requires_grad=True)
-w = torch.nn.Parameter(torch.ones(3, 3))
 
 
 def grad(y, **options):
@@ -41,27 +40,16 @@ def exception(phase):
         grad(checkpointed(block)(x))
 
 
-def error_of_mutation():
-    h = x * 1
-    y = checkpointed(chain)(h)
-    with torch.no_grad():
-        h.add_(1)
-    with pytest.raises(remat.MutationError):
-        grad(y)
-
-
 STEPS = {
     "forward and backward": lambda: grad(checkpointed(chain)(x)),
-    "forward only": lambda: checkpointed(lambda x: chain(x @ w))(x),
+    "forward only": lambda: checkpointed(chain)(x),
     "nested": lambda: grad(nested()),
     "a call": lambda: grad(nested(lambda function, x: remat.op(function, "sin")(x))),
     "a native region": lambda: grad(nested(lambda function, x: remat.native_save_region("sin", function, x))),
     "every option": every_option,
     "exception in forward": lambda: exception("forward"),
     "exception in replay": lambda: exception("replay"),
-    "error of mutation": error_of_mutation,
 }
-FULL = {"forward and backward", "forward only"}
 
 
 def growth(step, times):
@@ -85,22 +73,12 @@ def growth(step, times):
 
 @pytest.mark.parametrize("name", STEPS)
 def test_regions_in_a_loop_leave_no_growth(name):
-    times = REGIONS if name in FULL else REGIONS // 5
+    times = REGIONS if name == "forward and backward" else REGIONS // 5
     with collector_off():
         tensors, objects, blocks = growth(STEPS[name], times)
     assert tensors == 0
     assert objects < 20
     assert blocks < times / 4
-
-
-def test_growth_is_seen_where_there_is_some():
-    kept = []
-    with collector_off():
-        tensors, objects, blocks = growth(lambda: kept.append([torch.ones(1)]), 400)
-    assert tensors == 400
-    assert objects >= 800
-    assert blocks >= 800
-    kept.clear()
 
 
 def test_regions_in_a_loop_leave_no_bytes():

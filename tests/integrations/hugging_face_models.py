@@ -23,8 +23,6 @@ _SOUND |= {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "la
 _SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
 _HIDDEN = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
 _SQUARE = {**_SIZES, **_HIDDEN, "image_size": 8, "patch_size": 4}
-_HEADS = {**_GROUPED, "head_dim": 8}
-_EXPERTS = {**_GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 
 def _tokens(length: int = 6) -> Tensor:
@@ -79,7 +77,6 @@ _STACKS = ("encoder.layers.*", "decoder.layers.*")
 _DECODERS = {
     "Llama": Family(_GROUPED, _no_cache),
     "GPT2": Family({"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 2, "n_head": 2, **_SPECIAL}, _text, ("h.*",)),
-    "Gemma2": Family(_HEADS, _no_cache),
     "Falcon": Family({**_TEXT, "hidden_dropout": 0.1, "attention_dropout": 0.1}, _text, ("h.*",)),
 }
 _ENCODERS = {
@@ -91,12 +88,6 @@ _ENCODERS = {
         {**_TEXT, **_HIDDEN, "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 4},
         _bidirectional,
         ("encoder.layer.*",),
-    ),
-    "XLNet": Family(
-        {"vocab_size": VOCABULARY, "d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 32},
-        lambda: {"input_ids": _tokens()},
-        ("layer.*",),
-        own=False,
     ),
 }
 _ENCODER_DECODERS = {
@@ -133,10 +124,6 @@ _MIXTURES = {
         _pair,
         ("encoder.block.*", "decoder.block.*"),
     ),
-    "GptOss": Family(
-        {**_HEADS, "intermediate_size": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4},
-        _no_cache,
-    ),
 }
 _STATES = {
     "Mamba": Family({"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}, _no_cache),
@@ -151,23 +138,9 @@ _STATES = {
         },
         _no_cache,
     ),
-    "Qwen3Next": Family(
-        {
-            **_EXPERTS,
-            **dict.fromkeys(("head_dim", "linear_key_head_dim", "linear_value_head_dim"), 8),
-            "linear_num_value_heads": 2,
-            "linear_num_key_heads": 2,
-            "shared_expert_intermediate_size": 16,
-            "layer_types": ["linear_attention", "full_attention"],
-        },
-        _no_cache,
-    ),
-    "Lfm2": Family({**_GROUPED, "layer_types": ["conv", "full_attention"]}, _no_cache),
-    "Rwkv": Family({**_TEXT, "attention_hidden_size": 16, "context_length": 16}, _no_cache, ("blocks.*",)),
 }
 _VISION = {
     "ViT": Family(_SQUARE, _image, options={"add_pooling_layer": False}),
-    "Dinov2": Family({**_SQUARE, "drop_path_rate": 0.2}, _image, ("encoder.layer.*",)),
     "Swin": Family(
         {
             **_HIDDEN,
