@@ -178,15 +178,6 @@ def counting_contexts():
     return create_selective_checkpoint_contexts(policy)
 
 
-class Subclassed(of_torch._CachingTorchDispatchMode):
-    """As libraries do that add to torch's."""
-
-
-def subclassed_contexts():
-    forward, replay = create_selective_checkpoint_contexts(PRODUCTS)
-    return Subclassed(forward.policy_fn, forward.storage), replay
-
-
 FIRST = ["args[0]", "mlp.up.addmm_0_0"]
 BOTH = [*FIRST, "mlp.down.addmm_0_0"]  # the dropout after it runs again, for its mask
 CONTEXTS = {
@@ -194,7 +185,6 @@ CONTEXTS = {
     "a function": (functools.partial(create_selective_checkpoint_contexts, policy_function), BOTH),
     "in a lambda": (lambda: create_selective_checkpoint_contexts(PRODUCTS), BOTH),
     "in a function with a counter": (counting_contexts, FIRST),
-    "entered as they are": (subclassed_contexts, ["args[0]"]),
 }
 
 

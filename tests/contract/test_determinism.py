@@ -71,24 +71,13 @@ def test_program_that_repeats_itself_passes_every_check(kind, early_stop):
     assert_same_program(program, determinism_check=kind, early_stop=early_stop)
 
 
-def test_default_sees_shape_and_dtype_and_not_values():
+def test_default_sees_shape_and_dtype_and_not_values_and_none_sees_nothing():
     backward(nudged(1), leaf(3))
     scale = torch.ones(1)
     shape = mismatch(lambda x: (x * (scale.expand(3) if remat.is_recomputing() else scale)).sin(), leaf(3))
     dtype = mismatch(lambda x: (x * (scale.double() if remat.is_recomputing() else scale)).sin(), leaf(3))
     assert position(shape) == position(dtype)
-
-
-def test_none_sees_nothing():
-    scale = torch.full((1,), 2.0)
-
-    def block(x):
-        return x * (scale.expand(3) * 1 if remat.is_recomputing() else scale * 1)
-
-    x = leaf(3)
-    mismatch(block, x)
-    backward(block, x, determinism_check="none")
-    assert_same(x.grad, torch.full((3,), 2.0))
+    backward(lambda x: x * (scale.expand(3) if remat.is_recomputing() else scale), leaf(3), determinism_check="none")
 
 
 def test_bitwise_reports_the_first_difference():
@@ -111,14 +100,6 @@ def test_bitwise_sees_the_smallest_difference(dtype):
     mismatch(block, x, determinism_check="bitwise")
 
 
-def test_bitwise_sees_random_numbers_that_were_not_preserved():
-    def block(x):
-        return (x * torch.rand(5)).sin()
-
-    mismatch(block, leaf(5), determinism_check="bitwise", preserve_rng_state=False)
-    backward(block, leaf(5), determinism_check="bitwise")
-
-
 VALUES = {
     "nan": torch.tensor([float("nan"), float("inf"), -0.0]),
     "empty": torch.zeros(0, 4),
@@ -138,7 +119,7 @@ def test_bitwise_takes_every_kind_of_value(kind):
 
 
 def test_callable_is_compared_by_equality_and_called_for_each_saved_tensor():
-    check = Calls(lambda tensor: tensor.sum().item())
+    check = Calls(lambda tensor: tensor.sum())
     function = Calls(lambda x: x.sin().sin().sin())
     backward(function, leaf(3), determinism_check=check)
     assert function.total == 2
@@ -146,6 +127,8 @@ def test_callable_is_compared_by_equality_and_called_for_each_saved_tensor():
     error = mismatch(nudged(2), leaf(3), determinism_check=check)
     first = mismatch(nudged(0), leaf(3), determinism_check=check)
     assert position(error) - position(first) == 2
+    assert "a Tensor of shape ()" in str(error)
+    assert "tensor(" not in str(error), "an error shows no values"
 
 
 @pytest.mark.parametrize("check", KINDS)
@@ -187,10 +170,9 @@ def test_running_statistics_that_training_changes_and_its_backward_does_not_read
     assert_same(program(lambda f: f), program(lambda f: checkpointed(f, determinism_check=check)))
 
 
-@pytest.mark.parametrize("name", ["module", "function"])
-def test_running_statistics_that_evaluation_reads_are_compared(name):
-    block = STATISTICS[name](False)
-    statistics = next(iter(block.buffers())) if name == "module" else block.__closure__[0].cell_contents
+def test_running_statistics_that_evaluation_reads_are_compared():
+    block = STATISTICS["module"](False)
+    statistics = next(iter(block.buffers()))
     x = leaf(2, 3, 4, 4)
     y = checkpointed(block, determinism_check="bitwise")(x)
     statistics.data = statistics.data + 1  # no version tells
@@ -246,17 +228,3 @@ def test_recurrent_layers_are_compared_without_what_nobody_has_written():
         return y, x.grad, *parameter_gradients(layer)
 
     assert_same_program(program, determinism_check="bitwise")
-
-
-def test_error_shows_no_values_of_tensors_that_a_check_returned():
-    state = []
-
-    def function(x):
-        state.append(0)
-        return (x + 3.25 * len(state)).sin().exp()
-
-    y = remat.checkpoint(determinism_check=lambda tensor: tensor.sum())(function)(torch.zeros(3, requires_grad=True))
-    with pytest.raises(remat.MismatchError, match="other values in replay") as caught:
-        y.sum().backward()
-    assert "a Tensor of shape ()" in str(caught.value)
-    assert "tensor(" not in str(caught.value)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.profiler import record_function
 
 import torch_remat as remat
-from tests.handle_ops import RECOMPUTE, SAVE, Inner, Trace, call
+from tests.handle_ops import SAVE, Inner, Trace, call
 from tests.helpers import (
     assert_clean_state,
     assert_equal_gradients,
@@ -147,11 +147,7 @@ def test_duplicate_name_is_an_error_with_the_name():
     def with_handle(x):
         return keep("scores", torch.sin, call("handle", Inner, Trace(), "scores", SAVE, x))
 
-    def with_recomputed(x):
-        h = remat.op(torch.sin, "scores", policy=RECOMPUTE)(x)
-        return keep("scores", torch.sin, h)
-
-    for function in (twice, with_handle, with_recomputed):
+    for function in (twice, with_handle):
         with pytest.raises(remat.UsageError) as caught:
             region(region_name="block")(function)(leaf(3))
         assert caught.value.op == "scores"

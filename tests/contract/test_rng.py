@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import torch_remat as remat
 from tests.handle_ops import POLICIES, RECOMPUTE, SAVE, STYLES, Affine, Kernel, Trace, call
 from tests.helpers import assert_same, assert_same_program, checkpointed, collector_off, leaf, pairwise, plain
-from tests.ways import BY_HANDLE, KEEPING, WAYS, assert_same_in
+from tests.ways import BY_HANDLE, WAYS, assert_same_in
 
 
 def draw_forked(x):
@@ -136,20 +136,6 @@ def test_without_preserve_rng_state_replay_draws_anew():
     assert len(drawn) == 2
     assert not torch.equal(*drawn)
     assert not torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.parametrize("way", [way for way in KEEPING if way in DRAWING], ids=str)
-def test_without_preserve_rng_state_what_is_kept_may_draw(way):
-    def program(way):
-        def block(x):
-            return way.keep("reads it", torch.exp, way.keep("kept", lambda x: F.dropout(x).sin(), x.sin())), x.exp()
-
-        x = leaf(4, 5)
-        y, z = way.region(block)(x)
-        torch.rand(7)
-        return torch.autograd.grad((y * z).sum(), x)
-
-    assert_same_in(way, program, preserve_rng_state=False)
 
 
 def rng_states():

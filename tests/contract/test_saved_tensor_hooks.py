@@ -22,8 +22,15 @@ from tests.helpers import (
     watch,
 )
 
+PLACES = {
+    "args": lambda block, x: checkpointed(block)(x),
+    "kwargs": lambda block, x: checkpointed(block)(x=x),
+    "container": lambda block, x: checkpointed(lambda items: block(items[0]))([x]),
+    "nested": lambda block, x: checkpointed(lambda x: checkpointed(block)(x * 1) * 1)(x),
+}
 
-@pytest.mark.parametrize("place", ["args", "kwargs", "container", "nested"])
+
+@pytest.mark.parametrize("place", PLACES)
 def test_region_inputs_go_through_the_hooks_outside_and_nothing_from_inside_does(place):
     packed, unpacked = [], []
 
@@ -35,8 +42,7 @@ def test_region_inputs_go_through_the_hooks_outside_and_nothing_from_inside_does
         unpacked.append(array)
         return torch.from_numpy(array)
 
-    def block(x=None, items=()):
-        x = items[0] if items else x
+    def block(x):
         return x.sin().exp().cos()
 
     leaf_input = leaf(3)
@@ -44,14 +50,7 @@ def test_region_inputs_go_through_the_hooks_outside_and_nothing_from_inside_does
         x = leaf_input * 1
         value, reference = x.detach().clone(), watch(x)
         with saved_tensors_hooks(pack, unpack):
-            if place == "args":
-                y = checkpointed(block)(x)
-            elif place == "nested":
-                y = checkpointed(lambda x: checkpointed(block)(x * 1) * 1)(x)
-            elif place == "kwargs":
-                y = checkpointed(block)(x=x)
-            else:
-                y = checkpointed(block)(items=[x])
+            y = PLACES[place](block, x)
         del x
         assert len(packed) >= 1
         assert all(torch.equal(tensor, value) for tensor in packed)

@@ -232,23 +232,6 @@ def test_region_runs_all_once_more_where_placeholders_will_not_do(body, policy):
     assert all("recomputes" in text for text in said)
 
 
-def test_exception_of_forward_comes_again():
-    def body(x):
-        h = stumble(x.exp())
-        if h.sum().item() > -1:
-            raise ValueError("as in forward")
-        return h
-
-    def function(x, keep=lambda _name, function, *args: function(*args)):
-        try:
-            y = keep("a", body, x.sin())
-        except ValueError:
-            y = x.cos()
-        return y.exp().sin()
-
-    assert len(assert_starts_over(function, region()(lambda x: function(x, keep)))) == 1
-
-
 def test_nothing_is_held_after_the_second_run():
     x, held = leaf(4, 8), []
 

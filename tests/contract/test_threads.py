@@ -10,7 +10,6 @@ from torch import nn
 
 import torch_remat as remat
 from tests.helpers import Mlp, assert_same, chain, checkpointed, leaf
-from torch_remat._compat import sequence_number
 
 TIMEOUT_SECONDS = 30
 
@@ -145,21 +144,3 @@ def test_autocast_and_random_state_of_one_thread_do_not_reach_a_region_of_anothe
     half, full = run_in_threads(work(torch.bfloat16), work(torch.float32))
     assert half == [torch.bfloat16] * 40
     assert full == [torch.float32] * 40
-
-
-def test_argument_that_another_thread_has_made_is_an_argument():
-    """Its node has a number of that thread, which may be larger than those of the region."""
-    x, ahead = leaf(4, 4), sequence_number() + 1000
-
-    def make():
-        h = x
-        while sequence_number() < ahead:
-            h = h.view(4, 4)
-        return (h * 2).sin().t()
-
-    def function(h):
-        return (h.sin() @ h.cos()).exp().sum()
-
-    (given,) = run_in_threads(make)
-    gradient = torch.autograd.grad(checkpointed(function)(given), x)
-    assert_same(torch.autograd.grad(function((x * 2).sin().t()), x), gradient)

@@ -129,24 +129,6 @@ def test_gradients_are_those_of_torch(name, autocast, policy, pattern):
     assert_same(expected, train_step(model, x, autocast))
 
 
-def saves_norms(ctx, op, *args, **kwargs):
-    return op.overloadpacket.__name__ in ("convolution", "native_batch_norm")
-
-
-def saves_everything(ctx, op, *args, **kwargs):
-    return True
-
-
-@pytest.mark.parametrize("policy", [saves_norms, saves_everything], ids=lambda policy: policy.__name__)
-@pytest.mark.parametrize("name", NETWORKS)
-def test_what_is_saved_and_then_activated_in_place_gives_the_same(name, policy):
-    model, x = build(name)
-    expected = train_step(model, x)
-    model, x = build(name)
-    remat.checkpoint_modules(model, BLOCKS, policy=policy)
-    assert_same(expected, train_step(model, x))
-
-
 TRANSFORMERS = [name for name, family in FAMILIES.items() if family.statistics]
 
 
