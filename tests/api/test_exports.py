@@ -88,9 +88,6 @@ def test_public_functions_and_errors_have_docstrings():
             assert value.__doc__.strip()[0].isupper(), name
 
 
-def test_checkpoint_is_a_function_and_no_module():
+def test_checkpoint_is_a_function_and_the_package_is_typed():
     assert isinstance(torch_remat.checkpoint, types.FunctionType)
-
-
-def test_package_is_typed():
     assert resources.files(torch_remat).joinpath("py.typed").is_file()

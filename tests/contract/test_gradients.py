@@ -42,14 +42,6 @@ def test_numerical_first_and_second_derivatives_agree():
     assert torch.autograd.gradgradcheck(function, (x, w))
 
 
-def test_hessian_and_jacobian_are_equal():
-    x = torch.randn(4)
-    scalar = lambda x: chain(x).prod()  # noqa: E731
-    hessian, jacobian = torch.autograd.functional.hessian, torch.autograd.functional.jacobian
-    assert_same(hessian(scalar, x), hessian(checkpointed(scalar), x))
-    assert_same(jacobian(chain, x, create_graph=True), jacobian(checkpointed(chain), x, create_graph=True))
-
-
 @pytest.mark.parametrize("chosen", [[0], [1, 3], [2]])
 def test_gradients_for_a_subset_of_inputs_and_parameters_are_equal(chosen):
     def program(wrap):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 
 import torch
 from torch import nn
 
 import torch_remat as remat
-from tests.helpers import Mlp, assert_same, chain, checkpointed, leaf
+from tests.helpers import Mlp, assert_same, chain, checkpointed, leaf, plain
 
 TIMEOUT_SECONDS = 30
 
@@ -45,24 +46,18 @@ def test_regions_in_eight_threads_at_once_have_equal_gradients():
     inputs = [torch.randn(4, 8) for _ in range(8)]
 
     def gradients(wrap, value):
-        def work():
-            results = []
-            for _ in range(5):
-                x = value.clone().requires_grad_()
-                h = x
-                for block in model:
-                    h = wrap(block)(h)
-                assert not remat.is_recomputing()
-                results += torch.autograd.grad(h.square().sum(), [x, *model.parameters()])
-                assert not remat.is_recomputing()
-            return results
+        results = []
+        for _ in range(5):
+            x = value.clone().requires_grad_()
+            h = x
+            for block in model:
+                h = wrap(block)(h)
+            results += torch.autograd.grad(h.square().sum(), [x, *model.parameters()])
+            assert not remat.is_recomputing()
+        return results
 
-        return work
-
-    expected = [gradients(lambda f: f, value)() for value in inputs]
-    actual = run_in_threads(*(gradients(checkpointed, value) for value in inputs))
-    for one, other in zip(expected, actual, strict=True):
-        assert_same(one, other)
+    expected = [gradients(plain, value) for value in inputs]
+    assert_same(expected, run_in_threads(*(partial(gradients, checkpointed, value) for value in inputs)))
 
 
 class Overlap:

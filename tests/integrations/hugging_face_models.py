@@ -77,7 +77,6 @@ _STACKS = ("encoder.layers.*", "decoder.layers.*")
 _DECODERS = {
     "Llama": Family(_GROUPED, _no_cache),
     "GPT2": Family({"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 2, "n_head": 2, **_SPECIAL}, _text, ("h.*",)),
-    "Falcon": Family({**_TEXT, "hidden_dropout": 0.1, "attention_dropout": 0.1}, _text, ("h.*",)),
 }
 _ENCODERS = {
     "Bert": Family(_TEXT, _bidirectional, ("encoder.layer.*",)),
@@ -100,30 +99,6 @@ _ENCODER_DECODERS = {
 }
 _MIXTURES = {
     "Mixtral": Family({**_GROUPED, "num_local_experts": 4}, _no_cache),
-    "DeepseekV3": Family(
-        {
-            **_GROUPED,
-            **dict.fromkeys(("num_key_value_heads", "n_group", "num_experts_per_tok"), 2),
-            **dict.fromkeys(("n_routed_experts", "qk_rope_head_dim", "qk_nope_head_dim"), 4),
-            **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "v_head_dim"), 8),
-            "moe_intermediate_size": 16,
-            "first_k_dense_replace": 1,
-            "topk_group": 1,
-        },
-        _no_cache,
-    ),
-    "SwitchTransformers": Family(
-        {
-            "vocab_size": VOCABULARY,
-            "d_model": 16,
-            "d_kv": 8,
-            "d_ff": 32,
-            **dict.fromkeys(("num_layers", "num_decoder_layers", "num_heads", "num_experts"), 2),
-            **dict.fromkeys(("num_sparse_encoder_layers", "num_sparse_decoder_layers"), 1),
-        },
-        _pair,
-        ("encoder.block.*", "decoder.block.*"),
-    ),
 }
 _STATES = {
     "Mamba": Family({"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}, _no_cache),
