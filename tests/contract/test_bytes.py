@@ -62,6 +62,11 @@ def returned_twice(m, x, w):
     return (one.sin() + two.cos()).view(-1) * three
 
 
+def read_in_a_skipped_one(m, x, w):
+    h = m("h", keep("a", torch.mm, x, w))
+    return m("c", keep("b", lambda: h * 2)) + m("d", x * 2).sin()
+
+
 def one_of_two_outputs(m, x, w):
     u, v = keep("a", lambda: (m("u", x @ w), m("v", x * 3)))
     return m("y", v.sin()) + u
@@ -91,6 +96,7 @@ NATIVE = {  # program, and the names of what it keeps; it takes what marks a ten
     "read after the last fill": (lambda m, x, w: (g := m("g", x.sin())) + m("h", keep("a", torch.mm, g, w)), ""),
     "saved inside, born outside": (lambda m, x, w: keep("a", lambda g: m("s", g.sin()) * 2, m("g", x.exp())), ""),
     "read by the next one": (lambda m, x, w: keep("b", lambda h: h.sin() * 2, m("h", keep("a", torch.mm, x, w))), "h"),
+    "read in a skipped one alone": (read_in_a_skipped_one, ""),
     "view of its result": (lambda m, x, w: m("y", m("h", keep("a", torch.mm, x, w)).t()[1:].sin()), "h"),
     "returned twice": (returned_twice, "h"),
     "parameter inside": (lambda m, x, w: keep("a", lambda: m("s", w.sin()) + w.t()[1:].cos().sum(0)) * 2, ""),
