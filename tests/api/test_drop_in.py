@@ -19,7 +19,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import torch_remat as remat
 from tests.helpers import CountOps, Mlp, assert_same, leaf, no_other_regions, parameter_gradients
-from torch_remat.errors import MismatchError, UsageError
+from torch_remat.errors import MismatchError, PolicyError, UsageError
 
 aten = torch.ops.aten
 PRODUCTS = [aten.addmm.default, aten.mm.default]  # no layer with a bias runs mm
@@ -195,6 +195,13 @@ def test_contexts_of_selective_checkpointing_are_a_policy(block, case):
     assert_same(expected, train_step(remat.drop_in(), block, use_reentrant=False, context_fn=context_fn))
     assert kept(remat.drop_in(), block, X, context_fn=context_fn) == names
     assert products_in_replay(remat.drop_in(), block, X, context_fn=context_fn) == int("counter" in case)
+
+
+def test_a_list_may_have_packets_and_nothing_but_ops(block):
+    packets = functools.partial(create_selective_checkpoint_contexts, [aten.addmm])
+    assert kept(remat.drop_in(), block, X, context_fn=packets) == kept(remat.drop_in(), block, X, **PRODUCTS_KEPT)
+    with pytest.raises(PolicyError, match="which is not an op"):
+        remat.drop_in()(block, X, context_fn=functools.partial(create_selective_checkpoint_contexts, ["mm"]))
 
 
 def test_contexts_are_combined_with_a_policy_of_ones_own(block):

@@ -116,6 +116,13 @@ def test_callable_is_compared_by_equality_and_called_for_each_saved_tensor():
     assert "tensor(" not in str(error), "an error shows no values"
 
 
+def test_exception_in_the_callable_passes():
+    y = checkpointed(chain, determinism_check=lambda tensor: 1 // (not remat.is_recomputing()))(leaf(3))
+    with pytest.raises(ZeroDivisionError):
+        y.sum().backward()
+    assert not remat.is_recomputing()
+
+
 @pytest.mark.parametrize("check", KINDS)
 def test_tensor_changed_in_place_after_it_was_saved_is_no_difference_of_values(check):
     y = checkpointed(lambda x: x.sin().exp().add_(1), determinism_check=check)(leaf(3))

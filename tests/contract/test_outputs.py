@@ -140,19 +140,12 @@ def test_outputs_that_are_inputs_or_views_are_equal(name):
         base, w = leaf(2, 4), nn.Parameter(torch.randn(2, 4))
         x = base * 1
         out = wrap(OUTPUTS[name])(x, w)
+        assert name not in ("input and more", "parameter") or out[0] is (w if name == "parameter" else x)
         total = sum(y.abs().sin().sum() for y in out if y.requires_grad)
         total.backward()
         return out, base.grad, w.grad if w.grad is not None else torch.zeros(())
 
     assert_same_program(program)
-
-
-def test_input_that_is_returned_is_the_same_object():
-    x, w = leaf(3) * 1, nn.Parameter(torch.randn(3))
-    same, parameter, y = checkpointed(lambda x: (x, w, (x * w).sin()))(x)
-    assert same is x
-    assert parameter is w
-    assert y.grad_fn is not None
 
 
 def test_output_that_is_a_leaf_made_inside_is_the_leaf_and_gradients_are_right():
