@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import torch_remat as remat
-from benchmarks import budget_models, budgets, compare, contenders, page, results
+from benchmarks import compare, contenders, page, results
 from benchmarks.__main__ import GROUPS
 from benchmarks.__main__ import main as run_benchmarks
 from benchmarks.bars import BARS
@@ -20,7 +20,7 @@ from benchmarks.measure import GradientMismatchError, check_gradients
 from benchmarks.results import PEAK, RETAINED, TIME
 from benchmarks.tables import MARKS
 from benchmarks.workloads import Workload
-from tests.helpers import assert_same, leaf
+from tests.helpers import leaf
 
 ROOT = Path(__file__).parents[2]
 
@@ -132,17 +132,3 @@ def test_run_is_written_as_json_and_compared_with_an_earlier_one(tmp_path, monke
 def test_figures_in_the_docs_are_those_of_the_newest_results(document, text):
     written = (ROOT / document).read_text().split(MARKS[0])[1].split(MARKS[1])[0]
     assert written.strip() == text(results.read(results.newest(1)[0]))
-
-
-@pytest.mark.parametrize("name", budgets.MODELS)
-def test_models_of_budgets_have_equal_gradients_in_regions(name):
-    model = budgets.MODELS[name]()
-    model.step()
-    expected = model.gradients()
-    none = budgets.peak_bytes(model, budgets.Way(budget_models.plain))
-    with remat.budget(int(0.7 * none)) as budget:
-        model.run[0] = budgets.ours
-        for _ in range(2):
-            model.step()
-    assert_same(expected, model.gradients())
-    assert budget.kept_bytes == 0

@@ -230,15 +230,10 @@ def _gradient_inside(layer, x):
     return y + layer(gradient)
 
 
-def _saves_products(_context, op, *_args, **_kwargs):
-    kept = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-    return remat.CheckpointPolicy.SAVE if kept else remat.CheckpointPolicy.RECOMPUTE
-
-
 # Each takes what makes a region, what makes a call, a layer and a batch norm.
 _UNDER_MODES = {
     "call after": lambda region, call, layer, norm: region(lambda x: call(norm, "norm")(layer(x))),
-    "policy": lambda region, call, layer, norm: region(layer, policy=_saves_products),
+    "policy": lambda region, call, layer, norm: region(layer, policy=[ATEN.mm.default, ATEN.addmm.default]),
     "gradient": lambda region, call, layer, norm: region(partial(_gradient_inside, layer)),
 }
 

@@ -113,24 +113,6 @@ def test_regions_and_torch_checkpoints_in_each_other_have_equal_gradients(way, p
     assert_same_in(way, program, early_stop=early_stop)
 
 
-IN_CLOSURES = {
-    "itself": lambda wrap, h: wrap(lambda p: (p * h).sin())(h),
-    "views": lambda wrap, h: wrap(lambda p: (p * h.view(4) + h.t() * p).sin())(h),
-    "deeper": lambda wrap, h: wrap(lambda p: wrap(lambda q: (q * p * h).sin())(p) * h)(h),
-}
-
-
-@pairwise(name=IN_CLOSURES, options=[{}, {"determinism_check": "bitwise"}, {"policy": lambda *_, **__: True}])
-def test_inner_region_may_have_its_argument_in_its_closure_too(name, options):
-    def program(wrap):
-        x = leaf(4)
-        y = wrap(lambda x: IN_CLOSURES[name](wrap, x.sin()))(x)
-        y.sum().backward()
-        return y, x.grad
-
-    assert_same_program(program, **options)
-
-
 def test_inner_region_that_takes_another_tensor_for_its_argument_in_replay_is_an_error():
     def outer(x):
         h, other = x.sin(), x.cos()

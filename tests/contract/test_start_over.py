@@ -165,6 +165,17 @@ def test_handle_of_the_seed_refuses_and_nothing_starts_over():
     assert len(runs) == 2
 
 
+def test_output_that_is_changed_after_replay_was_told_to_need_it():
+    def block(x):
+        y = Doubled.apply(x, "h", SAVE)
+        remat.recompute_needs_tensor(y)
+        y.mul_(2)
+        return (x * largest(y)).sin()
+
+    with pytest.raises(remat.RematError):
+        remat.checkpoint()(block)(torch.rand(4, requires_grad=True)).sum().backward()
+
+
 # --- Where C++ code takes the data of a placeholder or refuses it
 
 

@@ -6,11 +6,12 @@ import threading
 import time
 from functools import partial
 
+import pytest
 import torch
 from torch import nn
 
 import torch_remat as remat
-from tests.helpers import Mlp, assert_same, chain, checkpointed, leaf, plain
+from tests.helpers import Mlp, assert_same, chain, checkpointed, leaf, pairwise, plain
 
 TIMEOUT_SECONDS = 30
 
@@ -139,3 +140,31 @@ def test_autocast_and_random_state_of_one_thread_do_not_reach_a_region_of_anothe
     half, full = run_in_threads(work(torch.bfloat16), work(torch.float32))
     assert half == [torch.bfloat16] * 40
     assert full == [torch.float32] * 40
+
+
+OUTSIDE = {
+    "result": lambda s, factor: s * factor,
+    "view of a result": lambda s, factor: (s * factor).t(),
+    "leaf": lambda s, factor: (s.detach() * factor).requires_grad_(),
+    "view of a leaf": lambda s, factor: (s.detach() * factor).requires_grad_().t(),
+}
+
+
+@pairwise(kind=OUTSIDE, numbers=[0, 200], threaded=[False, True])
+def test_variable_from_outside_that_is_another_tensor_in_replay_is_an_error_in_any_thread(kind, numbers, threaded):
+    s, x = leaf(4, 4), leaf(4, 4)
+    for _ in range(numbers):  # nodes are numbered by thread: the main thread is ahead of the other one, or not
+        s * 2
+    t = before = OUTSIDE[kind](s, 1.0)
+    y = checkpointed(lambda v: (v.sin() * t).cos(), region_name="r")(x)
+    t = OUTSIDE[kind](s, 7.0)
+
+    def backward():
+        for _ in range(200 - numbers):
+            s * 2
+        with pytest.raises(remat.MismatchError) as caught:
+            y.sum().backward()
+        return caught.value.region
+
+    assert (run_in_threads(backward) if threaded else [backward()]) == ["r"]
+    assert before is not t

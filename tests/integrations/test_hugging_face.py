@@ -274,6 +274,13 @@ class Foreign(Outer):
             self.encoder._gradient_checkpointing_func = torch_checkpoint
 
 
+class Dropping(Outer):
+    """A model that drops the function."""
+
+    def _set_gradient_checkpointing(self, enable=True, gradient_checkpointing_func=None):
+        self.encoder.gradient_checkpointing = enable
+
+
 def the_call(layer):
     return layer.__call__
 
@@ -298,11 +305,11 @@ def test_layers_that_their_parent_checkpoints_have_their_names(kind, how):
 
 def test_models_without_gradient_checkpointing_are_an_error_and_as_before(llama):
     llama[0].supports_gradient_checkpointing = False
-    foreign = Foreign(None)
-    for model in (nn.Linear(8, 8), foreign, llama[0]):
+    outers = Foreign(None), Dropping(None)
+    for model in (nn.Linear(8, 8), *outers, llama[0]):
         with pytest.raises(UsageError, match=rf"{type(model).__name__} has no gradient checkpointing"):
             remat.enable_gradient_checkpointing(model)
-    assert foreign.encoder.gradient_checkpointing is False
+    assert not any(model.encoder.gradient_checkpointing for model in outers)
 
 
 def test_trainer_trains_the_same(transformers, tmp_path):
