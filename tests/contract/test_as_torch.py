@@ -2,7 +2,7 @@
 
 Only what no other file of tests shows. Gradients of all kinds of graphs are in `test_graphs.py` and
 `test_gradients.py`, nested regions in `test_nesting.py`, what replay may not do otherwise in `test_mismatch.py`, memory
-in `test_lifetimes.py`, selective checkpointing in `test_policy_sac.py`.
+in `test_lifetimes.py`, selective checkpointing in `test_policies.py`.
 """
 
 from __future__ import annotations
@@ -119,9 +119,6 @@ def test_what_a_subclass_makes_of_functions_it_makes_in_replay_too(run, backward
         (y if backward_of == "the subclass" else y.as_subclass(torch.Tensor)).backward()
         gradients.append(x.grad.as_subclass(torch.Tensor))
     assert_same(*gradients)
-
-
-# ---- hooks on tensors
 
 
 # ---- hooks on saved tensors

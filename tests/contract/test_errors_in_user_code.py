@@ -1,4 +1,4 @@
-"""Exceptions in forward, replay and backward; user code that catches them; ops that fill a buffer late."""
+"""Exceptions in forward, replay and backward, and user code that catches them."""
 
 from __future__ import annotations
 
