@@ -37,7 +37,7 @@ PACKAGE = "torch_remat"
 NOTED, OUTPUT = "mutant.failed", "mutant.output"  # in the copy: the first test that failed, and what pytest prints
 WRONG_PACKAGE = 9  # an exit code
 # They look at the source, not at what it does: of the patch itself they would say that it does not apply.
-SOURCE_TESTS = ("test_mutants.py", "test_rules.py", "test_release.py")
+SOURCE_TESTS = ("test_mutants.py", "test_prose.py", "test_rules.py", "test_release.py")
 IGNORED = shutil.ignore_patterns(".*", "*.egg-info", "build", "dist", "site", "htmlcov", "shared")
 
 PROMISES = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -11,40 +12,29 @@ import re
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import torch_remat as remat
-from tests.helpers import Calls, CountOps, assert_same, chain, checkpointed, leaf
+from tests.helpers import Calls, assert_same, chain, checkpointed, leaf
 
 FORM = r"checkpoint\([^)]*\)\([a-z]+\)\("
 
 
-def test_function_given_to_the_first_call_is_a_type_error_that_shows_the_right_form():
-    with pytest.raises(TypeError, match=FORM) as caught:
-        remat.checkpoint(chain)
-    assert isinstance(caught.value, remat.UsageError)
-
-
-@pytest.mark.parametrize("argument", [nn.Linear(2, 2), 3, None, lambda x: x])
-def test_any_positional_argument_is_a_type_error_that_shows_the_right_form(argument):
-    with pytest.raises(remat.UsageError, match=FORM):
-        remat.checkpoint(argument)
-
-
-@pytest.mark.parametrize("option", ["use_reentrant", "fn", "name", "early_stopp"])
-def test_unknown_option_is_a_type_error_that_names_it_and_shows_the_right_form(option):
-    with pytest.raises(TypeError, match=option) as caught:
-        remat.checkpoint(**{option: False})
-    assert isinstance(caught.value, remat.UsageError)
-    assert re.search(FORM, str(caught.value))
-
-
-def test_what_users_of_torch_type_first_is_answered():
+def test_wrong_first_call_is_a_type_error_that_shows_the_right_form():
+    for argument in (chain, nn.Linear(2, 2), 3, None):
+        with pytest.raises(remat.UsageError, match=FORM):
+            remat.checkpoint(argument)
+    for option in ("use_reentrant", "fn", "early_stopp"):
+        with pytest.raises(TypeError, match=option) as caught:
+            remat.checkpoint(**{option: False})
+        assert isinstance(caught.value, remat.UsageError)
+        assert re.search(FORM, str(caught.value))
     for wrong in (lambda: remat.checkpoint(chain, leaf(3)), lambda: remat.checkpoint(use_reentrant=False)):
         with pytest.raises(remat.UsageError, match=r"remat\.drop_in\(\*\*options\) returns"):
             wrong()
     with pytest.raises(remat.UsageError, match="Leave it out"):
         remat.checkpoint(use_reentrant=False)
+    with pytest.raises(TypeError):
+        remat.checkpoint()(leaf(3))(leaf(3))
 
 
 MISSPELT = {
@@ -82,7 +72,6 @@ VALUES = {
     "scope": lambda t: remat.name_scope(t).__enter__(),
     "patterns": lambda t: remat.checkpoint_modules(nn.Sequential(nn.Tanh()), [t]),
     "names": lambda t: remat.save_names("a", t),
-    "list": lambda t: remat.checkpoint(policy=[t]),
     "offloader": lambda t: remat.checkpoint(offloader=t),
     "budget": lambda t: remat.budget(t),
     "device share": lambda t: remat.budget(device_share=t),
@@ -98,15 +87,10 @@ def test_error_shows_no_values_of_a_tensor(place):
         assert "7.25" not in str(caught.value), str(caught.value)
 
 
-@pytest.mark.parametrize("value", ["defualt", 3, None, True])
-def test_determinism_check_that_is_none_of_the_kinds_raises(value):
-    with pytest.raises((TypeError, ValueError)):
-        remat.checkpoint(determinism_check=value)(chain)(leaf(3))
-
-
-def test_second_call_with_something_that_cannot_be_called_raises():
-    with pytest.raises(TypeError):
-        remat.checkpoint()(leaf(3))(leaf(3))
+def test_determinism_check_that_is_none_of_the_kinds_raises():
+    for value in ("defualt", 3, None, True):
+        with pytest.raises(remat.UsageError, match="determinism_check"):
+            remat.checkpoint(determinism_check=value)(chain)(leaf(3))
 
 
 def test_public_signature_is_the_documented_one():
@@ -126,21 +110,17 @@ def test_public_signature_is_the_documented_one():
     }
 
 
-def test_decorated_function_keeps_its_name_and_docstring():
-    @remat.checkpoint()
-    def block(x: torch.Tensor) -> torch.Tensor:
-        """Do it."""
-        return x.sin()
-
-    assert block.__name__ == "block"
-    assert block.__qualname__.endswith("block")
-    assert block.__doc__ == "Do it."
-    assert block.__module__ == __name__
-
-
 @remat.checkpoint(region_name="module level")
 def decorated(x):
+    """Do it."""
     return x.sin().exp()
+
+
+def test_decorated_function_keeps_its_name_and_docstring_and_is_pickled_by_its_name():
+    assert (decorated.__name__, decorated.__qualname__, decorated.__module__) == ("decorated", "decorated", __name__)
+    assert decorated.__doc__ == "Do it."
+    assert pickle.loads(pickle.dumps(decorated)) is decorated
+    assert "decorated" in repr(decorated)
 
 
 @pytest.mark.parametrize("options", [{}, {"policy": [torch.ops.aten.sin.default], "region_name": "block"}])
@@ -155,26 +135,6 @@ def test_checkpointed_function_is_pickled_and_copied_with_what_it_runs(again, op
     made.region(leaf(2, 3)).sin().sum().backward()
     assert made.layer.weight.grad is not None
     assert model.layer.weight.grad is None
-
-
-def test_decorated_function_is_pickled_by_its_name():
-    assert pickle.loads(pickle.dumps(decorated)) is decorated
-    assert "decorated" in repr(decorated)
-
-
-def test_region_inside_a_closure_reaches_what_its_function_reaches():
-    """What an inner region's function draws from a generator of its own is drawn again by the outer replay."""
-    generator = torch.Generator().manual_seed(0)
-    inner = remat.checkpoint()(lambda x: (x * torch.rand(3, generator=generator)).sin())
-
-    def outer(x):
-        return inner(x).exp()
-
-    x = leaf(3)
-    y = remat.checkpoint()(outer)(x)
-    torch.rand(1, generator=generator)
-    expected = torch.autograd.grad((x * torch.rand(3, generator=torch.Generator().manual_seed(0))).sin().exp().sum(), x)
-    assert_same(expected, torch.autograd.grad(y.sum(), x))
 
 
 def test_decorated_method_gets_its_object():
@@ -197,11 +157,10 @@ def test_decorated_method_gets_its_object():
 
 def test_bound_options_serve_many_functions_and_calls():
     region = remat.checkpoint(region_name="block")
-    one, two = Calls(chain), Calls(torch.tanh)
-    wrapped = region(one), region(two)
+    one, two = Calls(chain), Calls(functools.partial(torch.mul, other=3.0))  # the second one has no name
     x = leaf(3)
-    (wrapped[0](x) + wrapped[1](x) + wrapped[0](x)).sum().backward()
-    assert (one.replays, two.replays) == (2, 1)
+    (region(one)(x) + region(two)(x) + region(one)(x)).sum().backward()
+    assert (one.total, one.replays, two.total) == (4, 2, 1)
 
 
 @pytest.mark.parametrize("module", [nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.Tanh())])
@@ -218,84 +177,33 @@ class Empty(nn.ModuleList):
         return x.sin().exp()
 
 
-class Unsized(nn.Module):
-    def __len__(self):
-        raise TypeError("no length")
-
-    def forward(self, x):
-        return x.sin().exp()
-
-
-@pytest.mark.parametrize("make", [Empty, Unsized, lambda: torch.compile(Empty(), backend="eager")])
+@pytest.mark.parametrize("make", [Empty, lambda: torch.compile(Empty(), backend="eager")])
 def test_module_that_is_false_or_has_no_truth_can_be_a_region(make):
     x = leaf(3)
     expected = torch.autograd.grad(x.sin().exp().sum(), x)
     assert_same(expected, torch.autograd.grad(remat.checkpoint()(make())(x).sum(), x))
 
 
-def test_partial_of_a_function_without_name_can_be_a_region():
-    partial = functools.partial(torch.mul, other=3.0)
-    x = leaf(3)
-    checkpointed(partial)(x).sum().backward()
-    assert_same(x.grad, torch.full((3,), 3.0))
-
-
-def recording_contexts(log):
-    class Recorded:
-        def __init__(self, name):
-            self.name = name
-
-        def __enter__(self):
-            log.append(f"enter {self.name}")
-
-        def __exit__(self, *exc):
-            log.append(f"exit {self.name}")
-
-    def context_fn():
-        log.append("made")
-        return Recorded("forward"), Recorded("replay")
-
-    return context_fn
-
-
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_context_fn_gives_a_context_to_each_phase(early_stop):
     log = []
+
+    @contextlib.contextmanager
+    def noted(phase):
+        log.append(f"enter {phase}")
+        try:
+            yield
+        finally:
+            log.append(f"exit {phase}")
 
     def block(x):
         log.append("run")
         return x.sin().exp()
 
-    y = checkpointed(block, context_fn=recording_contexts(log), early_stop=early_stop)(leaf(3))
-    assert log == ["made", "enter forward", "run", "exit forward"]
+    y = checkpointed(block, context_fn=lambda: (noted("forward"), noted("replay")), early_stop=early_stop)(leaf(3))
+    assert log == ["enter forward", "run", "exit forward"]
     y.sum().backward()
-    assert log[4:] == ["enter replay", "run", "exit replay"]
-
-
-def test_context_fn_of_a_region_that_raises_is_left():
-    log = []
-
-    def block(x):
-        raise KeyError("x")
-
-    with pytest.raises(KeyError):
-        checkpointed(block, context_fn=recording_contexts(log))(leaf(3))
-    assert log == ["made", "enter forward", "exit forward"]
-
-
-def test_selective_checkpoint_contexts_keep_matmuls():
-    context_fn = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
-    x, w = leaf(3, 3), leaf(3, 3)
-
-    def block(x):
-        return ((x @ w).sin() @ w).exp()
-
-    expected = torch.autograd.grad(block(x).sum(), [x, w])
-    y = checkpointed(block, context_fn=context_fn)(x)
-    with CountOps() as ops:
-        actual = torch.autograd.grad(y.sum(), [x, w])
-    assert ops.counts["mm"] == 4
-    assert_same(expected, actual)
+    assert log[3:] == ["enter replay", "run", "exit replay"]
 
 
 def test_errors_form_one_tree_with_fields():

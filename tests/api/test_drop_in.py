@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import doctest
 import functools
 import inspect
 import pickle
@@ -15,16 +14,11 @@ import torch
 import torch.utils.checkpoint as of_torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    apply_activation_checkpointing,
-    checkpoint_wrapper,
-)
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import torch_remat as remat
 from tests.helpers import CountOps, Mlp, assert_same, leaf, no_other_regions, parameter_gradients
-from torch_remat import _drop_in
 from torch_remat.errors import MismatchError, PolicyError, UsageError
 
 aten = torch.ops.aten
@@ -91,10 +85,6 @@ def test_gradients_are_those_of_torch(block, given, kwargs):
     assert_same(expected, train_step(remat.drop_in(), block, **given, **kwargs))
 
 
-def test_without_use_reentrant_it_is_a_region_without_a_warning(block):
-    assert kept(remat.drop_in(), block, X) == ["args[0]"]
-
-
 def test_use_reentrant_is_handed_on_to_torch(block):
     expected = train_step(torch_checkpoint, block, use_reentrant=True)
     assert_same(expected, train_step(remat.drop_in(), block, use_reentrant=True))
@@ -104,8 +94,13 @@ def test_use_reentrant_is_handed_on_to_torch(block):
         assert not remat.memory_report(y).regions
     assert type(y.grad_fn).__name__ == "CheckpointFunctionBackward"
     assert y.grad_fn.preserve_rng_state is False
+    assert type(remat.drop_in()(use_reentrant=True)(block)(x).grad_fn).__name__ == "CheckpointFunctionBackward"
+    decorated = remat.drop_in(policy=PRODUCTS)(use_reentrant=False)(block)
+    assert products_in_replay(decorated, X) == 0
     with pytest.raises(ValueError, match="only supported when"):
         remat.drop_in()(block, x, use_reentrant=True, debug=True)
+    with pytest.raises(UsageError, match=r"drop_in\(policy=\.\.\.\) returned was called with use_reentrant=True"):
+        remat.drop_in(policy=remat.policies.save_matmuls)(block, X, use_reentrant=True)
 
 
 def decorated_block(checkpoint, **options):
@@ -134,42 +129,6 @@ def test_without_a_function_it_is_a_decorator_of_methods(options):
     assert (type(block).run.__name__, type(block).run.__doc__) == ("run", "Run it.")
 
 
-@pytest.mark.parametrize("function", ["function", "module"])
-def test_without_a_function_it_is_a_decorator_of_functions_and_modules(block, function):
-    run = remat.drop_in(policy=remat.policies.save_matmuls)(use_reentrant=False)
-    run = run(block if function == "module" else lambda *args, **kwargs: block(*args, **kwargs))
-    expected = train_step(torch_checkpoint, block, use_reentrant=False, **SCALE)
-    assert_same(expected, train_step(lambda block, *args, **kwargs: run(*args, **kwargs), block, **SCALE))
-    assert products_in_replay(run, X) == 0
-
-
-def test_a_decorated_function_is_reentrant_if_its_decorator_says_so(block):
-    y = remat.drop_in()(use_reentrant=True)(block)(X.clone().requires_grad_())
-    assert type(y.grad_fn).__name__ == "CheckpointFunctionBackward"
-
-
-def test_copies_and_pickles_of_a_module_run_their_own_decorated_one(block):
-    block.run = remat.drop_in()(use_reentrant=False)(block.mlp)
-    for duplicate in (copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
-        assert duplicate.run.function is duplicate.mlp
-        duplicate.run(X).sum().backward()
-        assert duplicate.mlp.up.weight.grad is not None
-    assert block.mlp.up.weight.grad is None
-
-
-def test_a_decorator_with_arguments_of_a_function_is_an_error():
-    with pytest.raises(UsageError, match="scale="):
-        remat.drop_in()(use_reentrant=False, scale=2.0)
-    with pytest.raises(UsageError, match="cannot run a NoneType"):
-        remat.drop_in()(None, X)
-
-
-@pytest.mark.skipif("respect_saved_tensors_hooks" not in inspect.signature(torch_checkpoint).parameters, reason="2.14")
-def test_decorated_methods_are_those_of_torch():
-    ours, theirs = (decorated_block(run, use_reentrant=False) for run in (remat.drop_in(), torch_checkpoint))
-    assert_same(*(train_step(lambda block, x: block(x), block) for block in (ours, theirs)))
-
-
 class Doubling(torch.autograd.graph.saved_tensors_hooks):
     """Hooks that note the shapes of what they pack."""
 
@@ -183,15 +142,6 @@ class Doubling(torch.autograd.graph.saved_tensors_hooks):
 
 
 PRODUCTS_KEPT = {"context_fn": functools.partial(create_selective_checkpoint_contexts, PRODUCTS)}
-
-
-@pytest.mark.parametrize("respects", [None, True])
-def test_what_a_policy_keeps_passes_the_hooks_around(block, respects):
-    hooks = Doubling()
-    with hooks:
-        y = remat.drop_in()(block, X, use_reentrant=False, respect_saved_tensors_hooks=respects, **PRODUCTS_KEPT)
-    assert hooks.packed.count((4, 8)) == 2  # its input, and the last product
-    y.sum().backward()
 
 
 @pytest.mark.parametrize("given", ["option", "contexts"])
@@ -213,33 +163,6 @@ def test_hooks_that_are_not_to_be_respected_are_none_where_nothing_is_kept_or_on
         assert_same(expected, train_step(lambda block, x, outer=outer: outer(inner, x), block))
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_what_it_returns_may_stand_in_the_place_of_torchs_own(use_reentrant, block, monkeypatch):
-    expected = train_step(torch_checkpoint, block, use_reentrant=use_reentrant)
-    monkeypatch.setattr(of_torch, "checkpoint", remat.drop_in())
-    assert_same(expected, train_step(of_torch.checkpoint, block, use_reentrant=use_reentrant))
-    y = of_torch.checkpoint_sequential([block.mlp, torch.tanh], 2, leaf(4, 8), use_reentrant=use_reentrant)
-    y.sum().backward()
-
-
-def test_use_reentrant_is_refused_with_options_that_it_cannot_have(block):
-    with pytest.raises(UsageError, match=r"drop_in\(policy=\.\.\.\) returned was called with use_reentrant=True"):
-        remat.drop_in(policy=remat.policies.save_matmuls)(block, X, use_reentrant=True)
-
-
-def test_keyword_arguments_of_the_function_reach_it():
-    def function(x, /, **kwargs):
-        return x * kwargs["self"] * kwargs["policy"] * kwargs["region_name"]
-
-    x = leaf(3)
-    assert_same(remat.drop_in()(function, x, self=2.0, policy=3.0, region_name=5.0), x * 2.0 * 3.0 * 5.0)
-
-
-def test_without_grad_the_function_just_runs(block):
-    with torch.no_grad():
-        assert remat.drop_in()(block.eval(), X, training=False).grad_fn is None
-
-
 def policy_function(ctx, op, *args, **kwargs):
     return of_torch.CheckpointPolicy.MUST_SAVE if op in PRODUCTS else of_torch.CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -255,24 +178,13 @@ def counting_contexts():
     return create_selective_checkpoint_contexts(policy)
 
 
-class Subclassed(of_torch._CachingTorchDispatchMode):
-    """As libraries do that add to torch's."""
-
-
-def subclassed_contexts():
-    forward, replay = create_selective_checkpoint_contexts(PRODUCTS)
-    return Subclassed(forward.policy_fn, forward.storage), replay
-
-
 FIRST = ["args[0]", "mlp.up.addmm_0_0"]
 BOTH = [*FIRST, "mlp.down.addmm_0_0"]  # the dropout after it runs again, for its mask
 CONTEXTS = {
     "a list": (functools.partial(create_selective_checkpoint_contexts, PRODUCTS), BOTH),
     "a function": (functools.partial(create_selective_checkpoint_contexts, policy_function), BOTH),
-    "by keyword": (functools.partial(create_selective_checkpoint_contexts, policy_fn_or_list=policy_function), BOTH),
     "in a lambda": (lambda: create_selective_checkpoint_contexts(PRODUCTS), BOTH),
     "in a function with a counter": (counting_contexts, FIRST),
-    "entered as they are": (subclassed_contexts, ["args[0]"]),
 }
 
 
@@ -285,13 +197,9 @@ def test_contexts_of_selective_checkpointing_are_a_policy(block, case):
     assert products_in_replay(remat.drop_in(), block, X, context_fn=context_fn) == int("counter" in case)
 
 
-def test_a_list_may_have_packets_which_torch_refuses(block):
-    context_fn = functools.partial(create_selective_checkpoint_contexts, [aten.mm])
-    with pytest.raises(ValueError, match="OpOverloadPacket"):
-        torch_checkpoint(block, X, use_reentrant=False, context_fn=context_fn)
-    whole = functools.partial(create_selective_checkpoint_contexts, [aten.addmm])
-    one = functools.partial(create_selective_checkpoint_contexts, [aten.addmm.default])
-    assert kept(remat.drop_in(), block, X, context_fn=whole) == kept(remat.drop_in(), block, X, context_fn=one)
+def test_a_list_may_have_packets_and_nothing_but_ops(block):
+    packets = functools.partial(create_selective_checkpoint_contexts, [aten.addmm])
+    assert kept(remat.drop_in(), block, X, context_fn=packets) == kept(remat.drop_in(), block, X, **PRODUCTS_KEPT)
     with pytest.raises(PolicyError, match="which is not an op"):
         remat.drop_in()(block, X, context_fn=functools.partial(create_selective_checkpoint_contexts, ["mm"]))
 
@@ -299,8 +207,7 @@ def test_a_list_may_have_packets_which_torch_refuses(block):
 def test_contexts_are_combined_with_a_policy_of_ones_own(block):
     saves_gelu = remat.drop_in(policy=remat.save_names("mlp.gelu_*"))
     assert kept(saves_gelu, block, X) == ["args[0]", "mlp.gelu_0_0"]
-    context_fn = functools.partial(create_selective_checkpoint_contexts, PRODUCTS)
-    assert kept(saves_gelu, block, X, context_fn=context_fn) == [*FIRST, "mlp.gelu_0_0", BOTH[2]]
+    assert kept(saves_gelu, block, X, **PRODUCTS_KEPT) == [*FIRST, "mlp.gelu_0_0", BOTH[2]]
 
 
 @pytest.mark.parametrize(
@@ -318,20 +225,6 @@ def test_what_is_kept_may_be_changed_if_the_contexts_say_so(made):
         context_fn = made(create_selective_checkpoint_contexts, [aten.exp.default], may)
         with contextlib.nullcontext() if may else pytest.raises(RuntimeError):
             remat.drop_in()(function, x, context_fn=context_fn).sum().backward()
-
-
-def test_other_contexts_are_entered_around_both_phases():
-    entered = []
-
-    @contextlib.contextmanager
-    def note(phase):
-        entered.append(phase)
-        yield
-
-    x = leaf(3)
-    y = remat.drop_in()(lambda x: x.sin().exp(), x, context_fn=lambda: (note("forward"), note("replay")))
-    y.sum().backward()
-    assert entered == ["forward", "replay"]
 
 
 @pytest.mark.parametrize("switch", [None, False, True])
@@ -367,9 +260,6 @@ def test_debug_and_its_switch_show_the_ops_of_both_phases(given):
         y = run(function, leaf(3), use_reentrant=False, **({"debug": True} if given == "call" else {}))
     with pytest.raises(MismatchError, match=r"reshape|view"):
         y.sum().backward()
-
-
-def test_the_switch_of_debug_switches_it_off():
     with of_torch.set_checkpoint_debug_enabled(False), CountOps() as ops:
         remat.drop_in(debug=True)(torch.sin, leaf(3)).sum().backward()
     assert ops.counts["sin"] == 1
@@ -390,81 +280,36 @@ def test_options_of_drop_in_come_before_those_of_a_call():
         run(remat.drop_in(determinism_check="bitwise"), determinism_check="default")
 
 
-def test_random_state_is_kept_unless_the_call_says_otherwise(block):
-    states = []
-    for given in ({}, {"preserve_rng_state": True}, {"preserve_rng_state": False}):
-        with no_other_regions():
-            (region,) = remat.memory_report(remat.drop_in()(block, X, **given)).regions
-        states.append("random state" in [tensor.label for tensor in region.tensors])
-    assert states == [True, True, False]
-
-
-@pytest.mark.parametrize("options", [{"polcy": 1}, {"early_stop": 1}, {"policy": 3}], ids=str)
-def test_wrong_options_are_errors_at_once(options):
-    with pytest.raises(UsageError):
-        remat.drop_in(**options)
-
-
-def test_wrong_options_of_a_call_are_errors(block):
+def test_wrong_options_are_errors(block):
+    for options in ({"polcy": 1}, {"early_stop": 1}, {"policy": 3}):
+        with pytest.raises(UsageError):
+            remat.drop_in(**options)
     with pytest.raises(UsageError, match="determinism_check='some'"):
         remat.drop_in()(block, X, determinism_check="some")
+    with pytest.raises(UsageError, match="scale="):
+        remat.drop_in()(use_reentrant=False, scale=2.0)
+    with pytest.raises(UsageError, match="cannot run a NoneType"):
+        remat.drop_in()(None, X)
 
 
 def test_copies_and_pickles_do_the_same(block):
     run = remat.drop_in(policy=remat.policies.save_matmuls)
     block.run = functools.partial(run, use_reentrant=False)
+    block.decorated = remat.drop_in()(use_reentrant=False)(block.mlp)
     for duplicate in (copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
         assert kept(duplicate.run, duplicate, X) == BOTH
+        assert duplicate.decorated.function is duplicate.mlp
     assert repr(pickle.loads(pickle.dumps(run))) == "drop_in(policy=save_matmuls)"
 
 
-def test_a_partial_of_a_modules_forward_is_that_method(block):
-    """As models of Hugging Face call it: keyword arguments are in the partial, and become inputs of the region."""
-    scale = torch.ones(8)
-    given = functools.partial(Block.forward, block, scale=scale)
-    run = remat.drop_in(policy=remat.save_names("mlp.up.*"))
-    assert kept(run, given, X) == ["args[0]", "kwargs['scale']", "mlp.up.addmm_0_0"]
-    y = run(given, X)
-    scale.add_(1)
-    with pytest.raises(remat.MutationError, match=r"kwargs\['scale'\]"):
-        y.sum().backward()
-    other = functools.partial(torch.add, other=X)
-    assert_same(remat.drop_in()(other, X), X + X)
-
-
-def test_wrappers_of_torch_take_it_as_their_function():
-    """As torchtitan and others do: all options by keyword, and a module."""
-    torch.manual_seed(0)
-    model = nn.Sequential(Block(), Block(), nn.Linear(8, 8))
-    expected = train_step(lambda model, x: model(x), model)
-    apply_activation_checkpointing(
-        model,
-        checkpoint_wrapper_fn=functools.partial(
-            checkpoint_wrapper,
-            checkpoint_fn=remat.drop_in(),
-            context_fn=counting_contexts,
-            preserve_rng_state=True,
-            determinism_check="default",
-            early_stop=False,
-            debug=False,
-        ),
-        check_fn=lambda module: isinstance(module, Block),
-    )
-    assert_same(expected, train_step(lambda model, x: model(x), model))
-    with no_other_regions():
-        assert [len(region.tensors) for region in remat.memory_report(model(X)).regions] == [3, 3]
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning:torch")
-@pytest.mark.parametrize("case", ["nothing", "contexts", "a policy"])
+@pytest.mark.parametrize("case", ["contexts", "a policy"])
 def test_compiled_it_is_one_graph(block, case):
     torch._dynamo.reset()
     block.eval()
     run = remat.drop_in(policy=PRODUCTS[:1]) if case == "a policy" else remat.drop_in()
-    more = (
-        {"context_fn": functools.partial(create_selective_checkpoint_contexts, PRODUCTS)} if case == "contexts" else {}
-    )
-    backend = CompileCounterWithBackend("eager" if case == "nothing" else "aot_eager")
+    more = PRODUCTS_KEPT if case == "contexts" else {}
+    backend = CompileCounterWithBackend("aot_eager")
 
     def call(block, x):
         return run(block, x, use_reentrant=False, training=False, **more)
@@ -475,24 +320,3 @@ def test_compiled_it_is_one_graph(block, case):
     targets = [str(node.target) for graph in backend.graphs for node in graph.graph.nodes]
     assert sum("checkpoint" in target for target in targets) == 1
     torch._dynamo.reset()
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning:torch")
-@pytest.mark.parametrize("where", ["in a class", "in the compiled function"])
-def test_compiled_a_decorated_one_is_one_graph(block, where):
-    torch._dynamo.reset()
-    run = remat.drop_in()
-    decorated = decorated_block(run, use_reentrant=False)
-
-    def call(block, x):
-        return block(x) if where == "in a class" else run(use_reentrant=False)(block.mlp)(x)
-
-    backend = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(call, backend=backend, fullgraph=True)
-    assert_same(train_step(call, decorated), train_step(compiled, decorated))
-    assert backend.frame_count == 1
-    torch._dynamo.reset()
-
-
-def test_example_of_the_docstring_runs():
-    assert doctest.testmod(_drop_in).failed == 0

@@ -62,10 +62,6 @@ def test_python_blocks_of_a_text_run_in_their_order(path, tmp_path, monkeypatch)
                 assert output.getvalue() == printed, f"{path.name}:{line} prints something else"
 
 
-def test_readme_has_blocks_that_run():
-    assert blocks((ROOT / "README.md").read_text(encoding="utf-8"))
-
-
 def test_every_public_name_of_torch_remat_0_2_2_has_a_row_in_the_table_for_it():
     text = (ROOT / "docs" / "reference" / "names_0_2_2.md").read_text(encoding="utf-8")
     table = text.partition("\n| 0.2.x | here | what changes |\n")[2].partition("\n\n")[0]
@@ -74,16 +70,13 @@ def test_every_public_name_of_torch_remat_0_2_2_has_a_row_in_the_table_for_it():
         assert any(re.search(rf"\b{name}\b", cell) for cell in theirs), name
 
 
-def test_blocks_are_found_and_marked_ones_left_out():
+def test_blocks_are_found_with_their_output_and_marked_ones_left_out():
     fence = "`" * 3
     text = f"a\n{fence}python\nx = 1\n{fence}\n{NOT_RUN}\n{fence}python\ny = 2\n{fence}\n{fence}sh\nls\n{fence}\n"
     assert blocks(text) == [(3, "x = 1\n", None)]
-
-
-def test_shown_output_belongs_to_the_block_right_above_it():
-    fence = "`" * 3
     code, shown = f"{fence}python\nprint(1)\n{fence}\n", f"{fence}text\n1\n{fence}\n"
     assert blocks(f"{code}\n<!-- output -->\n{shown}{code}\n{shown}") == [
         (2, "print(1)\n", "1\n"),
         (10, "print(1)\n", None),
     ]
+    assert blocks((ROOT / "README.md").read_text(encoding="utf-8"))

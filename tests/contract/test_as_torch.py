@@ -2,30 +2,25 @@
 
 Only what no other file of tests shows. Gradients of all kinds of graphs are in `test_graphs.py` and
 `test_gradients.py`, nested regions in `test_nesting.py`, what replay may not do otherwise in `test_mismatch.py`, memory
-in `test_lifetimes.py`, selective checkpointing in `test_policy_sac.py`.
+in `test_lifetimes.py`, selective checkpointing in `test_policies.py`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
-from collections import Counter
 
 import pytest
 import torch
 import torch.utils.checkpoint as of_torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import allow_mutation_on_saved_tensors, disable_saved_tensors_hooks
-from torch.testing._internal.two_tensor import TwoTensor
-from torch.utils.checkpoint import create_selective_checkpoint_contexts, set_checkpoint_early_stop
+from torch.autograd.graph import disable_saved_tensors_hooks
 
 import torch_remat as remat
-from tests.helpers import CountOps, Mlp, assert_clean_state, assert_same, chain, leaf, parameter_gradients
+from tests.helpers import assert_clean_state, assert_same, chain, leaf
 from torch_remat import _compat
 
-aten = torch.ops.aten
 TORCH = functools.partial(of_torch.checkpoint, use_reentrant=False)
 OURS = remat.drop_in()
 SAVING = remat.drop_in(policy=lambda ctx, op, *args, **kwargs: True)
@@ -34,7 +29,6 @@ EVERY = pytest.mark.parametrize(
     "run", [TORCH, OURS, MATMULS, SAVING], ids=["torch", "plain", "save_matmuls", "save_everything"]
 )
 BOTH = pytest.mark.parametrize("run", [TORCH, OURS], ids=["torch", "plain"])
-SIZE = 3000  # ops so large that replay stops before them
 
 
 class Saving(torch.autograd.Function):
@@ -56,32 +50,13 @@ class Saving(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("where", ["argument", "closure"])
-@pytest.mark.parametrize(
-    "run",
-    [TORCH, OURS, MATMULS, SAVING],
-    ids=["torch", "plain", "save_matmuls", "save_everything"],
-)
+@EVERY
 def test_backward_gets_the_very_object_that_was_saved_if_it_needs_no_gradient(run, where):
     x, y, seen = leaf(3), torch.ones(3), []
     out = run(Saving.apply, x, y, seen) if where == "argument" else run(lambda x: Saving.apply(x, y, seen), x)
     out.sum().backward()
     (found,) = seen
     assert found is y
-
-
-@BOTH
-@pytest.mark.parametrize("how", ["detach", "no_grad"])
-def test_backward_from_a_region_that_is_all_detached_is_the_error_of_plain_autograd(run, how):
-    linear = nn.Linear(3, 3)
-
-    def function(x):
-        with torch.no_grad() if how == "no_grad" else contextlib.nullcontext():
-            return linear(x).detach()
-
-    y = run(function, leaf(2, 3))
-    assert not y.requires_grad
-    with pytest.raises(RuntimeError, match="does not require grad"):
-        y.sum().backward()
 
 
 @EVERY
@@ -102,14 +77,11 @@ def test_nested_tensors_are_equal(run):
 @pytest.mark.parametrize(
     "run",
     [
-        TORCH,
         pytest.param(
             OURS, marks=pytest.mark.xfail(strict=True, reason="a Parameter made inside is taken for one from outside")
         ),
         MATMULS,
-        SAVING,
     ],
-    ids=["torch", "plain", "save_matmuls", "save_everything"],
 )
 def test_region_that_copies_a_module_is_equal(run):
     linear = nn.Linear(3, 3)
@@ -132,14 +104,7 @@ class Doubled(torch.Tensor):
 
 
 @pytest.mark.parametrize(
-    ("run", "backward_of"),
-    [
-        pytest.param(OURS, "a tensor", id="plain"),
-        pytest.param(MATMULS, "a tensor", id="save_matmuls"),
-        pytest.param(OURS, "the subclass", id="plain, in backward of the subclass"),
-        pytest.param(MATMULS, "the subclass", id="save_matmuls, in backward of the subclass"),
-        pytest.param(SAVING, "the subclass", id="save_everything, in backward of the subclass"),
-    ],
+    ("run", "backward_of"), [(OURS, "a tensor"), (OURS, "the subclass"), (MATMULS, "the subclass")]
 )
 def test_what_a_subclass_makes_of_functions_it_makes_in_replay_too(run, backward_of):
     """Where backward is a method of the subclass, torch's checkpoint gives the gradients of another function."""
@@ -156,24 +121,6 @@ def test_what_a_subclass_makes_of_functions_it_makes_in_replay_too(run, backward
     assert_same(*gradients)
 
 
-# ---- hooks on tensors
-
-
-@EVERY
-def test_hook_of_a_weight_that_is_used_inside_and_outside_runs_once_with_the_whole_gradient(run):
-    w, x = nn.Parameter(torch.randn(3, 3)), leaf(2, 3)
-
-    def function(x):
-        return (x @ w).sin().exp()
-
-    expected = torch.autograd.grad((function(x) @ w).cos().sum(), w)
-    hooked, accumulated = [], []
-    w.register_hook(lambda grad: hooked.append(grad.clone()))
-    w.register_post_accumulate_grad_hook(lambda tensor: accumulated.append(tensor.grad.clone()))
-    (run(function, x) @ w).cos().sum().backward()
-    assert_same([expected, expected], [hooked, accumulated])
-
-
 # ---- hooks on saved tensors
 
 
@@ -186,98 +133,11 @@ def test_where_hooks_on_saved_tensors_are_disabled_a_region_is_the_error_that_wa
     run(chain, x).sum().backward()
 
 
-@pytest.mark.parametrize("run", [OURS, MATMULS, SAVING], ids=["plain", "save_matmuls", "save_everything"])
-def test_saved_tensors_that_are_changed_where_that_is_allowed_are_right_or_an_error(run):
-    """Torch's checkpoint gives wrong gradients here."""
-
-    def function(x):
-        y = x.sin()
-        z = y.exp()
-        z.mul_(2)
-        return z * y
-
-    x = leaf(3)
-    with allow_mutation_on_saved_tensors():
-        expected = torch.autograd.grad(function(x).sum(), x)
-        y = run(function, x)
-        if run is SAVING:
-            assert_same(expected, torch.autograd.grad(y.sum(), x))
-        else:
-            with pytest.raises(remat.MutationError):
-                y.sum().backward()
-    assert_clean_state()
-
-
-# ---- early stop
-
-
-def counted(function, counts, name):
-    """Count the calls of a function, and how many came to their end."""
-
-    def call(*args):
-        counts[name, "begun"] += 1
-        out = function(*args)
-        counts[name, "ended"] += 1
-        return out
-
-    return call
-
-
-EARLY = [None, True, False]
-
-
-@pytest.mark.parametrize("around", EARLY)
-@pytest.mark.parametrize("inside", EARLY)
-def test_switches_of_early_stop_around_nested_regions_stop_where_torch_does(around, inside):
-    def switch(value):
-        return contextlib.nullcontext() if value is None else set_checkpoint_early_stop(value)
-
-    def counts_of(run):
-        counts = Counter()
-
-        def inner(x):
-            return x.sin().exp().sin()
-
-        def outer(x):
-            with switch(inside):
-                y = run(counted(inner, counts, "inner"), x.cos())
-            return y.exp().sin()
-
-        x = torch.linspace(-1, 1, SIZE).requires_grad_()
-        with switch(around):
-            y = run(counted(outer, counts, "outer"), x)
-        y.sum().backward()
-        return counts, x.grad
-
-    (theirs, expected), (ours, actual) = counts_of(TORCH), counts_of(OURS)
-    assert_same([expected], [actual])
-    assert ours["outer", "ended"] == theirs["outer", "ended"] == 1 + (around is False)
-    assert ours["inner", "begun"] <= theirs["inner", "begun"]
-
-
-def test_replay_stops_also_through_code_that_catches_exceptions():
-    """Torch's early stop is an `Exception`: its replay would go on with what the code falls back to."""
-
-    def function(x):
-        y = x.sin()
-        try:
-            y = y.exp().cos()
-        except Exception:  # noqa: BLE001, RUF100
-            y = y.tanh()
-        return y.sin().sum()
-
-    x = torch.linspace(-1, 1, SIZE).requires_grad_()
-    expected = torch.autograd.grad(function(x), x)
-    for policy in (None, remat.policies.save_matmuls):
-        assert_same(expected, torch.autograd.grad(remat.drop_in(policy=policy)(function, x), x))
-
-
 # ---- backward
 
 
 @EVERY
-@pytest.mark.parametrize("shape", ["one region", "regions in a row", "nested"])
-def test_weights_that_are_updated_as_soon_as_their_gradient_is_there_are_equal(run, shape):
+def test_weights_that_are_updated_as_soon_as_their_gradient_is_there_are_equal(run):
     def update(weight):
         with torch.no_grad():
             weight.add_(weight.grad, alpha=-0.1)
@@ -290,32 +150,11 @@ def test_weights_that_are_updated_as_soon_as_their_gradient_is_there_are_equal(r
             weight.register_post_accumulate_grad_hook(update)
         for _ in range(2):
             x = torch.linspace(-1, 1, 8).view(2, 4)
-            if shape == "one region":
-                y = call(model, x)
-            elif shape == "nested":
-                y = call(lambda x: call(model[2], call(model[:2], x).exp()), x)
-            else:
-                y = call(model[2], call(model[:2], x))
+            y = call(lambda x: call(model[2], call(model[:2], x).exp()), x)
             y.sin().sum().backward()
         return [weight.detach() for weight in model.parameters()]
 
     assert_same(trained(lambda function, x: function(x)), trained(run))
-
-
-@EVERY
-def test_backward_of_the_reentrant_kind_inside_regions_is_equal(run):
-    mlp = Mlp(4)
-
-    def function(x):
-        return of_torch.checkpoint(mlp, run(mlp, x).sin(), use_reentrant=True).exp()
-
-    def gradients(call):
-        mlp.zero_grad()
-        x = torch.linspace(-1, 1, 8).view(2, 4).requires_grad_()
-        call(function, x * 1).sum().backward()
-        return x.grad, *parameter_gradients(mlp)
-
-    assert_same(gradients(lambda function, x: mlp(mlp(x).sin()).exp()), gradients(lambda _, x: run(function, x)))
 
 
 # ---- where regions meet other parts of torch
@@ -330,47 +169,11 @@ def test_parametrized_weight_that_a_cache_has_in_one_phase_only_is_an_error(run)
         y.sum().backward()
 
 
-LIBRARY = torch.library.Library("remat_tests_more", "DEF")
-LIBRARY.define("product_and_length(Tensor x, Tensor y) -> (Tensor, int)")
-LIBRARY.impl("product_and_length", lambda x, y: (x * y, x.shape[0]), "CompositeExplicitAutograd")
-
-
-@pytest.mark.parametrize("checkpoint", [TORCH, OURS], ids=["torch", "ours"])
-@pytest.mark.parametrize("products", [[aten.mm.default], [aten.mm.default, aten.sin.default]], ids=str)
-def test_contexts_of_selective_checkpointing_work_on_a_wrapper_subclass(checkpoint, products):
-    context_fn = functools.partial(create_selective_checkpoint_contexts, products)
-
-    def function(x, w):
-        return ((x @ w).sin() @ w).exp()
-
-    def gradients(call):
-        x, w = (TwoTensor(torch.linspace(low, 1, 9).view(3, 3), torch.ones(3, 3)) for low in (-1, 0))
-        x.requires_grad_()
-        w.requires_grad_()
-        y = call(x, w)
-        with CountOps() as ops:
-            y.sum().backward()
-        assert type(x.grad) is TwoTensor
-        return [y.a, y.b, x.grad.a, x.grad.b, w.grad.a, w.grad.b], ops.counts
-
-    expected, plain = gradients(function)
-    actual, replayed = gradients(lambda x, w: checkpoint(function, x, w, context_fn=context_fn))
-    assert_same(expected, actual)
-    assert replayed["mm"] == plain["mm"]  # those of backward; no product runs again
-    assert replayed["sin"] == plain["sin"] + (aten.sin.default not in products)
-
-
 # ---- where there are no values
 
 
-@pytest.mark.parametrize(
-    ("kind", "run"),
-    [
-        pytest.param(kind, run, id=f"{kind}-{name}")
-        for kind in ("meta", "fake")
-        for name, run in (("torch", TORCH), ("plain", OURS), ("save_matmuls", MATMULS), ("save_everything", SAVING))
-    ],
-)
+@EVERY
+@pytest.mark.parametrize("kind", ["meta", "fake"])
 def test_tensors_without_data_get_gradients_of_the_right_shape(kind, run):
     """As those do who measure a model before it is there."""
     mode = FakeTensorMode() if kind == "fake" else torch.device("meta")

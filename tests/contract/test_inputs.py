@@ -17,7 +17,6 @@ from tests.helpers import (
     LiveStorages,
     assert_same,
     assert_same_program,
-    chain,
     checkpointed,
     collector_off,
     leaf,
@@ -27,15 +26,6 @@ from tests.helpers import (
 Pair = namedtuple("Pair", ["one", "two"])
 
 BATCHES = [OptreeBatch, TorchBatch, OpaqueBatch]
-
-
-def test_parameters_get_gradients_where_there_is_no_input_at_all():
-    def program(wrap):
-        w = nn.Parameter(torch.randn(3, 3))
-        wrap(lambda: (w @ w).sin().exp())().sum().backward()
-        return w.grad
-
-    assert_same_program(program, replays=1)
 
 
 def test_inputs_that_are_no_tensors_reach_the_function_in_both_phases():
@@ -48,6 +38,7 @@ def test_inputs_that_are_no_tensors_reach_the_function_in_both_phases():
 
     w = leaf(3)
     checkpointed(block)(1, None, "text", marker, flag=True, items=[1, {"a": marker}]).sum().backward()
+    assert_same(w.grad, torch.autograd.grad(w.sin().exp().sum(), w)[0])
     assert len(seen) == 2
     for args, kwargs in seen:
         assert args == (1, None, "text", marker)
@@ -112,40 +103,22 @@ def test_same_tensor_twice_gets_the_sum_of_both_gradients():
     assert_same_program(program, replays=1)
 
 
-def test_views_among_inputs_are_still_views_of_each_other_in_replay():
-    shared = []
-
-    def block(x, row):
-        shared.append(x.untyped_storage().data_ptr() == row.untyped_storage().data_ptr())
-        return (x * row).sin()
-
-    base = leaf(3, 4) * 1
-    checkpointed(block)(base, base[0]).sum().backward()
-    assert shared == [True, True]
-
-
 def test_input_keeps_its_strides_and_grad_flag_in_replay():
+    """Views among inputs are still views of each other."""
     seen = []
 
-    def block(x, flat, index):
-        seen.append([(t.shape, t.stride(), t.storage_offset(), t.requires_grad, t.dtype) for t in (x, flat, index)])
-        return (x * flat).sin().sum() * index.sum()
+    def block(x, row, flat, index):
+        assert x.untyped_storage().data_ptr() == row.untyped_storage().data_ptr()
+        seen.append(
+            [(t.shape, t.stride(), t.storage_offset(), t.requires_grad, t.dtype) for t in (x, row, flat, index)]
+        )
+        return (x * flat + row).sin().sum() * index.sum()
 
     base = leaf(6, 4) * 1
-    checkpointed(block)(base.t()[:, ::2], torch.ones(3).expand(4, 3), torch.arange(3)).backward()
+    columns = base.t()[:, ::2]
+    checkpointed(block)(columns, columns[1], torch.ones(3).expand(4, 3), torch.arange(3)).backward()
     assert len(seen) == 2
     assert seen[0] == seen[1]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.complex64])
-def test_inputs_of_other_dtypes_have_equal_gradients(dtype):
-    def program(wrap):
-        x = leaf(4, dtype=dtype)
-        y = wrap(chain)(x)
-        y.abs().sum().backward()
-        return y, x.grad
-
-    assert_same_program(program, replays=1)
 
 
 @pytest.mark.filterwarnings("ignore:CpuOffloader moves")
@@ -156,11 +129,9 @@ def test_inputs_of_other_dtypes_have_equal_gradients(dtype):
         (lambda x: x, False),
         (lambda x: x, True),
         (lambda x: x[:], True),
-        (lambda x: x.t(), False),
         (lambda x: x[1:], False),
-        (lambda x: x.flatten(), False),
     ],
-    ids=["itself", "itself, offloaded", "alias, offloaded", "transpose", "rows", "flat"],
+    ids=["itself", "itself, offloaded", "alias, offloaded", "rows"],
 )
 def test_tensor_that_the_function_also_reaches_past_the_argument_gets_equal_gradients(view, offloads, policy):
     options = {"offload_inputs": True, "offloader": remat.CpuOffloader(min_bytes=0)} if offloads else {}
@@ -176,23 +147,6 @@ def test_tensor_that_the_function_also_reaches_past_the_argument_gets_equal_grad
     assert_same(program(remat.checkpoint(policy=policy, **options)), program(lambda function: function))
 
 
-def test_subclass_of_tensor_arrives_as_that_subclass():
-    class Marked(Tensor):
-        pass
-
-    types = []
-
-    def block(x):
-        types.append(type(x))
-        return x.sin().exp().as_subclass(Tensor)
-
-    x = leaf(3)
-    marked = (x * 1).as_subclass(Marked)
-    checkpointed(block)(marked).sum().backward()
-    assert types == [Marked, Marked]
-    assert_same(x.grad, torch.autograd.grad(x.sin().exp().sum(), x)[0])
-
-
 def test_caller_may_change_its_containers_after_the_call():
     function = Calls(lambda items, *, options: (items[0] * options["scale"]).sin())
     x, scale = leaf(3), leaf(3)
@@ -205,26 +159,11 @@ def test_caller_may_change_its_containers_after_the_call():
     assert_same([x.grad, scale.grad], torch.autograd.grad((x * scale).sin().sum(), [x, scale]))
 
 
-def test_function_may_take_the_last_reference_to_an_argument_out_of_its_container():
-    def block(tensors):
-        y = tensors.pop() + 1
-        for _ in range(20):  # whose objects may get the address of the one that is gone
-            y = (y * 2).sin()
-        return y
-
-    def program(wrap):
-        w = leaf(3)
-        wrap(block)([w * 2]).sum().backward()
-        return [w.grad]
-
-    assert_same_program(program, replays=1)
-
-
 @pytest.mark.parametrize("around", [contextlib.nullcontext, torch.autograd.graph.save_on_cpu])
 @pytest.mark.parametrize(
     "view",
-    [Tensor.t, Tensor.detach, Tensor.bfloat16, lambda w: w.view(9).view(3, 3)],
-    ids=["t", "detach", "cast", "view"],
+    [Tensor.detach, Tensor.bfloat16, lambda w: w.view(9).view(3, 3)],
+    ids=["detach", "cast", "view"],
 )
 def test_argument_that_is_a_view_or_a_cast_of_a_parameter_is_no_other_parameter(view, around):
     def program(wrap):
@@ -246,10 +185,8 @@ def marked(tensor, **attributes):
 
 ATTRIBUTED = {
     "argument": lambda body, x, m: lambda wrap: wrap(body)(x, m),
-    "in a list": lambda body, x, m: lambda wrap: wrap(lambda x, ms: body(x, ms[0]))(x, [m]),
-    "twice": lambda body, x, m: lambda wrap: wrap(lambda x, m, again: body(x, again))(x, m, m),
+    "in a list, twice": lambda body, x, m: lambda wrap: wrap(lambda x, m, ms: body(x, ms[0]))(x, m, [m]),
     "view": lambda body, x, m: lambda wrap: wrap(body)(x, marked(m.view(-1)[:3], **m.__dict__)),
-    "result of an op": lambda body, x, m: lambda wrap: wrap(body)(x, marked(x * 2, **m.__dict__)),
     "parameter": lambda body, x, m: lambda wrap: wrap(body)(x, marked(nn.Parameter(m * 1), **m.__dict__)),
 }
 

@@ -3,33 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-import threading
 import weakref
 
 import pytest
 import torch
 from torch import nn
-from torch.autograd import Function
+from torch.nn import functional as F
 from torch.utils.checkpoint import GraphExecGroup
 
 import torch_remat as remat
-from tests.handle_ops import (
-    KERNELS,
-    POLICIES,
-    RECOMPUTE,
-    SAVE,
-    STYLES,
-    Affine,
-    Both,
-    Gather,
-    Inner,
-    Kernel,
-    Trace,
-    as_tuple,
-    call,
-    policy_ids,
-)
+from tests.handle_ops import POLICIES, RECOMPUTE, STYLES, Inner, Kernel, Trace, call, policy_ids
 from tests.helpers import (
     LiveStorages,
     Mlp,
@@ -41,6 +24,7 @@ from tests.helpers import (
     name_of,
     pairwise,
     plain,
+    python_objects,
     shown,
     watch,
 )
@@ -123,11 +107,6 @@ def backward(y, x):
     torch.autograd.grad(y.sum(), x)
 
 
-def keep_the_graph(y, x):
-    for _ in range(2):
-        torch.autograd.grad(y.sum(), x, retain_graph=True)
-
-
 def second_order(y, x):
     (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     torch.autograd.grad(grad.square().sum(), x)
@@ -149,13 +128,7 @@ def error_in_replay(y, x):
     raise_in_backward(ValueError, y, x)
 
 
-def in_a_thread(y, x):
-    thread = threading.Thread(target=backward, args=(y, x))
-    thread.start()
-    thread.join()
-
-
-ENDS = [drop, backward, keep_the_graph, second_order, mismatch, error_in_replay, in_a_thread]
+ENDS = [drop, backward, second_order, mismatch, error_in_replay]
 
 
 @pairwise(
@@ -192,43 +165,6 @@ def test_everything_dies_however_a_region_ends(way, end, depth, options):
     assert live.bytes() == 0
 
 
-@pairwise(way=WAYS, where=["call", "between", "end"], depth=[1, 2])
-def test_exception_in_forward_frees_everything(way, where, depth):
-    live = LiveStorages()
-
-    def fail(_):
-        raise ValueError("in forward")
-
-    def level(h, left):
-        h = way.keep("a", lambda h: h.sin().exp(), h)
-        if left:
-            h = way.region(level)(h, left - 1)
-        elif where == "call":
-            way.keep("fails", fail, h)
-        elif where == "between":
-            fail(h)
-        way.keep("b", lambda h: h.tanh() * h, h)
-        fail(h)
-
-    with live, pytest.raises(ValueError, match="in forward"):
-        way.region(level)(leaf(3, 3) * 1, depth - 1)
-    assert live.bytes() == 0
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=shown)
-def test_parameter_without_gradient_dies_in_backward_and_what_nothing_saves_in_forward(options):
-    frozen, shift = nn.Parameter(torch.randn(3, 3), requires_grad=False), torch.randn(3)
-    weight, given = watch(frozen, shift)
-    x = leaf(3)
-    y = checkpointed(lambda x, w: (x @ w).sin(), **options)(x, frozen)
-    z = checkpointed(lambda x, shift: x + shift, **options)(x, shift)
-    del frozen, shift
-    assert given.expired()
-    assert not weight.expired()
-    (y + z).sum().backward()
-    assert weight.expired()
-
-
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_retained_bytes_after_forward_are_inputs_and_outputs_and_nothing_more(early_stop):
     mlp = Mlp(16)
@@ -237,30 +173,6 @@ def test_retained_bytes_after_forward_are_inputs_and_outputs_and_nothing_more(ea
         x = torch.randn(5, 16, requires_grad=True)
         y = checkpointed(nn.Sequential(mlp, nn.Tanh(), mlp), early_stop=early_stop)(x)
     assert live.bytes() == x.nbytes + y.nbytes == 2 * 5 * 16 * 4
-
-
-def test_saved_tensor_looked_at_before_backward_is_freed_with_the_output():
-    parts = Parts()
-    assert parts.output.grad_fn._saved_self.shape == (3,)
-    del parts.output
-    parts.assert_all_dead()
-
-
-def test_part_of_the_outputs_dropped_frees_what_only_it_needs():
-    def block(x):
-        return x.sin().exp(), x.cos().tanh()
-
-    x = leaf(3)
-    live = LiveStorages()
-    with live:
-        one, two = checkpointed(block)(x)
-        before = live.count()
-        del two
-        assert live.count() == before - 1
-        one.sum().backward()
-        assert live.count() <= 2  # the output and the gradient
-        del one
-    assert live.bytes() == x.grad.untyped_storage().nbytes()
 
 
 def counting(made, counts):
@@ -301,6 +213,19 @@ def test_values_die_node_by_node_in_backward_as_in_plain_autograd(style, policy)
         assert run(checkpointed, style, tail) == [6, 5, 4, 3, 2, 1]
 
 
+def test_parameter_without_gradient_dies_in_backward_and_what_nothing_saves_in_forward():
+    frozen, shift = nn.Parameter(torch.randn(3, 3), requires_grad=False), torch.randn(3)
+    weight, given = watch(frozen, shift)
+    x = leaf(3)
+    y = checkpointed(lambda x, w: (x @ w).sin())(x, frozen)
+    z = checkpointed(lambda x, shift: x + shift)(x, shift)
+    del frozen, shift
+    assert given.expired()
+    assert not weight.expired()
+    (y + z).sum().backward()
+    assert weight.expired()
+
+
 def test_input_of_a_region_is_dead_when_backward_reaches_the_region_before_it():
     references = []
 
@@ -335,118 +260,85 @@ def test_unneeded_values_of_replay_die_at_once():
     assert len(made) == 2
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=shown)
-def test_a_tensor_that_user_code_takes_out_of_replay_holds_no_other_values(options):
-    taken, others = [], []
+# --- Regions in a loop, up to 2,000, leave no live tensor, no Python object and no memory more
 
+
+REGIONS = 2_000
+LEAF = torch.ones(3, requires_grad=True)
+
+
+def grad(y, **options):
+    return torch.autograd.grad(y.sum(), LEAF, **options)
+
+
+def nested(call=lambda function, x: function(x)):
+    inner = checkpointed(chain)
+    return checkpointed(lambda x: inner(call(torch.sin, x)).exp())(LEAF)
+
+
+def every_option():
+    options = {"region_name": "r", "determinism_check": "bitwise", "early_stop": False, "debug": True}
+    grad(checkpointed(lambda x: F.dropout(chain(x)).exp(), **options)(LEAF))
+
+
+def exception(phase):
     def block(x):
         h = x.sin()
-        taken[:] = [h.exp()]
-        hh = h.cos().exp()
-        others.extend(watch(hh))
-        return hh.cos()
+        if remat.is_recomputing() == (phase == "replay"):
+            raise ValueError
+        return h.exp()
 
-    checkpointed(block, **options)(leaf(3) * 1).sum().backward()
-    assert len(others) == 2
-    assert alive(others) == 0
+    with contextlib.suppress(ValueError):
+        grad(checkpointed(block)(LEAF))
 
 
-def test_exception_frees_an_argument_in_a_container_that_the_function_has_changed():
-    def block(tensors):
-        tensors[0].exp_()  # so that its history holds the region
-        raise ValueError("in forward")
-
-    live = LiveStorages()
-    with live:
-        tensors = [leaf(3) * 1]
-        with pytest.raises(ValueError, match="in forward"):
-            checkpointed(block)(tensors)
-        del tensors
-    assert live.bytes() == 0
+STEPS = {
+    "forward and backward": lambda: grad(checkpointed(chain)(LEAF)),
+    "forward only": lambda: checkpointed(chain)(LEAF),
+    "nested": lambda: grad(nested()),
+    "a call": lambda: grad(nested(lambda function, x: remat.op(function, "sin")(x))),
+    "a native region": lambda: grad(nested(lambda function, x: remat.native_save_region("sin", function, x))),
+    "every option": every_option,
+    "exception in forward": lambda: exception("forward"),
+    "exception in replay": lambda: exception("replay"),
+}
 
 
-@pairwise(kernel=KERNELS, style=STYLES)
-def test_no_form_of_any_kernel_makes_a_cycle(kernel, style):
-    for policy, backward in itertools.product(POLICIES, [False, True]):
-        trace = Trace()
+def growth(step, times):
+    """Return by how much tensors, objects and memory blocks grow over so many steps, once they grow no more.
 
-        def block(x, w, trace=trace, policy=policy):
-            second = [torch.tensor([[1, 0, 1]] * 3)] if kernel is Gather else [w]
-            outputs = as_tuple(call(style, kernel, trace, "it", policy, x.sin(), *second[: kernel.arity - 1]))
-            return call(style, Affine, trace, "reader", RECOMPUTE, outputs[0], x), outputs[0]
-
-        function = weakref.ref(block)
-        y, z = checkpointed(block)(leaf(3, 3) * 1, leaf(3, 3) * 1)
-        if backward:
-            (y.sum() + z.sum()).backward()
-            assert trace.alive() <= {"it.out", "it.0", "reader.out"}
-        del y, z, block
-        assert trace.alive() == set()
-        assert function() is None
-
-
-def test_slots_are_dead_after_the_replay_except_where_backward_needs_them():
-    seen = []
-
-    class Look(Function):
-        @staticmethod
-        def forward(ctx, x, trace):
-            ctx.trace = trace
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            seen.append(ctx.trace.alive())
-            return grad, None
-
-    trace = Trace()
-
-    def block(x):
-        s = call("handle", Inner, trace, "s", SAVE, x)
-        r = call("handle", Inner, trace, "r", RECOMPUTE, s)
-        t = call("handle", Inner, trace, "t", SAVE, r)
-        return Look.apply(call("handle", Inner, trace, "u", RECOMPUTE, t), trace)
-
-    loss = checkpointed(block)(leaf(3)).sum()
-    assert trace.alive() == {"s.m", "s.out", "t.m", "t.out"}
-    loss.backward()
-    assert seen == [{"s.m", "t.m"}]
+    Python and torch fill caches of their own in the first some thousand steps, so the smallest growth of a few
+    rounds counts; a leak shows in every round.
+    """
+    for _ in range(20):
+        step()
+    rounds = []
+    for _ in range(8):
+        before = python_objects()
+        for _ in range(times):
+            step()
+        rounds.append([late - early for late, early in zip(python_objects(), before, strict=True)])
+        if rounds[-1][0] == 0 and rounds[-1][1] < 20 and rounds[-1][2] < times / 4:
+            break
+    return [min(column) for column in zip(*rounds, strict=True)]
 
 
-@pytest.mark.parametrize("where", ["placeholder", "mismatch", "twice"])
-def test_error_of_ours_frees_everything(where):
-    trace = Trace()
-
-    def forward(ctx, x):
-        return x * 2, {"x": x}
-
-    failing = Kernel("failing", ("x",), forward, lambda ctx, saved, grad: grad * saved[0])
-
-    def block(x):
-        h = call("handle", Both, trace, "a", SAVE, x.sin())
-        r = call("handle", Both, trace, "b", RECOMPUTE, h)
-        if where == "placeholder":
-            h = h.exp() * r
-        name = "a" if where == "twice" else "x" if where == "mismatch" and remat.is_recomputing() else "c"
-        h = call("handle", failing, trace, name, SAVE, h)
-        return call("handle", Both, trace, "d", RECOMPUTE, h * r if where == "placeholder" else h)
-
-    y = None
-    with pytest.raises(remat.RematError):  # noqa: PT012
-        y = checkpointed(block)(leaf(3) * 1)
-        y.sum().backward()
-    del y
-    assert trace.alive() == set()
+@pytest.mark.parametrize("name", STEPS)
+def test_regions_in_a_loop_leave_no_growth(name):
+    times = REGIONS if name == "forward and backward" else REGIONS // 5
+    with collector_off():
+        tensors, objects, blocks = growth(STEPS[name], times)
+    assert tensors == 0
+    assert objects < 20
+    assert blocks < times / 4
 
 
-def test_inner_regions_slot_for_the_output_of_a_saved_op_dies_with_the_outer_replay():
-    trace = Trace()
-
-    def block(x):
-        h = call("handle", Inner, trace, "a", SAVE, x)
-        return checkpointed(lambda h: call("handle", Both, trace, "b", RECOMPUTE, h.sin()))(h)
-
-    y = checkpointed(block)(leaf(3))
-    assert trace.alive() == {"a.m", "a.out", "b.out"}
-    y.sum().backward()
-    assert trace.alive() == {"b.out"}
+def test_regions_in_a_loop_leave_no_bytes():
+    """Storages held from C++ alone are no Python objects: count them by what one step leaves behind."""
+    with collector_off():
+        live = LiveStorages()
+        with live:
+            for step in STEPS.values():
+                step()
+        assert len(live.seen) > 100
+        assert live.bytes() == 0

@@ -3,33 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections import OrderedDict, UserList, defaultdict, deque, namedtuple
-from functools import partial
+from collections import deque, namedtuple
 
 import pytest
 import torch
 from torch import nn
 
-from tests.handle_ops import (
-    KERNELS,
-    POLICIES,
-    RECOMPUTE,
-    SAVE,
-    STYLES,
-    Affine,
-    Both,
-    Gated,
-    Gather,
-    Half,
-    Identity,
-    Inner,
-    Sort,
-    Trace,
-    Transpose,
-    as_tuple,
-    call,
-)
+from tests.handle_ops import KERNELS, SAVE, STYLES, Gather, Trace, as_tuple, call
 from tests.helpers import LiveStorages, assert_same, assert_same_program, checkpointed, collector_off, leaf, pairwise
 
 Pair = namedtuple("Pair", ["one", "two"])
@@ -42,17 +22,6 @@ class Result:
 
 class MyTuple(tuple):
     __slots__ = ()
-
-
-class MyDict(dict):
-    pass
-
-
-@dataclasses.dataclass
-class Slotted:
-    __slots__ = ("aside", "y")
-    y: torch.Tensor
-    aside: object
 
 
 class Registered:
@@ -83,21 +52,12 @@ def looped(y):
 RETURNED = {
     "nothing": (lambda y: None, lambda out: []),
     "number": (lambda y: 3, lambda out: []),
-    "text": (lambda y: "text", lambda out: []),
-    "none in tuple": (lambda y: (y, None), lambda out: [out[0]]),
-    "number in dict": (lambda y: {"logits": y, "loss": 0.5}, lambda out: [out["logits"]]),
     "deep": (lambda y: {"a": [y, (y, [True, "t", y])]}, lambda out: [out["a"][0], out["a"][1][1][2]]),
     "named tuple": (lambda y: [1, Pair(y, None)], lambda out: [out[1].one]),
-    "result of max": (lambda y: y.max(0), lambda out: [out.values]),
-    "ordered dict": (lambda y: OrderedDict(y=y, n=1), lambda out: [out["y"]]),
-    "default dict": (lambda y: (defaultdict(list, y=y), None), lambda out: [out[0]["y"]]),
     "subclass of tuple": (lambda y: MyTuple([y]), lambda out: [out[0]]),
-    "subclass of dict": (lambda y: {"d": MyDict(y=y)}, lambda out: [out["d"]["y"]]),
-    "user list": (lambda y: UserList([y]), lambda out: [out[0]]),
     "deque": (lambda y: deque([y, 2]), lambda out: [out[0]]),
     "set": (lambda y: {y}, lambda out: list(out)),
     "dataclass": (lambda y: {"r": Result(y)}, lambda out: [out["r"].y]),
-    "dataclass with slots": (lambda y: Slotted(y, None), lambda out: [out.y]),
     "registered pytree": (lambda y: Registered(y), lambda out: list(out.hidden)),
     "object": (lambda y: (Plain(y, "n"), y * 2), lambda out: [out[0].y, out[1]]),
     "generator": (lambda y: (row for row in (y, y * 3)), list),
@@ -113,41 +73,20 @@ def test_whatever_a_plain_function_may_return_a_region_may_return(name):
     def program(wrap):
         x = leaf(2, 3)
         out = wrap(lambda x: function(x.sin().exp()))(x)
-        shown.append((type(out), repr(out) if name in ("nothing", "number", "text") else ""))
+        shown.append((type(out), repr(out) if name in ("nothing", "number") else ""))
         found = tensors_in(out)
         total = sum((y.exp().sum() for y in found), x.sum())
         total.backward()
         return found, x.grad
 
-    assert_same_program(program, replays=0 if name in ("nothing", "number", "text") else 1)
-    with torch.no_grad():
-        out = checkpointed(function)(leaf(2, 3))
-    assert all(isinstance(y, torch.Tensor) for y in tensors_in(out))
+    assert_same_program(program, replays=0 if name in ("nothing", "number") else 1)
     assert shown[0] == shown[1]
-    assert shown[0][0] is type(out)
-
-
-@pytest.mark.parametrize("name", [name for name in RETURNED if name not in ("object", "itself inside")])
-def test_output_of_any_kind_takes_the_region_with_it_when_it_dies(name):
-    function, _ = RETURNED[name]
     x = leaf(2, 3)
     with collector_off(), LiveStorages() as live:
         out = checkpointed(lambda x: function(x.sin().exp()))(x)
+        assert type(out) is shown[0][0]
         del out
-        assert live.count() == 0
-
-
-def test_output_of_a_transformers_layer_is_what_it_is_without_a_region():
-    outputs = pytest.importorskip("transformers.modeling_outputs")
-
-    def program(wrap):
-        x = leaf(2, 3)
-        out = wrap(lambda x: outputs.BaseModelOutputWithPast(last_hidden_state=x.sin().exp(), past_key_values=None))(x)
-        assert type(out) is outputs.BaseModelOutputWithPast
-        out.last_hidden_state.sum().backward()
-        return out.last_hidden_state, x.grad
-
-    assert_same_program(program, replays=1)
+        assert live.count() == 0 or name in ("object", "itself inside")  # they hold themselves
 
 
 def unsaved_end(x):
@@ -157,13 +96,9 @@ def unsaved_end(x):
 
 CALLER_CHANGES = {
     "mul_ input": lambda y, x: y.mul_(x),
-    "twice": lambda y, x: y.mul_(2).add_(x).sin_(),
-    "relu_": lambda y, x: nn.functional.relu_(y),
     "view": lambda y, x: y.view(-1).mul_(3),
     "row": lambda y, x: y[0].mul_(x[1]),
     "row set": lambda y, x: y.__setitem__(0, x[1].cos()),
-    "detached": lambda y, x: y.detach().mul_(2),
-    "no_grad": lambda y, x: torch.no_grad()(lambda: y.mul_(2))(),
 }
 
 
@@ -174,40 +109,9 @@ def test_output_changed_in_place_by_the_caller_is_equal(name):
         y = wrap(unsaved_end)(x)
         CALLER_CHANGES[name](y, x)
         z = wrap(unsaved_end)(y * 1)
-        results = [torch.autograd.grad(z.sum(), x, retain_graph=True) for _ in range(2)]
-        (first,) = torch.autograd.grad(z.sum(), x, create_graph=True)
-        first.square().sum().backward()
-        return y, z, results, first, x.grad
+        return y, z, [torch.autograd.grad(z.sum(), x, retain_graph=True) for _ in range(2)]
 
     assert_same_program(program)
-
-
-@pytest.mark.parametrize("view", [lambda h: h.view(-1), lambda h: h.t(), lambda h: h[1]], ids=["all", "t", "row"])
-def test_output_that_is_a_view_of_an_inner_tensor_changed_by_the_caller_is_equal(view):
-    def program(wrap):
-        x = leaf(3, 4)
-        y = wrap(lambda x: view(unsaved_end(x)))(x)
-        y.mul_(2)
-        y.sum().backward()
-        return y, x.grad
-
-    assert_same_program(program, replays=1)
-
-
-def test_two_outputs_that_share_memory_one_changed_by_the_caller_are_equal():
-    def program(wrap):
-        def block(x):
-            h = unsaved_end(x)
-            return h, h[0]
-
-        x = leaf(3, 4)
-        whole, row = wrap(block)(x)
-        row.mul_(x[1])
-        whole.add_(1)
-        (whole.sum() + row.exp().sum()).backward()
-        return whole, row, x.grad
-
-    assert_same_program(program, replays=1)
 
 
 def test_output_that_its_producer_saved_may_be_changed_by_the_caller():
@@ -220,14 +124,12 @@ def test_output_that_its_producer_saved_may_be_changed_by_the_caller():
 
 OUTPUTS = {
     "input and more": lambda x, w: (x, x.sin().exp()),
-    "input twice": lambda x, w: [x, x, x.sin() * w],
     "view of input": lambda x, w: (x.view(-1), x.t(), (x * w).sin()),
     "detached input": lambda x, w: (x.detach(), x.sin()),
     "parameter": lambda x, w: (w, w.view(-1), (x * w).sin()),
     "same twice": lambda x, w: [h := (x * w).sin().exp(), h],
     "views of one": lambda x, w: list((x * w).sin().exp().unbind()),
     "no gradient": lambda x, w: (x.sin().exp(), (x > 0), x.argmax(-1), torch.ones(2)),
-    "expanded": lambda x, w: ((x.sum() * w.sum()).sin().expand(2, 2),),
     "complex": lambda x, w: (torch.complex(x.sin(), w.cos()).exp(),),
 }
 
@@ -238,37 +140,12 @@ def test_outputs_that_are_inputs_or_views_are_equal(name):
         base, w = leaf(2, 4), nn.Parameter(torch.randn(2, 4))
         x = base * 1
         out = wrap(OUTPUTS[name])(x, w)
+        assert name not in ("input and more", "parameter") or out[0] is (w if name == "parameter" else x)
         total = sum(y.abs().sin().sum() for y in out if y.requires_grad)
         total.backward()
         return out, base.grad, w.grad if w.grad is not None else torch.zeros(())
 
     assert_same_program(program)
-
-
-def test_input_that_is_returned_is_the_same_object():
-    x, w = leaf(3) * 1, nn.Parameter(torch.randn(3))
-    same, parameter, y = checkpointed(lambda x: (x, w, (x * w).sin()))(x)
-    assert same is x
-    assert parameter is w
-    assert y.grad_fn is not None
-
-
-def test_output_has_no_node_more_than_without_a_region():
-    x = leaf(3, 4)
-
-    def names(y):
-        found, todo = [], [y.grad_fn]
-        while todo:
-            node = todo.pop()
-            if node is not None:
-                found.append(node.name())
-                todo.extend(next_node for next_node, _ in node.next_functions)
-        return found
-
-    assert names(checkpointed(unsaved_end)(x)) == names(unsaved_end(x))
-    y = checkpointed(lambda x: x.sin().exp().t())(x)
-    assert y._base is not None
-    assert not checkpointed(unsaved_end)(x)._is_view()
 
 
 def test_output_that_is_a_leaf_made_inside_is_the_leaf_and_gradients_are_right():
@@ -308,105 +185,3 @@ def test_replay_shows_of_the_outputs_of_a_skipped_op_what_forward_showed(kernel,
     z.sum().backward()
     assert len(shown) == 4
     assert shown[:2] == shown[2:]
-
-
-@pytest.mark.parametrize("sort", POLICIES, ids=str)
-def test_integer_and_undifferentiable_outputs_feed_other_ops(sort):
-    def program(wrap, policies):
-        x = leaf(3, 3)
-
-        def block(x):
-            values, index = call("handle", Sort, Trace(), "sort", sort, x.sin())
-            y, mask = call("auto", Gated, Trace(), "gate", policies[0], values)
-            assert (index.requires_grad, mask.requires_grad) == (False, False)
-            h = call("auto", Gather, Trace(), "gather", policies[1], y, index)
-            return call("handle", Affine, Trace(), "reader", RECOMPUTE, h, mask), index, mask
-
-        y, index, mask = wrap(block)(x)
-        y.sum().backward()
-        return y, index, mask, x.grad
-
-    for policies in itertools.product(POLICIES, repeat=2):
-        assert_same_program(partial(program, policies=policies), replays=1)
-
-
-@pytest.mark.parametrize("policy", POLICIES, ids=str)
-def test_gradients_that_are_missing_are_none_where_the_op_asked_for_it(policy):
-    def program(wrap):
-        x = leaf(3)
-        outputs = wrap(lambda x: call("auto", Half, Trace(), "it", policy, x.sin()))(x)
-        both = torch.autograd.grad(outputs[0].sum() + outputs[1].sum(), x, retain_graph=True)
-        one = torch.autograd.grad(outputs[0].sum(), x, retain_graph=True)
-        return both, one, torch.autograd.grad(outputs[1].sum(), x)
-
-    assert_same_program(program)
-
-
-POLICIES_OF_THREE = list(itertools.product(POLICIES, repeat=3))
-
-
-@pairwise(kernel=[Identity, Transpose], policies=POLICIES_OF_THREE, style=STYLES)
-def test_native_views_of_outputs_that_are_views_of_inputs_are_equal(kernel, policies, style):
-    """Such a view may look just like what the op was given, but replay has data of only one of them."""
-
-    def program(wrap):
-        x, w = leaf(3, 3), leaf(3, 3)
-
-        def block(x, w):
-            results = []
-            for name, given in {
-                "input": x,
-                "constant": x.detach() * 2,
-                "op without gradients": call(style, Inner, Trace(), "c", policies[0], x.detach()),
-                "native": x * 2,
-                "view": (x + 1).t(),
-                "op": call(style, Inner, Trace(), "h", policies[0], x),
-            }.items():
-                out = call(style, kernel, Trace(), f"alias of {name}", policies[1], given)
-                view = out if kernel is Identity else out.t()
-                results.append(call(style, Affine, Trace(), f"reader of {name}", RECOMPUTE, view.view_as(view), w))
-                results.append(call(style, Affine, Trace(), f"other reader of {name}", policies[2], given, view[:1]))
-            return tuple(results)
-
-        results = wrap(block)(x, w)
-        sum(y.sum() for y in results).backward()
-        return results, x.grad, w.grad
-
-    assert_same_program(program, replays=1)
-
-
-@pytest.mark.parametrize("style", STYLES)
-def test_saved_op_that_is_given_a_tensor_and_a_skipped_view_of_it_is_equal(style):
-    def program(wrap):
-        x = leaf(3, 3)
-
-        def block(x):
-            h = x.sin()
-            return call(style, Affine, Trace(), "both", SAVE, call(style, Transpose, Trace(), "view", SAVE, h), h)
-
-        y = wrap(block)(x)
-        y.sum().backward()
-        return y, x.grad
-
-    assert_same_program(program)
-
-
-@pytest.mark.parametrize("alias", ["of the view", "of the base", "of an alias", "of a skipped result"])
-def test_op_that_runs_again_on_a_detached_alias_of_a_skipped_view_is_equal(alias):
-    def program(wrap):
-        x = leaf(3, 3)
-
-        def block(x):
-            h = x.sin()
-            if alias == "of a skipped result":
-                h = call("auto", Inner, Trace(), "skipped", SAVE, h)
-            given = h.detach() if alias in ("of an alias", "of a skipped result") else h
-            view = call("auto", Transpose, Trace(), "view", SAVE, given)
-            read = {"of the view": view.detach(), "of the base": h.detach()}.get(alias, given)
-            return call("auto", Both, Trace(), "again", RECOMPUTE, read), call("auto", Inner, Trace(), "in", SAVE, h)
-
-        y, z = wrap(block)(x)
-        z.sum().backward()
-        return y, z, x.grad
-
-    assert_same_program(program, early_stop=False)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
 import torch_remat as remat
-from tests.helpers import Mlp, assert_same, chain, checkpointed, leaf, pairwise
-from torch_remat._compat import sequence_number
+from tests.helpers import Mlp, assert_same, chain, checkpointed, leaf, pairwise, plain
 
 TIMEOUT_SECONDS = 30
 
@@ -47,36 +47,18 @@ def test_regions_in_eight_threads_at_once_have_equal_gradients():
     inputs = [torch.randn(4, 8) for _ in range(8)]
 
     def gradients(wrap, value):
-        def work():
-            results = []
-            for _ in range(5):
-                x = value.clone().requires_grad_()
-                h = x
-                for block in model:
-                    h = wrap(block)(h)
-                assert not remat.is_recomputing()
-                results += torch.autograd.grad(h.square().sum(), [x, *model.parameters()])
-                assert not remat.is_recomputing()
-            return results
+        results = []
+        for _ in range(5):
+            x = value.clone().requires_grad_()
+            h = x
+            for block in model:
+                h = wrap(block)(h)
+            results += torch.autograd.grad(h.square().sum(), [x, *model.parameters()])
+            assert not remat.is_recomputing()
+        return results
 
-        return work
-
-    expected = [gradients(lambda f: f, value)() for value in inputs]
-    actual = run_in_threads(*(gradients(checkpointed, value) for value in inputs))
-    for one, other in zip(expected, actual, strict=True):
-        assert_same(one, other)
-
-
-def test_backward_in_another_thread_than_forward_is_equal():
-    x = leaf(6)
-    y = checkpointed(chain)(x)
-
-    def backward():
-        y.sum().backward()
-        assert not remat.is_recomputing()
-
-    run_in_threads(backward)
-    assert_same(x.grad, torch.autograd.grad(chain(x).sum(), x)[0])
+    expected = [gradients(plain, value) for value in inputs]
+    assert_same(expected, run_in_threads(*(partial(gradients, checkpointed, value) for value in inputs)))
 
 
 class Overlap:
@@ -160,104 +142,29 @@ def test_autocast_and_random_state_of_one_thread_do_not_reach_a_region_of_anothe
     assert full == [torch.float32] * 40
 
 
-def test_an_exception_in_one_threads_replay_does_not_disturb_another():
-    def failing():
-        def block(x):
-            if remat.is_recomputing():
-                raise ValueError("only in replay")
-            return x.sin().exp()
-
-        for _ in range(20):
-            y = checkpointed(block)(torch.ones(3, requires_grad=True))
-            with pytest.raises(ValueError, match="only in replay"):
-                y.sum().backward()
-        assert not remat.is_recomputing()
-
-    def working():
-        x = torch.ones(3, requires_grad=True)
-        for _ in range(20):
-            checkpointed(chain)(x).sum().backward()
-        return x.grad
-
-    _, grad = run_in_threads(failing, working)
-    x = torch.ones(3, requires_grad=True)
-    for _ in range(20):
-        chain(x).sum().backward()
-    assert_same(grad, x.grad)
+OUTSIDE = {
+    "result": lambda s, factor: s * factor,
+    "view of a result": lambda s, factor: (s * factor).t(),
+    "leaf": lambda s, factor: (s.detach() * factor).requires_grad_(),
+    "view of a leaf": lambda s, factor: (s.detach() * factor).requires_grad_().t(),
+}
 
 
-def outside(kind):
-    """Return a leaf and a function that makes, from it, what a region's function finds in a variable."""
-    s = torch.linspace(1, 2, 16).view(4, 4).requires_grad_()
-    make = {
-        "result": lambda factor: s * factor,
-        "view of a result": lambda factor: (s * factor).t(),
-        "leaf": lambda factor: (s.detach() * factor).requires_grad_(),
-        "view of a leaf": lambda factor: (s.detach() * factor).requires_grad_().t(),
-    }[kind]
-    return s, make
-
-
-@pairwise(numbers=[0, 200], threaded=[False, True], kind=["result", "view of a result", "leaf", "view of a leaf"])
-def test_variable_from_outside_that_is_another_tensor_in_replay_is_an_error_in_any_thread(kind, threaded, numbers):
-    s, make = outside(kind)
-    x = leaf(4, 4)
-    for _ in range(numbers):  # the main thread is ahead of the other one, or not
+@pairwise(kind=OUTSIDE, numbers=[0, 200], threaded=[False, True])
+def test_variable_from_outside_that_is_another_tensor_in_replay_is_an_error_in_any_thread(kind, numbers, threaded):
+    s, x = leaf(4, 4), leaf(4, 4)
+    for _ in range(numbers):  # nodes are numbered by thread: the main thread is ahead of the other one, or not
         s * 2
-    t = make(1.0)
-    before = t
+    t = before = OUTSIDE[kind](s, 1.0)
     y = checkpointed(lambda v: (v.sin() * t).cos(), region_name="r")(x)
-    t = make(7.0)
-    caught = []
+    t = OUTSIDE[kind](s, 7.0)
 
     def backward():
         for _ in range(200 - numbers):
             s * 2
-        with pytest.raises(remat.MismatchError) as error:
+        with pytest.raises(remat.MismatchError) as caught:
             y.sum().backward()
-        caught.append(error.value.region)
+        return caught.value.region
 
-    if threaded:
-        run_in_threads(backward)
-    else:
-        backward()
-    assert caught == ["r"]
+    assert (run_in_threads(backward) if threaded else [backward()]) == ["r"]
     assert before is not t
-
-
-@pytest.mark.parametrize("view", [False, True])
-def test_argument_that_another_thread_has_made_is_an_argument(view):
-    """Its node has a number of that thread, which may be larger than those of the region."""
-    x, made, ahead = leaf(4, 4), [], sequence_number() + 1000
-
-    def make():
-        h = x
-        while sequence_number() < ahead:
-            h = h.view(4, 4)
-        made.append((h * 2).sin())
-
-    thread = threading.Thread(target=make)
-    thread.start()
-    thread.join()
-    given = made[0].t() if view else made[0]
-    out = checkpointed(lambda h: (h.sin() @ h.cos()).exp())(given)
-    (gradient,) = torch.autograd.grad(out.sum(), x)
-    h = (x * 2).sin()
-    h = h.t() if view else h
-    (expected,) = torch.autograd.grad((h.sin() @ h.cos()).exp().sum(), x)
-    assert_same([expected], [gradient])
-
-
-def test_two_threads_that_keep_the_graph_of_one_region_never_replay_it_at_once():
-    function = Overlap(lambda x: chain(x).tanh())
-    x = leaf(6)
-    y = checkpointed(function)(x)
-
-    def backward():
-        return [torch.autograd.grad(y.sum(), x, retain_graph=True)[0] for _ in range(3)]
-
-    results = run_in_threads(backward, backward, backward)
-    assert function.most == 1
-    expected = torch.autograd.grad(chain(x).tanh().sum(), x)[0]
-    for gradients in results:
-        assert_same([expected] * 3, gradients)

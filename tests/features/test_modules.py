@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import doctest
 import functools
 import inspect
 import io
@@ -16,7 +15,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import torch_remat as remat
 from tests.helpers import Attention, Mlp, assert_same, collector_off, no_other_regions, parameter_gradients
-from torch_remat import _modules
 from torch_remat._modules import CheckpointedModules
 from torch_remat.errors import PolicyError, UsageError
 
@@ -337,7 +335,3 @@ def test_compiled_before_or_after_is_one_graph_with_regions(model, how):
     assert backend.frame_count == 1
     checkpoints = ["checkpoint" in str(node.target) for graph in backend.graphs for node in graph.graph.nodes]
     assert sum(checkpoints) == (1 if "layer" in how else 3)
-
-
-def test_example_of_the_docstring_runs():
-    assert doctest.testmod(_modules).failed == 0

@@ -23,9 +23,6 @@ _SOUND |= {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "la
 _SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
 _HIDDEN = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
 _SQUARE = {**_SIZES, **_HIDDEN, "image_size": 8, "patch_size": 4}
-_HEADS = {**_GROUPED, "head_dim": 8}
-_EXPERTS = {**_GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-_CLOSED = {**_SPECIAL, "cls_token_id": 1, "sep_token_id": 2}
 
 
 def _tokens(length: int = 6) -> Tensor:
@@ -79,20 +76,7 @@ class Family(NamedTuple):
 _STACKS = ("encoder.layers.*", "decoder.layers.*")
 _DECODERS = {
     "Llama": Family(_GROUPED, _no_cache),
-    "GPTNeoX": Family({**_TEXT, "hidden_dropout": 0.1, "attention_dropout": 0.1}, _text),
     "GPT2": Family({"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 2, "n_head": 2, **_SPECIAL}, _text, ("h.*",)),
-    "Qwen3": Family(_HEADS, _no_cache),
-    "Gemma2": Family(_HEADS, _no_cache),
-    "Falcon": Family({**_TEXT, "hidden_dropout": 0.1, "attention_dropout": 0.1}, _text, ("h.*",)),
-    "Phi": Family({**_GROUPED, "resid_pdrop": 0.1}, _no_cache),
-    "OPT": Family(
-        {**_TEXT, "ffn_dim": 32, "word_embed_proj_dim": 16, "max_position_embeddings": 16, "attention_dropout": 0.1},
-        _text,
-        ("decoder.layers.*",),
-    ),
-    "Bloom": Family(
-        {**_TEXT, "n_layer": 2, "n_head": 2, "hidden_dropout": 0.1, "attention_dropout": 0.1}, _text, ("h.*",)
-    ),
 }
 _ENCODERS = {
     "Bert": Family(_TEXT, _bidirectional, ("encoder.layer.*",)),
@@ -104,13 +88,6 @@ _ENCODERS = {
         _bidirectional,
         ("encoder.layer.*",),
     ),
-    "XLNet": Family(
-        {"vocab_size": VOCABULARY, "d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 32},
-        lambda: {"input_ids": _tokens()},
-        ("layer.*",),
-        own=False,
-    ),
-    "ModernBert": Family({**_TEXT, **_CLOSED, "attention_dropout": 0.1, "mlp_dropout": 0.1}, _bidirectional),
 }
 _ENCODER_DECODERS = {
     "T5": Family(
@@ -119,58 +96,12 @@ _ENCODER_DECODERS = {
         ("encoder.block.*", "decoder.block.*"),
     ),
     "Bart": Family({**_TWO_STACKS, "max_position_embeddings": 16}, _pair, _STACKS),
-    "MBart": Family({**_TWO_STACKS, "max_position_embeddings": 16}, _pair, _STACKS),
-    "Pegasus": Family({**_TWO_STACKS, "max_position_embeddings": 16}, _pair, _STACKS),
 }
 _MIXTURES = {
     "Mixtral": Family({**_GROUPED, "num_local_experts": 4}, _no_cache),
-    "Olmoe": Family(_EXPERTS, _no_cache),
-    "DeepseekV3": Family(
-        {
-            **_GROUPED,
-            **dict.fromkeys(("num_key_value_heads", "n_group", "num_experts_per_tok"), 2),
-            **dict.fromkeys(("n_routed_experts", "qk_rope_head_dim", "qk_nope_head_dim"), 4),
-            **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "v_head_dim"), 8),
-            "moe_intermediate_size": 16,
-            "first_k_dense_replace": 1,
-            "topk_group": 1,
-        },
-        _no_cache,
-    ),
-    "SwitchTransformers": Family(
-        {
-            "vocab_size": VOCABULARY,
-            "d_model": 16,
-            "d_kv": 8,
-            "d_ff": 32,
-            **dict.fromkeys(("num_layers", "num_decoder_layers", "num_heads", "num_experts"), 2),
-            **dict.fromkeys(("num_sparse_encoder_layers", "num_sparse_decoder_layers"), 1),
-        },
-        _pair,
-        ("encoder.block.*", "decoder.block.*"),
-    ),
-    "GptOss": Family(
-        {**_HEADS, "intermediate_size": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4},
-        _no_cache,
-    ),
 }
 _STATES = {
     "Mamba": Family({"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}, _no_cache),
-    "Mamba2": Family(
-        {**_TEXT, "state_size": 4, "num_heads": 4, "head_dim": 8, "n_groups": 1, "chunk_size": 4}, _no_cache
-    ),
-    "FalconH1": Family(
-        {
-            **_HEADS,
-            "mamba_d_ssm": 16,
-            "mamba_n_heads": 2,
-            "mamba_d_head": 8,
-            "mamba_n_groups": 1,
-            "mamba_d_state": 4,
-            "mamba_chunk_size": 4,
-        },
-        _no_cache,
-    ),
     "Jamba": Family(
         {
             **_GROUPED,
@@ -182,25 +113,9 @@ _STATES = {
         },
         _no_cache,
     ),
-    "Qwen3Next": Family(
-        {
-            **_EXPERTS,
-            **dict.fromkeys(("head_dim", "linear_key_head_dim", "linear_value_head_dim"), 8),
-            "linear_num_value_heads": 2,
-            "linear_num_key_heads": 2,
-            "shared_expert_intermediate_size": 16,
-            "layer_types": ["linear_attention", "full_attention"],
-        },
-        _no_cache,
-    ),
-    "RecurrentGemma": Family({**_HEADS, "lru_width": 16, "block_types": ["recurrent", "attention"]}, _no_cache),
-    "Lfm2": Family({**_GROUPED, "layer_types": ["conv", "full_attention"]}, _no_cache),
-    "xLSTM": Family({**_TEXT, "num_heads": 2, "num_blocks": 2, "chunk_size": 4}, _no_cache, ("blocks.*",)),
-    "Rwkv": Family({**_TEXT, "attention_hidden_size": 16, "context_length": 16}, _no_cache, ("blocks.*",)),
 }
 _VISION = {
     "ViT": Family(_SQUARE, _image, options={"add_pooling_layer": False}),
-    "Dinov2": Family({**_SQUARE, "drop_path_rate": 0.2}, _image, ("encoder.layer.*",)),
     "Swin": Family(
         {
             **_HIDDEN,
@@ -214,22 +129,6 @@ _VISION = {
         },
         lambda: _image(16),
         ("encoder.layers.*.blocks.*",),
-    ),
-    "Segformer": Family(
-        {
-            **_HIDDEN,
-            "num_encoder_blocks": 2,
-            "depths": [2, 2],
-            "sr_ratios": [2, 1],
-            "hidden_sizes": [8, 16],
-            "num_attention_heads": [1, 2],
-            "patch_sizes": [3, 3],
-            "strides": [2, 2],
-            "mlp_ratios": [2, 2],
-            "drop_path_rate": 0.2,
-        },
-        lambda: _image(16),
-        ("stages.*.blocks.*",),
     ),
     "ConvNext": Family(
         {"hidden_sizes": [8, 8], "depths": [2, 2], "num_stages": 2, "patch_size": 2, "drop_path_rate": 0.2},
@@ -254,13 +153,8 @@ _VISION = {
     ),
 }
 _SPEECH = {
-    "Wav2Vec2": Family(_SOUND, _sound, ("encoder.layers.*",)),
     "Wav2Vec2Conformer": Family(
         {**_SOUND, "conv_depthwise_kernel_size": 3}, _sound, ("encoder.layers.*",), statistics=True
-    ),
-    "Hubert": Family(_SOUND, _sound, ("encoder.layers.*",)),
-    "Data2VecAudio": Family(
-        {**_SOUND, "num_conv_pos_embeddings": 2, "conv_pos_kernel_size": 3}, _sound, ("encoder.layers.*",)
     ),
     "Whisper": Family(
         {**_TWO_STACKS, **_SPECIAL, "num_mel_bins": 8, "max_source_positions": 8, "max_target_positions": 16},

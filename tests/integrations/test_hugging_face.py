@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import doctest
 import fnmatch
 import functools
 import pickle
@@ -17,7 +16,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import torch_remat as remat
-from tests.helpers import assert_same, collector_off, no_other_regions, parameter_gradients
+from tests.helpers import assert_same, collector_off, no_other_regions
 from tests.integrations.hugging_face_models import FAMILIES, VOCABULARY, build, train_step
 from torch_remat.errors import PolicyError, UsageError
 
@@ -166,20 +165,6 @@ def test_a_compiled_model_is_one_graph_with_regions(llama):
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("policy", [None, remat.policies.save_matmuls], ids=str)
-def test_without_a_name_a_region_has_that_of_the_method(llama, policy):
-    model, inputs = llama
-    by_drop_in(model, "Llama", {"policy": policy})
-    assert {region.name for region in regions_of(model, inputs)} == {"LlamaDecoderLayer.forward"}
-
-
-def test_the_name_of_what_matches_nothing_is_near_those_of_the_layer(llama):
-    model, inputs = llama
-    remat.enable_gradient_checkpointing(model, policy=remat.save_names("mlp.upproj.*"))
-    with pytest.raises(PolicyError, match=r"layers\.0::mlp.upproj.*\n.*mlp\.up_proj\.mm_0_0"):
-        model(**inputs)
-
-
 def test_copies_have_the_same_regions_and_are_freed_without_the_collector(transformers):
     model, inputs = build(transformers, "Llama")
     expected = train_step(model, inputs)
@@ -193,36 +178,23 @@ def test_copies_have_the_same_regions_and_are_freed_without_the_collector(transf
         assert not any(reference() is not None for reference in references)
 
 
-def test_hooks_of_a_layer_run_once(llama):
+def test_layers_are_regions_in_training_only_and_a_model_in_eval_mode_is_told_so_once(llama):
     model, inputs = llama
-    calls = []
-    model.layers[0].register_forward_hook(lambda *args: calls.append("layer"))
-    model.layers[0].mlp.register_forward_hook(lambda *args: calls.append("mlp"))
-    remat.enable_gradient_checkpointing(model, early_stop=False)
-    train_step(model, inputs)
-    assert calls == ["mlp", "layer", "mlp"]
-
-
-def test_layers_are_regions_in_training_only(llama):
-    model, inputs = llama
-    remat.enable_gradient_checkpointing(model)
-    assert not regions_of(model.eval(), inputs)
-    assert len(regions_of(model.train(), inputs)) == 2
-
-
-def test_a_model_in_eval_mode_is_told_once_that_nothing_is_recomputed_there(llama):
-    model, _ = llama
     with pytest.warns(remat.RematWarning, match=r"is in eval mode.*call model\.train\(\)") as caught:
         remat.enable_gradient_checkpointing(model.eval())
     assert [warning.filename for warning in caught] == [__file__]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         remat.enable_gradient_checkpointing(model)
+    assert not regions_of(model, inputs)
+    assert len(regions_of(model.train(), inputs)) == 2
 
 
 def test_the_model_itself_undoes_it(llama):
     model, inputs = llama
-    remat.enable_gradient_checkpointing(model)
+    remat.enable_gradient_checkpointing(model, policy=remat.policies.save_matmuls)
+    remat.enable_gradient_checkpointing(model)  # the second call changes the options
+    assert not any(tensor.policy for region in regions_of(model, inputs) for tensor in region.tensors)
     disable(model)
     assert not regions_of(model, inputs)
     assert not any(
@@ -232,32 +204,17 @@ def test_the_model_itself_undoes_it(llama):
     assert not regions_of(model, inputs)
 
 
-def test_a_second_call_changes_the_options(llama):
-    model, inputs = llama
-    remat.enable_gradient_checkpointing(model, policy=remat.policies.save_matmuls)
-    remat.enable_gradient_checkpointing(model)
-    assert not any(tensor.policy for region in regions_of(model, inputs) for tensor in region.tensors)
-
-
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [({"polcy": 1}, UsageError), ({"region_name": "x"}, UsageError), ({"policy": 3}, PolicyError)],
-    ids=str,
-)
-def test_wrong_options_leave_the_model_as_it_was(llama, options, error):
+def test_wrong_options_leave_the_model_as_it_was(llama):
     model, _ = llama
     before = [dict(vars(module)) for module in model.modules()]
-    with pytest.raises(error):
-        remat.enable_gradient_checkpointing(model, **options)
+    for options, error in [
+        ({"polcy": 1}, UsageError),
+        ({"region_name": "x"}, UsageError),
+        ({"policy": 3}, PolicyError),
+    ]:
+        with pytest.raises(error):
+            remat.enable_gradient_checkpointing(model, **options)
     assert [vars(module) for module in model.modules()] == before
-
-
-def test_a_cache_that_grows_in_a_region_is_an_error(transformers):
-    """Of layers that are regions by a pattern; those of the model's own gradient checkpointing get no cache."""
-    model, inputs = build(transformers, "Bart")
-    remat.checkpoint_modules(model, "decoder.layers.*")
-    with pytest.raises(remat.MismatchError):
-        train_step(model, {**inputs, "use_cache": True})
 
 
 class Layer(nn.Linear):
@@ -286,7 +243,7 @@ class Encoder(nn.Module):
         return (x.tanh(),)
 
 
-class Older(nn.Module):
+class Outer(nn.Module):
     """A model that has gradient checkpointing in its inner module."""
 
     def __init__(self, how):
@@ -296,31 +253,32 @@ class Older(nn.Module):
     def forward(self, x):
         return self.encoder(x)
 
+    def gradient_checkpointing_disable(self):
+        self.encoder.gradient_checkpointing = False
+
+
+class Older(Outer):
+    """A model whose method takes the function."""
+
     def _set_gradient_checkpointing(self, enable=True, gradient_checkpointing_func=None):
         self.encoder._gradient_checkpointing_func = gradient_checkpointing_func
         self.encoder.gradient_checkpointing = enable
 
-    def gradient_checkpointing_disable(self):
-        self._set_gradient_checkpointing(False)
 
-
-class Foreign(nn.Module):
+class Foreign(Outer):
     """A model that has the public method alone."""
-
-    def __init__(self, how):
-        super().__init__()
-        self.encoder = Encoder(how)
-
-    def forward(self, x):
-        return self.encoder(x)
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs=None):
         self.encoder.gradient_checkpointing = True
         if self.encoder.how is not None:
             self.encoder._gradient_checkpointing_func = torch_checkpoint
 
-    def gradient_checkpointing_disable(self):
-        self.encoder.gradient_checkpointing = False
+
+class Dropping(Outer):
+    """A model that drops the function."""
+
+    def _set_gradient_checkpointing(self, enable=True, gradient_checkpointing_func=None):
+        self.encoder.gradient_checkpointing = enable
 
 
 def the_call(layer):
@@ -345,120 +303,32 @@ def test_layers_that_their_parent_checkpoints_have_their_names(kind, how):
     assert not regions_of(model, inputs)
 
 
-def test_functions_that_are_no_modules_have_the_name_of_who_calls_them():
-    model = Older(lambda layer: lambda *args: layer(*args))
-    remat.enable_gradient_checkpointing(model)
-    assert {region.name for region in regions_of(model, {"x": torch.ones(2, 8)})} == {"encoder"}
+def test_models_without_gradient_checkpointing_are_an_error_and_as_before(llama):
+    llama[0].supports_gradient_checkpointing = False
+    outers = Foreign(None), Dropping(None)
+    for model in (nn.Linear(8, 8), *outers, llama[0]):
+        with pytest.raises(UsageError, match=rf"{type(model).__name__} has no gradient checkpointing"):
+            remat.enable_gradient_checkpointing(model)
+    assert not any(model.encoder.gradient_checkpointing for model in outers)
 
 
-def test_models_without_gradient_checkpointing_are_an_error():
-    with pytest.raises(UsageError, match="Linear has no gradient checkpointing that takes a function"):
-        remat.enable_gradient_checkpointing(nn.Linear(8, 8))
-    model = Foreign(None)
-    with pytest.raises(UsageError, match="Foreign has no gradient checkpointing that takes a function"):
-        remat.enable_gradient_checkpointing(model)
-    assert model.encoder.gradient_checkpointing is False
-
-
-class Home(nn.Module):
-    """A model that keeps the function under a name of its own, or not at all."""
-
-    def __init__(self, keeps=True):
-        super().__init__()
-        self.layer, self.keeps, self.function, self.is_enabled = nn.Linear(8, 8), keeps, None, False
-
-    def _set_gradient_checkpointing(self, enable=True, gradient_checkpointing_func=torch_checkpoint):
-        self.is_enabled = enable
-        self.function = functools.partial(gradient_checkpointing_func) if enable and self.keeps else None
-
-    def run(self, x):
-        return self.layer(x).tanh().exp()
-
-    def forward(self, x):
-        return (self.run(x) if self.function is None else self.function(self.run, x),)
-
-
-def test_a_model_may_keep_the_function_under_a_name_of_its_own():
-    model, inputs = Home(), {"x": torch.ones(2, 8)}
-    expected = train_step(model, inputs)
-    remat.enable_gradient_checkpointing(model, policy=remat.save_names("layer.addmm_0_0"))
-    assert_same(expected, train_step(model, inputs))
-    (region,) = regions_of(model, inputs)
-    assert (region.name, len(region.tensors)) == ("Home.run", 2)  # the argument, and what the policy names
-    model._set_gradient_checkpointing(False)
-    assert not regions_of(model, inputs)
-
-
-def test_a_model_that_drops_the_function_is_an_error_and_as_before():
-    model = Home(keeps=False)
-    with pytest.raises(UsageError, match="Home has no gradient checkpointing that takes a function"):
-        remat.enable_gradient_checkpointing(model)
-    assert not model.is_enabled
-
-
-def test_models_that_say_they_do_not_support_it_are_an_error(llama):
-    model, _ = llama
-    model.supports_gradient_checkpointing = False
-    with pytest.raises(UsageError, match="LlamaModel has no gradient checkpointing"):
-        remat.enable_gradient_checkpointing(model)
-
-
-def causal(transformers):
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**FAMILIES["Llama"].sizes))
-    tokens = [torch.randint(VOCABULARY, (6,)) for _ in range(8)]
-    return model, [{"input_ids": row, "labels": row} for row in tokens]
-
-
-def enabled(model):
-    remat.enable_gradient_checkpointing(model, policy=remat.policies.save_matmuls)
-
-
-def chosen(model):
-    remat.checkpoint_modules(model, "model.layers.*")
-    model.config.use_cache = False
-
-
-@pytest.mark.parametrize("prepare", [enabled, pytest.param(chosen, marks=pytest.mark.slow)])
-def test_trainer_trains_the_same(transformers, tmp_path, prepare):
+def test_trainer_trains_the_same(transformers, tmp_path):
     pytest.importorskip("accelerate")
 
     def trained(prepare):
-        model, data = causal(transformers)
+        torch.manual_seed(0)
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**FAMILIES["Llama"].sizes))
+        tokens = [torch.randint(VOCABULARY, (6,)) for _ in range(8)]
         prepare(model)
         with remat.trace() as trace:
             options = {"per_device_train_batch_size": 2, "max_steps": 2, "report_to": [], "save_strategy": "no"}
             quiet = {"use_cpu": True, "disable_tqdm": True, "logging_strategy": "no"}
             settings = transformers.TrainingArguments(output_dir=str(tmp_path), **options, **quiet)
+            data = [{"input_ids": row, "labels": row} for row in tokens]
             transformers.Trainer(model=model, args=settings, train_dataset=data).train()
         return list(model.parameters()), {span.region for span in trace.spans}
 
     expected, none = trained(lambda model: None)
-    actual, regions = trained(prepare)
+    actual, regions = trained(remat.enable_gradient_checkpointing)
     assert_same(expected, actual)
     assert (none, regions) == (set(), {"model.layers.0", "model.layers.1"})
-
-
-def test_accelerate_trains_the_same(transformers):
-    accelerate = pytest.importorskip("accelerate")
-
-    def trained(prepare):
-        model, data = causal(transformers)
-        prepare(model)
-        accelerator = accelerate.Accelerator(cpu=True)
-        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        torch.manual_seed(1)
-        tokens = torch.stack([row["input_ids"] for row in data])
-        accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
-        gradients = parameter_gradients(model)
-        optimizer.step()
-        return gradients
-
-    assert_same(trained(lambda model: None), trained(enabled))
-
-
-@pytest.mark.usefixtures("transformers")
-def test_example_of_the_docstring_runs():
-    from torch_remat import _hugging_face
-
-    assert doctest.testmod(_hugging_face).failed == 0

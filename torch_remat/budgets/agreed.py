@@ -253,7 +253,7 @@ def chosen(fixed: Sequence[float], saved: Sequence[float], seconds: Sequence[flo
 
     Example:
         >>> chosen([1, 1, 1], [6, 4, 6], [3.0, 1.0, 3.0], 13)
-        [True, False, False]
+        [False, True, True]
     """
     kept = [False] * len(fixed)
 
