@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import warnings
 from typing import Any
 
@@ -55,9 +56,13 @@ def outcome(program: Program) -> str:
         found = _judge(program)
         _check_nothing_left(threads)
         if len(live_regions()) > regions:
-            # After an error autograd's engine holds the nodes that were to run next, until the thread's next backward.
+            # After an error autograd's engine holds the nodes that were to run next, until the thread's next backward,
+            # or until the thread is gone, which is a little after it was joined.
             torch.ones((), requires_grad=True).backward()
             gc.collect()
+            end = time.monotonic() + 1
+            while program.backward == "thread" and len(live_regions()) > regions and time.monotonic() < end:
+                time.sleep(0.01)
         left = len(live_regions()) - regions
         assert left <= 0, f"{left} regions are left after: {found}"
     return found
