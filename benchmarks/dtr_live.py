@@ -22,7 +22,7 @@ from tests.features.dtr import dtr_models
 from tests.features.dtr.dtr_models import MODELS, outcome
 
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
-KEPT_LOGS = ("resnet32", "unet")  # small enough to be kept with the tests
+KEPT_LOGS = ("unet",)  # small enough to be kept with the tests
 
 
 class PassThrough(torch.Tensor):

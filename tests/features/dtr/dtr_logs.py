@@ -1,11 +1,11 @@
-"""Logs made up for tests of the simulator: chains, a recurrent network, random programs."""
+"""Logs for tests of the simulator: made-up chains and random programs, and recorded steps."""
 
 from __future__ import annotations
 
-import io
 import json
 import random
 from collections.abc import Sequence
+from pathlib import Path
 
 from torch_remat.dtr.log import Log
 
@@ -66,60 +66,6 @@ def chain(length: int) -> LogText:
     return text
 
 
-def recurrent(steps: int, seed: int = 0) -> LogText:
-    """A recurrent network with four gates, its backward, and gradients of the weights summed in place.
-
-    About 130 lines a step; gates are views of one matmul, costs and sizes vary a little.
-    """
-    text, draw = LogText(), random.Random(seed)
-    time = lambda usual: round(usual * draw.uniform(0.8, 1.2))  # noqa: E731
-    text.constant("w", 4000)
-    text.constant("h-1", 100)
-    text.constant("c-1", 100)
-    for step in range(steps):
-        text.constant(f"x{step}", 100)
-        text.op(f"joint{step}", [f"x{step}", f"h{step - 1}"], 200, time(20))
-        text.op(f"gates{step}", [f"joint{step}", "w"], 400, time(300))
-        text.call([f"gates{step}"], [(f"view{gate}{step}", 0, 0) for gate in "ifgo"], time(5))
-        for gate in "ifgo":
-            text.op(f"{gate}{step}", [f"view{gate}{step}"], 100, time(15))
-            text.release(f"view{gate}{step}")
-        text.release(f"gates{step}")
-        text.op(f"ig{step}", [f"i{step}", f"g{step}"], 100, time(15))
-        text.op(f"fc{step}", [f"f{step}", f"c{step - 1}"], 100, time(15))
-        text.op(f"c{step}", [f"ig{step}", f"fc{step}"], 100, time(15))
-        text.release(f"ig{step}", f"fc{step}")
-        text.op(f"t{step}", [f"c{step}"], 100, time(15))
-        text.op(f"h{step}", [f"o{step}", f"t{step}"], 100, time(15))
-    last = steps - 1
-    text.op(f"dh{last}", [f"h{last}"], 100, time(15))
-    text.op(f"dc{last}", [f"dh{last}"], 100, time(15))
-    text.op("dw", ["w"], 4000, time(30))
-    for step in reversed(range(steps)):
-        _recurrent_backward(text, step, time)
-    text.release("dh-1", "dc-1")
-    return text
-
-
-def _recurrent_backward(text: LogText, step: int, time) -> None:
-    parts = {"i": ("g", "dc"), "g": ("i", "dc"), "f": (f"c{step - 1}", "dc"), "o": ("t", "dh")}
-    text.op(f"dt{step}", [f"dh{step}", f"o{step}", f"t{step}"], 100, time(20))
-    text.mutate([f"dc{step}", f"dt{step}"], [0], time(15))
-    text.release(f"dt{step}")
-    for gate, (other, given) in parts.items():
-        other = other if other.startswith("c") else f"{other}{step}"
-        text.op(f"d{gate}{step}", [f"{given}{step}", other, f"{gate}{step}"], 100, time(20))
-    text.op(f"dc{step - 1}", [f"dc{step}", f"f{step}"], 100, time(15))
-    text.op(f"dgates{step}", [f"d{gate}{step}" for gate in "ifgo"], 400, time(20))
-    text.release(*(f"d{gate}{step}" for gate in "ifgo"), f"dc{step}", f"dh{step}")
-    text.op(f"part{step}", [f"joint{step}", f"dgates{step}"], 4000, time(300))
-    text.mutate(["dw", f"part{step}"], [0], time(30))
-    text.op(f"djoint{step}", [f"dgates{step}", "w"], 200, time(300))
-    text.call([f"djoint{step}"], [(f"dx{step}", 0, 0), (f"dh{step - 1}", 0, 0)], time(5))
-    text.release(f"part{step}", f"dgates{step}", f"djoint{step}", f"dx{step}", f"joint{step}")
-    text.release(*(f"{name}{step}" for name in "ifgothc"), f"x{step}")
-
-
 def random_program(draw: random.Random, ops: int = 40) -> LogText:
     """Ops on random live names: several results, views, mutation, copies, rebinding, releases, constants between."""
     text, live, number = LogText(), [], 0
@@ -157,6 +103,6 @@ def random_program(draw: random.Random, ops: int = 40) -> LogText:
     return text
 
 
-def load(text: LogText) -> Log:
-    """As `LogText.log`, by way of bytes."""
-    return Log.parse(io.BytesIO("\n".join(text.lines).encode()))
+def recorded(name: str) -> list[str]:
+    """Return the lines of a step that `benchmarks.dtr_live logs` recorded, without its START."""
+    return (Path(__file__).parent / "data" / f"dtr_{name}.log").read_text().splitlines()[1:]

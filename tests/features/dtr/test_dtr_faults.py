@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -59,13 +59,15 @@ def _expected(count: int) -> list[torch.Tensor]:
     return kept
 
 
-def _run(limit: int, around: Callable[[], Any]) -> tuple[BaseException | None, list[torch.Tensor], torch.Tensor]:
+def _run(
+    limit: int, around: contextlib.AbstractContextManager
+) -> tuple[BaseException | None, list[torch.Tensor], torch.Tensor]:
     torch.manual_seed(0)
     weight = torch.full((8, 8), 0.1, requires_grad=True)
     kept: list[torch.Tensor] = []
     caught: BaseException | None = None
     try:
-        with around(), remat.dtr.budget(limit):
+        with around, remat.dtr.budget(limit):
             _step(weight, kept)
     except BaseException as error:
         caught = error
@@ -93,14 +95,9 @@ def _check(kept: list[torch.Tensor], weight: torch.Tensor) -> None:
 @pytest.mark.parametrize("limit", [10**6, 1900])
 def test_an_exception_in_any_op_leaves_everything_right(limit: int, error: type[BaseException]) -> None:
     for count in range(1, 400):
-        modes: list[_FailsAt] = []
-
-        def around(count: int = count, modes: list[_FailsAt] = modes) -> _FailsAt:
-            modes.append(_FailsAt(count, error))
-            return modes[0]
-
-        caught, kept, weight = _run(limit, around)
-        if modes[0].left > 0:
+        mode = _FailsAt(count, error)
+        caught, kept, weight = _run(limit, mode)
+        if mode.left > 0:
             assert caught is None
             assert count > 25
             break
@@ -112,16 +109,10 @@ def test_an_exception_in_any_op_leaves_everything_right(limit: int, error: type[
         pytest.fail("the step never ran to its end")
 
 
-class _Nothing:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-
 def test_a_budget_too_small_at_any_point_leaves_everything_right() -> None:
     passed = 0
     for limit in range(100, 4000, 100):
-        caught, kept, weight = _run(limit, _Nothing)
+        caught, kept, weight = _run(limit, contextlib.nullcontext())
         if caught is None:
             passed += 1
         else:

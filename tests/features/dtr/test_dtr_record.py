@@ -10,14 +10,14 @@ import pytest
 import torch
 
 import torch_remat as remat
-from tests.features.dtr.dtr_models import MODELS, outcome
+from tests.features.dtr.dtr_models import outcome
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["transformer", "resnet32", "unrolled_gan"])
 def test_a_recorded_step_is_a_plain_step_and_its_log_can_be_simulated(name: str, tmp_path: Path) -> None:
     runtimes: list[remat.dtr.Runtime] = []
 
@@ -29,7 +29,7 @@ def test_a_recorded_step_is_a_plain_step_and_its_log_can_be_simulated(name: str,
     outcome(name, around)  # so that the costs of the log are medians, not those of cold ops
     assert outcome(name, around).equals(outcome(name, lambda run: run()))
     log = remat.dtr.Log.load(tmp_path / "log")
-    constants = sum(int(line["MEMORY"]) for line in _constants(_lines(tmp_path / "log")))
+    constants = sum(log.sizes_bytes[log.storage_of[tensor]] for tensor, op in enumerate(log.op_of) if op < 0)
     # What the simulator counts: constants, and copies of what is written in place.
     assert 0.9 * runtimes[0].peak_bytes <= log.peak_bytes <= 1.3 * (runtimes[0].peak_bytes + constants)
     free = remat.dtr.simulate(log, 2 * log.peak_bytes, "dtr_eq")
@@ -37,11 +37,6 @@ def test_a_recorded_step_is_a_plain_step_and_its_log_can_be_simulated(name: str,
     tight = remat.dtr.simulate(log, int(0.8 * log.peak_bytes), "dtr_eq")
     assert not tight.ran_out
     assert 1 <= tight.overhead < 1.6
-
-
-def _constants(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    names = {line["NAME"] for line in lines if line["INSTRUCTION"] == "CONSTANT"}
-    return [line for line in lines if line["INSTRUCTION"] == "MEMORY" and line["NAME"] in names]
 
 
 def test_a_log_begins_with_start_and_marks_backward(tmp_path: Path) -> None:
