@@ -1,4 +1,4 @@
-"""Budgets over ranks: engines in a budget with a group, and the refusal of one without, in two processes over gloo."""
+"""Budgets over ranks, in one process: the choice, and the group; `budget_checks.py` has what several processes do."""
 
 from __future__ import annotations
 
@@ -7,29 +7,8 @@ import torch
 import torch.distributed as dist
 
 import torch_remat as remat
-from tests.features.distributed.test_distributed import run_workers
 from tests.helpers import Mlp
 from torch_remat.budgets.agreed import bucket_of, chosen
-
-
-@pytest.mark.parametrize(
-    "cases",
-    [
-        pytest.param(["tensor_parallel", "refuse_one", "waiting", "mismatch", "growing", "raising"], id="agreement"),
-        *[
-            pytest.param([case, *more], id=case, marks=pytest.mark.slow)
-            for case, *more in (
-                ["sequence_parallel"],
-                ["sharded_children"],
-                ["context_parallel", "alternating"],
-                ["slow_rank", "uneven_experts"],
-                ["refuse"],
-            )
-        ],
-    ],
-)
-def test_ranks_agree_on_what_is_evicted_and_gradients_are_equal(tmp_path, cases):
-    run_workers(2, tmp_path / "rendezvous", "budget_ranks_worker.py", *cases)
 
 
 def test_greedy_choice_is_within_the_limit_and_prefers_what_is_dear_to_recompute():

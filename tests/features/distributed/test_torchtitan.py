@@ -62,20 +62,16 @@ class Router(nn.Module):
         super().__init__()
         self.gate = nn.Linear(8, 4, bias=False)
 
-    def forward(self, x):
-        return self.gate(x).topk(2).values.sum(-1, keepdim=True)
-
 
 class Experts(nn.Module):
     def __init__(self):
         super().__init__()
         self.router, self.up, self.down = Router(), nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False)
 
-    def forward(self, x):
-        return self.router(x) * self.down(self.up(x).relu())
-
 
 class Layer(nn.Module):
+    """Names as in TorchTitan: the gate is `moe.router.gate`."""
+
     def __init__(self):
         super().__init__()
         self.wq, self.wk, self.wo = (nn.Linear(8, 8, bias=False) for _ in range(3))
@@ -83,7 +79,8 @@ class Layer(nn.Module):
 
     def forward(self, x):
         x = x + self.wo((self.wq(x).sigmoid() * self.wk(x)).tanh())
-        return nn.functional.dropout((x + self.moe(x)).tanh(), 0.2)
+        scores = self.moe.router.gate(x).topk(2).values.sum(-1, keepdim=True)
+        return nn.functional.dropout((x + scores * self.moe.down(self.moe.up(x).relu())).tanh(), 0.2)
 
 
 class Model(nn.Module):

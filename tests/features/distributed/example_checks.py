@@ -1,0 +1,129 @@
+"""What processes measure of `docs/examples/scale.py`, and what `accelerate` trains: cells `check:NAME`."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import torch_remat as remat
+
+EXAMPLES = str(Path(__file__).parents[3] / "docs" / "examples")
+LLAMA = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "vocab_size": 32,
+    "attention_dropout": 0.1,
+}
+
+
+def _kept_by(layout: Any, mesh: Any) -> int:
+    """Return what the regions of an inner stage keep."""
+    import scale
+    from transformer import Sizes, Transformer
+
+    part = Transformer(Sizes(blocks=6), 1, 3)
+    scale.split(part, layout, mesh)
+    remat.checkpoint_modules(part, "blocks.*", policy=remat.policies.save_matmuls)
+    if layout.data > 1:
+        for block in part.blocks.values():
+            fully_shard(block, mesh=mesh)
+        fully_shard(part, mesh=mesh)
+    context = Sizes.context // layout.tensor if layout.sequence else Sizes.context
+    y = part(torch.zeros(scale.MICROBATCH, context, Sizes.width, requires_grad=True))
+    kept = remat.memory_report().bytes
+    y.sum().backward()
+    return kept
+
+
+def scale(tensor: int) -> str:
+    """Measure what each rank keeps and its peak, in pipelines whose stages are split over ``tensor`` ranks each."""
+    sys.path.insert(0, EXAMPLES)
+    import scale
+    import schedules
+
+    warnings.filterwarnings("ignore")
+    world = dist.get_world_size()
+    found: dict[str, int] = {}
+    if tensor == 1:
+        layouts = {"data": scale.Layout(data=world), "tensor": scale.Layout(tensor=world)}
+        layouts["sequence"] = scale.Layout(tensor=world, sequence=True)
+        found = {name: _kept_by(layout, init_device_mesh("cpu", (world,))) for name, layout in layouts.items()}
+    layout = scale.Layout(tensor=tensor, sequence=tensor > 1, pipeline=world // tensor)
+    mesh = init_device_mesh("cpu", (layout.pipeline, tensor), mesh_dim_names=("pipeline", "tensor"))
+    for schedule in scale.SCHEDULES:
+        found[schedule] = schedules.measure(schedule, scale.all_blocks, layout, mesh["pipeline"], mesh["tensor"])
+    every: list[Any] = [None] * world
+    dist.all_gather_object(every, found)
+    return json.dumps(every)
+
+
+def _losses(version: int, enable: Callable[[torch.nn.Module], Any]) -> tuple[list[float], list[str]]:
+    """Return the losses of some steps of a small Llama prepared by `accelerate`, and the names of the regions."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**LLAMA)).train()
+    enable(model)
+    AcceleratorState._reset_state(True)
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=version,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        use_orig_params=True if version == 1 else None,
+    )
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    told = {"distributed_type": DistributedType.FSDP, "device": torch.device("cpu"), "fsdp_plugin": plugin}
+    for name, value in told.items():  # it shards on accelerators only: what it says of the machine is set anew
+        setattr(accelerator.state, name, value)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    torch.manual_seed(10 + dist.get_rank())
+    losses, names = [], []
+    for _ in range(3):
+        tokens = torch.randint(32, (2, 6))
+        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        names = [region.name for region in remat.memory_report(loss).regions]
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, names
+
+
+def accelerate() -> None:
+    """Both versions of FSDP train a model with regions as without."""
+    warnings.filterwarnings("ignore")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), ACCELERATE_USE_CPU="true")
+    os.environ.update(ACCELERATE_USE_FSDP="true", MASTER_ADDR="localhost", MASTER_PORT="0")
+    for version in (2, 1):
+        expected, _ = _losses(version, lambda model: None)
+        for layers, enable in (
+            (3, functools.partial(remat.enable_gradient_checkpointing, policy=remat.policies.save_matmuls)),
+            (2, functools.partial(remat.checkpoint_modules, patterns="model.layers.*", keep_last=1)),
+        ):
+            losses, names = _losses(version, enable)
+            assert losses == expected, (version, losses, expected)
+            assert names == [f"model.layers.{index}" for index in range(layers)], names
+
+
+CHECKS: dict[str, Callable[[], str | None]] = {
+    "scale": functools.partial(scale, 1),
+    "scale_split": functools.partial(scale, 2),
+    "accelerate": accelerate,
+}
