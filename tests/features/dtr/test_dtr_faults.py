@@ -50,33 +50,23 @@ def _step(weight: torch.Tensor, kept: list[torch.Tensor]) -> None:
     keep(weight.grad)
 
 
-def _expected(count: int) -> list[torch.Tensor]:
-    """Run the step plainly as far as a block got."""
+def _run(*blocks: contextlib.AbstractContextManager) -> tuple[BaseException | None, list[torch.Tensor], torch.Tensor]:
     torch.manual_seed(0)
     weight = torch.full((8, 8), 0.1, requires_grad=True)
     kept: list[torch.Tensor] = []
-    _step(weight, kept)
-    return kept
-
-
-def _run(
-    limit: int, around: contextlib.AbstractContextManager
-) -> tuple[BaseException | None, list[torch.Tensor], torch.Tensor]:
-    torch.manual_seed(0)
-    weight = torch.full((8, 8), 0.1, requires_grad=True)
-    kept: list[torch.Tensor] = []
-    caught: BaseException | None = None
     try:
-        with around, remat.dtr.budget(limit):
+        with contextlib.ExitStack() as stack:
+            for block in blocks:
+                stack.enter_context(block)
             _step(weight, kept)
     except BaseException as error:
-        caught = error
-    return caught, kept, weight
+        return error, kept, weight
+    return None, kept, weight
 
 
 def _check(kept: list[torch.Tensor], weight: torch.Tensor) -> None:
     """All that was kept is plain, and what its ops have made of it so far."""
-    expected = _expected(len(kept))
+    _, expected, _ = _run()
     written = {5, 6}  # indices of what the step writes after it has kept it
     for at, (one, two) in enumerate(zip(kept, expected, strict=False)):
         assert not isinstance(one, remat.dtr.EvictableTensor)
@@ -96,7 +86,7 @@ def _check(kept: list[torch.Tensor], weight: torch.Tensor) -> None:
 def test_an_exception_in_any_op_leaves_everything_right(limit: int, error: type[BaseException]) -> None:
     for count in range(1, 400):
         mode = _FailsAt(count, error)
-        caught, kept, weight = _run(limit, mode)
+        caught, kept, weight = _run(mode, remat.dtr.budget(limit))
         if mode.left > 0:
             assert caught is None
             assert count > 25
@@ -112,7 +102,7 @@ def test_an_exception_in_any_op_leaves_everything_right(limit: int, error: type[
 def test_a_budget_too_small_at_any_point_leaves_everything_right() -> None:
     passed = 0
     for limit in range(100, 4000, 100):
-        caught, kept, weight = _run(limit, contextlib.nullcontext())
+        caught, kept, weight = _run(remat.dtr.budget(limit))
         if caught is None:
             passed += 1
         else:

@@ -16,7 +16,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 import torch_remat as remat
-from tests.features.dtr.dtr_models import MODELS, Outcome, outcome
+from benchmarks.dtr_models import MODELS, Outcome, outcome
 from tests.helpers import assert_same, collector_off
 
 

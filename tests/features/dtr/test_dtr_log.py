@@ -34,31 +34,24 @@ def changed(index, **fields):
 
 BROKEN = {
     "not JSON": ([*GOOD, "{"], 6),
-    "not JSON, binary": ([*GOOD, b"\xff\xfe"], 6),
     "not JSON, deep": (["[" * 100_000], 1),
     "no object": (["[1]"], 1),
-    "no instruction": (["{}"], 1),
     "unknown instruction": ([*GOOD, line("JUMP", NAME="y")], 6),
-    "instruction is no text": (['{"INSTRUCTION": 3}'], 1),
     "constant at the end": ([CONSTANT[0]], 1),
     "memory of another name": ([CONSTANT[0], line("MEMORY", NAME="v", MEMORY="8")], 2),
     "memory first": ([CONSTANT[1], CONSTANT[0]], 1),
     "no alias of a result": ([*CONSTANT, CALL, MEMORY, line("RELEASE", NAME="y")], 5),
-    "call without time": (changed(2, TIME=None), 3),
     "args no list": (changed(2, ARGS="w"), 3),
     "arg no name": (changed(2, ARGS=[1]), 3),
     "one name for two results": (changed(2, RESULT=["y", "y"]), 3),
     "unknown arg": (changed(2, ARGS=["w", "v"]), 3),
     "time negative": (changed(2, TIME="-1"), 3),
     "time no number": (changed(2, TIME="soon"), 3),
-    "time true": (changed(2, TIME=True), 3),
     "time not finite": (changed(2, TIME="nan"), 3),
     "memory a half": (changed(3, MEMORY="0.5"), 4),
     "alias out of range": (changed(4, ALIAS="2"), 5),
-    "alias below -1": (changed(4, ALIAS="-2"), 5),
     "mutate out of range": ([*GOOD, line("MUTATE", NAME="add_", ARGS=["y"], MUTATE=["1"], TIME="1")], 6),
     "copy from to unknown": ([*GOOD, line("COPY_FROM", DST="v", SRC="y")], 6),
-    "released": ([*GOOD, line("RELEASE", NAME="w"), line("COPY", DST="z", SRC="w")], 7),
     "annotation missing": ([*GOOD, line("ANNOTATE")], 6),
 }
 
@@ -75,15 +68,6 @@ def test_broken_log_is_an_error_with_its_line(kind):
         assert (str(other), other.line) == (str(caught.value), number)
 
 
-def test_good_log_is_read(tmp_path):
-    path = tmp_path / "good.log"
-    path.write_text("\n".join(GOOD) + "\n\n")
-    log = Log.load(path)
-    assert (log.base_compute, log.peak_bytes, len(log.ops), log.sizes_bytes) == (10, 12, 1, [8, 4])
-    assert log.ops[0].inputs == (0, 0)
-    assert log.steps == [(Step.CONSTANT, 0), (Step.RUN, 0)]
-
-
 def test_all_before_the_last_start_is_dropped():
     start = line("ANNOTATE", ANNOTATION="START")
     log = Log.parse([*GOOD, start, line("JUMP"), start, line("RELEASE", NAME="w"), *GOOD])
@@ -94,32 +78,20 @@ def test_all_before_the_last_start_is_dropped():
     assert Log.parse([*GOOD, line("ANNOTATE", ANNOTATION="BACKWARD")]).base_compute == 10
 
 
-def test_copies_and_rebinding_keep_count_of_names():
+def test_names_and_views_keep_a_storage_alive():
     text = LogText()
     text.op("a", [], 4)
     text.copy("b", "a")
     text.release("a")
     text.op("c", ["b"], 4)  # a lives on by its other name
     text.copy_from("b", "c")  # now it is gone
-    text.op("d", ["b"], 4)
+    text.op("v", ["b"], 100, alias=0)  # takes no room
     text.release("b", "c")
-    text.op("e", ["d"], 4)
+    text.op("d", ["v"], 3)
+    text.release("v", "d")
     log = text.log()
     assert log.peak_bytes == 8
-    assert [step for step, _ in log.steps].count(Step.DROP) == 4
-
-
-def test_a_view_keeps_the_storage_alive_and_takes_no_room():
-    text = LogText()
-    text.op("a", [], 4)
-    text.op("v", ["a"], 100, alias=0)
-    text.release("a")
-    text.op("b", ["v"], 3)
-    text.release("v", "b")
-    log = text.log()
-    assert log.peak_bytes == 7
-    assert log.storage_of == [0, 0, 1]
-    assert log.view == [False, True, False]
+    assert (log.storage_of, log.view) == ([0, 1, 1, 2], [False, False, True, False])
 
 
 def test_the_writer_writes_what_is_read_again(tmp_path):
@@ -135,6 +107,7 @@ def test_the_writer_writes_what_is_read_again(tmp_path):
     assert json.loads(lines[0]) == {"INSTRUCTION": "ANNOTATE", "ANNOTATION": "START"}
     assert json.loads(lines[3])["TIME"] == "12"
     log = Log.load(tmp_path / "a.log")
+    assert [step for step, _ in log.steps][:2] == [Step.CONSTANT, Step.RUN]
     assert (log.base_compute, log.sizes_bytes, log.view) == (19, [8, 4, 4], [False, False, True, False])
     assert simulate(log, 100, "dtr").overhead == 1.0
 
