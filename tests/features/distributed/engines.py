@@ -36,7 +36,6 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy as SacPolicy
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
@@ -242,23 +241,7 @@ OURS: dict[str, Apply] = {
 WAYS: dict[str, Apply] = {"none": lambda model: None, **THEIRS, **OURS}
 
 
-# What counts: the collectives of a step, and the most bytes that were alive at once.
-
-
-class Collectives(TorchDispatchMode):
-    """Lists the collectives that run while it is entered."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(issubclass(kind, (DTensor, funcol.AsyncCollectiveTensor)) for kind in types):
-            return NotImplemented  # let them come apart first
-        name = func.overloadpacket.__name__
-        if func.namespace.lstrip("_").startswith("c10d") and name not in ("wait_tensor", "_wrap_tensor_autograd"):
-            self.names.append(name)
-        return func(*args, **(kwargs or {}))
+# What counts the most bytes that were alive at once.
 
 
 class Peak(LiveStorages):

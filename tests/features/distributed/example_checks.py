@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 import torch_remat as remat
 
@@ -29,42 +28,20 @@ LLAMA = {
 }
 
 
-def _kept_by(layout: Any, mesh: Any) -> int:
-    """Return what the regions of an inner stage keep."""
-    import scale
-    from transformer import Sizes, Transformer
-
-    part = Transformer(Sizes(blocks=6), 1, 3)
-    scale.split(part, layout, mesh)
-    remat.checkpoint_modules(part, "blocks.*", policy=remat.policies.save_matmuls)
-    if layout.data > 1:
-        for block in part.blocks.values():
-            fully_shard(block, mesh=mesh)
-        fully_shard(part, mesh=mesh)
-    context = Sizes.context // layout.tensor if layout.sequence else Sizes.context
-    y = part(torch.zeros(scale.MICROBATCH, context, Sizes.width, requires_grad=True))
-    kept = remat.memory_report().bytes
-    y.sum().backward()
-    return kept
-
-
 def scale(tensor: int) -> str:
-    """Measure what each rank keeps and its peak, in pipelines whose stages are split over ``tensor`` ranks each."""
+    """Measure the peak of each rank in pipelines whose stages are split over ``tensor`` ranks each."""
     sys.path.insert(0, EXAMPLES)
     import scale
     import schedules
 
     warnings.filterwarnings("ignore")
     world = dist.get_world_size()
-    found: dict[str, int] = {}
-    if tensor == 1:
-        layouts = {"data": scale.Layout(data=world), "tensor": scale.Layout(tensor=world)}
-        layouts["sequence"] = scale.Layout(tensor=world, sequence=True)
-        found = {name: _kept_by(layout, init_device_mesh("cpu", (world,))) for name, layout in layouts.items()}
     layout = scale.Layout(tensor=tensor, sequence=tensor > 1, pipeline=world // tensor)
     mesh = init_device_mesh("cpu", (layout.pipeline, tensor), mesh_dim_names=("pipeline", "tensor"))
-    for schedule in scale.SCHEDULES:
-        found[schedule] = schedules.measure(schedule, scale.all_blocks, layout, mesh["pipeline"], mesh["tensor"])
+    found = {
+        schedule: schedules.measure(schedule, scale.all_blocks, layout, mesh["pipeline"], mesh["tensor"])
+        for schedule in scale.SCHEDULES
+    }
     every: list[Any] = [None] * world
     dist.all_gather_object(every, found)
     return json.dumps(every)

@@ -18,11 +18,6 @@ from transformer import Sizes
 
 SIZES = Sizes(blocks=3 * scale.STAGE_BLOCKS)
 INPUT = 4 * scale.MICROBATCH * SIZES.context * SIZES.width  # bytes of a block's input
-LAYOUTS = {
-    "data": lambda ranks: scale.Layout(data=ranks),
-    "tensor": lambda ranks: scale.Layout(tensor=ranks),
-    "sequence": lambda ranks: scale.Layout(tensor=ranks, sequence=True),
-}
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +53,9 @@ def test_peak_is_the_most_that_is_alive_at_any_action():
 
 @pytest.mark.filterwarnings("ignore")  # of torch, about the group that sends nothing
 def test_a_sequence_in_two_halves_halves_what_is_kept():
-    whole, half = (scale.record(SIZES, LAYOUTS[way](2), scale.MICROBATCH) for way in ("tensor", "sequence"))
+    whole, half = (
+        scale.record(SIZES, scale.Layout(tensor=2, sequence=sequence), scale.MICROBATCH) for sequence in (False, True)
+    )
     assert [cost.reported for cost in whole] == [scale.STAGE_BLOCKS * INPUT] * 3
     assert [cost.reported for cost in half] == [scale.STAGE_BLOCKS * INPUT // 2] * 3
 
@@ -81,6 +78,3 @@ def test_what_is_computed_is_what_processes_measure_within_two_percent_where_sta
             assert [one[schedule] for one in measured] == pytest.approx(computed, rel=0.02), schedule
         for one, peak in zip(measured, computed, strict=True):  # gloo's threads hold what they gathered a bit longer
             assert 0.98 * peak < one[schedule] < 1.2 * peak, schedule
-    for way, layout_of in LAYOUTS.items() if tensor == 1 else ():
-        inner = scale.record(SIZES, layout_of(ranks), scale.MICROBATCH, scale.all_blocks_with_products)[1]
-        assert [one[way] for one in measured] == pytest.approx([inner.reported] * ranks, rel=0.02), way

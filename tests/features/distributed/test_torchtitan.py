@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,30 +58,20 @@ def of_docs(monkeypatch):
     return names["RematAC"]
 
 
-class Router(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate = nn.Linear(8, 4, bias=False)
-
-
-class Experts(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.router, self.up, self.down = Router(), nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False)
-
-
 class Layer(nn.Module):
     """Names as in TorchTitan: the gate is `moe.router.gate`."""
 
     def __init__(self):
         super().__init__()
-        self.wq, self.wk, self.wo = (nn.Linear(8, 8, bias=False) for _ in range(3))
-        self.moe = Experts()
+        linear = functools.partial(nn.Linear, bias=False)
+        self.wq, self.wk, self.wo = (linear(8, 8) for _ in range(3))
+        router = nn.ModuleDict({"gate": linear(8, 4)})
+        self.moe = nn.ModuleDict({"router": router, "up": linear(8, 16), "down": linear(16, 8)})
 
     def forward(self, x):
         x = x + self.wo((self.wq(x).sigmoid() * self.wk(x)).tanh())
-        scores = self.moe.router.gate(x).topk(2).values.sum(-1, keepdim=True)
-        return nn.functional.dropout((x + scores * self.moe.down(self.moe.up(x).relu())).tanh(), 0.2)
+        scores = self.moe["router"]["gate"](x).topk(2).values.sum(-1, keepdim=True)
+        return nn.functional.dropout((x + scores * self.moe["down"](self.moe["up"](x).relu())).tanh(), 0.2)
 
 
 class Model(nn.Module):

@@ -77,23 +77,6 @@ def views_without_a_grad_fn(block: Block) -> list[Any]:
     return [w.grad, a, square, row, row._base is a, a._version, row._version]
 
 
-def hooks_and_retained_gradients(block: Block) -> list[Any]:
-    seen = []
-    w = torch.ones(3, requires_grad=True)
-    with block():
-        a = (w * 2).sin()
-        handle = a.register_hook(lambda g: seen.append(1) or g * 2)
-        b = (a * w).exp()
-        b.retain_grad()
-        loss = b.sum()
-    a.register_hook(lambda g: seen.append(2) or g * 3)
-    loss.backward(retain_graph=True)
-    first = w.grad.clone()
-    handle.remove()
-    loss.backward()
-    return [first, w.grad, b.grad, seen]
-
-
 def tangents(block: Block) -> list[Any]:
     with forward_ad.dual_level():
         with block():
@@ -122,7 +105,7 @@ def copies(block: Block) -> list[Any]:
 
 
 PROGRAMS = [
-    inputs_that_the_graph_saved, views_with_a_grad_fn, views_without_a_grad_fn, hooks_and_retained_gradients, tangents,
+    inputs_that_the_graph_saved, views_with_a_grad_fn, views_without_a_grad_fn, tangents,
     lazy_conjugates_and_real_views, copies,
 ]  # fmt: skip
 
