@@ -37,7 +37,7 @@ def test_random_programs_run_as_in_the_reference(heuristic, deallocation):
         text = random_program(draw, draw.randint(10, 45))
         log = text.log()
         budget = int(log.peak_bytes * draw.choice([0.95, 0.9, 0.85, 0.8, 0.7, 0.6]))
-        wanted = Reference(text.lines, budget, heuristic, deallocation, max_overhead=4).run()
+        wanted = Reference(log, budget, heuristic, deallocation, max_overhead=4).run()
         for search in ("index", "scan"):
             result = simulate(log, budget, heuristic, deallocation, search=search, max_overhead=4)
             assert outcome(result) == wanted, (seed, search)
