@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import pytest
@@ -13,7 +13,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import torch_remat as remat
-from tests.features.distributed.engines import ENGINES, LENGTH, WAYS, WIDTH, Apply, Engine, Model, compare, modules
+from tests.features.distributed.engines import (
+    CHECKS,
+    ENGINES,
+    LENGTH,
+    WAYS,
+    WIDTH,
+    Apply,
+    Engine,
+    Model,
+    check,
+    compare,
+    modules,
+)
 from torch_remat.budgets import group
 
 WITH_COLLECTIVES = ("tp", "sp", "fsdp2_children", "cp")
@@ -70,9 +82,10 @@ def agree(name: str, alter: Apply = lambda model: None, lengths: Sequence[int] =
         planned.step(0)
 
 
-def without_a_group(names: Sequence[str] = WITH_COLLECTIVES) -> None:
+@check
+def without_a_group() -> None:
     """A budget without a group refuses regions with collectives inside, and nothing else."""
-    for name in names:
+    for name in WITH_COLLECTIVES:
         engine = ENGINES[name](modules())
         refused = pytest.raises(remat.UsageError, match=r"layers.0: this region (?s:.*)group=.*plan=plan")
         with refused, remat.budget("4 KiB"):
@@ -95,6 +108,7 @@ def small_model() -> tuple[Model, Tensor]:
     return model, torch.randn(2, 8, WIDTH)
 
 
+@check
 def rank_that_raises() -> None:
     """Have one rank raise in its last region: the others do not wait for it."""
     model, x = small_model()
@@ -123,6 +137,7 @@ def rank_that_raises() -> None:
     assert torch.equal(torch.autograd.grad(y.sum(), x)[0], x.cos())
 
 
+@check
 def rank_that_comes_late() -> None:
     """The others say what they wait for."""
     patience, group.PATIENCE_SECONDS = group.PATIENCE_SECONDS, 0.1
@@ -135,6 +150,7 @@ def rank_that_comes_late() -> None:
     group.PATIENCE_SECONDS = patience
 
 
+@check
 def rank_that_runs_one_region_less() -> None:
     """All ranks get an error that says where they part."""
     model, x = small_model()
@@ -147,6 +163,7 @@ def rank_that_runs_one_region_less() -> None:
         model(x)
 
 
+@check
 def rank_that_passes_the_limit() -> None:
     """All recompute, and agree on a plan that fits."""
     budget = remat.budget("1200 KiB", group=dist.group.WORLD)
@@ -166,20 +183,10 @@ def rank_that_passes_the_limit() -> None:
     assert budget.steps[-1].most_bytes <= budget.limit
 
 
-CHECKS: dict[str, Callable[[], None]] = {
+AGREE = {
     **{f"agree_{name}": functools.partial(agree, name) for name in WITH_COLLECTIVES},
     "agree_lengths": functools.partial(agree, "cp", lengths=(LENGTH, 16, 32)),
     "agree_slow_rank": functools.partial(agree, "cp", slow_rank),
     "agree_uneven_ranks": functools.partial(agree, "cp", uneven_ranks),
-    "without_a_group_one": functools.partial(without_a_group, ("cp",)),
-    **{
-        check.__name__: check
-        for check in (
-            without_a_group,
-            rank_that_raises,
-            rank_that_comes_late,
-            rank_that_runs_one_region_less,
-            rank_that_passes_the_limit,
-        )
-    },
 }
+CHECKS.update(AGREE)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import _functional_collectives as functional
 
 import torch_remat as remat
+from tests.features.distributed.engines import check
 
 DEPTH = 3
 GATHER, SCATTER = "all_gather_into_tensor", "reduce_scatter_tensor"
@@ -71,6 +71,7 @@ def _compare(model: nn.Module, x: Tensor, ways: dict[str, tuple[Any, dict[str, i
         assert calls.difference() is None, name
 
 
+@check
 def replay_communicates_only_what_is_not_kept_in_one_order() -> None:
     """What is scattered needs no replay with a saved product: only the scatter reads the last one."""
     torch.manual_seed(0)
@@ -90,6 +91,7 @@ def replay_communicates_only_what_is_not_kept_in_one_order() -> None:
     _compare(blocks, torch.randn(4, 8), ways)
 
 
+@check
 def replay_runs_no_collective_that_only_kept_results_need() -> None:
     """Unless the policy keeps none of them."""
     mm, tanh, cos = torch.ops.aten.mm.default, torch.ops.aten.tanh.default, torch.ops.aten.cos.default
@@ -97,6 +99,7 @@ def replay_runs_no_collective_that_only_kept_results_need() -> None:
     _compare(nn.Sequential(KeptOnly()), torch.randn(4, 4), ways)
 
 
+@check
 def what_was_received_is_kept() -> None:
     """Nobody would send it again."""
     rank = dist.get_rank()
@@ -118,6 +121,7 @@ def what_was_received_is_kept() -> None:
         assert torch.equal(*found)
 
 
+@check
 def a_rank_that_does_something_else_is_told_after_the_block() -> None:
     """Groups of which each rank has its own are no difference; other shapes are."""
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
@@ -136,6 +140,7 @@ def a_rank_that_does_something_else_is_told_after_the_block() -> None:
     ], text
 
 
+@check
 def a_rank_that_waits_is_told_while_it_hangs() -> None:
     """While rank 0 waits in a collective to which rank 1 does not come, rank 1 reads where they part."""
     group, directories = dist.new_group(), [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
@@ -152,15 +157,3 @@ def a_rank_that_waits_is_told_while_it_hangs() -> None:
         "  rank 0: allreduce_ float32[5] (forward), call 2 of its list",
         "  rank 1: no further call",
     ], text
-
-
-CHECKS: dict[str, Callable[[], None]] = {
-    check.__name__: check
-    for check in (
-        replay_communicates_only_what_is_not_kept_in_one_order,
-        replay_runs_no_collective_that_only_kept_results_need,
-        what_was_received_is_kept,
-        a_rank_that_does_something_else_is_told_after_the_block,
-        a_rank_that_waits_is_told_while_it_hangs,
-    )
-}

@@ -20,10 +20,8 @@ import torch
 import torch.distributed as dist
 
 import torch_remat as remat
-from tests.features.distributed import budget_checks, collectives_checks, engines_checks, example_checks
-from tests.features.distributed.engines import ENGINES, WAYS, Engine, Peak, compare
-
-CHECKS = engines_checks.CHECKS | budget_checks.CHECKS | collectives_checks.CHECKS | example_checks.CHECKS
+from tests.features.distributed import budget_checks, collectives_checks, engines_checks, example_checks  # noqa: F401
+from tests.features.distributed.engines import CHECKS, ENGINES, WAYS, Engine, Peak, compare
 
 _expected: dict[str, list[list[torch.Tensor]]] = {}
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_remat as remat
+from tests.features.distributed.engines import check
 
 EXAMPLES = str(Path(__file__).parents[3] / "docs" / "examples")
 LLAMA = {
@@ -28,7 +29,7 @@ LLAMA = {
 }
 
 
-def scale(tensor: int) -> str:
+def _scale(tensor: int) -> str:
     """Measure the peak of each rank in pipelines whose stages are split over ``tensor`` ranks each."""
     sys.path.insert(0, EXAMPLES)
     import scale
@@ -82,6 +83,7 @@ def _losses(version: int, enable: Callable[[torch.nn.Module], Any]) -> tuple[lis
     return losses, names
 
 
+@check
 def accelerate() -> None:
     """Both versions of FSDP train a model with regions as without."""
     warnings.filterwarnings("ignore")
@@ -99,8 +101,13 @@ def accelerate() -> None:
             assert names == [f"model.layers.{index}" for index in range(layers)], names
 
 
-CHECKS: dict[str, Callable[[], str | None]] = {
-    "scale": functools.partial(scale, 1),
-    "scale_split": functools.partial(scale, 2),
-    "accelerate": accelerate,
-}
+@check
+def scale() -> str:
+    """Whole stages."""
+    return _scale(1)
+
+
+@check
+def scale_split() -> str:
+    """Stages split in two."""
+    return _scale(2)

@@ -35,22 +35,19 @@ CHECKS_OF_ONE = [
     "dtr_runs_in_a_stage_of_a_pipeline",
 ]
 CHECKS_OF_TWO = [
-    f"check:{name}"
-    for name in (
-        "saved_collectives_do_not_run_again",
-        "other_modes_see_what_fsdp_does",
-        "replay_communicates_only_what_is_not_kept_in_one_order",
-        "replay_runs_no_collective_that_only_kept_results_need",
-        "what_was_received_is_kept",
-        "a_rank_that_does_something_else_is_told_after_the_block",
-        "a_rank_that_waits_is_told_while_it_hangs",
-        "agree_tp",
-        "without_a_group_one",
-        "rank_that_comes_late",
-        "rank_that_runs_one_region_less",
-        "rank_that_passes_the_limit",
-        "rank_that_raises",
-    )
+    "saved_collectives_do_not_run_again",
+    "other_modes_see_what_fsdp_does",
+    "replay_communicates_only_what_is_not_kept_in_one_order",
+    "replay_runs_no_collective_that_only_kept_results_need",
+    "what_was_received_is_kept",
+    "a_rank_that_does_something_else_is_told_after_the_block",
+    "a_rank_that_waits_is_told_while_it_hangs",
+    "agree_tp",
+    "without_a_group",
+    "rank_that_comes_late",
+    "rank_that_runs_one_region_less",
+    "rank_that_passes_the_limit",
+    "rank_that_raises",
 ]
 ENGINES_OF_SLOW = [
     *("ddp", "ddp_accumulate", "fsdp2", "fsdp2_keep", "fsdp2_bf16", "fsdp2_after", "fsdp2_accumulate"),
@@ -74,7 +71,9 @@ def test_a_world_of_one_has_the_gradients_of_the_engines_without_checkpointing()
 
 
 def test_a_world_of_two_has_the_gradients_of_the_engines_without_checkpointing():
-    results = assert_equal(2, [*FEW, *CHECKS_OF_TWO, "zero_bubble:none", "zero_bubble:matmuls"], steps=2)
+    results = assert_equal(
+        2, [*FEW, *(f"check:{name}" for name in CHECKS_OF_TWO), "zero_bubble:none", "zero_bubble:matmuls"], steps=2
+    )
     without, ours = (int(told.split("peak=")[1].split()[0]) for told in results[-2:])
     assert ours < without, results[-2:]
 
@@ -110,10 +109,12 @@ def test_what_a_release_of_torch_lacks_of_fsdp_is_passed_over(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_all_that_holds_besides_gradients_holds_over_ranks(world):
-    from tests.features.distributed import budget_checks, engines_checks
+    from tests.features.distributed import engines_checks
+    from tests.features.distributed.budget_checks import AGREE
+    from tests.features.distributed.engines import CHECKS
 
-    of_two = budget_checks.CHECKS if world == 2 else {}
-    assert_equal(world, [f"check:{name}" for name in engines_checks.CHECKS | of_two], steps=2)
+    names = [name for name, one in CHECKS.items() if getattr(one, "__module__", "") == engines_checks.__name__]
+    assert_equal(world, [f"check:{name}" for name in names + [*AGREE] * (world == 2)], steps=2)
 
 
 @pytest.mark.slow

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
-import importlib
 import json
 import subprocess
 import sys
@@ -142,7 +140,3 @@ def test_each_call_is_written_before_it_runs(tmp_path):
 def test_import_of_the_library_loads_nothing_of_it():
     code = "import sys, torch_remat as r; r.testing; assert 'torch_remat.testing.listing' not in sys.modules"
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
-
-
-def test_examples_run():
-    assert doctest.testmod(importlib.import_module("torch_remat.testing.listing")).failed == 0
