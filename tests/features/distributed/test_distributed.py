@@ -7,7 +7,10 @@ By default a few cells in a world of one process and one of two; all engines by 
 from __future__ import annotations
 
 import contextlib
+import os
+import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +18,8 @@ import torch
 
 from tests.features.distributed.engines_table import run_cells
 from torch_remat import _compat
+
+ROOT = Path(__file__).parents[3]
 
 # A few cells that differ: the children of a block sharded, wrappers made before and after, collectives inside.
 FEW = ["fsdp2_children:titan", "fsdp1:modules", "fsdp1_after:drop_in_policy", "sp:collectives", "cp:titan"]
@@ -81,15 +86,10 @@ def test_a_world_of_two_has_the_gradients_of_the_engines_without_checkpointing()
 def test_what_a_release_of_torch_lacks_of_fsdp_is_passed_over(monkeypatch):
     """The hook into FSDP is no error where a class or a method has another name."""
     runs = []
-
-    class Group:
-        def unshard(self, part):
-            runs.append(part)
-            return "done"
-
+    group = type("Group", (), {"unshard": lambda self, part: runs.append(part) or "done"})
     work = {"of_groups": ("Group", ("unshard", "reshard")), "without_class": ("Group", ("unshard",))}
     monkeypatch.setattr(_compat, "_FSDP_WORK", work)
-    monkeypatch.setitem(sys.modules, "of_groups", SimpleNamespace(Group=Group))
+    monkeypatch.setitem(sys.modules, "of_groups", SimpleNamespace(Group=group))
     monkeypatch.setitem(sys.modules, "without_class", SimpleNamespace())
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
 
@@ -101,7 +101,7 @@ def test_what_a_release_of_torch_lacks_of_fsdp_is_passed_over(monkeypatch):
 
     for _ in range(2):
         _compat.run_fsdp_in(context)
-    assert Group().unshard("part") == "done"
+    assert group().unshard("part") == "done"
     assert runs == ["in", "part", "out"]
     assert not work
 
@@ -136,3 +136,29 @@ def test_all_ways_have_the_gradients_of_the_engine_and_run_no_more_collectives_t
     counts = {cell: int(told.split("collectives=")[1].split()[0]) for cell, told in zip(cells, results, strict=True)}
     counts.pop(f"{engine}:composable", None)  # regions in regions replay twice, whoever made them
     assert max(counts.values()) == counts[f"{engine}:torch"], counts
+
+
+WAYS_OF_THE_EXAMPLE = [
+    "ddp none",
+    "fsdp matmuls",
+    "tp collectives",
+    "sp attention",
+    "pp matmuls",
+    "sp none 12",
+    "fsdp none 4",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS_OF_THE_EXAMPLE)
+def test_the_example_trains_on_two_processes_as_on_one(way):
+    parallel, keep, *budget = way.split()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(ROOT / "docs" / "examples" / "train_distributed.py"), "--parallel", parallel, "--keep", keep]
+    command += [f"--budget={mebibytes}" for mebibytes in budget]
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), *sys.path]), OMP_NUM_THREADS="1")
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    exact = parallel in ("ddp", "fsdp", "pp")
+    assert f"\nequal {'bit for bit' if exact else 'within'}" in done.stdout
+    assert "rank 1: regions keep" in done.stdout
