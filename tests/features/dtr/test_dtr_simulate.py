@@ -98,7 +98,7 @@ def test_a_mutation_makes_a_new_storage_of_the_full_size_also_of_a_view():
     text = LogText()
     text.op("a", [], 8)
     text.op("v", ["a"], 0, alias=0)
-    text.mutate(["v"], [0])
+    text.mutate("op_", ["v"], [0], 1)
     text.release("v")
     log = text.log()
     assert (log.sizes_bytes, log.peak_bytes) == ([8, 8], 16)
