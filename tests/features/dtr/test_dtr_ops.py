@@ -23,10 +23,6 @@ from tests.programs.strategy import programs
 Program = Callable[[], Any]
 
 
-def _start() -> None:
-    torch.manual_seed(3)
-
-
 def _flat(value: Any) -> list[Any]:
     if isinstance(value, (list, tuple)):
         return [leaf for part in value for leaf in _flat(part)]
@@ -44,9 +40,9 @@ def same(program: Program, limit: int = 10**9, pressed: bool = False, **options:
         pressed: Evict everything that can be evicted before each op.
         **options: Options of the budget.
     """
-    _start()
+    torch.manual_seed(3)
     expected, state = _flat(program()), torch.get_rng_state()
-    _start()
+    torch.manual_seed(3)
     with remat.dtr.budget(limit, **options) as runtime, EvictAll(runtime) if pressed else contextlib.nullcontext():
         got = program()
         assert runtime.peak_bytes <= limit  # which the end of a block may pass: what is still held comes back
@@ -376,7 +372,7 @@ def test_what_read_a_tensor_from_outside_before_a_write_keeps_what_it_read(large
 def test_training_steps_with_parameters_from_outside_in_one_block() -> None:
     results = []
     for budget in (contextlib.nullcontext(), remat.dtr.budget("1 MiB")):
-        _start()
+        torch.manual_seed(3)
         model = torch.nn.Sequential(
             torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Dropout(0.1), torch.nn.Linear(16, 4)
         )
