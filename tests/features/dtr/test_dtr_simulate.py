@@ -208,7 +208,7 @@ def test_a_heuristic_of_ones_own_runs_by_class_and_instance_by_search_and_live()
     assert sampled == simulate(log, budget, Biggest, search="sample", seed=3, max_overhead=50)
     with pytest.raises(UsageError, match="index cannot order"):
         simulate(log, budget, Biggest, search="index")
-    with remat.dtr.budget(3000, heuristic=Biggest()) as runtime:
+    with remat.dtr.budget(3000, heuristic=Biggest(), cost="flops") as runtime:
         results = [torch.full((100,), float(size)) for size in range(10)]
         assert [result[0].item() for result in results] == list(range(10))
     assert runtime.rematerializations > 0
