@@ -36,7 +36,6 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy as SacPolicy
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
@@ -46,6 +45,14 @@ from tests.helpers import LiveStorages
 WIDTH, HEADS, BATCH, LENGTH, MICRO_BATCHES = 64, 4, 4, 64, 4
 PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
 Apply = Callable[[nn.Module], None]
+CHECKS: dict[str, Callable[[], str | None]] = {}
+"""What is to hold over ranks besides equal gradients, by name."""
+
+
+def check(function: Callable[[], str | None]) -> Callable[[], str | None]:
+    """Let a worker run this as the cell `check:NAME`."""
+    CHECKS[function.__name__] = function
+    return function
 
 
 class Squash(torch.autograd.Function):
@@ -139,7 +146,8 @@ class Model(nn.Module):
 # The ways: each makes the blocks of a model regions.
 
 
-def _modules(**options: Any) -> Apply:
+def modules(**options: Any) -> Apply:
+    """Return the way of `checkpoint_modules`, with its options."""
     return lambda model: remat.checkpoint_modules(model, "*layers.*[0-9]", **options) and None
 
 
@@ -158,19 +166,10 @@ def _blocks(model: nn.Module) -> list[Block]:
     return [module for module in model.modules() if isinstance(module, Block)]
 
 
-def _attending(attend: Callable[[nn.Module, Tensor], Tensor], then: Apply) -> Apply:
+def _changed(change: Callable[[Block], None], then: Apply) -> Apply:
     def apply(model: nn.Module) -> None:
         for block in _blocks(model):
-            block.attend = attend
-        then(model)
-
-    return apply
-
-
-def _squashing(then: Apply) -> Apply:
-    def apply(model: nn.Module) -> None:
-        for block in _blocks(model):
-            block.mlp.squash = remat.op(Squash.apply, "squash")
+            change(block)
         then(model)
 
     return apply
@@ -206,12 +205,16 @@ def _as_titan() -> Callable:
     return decide
 
 
-def _native(attention: nn.Module, x: Tensor) -> Tensor:
-    return remat.native_save_region("attention", attention, x)
+def _native(block: Block) -> None:
+    block.attend = functools.partial(remat.native_save_region, "attention")
 
 
-def _call(attention: nn.Module, x: Tensor) -> Tensor:
-    return remat.op(attention, "attention")(x)
+def _call(block: Block) -> None:
+    block.attend = lambda attention, x: remat.op(attention, "attention")(x)
+
+
+def _handle(block: Block) -> None:
+    block.mlp.squash = remat.op(Squash.apply, "squash")
 
 
 _SAC = functools.partial(create_selective_checkpoint_contexts, PRODUCTS)
@@ -224,45 +227,29 @@ THEIRS: dict[str, Apply] = {
     "sac_collectives": _wrapped(context_fn=_SAC_COLLECTIVES),
 }
 OURS: dict[str, Apply] = {
-    "modules": _modules(),
-    "bitwise": _modules(determinism_check="bitwise"),
+    "modules": modules(),
+    "bitwise": modules(determinism_check="bitwise"),
     "drop_in": _wrapped(remat.drop_in()),
     "drop_in_sac": _wrapped(remat.drop_in(), context_fn=_SAC),
     "drop_in_policy": _wrapped(remat.drop_in(policy=_TITAN)),
     "drop_in_titan": _wrapped(remat.drop_in(), context_fn=lambda: create_selective_checkpoint_contexts(_as_titan())),
     "composable": _composable_around_ours,
-    "matmuls": _modules(policy=remat.policies.save_matmuls),
-    "list": _modules(policy=PRODUCTS),
-    "names": _modules(policy=remat.save_names("*.addmm*")),
-    "collectives": _modules(policy=_keeps_collectives),
-    "titan": _modules(policy=_TITAN),
-    "call": _attending(_call, _modules()),
-    "native": _attending(_native, _modules()),
-    "native_policy": _attending(_native, _modules(policy=remat.policies.save_matmuls)),
-    "handle": _squashing(_modules()),
-    "offload_inputs": _modules(offload_inputs=True, offloader=remat.CpuOffloader(min_bytes=0)),
-    "offload_names": _modules(policy=remat.offload_names("*.addmm*"), offloader=remat.CpuOffloader(min_bytes=0)),
+    "matmuls": modules(policy=remat.policies.save_matmuls),
+    "list": modules(policy=PRODUCTS),
+    "names": modules(policy=remat.save_names("*.addmm*")),
+    "collectives": modules(policy=_keeps_collectives),
+    "titan": modules(policy=_TITAN),
+    "call": _changed(_call, modules()),
+    "native": _changed(_native, modules()),
+    "native_policy": _changed(_native, modules(policy=remat.policies.save_matmuls)),
+    "handle": _changed(_handle, modules()),
+    "offload_inputs": modules(offload_inputs=True, offloader=remat.CpuOffloader(min_bytes=0)),
+    "offload_names": modules(policy=remat.offload_names("*.addmm*"), offloader=remat.CpuOffloader(min_bytes=0)),
 }
 WAYS: dict[str, Apply] = {"none": lambda model: None, **THEIRS, **OURS}
 
 
-# What counts: the collectives of a step, and the most bytes that were alive at once.
-
-
-class Collectives(TorchDispatchMode):
-    """Lists the collectives that run while it is entered."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(issubclass(kind, (DTensor, funcol.AsyncCollectiveTensor)) for kind in types):
-            return NotImplemented  # let them come apart first
-        name = func.overloadpacket.__name__
-        if func.namespace.lstrip("_").startswith("c10d") and name not in ("wait_tensor", "_wrap_tensor_autograd"):
-            self.names.append(name)
-        return func(*args, **(kwargs or {}))
+# What counts the most bytes that were alive at once.
 
 
 class Peak(LiveStorages):
@@ -321,10 +308,10 @@ class Engine:
             losses.append(loss.detach())
         return losses
 
-    def step(self, seed: int) -> list[Tensor]:
+    def step(self, seed: int, length: int = LENGTH) -> list[Tensor]:
         """Run a whole step; return losses and gradients, as tensors of this rank."""
         torch.manual_seed(seed)
-        found = self.run(torch.randn(BATCH, LENGTH, WIDTH))
+        found = self.run(torch.randn(BATCH, length, WIDTH))
         found += [local(parameter.grad) for parameter in self.parameters if parameter.grad is not None]
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -334,6 +321,13 @@ class Engine:
 def local(tensor: Tensor) -> Tensor:
     """Return a copy of what this rank has of a tensor."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def compare(expected: list[list[Tensor]], actual: list[list[Tensor]]) -> None:
+    """Compare what steps gave, bit for bit."""
+    for step, (before, now) in enumerate(zip(expected, actual, strict=True)):
+        for at, (one, other) in enumerate(zip(before, now, strict=True)):
+            assert torch.equal(one, other), f"step {step}, tensor {at} of {len(before)} differs"
 
 
 @contextlib.contextmanager

@@ -18,12 +18,13 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_remat as remat
-from tests.features.distributed.engines import ENGINES, WAYS, Block, Collectives, Model, Peak, fsdp1, fsdp2, local
-from tests.helpers import CountOps, no_other_regions
+from tests.features.distributed.engines import ENGINES, WAYS, Block, Model, check, fsdp1, fsdp2, local
+from tests.helpers import no_other_regions
 
 SAVE = remat.policies.never_replay_effects
 
 
+@check
 def hooks_and_names() -> None:
     """Sharded layers that are regions keep names and state, and their hooks run once a step."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -42,6 +43,7 @@ def hooks_and_names() -> None:
         del engine
 
 
+@check
 def wrapped_blocks_have_the_names_of_the_model() -> None:
     """The first FSDP's wrappers are no part of the names, and regions go inside of them."""
     model = fsdp1(lambda model: None).model
@@ -60,6 +62,7 @@ class Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@check
 def other_modes_see_what_fsdp_does() -> None:
     """A user's mode sees FSDP's work in a region, around it and inside of it; an op log does not."""
     counts = {}
@@ -86,13 +89,14 @@ def other_modes_see_what_fsdp_does() -> None:
 def _runs(function: Callable, wrap: Callable, length: int) -> tuple[list[Tensor], list[str]]:
     x = torch.randn(4, length, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
     w = torch.randn(8, 8, generator=torch.Generator().manual_seed(2)).requires_grad_()
-    with Collectives() as collectives:
+    with remat.testing.collectives() as collectives:
         y = wrap(functools.partial(function, w=w))(x)
         y = y.wait() if isinstance(y, funcol.AsyncCollectiveTensor) else y
         y.sum().backward()
     return [y.detach(), x.grad, torch.zeros(1) if w.grad is None else w.grad], collectives.names
 
 
+@check
 def saved_collectives_do_not_run_again() -> None:
     """Each kind of collective, along any dim: none runs in replay that the policy saves, and nothing warns."""
     world, group = dist.get_world_size(), dist.group.WORLD
@@ -109,23 +113,13 @@ def saved_collectives_do_not_run_again() -> None:
     }  # fmt: skip
     for name, program in programs.items():
         expected, names = _runs(program, lambda function: function, 2 * world)
-        for check in ("default", "bitwise"):
-            actual, again = _runs(program, remat.checkpoint(policy=SAVE, determinism_check=check), 2 * world)
+        for how in ("default", "bitwise"):
+            actual, again = _runs(program, remat.checkpoint(policy=SAVE, determinism_check=how), 2 * world)
             assert all(map(torch.equal, expected, actual)), f"{name}: gradients differ"
             assert again == names, f"{name}: {again} instead of {names}"
 
 
-def products_of_split_tensors_are_saved() -> None:
-    """Under tensor parallelism no product runs again that a policy saves."""
-    counts = {}
-    for way in ("none", "torch", "modules", "matmuls"):
-        engine = ENGINES["tp"](WAYS[way])
-        with CountOps() as ops:
-            engine.step(0)
-        counts[way] = ops.counts["mm"] + ops.counts["addmm"]
-    assert counts["none"] == counts["matmuls"] < counts["modules"] <= counts["torch"], counts
-
-
+@check
 def bitwise_notices_other_values_of_split_tensors() -> None:
     """Replay computes with another factor, which a check of metadata cannot notice."""
     factor = [1.0]
@@ -137,6 +131,7 @@ def bitwise_notices_other_values_of_split_tensors() -> None:
         y.sum().backward()
 
 
+@check
 def dtr_is_refused() -> None:
     """Blocks of `dtr` refuse what is over ranks, at once, and say what to use."""
     engines = {
@@ -157,6 +152,7 @@ def dtr_is_refused() -> None:
             engine.step(0)
 
 
+@check
 def dtr_runs_in_a_stage_of_a_pipeline() -> None:
     """A pipeline, and ranges of a profile that are the user's own, run in a block."""
     engine, other = (ENGINES["gpipe"](WAYS["none"]) for _ in range(2))
@@ -166,21 +162,6 @@ def dtr_runs_in_a_stage_of_a_pipeline() -> None:
     assert all(map(torch.equal, expected, actual))
 
 
-def _peak(name: str, way: str) -> int:
-    engine = ENGINES[name](WAYS[way])
-    engine.step(0)
-    with Peak() as peak:
-        engine.step(1)
-    return peak.peak
-
-
-def zero_bubble_needs_less_than_without_checkpointing() -> None:
-    """The peak of schedules with zero bubble: ours is below that without checkpointing, and below torch's."""
-    for name in ("zero_bubble", "zbv"):
-        peaks = {way: _peak(name, way) for way in ("none", "torch", "modules", "matmuls")}
-        assert peaks["modules"] < peaks["matmuls"] < min(peaks["none"], peaks["torch"]), (name, peaks)
-
-
 DDP_SETTINGS: list[dict[str, Any]] = [
     {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.001},
     {"find_unused_parameters": True},
@@ -188,6 +169,7 @@ DDP_SETTINGS: list[dict[str, Any]] = [
 ]
 
 
+@check
 def settings_of_ddp() -> None:
     """Regions under each setting of DDP, and a region around it."""
     torch_ddp = torch.nn.parallel.DistributedDataParallel
@@ -207,6 +189,7 @@ def settings_of_ddp() -> None:
         assert all(map(torch.equal, *found)), settings
 
 
+@check
 def a_copy_is_sharded_alone() -> None:
     """A deep copy of a model with regions trains as the model does."""
     model = Model()
@@ -214,21 +197,3 @@ def a_copy_is_sharded_alone() -> None:
     expected = fsdp2(lambda model: None, model=copy.deepcopy(model)).step(0)
     actual = fsdp2(lambda model: None, model=model).step(0)
     assert all(map(torch.equal, expected, actual))
-
-
-CHECKS: dict[str, Callable[[], None]] = {
-    check.__name__: check
-    for check in (
-        hooks_and_names,
-        wrapped_blocks_have_the_names_of_the_model,
-        other_modes_see_what_fsdp_does,
-        saved_collectives_do_not_run_again,
-        products_of_split_tensors_are_saved,
-        bitwise_notices_other_values_of_split_tensors,
-        dtr_is_refused,
-        dtr_runs_in_a_stage_of_a_pipeline,
-        zero_bubble_needs_less_than_without_checkpointing,
-        settings_of_ddp,
-        a_copy_is_sharded_alone,
-    )
-}

@@ -63,8 +63,8 @@ def _run_processes(world: int, cells: Sequence[str], steps: int, limit_seconds: 
 
 def main() -> int:
     """Run the table and print it."""
-    from tests.features.distributed.engines import ENGINES, IMPOSSIBLE, THEIRS, WAYS
-    from tests.features.distributed.engines_checks import CHECKS
+    from tests.features.distributed import budget_checks, collectives_checks, engines_checks  # noqa: F401
+    from tests.features.distributed.engines import CHECKS, ENGINES, IMPOSSIBLE, THEIRS, WAYS
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("engines", nargs="*", default=[*ENGINES, "check"])

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 import torch_remat as remat
-from tests.features.distributed.engines import ENGINES, WAYS, Collectives, Engine, Peak
-from tests.features.distributed.engines_checks import CHECKS
+from tests.features.distributed import budget_checks, collectives_checks, engines_checks, example_checks  # noqa: F401
+from tests.features.distributed.engines import CHECKS, ENGINES, WAYS, Engine, Peak, compare
 
 _expected: dict[str, list[list[torch.Tensor]]] = {}
 
@@ -31,16 +31,9 @@ def train(engine: Engine, steps: int) -> list[list[torch.Tensor]]:
     return [engine.step(1000 * step + dist.get_rank()) for step in range(steps)]
 
 
-def compare(expected: list[list[torch.Tensor]], actual: list[list[torch.Tensor]]) -> None:
-    """Compare all steps."""
-    for step, (before, now) in enumerate(zip(expected, actual, strict=True)):
-        for at, (one, other) in enumerate(zip(before, now, strict=True)):
-            assert torch.equal(one, other), f"step {step}, tensor {at} of {len(before)} differs"
-
-
 def measure(engine: Engine) -> tuple[list[str], int]:
     """Return the collectives of one step, and its peak in bytes."""
-    with Peak() as peak, Collectives() as collectives:
+    with Peak() as peak, remat.testing.collectives() as collectives:
         engine.step(99_000 + dist.get_rank())
     return collectives.names, peak.peak
 
@@ -49,8 +42,7 @@ def run(cell: str, steps: int) -> str:
     """Run a cell; return what is to be told of it."""
     name, _, way = cell.partition(":")
     if name == "check":
-        CHECKS[way]()
-        return "equal"
+        return f"equal {CHECKS[way]() or ''}"
     if name not in _expected:
         _expected[name] = train(ENGINES[name](WAYS["none"]), steps)
     engine = ENGINES[name](WAYS[way])
@@ -67,6 +59,7 @@ def main(rank: int, world_size: int, rendezvous: str, limit: int, steps: int, ce
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", module="torch")
     warnings.filterwarnings("error", category=remat.RematWarning)
+    warnings.filterwarnings("ignore", message="the budget")  # is too small
     warnings.filterwarnings("ignore", message=".*saves nothing")  # of offloading from memory to memory
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=limit)

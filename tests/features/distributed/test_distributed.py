@@ -19,9 +19,7 @@ import torch
 from tests.features.distributed.engines_table import run_cells
 from torch_remat import _compat
 
-HERE = Path(__file__).parent
-TIMEOUT_SECONDS = 240
-
+ROOT = Path(__file__).parents[3]
 
 # A few cells that differ: the children of a block sharded, wrappers made before and after, collectives inside.
 FEW = ["fsdp2_children:titan", "fsdp1:modules", "fsdp1_after:drop_in_policy", "sp:collectives", "cp:titan"]
@@ -40,6 +38,21 @@ CHECKS_OF_ONE = [
     "bitwise_notices_other_values_of_split_tensors",
     "dtr_is_refused",
     "dtr_runs_in_a_stage_of_a_pipeline",
+]
+CHECKS_OF_TWO = [
+    "saved_collectives_do_not_run_again",
+    "other_modes_see_what_fsdp_does",
+    "replay_communicates_only_what_is_not_kept_in_one_order",
+    "replay_runs_no_collective_that_only_kept_results_need",
+    "what_was_received_is_kept",
+    "a_rank_that_does_something_else_is_told_after_the_block",
+    "a_rank_that_waits_is_told_while_it_hangs",
+    "agree_tp",
+    "without_a_group",
+    "rank_that_comes_late",
+    "rank_that_runs_one_region_less",
+    "rank_that_passes_the_limit",
+    "rank_that_raises",
 ]
 ENGINES_OF_SLOW = [
     *("ddp", "ddp_accumulate", "fsdp2", "fsdp2_keep", "fsdp2_bf16", "fsdp2_after", "fsdp2_accumulate"),
@@ -63,8 +76,9 @@ def test_a_world_of_one_has_the_gradients_of_the_engines_without_checkpointing()
 
 
 def test_a_world_of_two_has_the_gradients_of_the_engines_without_checkpointing():
-    checks = ["check:saved_collectives_do_not_run_again", "check:other_modes_see_what_fsdp_does"]
-    results = assert_equal(2, [*FEW, *checks, "zero_bubble:none", "zero_bubble:matmuls"], steps=2)
+    results = assert_equal(
+        2, [*FEW, *(f"check:{name}" for name in CHECKS_OF_TWO), "zero_bubble:none", "zero_bubble:matmuls"], steps=2
+    )
     without, ours = (int(told.split("peak=")[1].split()[0]) for told in results[-2:])
     assert ours < without, results[-2:]
 
@@ -72,15 +86,10 @@ def test_a_world_of_two_has_the_gradients_of_the_engines_without_checkpointing()
 def test_what_a_release_of_torch_lacks_of_fsdp_is_passed_over(monkeypatch):
     """The hook into FSDP is no error where a class or a method has another name."""
     runs = []
-
-    class Group:
-        def unshard(self, part):
-            runs.append(part)
-            return "done"
-
+    group = type("Group", (), {"unshard": lambda self, part: runs.append(part) or "done"})
     work = {"of_groups": ("Group", ("unshard", "reshard")), "without_class": ("Group", ("unshard",))}
     monkeypatch.setattr(_compat, "_FSDP_WORK", work)
-    monkeypatch.setitem(sys.modules, "of_groups", SimpleNamespace(Group=Group))
+    monkeypatch.setitem(sys.modules, "of_groups", SimpleNamespace(Group=group))
     monkeypatch.setitem(sys.modules, "without_class", SimpleNamespace())
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
 
@@ -92,7 +101,7 @@ def test_what_a_release_of_torch_lacks_of_fsdp_is_passed_over(monkeypatch):
 
     for _ in range(2):
         _compat.run_fsdp_in(context)
-    assert Group().unshard("part") == "done"
+    assert group().unshard("part") == "done"
     assert runs == ["in", "part", "out"]
     assert not work
 
@@ -100,9 +109,19 @@ def test_what_a_release_of_torch_lacks_of_fsdp_is_passed_over(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_all_that_holds_besides_gradients_holds_over_ranks(world):
-    from tests.features.distributed.engines_checks import CHECKS
+    from tests.features.distributed import engines_checks
+    from tests.features.distributed.budget_checks import AGREE
+    from tests.features.distributed.engines import CHECKS
 
-    assert_equal(world, [f"check:{name}" for name in CHECKS], steps=2)
+    names = [name for name, one in CHECKS.items() if getattr(one, "__module__", "") == engines_checks.__name__]
+    assert_equal(world, [f"check:{name}" for name in names + [*AGREE] * (world == 2)], steps=2)
+
+
+@pytest.mark.slow
+def test_accelerate_shards_a_model_with_regions_by_both_versions_of_fsdp():
+    for name in ("accelerate", "transformers"):
+        pytest.importorskip(name)
+    assert_equal(2, ["check:accelerate"], steps=0)
 
 
 @pytest.mark.slow
@@ -119,29 +138,27 @@ def test_all_ways_have_the_gradients_of_the_engine_and_run_no_more_collectives_t
     assert max(counts.values()) == counts[f"{engine}:torch"], counts
 
 
-def run_workers(world_size: int, rendezvous: Path, worker: str, *more: str) -> None:
-    """Run one worker for each rank, with more arguments, and assert that all end well."""
-    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path), OMP_NUM_THREADS="1")
-    workers = [
-        subprocess.Popen(
-            [sys.executable, str(HERE / worker), str(rank), str(world_size), str(rendezvous), *more],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]
-    try:
-        texts = [process.communicate(timeout=TIMEOUT_SECONDS)[0] for process in workers]
-    finally:
-        for process in workers:
-            process.kill()
-            process.wait()
-    for rank, (process, text) in enumerate(zip(workers, texts, strict=True)):
-        assert process.returncode == 0, f"rank {rank}:\n{text}"
-        assert "all equal" in text
+WAYS_OF_THE_EXAMPLE = [
+    "ddp none",
+    "fsdp matmuls",
+    "tp collectives",
+    "sp attention",
+    "pp matmuls",
+    "sp none 12",
+    "fsdp none 4",
+]
 
 
-def test_replay_communicates_only_what_is_not_kept_in_one_order_on_all_ranks(tmp_path):
-    run_workers(2, tmp_path / "rendezvous", "collectives_worker.py")
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS_OF_THE_EXAMPLE)
+def test_the_example_trains_on_two_processes_as_on_one(way):
+    parallel, keep, *budget = way.split()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(ROOT / "docs" / "examples" / "train_distributed.py"), "--parallel", parallel, "--keep", keep]
+    command += [f"--budget={mebibytes}" for mebibytes in budget]
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), *sys.path]), OMP_NUM_THREADS="1")
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    exact = parallel in ("ddp", "fsdp", "pp")
+    assert f"\nequal {'bit for bit' if exact else 'within'}" in done.stdout
+    assert "rank 1: regions keep" in done.stdout

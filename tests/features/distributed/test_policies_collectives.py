@@ -13,7 +13,7 @@ from torch.distributed import _functional_collectives as collectives
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import torch_remat as remat
-from tests.helpers import assert_equal_gradients, leaf, pairwise
+from tests.helpers import assert_equal_gradients, leaf
 from tests.native_programs import aten, region, replayed_ops, retained_bytes
 from torch_remat import policies
 
@@ -29,44 +29,25 @@ def _process_group():
 
 def between(collective):
     """Return a function with a collective between ops that replay runs, and one that reads its result."""
-
-    def function(x):
-        return (collective(x.sin()) * 2).exp().sin()
-
-    return function
+    return lambda x: (collective(x.sin()) * 2).exp().sin()
 
 
 REDUCE_SCATTER = between(lambda x: collectives.reduce_scatter_tensor_autograd(x, "sum", 0, dist.group.WORLD))
 ALL_TO_ALL = between(lambda x: collectives.all_to_all_single_autograd(x, None, None, dist.group.WORLD))
 ALL_REDUCE = between(lambda x: collectives.all_reduce(x.detach(), "sum", dist.group.WORLD) + x)
 ALL_GATHER = between(lambda x: collectives.all_gather_tensor_autograd(x, 0, dist.group.WORLD))
-
-
-def in_place(x):
-    total = x.detach().sin()
-    dist.all_reduce(total)
-    return (x * total).exp().sin()
-
-
-def gathered_into(x):
-    parts = torch.empty(4, 4)
-    dist.all_gather_into_tensor(parts, x.detach().sin())
-    return (x * parts).exp().sin()
+OPS = {
+    REDUCE_SCATTER: "reduce_scatter_tensor",
+    ALL_TO_ALL: "all_to_all_single",
+    ALL_REDUCE: "all_reduce",
+    ALL_GATHER: "all_gather_into_tensor",
+}
 
 
 def repeated(function, policy):
-    """Return the collectives of forward that replay runs again."""
-    forward = {
-        "reduce_scatter_tensor": REDUCE_SCATTER,
-        "all_to_all_single": ALL_TO_ALL,
-        "all_reduce": ALL_REDUCE,
-        "all_gather_into_tensor": ALL_GATHER,
-        "allreduce_": in_place,
-        "_allgather_base_": gathered_into,
-    }
-    op = next(name for name, one in forward.items() if one is function)
+    """Return how often the collective of a function runs in replay."""
     counts = replayed_ops(function, region(policy), [leaf(4, 4)])
-    return sum(count for name, count in counts.items() if name.split(".")[-1] == op)
+    return sum(count for name, count in counts.items() if name.split(".")[-1] == OPS[function])
 
 
 def nothing(ctx, op, *args, **kwargs):
@@ -76,24 +57,14 @@ def nothing(ctx, op, *args, **kwargs):
 EVERYTHING = policies.save_collectives(all_gathers=True)
 
 
-@pairwise(
-    policy=[policies.save_collectives, EVERYTHING, policies.never_replay_effects, nothing],
-    function=[REDUCE_SCATTER, ALL_REDUCE, ALL_GATHER, in_place, gathered_into],
-)
-def test_collectives_that_are_saved_are_not_repeated(function, policy):
-    assert_equal_gradients(function, region(policy)(function), [leaf(4, 4)])
-    is_saved = policy is not nothing
-    if function in (ALL_GATHER, gathered_into):
-        is_saved = policy in (EVERYTHING, policies.never_replay_effects)
-    assert repeated(function, policy) == (0 if is_saved else 1)
-
-
-def test_all_to_all_is_saved():
-    """Its backward is one too."""
-    for policy, count in ((policies.save_collectives, 1), (nothing, 2)):
-        assert_equal_gradients(ALL_TO_ALL, region(policy)(ALL_TO_ALL), [leaf(4, 4)])
-        counts = replayed_ops(ALL_TO_ALL, region(policy), [leaf(4, 4)])
-        assert sum(count for name, count in counts.items() if "all_to_all" in name) == count - 1
+@pytest.mark.parametrize("policy", [policies.save_collectives, EVERYTHING, policies.never_replay_effects, nothing])
+def test_collectives_that_are_saved_are_not_repeated(policy):
+    for function, op in OPS.items():
+        assert_equal_gradients(function, region(policy)(function), [leaf(4, 4)])
+        is_saved = policy is not nothing
+        if function is ALL_GATHER:
+            is_saved = policy in (EVERYTHING, policies.never_replay_effects)
+        assert repeated(function, policy) == (0 if is_saved else 1), op
 
 
 def test_bytes_are_those_of_the_results():
@@ -106,50 +77,37 @@ def test_bytes_are_those_of_the_results():
     assert plain == retained_bytes(region(nothing)(ALL_GATHER), [x])
 
 
-def test_without_an_option_it_is_itself():
-    assert policies.save_collectives() is policies.save_collectives
-    assert policies.save_collectives(all_gathers=False) is policies.save_collectives
+def test_forms_of_the_policy():
+    """Called without an option it is itself, also copied; a policy function can ask it; other options are errors."""
 
-
-def test_policy_function_can_ask_it():
     def mine(ctx, op, *args, **kwargs):
         return policies.save_collectives(ctx, op, *args, **kwargs) or op is aten.exp.default
 
     assert repeated(REDUCE_SCATTER, mine) == 0
-
-
-@pytest.mark.parametrize("options", [{"all_gather": True}, {"all_gathers": "no"}])
-def test_other_options_are_errors(options):
-    with pytest.raises(
-        remat.PolicyError, match=r"The form is save_collectives, or save_collectives\(all_gathers=True\)"
-    ):
-        policies.save_collectives(**options)
-
-
-@pytest.mark.parametrize("copied", [lambda policy: pickle.loads(pickle.dumps(policy)), copy.deepcopy])
-def test_both_forms_can_be_copied(copied):
+    assert policies.save_collectives() is policies.save_collectives(all_gathers=False) is policies.save_collectives
     for policy in (policies.save_collectives, EVERYTHING):
-        assert copied(policy) is policy
-        assert repr(copied(policy | policies.save_matmuls)) == repr(policy | policies.save_matmuls)
+        for copied in (pickle.loads(pickle.dumps(policy)), copy.deepcopy(policy)):
+            assert copied is policy
+            assert repr(copied | policies.save_matmuls) == repr(policy | policies.save_matmuls)
+    form = r"The form is save_collectives, or save_collectives\(all_gathers=True\)"
+    for options in ({"all_gather": True}, {"all_gathers": "no"}):
+        with pytest.raises(remat.PolicyError, match=form):
+            policies.save_collectives(**options)
 
 
 def test_list_of_torchtitan_keeps_no_all_gather():
-    """A list as TorchTitan has it."""
     functional = torch.ops._c10d_functional
     policy = [aten.topk, functional.reduce_scatter_tensor, functional.all_to_all_single] | policies.save_attention
-    assert repeated(REDUCE_SCATTER, policy) == 0
-    assert repeated(ALL_GATHER, policy) == 1
-    assert repeated(ALL_REDUCE, policy) == 1
+    assert [repeated(function, policy) for function in (REDUCE_SCATTER, ALL_GATHER, ALL_REDUCE)] == [0, 1, 1]
 
 
-@pytest.mark.parametrize("policy", [policies.save_collectives, EVERYTHING], ids=repr)
-def test_compiled_region_keeps_what_the_same_policy_keeps(policy):
+def test_compiled_region_has_equal_gradients():
     torch._dynamo.reset()
 
     def function(x):
         return (collectives.all_reduce(x.detach().sin(), "sum", dist.group.WORLD) * x).exp().sin()
 
-    compiled = torch.compile(remat.checkpoint(policy=policy)(function), backend="aot_eager")
+    compiled = torch.compile(remat.checkpoint(policy=policies.save_collectives)(function), backend="aot_eager")
     assert_equal_gradients(function, compiled, [leaf(4, 4)])
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.features.distributed.test_distributed import run_workers
+from tests.features.distributed.engines_table import run_cells
 from tests.helpers import no_other_regions
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "docs" / "examples"))
@@ -18,12 +18,6 @@ from transformer import Sizes
 
 SIZES = Sizes(blocks=3 * scale.STAGE_BLOCKS)
 INPUT = 4 * scale.MICROBATCH * SIZES.context * SIZES.width  # bytes of a block's input
-REGIONS = {"inputs": scale.all_blocks, "products": scale.all_blocks_with_products}
-LAYOUTS = {
-    "data": lambda ranks: scale.Layout(data=ranks),
-    "tensor": lambda ranks: scale.Layout(tensor=ranks),
-    "sequence": lambda ranks: scale.Layout(tensor=ranks, sequence=True),
-}
 
 
 @pytest.fixture(autouse=True)
@@ -59,18 +53,22 @@ def test_peak_is_the_most_that_is_alive_at_any_action():
 
 @pytest.mark.filterwarnings("ignore")  # of torch, about the group that sends nothing
 def test_a_sequence_in_two_halves_halves_what_is_kept():
-    whole, half = (scale.record(SIZES, LAYOUTS[way](2), scale.MICROBATCH) for way in ("tensor", "sequence"))
+    whole, half = (
+        scale.record(SIZES, scale.Layout(tensor=2, sequence=sequence), scale.MICROBATCH) for sequence in (False, True)
+    )
     assert [cost.reported for cost in whole] == [scale.STAGE_BLOCKS * INPUT] * 3
     assert [cost.reported for cost in half] == [scale.STAGE_BLOCKS * INPUT // 2] * 3
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("ranks", "tensor"), [(2, 1), (4, 1), (4, 2)])
-def test_what_is_computed_is_what_processes_measure_within_two_percent_where_stages_are_whole(tmp_path, ranks, tensor):
-    result = tmp_path / "result"
-    run_workers(ranks, tmp_path / "rendezvous", "scale_worker.py", str(tensor), str(result))
-    measured = [json.loads(result.with_suffix(f".{rank}").read_text()) for rank in range(ranks)]
+@pytest.mark.parametrize(("ranks", "tensor"), [(2, 1), (4, 2)])
+def test_what_is_computed_is_what_processes_measure_within_two_percent_where_stages_are_whole(ranks, tensor):
+    ((_, told, texts),) = run_cells(
+        ranks, ["check:scale" if tensor == 1 else "check:scale_split"], 0, limit_seconds=120
+    )
+    assert told.startswith("equal "), texts
+    measured = json.loads(told.removeprefix("equal "))
     layout = scale.Layout(tensor=tensor, sequence=tensor > 1, pipeline=ranks // tensor)
     costs = scale.record(SIZES, layout, scale.MICROBATCH)
     for schedule in scale.SCHEDULES:
@@ -80,7 +78,3 @@ def test_what_is_computed_is_what_processes_measure_within_two_percent_where_sta
             assert [one[schedule] for one in measured] == pytest.approx(computed, rel=0.02), schedule
         for one, peak in zip(measured, computed, strict=True):  # gloo's threads hold what they gathered a bit longer
             assert 0.98 * peak < one[schedule] < 1.2 * peak, schedule
-    for name, regions in REGIONS.items() if tensor == 1 else ():
-        for way, layout_of in LAYOUTS.items():
-            inner = scale.record(SIZES, layout_of(ranks), scale.MICROBATCH, regions)[1]
-            assert [one[f"{name}, {way}"] for one in measured] == pytest.approx([inner.reported] * ranks, rel=0.02)

@@ -1,14 +1,17 @@
-"""A slow, obvious simulator straight from the rules, to hold the library's against; it shares no code with it.
+"""A slow, obvious simulator straight from the rules, to hold the library's against; of it it shares the log alone.
 
-It reads the lines itself, scans every list, searches neighbourhoods anew for every score, relabels components one
-storage at a time, and recurses.
+It scans every list, searches neighbourhoods anew for every score, relabels components one storage at a time, and
+recurses.
 """
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import math
 from types import SimpleNamespace
+
+from torch_remat.dtr import Log
+from torch_remat.dtr.log import Step
 
 
 class Thing(SimpleNamespace):
@@ -24,110 +27,77 @@ class Stopped(Exception):
     pass
 
 
+@dataclasses.dataclass
+class Figures:
+    """What a run is compared by."""
+
+    base_compute: float
+    total_compute: float = 0
+    evictions: int = 0
+    rematerializations: int = 0
+    peak_bytes: int = 0
+    ran_out: bool = False
+    stopped: bool = False
+
+
 class Reference:
-    def __init__(self, lines, budget, heuristic, deallocation="eager", max_overhead=2.0):
-        records = [json.loads(line) for line in lines]
-        self.records = [record for record in records if record.get("ANNOTATION") != "START"]
-        self.budget, self.heuristic, self.deallocation = budget, heuristic, deallocation
-        self.base = sum(int(record["TIME"]) for record in records if "TIME" in record)
-        self.most_again = (max_overhead - 1) * self.base
-        self.tensors, self.storages, self.pool, self.meaning = [], [], [], {}
-        self.clock = self.again = self.used = self.peak = self.evictions = self.reruns = 0
-        self.unbound = []  # results of the op that is running, which will get a name
+    def __init__(self, log: Log, budget, heuristic, deallocation="eager", max_overhead=2.0):
+        self.log, self.budget, self.heuristic, self.deallocation = log, budget, heuristic, deallocation
+        self.figures = Figures(log.base_compute)
+        self.most_again = (max_overhead - 1) * log.base_compute
+        self.clock = self.again = self.used = 0
+        self.pool = []  # evictable storages, in the order in which they became so
         self.label, self.sums = {}, {}  # dtr_eq: component of each evicted storage; sum of each component
+        fresh = {"pinned": False, "resident": False, "gone": False, "last": 0, "locks": 0, "names": 0}
+        self.storages = [Thing(size=size, **fresh) for size in log.sizes_bytes]
+        self.ops = [Thing(cost=op.cost, inputs=op.inputs, outputs=op.outputs) for op in log.ops]
+        self.tensors = [
+            Thing(
+                storage=self.storages[at],
+                op=self.ops[op] if op >= 0 else None,
+                root=not view,
+                defined=False,
+                made=False,
+            )
+            for at, op, view in zip(log.storage_of, log.op_of, log.view, strict=True)
+        ]
+        for op in self.ops:
+            op.inputs, op.outputs = ([self.tensors[at] for at in part] for part in (op.inputs, op.outputs))
 
     def run(self):
-        ran_out = stopped = False
         try:
-            self.read()
-            for tensor in self.tensors:
-                if any(tensor is named for named in self.meaning.values()):
-                    self.materialize(tensor)
-                    tensor.storage.pinned = True
-                    self.refill(tensor.storage)
+            for step, number in self.log.steps:
+                self.take(step, number)
+            for number in self.log.named:
+                tensor = self.tensors[number]
+                self.materialize(tensor)
+                tensor.storage.pinned = True
+                self.refill(tensor.storage)
         except RanOut:
-            ran_out = True
+            self.figures.ran_out = True
         except Stopped:
-            stopped = True
-        return {
-            "base_compute": self.base,
-            "total_compute": self.clock,
-            "evictions": self.evictions,
-            "rematerializations": self.reruns,
-            "peak_bytes": self.peak,
-            "ran_out": ran_out,
-            "stopped": stopped,
-        }
+            self.figures.stopped = True
+        self.figures.total_compute = self.clock
+        return dataclasses.asdict(self.figures)
 
-    # The log.
-
-    def read(self):
-        records = iter(self.records)
-        for record in records:
-            kind = record["INSTRUCTION"]
-            if kind == "CONSTANT":
-                storage = self.new_storage(int(next(records)["MEMORY"]), pinned=True)
-                self.make_room(storage.size)
-                self.charge(storage.size)
-                storage.resident, storage.last = True, self.clock
-                self.bind(record["NAME"], self.new_tensor(storage, None, defined=True))
-            elif kind == "CALL":
-                inputs = [self.meaning[name] for name in record["ARGS"]]
-                op = Thing(cost=int(record["TIME"]), inputs=inputs, outputs=[])
-                for _ in record["RESULT"]:
-                    size, alias = int(next(records)["MEMORY"]), int(next(records)["ALIAS"])
-                    storage = self.new_storage(size) if alias < 0 else inputs[alias].storage
-                    op.outputs.append(self.new_tensor(storage, op, root=alias < 0))
-                self.unbound = op.outputs
-                self.run_op(op, first=True)
-                for name, tensor in zip(record["RESULT"], op.outputs, strict=True):
-                    self.bind(name, tensor)
-                self.unbound = []
-            elif kind == "MUTATE":
-                inputs = [self.meaning[name] for name in record["ARGS"]]
-                op = Thing(cost=int(record["TIME"]), inputs=inputs, outputs=[])
-                written = list(dict.fromkeys(record["ARGS"][int(index)] for index in record["MUTATE"]))
-                for name in written:
-                    op.outputs.append(self.new_tensor(self.new_storage(self.meaning[name].storage.size), op))
-                self.unbound = op.outputs
-                self.run_op(op, first=True)
-                for name, tensor in zip(written, op.outputs, strict=True):
-                    self.bind(name, tensor)
-                self.unbound = []
-            elif kind in ("COPY", "COPY_FROM"):
-                self.bind(record["DST"], self.meaning[record["SRC"]])
-            elif kind == "RELEASE":
-                tensor = self.meaning.pop(record["NAME"], None)
-                self.maybe_dead(tensor)
-
-    def bind(self, name, tensor):
-        old = self.meaning.get(name)
-        self.meaning[name] = tensor
-        self.maybe_dead(old)
-
-    def maybe_dead(self, tensor):
-        if tensor is None or self.named(tensor.storage):
+    def take(self, step, number):
+        if step is Step.RUN:
+            for tensor in self.ops[number].outputs:
+                tensor.storage.names += 1
+            self.run_op(self.ops[number], first=True)
             return
-        storage = tensor.storage
-        if self.deallocation == "eager" and storage.resident and not storage.pinned:
-            self.evict(storage)
-        if self.deallocation == "banish":
-            self.banish_all()
-
-    def named(self, storage):
-        return any(tensor.storage is storage for tensor in [*self.meaning.values(), *self.unbound])
-
-    def new_storage(self, size, pinned=False):
-        made = Thing(
-            size=size, pinned=pinned, resident=False, last=0, locks=0, gone=False, cut=[], number=len(self.storages)
-        )
-        self.storages.append(made)
-        return made
-
-    def new_tensor(self, storage, op, defined=False, root=True):
-        made = Thing(storage=storage, op=op, defined=defined, made=defined, root=root)
-        self.tensors.append(made)
-        return made
+        tensor, storage = self.tensors[number], self.tensors[number].storage
+        storage.names += -1 if step is Step.DROP else 1
+        if step is Step.CONSTANT:
+            self.make_room(storage.size)
+            self.charge(storage.size)
+            storage.pinned = storage.resident = tensor.defined = tensor.made = True
+            storage.last = self.clock
+        if step is Step.DROP and not storage.names:
+            if self.deallocation == "eager" and storage.resident and not storage.pinned:
+                self.evict(storage)
+            if self.deallocation == "banish":
+                self.banish_all()
 
     # Ops.
 
@@ -151,21 +121,10 @@ class Reference:
         self.charge(size)
         self.clock += op.cost
         if not first:
-            self.reruns += 1
+            self.figures.rematerializations += 1
             self.again += op.cost
         for tensor in op.outputs:
-            storage = tensor.storage
-            if tensor.root and (storage.gone or storage.resident):
-                self.used -= storage.size
-            if storage.gone:
-                continue
-            came_back = not first and not storage.resident
-            storage.resident = tensor.defined = tensor.made = True
-            if first:
-                storage.last = self.clock
-            if came_back and self.heuristic == "dtr_eq":
-                self.sums[self.label.pop(storage.number)] -= self.cost(storage)
-            self.refill(storage)
+            self.fill(tensor, first)
         for tensor in op.inputs:
             tensor.storage.locks -= 1
             self.refill(tensor.storage)
@@ -174,22 +133,34 @@ class Reference:
         if self.again > self.most_again:
             raise Stopped
 
+    def fill(self, tensor, first):
+        storage = tensor.storage
+        if tensor.root and (storage.gone or storage.resident):
+            self.used -= storage.size
+        if storage.gone:
+            return
+        came_back = not first and not storage.resident
+        storage.resident = tensor.defined = tensor.made = True
+        if first:
+            storage.last = self.clock
+        if came_back and self.heuristic == "dtr_eq":
+            self.sums[self.label.pop(storage)] -= self.cost(storage)
+        self.refill(storage)
+
     def lock(self, storage):
         storage.locks += 1
         self.refill(storage)
 
     def refill(self, storage):
-        """Keep the pool: evictable storages, in the order in which they became so."""
         evictable = storage.resident and not storage.locks and not storage.pinned and not storage.gone
-        here = [index for index, one in enumerate(self.pool) if one is storage]
-        if evictable and not here:
+        if evictable and storage not in self.pool:
             self.pool.append(storage)
-        elif here and not evictable:
-            del self.pool[here[0]]
+        elif storage in self.pool and not evictable:
+            self.pool.remove(storage)
 
     def charge(self, size):
         self.used += size
-        self.peak = max(self.peak, self.used)
+        self.figures.peak_bytes = max(self.figures.peak_bytes, self.used)
 
     def make_room(self, size):
         while self.used + size > self.budget:
@@ -202,7 +173,7 @@ class Reference:
                     break
             if chosen is None:
                 raise RanOut
-            self.evictions += 1
+            self.figures.evictions += 1
             self.evict(chosen)
 
     def evict(self, storage):
@@ -213,16 +184,11 @@ class Reference:
                 tensor.defined = False
         self.refill(storage)
         if self.heuristic == "dtr_eq":
-            near = {self.label[one.number] for one in self.near(storage) if one.number in self.label}
-            self.sums[("made", self.clock, len(self.sums))] = total = self.cost(storage)
-            made = list(self.sums)[-1]
-            for label in near:
-                total += self.sums[label]
-                for number, its in list(self.label.items()):
-                    if its == label:
-                        self.label[number] = made
-            self.label[storage.number] = made
-            self.sums[made] = total
+            near = {self.label[one] for one in self.near(storage) if one in self.label}
+            made = len(self.sums)
+            self.sums[made] = self.cost(storage) + sum(self.sums[label] for label in near)
+            self.label = {one: made if label in near else label for one, label in self.label.items()}
+            self.label[storage] = made
 
     def banish_all(self):
         changed = True
@@ -232,7 +198,7 @@ class Reference:
                 if self.banishable(storage):
                     children = self.downwards(storage)
                     if not storage.resident and self.heuristic == "dtr_eq":
-                        self.sums[self.label.pop(storage.number)] -= self.cost(storage)
+                        self.sums[self.label.pop(storage)] -= self.cost(storage)
                     if storage.resident:
                         self.used -= storage.size
                     storage.gone, storage.resident = True, False
@@ -244,7 +210,7 @@ class Reference:
 
     def banishable(self, storage):
         made = any(tensor.storage is storage and tensor.made for tensor in self.tensors)
-        if storage.gone or storage.locks or not made or self.named(storage):
+        if storage.gone or storage.locks or not made or storage.names:
             return False
         for tensor in self.tensors:
             elsewhere = tensor.storage is not storage and not tensor.storage.gone
@@ -256,40 +222,27 @@ class Reference:
     # Scores.
 
     def ops_of(self, storage):
-        ops = []
-        for tensor in self.tensors:
-            if tensor.storage is storage and tensor.made and tensor.op is not None and tensor.op not in ops:
-                ops.append(tensor.op)
-        return ops
+        return {tensor.op for tensor in self.tensors if tensor.storage is storage and tensor.made and tensor.op}
 
     def cost(self, storage):
-        return sum({id(op): op.cost for op in self.ops_of(storage)}.values())
+        return sum(op.cost for op in self.ops_of(storage))
 
     def upwards(self, storage):
-        found = []
-        for op in self.ops_of(storage):
-            for tensor in op.inputs:
-                one = tensor.storage
-                if one is not storage and not one.gone and not any(one is other for other in found):
-                    found.append(one)
-        return found
+        read = {tensor.storage for op in self.ops_of(storage) for tensor in op.inputs}
+        return {one for one in read if one is not storage and not one.gone}
 
     def downwards(self, storage):
-        return [
-            one
-            for one in self.storages
-            if one is not storage and not one.gone and any(storage is other for other in self.upwards(one))
-        ]
+        return {one for one in self.storages if not one.gone and storage in self.upwards(one)}
 
     def near(self, storage):
-        return self.upwards(storage) + self.downwards(storage)
+        return self.upwards(storage) | self.downwards(storage)
 
     def evicted_beyond(self, storage, step):
-        found, todo = {}, [storage]
+        found, todo = set(), [storage]
         while todo:
             for one in step(todo.pop()):
-                if not one.resident and one.number not in found and one is not storage:
-                    found[one.number] = one
+                if not one.resident and one not in found and one is not storage:
+                    found.add(one)
                     todo.append(one)
         return found
 
@@ -300,9 +253,9 @@ class Reference:
             around = self.evicted_beyond(storage, self.upwards)
             if self.heuristic != "msps":
                 around |= self.evicted_beyond(storage, self.downwards)
-            cost += sum(self.cost(one) for one in around.values())
+            cost += sum(self.cost(one) for one in around)
         if self.heuristic == "dtr_eq":
-            labels = {self.label[one.number] for one in self.near(storage) if one.number in self.label}
+            labels = {self.label[one] for one in self.near(storage) if one in self.label}
             cost += sum(self.sums[label] for label in labels)
         value, by = {
             "dtr": (cost, storage.size * stale),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import io
 import pickle
 import weakref
@@ -16,9 +15,10 @@ import torch
 from torch.autograd import forward_ad
 
 import torch_remat as remat
-from tests.helpers import pairwise
+from tests.helpers import collector_off
 
-Program = Callable[[Callable[[], Any]], list[Any]]
+Block = Callable[[], Any]
+Program = Callable[[Block], list[Any]]
 
 
 def _in_budget() -> Any:
@@ -41,70 +41,78 @@ def _same_as_without_a_block(program: Program) -> None:
         assert torch.equal(one, two) if isinstance(one, torch.Tensor) else one == two, at
 
 
-def _with_a_view() -> torch.Tensor:
-    with _in_budget():
-        made = torch.arange(9.0).view(3, 3).tanh()
-        view = made.t()
-    made.held = view  # type: ignore[attr-defined]
-    return made
+def inputs_that_the_graph_saved(block: Block) -> list[Any]:
+    w = torch.ones(3, requires_grad=True)
+    with block():
+        a = (w * 2).sin()
+        b = a * w.exp()
+        loss = (b * a).sum()
+    _assert_plain(a, b, loss)
+    inside = torch.autograd.grad(loss, (a, b, w), retain_graph=True)
+    both = torch.autograd.grad(loss + (a * b).sum(), (a, b, w), retain_graph=True)
+    loss.backward()
+    return [*inside, *both, w.grad, a, b]
 
 
-def _read_by_the_graph() -> torch.Tensor:
-    w = torch.ones(3, 3, requires_grad=True)
-    with _in_budget():
-        made = (w * torch.arange(9.0).view(3, 3)).tanh()
-        result = made.exp()
-    made.held = result  # type: ignore[attr-defined]
-    return made
+def views_with_a_grad_fn(block: Block) -> list[Any]:
+    w = torch.ones(3, 4, requires_grad=True)
+    with block():
+        a = (w * 2).sin()
+        t, rows = a.t(), a[1:]
+    _assert_plain(a, t, rows)
+    t.mul_(torch.arange(3.0))
+    (a.sin().sum() + rows.exp().sum()).backward()
+    return [w.grad, a, t, rows, t._base is a, a._version, rows._version]
 
 
-def _saved_by_the_graph() -> torch.Tensor:
-    w = torch.ones(3, 3, requires_grad=True)
-    with _in_budget():
-        made = torch.arange(9.0).view(3, 3).tanh()
-        result = made * w
-    made.held = result  # type: ignore[attr-defined]
-    return made
+def views_without_a_grad_fn(block: Block) -> list[Any]:
+    with block():
+        a = torch.arange(6.0) + 1
+        square = a.view(2, 3)
+        row = square[1]
+    _assert_plain(a, square, row)
+    w = torch.ones(6, requires_grad=True)
+    a.mul_(w)
+    (row * 2).sum().backward()
+    return [w.grad, a, square, row, row._base is a, a._version, row._version]
 
 
-USES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "tolist": lambda tensor: torch.tensor(tensor.tolist()),
-    "numpy": lambda tensor: torch.from_numpy(tensor.numpy()),
-    "format": lambda tensor: torch.tensor([float(f"{value:.9f}") for value in tensor.view(-1)]).view(3, 3),
-    "copy": copy.copy,
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda tensor: pickle.loads(pickle.dumps(tensor)),
-    "Parameter": torch.nn.Parameter,
-}
-
-
-@pairwise(make=[_with_a_view, _read_by_the_graph, _saved_by_the_graph], use=USES)
-def test_what_leaves_a_block_is_used_like_any_tensor(make: Callable[[], torch.Tensor], use: str) -> None:
-    made = make()
-    _assert_plain(made)
-    expected = torch.arange(9.0).view(3, 3).tanh()
-    if use in ("numpy", "copy", "deepcopy", "pickle"):  # which torch refuses for tensors with a grad_fn, or warns of
-        del made.held
-        made = made.detach()
-    result = USES[use](made)
-    _assert_plain(result)
-    assert torch.allclose(result.detach(), expected)
-
-
-def test_gradients_of_inputs_that_the_graph_saved_are_found() -> None:
-    def program(block: Callable[[], Any]) -> list[Any]:
-        w = torch.ones(3, requires_grad=True)
+def tangents(block: Block) -> list[Any]:
+    with forward_ad.dual_level():
         with block():
-            a = (w * 2).sin()
-            b = a * w.exp()
-            c = b * a
-            loss = c.sum()
-        _assert_plain(a, b, c, loss)
-        inside = torch.autograd.grad(loss, (a, b, w), retain_graph=True)
-        both = torch.autograd.grad(loss + (a * b).sum(), (a, b, w), retain_graph=True)
-        loss.backward()
-        return [*inside, *both, w.grad, a, b, c]
+            result = forward_ad.make_dual(torch.ones(3), torch.arange(3.0)).sin()
+        return [forward_ad.unpack_dual(result * 2).tangent, result.tolist()]
 
+
+def lazy_conjugates_and_real_views(block: Block) -> list[Any]:
+    with block():
+        a = torch.randn(3, dtype=torch.cfloat) * 2
+        real = torch.view_as_real(a)
+        conjugate = a.conj()
+        imaginary = conjugate.imag
+        alone = (a * 2).conj()
+    _assert_plain(a, real, conjugate, imaginary, alone)
+    real.mul_(2)
+    return [a, real, conjugate.tolist(), imaginary.tolist(), alone.tolist(), imaginary.is_neg(), alone.is_conj()]
+
+
+def copies(block: Block) -> list[Any]:
+    with block():
+        made = torch.arange(9.0).view(3, 3).tanh()
+    copied = [copy.copy(made), copy.deepcopy(made), pickle.loads(pickle.dumps(made)), torch.nn.Parameter(made)]
+    _assert_plain(made, *copied)
+    return [made, *copied, made.tolist(), made.numpy().tolist(), f"{made[0, 1]:.9f}"]
+
+
+PROGRAMS = [
+    inputs_that_the_graph_saved, views_with_a_grad_fn, views_without_a_grad_fn, tangents,
+    lazy_conjugates_and_real_views, copies,
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # in torch's own make_dual
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_what_leaves_a_block_is_plain_and_autograd_notices_no_difference(program: Program) -> None:
     _same_as_without_a_block(program)
 
 
@@ -121,36 +129,10 @@ def test_writing_what_the_graph_saved_is_an_error_of_backward(detached: bool) ->
         loss.backward()
 
 
-def test_views_stay_views() -> None:
-    def with_gradients(block: Callable[[], Any]) -> list[Any]:
-        w = torch.ones(3, 4, requires_grad=True)
-        with block():
-            a = (w * 2).sin()
-            t, rows = a.t(), a[1:]
-        _assert_plain(a, t, rows)
-        t.mul_(torch.arange(3.0))
-        (a.sin().sum() + rows.exp().sum()).backward()
-        return [w.grad, a, t, rows, t._base is a, a._version, rows._version]
-
-    def without(block: Callable[[], Any]) -> list[Any]:
-        with block():
-            a = torch.arange(6.0) + 1
-            square = a.view(2, 3)
-            row = square[1]
-        _assert_plain(a, square, row)
-        w = torch.ones(6, requires_grad=True)
-        a.mul_(w)
-        (row * 2).sum().backward()
-        return [w.grad, a, square, row, row._base is a, a._version, row._version]
-
-    _same_as_without_a_block(with_gradients)
-    _same_as_without_a_block(without)
-
-
 def test_a_view_that_the_graph_has_used_is_reported_and_right() -> None:
     runtimes = []
 
-    def program(block: Callable[[], Any]) -> list[Any]:
+    def program(block: Block) -> list[Any]:
         w = torch.ones(3, 4, requires_grad=True)
         with block() as runtime:
             a = (w * 2).sin()
@@ -172,7 +154,7 @@ def test_a_view_that_the_graph_has_used_is_reported_and_right() -> None:
 
 
 def test_leaves_of_the_block_that_the_graph_holds_get_their_gradients_and_can_be_copied() -> None:
-    def program(block: Callable[[], Any]) -> list[Any]:
+    def program(block: Block) -> list[Any]:
         with block():
             layer = torch.nn.Linear(3, 3)
             x = torch.randn(2, 3, requires_grad=True)
@@ -196,70 +178,9 @@ def test_leaves_of_the_block_that_the_graph_holds_get_their_gradients_and_can_be
     _same_as_without_a_block(program)
 
 
-def test_leaves_are_plain_when_the_graph_is_gone() -> None:
-    with _in_budget() as runtime:
-        layer = torch.nn.Linear(3, 3)
-        x = torch.randn(2, 3, requires_grad=True)
-        layer(x).square().sum().backward()
-        gradient = x.grad
-    _assert_plain(layer.weight, x, layer.weight.grad, gradient)
-    assert x.grad is gradient
-    assert not runtime.left
-    assert "not plain" not in runtime.report()
-
-
-def test_hooks_and_retained_gradients_work_on() -> None:
-    def program(block: Callable[[], Any]) -> list[Any]:
-        seen = []
-        w = torch.ones(3, requires_grad=True)
-        with block():
-            a = (w * 2).sin()
-            handle = a.register_hook(lambda g: seen.append(1) or g * 2)
-            b = (a * w).exp()
-            b.retain_grad()
-            loss = b.sum()
-        a.register_hook(lambda g: seen.append(2) or g * 3)
-        loss.backward(retain_graph=True)
-        first = w.grad.clone()
-        handle.remove()
-        loss.backward()
-        return [first, w.grad, b.grad, seen]
-
-    _same_as_without_a_block(program)
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # in torch's own make_dual
-def test_a_tangent_leaves_with_its_tensor() -> None:
-    def program(block: Callable[[], Any]) -> list[Any]:
-        with forward_ad.dual_level():
-            with block():
-                dual = forward_ad.make_dual(torch.ones(3), torch.arange(3.0))
-                result = dual.sin()
-            return [forward_ad.unpack_dual(result * 2).tangent, result.tolist()]
-
-    _same_as_without_a_block(program)
-
-
-def test_lazy_conjugates_and_real_views() -> None:
-    def program(block: Callable[[], Any]) -> list[Any]:
-        with block():
-            a = torch.randn(3, dtype=torch.cfloat) * 2
-            real = torch.view_as_real(a)
-            conjugate = a.conj()
-            imaginary = conjugate.imag
-            alone = (a * 2).conj()
-        _assert_plain(a, real, conjugate, imaginary, alone)
-        real.mul_(2)
-        return [a, real, conjugate.tolist(), imaginary.tolist(), alone.tolist(), imaginary.is_neg(), alone.is_conj()]
-
-    _same_as_without_a_block(program)
-
-
 def test_what_the_graph_holds_lives_as_long_as_the_graph() -> None:
     w = torch.ones(1000, requires_grad=True)
-    gc.collect()
-    gc.disable()
-    try:
+    with collector_off():
         with _in_budget():
             a = (w * 2).sin()
             b = a * w.exp()
@@ -274,5 +195,3 @@ def test_what_the_graph_holds_lives_as_long_as_the_graph() -> None:
         del node
         assert saved() is None
         assert all(reference() is None for reference in memory)
-    finally:
-        gc.enable()

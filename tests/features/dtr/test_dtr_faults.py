@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -50,31 +50,23 @@ def _step(weight: torch.Tensor, kept: list[torch.Tensor]) -> None:
     keep(weight.grad)
 
 
-def _expected(count: int) -> list[torch.Tensor]:
-    """Run the step plainly as far as a block got."""
+def _run(*blocks: contextlib.AbstractContextManager) -> tuple[BaseException | None, list[torch.Tensor], torch.Tensor]:
     torch.manual_seed(0)
     weight = torch.full((8, 8), 0.1, requires_grad=True)
     kept: list[torch.Tensor] = []
-    _step(weight, kept)
-    return kept
-
-
-def _run(limit: int, around: Callable[[], Any]) -> tuple[BaseException | None, list[torch.Tensor], torch.Tensor]:
-    torch.manual_seed(0)
-    weight = torch.full((8, 8), 0.1, requires_grad=True)
-    kept: list[torch.Tensor] = []
-    caught: BaseException | None = None
     try:
-        with around(), remat.dtr.budget(limit):
+        with contextlib.ExitStack() as stack:
+            for block in blocks:
+                stack.enter_context(block)
             _step(weight, kept)
     except BaseException as error:
-        caught = error
-    return caught, kept, weight
+        return error, kept, weight
+    return None, kept, weight
 
 
 def _check(kept: list[torch.Tensor], weight: torch.Tensor) -> None:
     """All that was kept is plain, and what its ops have made of it so far."""
-    expected = _expected(len(kept))
+    _, expected, _ = _run()
     written = {5, 6}  # indices of what the step writes after it has kept it
     for at, (one, two) in enumerate(zip(kept, expected, strict=False)):
         assert not isinstance(one, remat.dtr.EvictableTensor)
@@ -93,14 +85,9 @@ def _check(kept: list[torch.Tensor], weight: torch.Tensor) -> None:
 @pytest.mark.parametrize("limit", [10**6, 1900])
 def test_an_exception_in_any_op_leaves_everything_right(limit: int, error: type[BaseException]) -> None:
     for count in range(1, 400):
-        modes: list[_FailsAt] = []
-
-        def around(count: int = count, modes: list[_FailsAt] = modes) -> _FailsAt:
-            modes.append(_FailsAt(count, error))
-            return modes[0]
-
-        caught, kept, weight = _run(limit, around)
-        if modes[0].left > 0:
+        mode = _FailsAt(count, error)
+        caught, kept, weight = _run(mode, remat.dtr.budget(limit))
+        if mode.left > 0:
             assert caught is None
             assert count > 25
             break
@@ -112,16 +99,10 @@ def test_an_exception_in_any_op_leaves_everything_right(limit: int, error: type[
         pytest.fail("the step never ran to its end")
 
 
-class _Nothing:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-
 def test_a_budget_too_small_at_any_point_leaves_everything_right() -> None:
     passed = 0
     for limit in range(100, 4000, 100):
-        caught, kept, weight = _run(limit, _Nothing)
+        caught, kept, weight = _run(remat.dtr.budget(limit))
         if caught is None:
             passed += 1
         else:
