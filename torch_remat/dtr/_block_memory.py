@@ -156,6 +156,7 @@ class BlockMemory(Memory):
     def count(self, tensor: torch.Tensor, why: str) -> None:
         """Count a plain tensor that the block made, while it lives."""
         memory = tensor.untyped_storage()
+        self.reserve(memory.nbytes(), why)
         self.handed[storage_key(tensor)] = Handed(StorageWeakRef(memory), memory.nbytes(), why)
         self.grow(memory.nbytes())
 

@@ -192,3 +192,13 @@ def test_the_report_says_what_happened() -> None:
     assert "evictions" in report
     assert "run again" in report
     assert "aten." in report
+
+
+def test_room_is_made_for_a_tensor_of_python_values_too() -> None:
+    x = torch.randn(64, requires_grad=True)
+    with remat.dtr.budget(600) as runtime:
+        y = x.sin().cos()  # 256 bytes each
+        weights = torch.tensor([1.0] * 32)
+        del weights, y
+    assert runtime.evictions == 1
+    assert runtime.peak_bytes == 512
