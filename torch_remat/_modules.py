@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch.compiler import is_compiling
@@ -153,7 +154,8 @@ class RegionForward(OfModule):
         if function is None:
             module = self.module
             forward: Any = type(module).forward  # of its class as it is now: fully_shard changes it
-            function = forward.__get__(module)  # MethodType is unknown to the compiler
+            # The compiler does not know MethodType, nor, in Python 3.10, `__get__`.
+            function = partial(forward, module) if is_compiling() else forward.__get__(module)
         if self.active:
             function = self._bind(function)
             if self.plan is not None and not is_compiling():
