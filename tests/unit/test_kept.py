@@ -9,11 +9,8 @@ import torch
 import torch_remat as remat
 from tests.handle_ops import RECOMPUTE, SAVE, Affine, Inner, Noise, Trace, call
 from tests.helpers import leaf, no_other_regions
-from tests.offloaders import OFFLOAD, Counting
 from torch_remat._kept import Kept, What, decisions_of, kept_by, parameters_of
-from torch_remat._storages import pieces_in
 from torch_remat.dispatch.region.region import Region, live_regions
-from torch_remat.offload.sender import Offloaded
 
 
 @pytest.fixture(autouse=True)
@@ -81,37 +78,6 @@ def test_elided_tensor_says_from_which_input_replay_takes_it():
     y = remat.checkpoint()(block)(leaf(4, 4))
     (elided,) = [row for row in rows("empty") if row.op == "reader"]
     assert (elided.tensor, elided.why, elided.by, elided.at) == ("x", "input of", "reader", "1")
-    del y
-
-
-def test_offloaded_row_tells_key_bytes_and_offloader():
-    offloader = Counting()
-    y = remat.checkpoint(offloader=offloader)(lambda x: op(Inner, "away", OFFLOAD, x).sin())(leaf(8, 8))
-    (resident,) = rows("saved")
-    assert (resident.decision, resident.stayed) == (OFFLOAD, "")
-    away = resident.value
-    assert isinstance(away, Offloaded)
-    (piece,) = pieces_in(away)
-    assert (piece.place, piece.shape, piece.dtype) == ("Counting", (8, 8), torch.float32)
-    assert (piece.offloaded, piece.besides, [memory.bytes for memory in piece.memory]) == (True, None, [256])
-    del y
-
-
-@pytest.mark.parametrize(
-    ("least_bytes", "stayed"),
-    [(10**9, "the offloader did not take it"), (0, "hooks around the region decide where it is")],
-)
-def test_row_says_why_what_was_to_be_offloaded_stayed(least_bytes, stayed):
-    region = remat.checkpoint(offloader=Counting(least_bytes=least_bytes))
-    block = region(lambda x: op(Inner, "away", OFFLOAD, x).sin())
-    if "hooks" in stayed:
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: ("packed", tensor), lambda packed: packed[1]):
-            y = block(leaf(8, 8))
-    else:
-        y = block(leaf(8, 8))
-    (resident,) = rows("saved")
-    assert resident.stayed == stayed
-    assert isinstance(resident.value, tuple if "hooks" in stayed else torch.Tensor)
     del y
 
 

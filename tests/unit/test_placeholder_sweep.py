@@ -257,12 +257,6 @@ def test_each_op_passes_on_a_view_or_needs_only_metadata_or_raises(part):
     assert wrong == {}
 
 
-@pytest.mark.slow
-def test_each_op_does_so_for_more_samples_and_dtypes():
-    wrong = {op.formatted_name: found for op in OPS if (found := sweep(op, ALL_DTYPES, samples=25))}
-    assert wrong == {}
-
-
 def has_call(op: Any) -> bool:
     """Whether some sample of the op has a call with something to replace."""
     dtypes = [dtype for dtype in ALL_DTYPES if dtype in op.supported_dtypes("cpu")]
@@ -298,17 +292,12 @@ def refuse(region: str = "block") -> Any:
     ("true", "false", "wrong"),
     [
         (lambda x, y: x.sin(), lambda x, y: torch.zeros(2, 2), "where the data gives"),
-        (lambda x, y: x * 0 + x[0, 0], lambda x, y: torch.zeros(2, 2), "where the data gives"),
-        (lambda x, y: x.sum().item(), lambda x, y: 6.0, "where the data gives"),
         (lambda x, y: x.sin(), lambda x, y: x.view(2, 2), "a placeholder for a new tensor"),
         (lambda x, y: x.t(), lambda x, y: torch.zeros(2, 2).t(), "data for a view"),
         (lambda x, y: x.t(), lambda x, y: x, "returns metadata"),
-        (lambda x, y: torch.zeros_like(x), lambda x, y: torch.zeros(2, 2).t(), "returns metadata"),
-        (lambda x, y: (x.t(),), lambda x, y: x.t(), "returns PyTreeSpec"),
         (lambda x, y: x.size(0), lambda x, y: 2.0, "returns <class 'float'>"),
         (lambda x, y: x.t(), lambda x, y: refuse(), "all that it returns is a view"),
         (lambda x, y: x.sin(), lambda x, y: fail(ValueError("no")), "raises ValueError: no"),
-        (lambda x, y: x.sin(), lambda x, y: fail(RuntimeError("null")), "raises RuntimeError: null"),
         (lambda x, y: x.sin(), lambda x, y: refuse(region="other"), "does not say what was consumed"),
         (lambda x, y: y.add_(x), lambda x, y: [y.add_(1), refuse()], "only after it changed argument 1"),
         (lambda x, y: x.add_(1), lambda x, y: x, "writes to a placeholder without an error"),
