@@ -12,6 +12,7 @@ from torch_remat._compat import accelerator_type
 from torch_remat.dispatch.ambient import seeds_of_regions
 from torch_remat.dispatch.call.ending import forget_what_was_read
 
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what needs a GPU where there is none."""
     if accelerator_type() == "cuda":
