@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from torch.autograd import Function
 
 import torch_remat as remat
 from tests.handle_ops import RECOMPUTE, SAVE, STYLES, Both, Trace, call
@@ -18,23 +17,13 @@ DIFFERENCES = {
     "policy to recompute": ([A, BR], [AR, BR], "a"),
     "policy to save": ([AR, BR], [A, BR], "a"),
     "policy to offload": ([A, B], [A, ("b", OFFLOAD)], "b"),
-    "policy of the second": ([A, B, CR], [A, BR, CR], "b"),
     "names swapped": ([A, B, CR], [B, A, CR], "b"),
-    "names of recomputed ops swapped": ([AR, BR, C], [BR, AR, C], "b"),
     "another name": ([A, B], [A, C], "c"),
-    "another name of a recomputed op": ([A, BR, C], [A, ("x", RECOMPUTE), C], "x"),
     "first is missing": ([A, B, CR], [B, CR], "b"),
-    "middle is missing": ([A, B, CR], [A, CR], "c"),
-    "recomputed one is missing": ([AR, BR, C], [AR, C], "c"),
-    "first is new": ([B, CR], [A, B, CR], "a"),
     "recomputed one is new": ([A, C], [A, BR, C], "b"),
     # Where the last one is missing or new, replay shows it at its end alone.
     "last is missing": ([A, B], [A], None),
-    "last recomputed one is missing": ([A, BR], [A], None),
-    "all are missing": ([A], [], None),
     "last is new": ([A], [A, B], "b"),
-    "last recomputed one is new": ([A], [A, BR], "b"),
-    "only one is new": ([], [A], "a"),
 }
 
 
@@ -64,29 +53,6 @@ def test_op_that_differs_in_replay_is_an_error_that_names_it(name, style, early_
     assert caught.value.op == op or op is None
     assert (op or forward[-1][0]) in str(caught.value)
     assert not remat.is_recomputing()
-
-
-def test_recomputed_op_that_saves_something_else_in_replay_is_an_error():
-    for other in (lambda x: x.double(), lambda x: x.repeat(2), lambda x: None):
-
-        class Changing(Function):
-            @staticmethod
-            def forward(ctx, x, policy, other):
-                handle = remat.get_handle(ctx, "it", policy)
-                if (ret := handle.maybe_load_saved()) is not None:
-                    return ret
-                x = handle.save_or_load_inputs(x)
-                handle.save_for_backward({"x": other(x) if remat.is_recomputing() else x})
-                return handle.record_outputs(x * 2)
-
-            @staticmethod
-            def backward(ctx, grad):
-                return grad * ctx.saved_tensors[0], None, None
-
-        y = checkpointed(lambda x, f=Changing, o=other: f.apply(x.sin(), RECOMPUTE, o), region_name="block")(leaf(3))
-        with pytest.raises(remat.MismatchError) as caught:
-            y.sum().backward()
-        assert caught.value.region == "block"
 
 
 def nested(depth, block, **options):
