@@ -138,30 +138,6 @@ def test_all_that_ctx_offers_and_arguments_of_every_kind_work(policy, needs):
     assert_same_program(program, replays=1)
 
 
-def test_names_in_errors_are_those_given_to_the_decorator():
-    leaked = []
-
-    class Leaky(Function):
-        @staticmethod
-        @remat.auto_forward("first", "second")
-        def forward(ctx, x, op_name, remat_policy):
-            m = x.tanh()
-            leaked.append(m)
-            ctx.save_for_backward(x, m)
-            return m * 2
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad * ctx.saved_tensors[1], None, None
-
-    y = checkpointed(lambda x: Leaky.apply(x, "leaky", SAVE), region_name="block")(leaf(3))
-    leaked[0].zero_()
-    with pytest.raises(remat.MutationError) as caught:
-        y.sum().backward()
-    assert (caught.value.region, caught.value.op, caught.value.tensor) == ("block", "leaky", "second")
-    assert str(caught.value).startswith("block::leaky.second: ")
-
-
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_saving_another_number_of_tensors_than_names_is_an_error(count):
     class Wrong(Function):

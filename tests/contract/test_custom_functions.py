@@ -10,20 +10,6 @@ from torch.autograd import Function
 from tests.helpers import assert_same, assert_same_program, checkpointed, leaf
 
 
-class Double(Function):
-    """Doubles its input in place and says so."""
-
-    @staticmethod
-    def forward(ctx, x):
-        x.mul_(2)
-        ctx.mark_dirty(x)
-        return x
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 2
-
-
 class DoubleAndSave(Function):
     """Doubles in place, saves the changed input, which is also its output, and squares it on the side."""
 
@@ -39,22 +25,6 @@ class DoubleAndSave(Function):
     def backward(ctx, grad, grad_square):
         (x,) = ctx.saved_tensors
         return 2 * grad + 4 * x * grad_square
-
-
-class SortWithIndex(Function):
-    """Returns values and indices; the indices are not differentiable."""
-
-    @staticmethod
-    def forward(ctx, x):
-        values, index = x.sort()
-        ctx.mark_non_differentiable(index)
-        ctx.save_for_backward(index)
-        return values, index
-
-    @staticmethod
-    def backward(ctx, grad, grad_index):
-        (index,) = ctx.saved_tensors
-        return torch.zeros_like(grad).scatter(-1, index, grad)
 
 
 class Split(Function):
@@ -112,23 +82,6 @@ def test_function_that_saves_its_dirty_input_is_equal():
     def block(x):
         changed, square = DoubleAndSave.apply(x.sin() * 1)
         return changed.exp() * square.cos()
-
-    assert_same_program(run(block), replays=1)
-
-
-def test_function_that_marks_a_view_dirty_is_equal():
-    def block(x):
-        h = x.sin() * 1
-        Double.apply(h[0])
-        return h.exp()
-
-    assert_same_program(run(block), replays=1)
-
-
-def test_function_with_an_output_that_is_not_differentiable_is_equal():
-    def block(x):
-        values, index = SortWithIndex.apply(x.sin())
-        return values.exp() * index
 
     assert_same_program(run(block), replays=1)
 

@@ -21,21 +21,15 @@ VIEWS = {
     "itself": lambda t: t,
     "detached": lambda t: t.detach(),
     "transposed": lambda t: t.t(),
-    "every second": lambda t: t[::2, 1::2],
-    "element": lambda t: t[1, 1],
     "expanded": lambda t: t[0].expand(5, 4),
-    "diagonal": lambda t: t.diagonal(),
     "unfolded": lambda t: t.view(16).unfold(0, 3, 2),
     "as strided": lambda t: t.as_strided((2, 3), (5, 1), 2),
-    "empty": lambda t: t[2:2],
     "smaller dtype": lambda t: t.view(torch.float16),
-    "pairs": lambda t: torch.view_as_complex(t.view(4, 2, 2)),
     "of complex": lambda t: t,
     "conjugate": lambda t: t.conj(),
     "negative": lambda t: t.conj().imag,
-    "real pairs": lambda t: torch.view_as_real(t)[..., 1],
 }
-OF_COMPLEX = ("of complex", "conjugate", "negative", "real pairs")
+OF_COMPLEX = ("of complex", "conjugate", "negative")
 
 
 def description(tensor):
@@ -119,22 +113,7 @@ def test_saved_view_of_what_replay_has_keeps_nothing_and_is_exact(name, style, p
     check_keeper(style, producer, VIEWS[name], where, torch.complex64 if name in OF_COMPLEX else torch.float32)
 
 
-@pytest.mark.parametrize("style", STYLES)
-def test_output_of_a_saved_op_is_kept_by_the_saved_op_that_saves_it(style):
-    trace, x = Trace(), leaf(3)
-
-    def block(x):
-        return call(style, Affine, trace, "b", SAVE, call(style, Inner, trace, "a", SAVE, x), x)
-
-    loss = checkpointed(block)(x).sum()
-    assert trace.alive() == {"a.m", "a.out"}
-    loss.backward()
-    assert trace.runs == {"a": 1, "b": 1}
-    assert trace.alive() == set()
-
-
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("change", ["mul_", "through a view", "under no_grad"])
+@pairwise(style=STYLES, change=["through a view", "under no_grad"])
 def test_output_changed_in_place_before_a_saved_op_saves_it_gives_equal_gradients(style, change):
     """The value that the producer made is not the one that was saved."""
 
@@ -143,9 +122,7 @@ def test_output_changed_in_place_before_a_saved_op_saves_it_gives_equal_gradient
 
         def block(x):
             h = call(style, Inner, trace, "producer", RECOMPUTE, x)
-            if change == "mul_":
-                h.mul_(3)
-            elif change == "through a view":
+            if change == "through a view":
                 h.view(-1)[::2].add_(2)
             else:
                 with torch.no_grad():
@@ -158,33 +135,6 @@ def test_output_changed_in_place_before_a_saved_op_saves_it_gives_equal_gradient
         return y, z, x.grad
 
     assert_same_program(program, replays=1)
-
-
-@pytest.mark.parametrize("differs", ["shape", "dtype", "one of several"])
-@pytest.mark.parametrize("style", STYLES)
-def test_output_that_differs_in_replay_is_an_error_of_the_op_that_saved_it_or_a_view_of_it(style, differs):
-    change = {"shape": lambda y: y.view(3, 2), "dtype": lambda y: y.double(), "one of several": lambda y: y}[differs]
-
-    def forward(ctx, x):
-        y = x.exp()
-        y = change(y) if remat.is_recomputing() else y
-        return y if differs != "one of several" else (y,) if remat.is_recomputing() else (y, x.sin()), {}
-
-    producer = Kernel("Changing", (), forward, lambda ctx, saved, *grads: grads[0])
-
-    def block(x, view):
-        h = call(style, producer, Trace(), "producer", RECOMPUTE, x)
-        h = h[-1] if isinstance(h, tuple) else h
-        return call(style, Affine, Trace(), "keeper", SAVE, h.detach() if view else h, x)
-
-    check = "bitwise" if differs == "one of several" else "default"  # for the shapes are equal
-    for view in (False, True):
-        x = leaf(2, 3)
-        loss = checkpointed(block, region_name="block", determinism_check=check)(x, view).sum()
-        with pytest.raises(remat.MismatchError) as caught:
-            loss.backward()
-        assert x.grad is None
-        assert (caught.value.region, caught.value.op, caught.value.tensor) == ("block", "keeper", "x")
 
 
 OTHER = {

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 from torch.autograd import Function
@@ -83,15 +81,10 @@ def with_replay(function):
 
 BAD_STEPS = {
     "load twice": ("load", "load", "inputs", "save", "outputs"),
-    "inputs twice": ("load", "inputs", "inputs", "save", "outputs"),
-    "save twice": ("load", "inputs", "save", "save", "outputs"),
     "outputs twice": ("load", "inputs", "save", "outputs", "outputs"),
     "load forgotten": ("inputs", "save", "outputs"),
-    "load forgotten before save": ("save", "outputs"),
     "load forgotten before outputs": ("outputs",),
-    "load last": ("inputs", "save", "outputs", "load"),
     "save after outputs": ("load", "inputs", "outputs", "save"),
-    "inputs after outputs": ("load", "save", "outputs", "inputs"),
     "outputs forgotten": ("load", "inputs", "save"),
     "outputs forgotten, nothing saved": ("load", "inputs"),
     "all forgotten but load": ("load",),
@@ -128,18 +121,14 @@ def doing(save, record):
 
 BAD_SAVES = {
     "dotted key": lambda x: {"a.b": x},
-    "empty key": lambda x: {"": x},
     "number as key": lambda x: {1: x},
     "number": lambda x: {"x": x, "n": 3},
     "list of tensors": lambda x: {"x": [x]},
-    "list": lambda x: [x],
     "tensor": lambda x: x,
 }
 BAD_OUTPUTS = {
     "number": lambda x: (x.sin(), 3),
-    "text": lambda x: ("x",),
     "tuple": lambda x: ((x.sin(), x.cos()),),
-    "dict": lambda x: ({"y": x.sin()},),
 }
 
 
@@ -254,16 +243,6 @@ def test_saving_past_the_handle_is_equal_under_recompute_and_an_error_under_save
     expected, actual = (torch.autograd.grad(wrap(block)(x, RECOMPUTE).sum(), x) for wrap in (plain, checkpointed))
     assert_same(expected, actual)
     raised_by(lambda x: block(x, SAVE), remat.MismatchError)
-
-
-def test_inputs_that_were_not_given_to_the_handle_are_a_placeholder_error_where_they_are_read():
-    def block(x):
-        h = call("handle", Both, Trace(), "made", SAVE, x.sin())
-        return Scripted.apply(h, script_of("load", "save", "outputs"), "reader", RECOMPUTE)
-
-    error = raised_by(block, remat.PlaceholderError)
-    assert error.op == "made"
-    assert re.search(r"\bmade\b", str(error))
 
 
 class Refuses(Function):

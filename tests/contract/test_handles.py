@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from functools import partial
-
 import pytest
 import torch
 from torch import nn
@@ -41,43 +38,6 @@ from tests.helpers import (
     pairwise,
     plain,
 )
-
-
-def my_op_fwd1(x):
-    return x.sin()
-
-
-def my_op_fwd2(y):
-    return y.exp()
-
-
-def my_op_bwd(x, y, grad_z):
-    return grad_z * y.exp() * x.cos(), None, None
-
-
-class MyOp(Function):
-    """The example of the README, as it stands there; it counts its runs."""
-
-    runs = 0
-
-    @staticmethod
-    def forward(ctx, x, op_name, remat_policy):
-        handle = remat.get_handle(ctx, op_name, remat_policy)
-        if (ret := handle.maybe_load_saved()) is not None:
-            return ret
-        x = handle.save_or_load_inputs(x)
-        MyOp.runs += 1
-        y = my_op_fwd1(x)
-        z = my_op_fwd2(y)
-        handle.save_for_backward(
-            {"x": x, "y": y},  # order matters!
-        )
-        return handle.record_outputs(z)
-
-    @staticmethod
-    def backward(ctx, grad_z):
-        x, y = ctx.saved_tensors
-        return my_op_bwd(x, y, grad_z)
 
 
 class Probe(Function):
@@ -136,31 +96,6 @@ def test_op_is_equal_and_its_body_runs_as_often_as_its_policy_says(kernel, style
     expected = program(plain, "plain")
     torch.manual_seed(2)
     assert_same(expected, program(plain))
-
-
-def test_readme_example_works_as_written():
-    class Bare(Function):  # without staticmethod
-        forward = MyOp.forward
-
-        def backward(ctx, grad_z):
-            return my_op_bwd(*ctx.saved_tensors, grad_z)
-
-    def program(wrap, function, policies):
-        MyOp.runs = 0
-
-        def block(x):
-            for index, policy in enumerate(policies):
-                x = function.apply(x, f"op{index}", policy)
-            return x
-
-        x = leaf(3)
-        y = wrap(block)(x)
-        y.sum().backward()
-        assert MyOp.runs == (3 if wrap is plain else 3 + policies.count(RECOMPUTE))
-        return y, x.grad
-
-    for function, policies in itertools.product([MyOp, Bare], itertools.product(POLICIES, repeat=3)):
-        assert_same_program(partial(program, function=function, policies=policies))
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -236,35 +171,7 @@ def test_methods_keep_one_tensor_bare_and_several_in_a_tuple():
     assert seen == [("loaded", tuple, 2), ("inputs", tuple, 2), ("outputs", tuple, 2)]
 
 
-def test_order_of_saved_tensors_is_the_order_of_keys():
-    order = []
-
-    class Ordered(Function):
-        @staticmethod
-        def forward(ctx, x, policy):
-            handle = remat.get_handle(ctx, "it", policy)
-            if (ret := handle.maybe_load_saved()) is not None:
-                return ret
-            x = handle.save_or_load_inputs(x)
-            handle.save_for_backward({"z": x + 3, "none": None, "a": x, "m": x + 1})
-            return handle.record_outputs(x * 1)
-
-        @staticmethod
-        def backward(ctx, grad):
-            z, none, a, m = ctx.saved_tensors
-            order.append([none, *(t.detach().clone() for t in (a, m, z))])
-            return grad, None
-
-    for policy in POLICIES:
-        x = torch.zeros(2, requires_grad=True)
-        checkpointed(lambda x, policy=policy: Ordered.apply(x.exp(), policy))(x).sum().backward()
-    for none, *values in order:
-        assert none is None
-        assert [value[0].item() for value in values] == [1, 2, 4]
-
-
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("producer", ["native", RECOMPUTE, SAVE])
+@pairwise(style=STYLES, producer=["native", RECOMPUTE, SAVE], ids=str)
 def test_one_tensor_saved_under_two_names_is_right(producer, style):
     def forward(ctx, x):
         y = x.sin()
@@ -312,38 +219,6 @@ def test_tensors_from_outside_the_region_are_not_copied(style):
     assert_same(torch.autograd.grad(block(x).sum(), [x, outside[0], outside[2]]), got)
 
 
-VIEWS = {
-    "itself": lambda t: t,
-    "transposed": lambda t: t.t(),
-    "expanded": lambda t: t[2].expand(4, 3),
-    "diagonal": lambda t: t.diagonal(),
-    "unfolded": lambda t: t.unfold(0, 2, 1),
-    "other dtype": lambda t: t.detach().view(torch.int32),
-    "detached": lambda t: t.detach()[0],
-}
-
-
-@pairwise(name=VIEWS, style=STYLES)
-def test_views_of_skipped_outputs_are_given_back_exactly(name, style):
-    seen = []
-
-    def forward(ctx, x, w):
-        seen.append((x.clone(), x.shape, x.stride(), x.storage_offset(), x.dtype, ctx.needs_input_grad[1:3]))
-        return x.double().nan_to_num().tanh().sum().float() + w.sin(), {"w": w}
-
-    kernel = Kernel("look", ("w",), forward, lambda ctx, saved, grad: (None, grad * saved[0].cos()), 2)
-
-    def block(x, w):
-        s = call(style, Inner, Trace(), "s", SAVE, x)
-        return call(style, kernel, Trace(), "look", RECOMPUTE, VIEWS[name](s), w)
-
-    y = checkpointed(block)(leaf(3, 3), leaf(3))
-    y.sum().backward()
-    assert len(seen) == 2
-    assert_same(seen[0][0], seen[1][0])
-    assert seen[0][1:] == seen[1][1:]
-
-
 def written_copy(tensor):
     """Return a copy that was filled in place, as pinned copies are: its version is not 0."""
     copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
@@ -368,26 +243,3 @@ def test_hooks_around_the_region_may_give_back_tensors_of_any_version(kernel, st
         return y, results, torch.autograd.grad(y.sum(), x)
 
     assert_same_program(program)
-
-
-@pytest.mark.parametrize("policies", list(itertools.product(POLICIES, repeat=2)), ids=str)
-def test_gradient_taken_inside_is_equal_through_recomputed_ops_and_refused_through_a_saved_one(policies):
-    def program(wrap):
-        x = leaf(3)
-
-        def block(x):
-            h = call("handle", Both, Trace(), "a", policies[0], x.sin())
-            r = call("handle", Both, Trace(), "b", policies[1], h)
-            (grad,) = torch.autograd.grad(r.sum(), x, retain_graph=True)
-            return call("handle", Affine, Trace(), "c", RECOMPUTE, r, grad)
-
-        y = wrap(block)(x)
-        y.sum().backward()
-        return y, x.grad
-
-    if SAVE in policies:
-        with pytest.raises(remat.UsageError) as caught:
-            program(checkpointed)
-        assert (caught.value.region, caught.value.op) == ("block", "b" if policies[1] is SAVE else "a")
-    else:
-        assert_same_program(program)
