@@ -196,7 +196,6 @@ def test_policy_is_called_for_the_ops_that_the_peer_calls_it_for():
 
 FORMS = {
     "method": lambda x, w: (x @ w).sin(),
-    "reflected": lambda x, w: 2 * x @ w,
     "comparison": lambda x, w: x * (x > 0) @ w,
 }
 
@@ -209,10 +208,6 @@ def test_policy_that_returns_something_else_is_an_error(value, form):
     assert caught.value.__cause__ is None
     assert caught.value.region == "block"
     assert_clean_state()
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_type_error_in_the_policy_reaches_the_caller(form):
     with pytest.raises(TypeError, match="positional argument"):
         region(lambda ctx, op: True)(FORMS[form])(leaf(4, 4), leaf(4, 4))
 
@@ -322,11 +317,9 @@ def test_change_of_a_saved_output_by_the_caller_is_an_error_with_its_name():
 
 
 IN_PLACE_PAIRS = {
-    "mul_": lambda x: (x * 2).mul_(x.exp()).sin(),
     "clamp_min_": lambda x: ((x * 2) + 0.5).clamp_min_(0).sin(),
     "lerp_": lambda x: (x * 2).lerp_(x.exp(), 0.3).sin(),
     "relu_": lambda x: (x * 2).relu_().sin(),
-    "clone": lambda x: x.clone().clamp_(-1, 1).sin(),
     "view": lambda x: (h := x * 2, h[1:].mul_(3), h.sin())[-1],
 }
 
@@ -366,18 +359,10 @@ def test_check_can_be_switched_off():
         assert_same(expected, torch.autograd.grad(wrapped(*inputs).sum(), inputs))
 
 
-def test_switch_without_a_policy_is_harmless():
-    y = remat.checkpoint(allow_cache_entry_mutation=True)(torch.sin)(x := leaf(3))
-    y.sum().backward()
-    assert_same(x.detach().cos(), x.grad)
-
-
 RANDOM = {
     "functional": lambda h: h * torch.rand_like(h),
     "dropout": lambda h: F.dropout(h, 0.4),
     "in_place": lambda h: h * torch.empty_like(h).bernoulli_(0.5),
-    "factory": lambda h: h + torch.randn(4),
-    "permutation": lambda h: h[torch.randperm(4)],
 }
 
 
@@ -401,9 +386,6 @@ def test_saved_random_op_leaves_later_ones_right(draw, policy):
         return torch.Tag.nondeterministic_seeded in op.tags and not op._schema.is_mutable
 
     assert_same_program(program, policy=policy or random_only)
-
-
-# --- Entries that match nothing
 
 
 # Entries that match nothing
@@ -473,15 +455,11 @@ def read_by_an_op(x, w):
 
 
 def saved_by_autograd(x, w):
-    return x * Wrapped((x @ w).sin().detach())
+    return x * Wrapped(Wrapped((x @ w).sin().detach()))
 
 
-def wrapped_twice(x, w):
-    return (x * Wrapped(Wrapped((x @ w).sin().detach()))).exp()
-
-
-@pytest.mark.parametrize("saved", [(), (aten.mm.default,), (aten.sin.default,), (aten.mm.default, aten.sin.default)])
-@pytest.mark.parametrize("function", [read_by_an_op, saved_by_autograd, wrapped_twice], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("saved", [(), (aten.mm.default,), (aten.mm.default, aten.sin.default)])
+@pytest.mark.parametrize("function", [read_by_an_op, saved_by_autograd], ids=lambda f: f.__name__)
 def test_what_a_wrapper_has_inside_is_kept_or_made_again(function, saved):
     inputs = leaf(4, 4), leaf(4, 4)
 

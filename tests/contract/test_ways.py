@@ -1,33 +1,197 @@
-"""What holds in every way of keeping: gradients of plain autograd, and what is kept is not recomputed."""
+"""Every way of keeping, among graphs, nested regions, torch's checkpoint, saved-tensor hooks and threads.
+
+Gradients are those of plain autograd, what is kept is not recomputed, and nothing stays behind.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import functools
+import gc
+import warnings
 from collections import Counter
+import weakref
 
 import pytest
 import torch
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import GraphExecGroup
 
 import torch_remat as remat
-from tests.helpers import assert_same, leaf
-from tests.ways import KEEPING, PLAIN_AUTOGRAD, WAYS
+from tests.handle_ops import RECOMPUTE, SAVE, Inner, Trace, call
+from tests.helpers import (
+    LiveStorages,
+    assert_same,
+    assert_same_program,
+    in_threads,
+    leaf,
+    name_of,
+    pairwise,
+    plain,
+    python_objects,
+)
+from tests.native_programs import (
+    full,
+    keep,
+    region,
+    sac,
+    uncollected,
+    wrapped_natively,
+)
+from tests.ways import BY_HANDLE, BY_NATIVE_REGION, BY_POLICY_AND_OP, KEEPING, WAYS
 
 
-def trained(way, function, *shapes):
-    torch.manual_seed(0)
-    inputs = [leaf(*shape) for shape in shapes]
-    y = way.region(lambda *tensors: function(way.keep, *tensors))(*inputs)
-    return y, torch.autograd.grad(y.square().sum(), inputs), torch.get_rng_state()
+@pytest.fixture(autouse=True)
+def _warm():
+    with LiveStorages():
+        leaf(1).detach().sin()
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
-def test_gradients_are_those_of_plain_autograd(way):
-    def function(keep, x, w):
-        h = torch.nn.functional.dropout(x.sin(), 0.3) @ w
-        h = keep("kept", lambda h, w: (h @ w).tanh(), h, w)
-        return keep("reads it", torch.exp, h) + torch.rand_like(x)
+def body(h, w):
+    return (h @ w).sin() * h.cos()
 
-    assert_same(trained(PLAIN_AUTOGRAD, function, (4, 4), (4, 4)), trained(way, function, (4, 4), (4, 4)))
+
+def block(way, x, w, name="a"):
+    """Whatever reads a kept result is kept as well."""
+    given = F.dropout(x * 2, 0.2)
+    h = way.keep(name, body, given, w)
+    h = way.keep(f"{name}2", lambda h, w: (h.exp() @ w).tanh(), h, w)
+    return way.keep(f"{name}3", torch.mul, h, F.dropout(given.cos(), 0.2))
+
+
+def once(way, x, w):
+    return way.region(lambda x: block(way, x, w))(x)
+
+
+def twice(way, x, w):
+    def outer(x):
+        h = way.keep("cos", torch.cos, block(way, x, w, "outer"))
+        return once(way, h, w) * x.sin()
+
+    return way.region(outer)(x)
+
+
+def beside(way, x, w):
+    return way.region(lambda x: once(way, x, w) * once(way, x.cos(), w))(x)
+
+
+def inside_torchs(way, x, w):
+    return (full if way.options is not None else plain)(lambda x: once(way, x.sin(), w).exp() * x)(x)
+
+
+def around_torchs(way, x, w):
+    theirs = full if way.options is not None else plain
+    return way.region(lambda x: block(way, theirs(lambda h: (h @ w).sin().exp())(x), w))(x)
+
+
+def inside_sac(way, x, w):
+    theirs = sac([torch.ops.aten.mm.default]) if way.options is not None else plain
+    return theirs(lambda x: once(way, x @ w, w).cos())(x)
+
+
+def under_hooks(way, x, w):
+    with saved_tensors_hooks(lambda tensor: tensor.detach().clone(), lambda tensor: tensor):
+        return once(way, x, w)
+
+
+def on_the_cpu(way, x, w):
+    with save_on_cpu():
+        return once(way, x, w)
+
+
+def around_hooks(way, x, w):
+    def hooked(h):
+        with saved_tensors_hooks(lambda tensor: tensor.detach() + 1, lambda tensor: tensor - 1):
+            return h.sin()
+
+    return way.region(lambda x: way.keep("b", torch.mm, way.keep("hooked", hooked, x * 2), w))(x)
+
+
+def in_a_sequence(way, x, w):
+    functions = [lambda x, name=name: block(way, x.sin(), w, name) for name in "abcd"]
+    if way.options is None:
+        return functools.reduce(lambda x, function: function(x), functions, x)
+    return remat.checkpoint_sequential(functions, 4, x, **way.options)
+
+
+SHAPES = [
+    once,
+    twice,
+    beside,
+    inside_torchs,
+    around_torchs,
+    inside_sac,
+    under_hooks,
+    on_the_cpu,
+    around_hooks,
+    in_a_sequence,
+]
+
+
+def backward_once(y, leaves):
+    return torch.autograd.grad(y.sum(), leaves)
+
+
+def backward_again(y, leaves):
+    return [torch.autograd.grad(y.sum(), leaves, retain_graph=keeps) for keeps in (True, True, False)]
+
+
+def backward_in_parts(y, leaves):
+    return [torch.autograd.grad(y[row].sum(), leaves, retain_graph=row < 2) for row in range(3)]
+
+
+def backward_of_subsets(y, leaves):
+    return [torch.autograd.grad(y.sum(), chosen, retain_graph=True) for chosen in leaves]
+
+
+def backward_in_one_group(y, leaves):
+    with GraphExecGroup():
+        return [torch.autograd.grad(y[row].sum(), leaves, retain_graph=row == 0) for row in (0, 1)]
+
+
+def backward_of_second_order(y, leaves):
+    first = torch.autograd.grad(y.sin().sum(), leaves, create_graph=True)
+    return first, torch.autograd.grad(sum(g.square().sum() for g in first), leaves, allow_unused=True)
+
+
+def backward_in_another_thread(y, leaves):
+    results = []
+    in_threads(lambda _: results.append(torch.autograd.grad(y.sum(), leaves)), 1)
+    return results
+
+
+BACKWARDS = [
+    backward_once,
+    backward_again,
+    backward_in_parts,
+    backward_of_subsets,
+    backward_in_one_group,
+    backward_of_second_order,
+    backward_in_another_thread,
+]
+
+
+def takes(way, shape, backward):
+    """Return whether it is promised: SAC replays once, torch's checkpoint once in a group, `ByHandle` has one order."""
+    if shape is inside_sac:
+        return backward is backward_once
+    if shape in (inside_torchs, around_torchs) and backward is backward_in_one_group:
+        return False
+    return way is not BY_HANDLE or backward is not backward_of_second_order
+
+
+@pairwise(way=WAYS, shape=SHAPES, backward=BACKWARDS, possible=takes, ids=lambda value: name_of(value) or str(value))
+def test_gradients_and_draws_are_those_of_plain_autograd(way, shape, backward):
+    results = []
+    for one in (dataclasses.replace(way, options=None), way):
+        torch.manual_seed(3)
+        x, w = leaf(3, 3), leaf(3, 3)
+        y = shape(one, x, w)
+        results.append([y.detach(), backward(y, [x, w]), torch.rand(2)])
+    assert_same(*results)
 
 
 @pytest.mark.parametrize("way", KEEPING, ids=str)
@@ -46,3 +210,123 @@ def test_what_is_kept_is_not_recomputed(way):
         way.region(function)(leaf(4)).sum().backward()
     assert seen["cos", True] == 1
     assert seen["sin", True] == seen["exp", True] == 0
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_regions_in_several_threads_at_once(way):
+    def work(way):
+        generator = torch.Generator().manual_seed(3)
+        x, w = (torch.randn(3, 3, generator=generator, requires_grad=True) for _ in range(2))
+
+        def function(x):
+            h = way.keep("a", body, x, w)
+            return way.keep("c", torch.tanh, way.keep("b", lambda h, w: (h.exp() @ w).cos(), h, w))
+
+        for _ in range(5):
+            y = way.region(function)(x)
+            results = [y.detach(), *torch.autograd.grad(y.sum(), [x, w])]
+        return results
+
+    expected, actual = work(dataclasses.replace(way, options=None)), {}
+    in_threads(lambda place: actual.update({place: work(way)}), 4)
+    for place in range(4):
+        assert_same(expected, actual[place])
+
+
+@pytest.mark.parametrize("way", [BY_NATIVE_REGION, BY_POLICY_AND_OP], ids=str)
+def test_many_regions_leave_nothing_behind(way):
+    x, w = leaf(3, 3), leaf(3, 3)
+
+    def step():
+        once(way, x, w).sum().backward()
+        x.grad = w.grad = None
+
+    gc.collect()
+    with uncollected():
+        for _ in range(300):  # until memory is used again
+            step()
+        before = python_objects()
+        for _ in range(100):
+            step()
+        grown = [after - start for after, start in zip(python_objects(), before, strict=True)]
+    assert grown[0] == 0
+    assert grown[1] <= 20
+    assert grown[2] <= 1_000  # free lists of the interpreter still fill
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_dropped_graph_frees_everything(way):
+    x, w = leaf(3, 3), leaf(3, 3)
+    with uncollected():
+        with LiveStorages() as live:
+            y = once(way, x, w)
+        assert live.bytes() >= y.nbytes
+        del y
+        assert live.bytes() == 0
+
+
+def test_hooks_on_tensors_inside_run_as_in_plain_autograd():
+    def program(wrap):
+        seen, x, w = [], leaf(3, 3), leaf(3, 3)
+
+        def inside(h):
+            a = h @ w
+            a.register_hook(lambda grad: seen.append(grad.clone()) or grad * 2)
+            b = a.sin()
+            b.retain_grad()
+            return b
+
+        y = wrap(lambda x: keep("a", inside, x * 2).exp())(x)
+        y.sum().backward()
+        return seen[:1], x.grad, w.grad
+
+    assert_same_program(program)
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("style", ["handle", "auto", "op"])
+def test_region_with_a_handle_inside_a_native_region(style, early_stop):
+    """The inner region's inputs are computed after all in the outer replay, with a gradient as in forward."""
+    options = {"early_stop": early_stop}
+
+    def program(wrap):
+        trace, x = Trace(), leaf(3, 3)
+        native = wrapped_natively(wrap)
+
+        def inside(x):
+            a = call(style, Inner, trace, "a", RECOMPUTE, x)
+            return wrap(lambda x: call(style, Inner, trace, "b", SAVE, x * 1.5))(a.sin())
+
+        def function(x):
+            y = native("native", inside, x * 1.5)
+            for index in range(2):
+                y = call(style, Inner, trace, f"c{index}", RECOMPUTE, y)
+            return y
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", remat.RematWarning)  # of what runs once more
+            return torch.autograd.grad(wrap(function)(x).sum(), [x])
+
+    assert_same_program(program, **options)
+
+
+def test_change_of_what_a_region_in_a_native_region_keeps_is_an_error():
+    kept = []
+
+    class Saves(torch.autograd.Function):
+        @staticmethod
+        @remat.auto_forward("m")
+        def forward(ctx, x):
+            kept.append(x.cos())
+            ctx.save_for_backward(kept[-1])
+            return x.sin()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * ctx.saved_tensors[0]
+
+    inner = region(region_name="inner")(lambda x: remat.op(Saves.apply, "saves")(x * 2))
+    y = region()(lambda x: keep("native", lambda: inner(x * 3)).exp())(leaf(3))
+    kept[0].mul_(2)
+    with pytest.raises(remat.MutationError, match=r"inner: a tensor of shape .* modified in place"):
+        y.sum().backward()
