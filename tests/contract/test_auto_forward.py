@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 import torch_remat as remat
 from tests.handle_ops import POLICIES, RECOMPUTE, SAVE, Affine, Trace, call, policy_ids
-from tests.helpers import assert_same, assert_same_program, checkpointed, leaf, no_other_regions, pairwise, plain
+from tests.helpers import assert_same, assert_same_program, checkpointed, leaf, plain
 
 
 class Named(Function):
@@ -214,60 +214,6 @@ def test_a_call_without_name_and_policy_is_the_plain_function(matrices):
 def test_a_forward_that_takes_name_and_policy_and_gets_neither_is_an_error():
     with pytest.raises(remat.UsageError, match="op_name"):
         checkpointed(lambda x: Named.apply(x.cos()))(leaf(3))
-
-
-SAVE_ADDMM = {"policy": [torch.ops.aten.addmm.default]}
-
-
-class SwiGlu(Function):
-    """Saves both of its arguments, and its result's half."""
-
-    @staticmethod
-    def forward(ctx, gate, up):
-        half = torch.nn.functional.silu(gate)
-        ctx.save_for_backward(gate, up, half)
-        return half * up
-
-    @staticmethod
-    def backward(ctx, grad):
-        gate, up, half = ctx.saved_tensors
-        sigmoid = gate.sigmoid()
-        return grad * up * sigmoid * (1 + gate * (1 - sigmoid)), grad * half
-
-
-class NamedSwiGlu(SwiGlu):
-    forward = staticmethod(remat.auto_forward("gate", "up", "half")(SwiGlu.forward))
-
-
-@pairwise(function=[SwiGlu, NamedSwiGlu], opaque=[False, True], policy=POLICIES, region=[{}, SAVE_ADDMM])
-def test_native_ops_may_read_what_op_saves_of_any_function(function, opaque, policy, region):
-    w1, w2, w3 = (torch.nn.Linear(4, 4) for _ in range(3))
-
-    def program(wrap):
-        def block(x):
-            call = function.apply if wrap is plain else remat.op(function.apply, "swiglu", policy=policy, opaque=opaque)
-            return x + w3(call(w1(x), w2(x)))
-
-        x = leaf(4, 4)
-        y = wrap(block)(x)
-        return y, torch.autograd.grad(y.sin().sum(), [x, *(p for w in (w1, w2, w3) for p in w.parameters())])
-
-    assert_same_program(program, **region)
-
-
-@pytest.mark.parametrize("opaque", [False, True])
-def test_tensors_of_a_call_have_the_names_of_auto_forward_in_reports(opaque):
-    w = torch.nn.Linear(8, 8)
-    call = remat.op(NamedSwiGlu.apply, "swiglu", opaque=opaque)
-    with no_other_regions():
-        y = checkpointed(lambda x: w(call(x.sin(), x.cos())), region_name="block")(leaf(8, 8))
-        report = str(remat.memory_report(y.sum()))
-    assert "swiglu.half" in report
-    assert "saved_" not in report
-    two = remat.op(lambda h: NamedSwiGlu.apply(NamedSwiGlu.apply(h, h), h), "two")
-    with no_other_regions():
-        y = checkpointed(lambda x: two(x.sin()))(leaf(8, 8))
-        assert str(remat.memory_report(y.sum())).count("two.half") == 1
 
 
 def test_the_first_remedy_for_a_native_reader_of_a_handles_output_is_op():

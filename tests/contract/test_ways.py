@@ -5,13 +5,11 @@ Gradients are those of plain autograd, what is kept is not recomputed, and nothi
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import gc
 import warnings
 from collections import Counter
-import weakref
 
 import pytest
 import torch
