@@ -173,21 +173,6 @@ def test_name_used_twice_in_a_region_is_an_error_that_names_it(first, second, st
     assert error.op == "twice"
 
 
-def test_same_names_in_other_regions_inner_regions_and_outside_are_fine():
-    def block(x):
-        return call("handle", Both, Trace(), "it", SAVE, x.sin())
-
-    def outer(x):
-        return checkpointed(block)(checkpointed(block)(block(x)))
-
-    x = leaf(3)
-    y = checkpointed(block)(checkpointed(outer)(block(block(x))))
-    expected = x
-    for _ in range(6):
-        expected = block(expected)
-    assert_same(torch.autograd.grad(expected.sum(), x), torch.autograd.grad(y.sum(), x))
-
-
 def dirty(ctx, handle, x):
     if (ret := handle.maybe_load_saved()) is not None:
         return ret

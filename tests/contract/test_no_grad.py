@@ -65,25 +65,6 @@ def test_saved_op_that_needs_no_gradient_keeps_only_what_a_recomputed_op_reads(s
     assert trace.runs == {"read": 1, "unread": 1, "reader": 2}
 
 
-@pairwise(style=STYLES, producer=[RECOMPUTE, None], again=[RECOMPUTE, SAVE], ids=str)
-def test_tensor_of_a_saved_op_without_gradients_may_be_saved_next_by_another_op(style, producer, again):
-    """Autograd saves nothing for the first op; what it then saves is the second one's."""
-
-    def program(wrap):
-        x, t = leaf(3), torch.randn(3)
-
-        def block(x):
-            t2 = t * 2 if producer is None else call(style, Inner, Trace(), "producer", producer, t)
-            s = call(style, Both, Trace(), "constant", SAVE, t2)
-            return call(style, Affine, Trace(), "again", again, t2, x), s
-
-        y, s = wrap(block)(x)
-        y.sum().backward()
-        return y, s, x.grad
-
-    assert_same_program(program)
-
-
 @pairwise(style=STYLES, chain=["R", "OR", "RSSR"], nested=[False, True], early_stop=[True, False])
 def test_ops_in_inference_mode_inside_a_region_are_equal_and_saved_ones_run_once(style, chain, nested, early_stop):
     policies = {"R": RECOMPUTE, "S": SAVE, "O": remat.CheckpointPolicy.OFFLOAD}

@@ -18,7 +18,6 @@ from torch.utils.checkpoint import SelectiveCheckpointContext
 
 import torch_remat as remat
 from tests.helpers import (
-    alive,
     assert_clean_state,
     assert_equal_gradients,
     assert_same,
@@ -26,7 +25,6 @@ from tests.helpers import (
     leaf,
     pairwise,
     shown,
-    watch,
 )
 from tests.native_programs import (
     aten,
@@ -37,7 +35,6 @@ from tests.native_programs import (
     replayed_ops,
     retained_bytes,
     sac,
-    uncollected,
 )
 
 MM = [aten.mm.default]
@@ -212,38 +209,16 @@ def test_policy_that_returns_something_else_is_an_error(value, form):
         region(lambda ctx, op: True)(FORMS[form])(leaf(4, 4), leaf(4, 4))
 
 
-def test_error_in_the_policy_frees_everything_and_is_not_swallowed():
-    x, held = leaf(4, 4), []
-
-    def function(x):
-        h = x.sin()
-        held.extend(watch(h))
-        try:
-            return h @ x
-        except Exception:
-            return h
-
-    def policy(ctx, op, *args, **kwargs):
-        return "save" if op is aten.mm.default else False
-
-    with uncollected():
-        with pytest.raises(remat.PolicyError) as caught:
-            region(policy)(function)(x)
-        del caught
-        assert alive(held) == 0
-
-
 def test_policy_that_falls_through_recomputes_as_with_the_peer():
     def policy(ctx, op, *args, **kwargs):
         if op is aten.mm.default:
             return TorchPolicy.MUST_SAVE
         return None
 
-    x, w = leaf(4, 4), leaf(4, 4)
-    assert_equal_gradients(sine_chain, region(policy)(sine_chain), (x, w))
-    assert_equal_gradients(sine_chain, sac(policy)(sine_chain), (x, w))
-    assert replayed_ops(sine_chain, region(policy), (x, w)) == {"sin": 2}
-    assert region(policy | remat.policies.save_matmuls)(sine_chain)(x, w) is not None
+    inputs = leaf(4, 4), leaf(4, 4)
+    for wrap in (region, sac):
+        assert_equal_gradients(sine_chain, wrap(policy)(sine_chain), inputs)
+    assert replayed_ops(sine_chain, region(policy), inputs) == {"sin": 2}
 
 
 def test_state_of_a_policy_function_begins_anew_with_each_forward():
@@ -391,13 +366,6 @@ def test_saved_random_op_leaves_later_ones_right(draw, policy):
 # Entries that match nothing
 
 
-def test_list_may_have_ops_that_do_not_occur():
-    """Lists that are written once for many models, such as TorchTitan's, do."""
-    function = lambda x: x.sin().exp()  # noqa: E731
-    listed = region([aten.sin.default, aten.mm.default, aten._scaled_mm])
-    assert replayed_ops(function, listed, (leaf(3, 3),)) == {"exp": 1}
-
-
 def test_all_patterns_that_match_nothing_are_named():
     with pytest.raises(remat.PolicyError) as caught:
         region(remat.save_names("mm_*", "first.*", "second.*", "third"))(lambda x, w: x @ w)(leaf(3, 3), leaf(3, 3))
@@ -486,21 +454,3 @@ def test_result_of_which_no_schema_says_that_it_is_a_view_stands_for_what_replay
     checked = remat.checkpoint(policy=policy, determinism_check="bitwise", early_stop=False)
     assert_same(gradients(lambda function: function), gradients(checked))
     assert not recwarn.list
-
-
-def test_leaf_around_placeholders_is_not_looked_at():
-    """Replay compares a leaf that was made in the region with forward's by their values: there are none."""
-
-    def block(x):
-        h = x * 1.5
-        s = h.detach().requires_grad_()
-        (grad,) = torch.autograd.grad(s.sin().square().sum(), s)
-        return h * grad * 1
-
-    def gradients(function):
-        x = TwoTensor(torch.linspace(0, 1, 16).view(4, 4), torch.linspace(1, 2, 16).view(4, 4)).requires_grad_()
-        return torch.autograd.grad(function(x * 1).sum(), x)
-
-    kept = ["cos_0_0", "expand_0_0", "mul_2_0", "mul_4_0", "mul_5_0", "ones_like_0_0", "pow_1_0", "sin_0_0", "sum_0_0"]
-    function = remat.checkpoint(policy=lambda ctx, *_, **__: ctx.name in kept)(block)
-    assert_same(gradients(block), gradients(function))

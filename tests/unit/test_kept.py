@@ -70,17 +70,6 @@ def test_rows_of_saved_tensors_that_replay_fills_change_with_it():
     assert {(row.why, row.value.shape) for row in seen} == {("backward", (4, 4))}
 
 
-def test_elided_tensor_says_from_which_input_replay_takes_it():
-    def block(x):
-        h = op(Inner, "maker", RECOMPUTE, x)
-        return op(Affine, "reader", SAVE, h, x)
-
-    y = remat.checkpoint()(block)(leaf(4, 4))
-    (elided,) = [row for row in rows("empty") if row.op == "reader"]
-    assert (elided.tensor, elided.why, elided.by, elided.at) == ("x", "input of", "reader", "1")
-    del y
-
-
 def test_policy_for_aten_ops_holds_results_undecided_and_keeps_those_that_are_read():
     held = []
 

@@ -124,18 +124,6 @@ def test_scope_around_a_region_does_not_matter_to_its_replay(left):
     assert trace.runs == {"up": 1, "down": 2}
 
 
-def test_scope_left_open_by_an_early_stop_does_not_leak():
-    """Replay ends inside of the scope, by an exception that passes through it."""
-
-    def function(x):
-        with remat.name_scope("a"):
-            return block("handle", Trace(), x.sin()) + 1
-
-    x = leaf(3)
-    checkpointed(function)(x).sum().backward()
-    assert name_of_error(twice()) == "op"
-
-
 @pytest.mark.parametrize("name", ["", None, 3, b"a"], ids=str)
 def test_scope_that_is_empty_or_no_string_is_an_error(name):
     with pytest.raises(remat.UsageError), remat.name_scope(name):

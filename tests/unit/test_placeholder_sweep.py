@@ -30,7 +30,6 @@ pytest.importorskip("numpy", reason="torch's op database needs it")
 
 SOURCE = Source("block", "op", "out")
 DTYPES = (torch.float32, torch.int64, torch.complex64, torch.bool)
-ALL_DTYPES = (*DTYPES, torch.bfloat16, torch.float64, torch.uint8)
 
 
 def op_database() -> list[Any]:
@@ -255,61 +254,3 @@ def sweep(op: Any, dtypes: tuple[torch.dtype, ...], samples: int) -> list[str]:
 def test_each_op_passes_on_a_view_or_needs_only_metadata_or_raises(part):
     wrong = {op.formatted_name: found for op in OPS[part::8] if (found := sweep(op, DTYPES, samples=3))}
     assert wrong == {}
-
-
-def has_call(op: Any) -> bool:
-    """Whether some sample of the op has a call with something to replace."""
-    dtypes = [dtype for dtype in ALL_DTYPES if dtype in op.supported_dtypes("cpu")]
-    samples = itertools.islice(op.sample_inputs_func(op, "cpu", dtypes[0], False), 3) if dtypes else []
-    return any(chosen for sample in samples for _, chosen in calls_of(op, sample))
-
-
-def test_most_ops_have_a_call_to_judge():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        missing = [op.formatted_name for op in OPS if not has_call(op)]
-    assert len(missing) < 0.05 * len(OPS), missing
-
-
-def fooled(true: Callable, false: Callable) -> Call:
-    """Return a call that does another thing on placeholders than on real tensors."""
-
-    def function(x, y):
-        return false(x, y) if remat.is_placeholder(x) else true(x, y)
-
-    return Call("op", "function", function, ((torch.arange(4.0).view(2, 2), torch.ones(2, 2)), {}))
-
-
-def fail(error: Exception) -> Any:
-    raise error
-
-
-def refuse(region: str = "block") -> Any:
-    fail(remat.PlaceholderError(region=region, op="op", output="out", consumer="aten.sin", line="a.py:1"))
-
-
-@pytest.mark.parametrize(
-    ("true", "false", "wrong"),
-    [
-        (lambda x, y: x.sin(), lambda x, y: torch.zeros(2, 2), "where the data gives"),
-        (lambda x, y: x.sin(), lambda x, y: x.view(2, 2), "a placeholder for a new tensor"),
-        (lambda x, y: x.t(), lambda x, y: torch.zeros(2, 2).t(), "data for a view"),
-        (lambda x, y: x.t(), lambda x, y: x, "returns metadata"),
-        (lambda x, y: x.size(0), lambda x, y: 2.0, "returns <class 'float'>"),
-        (lambda x, y: x.t(), lambda x, y: refuse(), "all that it returns is a view"),
-        (lambda x, y: x.sin(), lambda x, y: fail(ValueError("no")), "raises ValueError: no"),
-        (lambda x, y: x.sin(), lambda x, y: refuse(region="other"), "does not say what was consumed"),
-        (lambda x, y: y.add_(x), lambda x, y: [y.add_(1), refuse()], "only after it changed argument 1"),
-        (lambda x, y: x.add_(1), lambda x, y: x, "writes to a placeholder without an error"),
-    ],
-)
-def test_sweep_sees(true, false, wrong):
-    found = judge(fooled(true, false), frozenset({0}))
-    assert found is not None
-    assert wrong in found
-
-
-@pytest.mark.parametrize("true", [lambda x, y: x.t(), lambda x, y: torch.ones_like(x), lambda x, y: (x[0], x.numel())])
-def test_sweep_accepts(true):
-    assert judge(fooled(true, true), frozenset({0})) is None
-    assert judge(fooled(torch.add, lambda x, y: refuse()), frozenset({0})) is None
