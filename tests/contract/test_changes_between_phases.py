@@ -49,16 +49,6 @@ def test_model_that_changes_before_backward_is_an_error(name):
         y.sum().backward()
 
 
-def test_last_parameter_may_be_unfrozen_before_backward():
-    """No gradient of it was asked of forward, and it gets none."""
-    model, x = Layers(), leaf(4, 4)
-    model.three.requires_grad_(False)
-    y = checkpointed(model)(x)
-    expected = torch.autograd.grad(model(x).sum(), x)
-    model.three.requires_grad_(True)
-    assert_same(expected, torch.autograd.grad(y.sum(), x))
-
-
 class Reaching(nn.Module):
     """Two layers, run by a function that reaches them in one of several ways, and a third that it does not run."""
 

@@ -104,18 +104,6 @@ def test_function_with_setup_context_is_equal():
     assert_same_program(run(lambda x: SetupContext.apply(x.sin())[0].exp()), replays=1)
 
 
-@pytest.mark.parametrize("layout", ["coo", "csr"])
-@pytest.mark.filterwarnings("ignore:Sparse")
-def test_sparse_matrix_product_is_equal(layout):
-    matrix = torch.eye(4)[:, [1, 0, 2, 3]]
-    matrix = matrix.to_sparse() if layout == "coo" else matrix.to_sparse_csr()
-
-    def block(x):
-        return torch.sparse.mm(matrix * 1 if layout == "coo" else matrix, x.sin()).exp()
-
-    assert_same_program(run(block, 4, 4), replays=1)
-
-
 def test_saved_parameter_is_the_parameter_itself_and_not_a_copy():
     pointers = []
 

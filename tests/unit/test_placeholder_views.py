@@ -201,14 +201,6 @@ def test_gradient_flows_through_views_of_a_placeholder(view):
     assert torch.equal(seen[0], expected * 5)
 
 
-def test_placeholder_made_under_no_grad_takes_part_in_autograd():
-    with torch.no_grad():
-        given = make_placeholder(torch.randn(2, 3), SOURCE)
-    given.requires_grad_()
-    Take.apply(given[1]).sum().backward()
-    assert torch.equal(given.grad, torch.tensor([[0.0, 0.0, 0.0], [5.0, 5.0, 5.0]]))
-
-
 def test_saved_tensor_hooks_get_the_placeholder_and_may_not_copy_it():
     x, packed = torch.randn(2, 3, requires_grad=True), []
     with saved_tensors_hooks(lambda saved: packed.append(saved) or saved, lambda saved: saved):
