@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 import torch_remat as remat
-from tests.handle_ops import POLICIES, RECOMPUTE, SAVE, Affine, Trace, call, policy_ids
+from tests.handle_ops import POLICIES, RECOMPUTE, SAVE, policy_ids
 from tests.helpers import assert_same, assert_same_program, checkpointed, leaf, plain
 
 
@@ -84,58 +83,6 @@ def test_decorator_works_above_below_and_without_staticmethod(policy):
 
 def backward_of_sine(ctx, grad):
     return grad * ctx.saved_tensors[0].cos(), None, None
-
-
-class Rich(Function):
-    """Uses all of what a `ctx` offers, and arguments of every kind."""
-
-    @staticmethod
-    @remat.auto_forward("none", "x", "w", "m")
-    def forward(ctx, power, x, options, w, function, name, policy):
-        assert name == "rich"
-        assert isinstance(policy, remat.CheckpointPolicy)
-        assert ctx.needs_input_grad == (False, True, False, w.requires_grad, False, False, False)
-        m = function(x) * options["scale"]
-        ctx.power, ctx.options, ctx.count = power, options, 1
-        ctx.count += 1
-        assert ctx.count == 2
-        assert hasattr(ctx, "power")
-        assert not hasattr(ctx, "nothing")
-        sign = m.sign()
-        ctx.mark_non_differentiable(sign)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(None, x, w, m)
-        return m**power * w, sign, (m * 10).long()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad, grad_sign, grad_long):
-        none, x, w, m = ctx.saved_tensors
-        assert none is None
-        assert grad_sign is None
-        assert grad_long is None
-        assert ctx.count == 2
-        gx = grad * w * ctx.power * m ** (ctx.power - 1) * ctx.options["scale"] * x.cos()
-        return None, gx, None, grad * m**ctx.power if ctx.needs_input_grad[3] else None, None, None, None
-
-
-@pytest.mark.parametrize("needs", [True, False])
-@pytest.mark.parametrize("policy", POLICIES, ids=policy_ids)
-def test_all_that_ctx_offers_and_arguments_of_every_kind_work(policy, needs):
-    def program(wrap):
-        x, w = leaf(3), torch.randn(3, requires_grad=needs)
-
-        def block(x, w):
-            y, sign, whole = Rich.apply(3, x.exp(), {"scale": 2.0}, w, torch.sin, "rich", policy)
-            assert (y.requires_grad, sign.requires_grad, whole.requires_grad) == (True, False, False)
-            assert whole.dtype == torch.long
-            return call("auto", Affine, Trace(), "reader", RECOMPUTE, y, sign)
-
-        y = wrap(block)(x, w)
-        y.sum().backward()
-        return y, x.grad, w.grad if needs else w
-
-    assert_same_program(program, replays=1)
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])

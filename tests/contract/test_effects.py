@@ -22,11 +22,9 @@ from tests.handle_ops import RECOMPUTE, SAVE
 from tests.helpers import (
     assert_equal_gradients,
     assert_same,
-    assert_same_program,
     leaf,
     name_of,
     pairwise,
-    parameter_gradients,
     plain,
     tensors_in,
 )
@@ -69,22 +67,6 @@ def random_half(ctx, op, *args, **kwargs):
 
 POLICIES = [everything, nothing, random_half]
 policies = pytest.mark.parametrize("policy", POLICIES, ids=name_of)
-
-
-@policies
-@pytest.mark.parametrize("training", [True, False])
-def test_batch_norm_updates_its_buffers_once(policy, training):
-    def program(wrap):
-        module = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 1, 2)).train(training)
-        x = leaf(2, 2, 6, 6)
-        y = wrap(lambda x: module(x * 2).sin())(x)
-        buffers = [buffer.clone() for buffer in module.buffers()]
-        y.sum().backward(retain_graph=True)
-        y.sum().backward()
-        assert_same(buffers, list(module.buffers()))
-        return y, x.grad, parameter_gradients(module), buffers
-
-    assert_same_program(program, policy=policy)
 
 
 @torch.library.custom_op("remat_policy_tests::record", mutates_args=("log",))

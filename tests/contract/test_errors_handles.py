@@ -212,24 +212,6 @@ def test_mark_dirty_is_an_error_under_save_and_on_a_saved_output_and_is_equal_un
     assert_same(*(torch.autograd.grad(wrap(block)(x).sum(), x) for wrap in (plain, checkpointed)))
 
 
-def test_saving_past_the_handle_is_equal_under_recompute_and_an_error_under_save():
-    def past(ctx, handle, x):
-        if (ret := handle.maybe_load_saved()) is not None:
-            return ret
-        x = handle.save_or_load_inputs(x)
-        y = x.sin()
-        ctx.save_for_backward(x, y)
-        return handle.record_outputs(y)
-
-    def block(x, policy):
-        return Scripted.apply(x.exp(), past, "it", policy).view(-1)
-
-    x = leaf(3)
-    expected, actual = (torch.autograd.grad(wrap(block)(x, RECOMPUTE).sum(), x) for wrap in (plain, checkpointed))
-    assert_same(expected, actual)
-    raised_by(lambda x: block(x, SAVE), remat.MismatchError)
-
-
 class Refuses(Function):
     """Raises as long as the given list is empty."""
 

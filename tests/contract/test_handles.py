@@ -20,7 +20,6 @@ from tests.handle_ops import (
     Gather,
     Identity,
     Inner,
-    Kernel,
     Result,
     Shift,
     Sort,
@@ -38,32 +37,6 @@ from tests.helpers import (
     pairwise,
     plain,
 )
-
-
-class Probe(Function):
-    """Logs what the handle answers in each call."""
-
-    @staticmethod
-    def forward(ctx, x, log, op_name, policy):
-        handle = remat.get_handle(ctx, op_name, policy)
-        assert isinstance(handle, remat.RematHandle)
-        ret = handle.maybe_load_saved()
-        if ret is not None:
-            log.append(("loaded", type(ret) is not tuple and remat.is_placeholder(ret)))
-            return ret
-        given = remat.is_placeholder(x)
-        x = handle.save_or_load_inputs(x)
-        log.append(("ran", given, remat.is_placeholder(x)))
-        y = x.sin()
-        handle.save_for_backward({"x": x, "y": y})
-        return handle.record_outputs(y)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, y = ctx.saved_tensors
-        assert not remat.is_placeholder(x)
-        assert not remat.is_placeholder(y)
-        return grad * x.cos() * (1 + y), None, None, None
 
 
 def run_kernel(style, kernel, trace, policy, x, w):
@@ -121,23 +94,6 @@ def test_region_whose_ops_need_no_replay_is_not_replayed(style):
     assert traces[1].runs == dict.fromkeys("abcde", 1)
 
 
-def test_handle_answers_none_in_forward_and_a_placeholder_in_replay_of_a_saved_op():
-    log = []
-    for policy in POLICIES:
-        Probe.apply(leaf(3), log, "outside of regions", policy).sum().backward()
-    assert log == [("ran", False, False)] * 2
-    log.clear()
-
-    def block(x):
-        return Probe.apply(Probe.apply(x.sin(), log, "a", SAVE), log, "b", RECOMPUTE)
-
-    y = checkpointed(block)(leaf(3))
-    assert log == [("ran", False, False)] * 2
-    log.clear()
-    y.sum().backward()
-    assert log == [("loaded", True), ("ran", True, False)]
-
-
 def test_methods_keep_one_tensor_bare_and_several_in_a_tuple():
     seen = []
 
@@ -169,32 +125,6 @@ def test_methods_keep_one_tensor_bare_and_several_in_a_tuple():
     seen.clear()
     (y + z).sum().backward()
     assert seen == [("loaded", tuple, 2), ("inputs", tuple, 2), ("outputs", tuple, 2)]
-
-
-@pairwise(style=STYLES, producer=["native", RECOMPUTE, SAVE], ids=str)
-def test_one_tensor_saved_under_two_names_is_right(producer, style):
-    def forward(ctx, x):
-        y = x.sin()
-        return y, {"a": x, "b": x, "y": y, "z": y, "row": x[0]}
-
-    def backward(ctx, saved, grad):
-        a, b, y, z, row = saved
-        return grad * a + b * y * z + row
-
-    kernel = Kernel("twice", ("a", "b", "y", "z", "row"), forward, backward)
-
-    def program(wrap):
-        x = leaf(3, 3)
-
-        def block(x):
-            h = x * 2 if producer == "native" else call(style, Inner, Trace(), "h", producer, x)
-            return call(style, kernel, Trace(), "it", SAVE, h), x.exp()
-
-        y, z = wrap(block)(x)
-        results = [torch.autograd.grad(y.sum() + z.sum(), x, retain_graph=True) for _ in range(2)]
-        return y, results, torch.autograd.grad(y.sum(), x)
-
-    assert_same_program(program)
 
 
 @pytest.mark.parametrize("style", STYLES)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import collections
-import warnings
-from typing import NamedTuple
-
 import pytest
 import torch
 from torch.nn import functional as F
@@ -28,11 +24,6 @@ from tests.native_programs import (
 )
 
 SIDE = 4
-
-
-class Pair(NamedTuple):
-    left: torch.Tensor
-    right: object
 
 
 def framed(body):
@@ -147,19 +138,6 @@ def test_nothing_inside_is_computed_again(name):
     assert replayed == {"mul": 1, "sin": outputs, "exp": outputs}
 
 
-@pytest.mark.parametrize("reads", ["tolist", "numpy"])
-def test_values_read_into_python_inside_give_the_same_gradients(reads):
-    def body(h, w):
-        a = h @ w
-        scale = sum(a.detach().sum(-1).tolist()) if reads == "tolist" else float(a.detach().numpy().max())
-        return (a * scale).exp()
-
-    function = framed(body)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", remat.RematWarning)  # no dispatch mode sees `tolist` and `numpy`
-        assert_equal_gradients(function, region()(function), (leaf(SIDE, SIDE), leaf(SIDE, SIDE)))
-
-
 def test_warning_about_a_reader_is_an_error_where_warnings_are_errors():
     def function(x):
         y = keep("a", torch.sin, x)
@@ -206,39 +184,6 @@ def test_arguments_and_keywords_reach_the_function(call):
 
     assert_equal_gradients(function, region()(function), [leaf(3, 3)])
     assert replayed_ops(function, region(), [leaf(3, 3)]) == {"exp": 1}
-
-
-@pytest.mark.parametrize(
-    "tree",
-    [
-        lambda a, b: [a, [b, [a]]],
-        lambda a, b: {"z": a, "a": {"m": b}},
-        lambda a, b: (None, a, None, 7, (), [], {}, b, "s", False, 1.5),
-        lambda a, b: collections.deque([a, b]),
-        lambda a, b: Pair(a, (a, a[:1], b.t())),
-    ],
-)
-def test_output_tree_of_every_kind_is_given_back_in_replay(tree):
-    def flat(out):
-        if isinstance(out, torch.Tensor):
-            return [out]
-        values = (
-            out.values() if isinstance(out, dict) else out if isinstance(out, (tuple, list, collections.deque)) else ()
-        )
-        return [y for item in values for y in flat(item)]
-
-    kinds = []
-
-    def function(x, w):
-        out = keep("a", lambda: tree((x @ w).sin(), x.exp()))
-        kinds.append(type(out))
-        return [(y * y).exp() for y in flat(out)]
-
-    inputs = leaf(3, 3), leaf(3, 3)
-    assert_equal_gradients(function, region()(function), inputs)
-    assert len(set(kinds)) == 1
-    outputs = len(flat(tree(*inputs)))
-    assert replayed_ops(function, region(), inputs) == {"mul": outputs, "exp": outputs}
 
 
 # --- What surrounds it

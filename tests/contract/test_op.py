@@ -624,6 +624,18 @@ def test_an_argument_dies_in_forward_with_its_last_use(form, opaque):
     assert dead[0]
 
 
+@pytest.mark.parametrize("opaque", [False, True])
+def test_a_copy_that_was_cast_before_the_region_need_not_follow_its_leaf(opaque):
+    w = leaf(4, 4)
+    cast = w.to(torch.bfloat16)
+    x = torch.randn(4, 4, dtype=torch.bfloat16, requires_grad=True)
+    expected = (x.sin() @ cast).sin()
+    y = remat.checkpoint()(lambda x: remat.op(lambda t: t @ cast, "k", opaque=opaque)(x.sin()).sin())(x)
+    with torch.no_grad():
+        w.add_(1)
+    assert_same(torch.autograd.grad(expected.sum(), x), torch.autograd.grad(y.sum(), x))
+
+
 def test_the_warning_says_what_runs_again_and_where_it_is_defined():
     class Sine(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

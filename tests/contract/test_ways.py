@@ -6,14 +6,13 @@ Gradients are those of plain autograd, what is kept is not recomputed, and nothi
 from __future__ import annotations
 
 import dataclasses
-import functools
 import gc
 import warnings
 from collections import Counter
 
 import pytest
 import torch
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import GraphExecGroup
@@ -70,10 +69,6 @@ def twice(way, x, w):
     return way.region(outer)(x)
 
 
-def beside(way, x, w):
-    return way.region(lambda x: once(way, x, w) * once(way, x.cos(), w))(x)
-
-
 def inside_torchs(way, x, w):
     return (full if way.options is not None else plain)(lambda x: once(way, x.sin(), w).exp() * x)(x)
 
@@ -93,11 +88,6 @@ def under_hooks(way, x, w):
         return once(way, x, w)
 
 
-def on_the_cpu(way, x, w):
-    with save_on_cpu():
-        return once(way, x, w)
-
-
 def around_hooks(way, x, w):
     def hooked(h):
         with saved_tensors_hooks(lambda tensor: tensor.detach() + 1, lambda tensor: tensor - 1):
@@ -106,24 +96,14 @@ def around_hooks(way, x, w):
     return way.region(lambda x: way.keep("b", torch.mm, way.keep("hooked", hooked, x * 2), w))(x)
 
 
-def in_a_sequence(way, x, w):
-    functions = [lambda x, name=name: block(way, x.sin(), w, name) for name in "abcd"]
-    if way.options is None:
-        return functools.reduce(lambda x, function: function(x), functions, x)
-    return remat.checkpoint_sequential(functions, 4, x, **way.options)
-
-
 SHAPES = [
     once,
     twice,
-    beside,
     inside_torchs,
     around_torchs,
     inside_sac,
     under_hooks,
-    on_the_cpu,
     around_hooks,
-    in_a_sequence,
 ]
 
 
@@ -137,10 +117,6 @@ def backward_again(y, leaves):
 
 def backward_in_parts(y, leaves):
     return [torch.autograd.grad(y[row].sum(), leaves, retain_graph=row < 2) for row in range(3)]
-
-
-def backward_of_subsets(y, leaves):
-    return [torch.autograd.grad(y.sum(), chosen, retain_graph=True) for chosen in leaves]
 
 
 def backward_in_one_group(y, leaves):
@@ -163,7 +139,6 @@ BACKWARDS = [
     backward_once,
     backward_again,
     backward_in_parts,
-    backward_of_subsets,
     backward_in_one_group,
     backward_of_second_order,
     backward_in_another_thread,

@@ -51,6 +51,7 @@ MEMORY = {
     "data_ptr": lambda x: x.data_ptr(),
     "untyped_storage": lambda x: x.untyped_storage(),
     "numpy": lambda x: x.numpy(),
+    "tolist": lambda x: x.tolist(),
     "__dlpack__": lambda x: x.__dlpack__(),
     "__reduce_ex__": lambda x: pickle.dumps(x),
     "__reduce_ex__   ": lambda x: torch.save(x, io.BytesIO()),
