@@ -142,22 +142,16 @@ def test_saving_or_returning_what_is_no_tensor_is_an_error(policy):
         assert not isinstance(error, remat.MismatchError), name
 
 
-@pytest.mark.parametrize("name", ["", None, 3, b"it", ("a", "b")], ids=str)
-def test_name_that_is_empty_or_no_string_is_an_error(name):
-    raised_by(lambda x: Scripted.apply(x, right, name, SAVE), remat.UsageError)
-    raised_by(lambda x: call("auto", Both, Trace(), name, SAVE, x), remat.UsageError)
-    with pytest.raises(remat.UsageError):
-        checkpointed(lambda x: call("op", Both, Trace(), name, SAVE, x))(leaf(3))
-
-
-@pytest.mark.parametrize("policy", ["SAVE", None, True, remat.CheckpointPolicy, TorchPolicy.MUST_SAVE], ids=str)
-def test_policy_of_another_type_is_an_error_that_names_the_op(policy):
-    error = raised_by(lambda x: Scripted.apply(x, right, "it", policy), remat.UsageError)
-    assert error.op == "it"
-    assert "CheckpointPolicy" in str(error)
-    raised_by(lambda x: Refuses.apply(x, [True], "it", policy), remat.UsageError)
-    with pytest.raises(remat.UsageError):
-        checkpointed(lambda x: call("op", Both, Trace(), "it", policy, x))(leaf(3))
+def test_wrong_name_or_policy_is_an_error():
+    for name in ("", None, 3):
+        raised_by(lambda x, name=name: Scripted.apply(x, right, name, SAVE), remat.UsageError)
+        raised_by(lambda x, name=name: call("auto", Both, Trace(), name, SAVE, x), remat.UsageError)
+    for policy in ("SAVE", None, True, TorchPolicy.MUST_SAVE):
+        for function in (Scripted, Refuses):
+            given = right if function is Scripted else [True]
+            error = raised_by(lambda x, f=function, g=given, p=policy: f.apply(x, g, "it", p), remat.UsageError)
+            assert error.op == "it"
+            assert "CheckpointPolicy" in str(error)
 
 
 @pairwise(first=POLICIES, second=POLICIES, style=STYLES, replay_only=[False, True], ids=str)

@@ -20,6 +20,7 @@ from tests.handle_ops import (
     Gather,
     Identity,
     Inner,
+    Kernel,
     Result,
     Shift,
     Sort,
@@ -27,16 +28,9 @@ from tests.handle_ops import (
     Transpose,
     as_tuple,
     call,
+    policy_ids,
 )
-from tests.helpers import (
-    LiveStorages,
-    assert_same,
-    assert_same_program,
-    checkpointed,
-    leaf,
-    pairwise,
-    plain,
-)
+from tests.helpers import LiveStorages, assert_same, assert_same_program, checkpointed, leaf, name_of, pairwise, plain
 
 
 def run_kernel(style, kernel, trace, policy, x, w):
@@ -73,58 +67,49 @@ def test_op_is_equal_and_its_body_runs_as_often_as_its_policy_says(kernel, style
 
 @pytest.mark.parametrize("style", STYLES)
 def test_region_whose_ops_need_no_replay_is_not_replayed(style):
-    traces = []
+    trace = Trace()
 
-    def program(wrap):
-        trace = Trace()
-        traces.append(trace)
+    def block(x):
+        h = call(style, Inner, trace, "a", SAVE, x * 2)
+        h = call(style, Result, trace, "b", SAVE, h)
+        h = call(style, Shift, trace, "c", SAVE, h)
+        return call(style, Inner, trace, "d", SAVE, h) + 1, call(style, Sort, trace, "e", SAVE, h)[0]
 
-        def block(x):
-            h = call(style, Inner, trace, "a", SAVE, x * 2)
-            h = call(style, Result, trace, "b", SAVE, h)
-            h = call(style, Shift, trace, "c", SAVE, h)
-            return call(style, Inner, trace, "d", SAVE, h) + 1, call(style, Sort, trace, "e", SAVE, h)[0]
-
-        x = leaf(3, 3)
-        y, z = wrap(block)(x)
-        (y.sum() + z.square().sum()).backward()
-        return y, z, x.grad
-
-    assert_same_program(program, replays=0)
-    assert traces[1].runs == dict.fromkeys("abcde", 1)
+    y, z = checkpointed(block)(leaf(3, 3))
+    (y.sum() + z.square().sum()).backward()
+    assert trace.runs == dict.fromkeys("abcde", 1)
 
 
 def test_methods_keep_one_tensor_bare_and_several_in_a_tuple():
     seen = []
 
-    class Two(Function):
+    class Op(Function):
         @staticmethod
-        def forward(ctx, x, w, name, policy):
+        def forward(ctx, name, policy, *inputs):
             handle = remat.get_handle(ctx, name, policy)
             if (ret := handle.maybe_load_saved()) is not None:
-                seen.append(("loaded", type(ret), len(ret)))
+                seen.append(("loaded", isinstance(ret, tuple)))
                 return ret
-            both = handle.save_or_load_inputs(x, w)
-            seen.append(("inputs", type(both), len(both)))
-            x, w = both
-            handle.save_for_backward({"x": x, "w": w})
-            out = handle.record_outputs(x * w, x + w)
-            seen.append(("outputs", type(out), len(out)))
+            given = handle.save_or_load_inputs(*inputs)
+            inputs = as_tuple(given)
+            handle.save_for_backward({"first": inputs[0]})
+            out = handle.record_outputs(*(x.sin() for x in inputs))
+            seen.append(("ran", type(given), type(out)))
             return out
 
         @staticmethod
-        def backward(ctx, g, h):
-            x, w = ctx.saved_tensors
-            return g * w + h, g * x + h, None, None
+        def backward(ctx, *grads):
+            return None, None, *grads
 
     def block(x, w):
-        return Two.apply(*Two.apply(x, w, "a", SAVE), "b", RECOMPUTE)
+        y, z = Op.apply("two", SAVE, Op.apply("one", SAVE, x), w)
+        return Op.apply("again", RECOMPUTE, y), z
 
     y, z = checkpointed(block)(leaf(3), leaf(3))
-    assert seen == [("inputs", tuple, 2), ("outputs", tuple, 2)] * 2
+    assert seen == [("ran", torch.Tensor, torch.Tensor), ("ran", tuple, tuple), ("ran", torch.Tensor, torch.Tensor)]
     seen.clear()
     (y + z).sum().backward()
-    assert seen == [("loaded", tuple, 2), ("inputs", tuple, 2), ("outputs", tuple, 2)]
+    assert seen == [("loaded", False), ("loaded", True), ("ran", torch.Tensor, torch.Tensor)]
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -173,3 +158,315 @@ def test_hooks_around_the_region_may_give_back_tensors_of_any_version(kernel, st
         return y, results, torch.autograd.grad(y.sum(), x)
 
     assert_same_program(program)
+
+
+# --- Ops that autograd does not record
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_policy_holds_where_no_input_needs_a_gradient(style):
+    traces = []
+
+    def program(wrap):
+        trace = Trace()
+        traces.append(trace)
+        x, t = leaf(3), torch.randn(3)
+
+        def block(x):
+            s = call(style, Both, trace, "constant", SAVE, t)
+            with torch.no_grad():
+                s = call(style, Affine, trace, "under no_grad", SAVE, x, s)
+                r = call(style, Both, trace, "again", RECOMPUTE, s)
+            assert not s.requires_grad
+            s = call(style, Inner, trace, "tail", SAVE, s)
+            return call(style, Affine, trace, "reader", RECOMPUTE, call(style, Affine, trace, "sum", SAVE, x, s), r)
+
+        y = wrap(block)(x)
+        y.sum().backward()
+        return y, x.grad
+
+    assert_same_program(program, replays=1)
+    assert traces[1].runs == {"constant": 1, "under no_grad": 1, "again": 2, "tail": 1, "sum": 1, "reader": 2}
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=policy_ids)
+def test_region_without_gradients_runs_once_and_gives_equal_outputs(policy):
+    for context in (torch.no_grad, torch.inference_mode):
+        trace, x = Trace(), leaf(3, 3)
+        with context():
+            y = checkpointed(lambda x, t=trace: call("handle", Both, t, "it", policy, x.sin()))(x)
+            expected = call("plain", Both, Trace(), "it", policy, x.sin())
+        assert_same(expected, y)
+        assert trace.runs == {"it": 1}
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_saved_op_that_needs_no_gradient_keeps_only_what_a_recomputed_op_reads(style):
+    trace, x, t = Trace(), leaf(3), torch.randn(3)
+
+    def block(x):
+        one = call(style, Both, trace, "read", SAVE, t)
+        two = call(style, Inner, trace, "unread", SAVE, one)
+        return call(style, Affine, trace, "reader", RECOMPUTE, x, one), two
+
+    y, two = checkpointed(block)(x)
+    loss = y.sum()
+    del y, two
+    assert trace.alive() == {"read.out"}
+    loss.backward()
+    assert trace.alive() == set()
+    assert trace.runs == {"read": 1, "unread": 1, "reader": 2}
+
+
+@pairwise(style=STYLES, chain=["R", "OR", "RSSR"], early_stop=[True, False])
+def test_ops_in_inference_mode_inside_a_region_are_equal_and_saved_ones_run_once(style, chain, early_stop):
+    policies = {"R": RECOMPUTE, "S": SAVE, "O": remat.CheckpointPolicy.OFFLOAD}
+    traces = []
+
+    def program(wrap):
+        trace = Trace()
+        traces.append(trace)
+
+        def block(x):
+            with torch.inference_mode():
+                h = x.detach() * 2
+                for place, name in enumerate(chain):
+                    h = call(style, Both, trace, f"{place}", policies[name], h)
+            s = call(style, Affine, trace, "after", SAVE, x.cos(), x)
+            return call(style, Both, trace, "last", RECOMPUTE, s)
+
+        x = leaf(3, 3)
+        y = wrap(block)(x)
+        y.sum().backward()
+        return y, x.grad
+
+    assert_same_program(program, early_stop=early_stop)
+    ops = {f"{place}": 1 + (name == "R") for place, name in enumerate(chain)}
+    assert traces[1].runs == {**ops, "after": 1, "last": 2}
+
+
+# --- Views of what replay has, and what changes before it is saved
+
+
+VIEWS = {
+    "itself": lambda t: t,
+    "detached": lambda t: t.detach(),
+    "transposed": lambda t: t.t(),
+    "expanded": lambda t: t[0].expand(5, 4),
+    "unfolded": lambda t: t.view(16).unfold(0, 3, 2),
+    "as strided": lambda t: t.as_strided((2, 3), (5, 1), 2),
+    "smaller dtype": lambda t: t.view(torch.float16),
+    "of complex": lambda t: t,
+    "conjugate": lambda t: t.conj(),
+    "negative": lambda t: t.conj().imag,
+}
+OF_COMPLEX = ("of complex", "conjugate", "negative")
+
+
+def description(tensor):
+    """Return all that tells how a tensor shows its storage."""
+    how = (tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype)
+    return (*how, tensor.is_conj(), tensor.is_neg())
+
+
+PRODUCER = Kernel("producer", (), lambda ctx, x: (x * 2 + 1, {}), lambda ctx, saved, grad: grad * 2)
+
+
+def numbers(tensor):
+    """Return the tensor's values as bounded doubles that autograd does not follow."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double().nan_to_num().tanh()
+
+
+def keeper_kernel(make, seen):
+    """Return a kernel that saves what `make` makes of its input, and notes what backward sees of it."""
+
+    def forward(ctx, x):
+        ctx.shape, ctx.dtype = x.shape, x.dtype
+        return numbers(x).sum(), {"v": make(x)}
+
+    def backward(ctx, saved, grad):
+        seen.append((description(saved[0]), numbers(saved[0])))
+        return (grad * numbers(saved[0]).sum()).to(ctx.dtype).expand(ctx.shape)
+
+    return Kernel("keeper", ("v",), forward, backward)
+
+
+def run_keeper(style, wrap, producer, view, where, seen, dtype):
+    """Run a region with a producer and a SAVE op that saves a view of what it made.
+
+    Returns:
+        The trace, what was alive after forward, and the tensors to compare.
+    """
+    keeper = keeper_kernel(view if where == "body" else VIEWS["itself"], seen)
+    trace = Trace()
+
+    def block(x):
+        if producer == "op":
+            x = call(style, PRODUCER, trace, "producer", RECOMPUTE, x)
+        elif producer == "native":
+            x = x * 2 + 1
+            trace.ran("producer", (), (x,))
+        return call(style, keeper, trace, "keeper", SAVE, view(x) if where == "caller" else x)
+
+    x = torch.randn(4, 4, dtype=dtype, requires_grad=True)
+    if where == "caller" and not view(x).requires_grad:
+        pytest.skip("plain autograd saves nothing")
+    y = wrap(block)(x * 1)
+    alive = trace.alive()
+    y.sum().backward()
+    return trace, alive, [y, x.grad]
+
+
+def check_keeper(style, producer, view, where, dtype=torch.float32):
+    results, seen = [], []
+    for wrap in (plain, checkpointed):
+        torch.manual_seed(4)
+        trace, alive, result = run_keeper(style, wrap, producer, view, where, seen, dtype)
+        results.append(result)
+        if wrap is checkpointed:
+            assert alive <= {"keeper.out"}
+            assert trace.runs["keeper"] == 1
+    assert_same(*results)
+    (how, values), (how_region, values_region) = seen
+    assert how == how_region
+    assert_same(values, values_region)
+
+
+@pairwise(
+    name=VIEWS,
+    style=STYLES,
+    producer=["input", "op", "native"],
+    where=["caller", "body"],
+    possible=lambda style, producer, **_: producer != "native" or style == "auto",  # where the arguments are known
+)
+def test_saved_view_of_what_replay_has_keeps_nothing_and_is_exact(name, style, producer, where):
+    check_keeper(style, producer, VIEWS[name], where, torch.complex64 if name in OF_COMPLEX else torch.float32)
+
+
+OTHER = {
+    "dtype": lambda h: h.double(),
+    "producer": lambda h: h.flip(0),
+    "shape": lambda h: h[:2].clone(),
+    "device": lambda h: h.to("meta"),
+    "no tensor": lambda h: None,
+}
+
+
+@pairwise(
+    name=OTHER, style=["auto"], check=["default", "bitwise", "none", torch.sum], where=["caller", "body"], ids=name_of
+)
+def test_saved_input_that_differs_in_replay_is_an_error_of_the_op_that_saved_it(name, style, check, where):
+    keeper = Kernel(
+        "keeper",
+        ("x",),
+        lambda ctx, x: (x.exp(), {"x": x if where == "caller" else x.view(2, 2).t()}),
+        lambda ctx, saved, grad: grad * saved[0].reshape(4).exp(),
+    )
+
+    def block(x):
+        h = x.sin()
+        return call(style, keeper, Trace(), "keeper", SAVE, OTHER[name](h) if remat.is_recomputing() else h)
+
+    x = leaf(4)
+    loss = checkpointed(block, region_name="block", determinism_check=check)(x).sum()
+    if name == "producer" and check in ("none", torch.sum):
+        loss.backward()  # nothing but what was asked for is compared
+        return
+    with pytest.raises(remat.MismatchError) as caught:
+        loss.backward()
+    assert x.grad is None
+    assert (caught.value.region, caught.value.op, caught.value.tensor) == ("block", "keeper", "x")
+
+
+def halve_data(h):
+    h.data.mul_(0.5)
+
+
+def halve_in_numpy(h):
+    h.detach().numpy()[...] *= 0.5
+
+
+def replace_data(h):
+    h.data = h.data * 0.5
+
+
+@pytest.mark.parametrize("policy", [None, remat.policies.save_matmuls], ids=["", "policy"])
+@pairwise(style=STYLES, write=[halve_data, halve_in_numpy, replace_data], early_stop=[True, False])
+def test_write_that_no_version_counts_before_a_saved_op_saves_the_tensor_gives_equal_gradients(
+    style, write, early_stop, policy
+):
+    """Replay makes the tensor at its producer, but has to go on to the op that saved it."""
+
+    def program(wrap):
+        x = leaf(4)
+
+        def block(x):
+            h = call(style, PRODUCER, Trace(), "producer", RECOMPUTE, x)
+            write(h)
+            return call(style, Affine, Trace(), "keeper", SAVE, h, x)
+
+        y = wrap(block)(x)
+        y.sum().backward()
+        return y, x.grad
+
+    assert_same_program(program, early_stop=early_stop, policy=policy)
+
+
+# --- Functions without a handle
+
+
+class DoubleAndSave(Function):
+    """Doubles in place, saves the changed input, which is also its output, and squares it on the side."""
+
+    @staticmethod
+    def forward(ctx, x):
+        x.mul_(2)
+        ctx.mark_dirty(x)
+        square = x * x
+        ctx.save_for_backward(x)
+        return x, square
+
+    @staticmethod
+    def backward(ctx, grad, grad_square):
+        (x,) = ctx.saved_tensors
+        return 2 * grad + 4 * x * grad_square
+
+
+def of_kernel(kernel):
+    return lambda x, w: run_kernel("plain", kernel, Trace(), None, x.sin(), w)[0]
+
+
+def changes_its_argument(x, w):
+    changed, square = DoubleAndSave.apply(x.sin() * 1)
+    return changed.exp() * square.cos()
+
+
+@pytest.mark.parametrize("function", [*map(of_kernel, KERNELS), changes_its_argument])
+def test_function_without_a_handle_is_equal(function):
+    def program(wrap):
+        x, w = leaf(3, 3), leaf(3, 3)
+        y = wrap(lambda x: function(x, w))(x)
+        return y, torch.autograd.grad(y.sum(), [x, w], allow_unused=True)[0]
+
+    assert_same_program(program, replays=1)
+
+
+def test_saved_parameter_is_the_parameter_itself_and_not_a_copy():
+    pointers = []
+
+    class Scale(Function):
+        @staticmethod
+        def forward(ctx, x, w):
+            ctx.save_for_backward(x, w)
+            return x * w
+
+        @staticmethod
+        def backward(ctx, grad):
+            x, w = ctx.saved_tensors
+            pointers.append(w.data_ptr())
+            return grad * w, grad * x
+
+    w = nn.Parameter(torch.randn(3))
+    checkpointed(lambda x: Scale.apply(x.sin(), w).exp())(leaf(3)).sum().backward()
+    assert pointers == [w.data_ptr()]
