@@ -112,26 +112,6 @@ def test_region_keeps_what_the_rules_say_and_nothing_else(style):
         check(ops, pattern, style, set(kept.split()))
 
 
-def test_inner_region_that_takes_the_output_of_a_saved_op_counts_as_a_consumer():
-    for policy, kept in ((SAVE, {"a.m", "a.out"}), (RECOMPUTE, set())):
-        trace, x = Trace(), leaf(SIDE, SIDE)
-
-        def inner(h, trace=trace):
-            return call("handle", pattern_kernel("xm", 1), trace, "inner", SAVE, h)
-
-        def block(x, trace=trace, policy=policy, inner=inner):
-            return checkpointed(inner)(call("handle", pattern_kernel("m", 1), trace, "a", policy, x))
-
-        loss = loss_of([checkpointed(block)(x)])
-        assert trace.alive() == kept
-        loss.backward()
-        assert trace.alive() == set()
-        assert trace.runs["a"] == (1 if policy is SAVE else 2)
-        h = call("plain", pattern_kernel("m", 1), Trace(), "a", policy, x)
-        y = call("plain", pattern_kernel("xm", 1), Trace(), "b", policy, h)
-        assert_same(x.grad, torch.autograd.grad(loss_of([y]), x)[0])
-
-
 def test_outer_region_keeps_nothing_of_what_an_inner_one_saves():
     trace, x = Trace(), leaf(SIDE, SIDE)
 

@@ -180,24 +180,6 @@ def test_an_outer_mode_sees_each_op_inside_once_in_forward():
     assert actual.counts == expected.counts
 
 
-def test_results_are_placeholders_while_a_native_region_is_replayed():
-    seen = []
-
-    def inside(x, w):
-        product = x @ w
-        result = product.sin()
-        seen.append((remat.is_placeholder(product), remat.is_placeholder(result)))
-        return result
-
-    def function(x, w):
-        return keep("a", inside, x, w).exp()
-
-    inputs = leaf(3, 3), leaf(3, 3)
-    assert_equal_gradients(function, region()(function), inputs)
-    assert seen[-1] == (True, True)  # what is kept takes its place once the function has returned
-    assert seen[0] == (False, False)
-
-
 @pytest.mark.parametrize(
     ("op", "call"),
     [

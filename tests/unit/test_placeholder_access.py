@@ -185,18 +185,6 @@ def test_custom_op_of_a_library_raises(library, name):
         assert_refused(lambda x: op(None, y=x), given, "remat_placeholder.maybe")
 
 
-def test_custom_op_with_a_fake_kernel_raises():
-    @torch.library.custom_op("remat_placeholder::doubled", mutates_args=())
-    def doubled(x: torch.Tensor) -> torch.Tensor:
-        pytest.fail("the kernel ran")
-
-    @doubled.register_fake
-    def _(x):
-        pytest.fail("a value was invented")
-
-    assert_refused(doubled, matrix(), "remat_placeholder.doubled")
-
-
 def test_op_that_takes_the_place_of_one_of_a_library_that_is_gone_is_taken_for_what_it_is():
     """By their addresses ops are told apart faster than by their hashes."""
 

@@ -105,32 +105,24 @@ def replaced(tree: Any, places: frozenset[int]) -> Any:
     return optree.tree_unflatten(structure, leaves)
 
 
-def choices(tree: Any, outputs: frozenset[int] = frozenset()) -> dict[str, frozenset[int]]:
-    """Return which places to replace: the first tensor, the others, all of them; or those that out= names."""
-    places = [place for place, leaf in enumerate(optree.tree_leaves(tree)) if is_strided(leaf) and place not in outputs]
-    ways = {"first": places[:1], "others": places[1:], "all": places if len(places) > 1 else [], "out": outputs}
+def choices(tree: Any) -> dict[str, frozenset[int]]:
+    """Return which places to replace: the first tensor, the others, all of them."""
+    places = [place for place, leaf in enumerate(optree.tree_leaves(tree)) if is_strided(leaf)]
+    ways = {"first": places[:1], "others": places[1:], "all": places if len(places) > 1 else []}
     return {way: frozenset(chosen) for way, chosen in ways.items() if chosen}
 
 
 def calls_of(op: Any, sample: Any) -> Iterator[tuple[Call, dict[str, frozenset[int]]]]:
-    """Return the calls that a sample allows, each with the places to replace: as function, in place, with out=."""
+    """Return the calls that a sample allows, each with the places to replace: as function, in place."""
     args, kwargs = (sample.input, *sample.args), dict(sample.kwargs)
     function = Call(op.name, "function", op.op, (args, kwargs))
     try:
-        out = function.run(copied(function.tree))
+        function.run(copied(function.tree))
     except Exception:  # the sample is not for this form, or not for this build of torch
         return
     yield function, choices(function.tree)
     if op.inplace_variant is not None:
         yield Call(op.name, "inplace", op.inplace_variant, function.tree), choices(function.tree)
-    if op.supports_out and all(isinstance(leaf, Tensor) for leaf in optree.tree_leaves(out)):
-        outs = optree.tree_map(torch.empty_like, out)
-        for tensor in optree.tree_leaves(outs):
-            bytes_of(tensor).fill_(1)
-        call = Call(op.name, "out", op.op, (args, {**kwargs, "out": outs}))
-        mine = {id(leaf) for leaf in optree.tree_leaves(outs)}
-        outputs = frozenset(place for place, leaf in enumerate(optree.tree_leaves(call.tree)) if id(leaf) in mine)
-        yield call, choices(call.tree, outputs)
 
 
 def judge(call: Call, places: frozenset[int]) -> str | None:
@@ -167,8 +159,8 @@ def wrong_with_error(error: remat.PlaceholderError, call: Call, left: list) -> s
     if (error.region, error.op, error.tensor) != SOURCE[:3] or not error.consumer or not error.line:
         return f"the error does not say what was consumed: {error}"
     for place, (old, new) in enumerate(zip(optree.tree_leaves(call.tree), left, strict=True)):
-        if not is_strided(old) or remat.is_placeholder(new) or call.form == "out":
-            continue  # what out= names holds anything after an error
+        if not is_strided(old) or remat.is_placeholder(new):
+            continue
         if metadata(old) != metadata(new) or not torch.equal(bytes_of(old), bytes_of(new)):
             return f"raises only after it changed argument {place}"
     return None
