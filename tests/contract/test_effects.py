@@ -29,7 +29,7 @@ from tests.helpers import (
     tensors_in,
 )
 from tests.native_programs import keep, region
-from tests.ways import BY_NATIVE_REGION, BY_OP, KEEPING, RECOMPUTED, assert_same_in
+from tests.ways import BY_NATIVE_REGION, BY_OP, KEEPING, RECOMPUTED, assert_same_in, everything, nothing
 
 
 def test_region_that_changed_something_outside_does_not_run_once_more():
@@ -50,14 +50,6 @@ def test_region_that_changed_something_outside_does_not_run_once_more():
 
 
 # --- Under a policy
-
-
-def everything(ctx, op, *args, **kwargs):
-    return True
-
-
-def nothing(ctx, op, *args, **kwargs):
-    return False
 
 
 def random_half(ctx, op, *args, **kwargs):

@@ -15,18 +15,10 @@ from torch.testing._internal.two_tensor import TwoTensor
 import torch_remat as remat
 from tests.helpers import assert_same, assert_same_program, leaf, pairwise, plain
 from tests.native_programs import aten, keep, region
-from tests.ways import BY_HANDLE, BY_NATIVE_REGION, BY_OP, RECOMPUTED, assert_same_in
+from tests.ways import BY_HANDLE, BY_NATIVE_REGION, BY_OP, RECOMPUTED, assert_same_in, everything, nothing
 
 # What a call, or code after it, modifies of the region's own tensors has the call run whole, with a warning.
 pytestmark = pytest.mark.filterwarnings("ignore:.*replay recomputes this call:torch_remat.RematWarning")
-
-
-def nothing(ctx, op, *args, **kwargs):
-    return False
-
-
-def everything(ctx, op, *args, **kwargs):
-    return True
 
 
 POLICIES = {"matmuls": [aten.mm.default], "nothing": nothing, "everything": everything}

@@ -35,6 +35,7 @@ from tests.native_programs import (
     retained_bytes,
     sac,
 )
+from tests.ways import everything, nothing
 
 MM = [aten.mm.default]
 
@@ -56,14 +57,6 @@ def mixed(x, w):
 
 
 FUNCTIONS = [sine_chain, mixed]
-
-
-def everything(ctx, op, *args, **kwargs):
-    return TorchPolicy.MUST_SAVE
-
-
-def nothing(ctx, op, *args, **kwargs):
-    return TorchPolicy.PREFER_RECOMPUTE
 
 
 def matmuls(ctx, op, *args, **kwargs):
