@@ -20,7 +20,6 @@ from tests.helpers import (
     assert_clean_state,
     assert_equal_gradients,
     assert_same,
-    assert_same_program,
     leaf,
     pairwise,
     shown,
@@ -302,35 +301,6 @@ def test_check_can_be_switched_off():
     for wrap in (sac, region):
         wrapped = wrap(ops, allow_cache_entry_mutation=True)(function)
         assert_same(expected, torch.autograd.grad(wrapped(*inputs).sum(), inputs))
-
-
-RANDOM = {
-    "functional": lambda h: h * torch.rand_like(h),
-    "dropout": lambda h: F.dropout(h, 0.4),
-    "in_place": lambda h: h * torch.empty_like(h).bernoulli_(0.5),
-}
-
-
-@pairwise(draw=RANDOM, policy=[[aten.rand_like.default], everything, nothing, None])
-def test_saved_random_op_leaves_later_ones_right(draw, policy):
-    def program(wrap):
-        x, w = leaf(4, 4), leaf(4, 4)
-
-        def function(x, w):
-            h = RANDOM[draw]((x * torch.rand_like(x)).sin())
-            h = RANDOM[draw]((h @ w).sin())
-            return F.dropout(h, 0.3).exp() * torch.rand(4)
-
-        y = wrap(function)(x, w)
-        between = torch.rand(2)
-        for retain in (True, False):
-            torch.autograd.backward(y.sum(), retain_graph=retain)
-        return y, x.grad, w.grad, between, torch.rand(2)
-
-    def random_only(ctx, op, *args, **kwargs):
-        return torch.Tag.nondeterministic_seeded in op.tags and not op._schema.is_mutable
-
-    assert_same_program(program, policy=policy or random_only)
 
 
 # Entries that match nothing
