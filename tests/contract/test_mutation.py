@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import namedtuple
 
+import optree
 import pytest
 import torch
 from torch import nn
@@ -33,14 +35,6 @@ def assert_names(error, *words):
         assert error.tensor in str(error)
 
 
-def product(*tensors):
-    """Use every tensor so that replay needs it."""
-    total = tensors[0]
-    for tensor in tensors[1:]:
-        total = (total * tensor).sin()
-    return total.exp()
-
-
 CALLS = {
     "first argument": (lambda f, a, b: f(a, b), 0, ["args", "0"]),
     "second argument": (lambda f, a, b: f(a, b), 1, ["args", "1"]),
@@ -56,25 +50,6 @@ CALLS = {
 }
 
 
-def tensors_anywhere(*args, **kwargs):
-    found = []
-
-    def walk(item):
-        if isinstance(item, torch.Tensor):
-            found.append(item)
-        elif isinstance(item, dict):
-            for value in item.values():
-                walk(value)
-        elif isinstance(item, (list, tuple)):
-            for value in item:
-                walk(value)
-        elif hasattr(item, "features"):
-            walk([item.features, item.mask])
-
-    walk([args, kwargs])
-    return product(*found)
-
-
 @pairwise(place=CALLS, needs_grad=[True, False])
 def test_region_input_changed_before_backward_is_an_error_that_names_it(place, needs_grad):
     call, index, words = CALLS[place]
@@ -84,7 +59,9 @@ def test_region_input_changed_before_backward_is_an_error_that_names_it(place, n
         inputs.reverse()
 
     def block(*args, **kwargs):
-        return tensors_anywhere(*args, **kwargs) * w.sin()
+        leaves = optree.tree_leaves((args, kwargs))
+        tensors = [t for x in leaves for t in ((x.features, x.mask) if isinstance(x, TorchBatch) else (x,))]
+        return functools.reduce(lambda total, tensor: (total * tensor).sin(), tensors).exp() * w.sin()
 
     y = call(checkpointed(block, region_name="block"), *inputs)
     change(inputs[index])

@@ -43,14 +43,6 @@ def in_place_on_views(h, w):
     return a.exp()
 
 
-def indexing(h, w):
-    a = h @ w
-    mask = a > 0
-    b = torch.where(mask, a, a.exp())
-    c = b.index_put((torch.tensor([0, 2]),), torch.ones(2, SIDE))
-    return c.masked_fill(mask.t(), 0.5), b[mask], b[[1, 3]], b.scatter(0, mask.long(), 2.0)
-
-
 def random_inside(h, w):
     a = F.dropout(h @ w, 0.4)
     b = a * torch.rand_like(a) + torch.randn(SIDE)
@@ -100,7 +92,6 @@ BODIES = {
     body.__name__: body
     for body in (
         in_place_on_views,
-        indexing,
         random_inside,
         under_autocast,
         python_values,

@@ -12,6 +12,7 @@ Where the op writes to what was replaced, only (c) will do; where all that it re
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import warnings
@@ -200,22 +201,16 @@ def wrong_with_values(actual: Any, expected: Any, call: Call, places: frozenset[
     real = [place for place, value in enumerate(found) if not remat.is_placeholder(value)]
     if not real or "empty" in call.op:
         return None
-    references = [wanted] + [on_other_data(call, other, places) for other in ("zeros", "reversed")]
-    if references[1] is None and references[2] is None:
+    references = [wanted]
+    for other in ("zeros", "reversed"):
+        with contextlib.suppress(Exception):  # the op may not take other data
+            references.append(optree.tree_leaves(call.run(copied(call.tree, other, places))))
+    if len(references) == 1:
         return "returns a value, though the op refuses other data"
-    for reference in references:
-        for place in real if reference is not None else ():
-            if not same(found[place], reference[place]):
-                return f"returns {found[place]} where the data gives {reference[place]}"
+    for reference, place in itertools.product(references, real):
+        if not same(found[place], reference[place]):
+            return f"returns {found[place]} where the data gives {reference[place]}"
     return None
-
-
-def on_other_data(call: Call, other: str, places: frozenset[int]) -> list | None:
-    """Return the leaves of what the true call gives on other data; None if the op does not take them."""
-    try:
-        return optree.tree_leaves(call.run(copied(call.tree, other, places)))
-    except Exception:
-        return None
 
 
 def same(one: Any, other: Any) -> bool:
