@@ -7,8 +7,8 @@ import torch
 from torch.autograd import Function
 
 import torch_remat as remat
-from tests.handle_ops import POLICIES, RECOMPUTE, SAVE, policy_ids
-from tests.helpers import assert_same, assert_same_program, checkpointed, leaf, plain
+from tests.handle_ops import POLICIES, RECOMPUTE, SAVE, Kernel, Trace, call, policy_ids
+from tests.helpers import assert_same, assert_same_program, checkpointed, leaf, pairwise, plain
 
 
 class Named(Function):
@@ -104,28 +104,19 @@ def test_saving_another_number_of_tensors_than_names_is_an_error(count):
         assert (caught.value.region, caught.value.op) == ("block", "it")
 
 
-@pytest.mark.parametrize("style", ["auto", "op"])
-@pytest.mark.parametrize("policy", POLICIES, ids=policy_ids)
+@pairwise(style=["auto", "op"], policy=POLICIES, ids=str)
 def test_exception_in_the_body_comes_out_and_leaves_nothing_behind(style, policy):
     fail = [True]
 
-    def body(ctx, x, *rest):
-        ctx.save_for_backward(x)
+    def body(ctx, x):
         if fail:
             raise ValueError("body fails")
-        return x.sin()
+        return x.sin(), {"x": x}
 
-    class Failing(Function):
-        forward = staticmethod(remat.auto_forward("x")(body))
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad * ctx.saved_tensors[0].cos(), *[None] * (2 * (style == "auto"))
+    failing = Kernel("failing", ("x",), body, lambda ctx, saved, grad: grad * saved[0].cos())
 
     def block(x):
-        if style == "auto":
-            return Failing.apply(x.exp(), "it", policy)
-        return remat.op(Failing.apply, "it", policy=policy)(x.exp())
+        return call(style, failing, Trace(), "it", policy, x.exp())
 
     x = leaf(3)
     with pytest.raises(ValueError, match="body fails"):

@@ -692,7 +692,7 @@ def gradient_by_an_argument_in_a_call(x, opaque):
     opaque=[False, True],
     policy=[None, remat.policies.save_matmuls],
 )
-@pytest.mark.filterwarnings("ignore::torch_remat.RematWarning")
+@pytest.mark.filterwarnings("ignore")  # of the compiler, too
 def test_what_is_rare_is_equal(program, opaque, policy):
     def whole(wrap):
         x = leaf(4, 4)
