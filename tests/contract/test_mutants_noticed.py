@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import torch_remat as remat
+from tests.handle_ops import RECOMPUTE, SAVE, Kernel, Shift, Trace, call
 from tests.helpers import Calls, CountOps, alive, assert_same, checkpointed, leaf, no_other_regions, watch
 from tests.offloaders import OFFLOAD, Counting
 from torch_remat.dispatch.region.region import live_regions
@@ -86,21 +87,9 @@ def test_buffer_that_is_changed_after_what_starts_over_is_changed_once():
     assert module.count == 1
 
 
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    @remat.auto_forward("x")
-    def forward(ctx, x, op_name, policy):
-        ctx.save_for_backward(x)
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 2, None, None
-
-
 def test_refusal_that_user_code_swallows_stands_where_replay_cannot_start_over():
     def block(x):
-        y = Doubled.apply(x, "a", remat.CheckpointPolicy.SAVE)
+        y = call("auto", Shift, Trace(), "a", SAVE, x)
         try:
             factor = float(y.detach().numpy().max())
         except remat.PlaceholderError:
@@ -158,7 +147,7 @@ def test_result_that_replay_was_seen_to_read_is_kept_by_the_next_forward():
 def test_write_after_what_an_op_named_recompute_saved_is_an_error_in_a_budget():
     def block(x):
         h = x * 2
-        y = remat.op(torch.sin, "a", policy=remat.CheckpointPolicy.RECOMPUTE)(h)
+        y = remat.op(torch.sin, "a", policy=RECOMPUTE)(h)
         h.add_(1)
         return y
 
@@ -255,17 +244,6 @@ def test_outside_tensor_that_the_region_overwrites_before_it_reads_it():
     assert_same(expected, torch.autograd.grad(checkpointed(block)(x).sum(), x))
 
 
-class Writing(torch.autograd.Function):
-    @staticmethod
-    @remat.auto_forward("x")
-    def forward(ctx, x, op_name, policy):
-        return x.add_(1) * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 2, None, None
-
-
 def changed_result_of_a_call_that_wrote_outside(x):
     return remat.op(lambda x: (TOTAL.add_(x.detach()), x.sin())[1], "a")(x).add_(1).sin()
 
@@ -278,7 +256,8 @@ def writes_what_it_was_not_given(x):
 
 
 def saved_handle_that_writes(x):
-    return Writing.apply(x * 2, "a", remat.CheckpointPolicy.SAVE)
+    writing = Kernel("writing", (), lambda ctx, x: (x.add_(1) * 2, {}), lambda ctx, saved, grad: grad * 2)
+    return call("auto", writing, Trace(), "a", SAVE, x * 2)
 
 
 @pytest.mark.parametrize(
