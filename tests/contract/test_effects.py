@@ -245,7 +245,9 @@ LEAKS: dict[str, Callable[[Callable, Tensor], Tensor]] = {
     "base": view_of_what_was_returned,
     "list": leak_by(lambda h: [], lambda kept, h: kept.append(h.exp()), lambda kept: kept[0]),
     "shorter list": leak_by(lambda h: [h.exp(), h.tanh()], lambda kept, h: kept.__delitem__(0), lambda kept: sum(kept)),
-    "list from outside": leak_by(lambda h: OUTSIDE, lambda kept, h: kept.append(h.exp()), lambda kept: kept[-1]),
+    "list from outside": lambda call, h: (
+        call(lambda h: OUTSIDE.append(h.exp()) or h.sin())(h).sin() * OUTSIDE[-1].sin()
+    ),
     "dict": leak_by(lambda h: {}, lambda kept, h: kept.update(a=h.exp()), lambda kept: kept["a"]),
     "set": leak_by(lambda h: set(), lambda kept, h: kept.add(h.exp()), lambda kept: next(iter(kept))),
     "object": leak_by(lambda h: SimpleNamespace(), lambda kept, h: setattr(kept, "a", h.exp()), lambda kept: kept.a),
