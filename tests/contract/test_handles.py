@@ -257,10 +257,11 @@ VIEWS = {
     "as strided": lambda t: t.as_strided((2, 3), (5, 1), 2),
     "smaller dtype": lambda t: t.view(torch.float16),
     "of complex": lambda t: t,
+    "real pairs": lambda t: torch.view_as_real(t)[..., 1],
     "conjugate": lambda t: t.conj(),
     "negative": lambda t: t.conj().imag,
 }
-OF_COMPLEX = ("of complex", "conjugate", "negative")
+OF_COMPLEX = ("of complex", "real pairs", "conjugate", "negative")
 
 
 def description(tensor):
@@ -292,17 +293,7 @@ def keeper_kernel(make, seen):
     return Kernel("keeper", ("v",), forward, backward)
 
 
-@pairwise(
-    name=VIEWS,
-    style=STYLES,
-    producer=["input", "op", "native"],
-    where=["caller", "body"],
-    possible=lambda style, producer, name, where: (
-        (producer != "native" or style == "auto")  # where the arguments are known
-        and not (where == "caller" and name in ("detached", "smaller dtype"))  # plain autograd saves nothing
-    ),
-)
-def test_saved_view_of_what_replay_has_keeps_nothing_and_is_exact(name, style, producer, where):
+def check_saved_view(name, style, producer, where):
     seen, traces, view = [], [], VIEWS[name]
     keeper = keeper_kernel(view if where == "body" else VIEWS["itself"], seen)
 
@@ -329,6 +320,25 @@ def test_saved_view_of_what_replay_has_keeps_nothing_and_is_exact(name, style, p
     (how, values), (how_region, values_region) = seen
     assert how == how_region
     assert_same(values, values_region)
+
+
+@pairwise(
+    name=VIEWS,
+    style=STYLES,
+    producer=["input", "op", "native"],
+    where=["caller", "body"],
+    possible=lambda style, producer, name, where: (
+        (producer != "native" or style == "auto")  # where the arguments are known
+        and not (where == "caller" and name in ("detached", "smaller dtype"))  # plain autograd saves nothing
+    ),
+)
+def test_saved_view_of_what_replay_has_keeps_nothing_and_is_exact(name, style, producer, where):
+    check_saved_view(name, style, producer, where)
+
+
+def test_saved_view_without_a_base_of_an_input_keeps_nothing_and_is_exact():
+    for name in ("detached", "smaller dtype"):
+        check_saved_view(name, "auto", "input", "body")
 
 
 OTHER = {

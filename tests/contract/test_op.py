@@ -6,6 +6,7 @@ outputs, gradients, buffers with their versions, and the random state.
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections import namedtuple
 from collections.abc import Callable
@@ -91,6 +92,11 @@ class Scaled:
         return (x * self.tensor).sin() * self.factor
 
 
+@dataclasses.dataclass
+class Boxed:
+    tensor: Tensor
+
+
 class Env(SimpleNamespace):
     """What lies outside of the regions, made anew for each run."""
 
@@ -164,6 +170,8 @@ for name_, one_call in {
     "named tuple": lambda call, e, x: call(
         "k", counted(lambda h: Pair(h.sin(), {"a": [h.exp(), None, 3, "s"]})), x.sin()
     ).second["a"][0].sin(),
+    "same twice": lambda call, e, x: torch.mul(*call("k", counted(lambda h: (h.sin(),) * 2), x.sin())).sin(),
+    "dataclass result": lambda call, e, x: call("k", counted(lambda h: Boxed(h.sin())), x.cos()).tensor.exp(),
     "a result and its view": lambda call, e, x: torch.mul(
         *call("k", counted(lambda h: (lambda s: (s, s.t()))(h.sin())), x.sin())
     ).sin(),
@@ -679,6 +687,14 @@ def op_with_the_name_of_another_in_a_call(x, opaque):
     return remat.op(lambda t: HandleExp.apply(t, "h").sin(), "k", opaque=opaque)(y).exp()
 
 
+def sparse_result(x, opaque):
+    at = torch.tensor([[0, 1], [1, 0]])
+    y, sparse = remat.op(
+        lambda t: (t.sin(), torch.sparse_coo_tensor(at, torch.ones(2), (4, 4), check_invariants=True)), "k"
+    )(x)
+    return torch.sparse.mm(sparse, y) * y
+
+
 def gradient_by_an_argument_in_a_call(x, opaque):
     def inner(y):
         t = x.detach().requires_grad_()
@@ -688,7 +704,12 @@ def gradient_by_an_argument_in_a_call(x, opaque):
 
 
 @pairwise(
-    program=[written_result_of_compiled_code, gradient_by_an_argument_in_a_call, op_with_the_name_of_another_in_a_call],
+    program=[
+        written_result_of_compiled_code,
+        gradient_by_an_argument_in_a_call,
+        op_with_the_name_of_another_in_a_call,
+        sparse_result,
+    ],
     opaque=[False, True],
     policy=[None, remat.policies.save_matmuls],
 )
